@@ -1,0 +1,34 @@
+# Two commands on a fresh machine: `make demo` and `make test`; both create .venv and install all.
+PYTHON ?= python3
+BIN := .venv/bin
+# torch's CPU build: a plain "torch" would bring gigabytes of CUDA libraries along.
+TORCH := torch==2.13.0
+
+.PHONY: demo test lint soak bench clean
+
+.venv/installed: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+demo: .venv/installed
+	$(BIN)/python examples/demo.py
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest -n 2 -m 'not slow'
+
+soak: .venv/installed
+	$(BIN)/python -m pytest -m slow --timeout=3600
+
+bench: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check orbax-checkpoint safetensors
+	$(BIN)/python benchmarks/peers.py
+
+clean:
+	rm -rf .venv build dist *.egg-info

@@ -1,0 +1,1 @@
+"""Frameworks' arrays and meshes -> layouts, fragments and host memory, and back."""

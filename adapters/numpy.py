@@ -1,0 +1,92 @@
+"""NumPy arrays and scalars: the same on every process, filled in place."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from unickpt import dtypes
+from unickpt.adapt import Array, ArraySource, Fragment
+from unickpt.box import Box
+from unickpt.group import Group
+from unickpt.layout import Layout
+from unickpt.tree import Expansion
+
+
+def is_array(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray | np.generic)
+
+
+def source(leaf: Any, group: Group) -> ArraySource:
+    array = _checked(leaf)
+    return whole_source(array.shape, array.dtype, group, lambda box: array[box.slices], _tie(leaf))
+
+
+def whole_source(
+    shape: tuple[int, ...],
+    dtype: dtypes.DType,
+    group: Group,
+    read: Any,
+    identity: Hashable,
+) -> ArraySource:
+    """An array that every process of the job holds whole."""
+    box = Box.whole(shape)
+    holders = tuple(range(group.count))
+    fragments = () if box.empty else (Fragment(box, holders, read),)
+    layout = Layout.replicated(len(shape), group.count)
+    return ArraySource(shape, dtype, fragments, layout, identity=identity)
+
+
+def target(leaf: Any) -> NumpyTarget:
+    return NumpyTarget(leaf, _checked(leaf))
+
+
+def expand(obj: Any, name: str, stored: Mapping[str, Any] | None) -> Expansion | None:
+    return None
+
+
+def group() -> Group | None:
+    return None
+
+
+class NumpyTarget:
+    """Fills a writable array in place; read-only ones and scalars are replaced."""
+
+    prng: str | None = None
+
+    def __init__(self, leaf: Any, array: Array) -> None:
+        self.leaf, self.shape, self.dtype = leaf, array.shape, array.dtype.newbyteorder("=")
+        self.boxes: Sequence[Box] = (Box.whole(array.shape),)
+        self.in_place = isinstance(leaf, np.ndarray) and leaf.flags.writeable
+        self.identity = _tie(leaf) if self.in_place else None
+
+    def buffer(self, position: int) -> Array:
+        if self.in_place and self.leaf.dtype.isnative:
+            view: Array = np.asarray(self.leaf)
+            return view
+        return np.empty(self.shape, self.dtype)
+
+    def finish(self, buffers: Sequence[Array]) -> Any:
+        (filled,) = buffers
+        if self.in_place:
+            if not self.leaf.dtype.isnative:
+                np.copyto(self.leaf, filled)
+            return self.leaf
+        return filled[()] if isinstance(self.leaf, np.generic) else filled
+
+
+def _checked(leaf: Any) -> Array:
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise TypeError("a masked array would lose its mask; save .data and .mask")
+    array: Array = np.asarray(leaf)
+    dtypes.name_of(array.dtype)
+    return array
+
+
+def _tie(leaf: Any) -> Hashable:
+    if not isinstance(leaf, np.ndarray) or leaf.size == 0:
+        return None
+    pointer = leaf.__array_interface__["data"][0]
+    return ("host", pointer, leaf.shape, leaf.strides, leaf.dtype.str, leaf.dtype.name)

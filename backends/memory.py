@@ -1,0 +1,25 @@
+"""memory:// : checkpoints in this process's memory, for tests and notebooks."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import tensorstore as ts
+
+from unickpt.errors import InvalidPath
+
+
+@cache
+def root_context() -> ts.Context:
+    """TensorStore keeps memory:// in a context; this one is the parent of all others."""
+    context = ts.Context({"memory_key_value_store": {}})
+    context["memory_key_value_store"]
+    return context
+
+
+def spec(url: str) -> dict[str, Any]:
+    path = url.partition("://")[2].strip("/")
+    if not path:
+        raise InvalidPath(f"{url!r}: name the checkpoint, as in memory://run/step_1")
+    return {"driver": "memory", "path": path + "/"}

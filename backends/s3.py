@@ -1,0 +1,31 @@
+"""s3:// : S3 and what speaks its protocol; endpoint, region, credentials by the AWS variables."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from unickpt.errors import InvalidPath
+
+
+def spec(url: str) -> dict[str, Any]:
+    bucket, path = bucket_and_path(url)
+    out: dict[str, Any] = {"driver": "s3", "bucket": bucket, "path": path}
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if region:
+        out["aws_region"] = region
+    if endpoint:
+        # With an endpoint of its own TensorStore does not look the region up.
+        out |= {"endpoint": endpoint, "aws_region": region or "us-east-1"}
+    return out
+
+
+def bucket_and_path(url: str) -> tuple[str, str]:
+    """Splits `scheme://bucket/path` and ends the path with a slash."""
+    parts = urlsplit(url)
+    path = unquote(parts.path).strip("/")
+    if not parts.netloc or not path:
+        raise InvalidPath(f"{url!r}: give a bucket and a path, as in {parts.scheme}://bucket/run/1")
+    return parts.netloc, path + "/"

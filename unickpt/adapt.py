@@ -1,0 +1,139 @@
+"""The protocol between the core and the frameworks' adapters, and the registry that finds them.
+
+The core knows arrays only as `ArraySource` (to save) and `ArrayTarget` (to load into).
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import numpy as np
+
+from unickpt.box import Box
+from unickpt.dtypes import DType
+from unickpt.group import Group, alone
+from unickpt.layout import Layout
+from unickpt.tree import Expansion
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A box of an array that this process holds.
+
+    Arguments:
+        box: in global coordinates, not empty.
+        replicas: all processes that hold the same box, ascending.
+        read: host memory of a sub-box given in global coordinates; a view where possible.
+    """
+
+    box: Box
+    replicas: tuple[int, ...]
+    read: Callable[[Box], Array]
+
+
+@dataclass(frozen=True)
+class ArraySource:
+    """What an adapter says of a leaf to be saved.
+
+    Arguments:
+        shape: global shape.
+        dtype: NumPy dtype of the stored elements.
+        fragments: the distinct boxes of this process.
+        layout: how all processes hold the array; None where no layout says it.
+        boxes: without a layout, all fragments of all processes, where this process knows them.
+        identity: equal for leaves that are one array (tied parameters).
+        prng: implementation of a typed PRNG key.
+    """
+
+    shape: tuple[int, ...]
+    dtype: DType
+    fragments: tuple[Fragment, ...]
+    layout: Layout | None = None
+    boxes: tuple[tuple[Box, tuple[int, ...]], ...] | None = None
+    identity: Hashable = None
+    prng: str | None = None
+
+
+class ArrayTarget(Protocol):
+    """What an adapter says of a leaf to be loaded.
+
+    `boxes` are the distinct, possibly overlapping boxes that this process wants. `buffer(i)` gives
+    writable host memory of the shape of `boxes[i]`, the destination itself where that is possible.
+    `finish` gets these buffers, filled, and returns the leaf. `identity` is equal for leaves that
+    share memory, `prng` is the implementation of a typed PRNG key.
+    """
+
+    shape: tuple[int, ...]
+    dtype: DType
+    boxes: Sequence[Box]
+    identity: Hashable
+    prng: str | None
+
+    def buffer(self, position: int) -> Array: ...
+
+    def finish(self, buffers: Sequence[Array]) -> Any: ...
+
+
+class Adapter(Protocol):
+    """What a module under `unickpt.adapters` offers."""
+
+    def is_array(self, leaf: Any) -> bool:
+        """Whether `source` and `target` are for this leaf."""
+
+    def source(self, leaf: Any, group: Group) -> ArraySource:
+        """Describes an array to save.
+
+        Raises:
+            TypeError: the dtype or the layout cannot be stored; the message needs no name.
+        """
+
+    def target(self, leaf: Any) -> ArrayTarget:
+        """Describes an array to load into. Raises as `source`."""
+
+    def expand(self, obj: Any, name: str, stored: Mapping[str, Any] | None) -> Expansion | None:
+        """One level of a container of this framework; None where it is none.
+
+        Arguments:
+            obj: any object that is no leaf and no builtin container.
+            name: its name in the tree.
+            stored: while loading, the stored arrays and values by name; else None.
+        """
+
+    def group(self) -> Group | None:
+        """This framework's job, where it has been initialised with more than one process."""
+
+
+_FRAMEWORKS = ("jax", "torch")
+
+
+def adapters() -> list[Adapter]:
+    """The adapters of the frameworks that this process has imported, and NumPy's."""
+    loaded = [name for name in _FRAMEWORKS if name in sys.modules]
+    modules = [importlib.import_module(f"unickpt.adapters.{n}") for n in [*loaded, "numpy"]]
+    return [cast(Adapter, module) for module in modules]
+
+
+def adapter_of(leaf: Any, among: Sequence[Adapter]) -> Adapter | None:
+    """The adapter that knows a leaf."""
+    return next((a for a in among if a.is_array(leaf)), None)
+
+
+def current_group(among: Sequence[Adapter]) -> Group:
+    """The job of this process, as its frameworks know it.
+
+    Raises:
+        ValueError: two frameworks each know a different job.
+    """
+    groups = [g for g in (a.group() for a in among) if g is not None]
+    if len(groups) > 1:
+        raise ValueError(
+            "jax.distributed and torch.distributed are both initialised; say which processes save "
+            "together: options=SaveOptions(group=unickpt.ProcessGroup(index, count, session))"
+        )
+    return groups[0] if groups else alone()

@@ -1,0 +1,100 @@
+"""`PerProcess` values as self-describing bytes: a tree, its plain values and its small arrays."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from unickpt import dtypes, tree, values
+from unickpt.adapt import Adapter, adapter_of
+from unickpt.box import Box
+from unickpt.group import alone
+
+
+def encode(value: Any, among: Sequence[Adapter]) -> bytes:
+    """A value of one process as JSON.
+
+    Raises:
+        UnsupportedLeaf: names what cannot be stored.
+        TypeError: an array is not on the host of this process alone.
+    """
+    root = tree.flatten(value, lambda x: _is_leaf(x, among), lambda obj, name: None)
+    arrays, plain = {}, {}
+    for leaf in tree.leaves(root):
+        adapter = adapter_of(leaf.value, among)
+        if adapter is None:
+            plain[leaf.name] = values.to_json(leaf.value)
+            continue
+        source = adapter.source(leaf.value, alone())
+        whole = Box.whole(source.shape)
+        if source.fragments and source.fragments[0].box != whole:
+            raise TypeError(f"{leaf.name!r}: a sharded array is no per-process value")
+        data = source.fragments[0].read(whole) if source.fragments else np.empty(source.shape)
+        native = np.ascontiguousarray(data, data.dtype.newbyteorder("="))
+        arrays[leaf.name] = {
+            "dtype": dtypes.name_of(source.dtype),
+            "shape": source.shape,
+            "data": base64.b64encode(native.reshape(-1).view(np.uint8)).decode(),
+        }
+    body = {"tree": tree.to_json(root), "values": plain, "arrays": arrays}
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+def decode(data: bytes, like: Any, among: Sequence[Adapter]) -> Any:
+    """The reverse of `encode`; arrays come back as those of `like`, or as NumPy's.
+
+    Raises:
+        ValueError: the bytes are malformed, or `like` has another structure.
+    """
+    try:
+        body = json.loads(data)
+        found = {name: values.from_json(v) for name, v in body["values"].items()}
+        found |= {name: _array(a) for name, a in body["arrays"].items()}
+        root = tree.from_json(body["tree"])
+    except (KeyError, TypeError, AttributeError, RecursionError, ValueError) as error:
+        raise ValueError(f"a per-process value is malformed: {error!r}") from None
+    if like is not None:
+        root = tree.flatten(like, lambda x: _is_leaf(x, among), lambda obj, name: None)
+        templates = {leaf.name: leaf.value for leaf in tree.leaves(root)}
+        if set(templates) != set(found):
+            differ = ", ".join(sorted(set(templates) ^ set(found))[:5])
+            raise ValueError(f"the per-process value stored and `like` differ in: {differ}")
+        found = {name: _into(templates[name], found[name], name, among) for name in found}
+    return tree.rebuild(root, found.__getitem__)
+
+
+def _is_leaf(x: Any, among: Sequence[Adapter]) -> bool:
+    return values.is_plain(x) or adapter_of(x, among) is not None
+
+
+def _array(stored: dict[str, Any]) -> Any:
+    dtype, shape = dtypes.from_name(stored["dtype"]), tuple(stored["shape"])
+    raw = base64.b64decode(stored["data"], validate=True)
+    if len(raw) != math.prod(shape) * dtype.itemsize:
+        raise ValueError("an array's data does not have its size")
+    return np.frombuffer(bytearray(raw), np.uint8).view(dtype).reshape(shape)
+
+
+def _into(template: Any, value: Any, name: str, among: Sequence[Adapter]) -> Any:
+    adapter = adapter_of(template, among)
+    if adapter is None or not isinstance(value, np.ndarray):
+        if type(template) is not type(value):
+            raise ValueError(
+                f"{name!r}: stored is a {type(value).__name__}, asked a {type(template).__name__}"
+            )
+        return value
+    target = adapter.target(template)
+    if target.shape != value.shape or target.dtype != value.dtype:
+        raise ValueError(
+            f"{name!r}: stored {value.dtype}{list(value.shape)}, "
+            f"asked {target.dtype}{list(target.shape)}"
+        )
+    buffers = [target.buffer(i) for i in range(len(target.boxes))]
+    for box, buffer in zip(target.boxes, buffers, strict=True):
+        buffer[...] = value[box.slices]
+    return target.finish(buffers)

@@ -1,0 +1,189 @@
+"""Boxes: half-open n-d intervals, flat row-major ranges as boxes, and proof of exact coverage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A half-open n-d interval.
+
+    Arguments:
+        start: first index in each dimension.
+        stop: one past the last index in each dimension; at least `start`.
+
+    Example:
+        >>> Box((0, 2), (4, 6)).shape
+        (4, 4)
+    """
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.start) != len(self.stop):
+            raise ValueError(f"box start {self.start} and stop {self.stop} differ in rank")
+        if any(a < 0 or b < a for a, b in zip(self.start, self.stop, strict=True)):
+            raise ValueError(f"box [{self.start}, {self.stop}) has a negative start or extent")
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """The box of a whole array of `shape`."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def empty(self) -> bool:
+        return any(a == b for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common box, or None where no element is common."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        if any(a >= b for a, b in zip(start, stop, strict=True)):
+            return None
+        return Box(start, stop)
+
+    def contains(self, other: Box) -> bool:
+        return all(a <= b for a, b in zip(self.start, other.start, strict=True)) and all(
+            a >= b for a, b in zip(self.stop, other.stop, strict=True)
+        )
+
+    def relative_to(self, origin: Sequence[int]) -> Box:
+        """The same box, counted from `origin`."""
+        return Box(
+            tuple(a - o for a, o in zip(self.start, origin, strict=True)),
+            tuple(b - o for b, o in zip(self.stop, origin, strict=True)),
+        )
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"
+
+
+def flat_range_to_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Cuts elements `[start, stop)` of a row-major array into boxes.
+
+    Arguments:
+        shape: shape of the array.
+        start: first flat (row-major) element.
+        stop: one past the last flat element.
+
+    Returns:
+        At most `2 * rank - 1` boxes in row-major order, so that their concatenated row-major
+        contents are the flat range.
+
+    Example:
+        >>> [str(b) for b in flat_range_to_boxes((4, 3), 2, 10)]
+        ['[0:1, 2:3]', '[1:3, 0:3]', '[3:4, 0:1]']
+    """
+    shape = tuple(shape)
+    if not 0 <= start <= stop <= math.prod(shape):
+        raise ValueError(f"flat range [{start}, {stop}) does not lie within shape {shape}")
+    if start == stop:
+        return []
+    if not shape:
+        return [Box((), ())]
+    row = math.prod(shape[1:])
+    first, last = start // row, (stop - 1) // row
+    if first == last:
+        inner = flat_range_to_boxes(shape[1:], start - first * row, stop - first * row)
+        return [_under(b, first, first + 1) for b in inner]
+    boxes: list[Box] = []
+    if start > first * row:
+        inner = flat_range_to_boxes(shape[1:], start - first * row, row)
+        boxes += [_under(b, first, first + 1) for b in inner]
+        first += 1
+    tail: list[Box] = []
+    if stop < (last + 1) * row:
+        inner = flat_range_to_boxes(shape[1:], 0, stop - last * row)
+        tail = [_under(b, last, last + 1) for b in inner]
+        last -= 1
+    if first <= last:
+        boxes.append(_under(Box.whole(shape[1:]), first, last + 1))
+    return boxes + tail
+
+
+def _under(box: Box, start: int, stop: int) -> Box:
+    return Box((start, *box.start), (stop, *box.stop))
+
+
+def box_to_flat_range(shape: Sequence[int], box: Box) -> tuple[int, int] | None:
+    """The flat row-major range `[start, stop)` that `box` fills, or None where it is not one.
+
+    The inverse of `flat_range_to_boxes` for a single box.
+    """
+    if box.empty:
+        return (0, 0)
+    start = 0
+    for n, a in zip(shape, box.start, strict=True):
+        start = start * n + a
+    last = 0
+    for n, b in zip(shape, box.stop, strict=True):
+        last = last * n + b - 1
+    return (start, last + 1) if last + 1 - start == box.size else None
+
+
+def overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
+    """Positions of two boxes that share an element, or None where all are disjoint."""
+    order = sorted((i for i, b in enumerate(boxes) if not b.empty), key=lambda i: boxes[i].start)
+    if not order:
+        return None
+    if not boxes[order[0]].start:
+        return (order[0], order[1]) if len(order) > 1 else None
+    starts = np.array([boxes[i].start for i in order], dtype=np.int64)
+    stops = np.array([boxes[i].stop for i in order], dtype=np.int64)
+    for k in range(1, len(order)):
+        # Sorted by leading start: only boxes whose leading stop reaches past ours can meet us.
+        hit = np.flatnonzero(((starts[:k] < stops[k]) & (stops[:k] > starts[k])).all(axis=1))
+        if hit.size:
+            return (order[int(hit[0])], order[k])
+    return None
+
+
+def uncovered(whole: Box, boxes: Iterable[Box]) -> Box | None:
+    """A part of `whole` that no box covers, or None where all of it is covered."""
+    rest = [] if whole.empty else [whole]
+    for box in boxes:
+        if not rest:
+            return None
+        rest = [piece for hole in rest for piece in _subtract(hole, box)]
+    return rest[0] if rest else None
+
+
+def _subtract(hole: Box, box: Box) -> list[Box]:
+    common = hole.intersect(box)
+    if common is None:
+        return [hole]
+    pieces: list[Box] = []
+    start, stop = list(hole.start), list(hole.stop)
+    for d in range(len(start)):
+        if start[d] < common.start[d]:
+            pieces.append(_replace(start, stop, d, start[d], common.start[d]))
+        if common.stop[d] < stop[d]:
+            pieces.append(_replace(start, stop, d, common.stop[d], stop[d]))
+        start[d], stop[d] = common.start[d], common.stop[d]
+    return pieces
+
+
+def _replace(start: list[int], stop: list[int], dim: int, a: int, b: int) -> Box:
+    return Box(
+        tuple(a if d == dim else s for d, s in enumerate(start)),
+        tuple(b if d == dim else s for d, s in enumerate(stop)),
+    )

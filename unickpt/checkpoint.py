@@ -1,0 +1,334 @@
+"""open(): a committed checkpoint, lazily and read-only, without any framework."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, ValuesView
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from unickpt import backends, chunks, digests, dtypes, plan, values
+from unickpt import index as index_module
+from unickpt.adapt import Array
+from unickpt.box import Box
+from unickpt.chunks import ChunkStore
+from unickpt.errors import CheckpointCorrupt, CheckpointNotFound
+from unickpt.index import ArrayEntry, Index
+from unickpt.layout import Layout
+from unickpt.plan import Part
+
+
+def open(path: backends.Path) -> Checkpoint:
+    """Opens a checkpoint by reading its index, one small object; arrays are read when asked for.
+
+    Arguments:
+        path: a local path or a URL (file, memory, s3, gs).
+
+    Raises:
+        CheckpointNotFound: no committed checkpoint is there.
+        CheckpointCorrupt: its index is damaged.
+        UnsupportedFormat: it was written by a newer unickpt.
+
+    Example:
+        >>> import numpy as np, unickpt
+        >>> _ = unickpt.save("memory://run/open", {"w": np.arange(6).reshape(2, 3)})
+        >>> unickpt.open("memory://run/open")["w"][1, :2]
+        array([3, 4])
+    """
+    location = backends.resolve(path)
+    context = backends.context()
+    try:
+        read = location.database(context).read(index_module.INDEX_KEY).result()
+    except (ValueError, OSError) as error:
+        raise chunks.translate(error, str(location)) from error
+    if read.state != "value":
+        raise CheckpointNotFound(
+            f"no checkpoint at {location}: it has no index. Was the save committed? "
+            "`unickpt ls` lists the checkpoints below a directory."
+        )
+    index = index_module.decode(read.value, str(location))
+    return Checkpoint(location, context, index)
+
+
+class Checkpoint(Mapping[str, "StoredArray"]):
+    """A committed checkpoint: its arrays by name, tied ones under each of their names.
+
+    `metadata` is what `save` was given, `values` the plain values by name, `index` all the rest.
+    """
+
+    def __init__(self, location: backends.Location, context: ts.Context, index: Index) -> None:
+        self.location, self.index = location, index
+        self._chunks = ChunkStore(location, context, index.codecs)
+
+    @property
+    def url(self) -> str:
+        return self.location.url
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        return self.index.metadata
+
+    @property
+    def values(self) -> PlainValues:  # type: ignore[override]
+        """The plain values by name."""
+        return PlainValues(self)
+
+    def __getitem__(self, name: str) -> StoredArray:
+        target = self.index.aliases.get(name, name)
+        entry = self.index.arrays.get(target)
+        if entry is None:
+            kind = "a plain value" if name in self.index.values else "not in this checkpoint"
+            raise KeyError(f"{name!r} is {kind}; arrays are {_first_names(self)}")
+        return StoredArray(self, name, entry)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.index.arrays
+        yield from self.index.aliases
+
+    def __len__(self) -> int:
+        return len(self.index.arrays) + len(self.index.aliases)
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self.location)!r}, {len(self)} arrays)"
+
+    @property
+    def nbytes(self) -> int:
+        """Logical bytes of all arrays; tied ones count once."""
+        return sum(entry.nbytes for entry in self.index.arrays.values())
+
+    def per_process(self, name: str) -> tuple[bytes, ...]:
+        """The encoded value of each process of a per-process leaf, checked.
+
+        Raises:
+            CheckpointCorrupt: one is missing or does not match its digest.
+        """
+        from unickpt.save import blob_key
+
+        out = []
+        for process, (size, digest) in enumerate(self.index.per_process[name].blobs):
+            data = self.read_key(blob_key(name, process))
+            if len(data) != size or chunks.digest(np.frombuffer(data, np.uint8)) != digest:
+                raise CheckpointCorrupt(
+                    f"{self.location}: the value of process {process} for {name!r} does not match "
+                    "its digest"
+                )
+            out.append(data)
+        return tuple(out)
+
+    # --- for load and verify -------------------------------------------------------------------
+
+    def read_key(self, key: str) -> bytes:
+        """The bytes of one key of the database.
+
+        Raises:
+            CheckpointCorrupt: it is missing or unreadable.
+        """
+        where = f"{self.location}: key {key!r}"
+        try:
+            read = self._chunks.database.read(key).result()
+        except (ValueError, OSError) as error:
+            raise chunks.translate(error, where) from error
+        if read.state != "value":
+            raise CheckpointCorrupt(f"{where}: is missing")
+        data: bytes = read.value
+        return data
+
+    def keys_stored(self) -> set[str]:
+        """All keys of the database."""
+        try:
+            listed = self._chunks.database.list().result()
+        except (ValueError, OSError) as error:
+            raise chunks.translate(error, str(self.location)) from error
+        return {key.decode(errors="replace") for key in listed}
+
+    @cached_property
+    def _digests(self) -> tuple[digests.Table, dict[str, int]]:
+        data = self.read_key(index_module.DIGESTS_KEY)
+        try:
+            return digests.decode(data, self.index), digests.offsets(self.index.arrays)
+        except ValueError as error:
+            raise CheckpointCorrupt(f"{self.location}: {error}") from None
+
+    def digests_of(self, name: str) -> digests.Table:
+        """The rows of an array's chunks, part by part."""
+        table, offsets = self._digests
+        count = sum(part.count for part in plan.parts(self.index.arrays[name]))
+        return table[offsets[name] : offsets[name] + count]
+
+    def read_chunk(self, entry: ArrayEntry, part: Part, number: int, row: Any, out: Array) -> None:
+        """Reads a chunk into contiguous memory, and checks it where `row` (of `digests_of`) is
+        given.
+
+        Raises:
+            CheckpointCorrupt: names array, box and writer.
+        """
+        self._chunks.read(entry, part, number, out)
+        if row is not None and chunks.digest(out) != row["digest"]:
+            raise CheckpointCorrupt(
+                f"{self.location}: array {entry.name!r} {part.chunk_box(number)}, written by "
+                f"process {row['process']}: the stored bytes do not match their digest"
+            )
+
+    def open_part(self, entry: ArrayEntry, part: Part) -> ts.TensorStore:
+        return self._chunks.array(entry, part)
+
+
+class PlainValues(Mapping[str, values.Plain]):
+    """A checkpoint's plain values by name; called, what `Mapping.values()` gives: its arrays."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def __getitem__(self, name: str) -> values.Plain:
+        return self._checkpoint.index.values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._checkpoint.index.values)
+
+    def __len__(self) -> int:
+        return len(self._checkpoint.index.values)
+
+    def __call__(self) -> ValuesView[StoredArray]:
+        return ValuesView(self._checkpoint)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+class StoredArray:
+    """An array of a checkpoint, read when it is sliced.
+
+    `x[10:20, ::2]` gives NumPy and reads only the chunks it needs.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, name: str, entry: ArrayEntry) -> None:
+        self._checkpoint, self.name, self._entry = checkpoint, name, entry
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._entry.shape
+
+    @property
+    def dtype(self) -> dtypes.DType:
+        return dtypes.from_name(self._entry.dtype)
+
+    @property
+    def layout(self) -> Layout | None:
+        """How the writer's mesh split it; None where no layout describes the fragments."""
+        return self._entry.layout
+
+    @property
+    def fragments(self) -> tuple[tuple[Box, tuple[int, ...]], ...]:
+        """Every fragment of the writer: its box and the processes that held it."""
+        if self._entry.boxes is not None:
+            return self._entry.boxes
+        assert self._entry.layout is not None
+        return tuple(self._entry.layout.fragments(self.shape))
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The stored zarr arrays that carry it; usually one."""
+        return tuple(plan.parts(self._entry))
+
+    @property
+    def chunk(self) -> tuple[int, ...]:
+        return self._entry.chunk
+
+    @property
+    def nbytes(self) -> int:
+        return self._entry.nbytes
+
+    @property
+    def url(self) -> str:
+        """The URL at which TensorStore opens it, where it has a single part."""
+        name = self._entry.name
+        return f"{self._checkpoint.url}|ocdbt:{name}/" if name else f"{self._checkpoint.url}|ocdbt:"
+
+    def read(self, box: Box, *, verify: bool = True) -> Array:
+        """Reads a box.
+
+        Arguments:
+            box: in the array's coordinates.
+            verify: check each chunk that is read against its digest.
+
+        Returns:
+            A new NumPy array of the box's shape.
+
+        Raises:
+            IndexError: the box does not lie within the array.
+            CheckpointCorrupt: a chunk is damaged.
+        """
+        from unickpt.load import read_box
+
+        if len(box.start) != len(self.shape) or not Box.whole(self.shape).contains(box):
+            raise IndexError(f"box {box} does not lie within {self.name!r} of shape {self.shape}")
+        return read_box(self._checkpoint, self._entry, box, verify=verify)
+
+    def __getitem__(self, key: Any) -> Array:
+        box, rest = _parse(key, self.shape, self.name)
+        return self.read(box)[rest]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        if copy is False:
+            raise ValueError(f"{self.name!r} must be read from storage; copy=False is impossible")
+        return self[...] if dtype is None else self[...].astype(dtype)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a 0-d array")
+        return self.shape[0]
+
+    def tensorstore(self) -> ts.TensorStore:
+        """The array as a read-only TensorStore, for lazy expressions and asynchronous reads.
+
+        TensorStore knows nothing of the digests: what it reads is not checked.
+        """
+        layers = []
+        for part in self.parts:
+            array = self._checkpoint.open_part(self._entry, part)
+            if len(self.parts) > 1:
+                array = array[ts.d[:].translate_to[part.box.start]]
+            layers.append(array)
+        if not layers:
+            empty = np.empty(self.shape, ts.dtype(dtypes.stored_as(self._entry.dtype)).numpy_dtype)
+            return ts.array(empty)
+        return layers[0] if len(layers) == 1 else ts.overlay(layers)
+
+    def __repr__(self) -> str:
+        return f"StoredArray({self.name!r}, {self._entry.dtype}{list(self.shape)}, {self.layout})"
+
+
+def _parse(key: Any, shape: tuple[int, ...], name: str) -> tuple[Box, tuple[Any, ...]]:
+    """NumPy basic indexing as the box to read and what is left to index in it."""
+    items = list(key) if isinstance(key, tuple) else [key]
+    if any(item is Ellipsis for item in items):
+        at = next(i for i, item in enumerate(items) if item is Ellipsis)
+        items[at : at + 1] = [slice(None)] * (len(shape) - len(items) + 1)
+    items += [slice(None)] * (len(shape) - len(items))
+    if len(items) > len(shape):
+        raise IndexError(f"too many indices for {name!r} of shape {shape}")
+    start, stop, rest = [], [], []
+    for item, n in zip(items, shape, strict=True):
+        if isinstance(item, slice):
+            picked = range(n)[item]
+            low = min(picked[0], picked[-1]) if picked else 0
+            high = max(picked[0], picked[-1]) + 1 if picked else 0
+            rest.append(slice(None, None, picked.step))
+        elif hasattr(item, "__index__"):
+            i = item.__index__()
+            if not -n <= i < n:
+                raise IndexError(f"index {i} is out of bounds for {name!r} of shape {shape}")
+            low, high = i % n, i % n + 1
+            rest.append(0)
+        else:
+            raise IndexError(f"{name!r} takes integers and slices, not {item!r}")
+        start.append(low)
+        stop.append(high)
+    return Box(tuple(start), tuple(stop)), tuple(rest)
+
+
+def _first_names(checkpoint: Checkpoint) -> str:
+    names = list(checkpoint)
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") or "none"

@@ -1,0 +1,165 @@
+"""One chunk: its digest, and how it is written to and read from a checkpoint's database."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+import xxhash
+
+from unickpt import dtypes
+from unickpt.adapt import Array
+from unickpt.backends import Location
+from unickpt.errors import CheckpointCorrupt, StorageError
+from unickpt.index import ArrayEntry
+from unickpt.plan import Part
+
+# Opening an array costs TensorStore about 80 us, more than all else for a small chunk; below this
+# size the bytes are put into the database as they are, which is what zarr would do with them.
+_SMALL = 64 << 10
+
+Codecs = Sequence[Mapping[str, Any]]
+
+
+def digest(chunk: Array) -> int:
+    """xxh3-64 of a chunk's logical elements: row-major, little-endian."""
+    return xxhash.xxh3_64_intdigest(_bytes_of(chunk).data)
+
+
+def _bytes_of(chunk: Array) -> Array:
+    return np.ascontiguousarray(chunk).reshape(-1).view(np.uint8)
+
+
+def codecs_for(compression: str | None) -> tuple[dict[str, Any], ...]:
+    """The zarr v3 codecs that follow `bytes`."""
+    settings = {
+        "zstd": {"level": 3},
+        "gzip": {"level": 5},
+        "blosc": {"cname": "zstd", "clevel": 5, "shuffle": "shuffle"},
+    }
+    if compression is None:
+        return ()
+    return ({"name": compression, "configuration": settings[compression]},)
+
+
+def zarr_metadata(entry: ArrayEntry, part: Part, codecs: Codecs) -> dict[str, Any]:
+    """The `zarr.json` of a part."""
+    stored = dtypes.stored_as(entry.dtype)
+    itemsize = dtypes.from_name(entry.dtype).itemsize
+    fill: Any = False if stored == "bool" else 0
+    if stored.startswith("complex"):
+        fill = [0, 0]
+    to_bytes = {"name": "bytes", "configuration": {"endian": "little"}}
+    if itemsize == 1:
+        to_bytes = {"name": "bytes"}
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(part.box.shape),
+        "data_type": stored,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(part.chunk)}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": fill,
+        "codecs": [to_bytes, *codecs],
+        "attributes": {},
+    }
+
+
+def zarr_json(metadata: Mapping[str, Any]) -> bytes:
+    return json.dumps(metadata, separators=(",", ":")).encode()
+
+
+GROUP_JSON = zarr_json({"zarr_format": 3, "node_type": "group", "attributes": {}})
+
+
+class ChunkStore:
+    """The chunks in one OCDBT database.
+
+    Arguments:
+        location: the database's folder.
+        context: the TensorStore context that all databases of a checkpoint share.
+        codecs: the checkpoint's compression.
+    """
+
+    def __init__(self, location: Location, context: ts.Context, codecs: Codecs) -> None:
+        self.location, self.context, self.codecs = location, context, codecs
+        self.database = location.database(context)
+        self._open: dict[str, ts.TensorStore] = {}
+
+    def array(self, entry: ArrayEntry, part: Part) -> ts.TensorStore:
+        """The zarr array of a part, opened without I/O."""
+        found = self._open.get(part.key)
+        if found is None:
+            spec = {
+                "driver": "zarr3",
+                "kvstore": self.location.array_spec(part.key),
+                "metadata": zarr_metadata(entry, part, self.codecs),
+                # Without these two, all-zero chunks would be left out and missing ones read as 0.
+                "store_data_equal_to_fill_value": True,
+                "fill_missing_data_reads": False,
+            }
+            found = ts.open(spec, context=self.context, open=True, assume_metadata=True).result()
+            self._open[part.key] = found
+        return found
+
+    def write(
+        self, entry: ArrayEntry, part: Part, number: int, chunk: Array, transaction: ts.Transaction
+    ) -> ts.Future[None]:
+        """Adds a chunk to a transaction; `chunk` must stay unchanged until that is committed."""
+        if self._is_raw(part, chunk):
+            store = self.database.with_transaction(transaction)
+            return store.write(_key(part, number), _bytes_of(chunk).tobytes())
+        store = self.array(entry, part).with_transaction(transaction)
+        box = part.chunk_box(number).relative_to(part.box.start)
+        stored = _as_stored(chunk, entry.dtype)
+        return store[box.slices].write(stored, can_reference_source_data_indefinitely=True).copy
+
+    def read(self, entry: ArrayEntry, part: Part, number: int, out: Array) -> None:
+        """Reads a chunk into contiguous memory of its shape.
+
+        Raises:
+            CheckpointCorrupt: it is missing or cannot be decoded.
+            StorageError: the storage failed.
+        """
+        box = part.chunk_box(number)
+        try:
+            if self._is_raw(part, out):
+                result = self.database.read(_key(part, number)).result()
+                if result.state != "value" or len(result.value) != out.nbytes:
+                    found = len(result.value) if result.state == "value" else "no"
+                    raise ValueError(f"NOT_FOUND: {found} bytes stored, {out.nbytes} expected")
+                _bytes_of(out)[:] = np.frombuffer(result.value, np.uint8)
+            else:
+                local = box.relative_to(part.box.start)
+                target = ts.array(_as_stored(out, entry.dtype), context=self.context)
+                target.write(self.array(entry, part)[local.slices]).result()
+        except (ValueError, OSError) as error:
+            where = f"{self.location}: array {entry.name!r} {box}"
+            raise translate(error, where) from error
+
+    def _is_raw(self, part: Part, chunk: Array) -> bool:
+        return not self.codecs and chunk.nbytes <= _SMALL and chunk.shape == part.chunk
+
+
+def _key(part: Part, number: int) -> str:
+    key = part.chunk_key(number)
+    return f"{part.key}/{key}" if part.key else key
+
+
+def _as_stored(chunk: Array, dtype: str) -> Array:
+    stored = ts.dtype(dtypes.stored_as(dtype)).numpy_dtype
+    return chunk if chunk.dtype == stored else chunk.view(stored)
+
+
+_DAMAGE = ("DATA_LOSS", "OUT_OF_RANGE", "INVALID_ARGUMENT", "FAILED_PRECONDITION", "NOT_FOUND")
+
+
+def translate(error: Exception, where: str) -> Exception:
+    """An error of TensorStore as one of ours: is it the data, or the storage?"""
+    status, _, detail = str(error).partition(": ")
+    if status in _DAMAGE:
+        return CheckpointCorrupt(f"{where}: stored data is damaged or missing: {detail}")
+    return StorageError(f"{where}: the storage failed: {error}")

@@ -1,0 +1,158 @@
+"""The first step of a save: what every leaf is, and all that can be wrong with the request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unickpt import blob, chunks, dtypes, plan, tree, values
+from unickpt.adapt import Adapter, ArraySource, adapter_of
+from unickpt.errors import UnsupportedLeaf
+from unickpt.group import Group
+from unickpt.index import ArrayEntry, Index, PerProcessEntry
+from unickpt.marks import LocalFragments, PerProcess
+from unickpt.options import SaveOptions
+
+
+@dataclass(frozen=True)
+class Description:
+    """What one process has to save.
+
+    Arguments:
+        index: what all processes should agree on; arrays of `LocalFragments` have no boxes yet.
+        sources: the arrays of this process by name.
+        blobs: its per-process values by name, encoded.
+    """
+
+    index: Index
+    sources: Mapping[str, ArraySource]
+    blobs: Mapping[str, bytes]
+
+
+def is_leaf(obj: Any, among: Sequence[Adapter]) -> bool:
+    """Whether an object of a tree is a leaf for saving and loading."""
+    return (
+        values.is_plain(obj)
+        or isinstance(obj, PerProcess | LocalFragments)
+        or adapter_of(obj, among) is not None
+    )
+
+
+def expand(
+    obj: Any, name: str, among: Sequence[Adapter], stored: Mapping[str, Any] | None = None
+) -> tree.Expansion | None:
+    """One level of a framework's container, or of an object with `state_dict`."""
+    for adapter in among:
+        level = adapter.expand(obj, name, stored)
+        if level is not None:
+            return level
+    if not _is_stateful(obj):
+        return None
+
+    def rebuild(children: list[Any]) -> Any:
+        obj.load_state_dict(children[0])
+        return obj
+
+    state = obj.state_dict()
+    return tree.Expansion("wrapper", ("state_dict",), (state,), rebuild, type(obj).__name__)
+
+
+def describe(
+    root: Any,
+    metadata: Mapping[str, Any] | None,
+    group: Group,
+    options: SaveOptions,
+    among: Sequence[Adapter],
+) -> Description:
+    """Looks at every leaf of a tree, without any side effect.
+
+    Raises:
+        UnsupportedLeaf: names every leaf that cannot be stored, and why.
+    """
+    node = tree.flatten(
+        root, lambda x: is_leaf(x, among), lambda obj, name: expand(obj, name, among)
+    )
+    entries: dict[str, ArrayEntry] = {}
+    sources: dict[str, ArraySource] = {}
+    aliases: dict[str, str] = {}
+    plain: dict[str, values.Plain] = {}
+    blobs: dict[str, bytes] = {}
+    first: dict[Any, str] = {}
+    bad: list[str] = []
+    for leaf in tree.leaves(node):
+        name, value = leaf.name, leaf.value
+        try:
+            if isinstance(value, PerProcess):
+                blobs[name] = blob.encode(value.value, among)
+                continue
+            if values.is_plain(value):
+                plain[name] = value
+                continue
+            source = _source(value, group, among)
+            if source.identity is not None and source.identity in first:
+                aliases[name] = first[source.identity]
+                continue
+            first[source.identity] = name
+            entries[name], sources[name] = _entry(name, source, options), source
+        except (TypeError, ValueError) as error:
+            bad.append(f"{name!r}: {error}")
+    if bad:
+        raise UnsupportedLeaf("these leaves cannot be stored:\n" + _indent(bad))
+    index = Index(
+        tree=tree.to_json(node),
+        arrays=entries,
+        aliases=aliases,
+        values=plain,
+        per_process={name: PerProcessEntry(()) for name in blobs},
+        metadata=_checked_metadata(metadata),
+        codecs=chunks.codecs_for(options.compression),
+        processes=group.count,
+    )
+    return Description(index, sources, blobs)
+
+
+def _is_stateful(obj: Any) -> bool:
+    kind = type(obj)
+    return callable(getattr(kind, "state_dict", None)) and callable(
+        getattr(kind, "load_state_dict", None)
+    )
+
+
+def _source(value: Any, group: Group, among: Sequence[Adapter]) -> ArraySource:
+    if isinstance(value, LocalFragments):
+        return value.source(group)
+    adapter = adapter_of(value, among)
+    assert adapter is not None, "a leaf is a mark, a plain value or an array"
+    return adapter.source(value, group)
+
+
+def _entry(name: str, source: ArraySource, options: SaveOptions) -> ArrayEntry:
+    dtype = dtypes.name_of(source.dtype)
+    rank = len(source.shape)
+    shape = options.chunk_shape if len(options.chunk_shape or ()) == rank else None
+    cut: tuple[int, ...] = ()
+    if source.layout is not None:
+        chunk, cut = plan.chunk_grid(
+            source.shape, source.dtype.itemsize, source.layout, options.chunk_bytes, shape
+        )
+    else:
+        chunk = shape or plan.free_chunk(source.shape, source.dtype.itemsize, options.chunk_bytes)
+    boxes = source.boxes if source.boxes is not None else () if source.layout is None else None
+    return ArrayEntry(name, source.shape, dtype, chunk, source.layout, cut, boxes, source.prng)
+
+
+def _checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+    checked = dict(metadata or {})
+    try:
+        same = json.loads(json.dumps(checked, allow_nan=False)) == checked
+    except (TypeError, ValueError) as error:
+        raise UnsupportedLeaf(f"metadata is not JSON: {error}") from None
+    if not same:
+        raise UnsupportedLeaf("metadata would not survive JSON: use str keys and lists")
+    return checked
+
+
+def _indent(lines: list[str]) -> str:
+    return "\n".join(f"  {line}" for line in lines)

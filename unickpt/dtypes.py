@@ -1,0 +1,114 @@
+"""The dtypes a checkpoint can hold: their names, their NumPy form, and how zarr stores them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+_NATIVE = [
+    "bool",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+]
+_ML_DTYPES = [
+    "bfloat16",
+    "float8_e3m4",
+    "float8_e4m3",
+    "float8_e4m3b11fnuz",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "float4_e2m1fn",
+    "int4",
+    "int2",
+]
+# What TensorStore's zarr3 driver has no name for is stored as the same bits of another type.
+_STORED_AS = {"float8_e4m3": "uint8"}
+
+DType = np.dtype[Any]
+
+
+def _named() -> dict[str, DType]:
+    named = {name: np.dtype(name) for name in _NATIVE}
+    return named | {n: np.dtype(getattr(ml_dtypes, n)) for n in _ML_DTYPES if hasattr(ml_dtypes, n)}
+
+
+_BY_NAME = _named()
+_BY_DTYPE = {dtype: name for name, dtype in _BY_NAME.items()}
+
+
+def supported() -> tuple[str, ...]:
+    """Names of all dtypes with a name of their own; datetime64 and timedelta64 come on top."""
+    return tuple(_BY_NAME)
+
+
+@lru_cache(maxsize=256)
+def name_of(dtype: DType) -> str:
+    """The checkpoint's name of a NumPy dtype; byte order is not part of it.
+
+    Raises:
+        TypeError: where no checkpoint can hold the dtype.
+    """
+    little = dtype.newbyteorder("=")
+    if little in _BY_DTYPE:
+        return _BY_DTYPE[little]
+    if dtype.kind in "mM":
+        return little.name
+    raise TypeError(
+        f"dtype {dtype} cannot be stored; supported are {', '.join(supported())}, "
+        "datetime64 and timedelta64"
+    )
+
+
+@lru_cache(maxsize=256)
+def from_name(name: str) -> DType:
+    """The NumPy dtype of a checkpoint's dtype name.
+
+    Raises:
+        TypeError: for an unknown name.
+    """
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    if name.startswith(("datetime64", "timedelta64")):
+        dtype = np.dtype(name)
+        if dtype.name == name:
+            return dtype
+    raise TypeError(f"unknown dtype {name!r}")
+
+
+def stored_as(name: str) -> str:
+    """The zarr v3 data type whose bits hold a dtype of the checkpoint."""
+    if name.startswith(("datetime64", "timedelta64")):
+        return "int64"
+    return _STORED_AS.get(name, name)
+
+
+def castable(source: DType, target: DType) -> bool:
+    """Whether `cast=True` may turn `source` into `target`: only within one kind of number."""
+    return source == target or (kind(source) == kind(target) and kind(source) != "other")
+
+
+def kind(dtype: DType) -> str:
+    """'float', 'integer', 'complex' or 'other' (bool, dates)."""
+    if dtype.kind == "c":
+        return "complex"
+    name = _BY_DTYPE.get(dtype, "")
+    if name.startswith(("float", "bfloat")):
+        return "float"
+    return "integer" if name.startswith(("int", "uint")) else "other"

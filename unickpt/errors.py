@@ -1,0 +1,53 @@
+"""Every error unickpt raises; each also derives from the built-in that a person would catch."""
+
+
+class UnickptError(Exception):
+    """Base of all errors raised on purpose by unickpt."""
+
+
+class InvalidPath(UnickptError, ValueError):
+    """The path or URL names no storage that unickpt can use."""
+
+
+class CheckpointNotFound(UnickptError, FileNotFoundError):
+    """No committed checkpoint exists at the path."""
+
+
+class CheckpointExists(UnickptError, FileExistsError):
+    """The destination is taken: by a committed checkpoint, or by files that are not ours."""
+
+
+class CheckpointCorrupt(UnickptError, ValueError):
+    """Stored bytes contradict the format or their digest."""
+
+
+class StorageError(UnickptError, OSError):
+    """The storage refused or failed: permissions, a full disk, a network error."""
+
+
+class UnsupportedFormat(UnickptError, ValueError):
+    """The checkpoint was written in a newer major version of the format."""
+
+
+class UnsupportedLeaf(UnickptError, TypeError):
+    """The tree holds something that cannot be stored, or whose layout has no boxes."""
+
+
+class LoadMismatch(UnickptError, ValueError):
+    """What is asked for differs from what is stored; the message holds one row per difference."""
+
+
+class CoverageError(UnickptError, ValueError):
+    """The fragments of the processes leave a hole in an array, or overlap."""
+
+
+class ProcessFailed(UnickptError, RuntimeError):
+    """Another process of the job failed during the save; the message is its message."""
+
+
+class SaveConflict(UnickptError, RuntimeError):
+    """Another job committed a checkpoint at the same path meanwhile."""
+
+
+class SaveTimeout(UnickptError, TimeoutError):
+    """A process of the job did not finish its part of the save before the deadline."""

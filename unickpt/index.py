@@ -1,0 +1,313 @@
+"""The index: a checkpoint's own metadata, as dataclasses, as JSON, and checked as untrusted input.
+
+docs/format.md is the normative text; `FORMAT` is the version both describe.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from unickpt import dtypes, values
+from unickpt.box import Box, overlap
+from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
+from unickpt.layout import Layout, Mesh
+
+FORMAT = (1, 0)
+INDEX_KEY = "unickpt.json"
+DIGESTS_KEY = "unickpt.digests"
+_MAX_EXTENT = 1 << 62
+_SEAL = re.compile(rb',"xxh3":"([0-9a-f]{16})"}\Z')
+
+
+@dataclass(frozen=True)
+class ArrayEntry:
+    """What the index says of one array.
+
+    Arguments:
+        name: the array's name.
+        shape: global shape.
+        dtype: a name of `unickpt.dtypes`.
+        chunk: largest extent of a chunk in each dimension.
+        layout: how the writer's mesh split it; None where no layout describes the fragments.
+        cut: dimensions along whose layout intervals the array is cut into parts.
+        boxes: without a layout, each fragment and the processes that held it; one part each.
+        prng: for typed JAX PRNG keys, the name of their implementation.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    chunk: tuple[int, ...]
+    layout: Layout | None = None
+    cut: tuple[int, ...] = ()
+    boxes: tuple[tuple[Box, tuple[int, ...]], ...] | None = None
+    prng: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Logical bytes of the array."""
+        return math.prod(self.shape) * dtypes.from_name(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class PerProcessEntry:
+    """One leaf that differs by process: size in bytes and digest of each process's blob."""
+
+    blobs: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Index:
+    """All that one read of a checkpoint tells. `tree` is the JSON of `unickpt.tree`."""
+
+    tree: Any
+    arrays: Mapping[str, ArrayEntry]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, values.Plain] = field(default_factory=dict)
+    per_process: Mapping[str, PerProcessEntry] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    codecs: tuple[Mapping[str, Any], ...] = ()
+    processes: int = 1
+    attempt: str = ""
+    created: str = ""
+    library: str = ""
+    chunks: int = 0
+    digests_xxh3: str = ""
+
+
+def encode(index: Index) -> bytes:
+    """The index as JSON, sealed by the xxh3-64 of all bytes before the seal."""
+    meshes: dict[Mesh, int] = {}
+    layouts: dict[Layout, int] = {}
+    arrays = {}
+    for entry in index.arrays.values():
+        if entry.layout is not None:
+            meshes.setdefault(entry.layout.mesh, len(meshes))
+            layouts.setdefault(entry.layout, len(layouts))
+        arrays[entry.name] = _array_to_json(entry, layouts)
+    body = {
+        "format": f"{FORMAT[0]}.{FORMAT[1]}",
+        "library": index.library,
+        "created": index.created,
+        "attempt": index.attempt,
+        "processes": index.processes,
+        "metadata": index.metadata,
+        "tree": index.tree,
+        "meshes": [{"axes": m.axes, "shape": m.shape, "processes": m.processes} for m in meshes],
+        "layouts": [{"mesh": meshes[x.mesh], "dims": x.dims} for x in layouts],
+        "arrays": arrays,
+        "aliases": dict(index.aliases),
+        "values": {name: values.to_json(v) for name, v in index.values.items()},
+        "per_process": {
+            name: [[size, f"{digest:016x}"] for size, digest in entry.blobs]
+            for name, entry in index.per_process.items()
+        },
+        "codecs": list(index.codecs),
+        "chunks": index.chunks,
+        "digests": index.digests_xxh3,
+    }
+    text = json.dumps(body, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+    unsealed = text.encode()[:-1]
+    return unsealed + b',"xxh3":"%016x"}' % xxhash.xxh3_64_intdigest(unsealed)
+
+
+def _array_to_json(entry: ArrayEntry, layouts: dict[Layout, int]) -> dict[str, Any]:
+    out: dict[str, Any] = {"shape": entry.shape, "dtype": entry.dtype, "chunk": entry.chunk}
+    if entry.layout is not None:
+        out["layout"] = layouts[entry.layout]
+    if entry.cut:
+        out["cut"] = entry.cut
+    if entry.boxes is not None:
+        out["boxes"] = [[box.start, box.stop, holders] for box, holders in entry.boxes]
+    if entry.prng is not None:
+        out["prng"] = entry.prng
+    return out
+
+
+def decode(data: bytes, where: str, *, partial: bool = False) -> Index:
+    """Reads and checks an index.
+
+    Arguments:
+        data: the bytes of `unickpt.json`; untrusted.
+        where: the checkpoint's path, for messages.
+        partial: whether it is one process's description, whose boxes need not cover the arrays.
+
+    Raises:
+        UnsupportedFormat: written in a newer major version.
+        CheckpointCorrupt: anything else that is wrong, with the reason.
+    """
+    try:
+        seal = _SEAL.search(data)
+        body = json.loads(data)
+        if isinstance(body, dict):
+            _check_version(body.get("format"), where)
+        if seal is None or int(seal[1], 16) != xxhash.xxh3_64_intdigest(data[: seal.start()]):
+            raise _Bad("its seal does not match its bytes")
+        return _decode(_Reader(body, "index"), partial)
+    except (_Bad, RecursionError, ValueError, TypeError) as error:
+        if isinstance(error, UnsupportedFormat):
+            raise
+        raise CheckpointCorrupt(f"{where}: the index is damaged: {error}") from None
+
+
+class _Bad(ValueError):
+    """A reason why the index is not one."""
+
+
+def _check_version(version: Any, where: str) -> None:
+    match = re.fullmatch(r"(\d{1,6})\.(\d{1,6})", version) if isinstance(version, str) else None
+    if match is None:
+        raise _Bad(f"its format version is {version!r}")
+    if int(match[1]) > FORMAT[0]:
+        raise UnsupportedFormat(
+            f"{where}: written in format {version}; this unickpt reads up to major version "
+            f"{FORMAT[0]}. Install a newer unickpt."
+        )
+
+
+class _Reader:
+    """A JSON object whose fields are taken with their types checked."""
+
+    def __init__(self, body: Any, at: str) -> None:
+        if not isinstance(body, dict):
+            raise _Bad(f"{at} is not an object")
+        self.body, self.at = body, at
+
+    def get(self, key: str, kind: type, default: Any = None) -> Any:
+        value = self.body.get(key, default)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise _Bad(f"{self.at}: {key!r} is {str(value)[:80]!r}, not {kind.__name__}")
+        return value
+
+    def ints(self, key: str, low: int) -> tuple[int, ...]:
+        return _ints(self.get(key, list), low, f"{self.at}: {key!r}")
+
+
+def _ints(items: Any, low: int, at: str) -> tuple[int, ...]:
+    if not isinstance(items, list):
+        raise _Bad(f"{at} is {str(items)[:80]!r}, not a list")
+    for item in items:
+        if type(item) is not int or not low <= item < _MAX_EXTENT:
+            raise _Bad(f"{at} holds {str(item)[:80]!r}")
+    return tuple(items)
+
+
+def _decode(r: _Reader, partial: bool) -> Index:
+    processes = r.get("processes", int)
+    meshes = [_mesh(_Reader(m, "mesh")) for m in r.get("meshes", list)]
+    layouts = [_layout(_Reader(x, "layout"), meshes) for x in r.get("layouts", list)]
+    arrays = {
+        name: _array(name, _Reader(a, f"array {name!r}"), layouts, partial)
+        for name, a in r.get("arrays", dict).items()
+    }
+    aliases = r.get("aliases", dict)
+    for alias, target in aliases.items():
+        if not isinstance(target, str) or target not in arrays:
+            raise _Bad(f"alias {alias!r} names {str(target)[:80]!r}, which is no array")
+    if not 0 < processes < 1 << 31:
+        raise _Bad(f"it names {processes} processes")
+    codecs = r.get("codecs", list)
+    if not all(isinstance(c, dict) and isinstance(c.get("name"), str) for c in codecs):
+        raise _Bad("its codecs are malformed")
+    return Index(
+        tree=r.body.get("tree"),
+        arrays=arrays,
+        aliases=aliases,
+        values={k: values.from_json(v) for k, v in r.get("values", dict).items()},
+        per_process={
+            k: _per_process(v, f"per-process leaf {k!r}")
+            for k, v in r.get("per_process", dict).items()
+        },
+        metadata=r.get("metadata", dict),
+        codecs=tuple(codecs),
+        processes=processes,
+        attempt=r.get("attempt", str),
+        created=r.get("created", str),
+        library=r.get("library", str),
+        chunks=r.get("chunks", int),
+        digests_xxh3=r.get("digests", str),
+    )
+
+
+def _mesh(r: _Reader) -> Mesh:
+    axes = r.get("axes", list)
+    if not all(isinstance(a, str) for a in axes):
+        raise _Bad(f"mesh axes are {axes}")
+    return Mesh(tuple(axes), r.ints("shape", 1), r.ints("processes", 0))
+
+
+def _layout(r: _Reader, meshes: list[Mesh]) -> Layout:
+    mesh = r.get("mesh", int)
+    dims = r.get("dims", list)
+    if not 0 <= mesh < len(meshes):
+        raise _Bad(f"a layout names mesh {mesh} of {len(meshes)}")
+    if not all(isinstance(d, list) and all(isinstance(a, str) for a in d) for d in dims):
+        raise _Bad(f"layout dimensions are {str(dims)[:80]}")
+    return Layout(meshes[mesh], tuple(tuple(d) for d in dims))
+
+
+def _array(name: str, r: _Reader, layouts: list[Layout], partial: bool) -> ArrayEntry:
+    shape, chunk = r.ints("shape", 0), r.ints("chunk", 1)
+    dtype = r.get("dtype", str)
+    try:
+        dtypes.from_name(dtype)
+    except TypeError as error:
+        raise _Bad(f"array {name!r}: {error}") from None
+    if len(chunk) != len(shape) or math.prod(shape) >= _MAX_EXTENT:
+        raise _Bad(f"array {name!r}: shape {shape} and chunk {chunk} do not fit")
+    layout, boxes, cut = None, None, ()
+    if "layout" in r.body:
+        at = r.get("layout", int)
+        if not 0 <= at < len(layouts) or len(layouts[at].dims) != len(shape):
+            raise _Bad(f"array {name!r}: layout {at} does not fit shape {shape}")
+        layout = layouts[at]
+    if "cut" in r.body:
+        cut = r.ints("cut", 0)
+        if layout is None or list(cut) != sorted(set(cut)) or cut[-1:] >= (len(shape),):
+            raise _Bad(f"array {name!r}: is cut along dimensions {cut}")
+    if "boxes" in r.body:
+        boxes = _boxes(name, r.get("boxes", list), shape, partial)
+    if (layout is None) == (boxes is None):
+        raise _Bad(f"array {name!r}: needs either a layout or boxes")
+    prng = r.get("prng", str) if "prng" in r.body else None
+    return ArrayEntry(name, shape, dtype, chunk, layout, cut, boxes, prng)
+
+
+def _boxes(
+    name: str, items: list[Any], shape: tuple[int, ...], partial: bool
+) -> tuple[tuple[Box, tuple[int, ...]], ...]:
+    boxes = []
+    at = f"array {name!r}: boxes"
+    for item in items:
+        if not isinstance(item, list) or len(item) != 3:
+            raise _Bad(f"{at} hold {str(item)[:80]!r}")
+        start, stop, holders = _ints(item[0], 0, at), _ints(item[1], 0, at), _ints(item[2], 0, at)
+        if len(start) != len(shape) or not holders:
+            raise _Bad(f"{at}: {str(item)[:80]} does not fit shape {shape}")
+        boxes.append((Box(start, stop), holders))
+    plain = [box for box, _ in boxes]
+    whole = Box.whole(shape)
+    if any(b.empty or not whole.contains(b) for b in plain) or overlap(plain) is not None:
+        raise _Bad(f"{at} are empty, overlap, or lie outside shape {shape}")
+    if not partial and sum(b.size for b in plain) != whole.size:
+        raise _Bad(f"{at} do not cover shape {shape}")
+    return tuple(boxes)
+
+
+def _per_process(blobs: Any, at: str) -> PerProcessEntry:
+    if not isinstance(blobs, list):
+        raise _Bad(f"{at} is no list")
+    out = []
+    for blob in blobs:
+        if not (isinstance(blob, list) and len(blob) == 2 and isinstance(blob[1], str)):
+            raise _Bad(f"{at} holds {str(blob)[:80]!r}")
+        (size,) = _ints(blob[:1], 0, at)
+        out.append((size, int(blob[1], 16)))
+    return PerProcessEntry(tuple(out))

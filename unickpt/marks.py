@@ -1,0 +1,174 @@
+"""Leaves that say what no framework can: `PerProcess` and `LocalFragments`."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unickpt import dtypes
+from unickpt.adapt import Adapter, Array, ArraySource, Fragment, adapter_of, adapters
+from unickpt.box import Box, flat_range_to_boxes, overlap
+from unickpt.group import Group
+
+
+@dataclass(frozen=True)
+class PerProcess:
+    """A leaf whose value differs by process, such as RNG or data-loader state.
+
+    Arguments:
+        value: any nesting of containers, plain values and host arrays. In `like` it says into
+            what arrays are loaded; with None they come back as NumPy arrays.
+
+    Example:
+        >>> tree = {"rng": PerProcess({"seed": 7, "offset": 120})}
+    """
+
+    value: Any = None
+
+
+@dataclass(frozen=True)
+class PerProcessValues:
+    """What `load` without `like` returns for a `PerProcess` leaf: the value of every process."""
+
+    values: tuple[Any, ...]
+
+
+class LocalFragments:
+    """Elements of a global array that this process holds, in any trainer's own partitioning.
+
+    Other processes hold the rest, each saying so itself; nothing is communicated. The processes'
+    fragments must cover the array exactly once, which the coordinator proves before it commits.
+    In `like`, the given memory is filled in place.
+
+    Arguments:
+        shape: shape of the global array.
+        fragments: boxes with their data: NumPy arrays or torch tensors of the shape of the box.
+        dtype: a dtype name such as "bfloat16"; needed only where `fragments` is empty.
+
+    Raises:
+        ValueError: a box does not fit its data or the shape, or two overlap.
+
+    Example:
+        >>> import numpy as np
+        >>> mine = LocalFragments((4, 3), [(Box((0, 0), (2, 3)), np.zeros((2, 3)))])
+    """
+
+    def __init__(
+        self, shape: Sequence[int], fragments: Sequence[tuple[Box, Any]], dtype: str | None = None
+    ) -> None:
+        self.shape = tuple(int(n) for n in shape)
+        self.fragments = tuple(fragments)
+        whole = Box.whole(self.shape)
+        for box, data in self.fragments:
+            if len(box.start) != len(self.shape) or not whole.contains(box):
+                raise ValueError(f"box {box} does not lie within shape {self.shape}")
+            if tuple(data.shape) != box.shape:
+                raise ValueError(f"data of shape {tuple(data.shape)} does not fit box {box}")
+        pair = overlap([box for box, _ in self.fragments])
+        if pair is not None:
+            first, second = (self.fragments[i][0] for i in pair)
+            raise ValueError(f"boxes {first} and {second} overlap")
+        self.dtype = dtype
+
+    @classmethod
+    def flat(
+        cls, shape: Sequence[int], ranges: Sequence[tuple[int, Any]], dtype: str | None = None
+    ) -> LocalFragments:
+        """Row-major flat ranges, as ZeRO and distributed optimizers hold them.
+
+        Arguments:
+            shape: shape of the global array.
+            ranges: pairs of the flat position of the first element and contiguous 1-d data.
+            dtype: as for the class.
+
+        Example:
+            >>> import numpy as np
+            >>> mine = LocalFragments.flat((4, 3), [(2, np.arange(5.0))])  # elements [2, 7)
+        """
+        pieces: list[tuple[Box, Any]] = []
+        for start, data in ranges:
+            if len(data.shape) != 1:
+                raise ValueError(f"a flat range needs 1-d data, not shape {tuple(data.shape)}")
+            contiguous = data.flags.c_contiguous if hasattr(data, "flags") else data.is_contiguous()
+            if not contiguous:
+                raise ValueError("a flat range needs contiguous data, so that it can be filled")
+            at = 0
+            for box in flat_range_to_boxes(shape, start, start + data.shape[0]):
+                pieces.append((box, data[at : at + box.size].reshape(box.shape)))
+                at += box.size
+        return cls(shape, pieces, dtype)
+
+    @classmethod
+    def whole(cls, data: Any) -> LocalFragments:
+        """This process, and no other, holds the whole of an array."""
+        return cls(tuple(data.shape), [(Box.whole(tuple(data.shape)), data)])
+
+    def source(self, group: Group) -> ArraySource:
+        """As an adapter's `source`."""
+        fragments, dtype = [], self._declared()
+        for box, data in self.fragments:
+            inner = _adapter(data).source(data, group)
+            if inner.layout is None or any(inner.layout.dims):
+                raise TypeError("LocalFragments hold NumPy arrays or plain torch tensors")
+            dtype = self._agree(dtype, inner.dtype)
+            fragments += [
+                Fragment(box, (group.index,), _shifted(fragment, box))
+                for fragment in inner.fragments
+            ]
+        if dtype is None:
+            raise TypeError("LocalFragments without any fragment need a dtype, e.g. 'float32'")
+        return ArraySource(self.shape, dtype, tuple(fragments))
+
+    def target(self) -> LocalTarget:
+        """As an adapter's `target`."""
+        return LocalTarget(self)
+
+    def _declared(self) -> dtypes.DType | None:
+        return None if self.dtype is None else dtypes.from_name(self.dtype)
+
+    def _agree(self, dtype: dtypes.DType | None, found: dtypes.DType) -> dtypes.DType:
+        found = found.newbyteorder("=")
+        if dtype is not None and dtype != found:
+            raise TypeError(f"LocalFragments mix dtypes {dtype} and {found}")
+        return found
+
+
+class LocalTarget:
+    """Fills the fragments' own memory."""
+
+    identity: Hashable = None
+    prng: str | None = None
+
+    def __init__(self, marked: LocalFragments) -> None:
+        self.marked, self.shape = marked, marked.shape
+        self.inner = [_adapter(data).target(data) for _, data in marked.fragments]
+        dtype = marked._declared()
+        for inner in self.inner:
+            dtype = marked._agree(dtype, inner.dtype)
+        if dtype is None:
+            raise TypeError("LocalFragments without any fragment need a dtype, e.g. 'float32'")
+        self.dtype = dtype
+        self.boxes: Sequence[Box] = tuple(box for box, _ in marked.fragments)
+
+    def buffer(self, position: int) -> Array:
+        return self.inner[position].buffer(0)
+
+    def finish(self, buffers: Sequence[Array]) -> Any:
+        for (box, data), inner, buffer in zip(
+            self.marked.fragments, self.inner, buffers, strict=True
+        ):
+            if inner.finish([buffer]) is not data:
+                raise TypeError(f"the memory of fragment {box} cannot be filled in place")
+        return self.marked
+
+
+def _adapter(data: Any) -> Adapter:
+    found = adapter_of(data, adapters())
+    if found is None:
+        raise TypeError(f"a fragment's data is a {type(data).__name__}, not an array")
+    return found
+
+
+def _shifted(fragment: Fragment, box: Box) -> Any:
+    return lambda wanted: fragment.read(wanted.relative_to(box.start))

@@ -1,0 +1,141 @@
+"""Options of saving and loading, and the reports they return."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from unickpt.group import Group
+
+COMPRESSORS = ("zstd", "gzip", "blosc")
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """How to save.
+
+    Arguments:
+        fsync: whether files and directories are on the disk when the save returns.
+        budget_bytes: bytes of host memory that a save may use beyond the state itself.
+        chunk_bytes: wanted size of a chunk: the unit of writing, reading and checking.
+        chunk_shape: wanted chunk extents for all arrays of this rank, lowered where they would
+            cross a fragment's boundary; the other arrays follow `chunk_bytes`.
+        compression: None, or one of "zstd", "gzip", "blosc". Digests do not depend on it.
+        timeout_s: seconds after its own part is written that a process waits for the others.
+        group: the processes that save together; found by itself under `torch.distributed` and
+            `jax.distributed`.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+
+    fsync: bool = True
+    budget_bytes: int = 1 << 30
+    chunk_bytes: int = 8 << 20
+    chunk_shape: tuple[int, ...] | None = None
+    compression: str | None = None
+    timeout_s: float = 600.0
+    group: Group | None = None
+
+    def __post_init__(self) -> None:
+        if self.budget_bytes < 1 or self.chunk_bytes < 1 or self.timeout_s <= 0:
+            raise ValueError("budget_bytes, chunk_bytes and timeout_s must be positive")
+        if self.chunk_shape is not None and any(n < 1 for n in self.chunk_shape):
+            raise ValueError(f"chunk_shape {self.chunk_shape} must be positive")
+        if self.compression is not None and self.compression not in COMPRESSORS:
+            raise ValueError(
+                f"compression {self.compression!r} is not one of None, {', '.join(COMPRESSORS)}"
+            )
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How to load.
+
+    Arguments:
+        verify: whether each chunk that is read is checked against its digest.
+        budget_bytes: bytes of host memory that a load may use beyond the destination.
+        group: as in `SaveOptions`; matters for `PerProcess` leaves alone.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+
+    verify: bool = True
+    budget_bytes: int = 1 << 30
+    group: Group | None = None
+
+    def __post_init__(self) -> None:
+        if self.budget_bytes < 1:
+            raise ValueError("budget_bytes must be positive")
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """What a save did.
+
+    Arguments:
+        url: where the checkpoint is.
+        arrays: number of arrays.
+        bytes: logical bytes of all arrays.
+        written_bytes: logical bytes of the chunks that this process wrote.
+        chunks: number of chunks that this process wrote.
+        processes: number of processes that took part.
+        seconds: wall time of the call in this process.
+        phases: seconds of its phases: describe, write, commit.
+    """
+
+    url: str
+    arrays: int
+    bytes: int
+    written_bytes: int
+    chunks: int
+    processes: int
+    seconds: float
+    phases: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def gb_per_s(self) -> float:
+        """Logical gigabytes (1e9 bytes) of the checkpoint per second."""
+        return self.bytes / 1e9 / max(self.seconds, 1e-9)
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One thing that `verify` found.
+
+    Arguments:
+        array: name of the array; empty where the damage is not in one.
+        box: the bad chunk's box in the global array, as text; empty where it is not in a chunk.
+        process: index of the process that wrote it; None where it is not in a chunk.
+        reason: what is wrong.
+    """
+
+    array: str
+    box: str
+    process: int | None
+    reason: str
+
+    def __str__(self) -> str:
+        place = f"{self.array!r} {self.box} written by process {self.process}: "
+        return (place if self.process is not None else "") + self.reason
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What `verify` found; `ok` where all is well."""
+
+    url: str
+    arrays: int
+    chunks: int
+    bytes: int
+    seconds: float
+    damage: tuple[Damage, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return not self.damage
+
+    @property
+    def gb_per_s(self) -> float:
+        """Logical gigabytes (1e9 bytes) checked per second."""
+        return self.bytes / 1e9 / max(self.seconds, 1e-9)

@@ -1,0 +1,67 @@
+"""The record: what one process wrote, as the small object that ends its part of a save."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from unickpt.box import Box
+
+# `array` counts the arrays of the process's own description, `chunk` the chunks of the array's
+# parts in order (for arrays with boxes of their own: of this process's boxes).
+CHUNK_DTYPE = np.dtype([("array", "<u4"), ("chunk", "<u8"), ("digest", "<u8")])
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a process wrote.
+
+    Arguments:
+        description: xxh3-64 of the process's encoded description.
+        chunks: one element of `CHUNK_DTYPE` per chunk.
+        boxes: for arrays that no layout describes, this process's boxes by array number.
+        blobs: per-process values by name: size in bytes and xxh3-64.
+        statistics: bytes and seconds, for the report.
+    """
+
+    description: int
+    chunks: np.ndarray[Any, Any]
+    boxes: Mapping[int, tuple[Box, ...]] = field(default_factory=dict)
+    blobs: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    statistics: Mapping[str, float] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        payload = self.chunks.tobytes()
+        head = {
+            "description": self.description,
+            "boxes": [
+                [number, [[b.start, b.stop] for b in boxes]] for number, boxes in self.boxes.items()
+            ],
+            "blobs": self.blobs,
+            "statistics": self.statistics,
+            "payload": xxhash.xxh3_64_intdigest(payload),
+        }
+        return json.dumps(head, separators=(",", ":")).encode() + b"\n" + payload
+
+    @classmethod
+    def decode(cls, data: bytes) -> Record:
+        """Raises ValueError where the bytes are no record."""
+        head_bytes, _, payload = data.partition(b"\n")
+        try:
+            head = json.loads(head_bytes)
+            if head["payload"] != xxhash.xxh3_64_intdigest(payload):
+                raise ValueError("the digest does not match")
+            return cls(
+                head["description"],
+                np.frombuffer(payload, CHUNK_DTYPE),
+                {n: tuple(Box(tuple(a), tuple(b)) for a, b in bs) for n, bs in head["boxes"]},
+                {name: (size, digest) for name, (size, digest) in head["blobs"].items()},
+                head["statistics"],
+            )
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"a process's record is damaged: {error!r}") from None

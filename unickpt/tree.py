@@ -1,0 +1,323 @@
+"""Nested containers <-> named leaves, exactly: key types, tuples and empty containers survive.
+
+A leaf's name is its path, joined by `/`. Components are escaped so that no two paths share a name.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import keyword
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from unickpt.errors import UnsupportedLeaf
+
+Key = str | int
+Rebuild = Callable[[list[Any]], Any]
+MAX_DEPTH = 200
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A named leaf of a tree."""
+
+    name: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class Node:
+    """A container: its kind, its keys, and how to build it again from new children.
+
+    `kind` is one of dict, ordereddict, list, tuple, namedtuple, object (any other container with
+    named children) and wrapper (one child, which adds no component to the name).
+    """
+
+    kind: str
+    keys: tuple[Key, ...]
+    children: tuple[Node | Leaf, ...]
+    rebuild: Rebuild
+    type_name: str = ""
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """One level of a container, as `Node`, with children not yet looked at."""
+
+    kind: str
+    keys: tuple[Key, ...]
+    children: tuple[Any, ...]
+    rebuild: Rebuild
+    type_name: str = ""
+
+
+IsLeaf = Callable[[Any], bool]
+Expand = Callable[[Any, str], Expansion | None]
+
+
+def component(key: Key, siblings: frozenset[Key] = frozenset()) -> str:
+    """One component of a name, so escaped that different keys among siblings stay different.
+
+    Example:
+        >>> component("a/b"), component(3), component("3", frozenset({3, "3"}))
+        ('a%2Fb', '3', '%33')
+    """
+    if isinstance(key, int):
+        return str(key)
+    if not key:
+        return "%"
+    text = key.replace("%", "%25").replace("/", "%2F")
+    if not text.strip("."):
+        return text.replace(".", "%2E")
+    clashes = any(isinstance(other, int) and str(other) == key for other in siblings)
+    if clashes or text.startswith("__"):  # zarr v3 reserves names that start with "__"
+        return f"%{ord(text[0]):02X}{text[1:]}"
+    return text
+
+
+def join(prefix: str, part: str) -> str:
+    return f"{prefix}/{part}" if prefix else part
+
+
+def flatten(tree: Any, is_leaf: IsLeaf, expand: Expand) -> Node | Leaf:
+    """Takes a tree apart.
+
+    Arguments:
+        tree: any nesting of containers.
+        is_leaf: whether an object is stored as it is.
+        expand: the frameworks' own containers; asked before dataclasses.
+
+    Raises:
+        UnsupportedLeaf: names every object that is neither a leaf nor a container, every bad key,
+            and containers that contain themselves.
+    """
+    bad: list[str] = []
+    root = _flatten(tree, "", is_leaf, expand, bad, ())
+    if bad:
+        raise UnsupportedLeaf(
+            "the tree cannot be stored:\n" + "\n".join(f"  {line}" for line in bad)
+        )
+    return root
+
+
+def _flatten(
+    obj: Any, name: str, is_leaf: IsLeaf, expand: Expand, bad: list[str], stack: tuple[int, ...]
+) -> Node | Leaf:
+    where = repr(name) if name else "the root"
+    if is_leaf(obj):
+        return Leaf(name, obj)
+    if id(obj) in stack:
+        bad.append(f"{where}: the {type(obj).__name__} contains itself")
+        return Leaf(name, obj)
+    if len(stack) >= MAX_DEPTH:
+        bad.append(f"{where}: nested deeper than {MAX_DEPTH} levels")
+        return Leaf(name, obj)
+    level = _expand_builtin(obj) or expand(obj, name) or _expand_dataclass(obj)
+    if level is None:
+        bad.append(
+            f"{where}: {type(obj).__module__}.{type(obj).__qualname__} is neither an array, a "
+            "plain value (int, float, bool, str, bytes, None) nor a container; convert it or "
+            "leave it out"
+        )
+        return Leaf(name, obj)
+    problem = _key_problem(level.keys)
+    if problem:
+        bad.append(f"{where}: {problem}")
+        return Leaf(name, obj)
+    names = child_names(level.kind, level.keys, name)
+    children = tuple(
+        _flatten(child, child_name, is_leaf, expand, bad, (*stack, id(obj)))
+        for child, child_name in zip(level.children, names, strict=True)
+    )
+    return Node(level.kind, level.keys, children, level.rebuild, level.type_name)
+
+
+def _key_problem(keys: tuple[Any, ...]) -> str | None:
+    for key in keys:
+        if isinstance(key, bool) or not isinstance(key, str | int):
+            return f"key {key!r} is a {type(key).__name__}; keys must be str or int"
+        if isinstance(key, str):
+            try:
+                key.encode()
+            except UnicodeEncodeError:
+                return f"key {key!r} is not valid Unicode text"
+    return None
+
+
+def child_names(kind: str, keys: tuple[Key, ...], name: str) -> list[str]:
+    """Names of a container's children."""
+    if kind == "wrapper":
+        return [name]
+    siblings = frozenset(k for k in keys if isinstance(k, int))
+    return [join(name, component(key, siblings)) for key in keys]
+
+
+def _expand_builtin(obj: Any) -> Expansion | None:
+    if isinstance(obj, dict):
+        keys = tuple(obj)
+        kind = "ordereddict" if isinstance(obj, OrderedDict) else "dict"
+        return Expansion(kind, keys, tuple(obj.values()), lambda xs: _refill(obj, keys, xs))
+    if isinstance(obj, list):
+        return Expansion("list", tuple(range(len(obj))), tuple(obj), list)
+    if isinstance(obj, tuple) and hasattr(obj, "_fields"):
+        make = type(obj)
+        fields = tuple(obj._fields)
+        return Expansion("namedtuple", fields, tuple(obj), lambda xs: make(*xs), make.__name__)
+    if isinstance(obj, tuple):
+        return Expansion("tuple", tuple(range(len(obj))), tuple(obj), tuple)
+    return None
+
+
+def _refill(template: dict[Any, Any], keys: tuple[Any, ...], values: list[Any]) -> Any:
+    if type(template) is dict:
+        return dict(zip(keys, values, strict=True))
+    filled = copy.copy(template)  # keeps the subclass, its attributes and the order of the keys
+    for key, value in zip(keys, values, strict=True):
+        filled[key] = value
+    return filled
+
+
+def _expand_dataclass(obj: Any) -> Expansion | None:
+    if not dataclasses.is_dataclass(obj) or isinstance(obj, type):
+        return None
+    fields = tuple(f.name for f in dataclasses.fields(obj))
+
+    def rebuild(values: list[Any]) -> Any:
+        new = copy.copy(obj)
+        for field, value in zip(fields, values, strict=True):
+            object.__setattr__(new, field, value)  # frozen dataclasses too
+        return new
+
+    children = tuple(getattr(obj, field) for field in fields)
+    return Expansion("object", fields, children, rebuild, type(obj).__name__)
+
+
+def leaves(node: Node | Leaf) -> Iterator[Leaf]:
+    """All leaves, in the order of the containers."""
+    if isinstance(node, Leaf):
+        yield node
+    else:
+        for child in node.children:
+            yield from leaves(child)
+
+
+def rebuild(node: Node | Leaf, value: Callable[[str], Any]) -> Any:
+    """Puts a tree together again, asking `value` for what each name holds."""
+    if isinstance(node, Leaf):
+        return value(node.name)
+    return node.rebuild([rebuild(child, value) for child in node.children])
+
+
+# --- the structure as JSON -------------------------------------------------------------------
+
+LEAF = "*"
+
+
+def to_json(node: Node | Leaf) -> Any:
+    """The structure, without leaf values, as JSON types (see docs/format.md)."""
+    if isinstance(node, Leaf):
+        return LEAF
+    children = [to_json(child) for child in node.children]
+    if node.kind in ("list", "tuple"):
+        return {node.kind: children}
+    if node.kind == "wrapper":
+        return {"wrapper": children[0], "type": node.type_name}
+    pairs = [[key, child] for key, child in zip(node.keys, children, strict=True)]
+    if node.kind in ("namedtuple", "object"):
+        return {node.kind: pairs, "type": node.type_name}
+    return {node.kind: pairs}
+
+
+def from_json(structure: Any) -> Node | Leaf:
+    """A structure whose containers are Python's own; the reverse of `to_json`.
+
+    Namedtuples come back with their name and fields; objects (dataclasses, registered pytrees)
+    come back as dicts, and wrappers as what they wrap. No class is ever looked up by name.
+
+    Raises:
+        ValueError: says what is wrong with the structure.
+    """
+    return _from_json(structure, "", 0)
+
+
+def _from_json(structure: Any, name: str, depth: int) -> Node | Leaf:
+    if structure == LEAF:
+        return Leaf(name, None)
+    if depth >= MAX_DEPTH:
+        raise ValueError(f"tree is nested deeper than {MAX_DEPTH} levels at {name[:80]!r}")
+    if not isinstance(structure, dict):
+        raise ValueError(f"tree node {name!r} is {structure!r}")
+    type_name = structure.get("type", "")
+    kinds = [k for k in structure if k != "type"]
+    if len(kinds) != 1 or not isinstance(type_name, str):
+        raise ValueError(f"tree node {name!r} has the fields {sorted(structure)}")
+    kind, body = kinds[0], structure[kinds[0]]
+    if kind == "wrapper":
+        child = _from_json(body, name, depth + 1)
+        return Node(kind, (0,), (child,), lambda xs: xs[0], type_name)
+    if not isinstance(body, list):
+        raise ValueError(f"tree node {name!r}: {kind} holds no list")
+    if kind in ("list", "tuple"):
+        keys: tuple[Key, ...] = tuple(range(len(body)))
+        items = body
+    else:
+        for pair in body:
+            if not (isinstance(pair, list) and len(pair) == 2):
+                raise ValueError(f"tree node {name!r}: {kind} holds {pair!r}, not a pair")
+        keys, items = tuple(p[0] for p in body), [p[1] for p in body]
+    problem = _key_problem(keys)
+    if problem or len(set(keys)) != len(keys):
+        raise ValueError(f"tree node {name!r}: {problem or 'a key stands twice'}")
+    names = child_names(kind, keys, name)
+    children = tuple(
+        _from_json(item, child, depth + 1) for item, child in zip(items, names, strict=True)
+    )
+    return Node(kind, keys, children, _python_container(kind, keys, type_name, name), type_name)
+
+
+def _python_container(kind: str, keys: tuple[Key, ...], type_name: str, name: str) -> Rebuild:
+    if kind == "list":
+        return list
+    if kind == "tuple":
+        return tuple
+    if kind == "ordereddict":
+        return lambda xs: OrderedDict(zip(keys, xs, strict=True))
+    if kind in ("dict", "object"):
+        return lambda xs: dict(zip(keys, xs, strict=True))
+    if kind == "namedtuple":
+        fields = [k for k in keys if isinstance(k, str) and _is_field(k)]
+        if len(fields) != len(keys) or not _is_name(type_name):
+            raise ValueError(f"tree node {name!r}: namedtuple {type_name!r} has fields {keys}")
+        make = namedtuple(type_name, fields)  # type: ignore[misc]
+        return lambda xs: make(*xs)
+    raise ValueError(f"tree node {name!r}: unknown container {kind!r}")
+
+
+def _is_name(text: str) -> bool:
+    return text.isidentifier() and not keyword.iskeyword(text)
+
+
+def _is_field(text: str) -> bool:
+    return _is_name(text) and not text.startswith("_")
+
+
+def merge(ours: Any, theirs: Any, name: str = "") -> Any:
+    """Joins the structures of two processes: dicts unite their keys, all else must agree.
+
+    Raises:
+        ValueError: names the place where they differ.
+    """
+    if ours == theirs:
+        return ours
+    for kind in ("dict", "ordereddict"):
+        if isinstance(ours, dict) and isinstance(theirs, dict) and kind in ours and kind in theirs:
+            mine = {(type(k), k): child for k, child in ours[kind]}
+            for key, child in theirs[kind]:
+                at = (type(key), key)
+                inner = join(name, component(key))
+                mine[at] = merge(mine[at], child, inner) if at in mine else child
+            return {kind: [[key, child] for (_, key), child in mine.items()]}
+    raise ValueError(f"the trees differ at {name!r}")

@@ -1,0 +1,58 @@
+"""Plain values, which live in the index: int, float, bool, str, bytes and None as JSON, exactly."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+import struct
+from typing import Any
+
+Plain = int | float | bool | str | bytes | None
+
+
+def is_plain(obj: object) -> bool:
+    """Whether a value is of exactly a plain type; subclasses (enums, NumPy scalars) are not."""
+    return obj is None or type(obj) in (int, float, bool, str, bytes)
+
+
+def to_json(value: Plain) -> Any:
+    """A plain value as JSON: itself where JSON keeps it exactly, else an object with its type."""
+    if isinstance(value, bytes):
+        return {"bytes": base64.b64encode(value).decode()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float64": struct.pack(">d", value).hex()}  # the payload of a NaN survives
+    if type(value) is int and abs(value) >= 1 << 53:
+        return {"int": hex(value)}
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return {"str": base64.b64encode(value.encode("utf-8", "surrogatepass")).decode()}
+    return value
+
+
+def from_json(stored: Any) -> Plain:
+    """The reverse of `to_json`.
+
+    Raises:
+        ValueError: for anything that `to_json` never gives.
+    """
+    if is_plain(stored):
+        plain: Plain = stored
+        return plain
+    if isinstance(stored, dict) and len(stored) == 1:
+        kind, text = next(iter(stored.items()))
+        try:
+            if kind == "bytes":
+                return base64.b64decode(text, validate=True)
+            if kind == "float64":
+                unpacked: float = struct.unpack(">d", bytes.fromhex(text))[0]
+                return unpacked
+            if kind == "int":
+                return int(text, 16)
+            if kind == "str":
+                return base64.b64decode(text, validate=True).decode("utf-8", "surrogatepass")
+        except (TypeError, ValueError, binascii.Error, struct.error) as error:
+            raise ValueError(f"plain value {stored!r} is malformed: {error}") from None
+    raise ValueError(f"plain value {str(stored)[:80]!r} is of no known type")
