@@ -120,7 +120,7 @@ class JaxTarget:
         shape, dtype = tuple(leaf.shape), leaf.dtype
         if _is_key(dtype):
             self.prng = dtype._impl.name
-            data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
+            data = jax.eval_shape(jax.random.key_data, _abstract(shape, dtype))
             shape, dtype = tuple(data.shape), data.dtype
         self.shape, self.dtype = shape, np.dtype(dtype)
         dtypes.name_of(self.dtype)
@@ -139,7 +139,8 @@ class JaxTarget:
         nbytes = box.size * self.dtype.itemsize
         raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
         offset = -raw.ctypes.data % _ALIGNMENT
-        return raw[offset : offset + nbytes].view(self.dtype).reshape(box.shape)
+        aligned: Array = raw[offset : offset + nbytes].view(self.dtype).reshape(box.shape)
+        return aligned
 
     def finish(self, buffers: Sequence[Array]) -> Any:
         filled = dict(zip(self.boxes, buffers, strict=True))
@@ -153,8 +154,13 @@ class JaxTarget:
         return array if self.prng is None else jax.random.wrap_key_data(array, impl=self.prng)
 
 
+def _abstract(shape: tuple[int, ...], dtype: Any) -> Any:
+    make: Any = jax.ShapeDtypeStruct
+    return make(shape, dtype)
+
+
 def _is_key(dtype: Any) -> bool:
-    return bool(jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key))
+    return bool(jax.numpy.issubdtype(dtype, jax.dtypes.prng_key))
 
 
 def _key(entry: Any) -> Any:
@@ -164,7 +170,7 @@ def _key(entry: Any) -> Any:
     return str(entry)
 
 
-def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+def _box(index: Any, shape: tuple[int, ...]) -> Box:
     bounds = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
     return Box(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
 
@@ -176,7 +182,8 @@ def _reader(box: Box, data: Any) -> Any:
 def _host(data: Any, box: Box) -> Array:
     """Host memory of a box of an addressable array; a view on CPU."""
     if all(device.platform == "cpu" for device in data.devices()):
-        return np.asarray(data)[box.slices]
+        view: Array = np.asarray(data)[box.slices]
+        return view
     # Sliced on the device: a whole shard on the host would stay cached in the array.
     return np.asarray(data[box.slices])
 
@@ -188,8 +195,8 @@ Holders = tuple[tuple[Box, tuple[int, ...]], ...]
 def _layout(sharding: Sharding, shape: tuple[int, ...]) -> tuple[Layout | None, Holders]:
     """The layout of a sharding; where none says it, all boxes with their processes instead."""
     if sharding.num_devices == 1:
-        process = next(iter(sharding.device_set)).process_index
-        return Layout(Mesh((), (), (process,)), ((),) * len(shape)), ()
+        (device,) = sharding.device_set
+        return Layout(Mesh((), (), (_process(device),)), ((),) * len(shape)), ()
     if isinstance(sharding, NamedSharding):
         layout = _named(sharding, len(shape))
         coordinates = np.ndindex(sharding.mesh.devices.shape)
@@ -199,14 +206,18 @@ def _layout(sharding: Sharding, shape: tuple[int, ...]) -> tuple[Layout | None, 
             return layout, ()
     holders: dict[Box, set[int]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
-        holders.setdefault(_box(index, shape), set()).add(device.process_index)
+        holders.setdefault(_box(index, shape), set()).add(_process(device))
     return None, tuple((b, tuple(sorted(p))) for b, p in holders.items() if not b.empty)
+
+
+def _process(device: Any) -> int:
+    return int(device.process_index)
 
 
 def _named(sharding: NamedSharding, rank: int) -> Layout:
     mesh = sharding.mesh
     axes = tuple(str(a) for a in mesh.axis_names)
-    processes = tuple(device.process_index for device in mesh.devices.flat)
+    processes = tuple(_process(device) for device in mesh.devices.flat)
     dims: list[tuple[str, ...]] = []
     for entry in tuple(sharding.spec) + (None,) * (rank - len(sharding.spec)):
         names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)

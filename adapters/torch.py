@@ -8,7 +8,6 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import ml_dtypes
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -21,11 +20,11 @@ from unickpt.group import Group, new_session
 from unickpt.layout import Layout, Mesh
 from unickpt.tree import Expansion
 
-_SAME_NAME = ["bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex64", "complex128", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"]  # fmt: skip
-_TO_NUMPY = {
-    getattr(torch, name): np.dtype(getattr(ml_dtypes, name, name))
-    for name in _SAME_NAME
-    if hasattr(torch, name)
+_TO_NUMPY: dict[torch.dtype, dtypes.DType] = {
+    getattr(torch, name): dtypes.from_name(name)
+    for name in dtypes.supported()
+    if isinstance(getattr(torch, name, None), torch.dtype)
+    and not name.startswith(("int4", "int2", "float4"))  # shells without operations
 }
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -34,7 +33,7 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor)
 
 
-def source(leaf: torch.Tensor, group: Group) -> ArraySource:
+def source(leaf: Any, group: Group) -> ArraySource:
     _check(leaf)
     if leaf.device.type == "meta":
         raise TypeError("a tensor on the meta device has no data; it can only be loaded into")
@@ -62,7 +61,7 @@ def source(leaf: torch.Tensor, group: Group) -> ArraySource:
     return ArraySource(shape, _TO_NUMPY[leaf.dtype], fragments, layout, identity=identity)
 
 
-def target(leaf: torch.Tensor) -> TorchTarget:
+def target(leaf: Any) -> TorchTarget:
     _check(leaf)
     return TorchTarget(leaf)
 
@@ -116,7 +115,7 @@ class TorchTarget:
 
     prng: str | None = None
 
-    def __init__(self, leaf: torch.Tensor) -> None:
+    def __init__(self, leaf: Any) -> None:
         self.leaf, self.shape, self.dtype = leaf, tuple(leaf.shape), _TO_NUMPY[leaf.dtype]
         self.layout: Layout | None = None
         self.meta = leaf.device.type == "meta"
@@ -171,8 +170,8 @@ class TorchTarget:
         return new.requires_grad_(self.leaf.requires_grad)
 
 
-def _check(leaf: torch.Tensor) -> None:
-    if isinstance(leaf, torch.nn.parameter.UninitializedTensorMixin):
+def _check(leaf: Any) -> None:
+    if torch.nn.parameter.is_lazy(leaf):
         raise TypeError("an uninitialized (lazy) parameter has no shape; run the module once")
     if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_nested:
         raise TypeError(f"a tensor of layout {leaf.layout} ({leaf.dtype}) cannot be stored")

@@ -39,7 +39,7 @@ def encode(value: Any, among: Sequence[Adapter]) -> bytes:
         arrays[leaf.name] = {
             "dtype": dtypes.name_of(source.dtype),
             "shape": source.shape,
-            "data": base64.b64encode(native.reshape(-1).view(np.uint8)).decode(),
+            "data": base64.b64encode(native.tobytes()).decode(),
         }
     body = {"tree": tree.to_json(root), "values": plain, "arrays": arrays}
     return json.dumps(body, separators=(",", ":")).encode()

@@ -71,7 +71,7 @@ class Checkpoint(Mapping[str, "StoredArray"]):
         return self.index.metadata
 
     @property
-    def values(self) -> PlainValues:  # type: ignore[override]
+    def values(self) -> PlainValues:
         """The plain values by name."""
         return PlainValues(self)
 
@@ -268,12 +268,14 @@ class StoredArray:
 
     def __getitem__(self, key: Any) -> Array:
         box, rest = _parse(key, self.shape, self.name)
-        return self.read(box)[rest]
+        found: Array = self.read(box)[rest]
+        return found
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         if copy is False:
             raise ValueError(f"{self.name!r} must be read from storage; copy=False is impossible")
-        return self[...] if dtype is None else self[...].astype(dtype)
+        array = self[...]
+        return array if dtype is None else np.asarray(array, dtype)
 
     def __len__(self) -> int:
         if not self.shape:
@@ -309,7 +311,8 @@ def _parse(key: Any, shape: tuple[int, ...], name: str) -> tuple[Box, tuple[Any,
     items += [slice(None)] * (len(shape) - len(items))
     if len(items) > len(shape):
         raise IndexError(f"too many indices for {name!r} of shape {shape}")
-    start, stop, rest = [], [], []
+    start, stop = [], []
+    rest: list[int | slice] = []
     for item, n in zip(items, shape, strict=True):
         if isinstance(item, slice):
             picked = range(n)[item]

@@ -107,15 +107,15 @@ class ChunkStore:
 
     def write(
         self, entry: ArrayEntry, part: Part, number: int, chunk: Array, transaction: ts.Transaction
-    ) -> ts.Future[None]:
+    ) -> ts.Future[Any]:
         """Adds a chunk to a transaction; `chunk` must stay unchanged until that is committed."""
         if self._is_raw(part, chunk):
             store = self.database.with_transaction(transaction)
             return store.write(_key(part, number), _bytes_of(chunk).tobytes())
-        store = self.array(entry, part).with_transaction(transaction)
         box = part.chunk_box(number).relative_to(part.box.start)
+        target = self.array(entry, part).with_transaction(transaction)[box.slices]
         stored = _as_stored(chunk, entry.dtype)
-        return store[box.slices].write(stored, can_reference_source_data_indefinitely=True).copy
+        return target.write(stored, can_reference_source_data_indefinitely=True).copy
 
     def read(self, entry: ArrayEntry, part: Part, number: int, out: Array) -> None:
         """Reads a chunk into contiguous memory of its shape.

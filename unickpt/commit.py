@@ -382,9 +382,9 @@ def _with_boxes(
     out = dict(arrays)
     for name, entry in arrays.items():
         if entry.boxes == ():
-            boxes = tuple(told.get(name, ()))
-            check_boxes(entry, boxes)
-            out[name] = replace(entry, boxes=boxes)
+            all_boxes = tuple(told.get(name, ()))
+            check_boxes(entry, all_boxes)
+            out[name] = replace(entry, boxes=all_boxes)
     return out
 
 

@@ -262,7 +262,8 @@ def _array(name: str, r: _Reader, layouts: list[Layout], partial: bool) -> Array
         raise _Bad(f"array {name!r}: {error}") from None
     if len(chunk) != len(shape) or math.prod(shape) >= _MAX_EXTENT:
         raise _Bad(f"array {name!r}: shape {shape} and chunk {chunk} do not fit")
-    layout, boxes, cut = None, None, ()
+    layout, boxes = None, None
+    cut: tuple[int, ...] = ()
     if "layout" in r.body:
         at = r.get("layout", int)
         if not 0 <= at < len(layouts) or len(layouts[at].dims) != len(shape):

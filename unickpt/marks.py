@@ -112,10 +112,8 @@ class LocalFragments:
             if inner.layout is None or any(inner.layout.dims):
                 raise TypeError("LocalFragments hold NumPy arrays or plain torch tensors")
             dtype = self._agree(dtype, inner.dtype)
-            fragments += [
-                Fragment(box, (group.index,), _shifted(fragment, box))
-                for fragment in inner.fragments
-            ]
+            mine = (group.index,)
+            fragments += [Fragment(box, mine, _shifted(f, box)) for f in inner.fragments]
         if dtype is None:
             raise TypeError("LocalFragments without any fragment need a dtype, e.g. 'float32'")
         return ArraySource(self.shape, dtype, tuple(fragments))
