@@ -28,8 +28,9 @@ class Box:
     def __post_init__(self) -> None:
         if len(self.start) != len(self.stop):
             raise ValueError(f"box start {self.start} and stop {self.stop} differ in rank")
-        if any(a < 0 or b < a for a, b in zip(self.start, self.stop, strict=True)):
-            raise ValueError(f"box [{self.start}, {self.stop}) has a negative start or extent")
+        for a, b in zip(self.start, self.stop, strict=True):
+            if a < 0 or b < a:
+                raise ValueError(f"box [{self.start}, {self.stop}) has a negative start or extent")
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:

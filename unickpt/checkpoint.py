@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, ValuesView
 from functools import cached_property
 from typing import Any
@@ -144,27 +145,41 @@ class Checkpoint(Mapping[str, "StoredArray"]):
         return {key.decode(errors="replace") for key in listed}
 
     @cached_property
-    def _digests(self) -> tuple[digests.Table, dict[str, int]]:
+    def _digests(self) -> tuple[digests.Table, dict[str, slice]]:
         data = self.read_key(index_module.DIGESTS_KEY)
         try:
-            return digests.decode(data, self.index), digests.offsets(self.index.arrays)
+            offsets = digests.offsets(self.index.arrays)
+            table = digests.decode(data, self.index, offsets["\0"])
         except ValueError as error:
             raise CheckpointCorrupt(f"{self.location}: {error}") from None
+        bounds = itertools.pairwise(offsets.values())
+        return table, {n: slice(a, b) for n, (a, b) in zip(offsets, bounds, strict=False)}
 
     def digests_of(self, name: str) -> digests.Table:
         """The rows of an array's chunks, part by part."""
-        table, offsets = self._digests
-        count = sum(part.count for part in plan.parts(self.index.arrays[name]))
-        return table[offsets[name] : offsets[name] + count]
+        table, spans = self._digests
+        return table[spans[name]]
 
-    def read_chunk(self, entry: ArrayEntry, part: Part, number: int, row: Any, out: Array) -> None:
+    def request_chunk(self, entry: ArrayEntry, part: Part, number: int) -> Any:
+        """Starts to read a small chunk; what it returns is for `read_chunk`."""
+        return self._chunks.request(entry, part, number)
+
+    def read_chunk(
+        self,
+        entry: ArrayEntry,
+        part: Part,
+        number: int,
+        row: Any,
+        out: Array,
+        requested: Any = None,
+    ) -> None:
         """Reads a chunk into contiguous memory, and checks it where `row` (of `digests_of`) is
         given.
 
         Raises:
             CheckpointCorrupt: names array, box and writer.
         """
-        self._chunks.read(entry, part, number, out)
+        self._chunks.read(entry, part, number, out, requested)
         if row is not None and chunks.digest(out) != row["digest"]:
             raise CheckpointCorrupt(
                 f"{self.location}: array {entry.name!r} {part.chunk_box(number)}, written by "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -109,7 +110,7 @@ class ChunkStore:
         self, entry: ArrayEntry, part: Part, number: int, chunk: Array, transaction: ts.Transaction
     ) -> ts.Future[Any]:
         """Adds a chunk to a transaction; `chunk` must stay unchanged until that is committed."""
-        if self._is_raw(part, chunk):
+        if self._is_raw(part, chunk.shape, entry):
             store = self.database.with_transaction(transaction)
             return store.write(_key(part, number), _bytes_of(chunk).tobytes())
         box = part.chunk_box(number).relative_to(part.box.start)
@@ -117,8 +118,28 @@ class ChunkStore:
         stored = _as_stored(chunk, entry.dtype)
         return target.write(stored, can_reference_source_data_indefinitely=True).copy
 
-    def read(self, entry: ArrayEntry, part: Part, number: int, out: Array) -> None:
+    def request(self, entry: ArrayEntry, part: Part, number: int) -> ts.Future[Any] | None:
+        """Starts to read a small chunk, so that many are under way at once; None for others."""
+        if self._is_raw(part, part.chunk_box(number).shape, entry):
+            return self.database.read(_key(part, number))
+        return None
+
+    def read(
+        self,
+        entry: ArrayEntry,
+        part: Part,
+        number: int,
+        out: Array,
+        requested: ts.Future[Any] | None = None,
+    ) -> None:
         """Reads a chunk into contiguous memory of its shape.
+
+        Arguments:
+            entry: the array.
+            part: the part of the array.
+            number: the chunk's row-major number in the part.
+            out: where the chunk goes.
+            requested: what `request` gave for it.
 
         Raises:
             CheckpointCorrupt: it is missing or cannot be decoded.
@@ -126,8 +147,9 @@ class ChunkStore:
         """
         box = part.chunk_box(number)
         try:
-            if self._is_raw(part, out):
-                result = self.database.read(_key(part, number)).result()
+            requested = requested or self.request(entry, part, number)
+            if requested is not None:
+                result = requested.result()
                 if result.state != "value" or len(result.value) != out.nbytes:
                     found = len(result.value) if result.state == "value" else "no"
                     raise ValueError(f"NOT_FOUND: {found} bytes stored, {out.nbytes} expected")
@@ -140,8 +162,10 @@ class ChunkStore:
             where = f"{self.location}: array {entry.name!r} {box}"
             raise translate(error, where) from error
 
-    def _is_raw(self, part: Part, chunk: Array) -> bool:
-        return not self.codecs and chunk.nbytes <= _SMALL and chunk.shape == part.chunk
+    def _is_raw(self, part: Part, shape: tuple[int, ...], entry: ArrayEntry) -> bool:
+        if self.codecs or shape != part.chunk:
+            return False
+        return math.prod(shape) * dtypes.from_name(entry.dtype).itemsize <= _SMALL
 
 
 def _key(part: Part, number: int) -> str:

@@ -25,13 +25,17 @@ def offsets(arrays: Mapping[str, ArrayEntry]) -> dict[str, int]:
     return at
 
 
-def decode(data: bytes, index: Index) -> Table:
+def decode(data: bytes, index: Index, total: int) -> Table:
     """The table of an index; both come from storage, so each is held against the other.
+
+    Arguments:
+        data: the stored table; untrusted.
+        index: the index.
+        total: number of chunks of the index's arrays, from `offsets`.
 
     Raises:
         ValueError: says how they differ.
     """
-    total = offsets(index.arrays)["\0"]
     if index.chunks != total or len(data) != total * DTYPE.itemsize:
         raise ValueError(
             f"the arrays have {total} chunks, the index names {index.chunks}, and the digest table "

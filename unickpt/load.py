@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,7 @@ from unickpt.stage import Window
 _REMOTE_THREADS = 32
 # A task reads chunks one after the other; small ones share a task, to save on scheduling.
 _TASK_BYTES = 1 << 20
+_TASK_CHUNKS = 256
 
 
 def load(
@@ -285,8 +286,10 @@ class NewTarget(NumpyTarget):
 class _Read:
     """One chunk to read, and the buffers that want a piece of it."""
 
+    entry: ArrayEntry
     part: Part
     number: int
+    box: Box
     row: Any
     wanted_by: tuple[tuple[Box, Array], ...]
 
@@ -295,28 +298,20 @@ def read_arrays(stored: Checkpoint, jobs: Sequence[Job], options: LoadOptions) -
     """Reads arrays; every chunk that any of a job's boxes needs is read exactly once."""
     done: dict[str, Any] = {}
     window = Window(options.budget_bytes)
-    local_threads = max(4, 2 * (os.cpu_count() or 1))
-    threads = _REMOTE_THREADS if stored.location.is_remote else local_threads
-    scratch = _Scratch()
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="unickpt-load")
+    reader = _Reader(stored)
     try:
         for job in jobs:
             size = sum(box.size for box in job.target.boxes) * job.target.dtype.itemsize
             window.make_room(size)
-            window.add(size, _start(stored, job, options.verify, pool, scratch, done))
+            window.add(size, _start(stored, job, options.verify, reader, done))
         window.drain()
     finally:
-        pool.shutdown(cancel_futures=True)
+        reader.close()
     return done
 
 
 def _start(
-    stored: Checkpoint,
-    job: Job,
-    verify: bool,
-    pool: ThreadPoolExecutor,
-    scratch: _Scratch,
-    done: dict[str, Any],
+    stored: Checkpoint, job: Job, verify: bool, reader: _Reader, done: dict[str, Any]
 ) -> Callable[[], None]:
     """Starts to read an array; the result waits for it and finishes the leaf."""
     try:
@@ -326,23 +321,12 @@ def _start(
             f"{stored.location}: no memory for array {job.name!r}, "
             f"{job.entry.dtype}{list(job.entry.shape)}: {error}"
         ) from None
-    pending: list[Future[None]] = []
-    task: list[_Read] = []
-    held = 0
-    for read in _reads(
-        stored, job.entry, list(zip(job.target.boxes, buffers, strict=True)), verify
-    ):
-        task.append(read)
-        held += read.part.chunk_box(read.number).size * job.target.dtype.itemsize
-        if held >= _TASK_BYTES:
-            pending.append(pool.submit(_run, stored, job.entry, task, scratch))
-            task, held = [], 0
-    if task:
-        pending.append(pool.submit(_run, stored, job.entry, task, scratch))
+    wanted = list(zip(job.target.boxes, buffers, strict=True))
+    pending = {reader.submit(read) for read in _reads(stored, job.entry, wanted, verify)}
 
     def finish() -> None:
-        for future in pending:
-            future.result()
+        for task in pending:
+            reader.wait(task)
         done[job.name] = job.target.finish(buffers)
         buffers.clear()
 
@@ -351,39 +335,87 @@ def _start(
 
 def _reads(
     stored: Checkpoint, entry: ArrayEntry, wanted: list[tuple[Box, Array]], verify: bool
-) -> list[_Read]:
+) -> Iterator[_Read]:
     table = stored.digests_of(entry.name) if verify else None
-    reads, first = [], 0
+    first = 0
     for part in plan.parts(entry):
         by_chunk: dict[int, list[tuple[Box, Array]]] = {}
         for box, buffer in wanted:
             for number in part.chunks_in(box):
                 by_chunk.setdefault(number, []).append((box, buffer))
-        reads += [
-            _Read(part, number, None if table is None else table[first + number], tuple(by))
-            for number, by in sorted(by_chunk.items())
-        ]
+        for number, by in sorted(by_chunk.items()):
+            row = None if table is None else table[first + number]
+            yield _Read(entry, part, number, part.chunk_box(number), row, tuple(by))
         first += part.count
-    return reads
 
 
-def _run(stored: Checkpoint, entry: ArrayEntry, task: list[_Read], scratch: _Scratch) -> None:
-    dtype = dtypes.from_name(entry.dtype)
-    for read in task:
-        chunk = read.part.chunk_box(read.number)
-        box, buffer = read.wanted_by[0]
-        if len(read.wanted_by) == 1 and box.contains(chunk) and buffer.dtype == dtype:
-            there = buffer[chunk.relative_to(box.start).slices]
-            if there.flags.c_contiguous:
-                stored.read_chunk(entry, read.part, read.number, read.row, there)
+class _Task:
+    """Chunks that one thread reads, one after the other."""
+
+    def __init__(self) -> None:
+        self.reads: list[_Read] = []
+        self.nbytes = 0
+        self.future: Future[None] | None = None
+
+
+class _Reader:
+    """Threads that read chunks; small chunks, of different arrays too, share a task."""
+
+    def __init__(self, stored: Checkpoint) -> None:
+        local = max(4, 2 * (os.cpu_count() or 1))
+        threads = _REMOTE_THREADS if stored.location.is_remote else local
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="unickpt-load")
+        self._stored, self._scratch, self._task = stored, _Scratch(), _Task()
+
+    def submit(self, read: _Read) -> _Task:
+        """Adds a chunk to a task, which starts once it is worth a thread's while."""
+        task = self._task
+        task.reads.append(read)
+        task.nbytes += read.box.size * dtypes.from_name(read.entry.dtype).itemsize
+        if task.nbytes >= _TASK_BYTES or len(task.reads) == _TASK_CHUNKS:
+            self._flush()
+        return task
+
+    def wait(self, task: _Task) -> None:
+        """Waits for a task, and raises what went wrong in it."""
+        if task.future is None:
+            self._flush()
+        assert task.future is not None, "only the newest task has not started"
+        task.future.result()
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def _flush(self) -> None:
+        task, self._task = self._task, _Task()
+        task.future = self._pool.submit(self._run, task.reads)
+
+    def _run(self, reads: list[_Read]) -> None:
+        stored = self._stored
+        requests = [stored.request_chunk(r.entry, r.part, r.number) for r in reads]
+        for read, requested in zip(reads, requests, strict=True):
+            there = _direct(read)
+            if there is not None:
+                stored.read_chunk(read.entry, read.part, read.number, read.row, there, requested)
                 continue
-        piece = scratch.array(chunk.shape, dtype)
-        stored.read_chunk(entry, read.part, read.number, read.row, piece)
-        for box, buffer in read.wanted_by:
-            common = chunk.intersect(box)
-            assert common is not None, "a chunk is read only for boxes that meet it"
-            source = piece[common.relative_to(chunk.start).slices]
-            _place(source, buffer, common.relative_to(box.start), entry.name)
+            piece = self._scratch.array(read.box.shape, dtypes.from_name(read.entry.dtype))
+            stored.read_chunk(read.entry, read.part, read.number, read.row, piece, requested)
+            for box, buffer in read.wanted_by:
+                common = read.box.intersect(box)
+                assert common is not None, "a chunk is read only for boxes that meet it"
+                source = piece[common.relative_to(read.box.start).slices]
+                _place(source, buffer, common.relative_to(box.start), read.entry.name)
+
+
+def _direct(read: _Read) -> Array | None:
+    """The memory where a chunk can land as it is: contiguous, of its dtype, wanted only there."""
+    box, buffer = read.wanted_by[0]
+    if len(read.wanted_by) > 1 or buffer.dtype != dtypes.from_name(read.entry.dtype):
+        return None
+    if not box.contains(read.box):
+        return None
+    there = buffer[read.box.relative_to(box.start).slices]
+    return there if there.flags.c_contiguous else None
 
 
 def _place(source: Array, buffer: Array, at: Box, name: str) -> None:

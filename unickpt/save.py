@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from unickpt.stage import Window, stage
 _TRANSACTION_BYTES = 256 << 20
 _TRANSACTION_CHUNKS = 16384
 _HASH_THREADS = 2
+_HASH_HERE_BYTES = 256 << 10  # handing less to a thread costs more than hashing it
 _LOOK_EVERY_S = 0.5
 
 
@@ -41,11 +43,12 @@ class ChunkJob:
     part: Part
     number: int
     position: int
+    box: Box
     fragment: Fragment
 
     @property
-    def box(self) -> Box:
-        return self.part.chunk_box(self.number)
+    def nbytes(self) -> int:
+        return self.box.size * dtypes.from_name(self.entry.dtype).itemsize
 
 
 def save(
@@ -163,7 +166,8 @@ def _own_boxes(array: int, entry: ArrayEntry, source: ArraySource) -> Iterator[C
     for fragment in source.fragments:
         part = plan.box_part(entry, fragment.box)
         for number in range(part.count):
-            yield ChunkJob(array, entry, part, number, position, fragment)
+            box = part.chunk_box(number)
+            yield ChunkJob(array, entry, part, number, position, box, fragment)
             position += 1
 
 
@@ -174,10 +178,9 @@ def _shared(array: int, entry: ArrayEntry, source: ArraySource, process: int) ->
             numbers = list(part.chunks_in(fragment.box))
             mine = plan.share(entry.name, fragment.box, process, fragment.replicas, len(numbers))
             for k in mine:
-                job = ChunkJob(array, entry, part, numbers[k], first + numbers[k], fragment)
-                if not fragment.box.contains(job.box):
-                    raise AssertionError(f"chunk {job.box} crosses fragment {fragment.box}")
-                yield job
+                number, box = numbers[k], part.chunk_box(numbers[k])
+                assert fragment.box.contains(box), f"chunk {box} crosses {fragment.box}"
+                yield ChunkJob(array, entry, part, number, first + number, box, fragment)
         first += part.count
 
 
@@ -193,11 +196,11 @@ class _Writer:
     def write(self, jobs: list[ChunkJob]) -> Record:
         started = time.perf_counter()
         window = Window(self._options.budget_bytes)
-        digests: list[Future[int]] = []
+        digests: list[Callable[[], int]] = []
         looked = time.monotonic()
         with ThreadPoolExecutor(_HASH_THREADS) as pool:
             for batch in self._batches(jobs):
-                size = sum(_nbytes(job) for job in batch)
+                size = sum(job.nbytes for job in batch)
                 window.make_room(size)
                 window.add(size, self._write_batch(batch, pool, digests))
                 if time.monotonic() - looked > _LOOK_EVERY_S:
@@ -208,8 +211,8 @@ class _Writer:
             table = np.zeros(len(jobs), CHUNK_DTYPE)
             table["array"] = [job.array for job in jobs]
             table["chunk"] = [job.position for job in jobs]
-            table["digest"] = [future.result() for future in digests]
-        self.nbytes, self.count = sum(map(_nbytes, jobs)), len(jobs)
+            table["digest"] = [result() for result in digests]
+        self.nbytes, self.count = sum(job.nbytes for job in jobs), len(jobs)
         arrays = self._description.index.arrays.items()
         return Record(
             description=xxhash.xxh3_64_intdigest(describe_bytes(self._description.index)),
@@ -228,7 +231,7 @@ class _Writer:
         batch: list[ChunkJob] = []
         size = 0
         for job in jobs:
-            nbytes = _nbytes(job)
+            nbytes = job.nbytes
             if batch and (size + nbytes > limit or len(batch) == _TRANSACTION_CHUNKS):
                 yield batch
                 batch, size = [], 0
@@ -238,14 +241,17 @@ class _Writer:
             yield batch
 
     def _write_batch(
-        self, batch: list[ChunkJob], pool: ThreadPoolExecutor, digests: list[Future[int]]
+        self, batch: list[ChunkJob], pool: ThreadPoolExecutor, digests: list[Callable[[], int]]
     ) -> Any:
         transaction = ts.Transaction(atomic=True)
         copies, staged = [], []
         for job in batch:
             host = stage(job.fragment, job.box)
             staged.append(host)
-            digests.append(pool.submit(chunks.digest, host))
+            if host.nbytes > _HASH_HERE_BYTES:
+                digests.append(pool.submit(chunks.digest, host).result)
+            else:
+                digests.append(partial(int, chunks.digest(host)))
             copies.append(self._store.write(job.entry, job.part, job.number, host, transaction))
         for copy in copies:
             copy.result()
@@ -273,7 +279,3 @@ class _Writer:
 def blob_key(name: str, process: int) -> str:
     """Where one process's value of a per-process leaf is stored."""
     return f"{name}/process_{process:05d}" if name else f"process_{process:05d}"
-
-
-def _nbytes(job: ChunkJob) -> int:
-    return job.box.size * dtypes.from_name(job.entry.dtype).itemsize
