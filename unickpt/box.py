@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import EllipsisType
 
 import numpy as np
 
@@ -51,7 +52,10 @@ class Box:
         return any(a == b for a, b in zip(self.start, self.stop, strict=True))
 
     @property
-    def slices(self) -> tuple[slice, ...]:
+    def slices(self) -> tuple[slice | EllipsisType, ...]:
+        """Indices that take the box out of an array, as a view."""
+        if not self.start:
+            return (Ellipsis,)  # of a 0-d array, NumPy's [()] would be a copy
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
     def intersect(self, other: Box) -> Box | None:

@@ -1,0 +1,65 @@
+"""The table of differences: all at once, folded, with what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import unickpt
+
+
+def message(stored: Any, like: Any, **options: Any) -> str:
+    path = "memory://mismatch/table"
+    unickpt.save(path, stored, overwrite=True)
+    with pytest.raises(unickpt.LoadMismatch) as caught:
+        unickpt.load(path, like, **options)
+    return str(caught.value)
+
+
+def test_all_differences_in_one_table() -> None:
+    text = message(
+        {"w": np.zeros((2, 3)), "b": np.zeros(3, np.float32), "old": np.zeros(1), "step": 3},
+        {"w": np.zeros((3, 2)), "b": np.zeros(3), "new": np.zeros(1), "step": 3.0},
+    )
+    rows = [line.split() for line in text.splitlines()]
+    assert ["w", "shape", "[2,", "3]", "[3,", "2]"] in rows
+    assert ["b", "dtype", "float32", "float64"] in rows
+    assert ["new", "missing", "-", "float64[1]"] in rows
+    assert ["old", "unexpected", "float64[1]", "-"] in rows
+    assert ["step", "kind", "plain", "int", "plain", "float"] in rows
+    assert "5 differences" in text
+    assert "cast=True" in text
+    assert "strict=False" in text
+
+
+def test_layers_fold() -> None:
+    layer = {"q": np.zeros(2), "k": np.zeros(3)}
+    text = message({"layers": [layer] * 1}, {"layers": [dict(layer) for _ in range(32)]})
+    assert "layers/{1..31}/q" in text
+    assert "layers/{1..31}/k" in text
+    assert text.count("missing") == 3  # two rows and the advice
+
+
+def test_a_near_miss_is_suggested() -> None:
+    text = message({"encoder/w0": np.zeros(2)}, {"encoder/w1": np.zeros(2)})
+    assert "did you mean: asked 'encoder%2Fw1', stored 'encoder%2Fw0'?" in text
+
+
+def test_not_strict_keeps_what_is_missing_and_skips_what_is_unexpected() -> None:
+    path = "memory://mismatch/strict"
+    unickpt.save(path, {"a": np.ones(2), "b": np.ones(2)}, overwrite=True)
+    got = unickpt.load(path, {"a": np.zeros(2), "c": np.full(2, 7.0), "d": 5}, strict=False)
+    assert (got["a"].tolist(), got["c"].tolist(), got["d"]) == ([1, 1], [7, 7], 5)
+    with pytest.raises(unickpt.LoadMismatch, match="shape"):
+        unickpt.load(path, {"a": np.zeros(3)}, strict=False)
+
+
+def test_kinds_do_not_mix() -> None:
+    text = message({"a": np.zeros(()), "b": 1, "r": unickpt.PerProcess(1)}, {
+        "a": 0.0, "b": np.zeros(()), "r": 1,
+    })  # fmt: skip
+    assert "float64[]" in text
+    assert "a PerProcess" in text
+    assert text.count("kind") == 4
