@@ -65,6 +65,11 @@ class Location:
         """Names in this folder that no checkpoint puts there; only local folders are looked at."""
         return file.foreign(self.spec["path"]) if self.is_local else []
 
+    def remove_empty_folders(self) -> None:
+        """Removes the empty folders below this one; object stores have none."""
+        if self.is_local:
+            file.remove_empty_folders(self.spec["path"])
+
     def __str__(self) -> str:
         return str(self.spec["path"]).rstrip("/") if self.is_local else self.url.rstrip("/")
 

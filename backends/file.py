@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -36,3 +37,9 @@ def foreign(path: str) -> list[str]:
     except FileNotFoundError:
         return []
     return sorted(n for n in names if not n.startswith(_OURS))
+
+
+def remove_empty_folders(path: str) -> None:
+    for folder, _, _ in os.walk(path, topdown=False):
+        with suppress(OSError):  # not empty
+            os.rmdir(folder)

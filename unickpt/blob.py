@@ -16,6 +16,11 @@ from unickpt.box import Box
 from unickpt.group import alone
 
 
+def blob_key(name: str, process: int) -> str:
+    """Where one process's value of a per-process leaf is stored."""
+    return f"{name}/process_{process:05d}" if name else f"process_{process:05d}"
+
+
 def encode(value: Any, among: Sequence[Adapter]) -> bytes:
     """A value of one process as JSON.
 

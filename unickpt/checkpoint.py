@@ -13,10 +13,11 @@ import tensorstore as ts
 from unickpt import backends, chunks, digests, dtypes, plan, values
 from unickpt import index as index_module
 from unickpt.adapt import Array
+from unickpt.blob import blob_key
 from unickpt.box import Box
 from unickpt.chunks import ChunkStore
 from unickpt.errors import CheckpointCorrupt, CheckpointNotFound
-from unickpt.index import ArrayEntry, Index
+from unickpt.index import DIGESTS_KEY, INDEX_KEY, ArrayEntry, Index
 from unickpt.layout import Layout
 from unickpt.plan import Part
 
@@ -41,7 +42,7 @@ def open(path: backends.Path) -> Checkpoint:
     location = backends.resolve(path)
     context = backends.context()
     try:
-        read = location.database(context).read(index_module.INDEX_KEY).result()
+        read = location.database(context).read(INDEX_KEY).result()
     except (ValueError, OSError) as error:
         raise chunks.translate(error, str(location)) from error
     if read.state != "value":
@@ -105,8 +106,6 @@ class Checkpoint(Mapping[str, "StoredArray"]):
         Raises:
             CheckpointCorrupt: one is missing or does not match its digest.
         """
-        from unickpt.save import blob_key
-
         out = []
         for process, (size, digest) in enumerate(self.index.per_process[name].blobs):
             data = self.read_key(blob_key(name, process))
@@ -146,7 +145,7 @@ class Checkpoint(Mapping[str, "StoredArray"]):
 
     @cached_property
     def _digests(self) -> tuple[digests.Table, dict[str, slice]]:
-        data = self.read_key(index_module.DIGESTS_KEY)
+        data = self.read_key(DIGESTS_KEY)
         try:
             offsets = digests.offsets(self.index.arrays)
             table = digests.decode(data, self.index, offsets["\0"])

@@ -182,8 +182,13 @@ _DAMAGE = ("DATA_LOSS", "OUT_OF_RANGE", "INVALID_ARGUMENT", "FAILED_PRECONDITION
 
 
 def translate(error: Exception, where: str) -> Exception:
-    """An error of TensorStore as one of ours: is it the data, or the storage?"""
+    """An error of TensorStore as one of ours: is it the data, or the storage?
+
+    Errors of anybody else are returned as they are.
+    """
     status, _, detail = str(error).partition(": ")
+    if not (status.isupper() and detail):
+        return error
     if status in _DAMAGE:
         return CheckpointCorrupt(f"{where}: stored data is damaged or missing: {detail}")
     return StorageError(f"{where}: the storage failed: {error}")

@@ -8,10 +8,11 @@ databases into the root in one transaction. No process talks to another in any o
 from __future__ import annotations
 
 import datetime
+import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,8 @@ from unickpt import chunks, digests, plan, tree
 from unickpt import index as index_module
 from unickpt._version import LIBRARY
 from unickpt.backends import Location
-from unickpt.backends.ocdbt import MANIFEST
 from unickpt.box import Box, overlap, uncovered
+from unickpt.describe import Description
 from unickpt.errors import (
     CheckpointExists,
     CoverageError,
@@ -33,12 +34,28 @@ from unickpt.errors import (
     StorageError,
 )
 from unickpt.group import Group
-from unickpt.index import ArrayEntry, Index, PerProcessEntry
+from unickpt.index import DIGESTS_KEY, INDEX_KEY, ArrayEntry, Index, PerProcessEntry
 from unickpt.layout import Layout, Mesh
 from unickpt.record import Record
 
-_OK, _ERROR, _COMMITTED = ".ok", ".error", "committed"
+_OK, _MORE, _ERROR = ".ok", ".more", ".error"
+_REQUEST, _COMMITTED = "request", "committed"
 _NOBODY = np.uint32(0xFFFFFFFF)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Number of arrays of a checkpoint, and their logical bytes."""
+
+    arrays: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, index: Index) -> Totals:
+        return cls(len(index.arrays), sum(entry.nbytes for entry in index.arrays.values()))
+
+
+Serve = Callable[[Mapping[str, list[int]]], Record]
 
 
 class Attempt:
@@ -73,19 +90,33 @@ class Attempt:
                 f"{self.location} holds other files ({', '.join(foreign[:3])}, ...); give a new "
                 "or empty directory"
             )
-        if not overwrite and _exists(self.location, self.context):
+        if not overwrite and _root_index(self.location, self.context) is not None:
             raise CheckpointExists(
                 f"{self.location} already holds a checkpoint; pass overwrite=True to replace it, "
                 "or save to another path"
             )
 
+    def check_new(self) -> None:
+        """Refuses an attempt's name that was used before, whose records would be taken for news.
+
+        Raises:
+            ValueError: names the session.
+        """
+        if self.group.count > 1:
+            old = {key.decode() for key in self._records.list().result()}
+            if _COMMITTED in old or any(n.startswith(f"{self.group.index:05d}") for n in old):
+                raise ValueError(
+                    f"{self.location}: attempt {self.name!r} was made before; the session of a "
+                    "ProcessGroup must be new for every run of the job"
+                )
+
     def database(self, process: int) -> Location:
         """Where a process writes its chunks."""
         return self._folder.child(f"{process:05d}")
 
-    def publish(self, record: Record) -> None:
+    def publish(self, record: Record, kind: str = _OK) -> None:
         """Ends this process's part."""
-        self._records.write(f"{self.group.index:05d}{_OK}", record.encode()).result()
+        self._records.write(f"{self.group.index:05d}{kind}", record.encode()).result()
 
     def publish_error(self, error: BaseException) -> None:
         """Tells the others why this process gives up; does nothing in a job of one."""
@@ -99,42 +130,56 @@ class Attempt:
         if self.group.count > 1:
             self._look()
 
-    def wait_committed(self) -> None:
+    def wait_committed(self, serve: Serve) -> Totals:
         """Waits, in all processes but the coordinator, until the checkpoint exists.
+
+        Arguments:
+            serve: writes more chunks, should the coordinator ask for them.
 
         Raises:
             ProcessFailed: another process gave up.
             SaveTimeout: the coordinator neither committed nor gave up in time.
         """
         try:
-            self._poll(lambda names: _COMMITTED in names)
+            names = self._poll(lambda names: _COMMITTED in names or _REQUEST in names)
+            if _COMMITTED not in names:
+                requests = json.loads(self._records.read(_REQUEST).result().value)
+                mine = requests.get(str(self.group.index))
+                if mine:
+                    self.publish(serve(mine), _MORE)
+                self._poll(lambda names: _COMMITTED in names)
+            return Totals(**json.loads(self._records.read(_COMMITTED).result().value))
         except SaveTimeout:
             # The coordinator may have died after the commit: the root itself is the truth.
-            if _root_attempt(self.location, self.context) != self.name:
+            index = _root_index(self.location, self.context)
+            if index is None or index.attempt != self.name:
                 raise SaveTimeout(
                     f"{self.location}: process 0 did not commit within {self.timeout_s:g} s "
                     "(SaveOptions.timeout_s); it may have died. No checkpoint was written."
                 ) from None
+            return Totals.of(index)
 
-    def commit(self, description: Index, overwrite: bool) -> Index:
+    def commit(self, description: Description, overwrite: bool, serve: Serve) -> Totals:
         """Merges what all processes wrote; the coordinator's work.
 
         Arguments:
             description: the coordinator's own.
             overwrite: whether an existing checkpoint is replaced.
+            serve: writes more chunks of the coordinator's own.
 
         Raises:
             ProcessFailed, SaveTimeout: another process gave up, or is late.
             CoverageError: an array is not covered exactly once.
             SaveConflict: another job committed at this path meanwhile.
         """
-        records = self._all_records()
-        index, table = self._merge(description, records)
+        records = self._collect(range(self.group.count), _OK)
+        index, table = self._merge(description, records, serve)
         self._write_root(index, table, overwrite)
+        totals = Totals.of(index)
         if self.group.count > 1:
-            self._records.write(_COMMITTED, b"").result()
+            self._records.write(_COMMITTED, json.dumps(vars(totals)).encode()).result()
         self._remove_debris(overwrite)
-        return index
+        return totals
 
     # --- records -------------------------------------------------------------------------------
 
@@ -146,7 +191,7 @@ class Attempt:
                 raise ProcessFailed(f"process {int(name.removesuffix(_ERROR))} failed: {message}")
         return names
 
-    def _poll(self, ready: Callable[[set[str]], bool]) -> None:
+    def _poll(self, ready: Callable[[set[str]], bool]) -> set[str]:
         deadline, pause = time.monotonic() + self.timeout_s, 0.002
         while not ready(names := self._look()):
             if time.monotonic() > deadline:
@@ -159,28 +204,36 @@ class Attempt:
                 )
             time.sleep(pause)
             pause = min(pause * 1.5, 1.0 if self.location.is_remote else 0.1)
+        return names
 
-    def _all_records(self) -> list[Record]:
-        names = [f"{p:05d}{_OK}" for p in range(self.group.count)]
-        self._poll(lambda found: found.issuperset(names))
-        reads = [self._records.read(name) for name in names]
-        return [Record.decode(read.result().value) for read in reads]
+    def _collect(self, processes: Iterable[int], kind: str) -> list[tuple[int, Record]]:
+        names = {process: f"{process:05d}{kind}" for process in processes}
+        self._poll(lambda found: found.issuperset(names.values()))
+        reads = {process: self._records.read(name) for process, name in names.items()}
+        return [(p, Record.decode(read.result().value)) for p, read in reads.items()]
 
     # --- merging -------------------------------------------------------------------------------
 
-    def _merge(self, ours: Index, records: Sequence[Record]) -> tuple[Index, digests.Table]:
-        own = _description_digest(ours)
-        described = [ours if r.description == own else self._described(p, r)
-                     for p, r in enumerate(records)]  # fmt: skip
-        index = ours
+    def _merge(
+        self, ours: Description, records: list[tuple[int, Record]], serve: Serve
+    ) -> tuple[Index, digests.Table]:
+        described = [
+            ours.index if record.description == ours.digest else self._described(process, record)
+            for process, record in records
+        ]
+        index = ours.index
         for process, theirs in enumerate(described):
-            if theirs is not ours:
+            if theirs is not ours.index:
                 index = _unite(index, theirs, process)
         names = [list(d.arrays) for d in described]
         index = replace(index, arrays=_with_boxes(index.arrays, records, names))
         table = _table(index, records, names)
+        requests = _requests(index, table, names)
+        if requests:
+            table = _table(index, records + self._request(requests, serve), names)
+            _requests(index, table, [])
         blobs = {
-            name: PerProcessEntry(tuple(_blob(name, p, r) for p, r in enumerate(records)))
+            name: PerProcessEntry(tuple(_blob(name, p, r) for p, r in records))
             for name in index.per_process
         }
         return replace(
@@ -193,9 +246,18 @@ class Attempt:
             digests_xxh3=f"{xxhash.xxh3_64_intdigest(table.tobytes()):016x}",
         ), table
 
+    def _request(
+        self, requests: Mapping[int, Mapping[str, list[int]]], serve: Serve
+    ) -> list[tuple[int, Record]]:
+        """Has processes write chunks that their planned writers do not hold."""
+        self._records.write(_REQUEST, json.dumps(requests).encode()).result()
+        ours = self.group.index
+        own = [(ours, serve(requests[ours]))] if ours in requests else []
+        return own + self._collect([p for p in requests if p != ours], _MORE)
+
     def _described(self, process: int, record: Record) -> Index:
         database = self.database(process)
-        data = database.database(self.context).read(index_module.INDEX_KEY).result().value
+        data = database.database(self.context).read(INDEX_KEY).result().value
         if xxhash.xxh3_64_intdigest(data) != record.description:
             raise StorageError(f"{database}: the description of process {process} is damaged")
         return index_module.decode(data, str(database), partial=True)
@@ -206,7 +268,7 @@ class Attempt:
         transaction = ts.Transaction(atomic=True, repeatable_read=True)
         root = self.location.database(self.context).with_transaction(transaction)
         # Reading the index makes the commit fail if another job commits in between.
-        if root.read(index_module.INDEX_KEY).result().state == "value":
+        if root.read(INDEX_KEY).result().state == "value":
             if not overwrite:
                 raise SaveConflict(f"{self.location}: another job committed here meanwhile")
             root.delete_range(ts.KvStore.KeyRange()).result()
@@ -232,13 +294,14 @@ class Attempt:
         """Removes what no committed checkpoint needs; a failure here does no harm."""
         with suppress(Exception):
             store = self.location.store(self.context)
-            mine = f"processes/{self.name}/"
             under = ts.KvStore.KeyRange("processes/", "processes0")
             attempts = {key.decode().split("/")[1] for key in store.list(under).result()}
             for attempt in attempts - {self.name}:
                 _delete(store, f"processes/{attempt}/")
-            for process in range(self.group.count):
-                store.write(f"{mine}records/{process:05d}{_OK}", None).result()
+            self.location.child("processes").remove_empty_folders()
+            for key in self._records.list().result():
+                if key != _COMMITTED.encode():
+                    self._records.write(key, None).result()
 
     def discard(self) -> None:
         """Removes what this process wrote for a failed try; the records stay for the others."""
@@ -260,38 +323,25 @@ def root_keys(index: Index, table: digests.Table) -> dict[str, bytes]:
                 groups.add(parent)
     for group in groups:
         out.setdefault(_join(group, "zarr.json"), chunks.GROUP_JSON)
-    out[index_module.DIGESTS_KEY] = table.tobytes()
-    out[index_module.INDEX_KEY] = index_module.encode(index)
+    out[DIGESTS_KEY] = table.tobytes()
+    out[INDEX_KEY] = index_module.encode(index)
     return out
-
-
-def describe_bytes(description: Index) -> bytes:
-    """A process's description as it stands in its database until the commit."""
-    return index_module.encode(description)
-
-
-def _description_digest(description: Index) -> int:
-    return xxhash.xxh3_64_intdigest(describe_bytes(description))
 
 
 def _join(prefix: str, key: str) -> str:
     return f"{prefix}/{key}" if prefix else key
 
 
-def _exists(location: Location, context: ts.Context) -> bool:
+def _root_index(location: Location, context: ts.Context) -> Index | None:
+    """The index of the committed checkpoint at a location, if there is one.
+
+    A root without an index is a commit that was cut short, and no checkpoint.
+    """
     try:
-        read = location.store(context).read(MANIFEST).result()
+        read = location.database(context).read(INDEX_KEY).result()
     except (ValueError, OSError) as error:
         raise chunks.translate(error, str(location)) from error
-    return bool(read.state == "value")
-
-
-def _root_attempt(location: Location, context: ts.Context) -> str | None:
-    with suppress(Exception):
-        data = location.database(context).read(index_module.INDEX_KEY).result()
-        if data.state == "value":
-            return index_module.decode(data.value, str(location)).attempt
-    return None
+    return index_module.decode(read.value, str(location)) if read.state == "value" else None
 
 
 def _delete(store: ts.KvStore, prefix: str) -> None:
@@ -371,11 +421,13 @@ def _show(fact: Any) -> str:
 
 
 def _with_boxes(
-    arrays: Mapping[str, ArrayEntry], records: Sequence[Record], names: Sequence[Sequence[str]]
+    arrays: Mapping[str, ArrayEntry],
+    records: Sequence[tuple[int, Record]],
+    names: Sequence[Sequence[str]],
 ) -> dict[str, ArrayEntry]:
     """Arrays whose fragments the processes told one by one, with the boxes of all."""
     told: dict[str, list[tuple[Box, tuple[int, ...]]]] = {}
-    for process, record in enumerate(records):
+    for process, record in records:
         for number, boxes in record.boxes.items():
             at = told.setdefault(names[process][number], [])
             at += [(box, (process,)) for box in boxes]
@@ -411,14 +463,14 @@ def check_boxes(entry: ArrayEntry, boxes: Sequence[tuple[Box, tuple[int, ...]]])
 
 
 def _table(
-    index: Index, records: Sequence[Record], names: Sequence[Sequence[str]]
+    index: Index, records: Sequence[tuple[int, Record]], names: Sequence[Sequence[str]]
 ) -> digests.Table:
-    """The digest table, filled from the records; the proof of full, single coverage."""
+    """The digest table, as far as the records fill it; no chunk has two writers."""
     at = digests.offsets(index.arrays)
     table = np.zeros(at["\0"], digests.DTYPE)
     table["process"] = _NOBODY
     told = {name: at[name] for name in index.arrays}
-    for process, record in enumerate(records):
+    for process, record in records:
         if not len(record.chunks):
             continue
         numbers = record.chunks["array"]
@@ -437,17 +489,55 @@ def _table(
         fresh = where[~taken]
         table["digest"][fresh] = record.chunks["digest"][~taken]
         table["process"][fresh] = process
-    holes = np.flatnonzero(table["process"] == _NOBODY)
-    if holes.size:
-        name, box = chunk_at(index, int(holes[0]))
-        entry = index.arrays[name]
-        having = [p for p, own in enumerate(names) if name in own]
-        raise CoverageError(
-            f"array {name!r} of shape {list(entry.shape)}: no process wrote {box}. Its layout is "
-            f"{entry.layout}, but only processes {_some(having)} have it in their tree. If a plain "
-            "tensor is on one process only, say so with unickpt.LocalFragments.whole(tensor)."
-        )
     return table
+
+
+def _requests(
+    index: Index, table: digests.Table, names: Sequence[Sequence[str]]
+) -> dict[int, dict[str, list[int]]]:
+    """For chunks that nobody wrote: who does hold them, and so has to write them.
+
+    A plain tensor is taken to be on all processes. Where it is on some only (pipeline stages),
+    its planned writer may lack it, which shows here, when all have told what they have.
+
+    Returns:
+        For each process the positions of chunks by array name.
+
+    Raises:
+        CoverageError: no process holds a chunk.
+    """
+    holes = np.flatnonzero(table["process"] == _NOBODY)
+    requests: dict[int, dict[str, list[int]]] = {}
+    if not holes.size:
+        return requests
+    having: dict[str, list[int]] = {}
+    for process, own in enumerate(names):
+        for name in own:
+            having.setdefault(name, []).append(process)
+    first = 0
+    for name, entry in index.arrays.items():
+        start = first
+        for part in plan.parts(entry):
+            low, high = np.searchsorted(holes, (first, first + part.count))
+            for position in holes[low:high].tolist():
+                box = part.chunk_box(position - first)
+                able = [p for p in having.get(name, ()) if _holds(entry, p, box)]
+                if not able:
+                    raise CoverageError(
+                        f"array {name!r} of shape {list(entry.shape)}: no process holds {box}. Its "
+                        f"layout is {entry.layout}; processes {_some(having.get(name, []))} have "
+                        "it in their tree"
+                    )
+                chosen = able[position % len(able)]
+                requests.setdefault(chosen, {}).setdefault(name, []).append(position - start)
+            first += part.count
+    return requests
+
+
+def _holds(entry: ArrayEntry, process: int, box: Box) -> bool:
+    if entry.layout is not None:
+        return any(b.contains(box) for b in entry.layout.local(entry.shape, process))
+    return any(process in holders and b.contains(box) for b, holders in entry.boxes or ())
 
 
 def _refuse_second_writer(

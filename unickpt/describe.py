@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import xxhash
+
 from unickpt import blob, chunks, dtypes, plan, tree, values
+from unickpt import index as index_module
 from unickpt.adapt import Adapter, ArraySource, adapter_of
 from unickpt.errors import UnsupportedLeaf
 from unickpt.group import Group
@@ -29,6 +33,16 @@ class Description:
     index: Index
     sources: Mapping[str, ArraySource]
     blobs: Mapping[str, bytes]
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """The index as it stands in this process's database until the commit."""
+        return index_module.encode(self.index)
+
+    @cached_property
+    def digest(self) -> int:
+        """xxh3-64 of `encoded`: equal where processes describe the same."""
+        return xxhash.xxh3_64_intdigest(self.encoded)
 
 
 def is_leaf(obj: Any, among: Sequence[Adapter]) -> bool:

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from unickpt import backends, checkpoint, chunks, commit, plan, tree
+from unickpt.blob import blob_key
 from unickpt.checkpoint import Checkpoint
 from unickpt.errors import CheckpointCorrupt, StorageError, UnsupportedFormat
 from unickpt.index import DIGESTS_KEY, INDEX_KEY, ArrayEntry
 from unickpt.options import Damage, VerifyReport
 from unickpt.plan import Part
-from unickpt.save import blob_key
 
 
 def verify(

@@ -1,0 +1,166 @@
+"""Write: staged chunks -> this process's own database, a bounded number of bytes at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+import xxhash
+
+from unickpt import chunks, dtypes
+from unickpt.adapt import Fragment
+from unickpt.blob import blob_key
+from unickpt.box import Box
+from unickpt.chunks import ChunkStore
+from unickpt.commit import Attempt
+from unickpt.describe import Description
+from unickpt.index import INDEX_KEY, ArrayEntry
+from unickpt.options import SaveOptions
+from unickpt.plan import Part
+from unickpt.record import CHUNK_DTYPE, Record
+from unickpt.stage import Window, stage
+
+# Measured: smaller transactions cost an fsync each, larger ones leave too little overlap.
+_TRANSACTION_BYTES = 256 << 20
+_TRANSACTION_CHUNKS = 16384
+_HASH_THREADS = 2
+_HASH_HERE_BYTES = 256 << 10  # handing less to a thread costs more than hashing it
+_LOOK_EVERY_S = 0.5
+
+
+@dataclass(frozen=True)
+class ChunkJob:
+    """One chunk that this process holds.
+
+    Arguments:
+        array: number of the array in this process's description.
+        entry: the array.
+        part: the part of the array.
+        number: the chunk's row-major number in the part.
+        position: its number among the chunks of all parts (see `unickpt.record`).
+        box: its box in the global array.
+        fragment: where its data is.
+    """
+
+    array: int
+    entry: ArrayEntry
+    part: Part
+    number: int
+    position: int
+    box: Box
+    fragment: Fragment
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.size * dtypes.from_name(self.entry.dtype).itemsize
+
+
+class Writer:
+    """Stages, hashes and writes chunks in transactions.
+
+    Arguments:
+        attempt: the try to save that this is part of.
+        description: what this process saves.
+        options: as for `save`.
+    """
+
+    def __init__(self, attempt: Attempt, description: Description, options: SaveOptions) -> None:
+        self._attempt, self._description, self._options = attempt, description, options
+        location = attempt.database(attempt.group.index)
+        self._store = ChunkStore(location, attempt.context, description.index.codecs)
+        self.nbytes, self.count = 0, 0
+
+    def write_all(self, jobs: Sequence[ChunkJob]) -> Record:
+        """Writes this process's share, its per-process values and its description."""
+        started = time.perf_counter()
+        blobs, sources = self._description.blobs, self._description.sources
+        rest = {blob_key(name, self._attempt.group.index): data for name, data in blobs.items()}
+        table = self._write(jobs, {**rest, INDEX_KEY: self._description.encoded})
+        arrays = self._description.index.arrays.items()
+        return Record(
+            description=self._description.digest,
+            chunks=table,
+            boxes={
+                number: tuple(f.box for f in sources[name].fragments)
+                for number, (name, entry) in enumerate(arrays)
+                if entry.boxes == ()
+            },
+            blobs={name: (len(b), xxhash.xxh3_64_intdigest(b)) for name, b in blobs.items()},
+            statistics={"bytes": self.nbytes, "seconds": time.perf_counter() - started},
+        )
+
+    def write_more(self, jobs: Sequence[ChunkJob]) -> Record:
+        """Writes chunks that the coordinator asked for after all shares were written."""
+        return Record(description=self._description.digest, chunks=self._write(jobs, {}))
+
+    def _write(self, jobs: Sequence[ChunkJob], rest: dict[str, bytes]) -> Any:
+        window = Window(self._options.budget_bytes)
+        digests: list[Callable[[], int]] = []
+        looked = time.monotonic()
+        batches = list(self._batches(jobs)) or [[]]
+        with ThreadPoolExecutor(_HASH_THREADS) as pool:
+            for batch in batches:
+                size = sum(job.nbytes for job in batch)
+                window.make_room(size)
+                extra = rest if batch is batches[-1] else {}
+                window.add(size, self._write_batch(batch, extra, pool, digests))
+                if time.monotonic() - looked > _LOOK_EVERY_S:
+                    self._attempt.check_others()
+                    looked = time.monotonic()
+            window.drain()
+            table = np.zeros(len(jobs), CHUNK_DTYPE)
+            table["array"] = [job.array for job in jobs]
+            table["chunk"] = [job.position for job in jobs]
+            table["digest"] = [result() for result in digests]
+        self.nbytes += sum(job.nbytes for job in jobs)
+        self.count += len(jobs)
+        return table
+
+    def _batches(self, jobs: Sequence[ChunkJob]) -> Iterator[list[ChunkJob]]:
+        limit = min(_TRANSACTION_BYTES, max(1, self._options.budget_bytes // 4))
+        batch: list[ChunkJob] = []
+        size = 0
+        for job in jobs:
+            nbytes = job.nbytes
+            if batch and (size + nbytes > limit or len(batch) == _TRANSACTION_CHUNKS):
+                yield batch
+                batch, size = [], 0
+            batch.append(job)
+            size += nbytes
+        if batch:
+            yield batch
+
+    def _write_batch(
+        self,
+        batch: Sequence[ChunkJob],
+        rest: dict[str, bytes],
+        pool: ThreadPoolExecutor,
+        digests: list[Callable[[], int]],
+    ) -> Callable[[], None]:
+        transaction = ts.Transaction(atomic=True)
+        store = self._store.database.with_transaction(transaction)
+        writes: list[Any] = [store.write(key, data) for key, data in rest.items()]
+        staged = []
+        for job in batch:
+            host = stage(job.fragment, job.box)
+            staged.append(host)
+            if host.nbytes > _HASH_HERE_BYTES:
+                digests.append(pool.submit(chunks.digest, host).result)
+            else:
+                digests.append(partial(int, chunks.digest(host)))
+            writes.append(self._store.write(job.entry, job.part, job.number, host, transaction))
+        for write in writes:
+            write.result()
+        committed = transaction.commit_async()
+
+        def wait() -> None:
+            committed.result()
+            staged.clear()  # TensorStore refers to this memory until the commit
+
+        return wait
