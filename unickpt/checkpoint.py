@@ -20,6 +20,7 @@ from unickpt.errors import CheckpointCorrupt, CheckpointNotFound
 from unickpt.index import DIGESTS_KEY, INDEX_KEY, ArrayEntry, Index
 from unickpt.layout import Layout
 from unickpt.plan import Part
+from unickpt.read import read_box
 
 
 def open(path: backends.Path) -> Checkpoint:
@@ -274,8 +275,6 @@ class StoredArray:
             IndexError: the box does not lie within the array.
             CheckpointCorrupt: a chunk is damaged.
         """
-        from unickpt.load import read_box
-
         if len(box.start) != len(self.shape) or not Box.whole(self.shape).contains(box):
             raise IndexError(f"box {box} does not lie within {self.name!r} of shape {self.shape}")
         return read_box(self._checkpoint, self._entry, box, verify=verify)

@@ -1,0 +1,146 @@
+"""What `like` asks for, held against what a checkpoint stores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from unickpt import dtypes, mismatch, values
+from unickpt.adapt import Adapter, ArrayTarget, adapter_of
+from unickpt.checkpoint import Checkpoint
+from unickpt.errors import LoadMismatch, UnsupportedLeaf
+from unickpt.index import ArrayEntry
+from unickpt.marks import LocalFragments, PerProcess
+from unickpt.mismatch import Difference
+
+
+def targets_of(wanted: Mapping[str, Any], among: Sequence[Adapter]) -> dict[str, ArrayTarget]:
+    """The arrays among the leaves of `like`, as targets.
+
+    Raises:
+        UnsupportedLeaf: names every leaf that cannot be loaded into, and why.
+    """
+    targets: dict[str, ArrayTarget] = {}
+    bad: list[str] = []
+    for name, value in wanted.items():
+        adapter = adapter_of(value, among)
+        try:
+            if isinstance(value, LocalFragments):
+                targets[name] = value.target()
+            elif adapter is not None:
+                targets[name] = adapter.target(value)
+        except (TypeError, ValueError) as error:
+            bad.append(f"  {name!r}: {error}")
+    if bad:
+        raise UnsupportedLeaf("these leaves of `like` cannot be loaded into:\n" + "\n".join(bad))
+    return targets
+
+
+def compare(
+    stored: Checkpoint,
+    wanted: Mapping[str, Any],
+    targets: Mapping[str, ArrayTarget],
+    *,
+    strict: bool,
+    cast: bool,
+) -> None:
+    """Holds all leaves of `like` against the checkpoint, before anything is read.
+
+    Raises:
+        LoadMismatch: one table of all differences.
+    """
+    index = stored.index
+    have = {*index.arrays, *index.aliases, *index.values, *index.per_process}
+    rows: list[Difference] = []
+    for name, value in wanted.items():
+        found = _stored_fact(stored, name)
+        if name not in have:
+            if strict or _abstract(value, targets.get(name)):
+                rows.append(Difference(name, "missing", "-", _asked(value, targets.get(name))))
+        elif name in targets and isinstance(found, ArrayEntry):
+            rows += _compare_array(name, found, targets[name], cast)
+        elif not _same_kind(value, found, name in index.per_process):
+            rows.append(Difference(name, "kind", _shown(found), _asked(value, targets.get(name))))
+    if strict:
+        rows += [
+            Difference(name, "unexpected", _shown(_stored_fact(stored, name)), "-")
+            for name in have
+            if name not in wanted
+        ]
+    rows += _shared_memory(stored, targets)
+    if rows:
+        raise LoadMismatch(mismatch.message(str(stored.location), rows))
+
+
+def _stored_fact(stored: Checkpoint, name: str) -> Any:
+    index = stored.index
+    target = index.aliases.get(name, name)
+    if target in index.arrays:
+        return index.arrays[target]
+    return PerProcess() if name in index.per_process else index.values.get(name)
+
+
+def _abstract(value: Any, target: ArrayTarget | None) -> bool:
+    """Whether a leaf of `like` holds no data that it could keep."""
+    if isinstance(value, PerProcess):
+        return value.value is None
+    return getattr(target, "meta", False) or type(value).__name__ == "ShapeDtypeStruct"
+
+
+def _same_kind(value: Any, found: Any, per_process: bool) -> bool:
+    if per_process or isinstance(value, PerProcess):
+        return per_process and isinstance(value, PerProcess)
+    return type(value) is type(found) and values.is_plain(found)
+
+
+def _compare_array(
+    name: str, entry: ArrayEntry, target: ArrayTarget, cast: bool
+) -> list[Difference]:
+    rows = []
+    have, want = dtypes.from_name(entry.dtype), target.dtype
+    if tuple(entry.shape) != tuple(target.shape):
+        rows.append(Difference(name, "shape", str(list(entry.shape)), str(list(target.shape))))
+    if have != want and not (cast and dtypes.castable(have, want)):
+        rows.append(Difference(name, "dtype", entry.dtype, dtypes.name_of(want)))
+    if target.prng is not None and target.prng != entry.prng:
+        rows.append(Difference(name, "PRNG key", str(entry.prng), target.prng))
+    return rows
+
+
+def _shared_memory(stored: Checkpoint, targets: Mapping[str, ArrayTarget]) -> list[Difference]:
+    """Leaves of `like` that are one array, but were stored as different ones."""
+    first: dict[Any, str] = {}
+    rows = []
+    for name, target in targets.items():
+        other = first.setdefault(target.identity, name) if target.identity is not None else name
+        entry, one = _stored_fact(stored, name), _stored_fact(stored, other)
+        if other == name or not (isinstance(entry, ArrayEntry) and isinstance(one, ArrayEntry)):
+            continue
+        if entry.name != one.name and not _equal_data(stored, entry, one):
+            rows.append(
+                Difference(name, "tied", "an array of its own", f"the same memory as {other}")
+            )
+    return rows
+
+
+def _equal_data(stored: Checkpoint, a: ArrayEntry, b: ArrayEntry) -> bool:
+    same_grid = (a.shape, a.dtype, a.chunk, a.cut, a.boxes) == (
+        b.shape, b.dtype, b.chunk, b.cut, b.boxes,
+    )  # fmt: skip
+    return same_grid and bool(
+        np.array_equal(stored.digests_of(a.name)["digest"], stored.digests_of(b.name)["digest"])
+    )
+
+
+def _asked(value: Any, target: ArrayTarget | None) -> str:
+    if target is not None:
+        return f"{dtypes.name_of(target.dtype)}{list(target.shape)}"
+    return "a PerProcess" if isinstance(value, PerProcess) else f"plain {type(value).__name__}"
+
+
+def _shown(found: Any) -> str:
+    if isinstance(found, ArrayEntry):
+        return f"{found.dtype}{list(found.shape)}"
+    return "a PerProcess" if isinstance(found, PerProcess) else f"plain {type(found).__name__}"

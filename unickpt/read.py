@@ -1,0 +1,220 @@
+"""Reading: which chunks serve the boxes of an array; each is read once, checked, and placed."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from unickpt import dtypes, plan
+from unickpt.adapt import Array, ArrayTarget
+from unickpt.adapters.numpy import NumpyTarget
+from unickpt.box import Box
+from unickpt.errors import LoadMismatch
+from unickpt.index import ArrayEntry
+from unickpt.options import LoadOptions
+from unickpt.plan import Part
+from unickpt.stage import Window
+
+if TYPE_CHECKING:
+    from unickpt.checkpoint import Checkpoint
+
+_REMOTE_THREADS = 32
+# A task reads chunks one after the other; small ones share a task, to save on scheduling.
+_TASK_BYTES = 1 << 20
+_TASK_CHUNKS = 256
+
+
+@dataclass(frozen=True)
+class Job:
+    """One array to read: the name it is asked by, what is stored, and where it goes."""
+
+    name: str
+    entry: ArrayEntry
+    target: ArrayTarget
+
+
+class NewTarget(NumpyTarget):
+    """A new NumPy array of what is stored."""
+
+    def __init__(self, entry: ArrayEntry) -> None:
+        self.leaf, self.shape, self.dtype = None, entry.shape, dtypes.from_name(entry.dtype)
+        self.boxes, self.in_place, self.identity = (Box.whole(entry.shape),), False, None
+
+
+@dataclass(frozen=True)
+class _Read:
+    """One chunk to read, and the buffers that want a piece of it."""
+
+    entry: ArrayEntry
+    part: Part
+    number: int
+    box: Box
+    row: Any
+    wanted_by: tuple[tuple[Box, Array], ...]
+
+
+def read_arrays(stored: Checkpoint, jobs: Sequence[Job], options: LoadOptions) -> dict[str, Any]:
+    """Reads arrays; every chunk that any of a job's boxes needs is read exactly once."""
+    done: dict[str, Any] = {}
+    window = Window(options.budget_bytes)
+    reader = _Reader(stored)
+    try:
+        for job in jobs:
+            size = sum(box.size for box in job.target.boxes) * job.target.dtype.itemsize
+            window.make_room(size)
+            window.add(size, _start(stored, job, options.verify, reader, done))
+        window.drain()
+    finally:
+        reader.close()
+    return done
+
+
+def _start(
+    stored: Checkpoint, job: Job, verify: bool, reader: _Reader, done: dict[str, Any]
+) -> Callable[[], None]:
+    """Starts to read an array; the result waits for it and finishes the leaf."""
+    try:
+        buffers = [job.target.buffer(i) for i in range(len(job.target.boxes))]
+    except (MemoryError, ValueError) as error:
+        raise MemoryError(
+            f"{stored.location}: no memory for array {job.name!r}, "
+            f"{job.entry.dtype}{list(job.entry.shape)}: {error}"
+        ) from None
+    wanted = list(zip(job.target.boxes, buffers, strict=True))
+    pending = {reader.submit(read) for read in _reads(stored, job.entry, wanted, verify)}
+
+    def finish() -> None:
+        for task in pending:
+            reader.wait(task)
+        done[job.name] = job.target.finish(buffers)
+        buffers.clear()
+
+    return finish
+
+
+def _reads(
+    stored: Checkpoint, entry: ArrayEntry, wanted: list[tuple[Box, Array]], verify: bool
+) -> Iterator[_Read]:
+    table = stored.digests_of(entry.name) if verify else None
+    first = 0
+    for part in plan.parts(entry):
+        by_chunk: dict[int, list[tuple[Box, Array]]] = {}
+        for box, buffer in wanted:
+            for number in part.chunks_in(box):
+                by_chunk.setdefault(number, []).append((box, buffer))
+        for number, by in sorted(by_chunk.items()):
+            row = None if table is None else table[first + number]
+            yield _Read(entry, part, number, part.chunk_box(number), row, tuple(by))
+        first += part.count
+
+
+class _Task:
+    """Chunks that one thread reads, one after the other."""
+
+    def __init__(self) -> None:
+        self.reads: list[_Read] = []
+        self.nbytes = 0
+        self.future: Future[None] | None = None
+
+
+class _Reader:
+    """Threads that read chunks; small chunks, of different arrays too, share a task."""
+
+    def __init__(self, stored: Checkpoint) -> None:
+        local = max(4, 2 * (os.cpu_count() or 1))
+        threads = _REMOTE_THREADS if stored.location.is_remote else local
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="unickpt-load")
+        self._stored, self._scratch, self._task = stored, _Scratch(), _Task()
+
+    def submit(self, read: _Read) -> _Task:
+        """Adds a chunk to a task, which starts once it is worth a thread's while."""
+        task = self._task
+        task.reads.append(read)
+        task.nbytes += read.box.size * dtypes.from_name(read.entry.dtype).itemsize
+        if task.nbytes >= _TASK_BYTES or len(task.reads) == _TASK_CHUNKS:
+            self._flush()
+        return task
+
+    def wait(self, task: _Task) -> None:
+        """Waits for a task, and raises what went wrong in it."""
+        if task.future is None:
+            self._flush()
+        assert task.future is not None, "only the newest task has not started"
+        task.future.result()
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def _flush(self) -> None:
+        task, self._task = self._task, _Task()
+        task.future = self._pool.submit(self._run, task.reads)
+
+    def _run(self, reads: list[_Read]) -> None:
+        stored = self._stored
+        requests = [stored.request_chunk(r.entry, r.part, r.number) for r in reads]
+        for read, requested in zip(reads, requests, strict=True):
+            there = _direct(read)
+            if there is not None:
+                stored.read_chunk(read.entry, read.part, read.number, read.row, there, requested)
+                continue
+            piece = self._scratch.array(read.box.shape, dtypes.from_name(read.entry.dtype))
+            stored.read_chunk(read.entry, read.part, read.number, read.row, piece, requested)
+            for box, buffer in read.wanted_by:
+                common = read.box.intersect(box)
+                assert common is not None, "a chunk is read only for boxes that meet it"
+                source = piece[common.relative_to(read.box.start).slices]
+                _place(source, buffer, common.relative_to(box.start), read.entry.name)
+
+
+def _direct(read: _Read) -> Array | None:
+    """The memory where a chunk can land as it is: contiguous, of its dtype, wanted only there."""
+    box, buffer = read.wanted_by[0]
+    if len(read.wanted_by) > 1 or buffer.dtype != dtypes.from_name(read.entry.dtype):
+        return None
+    if not box.contains(read.box):
+        return None
+    there = buffer[read.box.relative_to(box.start).slices]
+    return there if there.flags.c_contiguous else None
+
+
+def _place(source: Array, buffer: Array, at: Box, name: str) -> None:
+    if source.dtype == buffer.dtype:
+        buffer[at.slices] = source
+        return
+    cast = source.astype(buffer.dtype)
+    if dtypes.kind(source.dtype) == "integer" and not np.array_equal(
+        cast.astype(source.dtype), source
+    ):
+        raise LoadMismatch(
+            f"array {name!r}: stored as {source.dtype}, asked for as {buffer.dtype}, which does "
+            "not hold all its values; load it as it is stored"
+        )
+    buffer[at.slices] = cast
+
+
+class _Scratch(threading.local):
+    """Memory for one chunk per thread, used again and again: fresh pages cost twice as much."""
+
+    def __init__(self) -> None:
+        self._raw: Array = np.empty(0, np.uint8)
+
+    def array(self, shape: tuple[int, ...], dtype: dtypes.DType) -> Array:
+        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        if self._raw.nbytes < nbytes:
+            self._raw = np.empty(nbytes, np.uint8)
+        return self._raw[:nbytes].view(dtype).reshape(shape)
+
+
+def read_box(stored: Checkpoint, entry: ArrayEntry, box: Box, *, verify: bool) -> Array:
+    """A box of an array as a new NumPy array."""
+    target = NewTarget(entry)
+    target.shape, target.boxes = box.shape, (box,)
+    options = LoadOptions(verify=verify)
+    found: Array = read_arrays(stored, [Job(entry.name, entry, target)], options)[entry.name]
+    return found
