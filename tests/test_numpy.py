@@ -306,6 +306,34 @@ def test_casting_is_asked_for_and_stays_within_a_kind(tmp_path: Path) -> None:
         unickpt.load(tmp_path / "c", like("f4", "u1", "c16"), cast=True)
 
 
+@pytest.mark.parametrize(
+    ("value", "stored", "asked", "fits"),
+    [
+        (200, "u1", "i1", False),  # would come back right after two wrong casts
+        (-1, "i8", "u8", False),
+        (2**63, "u8", "i8", False),
+        (127, "u1", "i1", True),
+        (-8, "i8", "int4", True),
+        (8, "i8", "int4", False),
+        (7, "int4", "u2", True),
+    ],
+)
+def test_integers_are_cast_only_where_they_fit(
+    value: int, stored: str, asked: str, fits: bool
+) -> None:
+    def dtype(name: str) -> Any:
+        return ml_dtypes.int4 if name == "int4" else np.dtype(name)
+
+    path = "memory://numpy/integers"
+    unickpt.save(path, {"x": np.full(3, value, dtype(stored))}, overwrite=True)
+    like = {"x": np.zeros(3, dtype(asked))}
+    if fits:
+        assert unickpt.load(path, like, cast=True)["x"].astype(int).tolist() == [value] * 3
+    else:
+        with pytest.raises(unickpt.LoadMismatch, match="does not hold all its values"):
+            unickpt.load(path, like, cast=True)
+
+
 def test_per_process_values_in_a_job_of_one(tmp_path: Path) -> None:
     state = {"seed": 7, "bits": np.arange(5, dtype=np.uint32), "name": "philox"}
     unickpt.save(tmp_path / "c", {"rng": unickpt.PerProcess(state)})

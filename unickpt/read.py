@@ -187,15 +187,12 @@ def _place(source: Array, buffer: Array, at: Box, name: str) -> None:
     if source.dtype == buffer.dtype:
         buffer[at.slices] = source
         return
-    cast = source.astype(buffer.dtype)
-    if dtypes.kind(source.dtype) == "integer" and not np.array_equal(
-        cast.astype(source.dtype), source
-    ):
+    if not dtypes.holds_all(buffer.dtype, source):
         raise LoadMismatch(
             f"array {name!r}: stored as {source.dtype}, asked for as {buffer.dtype}, which does "
             "not hold all its values; load it as it is stored"
         )
-    buffer[at.slices] = cast
+    buffer[at.slices] = source.astype(buffer.dtype)
 
 
 class _Scratch(threading.local):
