@@ -118,6 +118,7 @@ def holds_all(target: DType, values: np.ndarray[Any, Any]) -> bool:
     """Whether an integer dtype holds all integers of an array; other kinds only lose precision."""
     if kind(target) != "integer" or not values.size:
         return True
-    bounds = ml_dtypes.iinfo(target)
+    limits: Any = ml_dtypes.iinfo
+    bounds = limits(target)
     wide = values.astype(np.int64) if values.dtype.itemsize == 1 else values
     return int(bounds.min) <= int(wide.min()) and int(wide.max()) <= int(bounds.max)

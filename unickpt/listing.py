@@ -1,0 +1,104 @@
+"""Listing: which checkpoints lie directly below a folder, in any storage."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from unickpt import backends, chunks
+from unickpt.backends import Location
+from unickpt.backends.ocdbt import MANIFEST
+from unickpt.errors import CheckpointNotFound, StorageError
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A committed checkpoint in a folder.
+
+    Arguments:
+        name: its name within the folder; "." for the folder itself.
+        path: what `unickpt.open` takes.
+    """
+
+    name: str
+    path: str
+
+
+def checkpoints_below(root: backends.Path) -> list[Listed]:
+    """The committed checkpoints in a folder, and the folder itself where it is one.
+
+    Only names are looked at: whether a checkpoint is sound, `unickpt.open` and `verify` tell.
+
+    Arguments:
+        root: a local path or a URL (file, memory, s3, gs).
+
+    Returns:
+        In natural order, "step_2" before "step_10".
+
+    Raises:
+        CheckpointNotFound: there is no such folder.
+        StorageError: the storage failed.
+
+    Example:
+        >>> import unickpt
+        >>> for step in (10, 2):
+        ...     _ = unickpt.save(f"memory://below/step_{step}", {"step": step})
+        >>> [listed.name for listed in checkpoints_below("memory://below")]
+        ['step_2', 'step_10']
+    """
+    location = backends.resolve(root)
+    names = _local_names(location) if location.is_local else _stored_names(location)
+    return [Listed(name, _path(location, name)) for name in sorted(names, key=natural)]
+
+
+def natural(text: str) -> tuple[tuple[int, int, str], ...]:
+    """A sort key by which numbers inside of names count as numbers.
+
+    Example:
+        >>> sorted(["step_10", "step_9", "best"], key=natural)
+        ['best', 'step_9', 'step_10']
+    """
+    pieces = re.split(r"([0-9]{1,18})", text)
+    return tuple((0, int(p), p) if p.isdigit() and p.isascii() else (1, 0, p) for p in pieces)
+
+
+def _local_names(location: Location) -> list[str]:
+    folder = location.spec["path"]
+    names = []
+    try:
+        if _holds_manifest(folder):
+            names.append(".")
+        with os.scandir(folder) as entries:
+            names += [e.name for e in entries if e.is_dir() and _holds_manifest(e.path)]
+    except FileNotFoundError:
+        raise CheckpointNotFound(f"no directory at {location}") from None
+    except OSError as error:
+        raise StorageError(f"{location}: the storage failed: {error}") from error
+    return names
+
+
+def _holds_manifest(folder: str) -> bool:
+    return os.path.lexists(os.path.join(folder, MANIFEST))
+
+
+def _stored_names(location: Location) -> list[str]:
+    try:
+        listed = location.store(backends.context()).list().result()
+    except (ValueError, OSError) as error:
+        raise chunks.translate(error, str(location)) from error
+    names = []
+    for key in listed:
+        folder, _, file = key.decode(errors="replace").rpartition("/")
+        if file == MANIFEST and "/" not in folder:
+            names.append(folder or ".")
+    return names
+
+
+def _path(location: Location, name: str) -> str:
+    if name == ".":
+        return str(location)
+    if location.is_remote:
+        name = quote(name)  # URLs are unquoted where they are resolved; paths and memory:// are not
+    return f"{location}/{name}"
