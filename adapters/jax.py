@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
-from functools import cache, lru_cache
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import AbstractMesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from unickpt import dtypes
 from unickpt.adapt import Array, ArraySource, Fragment
 from unickpt.adapters.numpy import whole_source
-from unickpt.box import Box
+from unickpt.box import Box, overlap
+from unickpt.errors import UnsupportedLeaf
 from unickpt.group import Group, new_session
 from unickpt.layout import Layout, Mesh
 from unickpt.tree import Expansion
@@ -27,32 +29,51 @@ def is_array(leaf: Any) -> bool:
 
 
 def source(leaf: Any, group: Group) -> ArraySource:
+    _check_source(leaf, group)
+    identity = ("jax", id(leaf))
+    prng = None
+    if _is_key(leaf.dtype):
+        prng, leaf = str(jax.random.key_impl(leaf)), jax.random.key_data(leaf)
+    shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
+    dtypes.name_of(dtype)
+    pieces: dict[Box, Any] = {}
+    for shard in leaf.addressable_shards:
+        pieces.setdefault(_box(shard.index, shape), shard.data)
+    pieces = {box: data for box, data in pieces.items() if not box.empty}
+    read = partial(_gather, pieces)
+    if leaf.is_fully_addressable and group.count > 1:
+        # Without a mesh over processes it is like a NumPy array: every process has its own copy.
+        whole = whole_source(shape, dtype, group, read, identity)
+        return replace(whole, prng=prng)
+    layout, boxes = _layout(leaf.sharding, shape)
+    holders = dict(boxes) if layout is None else layout.local(shape, jax.process_index())
+    fragments = tuple(Fragment(box, holders[box], read) for box in pieces)
+    known = None if layout is not None else boxes
+    return ArraySource(shape, dtype, fragments, layout, known, identity, prng)
+
+
+def _check_source(leaf: Any, group: Group) -> None:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         raise TypeError("a jax.ShapeDtypeStruct has no data; it can only be loaded into")
     if isinstance(leaf, jax.core.Tracer):
         raise TypeError("a traced array has no data; call unickpt outside jit, grad and vmap")
     if leaf.is_deleted():
         raise TypeError("the array was deleted or donated; save what the donating step returned")
-    prng = None
-    identity = ("jax", id(leaf))
-    if _is_key(leaf.dtype):
-        prng, leaf = str(jax.random.key_impl(leaf)), jax.random.key_data(leaf)
-    dtype = np.dtype(leaf.dtype)
-    dtypes.name_of(dtype)
-    shape = tuple(leaf.shape)
-    if group.count > 1 and leaf.is_fully_addressable:
-        # Without a mesh over processes it is like a NumPy array: every process has its own copy.
-        whole = whole_source(shape, dtype, group, lambda box: _host(leaf, box), identity)
-        return ArraySource(
-            shape, dtype, whole.fragments, whole.layout, identity=identity, prng=prng
+    _check_reduced(leaf.sharding)
+    if leaf.is_fully_addressable:
+        return
+    if (group.index, group.count) != (jax.process_index(), jax.process_count()):
+        raise TypeError(
+            f"the array spans the {jax.process_count()} processes of jax.distributed, so all of "
+            f"them must save it together, but the group has {group.count}"
         )
-    held = {_box(shard.index, shape): shard.data for shard in leaf.addressable_shards}
-    held = {box: data for box, data in held.items() if not box.empty}
-    layout, boxes = _layout(leaf.sharding, shape)
-    holders = dict(boxes) if layout is None else layout.local(shape, jax.process_index())
-    fragments = tuple(Fragment(box, holders[box], _reader(box, data)) for box, data in held.items())
-    known = None if layout is not None else boxes
-    return ArraySource(shape, dtype, fragments, layout, known, identity, prng)
+    owners = () if leaf.addressable_shards else {_process(d) for d in leaf.sharding.device_set}
+    if len(owners) == 1:
+        # There it looks like one of many copies, of which each process writes a share.
+        raise TypeError(
+            f"the array lives on devices of process {min(owners)} alone; leave it out of the "
+            "trees of the other processes"
+        )
 
 
 def target(leaf: Any) -> JaxTarget:
@@ -65,20 +86,34 @@ def expand(obj: Any, name: str, stored: Mapping[str, Any] | None) -> Expansion |
     try:
         pairs, treedef = jax.tree_util.tree_flatten_with_path(obj, is_leaf=lambda x: x is not obj)
     except (TypeError, ValueError) as error:  # e.g. keys that cannot be sorted
-        raise TypeError(
+        raise UnsupportedLeaf(
             f"{name!r}: JAX cannot flatten this {type(obj).__name__}: {error}"
         ) from error
     if jax.tree_util.treedef_is_leaf(treedef) and pairs and pairs[0][1] is obj:
         return None
-    keys = tuple(_key(path[0]) for path, _ in pairs)
-    children = tuple(child for _, child in pairs)
+    children = [child for _, child in pairs]
+    keys = [_key(path[0]) for path, _ in pairs]
+    if len(set(keys)) != len(keys):
+        raise UnsupportedLeaf(
+            f"{name!r}: {type(obj).__name__} gives several of its children the same key: {keys}"
+        )
+    shown = [i for i, key in enumerate(keys) if not _is_internal(key, children[i])]
+
+    def rebuild(values: list[Any]) -> Any:
+        given = dict(zip(shown, values, strict=True))
+        # What is not shown has no leaves: it is made anew, so that nobody shares it.
+        fresh = [
+            given[i] if i in given else jax.tree_util.tree_map(lambda x: x, child)
+            for i, child in enumerate(children)
+        ]
+        return jax.tree_util.tree_unflatten(treedef, fresh)
+
     # Boxes around one value (nnx.Variable, flax.linen.Partitioned) are no part of the name.
-    kind = "wrapper" if keys == ("value",) else "object"
     return Expansion(
-        kind,
-        keys,
-        children,
-        lambda xs: jax.tree_util.tree_unflatten(treedef, xs),
+        "wrapper" if keys == ["value"] else "object",
+        tuple(keys[i] for i in shown),
+        tuple(children[i] for i in shown),
+        rebuild,
         type(obj).__name__,
     )
 
@@ -112,24 +147,30 @@ def _attempts() -> itertools.count[int]:
 
 
 class JaxTarget:
-    """A new array with the sharding of `like`; without one, on JAX's default device."""
+    """A new array with the sharding of `like`; without one, on JAX's default device.
+
+    JAX takes the buffers over without a copy where it can. It never writes into such memory, not
+    even for donated arrays, so that replicas on several devices may share a buffer.
+    """
 
     def __init__(self, leaf: Any) -> None:
         self.prng: str | None = None
         self.identity: Hashable = None  # arrays are made anew, so two leaves never share memory
-        shape, dtype = tuple(leaf.shape), leaf.dtype
+        shape, dtype, self._impl = tuple(leaf.shape), leaf.dtype, None
         if _is_key(dtype):
-            self.prng = dtype._impl.name
-            data = jax.eval_shape(jax.random.key_data, _abstract(shape, dtype))
-            shape, dtype = tuple(data.shape), data.dtype
+            self._impl, words, dtype = _implementation(dtype)
+            shape, self.prng = (*shape, *words), str(self._impl)
         self.shape, self.dtype = shape, np.dtype(dtype)
         dtypes.name_of(self.dtype)
-        self.sharding: Sharding | None = leaf.sharding
-        if self.sharding is None or not getattr(leaf, "committed", True):
-            self.sharding, self._index = None, {None: Box.whole(shape)}
-        else:
-            if self.prng is not None and isinstance(leaf, jax.Array):
-                self.sharding = jax.random.key_data(leaf).sharding
+        if jax.dtypes.canonicalize_dtype(self.dtype) != self.dtype:
+            raise TypeError(
+                f"JAX would truncate dtype {self.dtype}: call jax.config.update('jax_enable_x64', "
+                "True) first, or load into a NumPy array"
+            )
+        self._weak = bool(getattr(leaf, "weak_type", False))
+        self.sharding = _wanted_sharding(leaf)
+        self._index: dict[Any, Box] = {None: Box.whole(shape)}
+        if self.sharding is not None:
             indices = self.sharding.addressable_devices_indices_map(shape)
             self._index = {device: _box(index, shape) for device, index in indices.items()}
         self.boxes: Sequence[Box] = tuple(dict.fromkeys(self._index.values()))
@@ -147,16 +188,74 @@ class JaxTarget:
         if self.sharding is None:
             array = jax.device_put(filled[Box.whole(self.shape)])
         else:
-            pieces = [jax.device_put(filled[box], device) for device, box in self._index.items()]
+            kind = self.sharding.memory_kind
+            pieces = jax.device_put(
+                [filled[box] for box in self._index.values()],
+                [SingleDeviceSharding(device, memory_kind=kind) for device in self._index],
+            )
             array = jax.make_array_from_single_device_arrays(
                 self.shape, self.sharding, pieces, dtype=self.dtype
             )
-        return array if self.prng is None else jax.random.wrap_key_data(array, impl=self.prng)
+        if self._weak:
+            array = _weakener(self.sharding)(array)
+        return array if self._impl is None else jax.random.wrap_key_data(array, impl=self._impl)
 
 
-def _abstract(shape: tuple[int, ...], dtype: Any) -> Any:
+def _wanted_sharding(leaf: Any) -> Sharding | None:
+    """Where an array like `leaf` goes; None where nobody decided, as for uncommitted arrays."""
+    sharding: Sharding | None = leaf.sharding
+    if sharding is None or not getattr(leaf, "committed", True):
+        return None
+    _check_reduced(sharding)
+    if not isinstance(sharding, NamedSharding):
+        if isinstance(leaf, jax.Array) and _is_key(leaf.dtype):
+            physical: Sharding = jax.random.key_data(leaf).sharding
+            return physical
+        return sharding
+    if isinstance(sharding.mesh, AbstractMesh):
+        # jax.eval_shape leaves the devices open; the mesh of jax.set_mesh names them.
+        mesh = jax.sharding.get_mesh() if hasattr(jax.sharding, "get_mesh") else None
+        if mesh is None or mesh.abstract_mesh != sharding.mesh:
+            raise TypeError(
+                f"its sharding is on the abstract mesh {sharding.mesh}, which has no devices; load "
+                "under jax.set_mesh(mesh), or give a NamedSharding on a concrete mesh"
+            )
+        return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+    return sharding
+
+
+def _check_reduced(sharding: Any) -> None:
+    unreduced = getattr(getattr(sharding, "spec", None), "unreduced", None)
+    if unreduced:
+        raise TypeError(
+            f"the array holds unreduced partial sums over the mesh axes {sorted(unreduced)}; "
+            "reshard it to a spec without `unreduced` first"
+        )
+
+
+@lru_cache(maxsize=64)
+def _weakener(sharding: Sharding | None) -> Callable[[Any], Any]:
+    """What makes an array weakly typed, as those that come from Python scalars are."""
+
+    def weaken(x: Any) -> Any:
+        zeros = jax.numpy.broadcast_to(x.dtype.type(0).item(), x.shape)
+        return zeros.at[...].set(x) if zeros.dtype == x.dtype else x
+
+    return jax.jit(weaken) if sharding is None else jax.jit(weaken, out_shardings=sharding)
+
+
+@cache
+def _implementation(dtype: Any) -> tuple[Any, tuple[int, ...], dtypes.DType]:
+    """A key dtype's implementation, and the shape and dtype of one key's data."""
+    found = []
+
+    def data(key: Any) -> Any:
+        found.append(jax.random.key_impl(key))
+        return jax.random.key_data(key)
+
     make: Any = jax.ShapeDtypeStruct
-    return make(shape, dtype)
+    words = jax.eval_shape(data, make((), dtype))
+    return found[0], tuple(words.shape), np.dtype(words.dtype)
 
 
 def _is_key(dtype: Any) -> bool:
@@ -170,13 +269,29 @@ def _key(entry: Any) -> Any:
     return str(entry)
 
 
+def _is_internal(key: Any, child: Any) -> bool:
+    """Whether a child is a framework's own bookkeeping without any leaf (nnx has one)."""
+    private = isinstance(key, str) and key.startswith("_pytree__")
+    return private and not jax.tree_util.tree_leaves(child)
+
+
 def _box(index: Any, shape: tuple[int, ...]) -> Box:
     bounds = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
     return Box(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
 
 
-def _reader(box: Box, data: Any) -> Any:
-    return lambda wanted: _host(data, wanted.relative_to(box.start))
+def _gather(pieces: Mapping[Box, Any], wanted: Box) -> Array:
+    """Host memory of a box that pieces of an array cover; a view where one covers it."""
+    holder = next((box for box in pieces if box.contains(wanted)), None)
+    if holder is not None:
+        return _host(pieces[holder], wanted.relative_to(holder.start))
+    out: Array = np.empty(wanted.shape, next(iter(pieces.values())).dtype)
+    for box, data in pieces.items():
+        common = box.intersect(wanted)
+        if common is not None:
+            here = _host(data, common.relative_to(box.start))
+            out[common.relative_to(wanted.start).slices] = here
+    return out
 
 
 def _host(data: Any, box: Box) -> Array:
@@ -194,9 +309,6 @@ Holders = tuple[tuple[Box, tuple[int, ...]], ...]
 @lru_cache(maxsize=4096)
 def _layout(sharding: Sharding, shape: tuple[int, ...]) -> tuple[Layout | None, Holders]:
     """The layout of a sharding; where none says it, all boxes with their processes instead."""
-    if sharding.num_devices == 1:
-        (device,) = sharding.device_set
-        return Layout(Mesh((), (), (_process(device),)), ((),) * len(shape)), ()
     if isinstance(sharding, NamedSharding):
         layout = _named(sharding, len(shape))
         coordinates = np.ndindex(sharding.mesh.devices.shape)
@@ -204,10 +316,17 @@ def _layout(sharding: Sharding, shape: tuple[int, ...]) -> tuple[Layout | None, 
         local = sharding.addressable_devices_indices_map(shape)
         if all(layout.box(shape, at) == _box(local[d], shape) for d, at in device_at if d in local):
             return layout, ()
+    elif sharding.num_devices == 1:
+        (device,) = sharding.device_set
+        return Layout(Mesh((), (), (_process(device),)), ((),) * len(shape)), ()
     holders: dict[Box, set[int]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         holders.setdefault(_box(index, shape), set()).add(_process(device))
-    return None, tuple((b, tuple(sorted(p))) for b, p in holders.items() if not b.empty)
+    known = tuple((b, tuple(sorted(p))) for b, p in holders.items() if not b.empty)
+    boxes = [box for box, _ in known]
+    if overlap(boxes) or sum(box.size for box in boxes) != Box.whole(shape).size:
+        raise TypeError(f"the boxes of {sharding} overlap, or do not cover shape {shape}")
+    return None, known
 
 
 def _process(device: Any) -> int:
