@@ -57,9 +57,21 @@ def test_not_strict_keeps_what_is_missing_and_skips_what_is_unexpected() -> None
 
 
 def test_kinds_do_not_mix() -> None:
-    text = message({"a": np.zeros(()), "b": 1, "r": unickpt.PerProcess(1)}, {
-        "a": 0.0, "b": np.zeros(()), "r": 1,
-    })  # fmt: skip
+    text = message(
+        {"a": np.zeros(()), "b": 1, "r": unickpt.PerProcess(1), "v": np.zeros(1, int)},
+        {"a": 0, "b": np.zeros(()), "r": 1, "v": 0},
+    )
     assert "float64[]" in text
     assert "a PerProcess" in text
-    assert text.count("kind") == 4
+    assert text.count("kind") == 5
+
+
+def test_a_0d_array_loads_into_a_plain_number_of_its_kind() -> None:
+    path = "memory://mismatch/numbers"
+    stored = {"step": np.int32(7), "lr": np.float32(0.5), "on": np.bool_(True)}
+    unickpt.save(path, stored, overwrite=True)
+    got = unickpt.load(path, {"step": 0, "lr": 0.0, "on": False})
+    assert repr(got) == "{'step': 7, 'lr': 0.5, 'on': True}"
+    for wrong in (0.0, True, "7", None):
+        with pytest.raises(unickpt.LoadMismatch, match="kind"):
+            unickpt.load(path, {"step": wrong, "lr": 0.0, "on": False})

@@ -114,7 +114,7 @@ _FRAMEWORKS = ("jax", "torch")
 
 def adapters() -> list[Adapter]:
     """The adapters of the frameworks that this process has imported, and NumPy's."""
-    loaded = [name for name in _FRAMEWORKS if name in sys.modules]
+    loaded = [name for name in _FRAMEWORKS if sys.modules.get(name) is not None]
     modules = [importlib.import_module(f"unickpt.adapters.{n}") for n in [*loaded, "numpy"]]
     return [cast(Adapter, module) for module in modules]
 

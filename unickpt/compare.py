@@ -92,7 +92,23 @@ def _abstract(value: Any, target: ArrayTarget | None) -> bool:
 def _same_kind(value: Any, found: Any, per_process: bool) -> bool:
     if per_process or isinstance(value, PerProcess):
         return per_process and isinstance(value, PerProcess)
+    if isinstance(found, ArrayEntry):
+        return is_number(value, found)
     return type(value) is type(found) and values.is_plain(found)
+
+
+def is_number(value: Any, entry: ArrayEntry) -> bool:
+    """Whether a stored 0-d array holds the kind of number that a plain leaf of `like` is.
+
+    A step counter is an int in a fresh training state, and an array after the first step.
+    """
+    if entry.shape != () or entry.prng is not None:
+        return False
+    dtype = dtypes.from_name(entry.dtype)
+    kinds = {int: "integer", float: "float", bool: "other"}
+    return kinds.get(type(value)) == dtypes.kind(dtype) and (
+        type(value) is not bool or dtype == np.bool_
+    )
 
 
 def _compare_array(

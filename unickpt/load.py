@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from unickpt import backends, blob, checkpoint, tree
-from unickpt.adapt import Adapter, adapters, current_group
+from unickpt.adapt import Adapter, ArrayTarget, adapters, current_group
 from unickpt.checkpoint import Checkpoint
-from unickpt.compare import compare, targets_of
+from unickpt.compare import compare, is_number, targets_of
 from unickpt.describe import expand, is_leaf
 from unickpt.errors import CheckpointCorrupt, LoadMismatch
 from unickpt.marks import PerProcess, PerProcessValues
 from unickpt.options import LoadOptions
-from unickpt.read import Job, NewTarget, read_arrays
+from unickpt.read import Job, NewTarget, NumberTarget, read_arrays
 
 
 def load(
@@ -77,7 +77,16 @@ def load(
             done[name] = index.values[name]
         elif name not in facts:
             done[name] = value  # not strict: keep it
-    jobs = [Job(name, facts[name], targets[name]) for name in targets if name in facts]
+    targets |= {
+        name: NumberTarget(facts[name])
+        for name, value in wanted.items()
+        if name in facts and is_number(value, facts[name])
+    }
+    by_array: dict[str, dict[str, ArrayTarget]] = {}
+    for name, target in targets.items():
+        if name in facts:
+            by_array.setdefault(facts[name].name, {})[name] = target
+    jobs = [Job(index.arrays[name], asked) for name, asked in by_array.items()]
     done |= read_arrays(stored, jobs, options)
     return tree.rebuild(node, done.__getitem__)
 
@@ -88,7 +97,15 @@ def _load_all(stored: Checkpoint, options: LoadOptions, among: Sequence[Adapter]
         node = tree.from_json(index.tree)
     except ValueError as error:
         raise CheckpointCorrupt(f"{stored.location}: {error}") from None
-    jobs = [Job(name, entry, NewTarget(entry)) for name, entry in index.arrays.items()]
+    in_tree = {leaf.name for leaf in tree.leaves(node)}
+    in_index = {*index.arrays, *index.aliases, *index.values, *index.per_process}
+    if in_tree != in_index:
+        name = min(in_tree ^ in_index)
+        raise CheckpointCorrupt(
+            f"{stored.location}: leaf {name!r} is in the tree of the index or in its lists, "
+            "but not in both"
+        )
+    jobs = [Job(entry, {name: NewTarget(entry)}) for name, entry in index.arrays.items()]
     done: dict[str, Any] = {
         name: PerProcessValues(tuple(_decode(stored, name, b, None, among)
                                      for b in stored.per_process(name)))
@@ -96,11 +113,6 @@ def _load_all(stored: Checkpoint, options: LoadOptions, among: Sequence[Adapter]
     }  # fmt: skip
     done |= {**read_arrays(stored, jobs, options), **index.values}
     done |= {alias: done[name] for alias, name in index.aliases.items()}
-    missing = [leaf.name for leaf in tree.leaves(node) if leaf.name not in done]
-    if missing:
-        raise CheckpointCorrupt(
-            f"{stored.location}: the index has the leaf {missing[0]!r} in its tree but not stored"
-        )
     return tree.rebuild(node, done.__getitem__)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -32,11 +32,19 @@ _TASK_CHUNKS = 256
 
 @dataclass(frozen=True)
 class Job:
-    """One array to read: the name it is asked by, what is stored, and where it goes."""
+    """One array to read, and where it goes: under several names where it was tied, or is asked
+    for more than once."""
 
-    name: str
     entry: ArrayEntry
-    target: ArrayTarget
+    targets: Mapping[str, ArrayTarget]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all destinations."""
+        return sum(
+            box.size * target.dtype.itemsize for target in self.targets.values()
+            for box in target.boxes
+        )  # fmt: skip
 
 
 class NewTarget(NumpyTarget):
@@ -45,6 +53,13 @@ class NewTarget(NumpyTarget):
     def __init__(self, entry: ArrayEntry) -> None:
         self.leaf, self.shape, self.dtype = None, entry.shape, dtypes.from_name(entry.dtype)
         self.boxes, self.in_place, self.identity = (Box.whole(entry.shape),), False, None
+
+
+class NumberTarget(NewTarget):
+    """A plain number out of a 0-d array."""
+
+    def finish(self, buffers: Sequence[Array]) -> Any:
+        return buffers[0].item()
 
 
 @dataclass(frozen=True)
@@ -66,9 +81,8 @@ def read_arrays(stored: Checkpoint, jobs: Sequence[Job], options: LoadOptions) -
     reader = _Reader(stored)
     try:
         for job in jobs:
-            size = sum(box.size for box in job.target.boxes) * job.target.dtype.itemsize
-            window.make_room(size)
-            window.add(size, _start(stored, job, options.verify, reader, done))
+            window.make_room(job.nbytes)
+            window.add(job.nbytes, _start(stored, job, options.verify, reader, done))
         window.drain()
     finally:
         reader.close()
@@ -79,23 +93,41 @@ def _start(
     stored: Checkpoint, job: Job, verify: bool, reader: _Reader, done: dict[str, Any]
 ) -> Callable[[], None]:
     """Starts to read an array; the result waits for it and finishes the leaf."""
-    try:
-        buffers = [job.target.buffer(i) for i in range(len(job.target.boxes))]
-    except (MemoryError, ValueError) as error:
-        raise MemoryError(
-            f"{stored.location}: no memory for array {job.name!r}, "
-            f"{job.entry.dtype}{list(job.entry.shape)}: {error}"
-        ) from None
-    wanted = list(zip(job.target.boxes, buffers, strict=True))
+    stored.check_backed(job.entry)
+    buffers = _buffers(stored, job)
+    wanted = _distinct(job, buffers)
     pending = {reader.submit(read) for read in _reads(stored, job.entry, wanted, verify)}
 
     def finish() -> None:
         for task in pending:
             reader.wait(task)
-        done[job.name] = job.target.finish(buffers)
-        buffers.clear()
+        for name, target in job.targets.items():
+            done[name] = target.finish(buffers.pop(name))
 
     return finish
+
+
+def _buffers(stored: Checkpoint, job: Job) -> dict[str, list[Array]]:
+    try:
+        return {
+            name: [target.buffer(i) for i in range(len(target.boxes))]
+            for name, target in job.targets.items()
+        }
+    except (MemoryError, ValueError) as error:
+        raise MemoryError(
+            f"{stored.location}: no memory for array {job.entry.name!r}, "
+            f"{job.entry.dtype}{list(job.entry.shape)}: {error}"
+        ) from None
+
+
+def _distinct(job: Job, buffers: Mapping[str, list[Array]]) -> list[tuple[Box, Array]]:
+    """The boxes with their buffers; targets that share their memory are filled once."""
+    first: dict[Hashable, str] = {}
+    wanted: list[tuple[Box, Array]] = []
+    for name, target in job.targets.items():
+        if target.identity is None or first.setdefault(target.identity, name) == name:
+            wanted += zip(target.boxes, buffers[name], strict=True)
+    return wanted
 
 
 def _reads(
@@ -213,5 +245,5 @@ def read_box(stored: Checkpoint, entry: ArrayEntry, box: Box, *, verify: bool) -
     target = NewTarget(entry)
     target.shape, target.boxes = box.shape, (box,)
     options = LoadOptions(verify=verify)
-    found: Array = read_arrays(stored, [Job(entry.name, entry, target)], options)[entry.name]
+    found: Array = read_arrays(stored, [Job(entry, {entry.name: target})], options)[entry.name]
     return found

@@ -136,6 +136,8 @@ def _flatten(
 
 
 def _key_problem(keys: tuple[Any, ...]) -> str | None:
+    if len(set(keys)) != len(keys):
+        return "a key stands twice"
     for key in keys:
         if isinstance(key, bool) or not isinstance(key, str | int):
             return f"key {key!r} is a {type(key).__name__}; keys must be str or int"
@@ -269,8 +271,8 @@ def _from_json(structure: Any, name: str, depth: int) -> Node | Leaf:
                 raise ValueError(f"tree node {name!r}: {kind} holds {pair!r}, not a pair")
         keys, items = tuple(p[0] for p in body), [p[1] for p in body]
     problem = _key_problem(keys)
-    if problem or len(set(keys)) != len(keys):
-        raise ValueError(f"tree node {name!r}: {problem or 'a key stands twice'}")
+    if problem:
+        raise ValueError(f"tree node {name!r}: {problem}")
     names = child_names(kind, keys, name)
     children = tuple(
         _from_json(item, child, depth + 1) for item, child in zip(items, names, strict=True)
