@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
+from urllib.parse import unquote
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -16,6 +18,7 @@ from unickpt import dtypes
 from unickpt.adapt import Array, ArraySource, Fragment
 from unickpt.adapters.numpy import whole_source
 from unickpt.box import Box
+from unickpt.errors import UnsupportedLeaf
 from unickpt.group import Group, new_session
 from unickpt.layout import Layout, Mesh
 from unickpt.tree import Expansion
@@ -38,13 +41,18 @@ def source(leaf: Any, group: Group) -> ArraySource:
     if leaf.device.type == "meta":
         raise TypeError("a tensor on the meta device has no data; it can only be loaded into")
     if not _is_dtensor(leaf):
-        tensor = leaf.detach()
+        tensor = _memory(leaf)
         return whole_source(
             tuple(leaf.shape),
             _TO_NUMPY[leaf.dtype],
             group,
             lambda box: _host(tensor[box.slices]),
             _tie(tensor),
+        )
+    if (group.index, group.count) != (dist.get_rank(), dist.get_world_size()):
+        raise TypeError(
+            f"a DTensor's mesh counts the {dist.get_world_size()} ranks of torch.distributed, but "
+            f"{group.count} processes save here; save its full_tensor() or to_local()"
         )
     layout, box, local = _dtensor(leaf)
     fragments: tuple[Fragment, ...] = ()
@@ -67,18 +75,41 @@ def target(leaf: Any) -> TorchTarget:
 
 
 def expand(obj: Any, name: str, stored: Mapping[str, Any] | None) -> Expansion | None:
-    """Optimizers, whose state is made here when a fresh one is loaded into."""
-    if not isinstance(obj, torch.optim.Optimizer):
+    """Optimizers and, to load into, modules with parameters on the meta device."""
+    if isinstance(obj, torch.optim.Optimizer):
+        return _expand_optimizer(obj, name, stored)
+    if stored is None or not isinstance(obj, torch.nn.Module):
         return None
-    state = obj.state_dict()
-    if stored is not None and not state["state"]:
-        state["state"] = _fresh_state(obj, f"{name}/state/" if name else "state/", stored)
+    state = obj.state_dict(keep_vars=True)
+    if not any(isinstance(v, torch.Tensor) and v.is_meta for v in state.values()):
+        return None
 
     def rebuild(children: list[Any]) -> Any:
-        obj.load_state_dict(children[0])
+        loaded = children[0]
+        first: dict[int, Any] = {}
+        for key, old in state.items():  # tied parameters stay one
+            loaded[key] = first.setdefault(id(old), loaded[key])
+        obj.load_state_dict(loaded, assign=True)
         return obj
 
     return Expansion("wrapper", ("state_dict",), (state,), rebuild, type(obj).__name__)
+
+
+def _expand_optimizer(
+    optimizer: torch.optim.Optimizer, name: str, stored: Mapping[str, Any] | None
+) -> Expansion:
+    state = optimizer.state_dict()
+    if stored is not None:
+        prefix = f"{name}/state/" if name else "state/"
+        state["state"] |= _fresh_state(optimizer, state["state"], prefix, stored)
+
+    def rebuild(children: list[Any]) -> Any:
+        loaded = children[0]
+        optimizer.load_state_dict(loaded)
+        _undo_casts(optimizer, loaded["state"])
+        return optimizer
+
+    return Expansion("wrapper", ("state_dict",), (state,), rebuild, type(optimizer).__name__)
 
 
 def group() -> Group | None:
@@ -99,8 +130,9 @@ class _TorchGroup:
         return f"{session}-{next(counter):06d}"
 
     def _agree(self) -> str:
-        backends = str(dist.get_backend_config(self._world))
-        device = "cpu" if "cpu:" in backends or "gloo" in backends else torch.device("cuda")
+        backends = str(dist.get_backend_config(self._world)).split(",")  # e.g. cpu:gloo,cuda:nccl
+        devices = [backend.partition(":")[0] for backend in backends]
+        device = "cpu" if "cpu" in devices else devices[0]
         mine = torch.tensor(list(bytes.fromhex(new_session())), dtype=torch.uint8, device=device)
         dist.broadcast(mine, src=0)
         return bytes(mine.tolist()).hex()
@@ -117,54 +149,57 @@ class TorchTarget:
 
     def __init__(self, leaf: Any) -> None:
         self.leaf, self.shape, self.dtype = leaf, tuple(leaf.shape), _TO_NUMPY[leaf.dtype]
-        self.layout: Layout | None = None
-        self.meta = leaf.device.type == "meta"
+        self.meta: bool = leaf.is_meta
         box: Box | None = Box.whole(self.shape)
-        local = leaf.detach()
         if _is_dtensor(leaf):
-            self.layout, box, local = _dtensor(leaf)
-            self.meta = self.meta or local.device.type == "meta"
-        if box is not None and not self.meta and _self_overlapping(local):
+            _, box, local = _dtensor(leaf)
+        else:
+            local = _memory(leaf)
+        if not self.meta and _may_overlap(local):
             raise TypeError(
                 f"elements of the tensor share memory (strides {tuple(local.stride())}), so it "
                 "cannot be filled; make it contiguous first"
             )
         self.boxes: Sequence[Box] = () if box is None else (box,)
-        self.local = torch.empty(box.shape, dtype=leaf.dtype, device=self._device()) if (
-            self.meta and box is not None
-        ) else local  # fmt: skip
-        self.in_place = self.local.device.type == "cpu" and self.local.is_contiguous()
-        self.identity: Hashable = None if self.meta else _tie(self.local)
+        self.identity: Hashable = None if self.meta else _tie(local)
+        self._filled: Any = None if self.meta else leaf
+        self._local = local
 
-    def _device(self) -> torch.device:
-        kind = self.leaf.device_mesh.device_type if self.layout is not None else "cpu"
-        return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else (
-            torch.device(kind)
-        )  # fmt: skip
+    def _materialise(self) -> None:
+        if self._filled is not None:
+            return
+        sharded = _is_dtensor(self.leaf)
+        kind = self.leaf.device_mesh.device_type if sharded else "cpu"
+        self._local = self._filled = torch.empty_like(self._local, device=kind)
+        if sharded:
+            # As `DTensor.from_local`, which would forget the order of the shards.
+            make = type(self.leaf.detach())
+            self._filled = make(self._local, self.leaf._spec, requires_grad=False)
+
+    @property
+    def _in_place(self) -> bool:
+        local = self._local
+        plain = not (local.is_conj() or local.is_neg())
+        return plain and local.device.type == "cpu" and local.is_contiguous()
 
     def buffer(self, position: int) -> Array:
-        if self.in_place:
-            return _as_numpy(self.local)
-        return np.empty(self.boxes[position].shape, self.dtype)
+        self._materialise()
+        shape = self.boxes[position].shape
+        return (
+            _as_numpy(self._local).reshape(shape) if self._in_place else np.empty(shape, self.dtype)
+        )
 
     def finish(self, buffers: Sequence[Array]) -> Any:
-        if buffers and not self.in_place:
-            with torch.no_grad():
-                self.local.copy_(_as_torch(buffers[0], self.leaf.dtype))
+        self._materialise()
+        new = self._filled
+        if not self._in_place:
+            with torch.inference_mode() if self._local.is_inference() else torch.no_grad():
+                for buffer in buffers if self._local.numel() else ():
+                    self._local.copy_(_as_torch(buffer, self.leaf.dtype))
+        elif not new.is_inference():  # autograd did not see NumPy write
+            torch.autograd.graph.increment_version(new)
         if not self.meta:
-            return self.leaf
-        new: Any = self.local
-        if self.layout is not None:
-            from torch.distributed.tensor import DTensor
-
-            new = DTensor.from_local(
-                self.local,
-                self.leaf.device_mesh,
-                self.leaf.placements,
-                run_check=False,
-                shape=self.leaf.shape,
-                stride=self.leaf.stride(),
-            )
+            return new
         if isinstance(self.leaf, torch.nn.Parameter):
             return torch.nn.Parameter(new, requires_grad=self.leaf.requires_grad)
         return new.requires_grad_(self.leaf.requires_grad)
@@ -173,14 +208,41 @@ class TorchTarget:
 def _check(leaf: Any) -> None:
     if torch.nn.parameter.is_lazy(leaf):
         raise TypeError("an uninitialized (lazy) parameter has no shape; run the module once")
-    if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_nested:
-        raise TypeError(f"a tensor of layout {leaf.layout} ({leaf.dtype}) cannot be stored")
+    if leaf.is_nested or leaf.layout != torch.strided:
+        kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
+        raise TypeError(f"a {kind} tensor cannot be stored; save the dense tensors it is made of")
+    if leaf.is_quantized:
+        raise TypeError(
+            f"a quantized tensor ({leaf.dtype}) cannot be stored; save its int_repr(), scale and "
+            "zero point"
+        )
     if leaf.dtype not in _TO_NUMPY:
         names = ", ".join(str(d).removeprefix("torch.") for d in _TO_NUMPY)
         raise TypeError(f"dtype {leaf.dtype} has no framework-neutral form; supported are {names}")
-    subclass = torch.utils._python_dispatch.is_traceable_wrapper_subclass(leaf)
-    if subclass and not _is_dtensor(leaf):
-        raise TypeError(f"a {type(leaf).__name__} wraps other tensors; save those")
+
+
+def _memory(leaf: torch.Tensor) -> torch.Tensor:
+    """A tensor's own memory, outside of autograd and of any subclass's ways.
+
+    Raises:
+        TypeError: it has none.
+    """
+    kind = type(leaf).__name__
+    if hasattr(type(leaf), "__tensor_flatten__"):
+        raise TypeError(f"a {kind} wraps other tensors; save those")
+    reach = sum((n - 1) * s for n, s in zip(leaf.shape, leaf.stride(), strict=True)) + 1
+    need = (leaf.storage_offset() + reach) * leaf.dtype.itemsize if leaf.numel() else 0
+    try:
+        storage = leaf.untyped_storage()
+        if storage.device.type != leaf.device.type or storage.nbytes() < need:
+            raise TypeError(f"a {kind} without data (fake, or its storage was freed)")
+        storage.data_ptr()
+    except RuntimeError:
+        raise TypeError(
+            f"a {kind} has no memory of its own (a wrapper, or inside torch.func); save the "
+            "tensors it stands for"
+        ) from None
+    return leaf.detach().as_subclass(torch.Tensor)
 
 
 def _is_dtensor(leaf: torch.Tensor) -> bool:
@@ -194,54 +256,67 @@ def _is_dtensor(leaf: torch.Tensor) -> bool:
 def _dtensor(leaf: Any) -> tuple[Layout, Box | None, torch.Tensor]:
     """Layout, this rank's box (None where it is not in the mesh), and the local tensor."""
     mesh = leaf.device_mesh
-    names = tuple(mesh.mesh_dim_names or (f"dim_{i}" for i in range(mesh.ndim)))
-    grid = Mesh(names, tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()))
-    order = _shard_order(leaf.placements, grid.shape, leaf.ndim)
-    layout = Layout(grid, tuple(tuple(names[m] for m in dims) for dims in order))
-    local = leaf.detach()._local_tensor
+    grid = _grid(mesh)
+    order = _shard_order(leaf, grid.shape)
+    layout = Layout(grid, tuple(tuple(grid.axes[m] for m in dims) for dims in order))
+    with torch.no_grad():
+        local = leaf.to_local()
     if hasattr(local, "wait"):  # the result of an asynchronous collective
         local = local.wait()
+    local = _memory(local)
     at = mesh.get_coordinate()
     if at is None:
         return layout, None, local
     box = layout.box(tuple(leaf.shape), tuple(at))
     if box.shape != tuple(local.shape) and not (box.empty and local.numel() == 0):
         raise TypeError(
-            f"placements {leaf.placements} on {grid} give this rank the box {box}, but its local "
-            f"tensor has shape {tuple(local.shape)}"
+            f"placements {tuple(leaf.placements)} on {grid} give this rank the box {box}, but its "
+            f"local tensor has shape {tuple(local.shape)}; shards that are not torch's own "
+            "(dimensions cut into ceil-sized chunks) go into unickpt.LocalFragments"
         )
     return layout, box, local
 
 
-def _shard_order(
-    placements: Sequence[Any], sizes: tuple[int, ...], rank: int
-) -> list[tuple[int, ...]]:
+@lru_cache(maxsize=64)
+def _grid(mesh: Any) -> Mesh:
+    names = tuple(mesh.mesh_dim_names or (f"dim_{i}" for i in range(mesh.ndim)))
+    return Mesh(names, tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()))
+
+
+def _shard_order(leaf: Any, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
     """For each tensor dimension the mesh dimensions that split it, outermost first.
 
     Mesh dimensions split from left to right, but for `_StridedShard`, whose split factor is the
-    number of pieces into which mesh dimensions to its right have cut the dimension before.
+    number of pieces into which mesh dimensions to its right have cut the dimension before, and
+    where the DTensor tells the order itself.
     """
-    order: list[list[int]] = [[] for _ in range(rank)]
+    order: list[list[int]] = [[] for _ in range(leaf.ndim)]
+    placements, strided = leaf.placements, False
     for mesh_dim in reversed(range(len(placements))):
         placement = placements[mesh_dim]
         if placement.is_replicate():
             continue
         if placement.is_partial():
             raise TypeError(
-                f"placement {placement} holds unreduced partial sums; "
+                f"placement {placement!r} holds unreduced partial results; "
                 "redistribute the DTensor to Shard or Replicate first"
             )
-        factor = getattr(placement, "split_factor", 1)
         if not hasattr(placement, "dim"):
             raise TypeError(f"placement {placement!r} of {placements} is of an unknown kind")
-        dims = order[placement.dim % rank]
+        strided |= hasattr(placement, "split_factor")
+        factor = getattr(placement, "split_factor", 1)
+        dims = order[placement.dim]
         before = [math.prod(sizes[m] for m in dims[:k]) for k in range(len(dims) + 1)]
         if factor not in before:
             raise TypeError(
-                f"placement {placement} on a mesh of {sizes} cannot be decoded: its split factor "
-                f"{factor} is no product of mesh dimensions to its right"
+                f"placement {placement!r} of {placements} on a mesh of {sizes} leaves this rank "
+                "with pieces that do not adjoin; redistribute the DTensor to Shard or Replicate"
             )
         dims.insert(before.index(factor), mesh_dim)
+    # Since torch 2.10 plain Shards may have been applied in another order; only the spec tells.
+    told = () if strided else getattr(leaf._spec, "shard_order", None) or ()
+    for dim, mesh_dims in told:
+        order[dim] = list(mesh_dims)
     return [tuple(dims) for dims in order]
 
 
@@ -266,40 +341,81 @@ def _as_torch(array: Array, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _tie(tensor: torch.Tensor) -> Hashable:
-    storage = tensor.untyped_storage()
+    # By its storage, not its address: empty tensors have none, and must agree across ranks too.
     return (
         "torch",
-        storage._cdata,
+        tensor.untyped_storage()._cdata,
         tensor.storage_offset(),
         tuple(tensor.shape),
         tuple(tensor.stride()),
         tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
     )
 
 
-def _self_overlapping(tensor: torch.Tensor) -> bool:
-    return any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+def _may_overlap(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory; also true for dimensions that interleave in strange ways."""
+    reach = 0
+    for stride, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if n > 1 and stride <= reach:
+            return tensor.numel() > 0
+        reach += (n - 1) * stride
+    return False
 
 
 def _fresh_state(
-    optimizer: torch.optim.Optimizer, prefix: str, stored: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer,
+    present: Mapping[Any, Any],
+    prefix: str,
+    stored: Mapping[str, Any],
 ) -> dict[int, dict[str, Any]]:
-    """Empty slots as the checkpoint has them, sharded like their parameters."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    by_name = {dtypes.name_of(n): t for t, n in _TO_NUMPY.items()}
+    """Slots as the checkpoint has them, not filled yet, sharded like their parameters.
+
+    Only for parameters that the optimizer has no state of.
+    """
+    params = [p.detach() for group in optimizer.param_groups for p in group["params"]]
+    if any(p.is_meta for p in params):
+        raise UnsupportedLeaf(
+            f"{prefix}: the optimizer's parameters are on the meta device; load the module first "
+            "and make the optimizer afterwards"
+        )
     state: dict[int, dict[str, Any]] = {}
     for name, entry in stored.items():
         at, _, slot = name.removeprefix(prefix).partition("/")
-        if not name.startswith(prefix) or not at.isdigit() or int(at) >= len(params) or not slot:
+        wanted = name.startswith(prefix) and at.isdigit() and int(at) < len(params)
+        if not wanted or not slot or int(at) in present:
             continue
-        param = params[int(at)].detach()
-        value = entry
-        if hasattr(entry, "shape"):
-            dtype = by_name[entry.dtype]
-            value = (
-                torch.empty_like(param, dtype=dtype)
-                if tuple(entry.shape) == tuple(param.shape)
-                else torch.empty(entry.shape, dtype=dtype)
+        # LBFGS keeps lists, and empty ones leave no trace among the names.
+        if "/" in slot or isinstance(optimizer, torch.optim.LBFGS):
+            raise UnsupportedLeaf(
+                f"{name!r}: nested optimizer state cannot be made; let the optimizer take one step "
+                "before loading into it"
             )
-        state.setdefault(int(at), {})[slot] = value
+        slots = state.setdefault(int(at), {})
+        slots[unquote(slot)] = _fresh_slot(params[int(at)], slot, entry)
     return state
+
+
+def _fresh_slot(param: torch.Tensor, slot: str, entry: Any) -> Any:
+    if not hasattr(entry, "shape"):
+        return entry  # a plain value
+    dtype = next((t for t, n in _TO_NUMPY.items() if dtypes.name_of(n) == entry.dtype), None)
+    if dtype is None:
+        raise UnsupportedLeaf(f"{entry.name!r}: torch has no dtype {entry.dtype}")
+    if tuple(entry.shape) == tuple(param.shape) and slot != "step":
+        return torch.empty_like(param, dtype=dtype)
+    if not entry.shape:  # counters, which torch keeps on the host
+        return torch.empty((), dtype=dtype, device="cpu")
+    return param.new_empty(entry.shape, dtype=dtype)
+
+
+def _undo_casts(optimizer: torch.optim.Optimizer, loaded: Mapping[Any, Any]) -> None:
+    """Puts back what `Optimizer.load_state_dict` cast to the dtype of the parameter."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for at, slots in loaded.items():
+        held = optimizer.state.get(params[at], {}) if at in range(len(params)) else {}
+        for slot, value in slots.items() if held else ():
+            now = held.get(slot)
+            if isinstance(now, torch.Tensor) and now.dtype != value.dtype:
+                held[slot] = value.to(now.device)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -30,10 +31,13 @@ class Location:
     Arguments:
         url: how a person writes it; ends with `/`.
         spec: the JSON of TensorStore's key-value store for it; its `path` ends with `/`.
+        manifest: the key-value store that holds the manifest of the folder's database, where that
+            is not in the folder.
     """
 
     url: str
     spec: Mapping[str, Any]
+    manifest: Mapping[str, Any] | None = None
 
     def child(self, relative: str) -> Location:
         """A folder below this one; `relative` needs no escaping and has no leading slash."""
@@ -53,22 +57,90 @@ class Location:
         """The plain key-value store of this folder."""
         return ts.KvStore.open(dict(self.spec), context=context).result()
 
+    # --- databases -----------------------------------------------------------------------------
+
     def database(self, context: ts.Context) -> ts.KvStore:
         """The OCDBT database in this folder."""
-        return ts.KvStore.open(ocdbt.spec(self.spec), context=context).result()
+        return ts.KvStore.open(self.array_spec(""), context=context).result()
 
     def array_spec(self, prefix: str) -> dict[str, Any]:
         """The key-value store of one array inside this folder's database."""
-        return {**ocdbt.spec(self.spec), "path": prefix + "/" if prefix else ""}
+        database = ocdbt.spec(self.spec, manifest=self.manifest)
+        return {**database, "path": prefix + "/" if prefix else ""}
+
+    def pinned(self, context: ts.Context) -> Location:
+        """The database as it is now: with a copy of its manifest in memory.
+
+        What is read later belongs together, even if another checkpoint takes this one's place
+        meanwhile; and no chunk costs a second request, to see whether the manifest is still new.
+        """
+        read = self.store(context).read(ocdbt.MANIFEST).result()
+        if read.state != "value":
+            return self
+        held = memory.manifest(self.url)
+        ts.KvStore.open(held, context=context).result()[ocdbt.MANIFEST] = read.value
+        return replace(self, manifest=held)
+
+    @property
+    def unpinned(self) -> Location:
+        """The same folder, whose database is whatever it holds when it is opened."""
+        return replace(self, manifest=None)
+
+    def was_replaced(self, context: ts.Context) -> bool:
+        """Whether this is a pinned database that the folder holds no longer."""
+        if self.manifest is None:
+            return False
+        pinned = ts.KvStore.open(dict(self.manifest), context=context).result()
+        now = self.store(context).read(ocdbt.MANIFEST).result()
+        return bool(now.value != pinned.read(ocdbt.MANIFEST).result().value)
+
+    def draft(self, context: ts.Context, data: str) -> tuple[ts.KvStore, ts.KvStore]:
+        """A new database that does not show: its data is in the folder, its manifest in memory.
+
+        Writing that manifest into the folder makes it the folder's database, at one stroke.
+
+        Arguments:
+            context: as for `database`; those from which data is copied must share it.
+            data: where below this folder nodes and values go, ending with `/`; used only once.
+
+        Returns:
+            The database, and the key-value store that holds its manifest.
+        """
+        held = memory.manifest(data)
+        database = ocdbt.spec(self.spec, manifest=held, data=data)
+        return (
+            ts.KvStore.open(database, context=context).result(),
+            ts.KvStore.open(held, context=context).result(),
+        )
+
+    # --- folders -------------------------------------------------------------------------------
 
     def foreign_files(self) -> list[str]:
         """Names in this folder that no checkpoint puts there; only local folders are looked at."""
         return file.foreign(self.spec["path"]) if self.is_local else []
 
-    def remove_empty_folders(self) -> None:
-        """Removes the empty folders below this one; object stores have none."""
+    def folders(self, context: ts.Context) -> list[str]:
+        """Names of the folders in this one."""
         if self.is_local:
-            file.remove_empty_folders(self.spec["path"])
+            return file.folders(self.spec["path"])
+        keys = (key.decode() for key in self.store(context).list().result())
+        return sorted({key.partition("/")[0] for key in keys if "/" in key})
+
+    def remove(self, context: ts.Context) -> None:
+        """Removes this folder and all that it holds."""
+        if self.is_local:
+            file.remove(self.spec["path"])
+        else:
+            self.store(context).delete_range(ts.KvStore.KeyRange()).result()
+
+    def locked(self, timeout_s: float) -> AbstractContextManager[None]:
+        """Lets one process at a time replace the manifest, where the storage does not see to it."""
+        return file.locked(self.spec["path"], timeout_s) if self.is_local else nullcontext()
+
+    def sync(self, top: Location) -> None:
+        """Makes the folders from `top` down to this one durable, where that is not a given."""
+        if self.is_local:
+            file.sync(self.spec["path"], top.spec["path"])
 
     def __str__(self) -> str:
         return str(self.spec["path"]).rstrip("/") if self.is_local else self.url.rstrip("/")
@@ -80,7 +152,12 @@ def context(*, fsync: bool = True) -> ts.Context:
         {
             "file_io_sync": fsync,
             "file_io_mode": {"mode": "memmap"},
+            "file_io_locking": {"mode": "none"},  # see `file.locked`; no other file has two writers
             "cache_pool": {"total_bytes_limit": 0},
+            ocdbt.NODE_CACHE: {"total_bytes_limit": ocdbt.NODE_CACHE_BYTES},
+            memory.MANIFESTS: {},
+            "gcs_request_retries": gcs.retries(),
+            "s3_request_retries": s3.retries(),
         },
         parent=memory.root_context(),
     )
@@ -101,14 +178,22 @@ def resolve(path: Path) -> Location:
     scheme, separator, _ = text.partition("://")
     if not separator:
         spec = file.spec_from_path(text)
-        return Location(file.url(spec["path"]), spec)
+        return Location(file.url(spec["path"]), _checked(text, spec))
     make = _SCHEMES.get(scheme.lower())
     if make is None:
         raise InvalidPath(f"{text!r}: unknown scheme {scheme!r}; known are {_known()}")
     parts = urlsplit(text)
     if parts.query or parts.fragment:
         raise InvalidPath(f"{text!r}: a checkpoint's URL has no '?' or '#'")
-    return Location(text.rstrip("/") + "/", make(text))
+    return Location(text.rstrip("/") + "/", _checked(text, make(text)))
+
+
+def _checked(text: str, spec: dict[str, Any]) -> dict[str, Any]:
+    try:
+        ts.KvStore.Spec(spec)
+    except ValueError as error:
+        raise InvalidPath(f"{text!r}: {error}") from None
+    return spec
 
 
 def _known() -> str:

@@ -1,22 +1,40 @@
-"""Local files: paths and file:// URLs."""
+"""Local files: paths and file:// URLs, and what a key-value store cannot do with folders."""
 
 from __future__ import annotations
 
+import fcntl
 import os
-from contextlib import suppress
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from unickpt.errors import InvalidPath
+from unickpt.errors import InvalidPath, StorageError
 
-_OURS = ("processes", "d", "manifest.ocdbt")
+_LOCK = ".__lock"
+_OURS = ("processes", "manifest.ocdbt")
+_LOCK_PAUSE_S = 0.02
 
 
 def spec_from_path(path: str) -> dict[str, Any]:
-    absolute = os.path.abspath(os.path.expanduser(path))
-    if os.path.exists(absolute) and not os.path.isdir(absolute):
-        raise InvalidPath(f"{path!r} is a file; a checkpoint is a directory")
+    absolute = "/" + os.path.abspath(os.path.expanduser(path)).strip("/")
+    parts = absolute.split("/")
+    if "\\" in absolute or any(part.endswith(_LOCK) for part in parts):
+        raise InvalidPath(f"{path!r}: TensorStore takes no path with '\\' or a name in '{_LOCK}'")
+    try:
+        absolute.encode()
+    except UnicodeEncodeError:
+        raise InvalidPath(f"{path!r} is not valid Unicode") from None
+    existing = absolute
+    while not os.path.lexists(existing):
+        existing = os.path.dirname(existing)
+    if not os.path.isdir(existing):
+        raise InvalidPath(
+            f"{path!r}: {existing!r} is no directory; a checkpoint is a directory of its own"
+        )
     return {"driver": "file", "path": absolute.rstrip("/") + "/"}
 
 
@@ -32,14 +50,81 @@ def url(path: str) -> str:
 
 
 def foreign(path: str) -> list[str]:
+    """Names in a folder that no checkpoint puts there; hidden ones are left alone."""
     try:
         names = os.listdir(path)
     except FileNotFoundError:
         return []
-    return sorted(n for n in names if not n.startswith(_OURS))
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
+    return sorted(n for n in names if not n.endswith(_LOCK) and n not in _OURS and n[0] != ".")
 
 
-def remove_empty_folders(path: str) -> None:
-    for folder, _, _ in os.walk(path, topdown=False):
-        with suppress(OSError):  # not empty
-            os.rmdir(folder)
+def folders(path: str) -> list[str]:
+    """Names of the folders in a folder; none where it is a link, which may lead anywhere."""
+    if os.path.islink(path.rstrip("/")) or not os.path.isdir(path):
+        return []
+    with os.scandir(path) as entries:
+        return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+
+
+def remove(path: str) -> None:
+    """Removes a folder and all below it, and follows no links on the way down."""
+    shutil.rmtree(path.rstrip("/"), ignore_errors=True)
+
+
+@contextmanager
+def locked(path: str, timeout_s: float) -> Iterator[None]:
+    """Lets one process at a time compare a folder's manifest with what it expects and replace it.
+
+    TensorStore has such a lock too, but one that keeps what a killed process had half written, and
+    appends that to what the next one writes. A lock of the operating system's ends with its holder.
+    """
+    name = os.path.join(path, "manifest.ocdbt" + _LOCK)
+    os.makedirs(path, exist_ok=True)
+    handle = _acquire(name, timeout_s)
+    try:
+        for other in os.listdir(path):
+            if other.startswith("manifest.ocdbt_") and other.endswith(_LOCK):
+                os.unlink(os.path.join(path, other))  # what a killed process had half written
+        yield
+    finally:
+        with suppress(OSError):
+            os.unlink(name)
+        os.close(handle)
+
+
+def _acquire(name: str, timeout_s: float) -> int:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        handle = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(handle), os.stat(name)):
+                    return handle
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(handle)
+                raise StorageError(f"{name}: another process holds this lock") from None
+        except OSError:
+            return handle  # a file system without locks; the comparison must do
+        os.close(handle)
+        time.sleep(_LOCK_PAUSE_S)
+
+
+def sync(path: str, top: str) -> None:
+    """Makes sure that a folder, and each above it up to the one that holds `top`, has its entries
+    on the disk; TensorStore does so for the folder of a file only."""
+    end = os.path.dirname(top.rstrip("/"))
+    at = path.rstrip("/")
+    while len(at) >= len(end):
+        if os.path.isdir(at):
+            handle = os.open(at, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+        if at == end:
+            break
+        at = os.path.dirname(at)

@@ -10,3 +10,8 @@ from unickpt.backends.s3 import bucket_and_path
 def spec(url: str) -> dict[str, Any]:
     bucket, path = bucket_and_path(url)
     return {"driver": "gcs", "bucket": bucket, "path": path}
+
+
+def retries() -> dict[str, Any]:
+    """As for S3: about a minute, and not a quarter of an hour."""
+    return {"max_retries": 9, "initial_delay": "500ms", "max_delay": "16s"}

@@ -9,6 +9,9 @@ import tensorstore as ts
 
 from unickpt.errors import InvalidPath
 
+# Where a context keeps copies of manifests; apart from memory://, and gone with the context.
+MANIFESTS = "memory_key_value_store#manifests"
+
 
 @cache
 def root_context() -> ts.Context:
@@ -23,3 +26,8 @@ def spec(url: str) -> dict[str, Any]:
     if not path:
         raise InvalidPath(f"{url!r}: name the checkpoint, as in memory://run/step_1")
     return {"driver": "memory", "path": path + "/"}
+
+
+def manifest(name: str) -> dict[str, Any]:
+    """A place in a context for one manifest."""
+    return {"driver": "memory", "memory_key_value_store": MANIFESTS, "path": name}

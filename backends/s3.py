@@ -8,6 +8,8 @@ from urllib.parse import unquote, urlsplit
 
 from unickpt.errors import InvalidPath
 
+_ATTEMPTS = 10
+
 
 def spec(url: str) -> dict[str, Any]:
     bucket, path = bucket_and_path(url)
@@ -18,7 +20,7 @@ def spec(url: str) -> dict[str, Any]:
         out["aws_region"] = region
     if endpoint:
         # With an endpoint of its own TensorStore does not look the region up.
-        out |= {"endpoint": endpoint, "aws_region": region or "us-east-1"}
+        out |= {"endpoint": endpoint.rstrip("/"), "aws_region": region or "us-east-1"}
     return out
 
 
@@ -28,4 +30,16 @@ def bucket_and_path(url: str) -> tuple[str, str]:
     path = unquote(parts.path).strip("/")
     if not parts.netloc or not path:
         raise InvalidPath(f"{url!r}: give a bucket and a path, as in {parts.scheme}://bucket/run/1")
+    if any(part in ("", ".", "..") for part in path.split("/")):
+        raise InvalidPath(f"{url!r}: the path holds an empty name, '.' or '..'")
     return parts.netloc, path + "/"
+
+
+def retries() -> dict[str, Any]:
+    """How often a request is tried: `AWS_MAX_ATTEMPTS` times; by default for about a minute.
+
+    TensorStore's own default tries for a quarter of an hour before it reports a dead endpoint.
+    """
+    text = os.environ.get("AWS_MAX_ATTEMPTS", "")
+    attempts = int(text) if text.isdecimal() and int(text) > 0 else _ATTEMPTS
+    return {"max_retries": attempts - 1, "initial_delay": "500ms", "max_delay": "16s"}

@@ -2,6 +2,7 @@
 
     python benchmarks/memory.py                       # states of 2 and 4 GiB
     python benchmarks/memory.py --gib 8 --contenders "unickpt torch" --dir /some/disk
+    python benchmarks/memory.py --transposed          # what must be copied to be written
 
 Each operation runs in a process of its own, which first builds what it saves or fills, then waits
 for a sign. From there on its /proc/PID/status is sampled every 5 ms, from outside, so that no lock
@@ -13,7 +14,9 @@ that the kernel itself recorded (VmHWM), which counts them, stands beside it.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
+import platform
 import re
 import select
 import subprocess
@@ -25,7 +28,7 @@ from time import perf_counter
 
 import numpy as np
 from contenders import CONTENDERS, DTYPE, Arrays, Contender
-from peers import fresh_directory, machine_facts, make_contenders, print_facts, trim, versions
+from peers import fresh_directory, machine_facts, make_contenders, print_facts, versions
 from rich.console import Console
 from rich.table import Table
 
@@ -49,7 +52,7 @@ def main() -> None:
     """Measure what the command line asks for, or be the process that is measured."""
     options = parse_arguments()
     if options.child:
-        child(CONTENDERS[options.contenders[0]](), options.child, options.dir, options.gib[0])
+        child(CONTENDERS[options.contenders[0]](), options)
         return
     console = Console(width=None if sys.stdout.isatty() else 120)
     contenders = make_contenders(options.contenders or DEFAULT, console)
@@ -63,7 +66,7 @@ def main() -> None:
     table.add_column("within 1 GiB")
     for contender in contenders:
         for gib in options.gib:
-            peaks = measure(contender, gib, options.dir)
+            peaks = measure(contender, gib, options.transposed, options.dir)
             table.add_row(contender.name, f"{gib:g}", *cells(peaks), verdict(peaks))
     console.print(table)
 
@@ -78,17 +81,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--dir", default=".", help="a fresh directory is made in here, and removed (default: .)"
     )
+    parser.add_argument("--transposed", action="store_true", help="save transposed arrays")
     parser.add_argument("--child", choices=("save", "load"), help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def measure(contender: Contender, gib: float, parent: str) -> list[Peak]:
+def measure(contender: Contender, gib: float, transposed: bool, parent: str) -> list[Peak]:
     """Save in one process and load in another."""
     with fresh_directory(parent) as directory:
         peaks = []
         for operation in ("save", "load"):
             command = [sys.executable, __file__, "--child", operation, "--dir", str(directory)]
             command += ["--gib", str(gib), "--contenders", contender.name]
+            command += ["--transposed"] if transposed else []
             allocated = operation == "load" and not contender.in_place
             peaks.append(run(command, count(gib) * nbytes() if allocated else 0))
         return peaks
@@ -127,25 +132,31 @@ def memory(status: Path, names: Iterable[str]) -> int:
     return sum(int(n) << 10 for name in names for n in re.findall(rf"{name}:\s+(\d+) kB", text))
 
 
-def child(contender: Contender, operation: str, directory: str, gib: float) -> None:
+def child(contender: Contender, options: argparse.Namespace) -> None:
     """Save or load, between two signs."""
-    path = Path(directory) / "checkpoint"
-    if operation == "save":
-        state = contender.prepare(arrays(gib))
+    path, gib = Path(options.dir) / "checkpoint", options.gib[0]
+    if options.child == "save":
+        state = contender.prepare(arrays(gib, options.transposed))
         gc.collect()
         trim()
         wait("ready")
         contender.save(path, state, durable=True)
-    else:
-        target = contender.target(dict.fromkeys(names(gib), SHAPE))
-        wait("ready")
-        loaded = contender.load(path, target, verify=True)
+        wait("done")
+        return
+    target = contender.target(dict.fromkeys(names(gib), SHAPE))
+    wait("ready")
+    loaded = contender.load(path, target, verify=True)
     wait("done")
-    if operation == "load":
-        numbers = base()
-        for i, name in enumerate(names(gib)):
-            if not np.array_equal(np.asarray(loaded[name]), numbers + np.float32(i)):
-                raise SystemExit(f"{contender.name} loaded {name!r} with other values")
+    numbers = base(options.transposed)
+    for i, name in enumerate(names(gib)):
+        if not np.array_equal(np.asarray(loaded[name]), numbers + np.float32(i)):
+            raise SystemExit(f"{contender.name} loaded {name!r} with other values")
+
+
+def trim() -> None:
+    """Give freed memory back to the kernel, so that what follows cannot hide in it."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def wait(message: str) -> None:
@@ -169,14 +180,15 @@ def names(gib: float) -> list[str]:
     return [f"layer_{i:05d}" for i in range(count(gib))]
 
 
-def base() -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+def base(transposed: bool) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
     """Random numbers that all arrays are made of, each with its index added."""
-    return np.random.default_rng(0).standard_normal(SHAPE, dtype=np.float32)
+    numbers = np.random.default_rng(0).standard_normal(SHAPE, dtype=np.float32)
+    return numbers.T if transposed else numbers
 
 
-def arrays(gib: float) -> Arrays:
-    """The state."""
-    numbers = base()
+def arrays(gib: float, transposed: bool) -> Arrays:
+    """The state; a sum has the memory order of what is added."""
+    numbers = base(transposed)
     return {name: numbers + np.float32(i) for i, name in enumerate(names(gib))}
 
 

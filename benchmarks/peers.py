@@ -21,6 +21,7 @@ import os
 import platform
 import random
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -122,13 +123,16 @@ def main() -> None:
     options = parse_arguments()
     console = Console(width=None if sys.stdout.isatty() else 120)
     contenders = make_contenders(options.contenders, console)
+    keep_memory()
     samples: list[Sample] = []
     with fresh_directory(options.dir) as directory:
         facts = machine_facts(directory) | versions(contenders)
         print_facts(console, facts)
         for array_set in SETS:
             if options.set in (array_set.name, "both"):
-                samples += run_set(array_set, contenders, options.rounds, directory)
+                samples += run_set(
+                    array_set, contenders, options.rounds, options.patience, directory
+                )
                 print_timings(console, array_set, samples)
     print_targets(console, samples)
     if options.json:
@@ -145,6 +149,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--contenders", nargs="+", choices=tuple(CONTENDERS), metavar="NAME")
     parser.add_argument(
         "--dir", default=".", help="a fresh directory is made in here, and removed (default: .)"
+    )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=0,
+        metavar="SECONDS",
+        help="before each timing, wait at most so long until nothing else runs (default: 0)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the samples to FILE")
     return parser.parse_args()
@@ -166,7 +177,8 @@ def make_contenders(names: Sequence[str] | None, console: Console) -> list[Conte
 
 @contextmanager
 def fresh_directory(parent: str) -> Iterator[Path]:
-    """A directory of our own on the disk of `parent`, removed in the end."""
+    """A directory of our own on the disk of `parent`, removed in the end, however that comes."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory(prefix="unickpt-benchmark-", dir=parent) as directory:
         yield Path(directory).resolve()
 
@@ -175,6 +187,7 @@ def run_set(
     array_set: ArraySet,
     contenders: Sequence[Contender],
     rounds: int,
+    patience: float,
     directory: Path,
 ) -> list[Sample]:
     """Every contender's turn in every round, and one round before to check and warm up."""
@@ -191,7 +204,8 @@ def run_set(
                     end="\r",
                     file=sys.stderr,
                 )
-            timings = turn(contender, arrays, directory / "checkpoint", check=number == 0)
+            path = directory / "checkpoint"
+            timings = turn(contender, arrays, path, patience, check=number == 0)
             samples += [
                 Sample(array_set.name, contender.name, number, operation, seconds)
                 for operation, seconds in timings.items()
@@ -200,19 +214,23 @@ def run_set(
     return samples
 
 
-def turn(contender: Contender, arrays: Arrays, path: Path, check: bool) -> dict[str, float]:
+def turn(
+    contender: Contender, arrays: Arrays, path: Path, patience: float, check: bool
+) -> dict[str, float]:
     """Time each operation of one contender once."""
     state = contender.prepare(arrays)
     shapes = {name: array.shape for name, array in arrays.items()}
     seconds = {}
     for operation, durable in ((DURABLE, True), (SAVE, False)):
         shutil.rmtree(path, ignore_errors=True)
-        seconds[operation], _ = timed(partial(contender.save, path, state, durable))
+        seconds[operation], _ = timed(partial(contender.save, path, state, durable), patience)
     del state
     for operation, verify in ((LOAD, True), (UNVERIFIED, False)):
         if operation == LOAD or contender.verifies:
             target = contender.target(shapes)
-            seconds[operation], loaded = timed(partial(contender.load, path, target, verify))
+            seconds[operation], loaded = timed(
+                partial(contender.load, path, target, verify), patience
+            )
             if check:
                 check_equal(contender, arrays, loaded)
             del target, loaded
@@ -220,20 +238,46 @@ def turn(contender: Contender, arrays: Arrays, path: Path, check: bool) -> dict[
     return seconds
 
 
-def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+def timed(work: Callable[[], Any], patience: float) -> tuple[float, Any]:
     """The seconds that `work` takes, and its result, with nothing left to do for those before."""
     gc.collect()
-    trim()
     os.sync()
+    wait_for_quiet(patience)
     start = time.perf_counter()
     result = work()
     return time.perf_counter() - start, result
 
 
-def trim() -> None:
-    """Give freed memory back, so that no contender profits from the pages of the one before."""
-    if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)
+def wait_for_quiet(patience: float) -> None:
+    """Wait, for so many seconds at most, until other processes leave the processor alone."""
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        before = processor_times()
+        time.sleep(0.2)
+        idle, total = (b - a for a, b in zip(before, processor_times(), strict=True))
+        if idle >= 0.95 * total:
+            return
+
+
+def processor_times() -> tuple[int, int]:
+    """Ticks in which nothing ran, or which waited for a disk, and all ticks."""
+    ticks = [int(n) for n in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return ticks[3] + ticks[4], sum(ticks)
+
+
+def keep_memory() -> None:
+    """Have the C library keep freed memory for the next one, in one heap, instead of unmapping it.
+
+    Otherwise contenders that allocate what they load would be timed at how the kernel, and above
+    all a hypervisor, hands out fresh pages: up to seconds for a GiB where the hypervisor takes back
+    what is free.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        mmap_threshold, trim_threshold, arena_max = -3, -1, -8
+        libc = ctypes.CDLL(None)
+        libc.mallopt(mmap_threshold, 32 << 20)
+        libc.mallopt(trim_threshold, (1 << 31) - 1)
+        libc.mallopt(arena_max, 1)
 
 
 def check_equal(contender: Contender, arrays: Arrays, loaded: Mapping[str, Any]) -> None:
@@ -308,7 +352,7 @@ def by_round(
 
 def print_timings(console: Console, array_set: ArraySet, samples: Sequence[Sample]) -> None:
     """Show median seconds, their range, and the rate."""
-    table = Table(title=f"{array_set}. Median seconds (least to most), GB/s", title_justify="left")
+    table = Table(title=f"{array_set}. Medians (least to most)", title_justify="left")
     table.add_column("contender")
     for operation in OPERATIONS:
         table.add_column(operation, justify="right")
@@ -328,7 +372,8 @@ def cell(seconds: Iterable[float], nbytes: int) -> str:
     if not values:
         return ""
     median = statistics.median(values)
-    return f"{median:.3f} ({values[0]:.3f} to {values[-1]:.3f})\n{nbytes / median / 1e9:.3g} GB/s"
+    rate = nbytes / median / 1e9
+    return f"{median:.3f} s, {rate:.3g} GB/s\n({values[0]:.3f} to {values[-1]:.3f})"
 
 
 def ratio(samples: Sequence[Sample], target: Target, peer: str) -> float | None:
@@ -339,12 +384,19 @@ def ratio(samples: Sequence[Sample], target: Target, peer: str) -> float | None:
     return statistics.median(ratios) if ratios else None
 
 
+def ratio_of_best(samples: Sequence[Sample], target: Target) -> float:
+    """The same of the least times, which a busy machine changes less."""
+    ours = by_round(samples, target.set, target.contender, target.operation)
+    theirs = by_round(samples, target.set, target.peer, target.peer_operation)
+    return min(theirs.values()) / min(ours.values())
+
+
 def print_targets(console: Console, samples: Sequence[Sample]) -> None:
     """Show every target whose contenders took part."""
     table = Table(title="Targets: times as fast as the peer", title_justify="left")
     for name in ("set", "operation", "contender", "peer"):
         table.add_column(name)
-    for name in ("at least", "measured"):
+    for name in ("at least", "measured", "of best"):
         table.add_column(name, justify="right")
     table.add_column("reached")
     table.add_column("with other settings")
@@ -360,6 +412,7 @@ def print_targets(console: Console, samples: Sequence[Sample]) -> None:
             target.peer,
             f"{target.at_least:.2f}",
             f"{measured:.2f}",
+            f"{ratio_of_best(samples, target):.2f}",
             "[green]yes" if measured >= target.at_least else "[red]no",
             "\n".join(f"{name} {value:.2f}" for name, value in tuned.items() if value is not None),
         )

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-WIDTH, HEADS, DEPTH, CONTEXT, BATCH = 384, 8, 6, 64, 8
+WIDTH, HEADS, DEPTH, CONTEXT, BATCH = 640, 8, 2, 64, 4
 FILE_START = 256  # one token more than there are bytes: it stands before every file
 VOCABULARY = 257
 
@@ -119,11 +119,14 @@ def read_corpus() -> np.ndarray:
     """The source of Python's standard library as one array of tokens."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
-    pieces = []
+    pieces: list[np.ndarray] = []
     for file in sorted(root.rglob("*.py")):
         if skipped.isdisjoint(file.relative_to(root).parts):
-            pieces += [[FILE_START], np.frombuffer(file.read_bytes(), np.uint8)]
-    return np.concatenate(pieces).astype(np.uint16)
+            pieces += [
+                np.array([FILE_START], np.uint16),
+                np.frombuffer(file.read_bytes(), np.uint8),
+            ]
+    return np.concatenate(pieces)
 
 
 def batch(corpus: np.ndarray, step: int, mesh: Mesh) -> jax.Array:

@@ -79,6 +79,22 @@ def test_tensorstore_opens_every_dtype_from_the_documented_url(
         assert unickpt.open(tmp_path / "c")[f"a/{key}"].url.endswith(f"|ocdbt:a/{key}/")
 
 
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_bools_of_any_byte_are_stored_as_0_and_1(size: int) -> None:
+    odd = np.arange(size).astype(np.uint8).view(bool)
+    unickpt.save("memory://numpy/bools", {"x": odd}, overwrite=True)
+    got = unickpt.load("memory://numpy/bools")["x"]
+    assert np.array_equal(got.view(np.uint8), np.arange(size) % 256 != 0)
+
+
+@pytest.mark.parametrize("name", ["a/b", "ä ö", "a|b", "a?b#c", "%", "..", "", "a:b", "\0"])
+def test_any_name_has_a_url_that_tensorstore_opens(name: str, tmp_path: Path) -> None:
+    unickpt.save(tmp_path / "c", {name: np.arange(3)})
+    (stored,) = dict(unickpt.open(tmp_path / "c")).values()
+    opened = ts.open({"driver": "zarr3", "kvstore": stored.url}).result()
+    assert opened.read().result().tolist() == [0, 1, 2]
+
+
 def test_layouts_of_memory(tmp_path: Path, bits: Bits) -> None:
     base = np.arange(60.0).reshape(5, 12)
     tree = {

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, ValuesView
 from functools import cached_property
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import tensorstore as ts
@@ -148,17 +148,29 @@ class Checkpoint(Mapping[str, "StoredArray"]):
     def _digests(self) -> tuple[digests.Table, dict[str, slice]]:
         data = self.read_key(DIGESTS_KEY)
         try:
-            offsets = digests.offsets(self.index.arrays)
-            table = digests.decode(data, self.index, offsets["\0"])
+            table = digests.decode(data, self.index, digests.length(self.index.arrays))
         except ValueError as error:
             raise CheckpointCorrupt(f"{self.location}: {error}") from None
-        bounds = itertools.pairwise(offsets.values())
-        return table, {n: slice(a, b) for n, (a, b) in zip(offsets, bounds, strict=False)}
+        return table, digests.spans(self.index.arrays)
 
     def digests_of(self, name: str) -> digests.Table:
         """The rows of an array's chunks, part by part."""
         table, spans = self._digests
         return table[spans[name]]
+
+    def check_backed(self, entry: ArrayEntry) -> None:
+        """Makes sure that stored data justifies the memory that an array's shape asks for.
+
+        Raises:
+            CheckpointCorrupt: the digest table or the first chunk contradict the shape.
+        """
+        self.digests_of(entry.name)
+        try:
+            for part in plan.parts(entry)[:1]:
+                self._chunks.check_backed(entry, part)
+        except chunks.FAILURES as error:
+            where = f"{self.location}: array {entry.name!r}"
+            raise chunks.translate(error, where) from error
 
     def request_chunk(self, entry: ArrayEntry, part: Part, number: int) -> Any:
         """Starts to read a small chunk; what it returns is for `read_chunk`."""
@@ -258,7 +270,7 @@ class StoredArray:
     @property
     def url(self) -> str:
         """The URL at which TensorStore opens it, where it has a single part."""
-        name = self._entry.name
+        name = quote(self._entry.name)
         return f"{self._checkpoint.url}|ocdbt:{name}/" if name else f"{self._checkpoint.url}|ocdbt:"
 
     def read(self, box: Box, *, verify: bool = True) -> Array:

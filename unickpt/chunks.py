@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,13 +15,24 @@ import xxhash
 from unickpt import dtypes
 from unickpt.adapt import Array
 from unickpt.backends import Location
-from unickpt.errors import CheckpointCorrupt, StorageError
+from unickpt.errors import (
+    CheckpointCorrupt,
+    CheckpointNotFound,
+    StorageError,
+    UnsupportedLeaf,
+)
 from unickpt.index import ArrayEntry
 from unickpt.plan import Part
 
 # Opening an array costs TensorStore about 80 us, more than all else for a small chunk; below this
 # size the bytes are put into the database as they are, which is what zarr would do with them.
 _SMALL = 64 << 10
+# Larger chunks are believed only once a stored one is seen to be that large.
+_BELIEVED = 16 << 20
+# No codec of `index.CODECS` packs more bytes than this into one.
+_MOST_PER_BYTE = 1 << 16
+# A compressed chunk is unpacked into memory that nothing but the index vouches for.
+_COMPRESSED_MOST = 1 << 30
 
 Codecs = Sequence[Mapping[str, Any]]
 
@@ -89,6 +101,7 @@ class ChunkStore:
         self.location, self.context, self.codecs = location, context, codecs
         self.database = location.database(context)
         self._open: dict[str, ts.TensorStore] = {}
+        self._backed: set[str] = set()
 
     def array(self, entry: ArrayEntry, part: Part) -> ts.TensorStore:
         """The zarr array of a part, opened without I/O."""
@@ -113,6 +126,11 @@ class ChunkStore:
         if self._is_raw(part, chunk.shape, entry):
             store = self.database.with_transaction(transaction)
             return store.write(_key(part, number), _bytes_of(chunk).tobytes())
+        if self.codecs and math.prod(part.chunk) * chunk.dtype.itemsize > _COMPRESSED_MOST:
+            raise UnsupportedLeaf(
+                f"array {entry.name!r}: compressed chunks hold at most {_COMPRESSED_MOST} bytes; "
+                "lower SaveOptions.chunk_bytes"
+            )
         box = part.chunk_box(number).relative_to(part.box.start)
         target = self.array(entry, part).with_transaction(transaction)[box.slices]
         stored = _as_stored(chunk, entry.dtype)
@@ -157,10 +175,44 @@ class ChunkStore:
             else:
                 local = box.relative_to(part.box.start)
                 target = ts.array(_as_stored(out, entry.dtype), context=self.context)
+                self.check_backed(entry, part)
                 target.write(self.array(entry, part)[local.slices]).result()
-        except (ValueError, OSError) as error:
-            where = f"{self.location}: array {entry.name!r} {box}"
-            raise translate(error, where) from error
+        except FAILURES as error:
+            raise self._explained(error, f"{self.location}: array {entry.name!r} {box}") from error
+
+    def _explained(self, error: Exception, where: str) -> Exception:
+        try:
+            replaced = self.location.was_replaced(self.context)
+        except FAILURES:
+            replaced = False
+        if replaced:
+            return CheckpointNotFound(
+                f"{where}: another checkpoint took the place of this one since it was opened; "
+                "open it again"
+            )
+        return translate(error, where)
+
+    def check_backed(self, entry: ArrayEntry, part: Part) -> None:
+        """Makes sure that what is stored justifies memory for a chunk of the declared shape.
+
+        TensorStore ends the process where it finds no memory for a chunk, so it must not be asked
+        to read one whose size only the index vouches for. One look at the first chunk per part.
+
+        Raises:
+            ValueError: the stored chunk is smaller than declared.
+            MemoryError: the chunk is as large as declared, and too large for this machine.
+        """
+        nbytes = math.prod(part.chunk) * dtypes.from_name(entry.dtype).itemsize
+        if nbytes <= _BELIEVED or part.key in self._backed:
+            return
+        if self.codecs and nbytes > _COMPRESSED_MOST:
+            raise ValueError(f"DATA_LOSS: a compressed chunk of {nbytes} bytes is not allowed")
+        least = -(-nbytes // _MOST_PER_BYTE) if self.codecs else nbytes
+        last = slice(least - 1, least)
+        if self.database.read(_key(part, 0), byte_range=last).result().state != "value":
+            raise ValueError(f"NOT_FOUND: no bytes stored, {least} expected")
+        np.empty(nbytes, np.uint8)
+        self._backed.add(part.key)
 
     def _is_raw(self, part: Part, shape: tuple[int, ...], entry: ArrayEntry) -> bool:
         if self.codecs or shape != part.chunk:
@@ -178,17 +230,29 @@ def _as_stored(chunk: Array, dtype: str) -> Array:
     return chunk if chunk.dtype == stored else chunk.view(stored)
 
 
-_DAMAGE = ("DATA_LOSS", "OUT_OF_RANGE", "INVALID_ARGUMENT", "FAILED_PRECONDITION", "NOT_FOUND")
+# What TensorStore raises, whether the data or the storage is to blame.
+FAILURES = (ValueError, OSError, NotImplementedError, IndexError)
+_DAMAGE = ("DATA_LOSS", "OUT_OF_RANGE", "FAILED_PRECONDITION", "NOT_FOUND")
+_STATUS = re.compile(r"([A-Z_]+): ")
 
 
-def translate(error: Exception, where: str) -> Exception:
+def translate(error: Exception, where: str, *, reading: bool = True) -> Exception:
     """An error of TensorStore as one of ours: is it the data, or the storage?
 
     Errors of anybody else are returned as they are.
+
+    Arguments:
+        error: the error.
+        where: the path and what of it, for the message.
+        reading: whether the storage was asked for what a checkpoint should hold; what goes wrong
+            while writing is never the fault of stored data.
     """
-    status, _, detail = str(error).partition(": ")
-    if not (status.isupper() and detail):
+    match = _STATUS.match(str(error))
+    # TensorStore's INVALID_ARGUMENT carries no name of its status.
+    nameless = match is None and reading and isinstance(error, ValueError)
+    if match is None and not nameless and not isinstance(error, OSError):
         return error
-    if status in _DAMAGE:
+    if reading and (nameless or (match and match[1] in _DAMAGE)) and "HTTP" not in str(error):
+        detail = str(error)[match.end() :] if match else str(error)
         return CheckpointCorrupt(f"{where}: stored data is damaged or missing: {detail}")
     return StorageError(f"{where}: the storage failed: {error}")

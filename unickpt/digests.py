@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,13 +17,52 @@ DTYPE = np.dtype([("digest", "<u8"), ("process", "<u4")])
 Table = np.ndarray[Any, Any]
 
 
-def offsets(arrays: Mapping[str, ArrayEntry]) -> dict[str, int]:
-    """Position of each array's first chunk in the table, and under '\\0' the table's length."""
-    at, total = {}, 0
+def count(entry: ArrayEntry) -> int:
+    """Number of chunks of all parts of an array.
+
+    Takes no longer for an array of many chunks than for one of few: the index may lie about them.
+    """
+    if math.prod(entry.shape) == 0:
+        return 0
+    if entry.boxes is not None:
+        return sum(plan.box_part(entry, box).count for box, _ in entry.boxes)
+    return math.prod(_count_along(entry, dim) for dim in range(len(entry.shape)))
+
+
+def _count_along(entry: ArrayEntry, dim: int) -> int:
+    n, chunk = entry.shape[dim], entry.chunk[dim]
+    if dim not in entry.cut:
+        return -(-n // chunk)
+    assert entry.layout is not None, "the index is checked: only arrays with a layout are cut"
+    lengths = Counter({n: 1})
+    for axis in entry.layout.dims[dim]:
+        lengths = _split(lengths, entry.layout.mesh.size(axis))
+    # However a part evens its chunks out, it has as few as the array's chunk extent permits.
+    return sum(times * -(-length // chunk) for length, times in lengths.items())
+
+
+def _split(lengths: Counter[int], pieces: int) -> Counter[int]:
+    """How often each length occurs after every interval was cut into pieces, as layouts do."""
+    out: Counter[int] = Counter()
+    for length, times in lengths.items():
+        step = -(-length // pieces)
+        out[step] += times * (length // step)
+        if length % step:
+            out[length % step] += times
+    return out
+
+
+def length(arrays: Mapping[str, ArrayEntry]) -> int:
+    """Number of rows of the table: one for each chunk of each array."""
+    return sum(map(count, arrays.values()))
+
+
+def spans(arrays: Mapping[str, ArrayEntry]) -> dict[str, slice]:
+    """Where each array's chunks stand in the table."""
+    at, first = {}, 0
     for name, entry in arrays.items():
-        at[name] = total
-        total += sum(part.count for part in plan.parts(entry))
-    at["\0"] = total
+        at[name] = slice(first, first + count(entry))
+        first = at[name].stop
     return at
 
 
@@ -31,7 +72,7 @@ def decode(data: bytes, index: Index, total: int) -> Table:
     Arguments:
         data: the stored table; untrusted.
         index: the index.
-        total: number of chunks of the index's arrays, from `offsets`.
+        total: number of chunks of the index's arrays, from `length`.
 
     Raises:
         ValueError: says how they differ.

@@ -22,8 +22,18 @@ from unickpt.layout import Layout, Mesh
 FORMAT = (1, 0)
 INDEX_KEY = "unickpt.json"
 DIGESTS_KEY = "unickpt.digests"
+# The codecs that may follow `bytes`, with their settings. No others: some of those that zarr knows
+# name further storage, or unpack into any amount of memory.
+CODECS: Mapping[str, Mapping[str, type]] = {
+    "zstd": {"level": int},
+    "gzip": {"level": int},
+    "blosc": {"cname": str, "clevel": int, "shuffle": str, "typesize": int, "blocksize": int},
+}
 _MAX_EXTENT = 1 << 62
+_MAX_RANK = 32
 _SEAL = re.compile(rb',"xxh3":"([0-9a-f]{16})"}\Z')
+_CODEC_FIELDS = ("name", "configuration")
+_DIGEST = re.compile(r"[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
@@ -145,13 +155,13 @@ def decode(data: bytes, where: str, *, partial: bool = False) -> Index:
     """
     try:
         seal = _SEAL.search(data)
-        body = json.loads(data)
+        body = json.loads(data, object_pairs_hook=_object, parse_constant=_constant)
         if isinstance(body, dict):
             _check_version(body.get("format"), where)
         if seal is None or int(seal[1], 16) != xxhash.xxh3_64_intdigest(data[: seal.start()]):
             raise _Bad("its seal does not match its bytes")
         return _decode(_Reader(body, "index"), partial)
-    except (_Bad, RecursionError, ValueError, TypeError) as error:
+    except (RecursionError, ValueError, TypeError, ArithmeticError) as error:
         if isinstance(error, UnsupportedFormat):
             raise
         raise CheckpointCorrupt(f"{where}: the index is damaged: {error}") from None
@@ -159,6 +169,17 @@ def decode(data: bytes, where: str, *, partial: bool = False) -> Index:
 
 class _Bad(ValueError):
     """A reason why the index is not one."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise _Bad("a key stands twice in an object")
+    return found
+
+
+def _constant(name: str) -> Any:
+    raise _Bad(f"it holds {name}, which is no JSON")
 
 
 def _check_version(version: Any, where: str) -> None:
@@ -213,20 +234,16 @@ def _decode(r: _Reader, partial: bool) -> Index:
             raise _Bad(f"alias {alias!r} names {str(target)[:80]!r}, which is no array")
     if not 0 < processes < 1 << 31:
         raise _Bad(f"it names {processes} processes")
-    codecs = r.get("codecs", list)
-    if not all(isinstance(c, dict) and isinstance(c.get("name"), str) for c in codecs):
-        raise _Bad("its codecs are malformed")
+    plain, per_process = r.get("values", dict), r.get("per_process", dict)
+    _check_names([*arrays, *aliases, *plain, *per_process])
     return Index(
         tree=r.body.get("tree"),
         arrays=arrays,
         aliases=aliases,
-        values={k: values.from_json(v) for k, v in r.get("values", dict).items()},
-        per_process={
-            k: _per_process(v, f"per-process leaf {k!r}")
-            for k, v in r.get("per_process", dict).items()
-        },
+        values={k: values.from_json(v) for k, v in plain.items()},
+        per_process={k: _per_process(v, f"per-process leaf {k!r}") for k, v in per_process.items()},
         metadata=r.get("metadata", dict),
-        codecs=tuple(codecs),
+        codecs=_codecs(r.get("codecs", list)),
         processes=processes,
         attempt=r.get("attempt", str),
         created=r.get("created", str),
@@ -234,6 +251,30 @@ def _decode(r: _Reader, partial: bool) -> Index:
         chunks=r.get("chunks", int),
         digests_xxh3=r.get("digests", str),
     )
+
+
+def _check_names(names: list[str]) -> None:
+    if len(set(names)) != len(names):
+        raise _Bad("a name stands for two leaves")
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise _Bad(f"the name {name!r} is not valid Unicode") from None
+
+
+def _codecs(items: list[Any]) -> tuple[Mapping[str, Any], ...]:
+    for item in items:
+        known = CODECS.get(str(item.get("name"))) if isinstance(item, dict) else None
+        settings = item.get("configuration") if isinstance(item, dict) else None
+        if known is None or not isinstance(settings, dict) or item.keys() - {*_CODEC_FIELDS}:
+            raise _Bad(f"its codecs hold {str(item)[:80]!r}")
+        for key, value in settings.items():
+            if type(value) is not known.get(key):
+                raise _Bad(f"its codecs hold {str(item)[:80]!r}")
+    if len(items) > 1:
+        raise _Bad("it names more than one codec")
+    return tuple(items)
 
 
 def _mesh(r: _Reader) -> Mesh:
@@ -260,7 +301,9 @@ def _array(name: str, r: _Reader, layouts: list[Layout], partial: bool) -> Array
         dtypes.from_name(dtype)
     except TypeError as error:
         raise _Bad(f"array {name!r}: {error}") from None
-    if len(chunk) != len(shape) or math.prod(shape) >= _MAX_EXTENT:
+    itemsize = dtypes.from_name(dtype).itemsize
+    sizes = [math.prod(map(max, extents, (1,) * len(extents))) for extents in (shape, chunk)]
+    if len(chunk) != len(shape) or max(sizes) * itemsize >= _MAX_EXTENT or len(shape) > _MAX_RANK:
         raise _Bad(f"array {name!r}: shape {shape} and chunk {chunk} do not fit")
     layout, boxes = None, None
     cut: tuple[int, ...] = ()
@@ -307,8 +350,12 @@ def _per_process(blobs: Any, at: str) -> PerProcessEntry:
         raise _Bad(f"{at} is no list")
     out = []
     for blob in blobs:
-        if not (isinstance(blob, list) and len(blob) == 2 and isinstance(blob[1], str)):
+        if not (isinstance(blob, list) and len(blob) == 2 and _is_digest(blob[1])):
             raise _Bad(f"{at} holds {str(blob)[:80]!r}")
         (size,) = _ints(blob[:1], 0, at)
         out.append((size, int(blob[1], 16)))
     return PerProcessEntry(tuple(out))
+
+
+def _is_digest(text: Any) -> bool:
+    return isinstance(text, str) and _DIGEST.fullmatch(text) is not None

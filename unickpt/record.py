@@ -15,6 +15,7 @@ from unickpt.box import Box
 # `array` counts the arrays of the process's own description, `chunk` the chunks of the array's
 # parts in order (for arrays with boxes of their own: of this process's boxes).
 CHUNK_DTYPE = np.dtype([("array", "<u4"), ("chunk", "<u8"), ("digest", "<u8")])
+_SEAL_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Record:
         boxes: for arrays that no layout describes, this process's boxes by array number.
         blobs: per-process values by name: size in bytes and xxh3-64.
         statistics: bytes and seconds, for the report.
+        replaces: xxh3-64 of the root manifest that the process found, empty where it found none.
     """
 
     description: int
@@ -34,9 +36,10 @@ class Record:
     boxes: Mapping[int, tuple[Box, ...]] = field(default_factory=dict)
     blobs: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     statistics: Mapping[str, float] = field(default_factory=dict)
+    replaces: str = ""
 
     def encode(self) -> bytes:
-        payload = self.chunks.tobytes()
+        """A line of JSON, the chunks as they are in memory, and the xxh3-64 of all that."""
         head = {
             "description": self.description,
             "boxes": [
@@ -44,24 +47,27 @@ class Record:
             ],
             "blobs": self.blobs,
             "statistics": self.statistics,
-            "payload": xxhash.xxh3_64_intdigest(payload),
+            "replaces": self.replaces,
         }
-        return json.dumps(head, separators=(",", ":")).encode() + b"\n" + payload
+        body = json.dumps(head, separators=(",", ":")).encode() + b"\n" + self.chunks.tobytes()
+        return body + xxhash.xxh3_64_intdigest(body).to_bytes(_SEAL_BYTES, "little")
 
     @classmethod
     def decode(cls, data: bytes) -> Record:
         """Raises ValueError where the bytes are no record."""
-        head_bytes, _, payload = data.partition(b"\n")
+        body, seal = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
+        if xxhash.xxh3_64_intdigest(body).to_bytes(_SEAL_BYTES, "little") != seal:
+            raise ValueError("the record does not match its seal")
+        head_bytes, _, payload = body.partition(b"\n")
         try:
             head = json.loads(head_bytes)
-            if head["payload"] != xxhash.xxh3_64_intdigest(payload):
-                raise ValueError("the digest does not match")
             return cls(
                 head["description"],
                 np.frombuffer(payload, CHUNK_DTYPE),
                 {n: tuple(Box(tuple(a), tuple(b)) for a, b in bs) for n, bs in head["boxes"]},
                 {name: (size, digest) for name, (size, digest) in head["blobs"].items()},
                 head["statistics"],
+                head["replaces"],
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"a process's record is damaged: {error!r}") from None
+            raise ValueError(f"the record is malformed: {error!r}") from None

@@ -14,6 +14,9 @@ from unickpt.box import Box
 def stage(fragment: Fragment, box: Box) -> Array:
     """Contiguous host memory of a fragment's box, in native byte order; a view where possible."""
     data = fragment.read(box)
+    if data.dtype == np.bool_:
+        # A bool may be any byte in memory; only 0 and 1 have a meaning to every reader.
+        data = data.view(np.uint8) != 0
     staged: Array = np.ascontiguousarray(data, data.dtype.newbyteorder("="))
     return staged.reshape(box.shape)  # ascontiguousarray makes 0-d arrays 1-d
 

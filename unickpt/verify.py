@@ -5,19 +5,29 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from unickpt import backends, checkpoint, chunks, commit, plan, tree
+from unickpt import backends, checkpoint, chunks, commit, digests, dtypes, plan, tree
 from unickpt.blob import blob_key
+from unickpt.box import Box
 from unickpt.checkpoint import Checkpoint
 from unickpt.errors import CheckpointCorrupt, StorageError, UnsupportedFormat
-from unickpt.index import DIGESTS_KEY, INDEX_KEY, ArrayEntry
+from unickpt.index import DIGESTS_KEY, INDEX_KEY, ArrayEntry, Index
 from unickpt.options import Damage, VerifyReport
 from unickpt.plan import Part
+
+_REMOTE_THREADS = 32
+_MOST_STRANGERS = 20
+# Small chunks share a task, to save on scheduling.
+_TASK_BYTES = 1 << 20
+_TASK_CHUNKS = 256
+_TASKS_AHEAD = 64
 
 
 def verify(
@@ -43,14 +53,23 @@ def verify(
         True
     """
     started = time.perf_counter()
+    report = progress or (lambda done, total: None)
     damage: list[Damage] = []
     counted = [0, 0]
     arrays = 0
     try:
         stored = checkpoint.open(path)
         arrays = len(stored.index.arrays)
-        damage += _structure(stored)
-        _chunks(stored, damage, counted, progress or (lambda done, total: None))
+        total = stored.nbytes
+        _check_table(stored)
+        threads = _REMOTE_THREADS if stored.location.is_remote else 2 * (os.cpu_count() or 1)
+        with ThreadPoolExecutor(max(4, threads), thread_name_prefix="unickpt-verify") as pool:
+            damage += _structure(stored, pool)
+            for nbytes, found in _chunks(stored, pool):
+                counted[0] += 1
+                counted[1] += nbytes
+                damage += found
+                report(counted[1], total)
     except (CheckpointCorrupt, UnsupportedFormat) as error:
         damage.append(Damage("", "", None, str(error)))
     return VerifyReport(
@@ -63,7 +82,16 @@ def verify(
     )
 
 
-def _structure(stored: Checkpoint) -> Iterator[Damage]:
+def _check_table(stored: Checkpoint) -> None:
+    """Holds the digest table against the index: the index alone may claim any number of chunks."""
+    total = digests.length(stored.index.arrays)
+    try:
+        digests.decode(stored.read_key(DIGESTS_KEY), stored.index, total)
+    except ValueError as error:
+        raise CheckpointCorrupt(f"{stored.location}: {error}") from None
+
+
+def _structure(stored: Checkpoint, pool: ThreadPoolExecutor) -> Iterator[Damage]:
     """All that is no chunk: the tree, the keys, the zarr metadata, the per-process values."""
     index = stored.index
     try:
@@ -74,66 +102,101 @@ def _structure(stored: Checkpoint) -> Iterator[Damage]:
     known = {*index.arrays, *index.aliases, *index.values, *index.per_process}
     for name in sorted(names ^ known):
         yield Damage(name, "", None, "is in the tree or in the index, but not in both")
-    expected = commit.root_keys(index, np.empty(0, np.uint8))
-    for key, value in expected.items():
-        if key in (DIGESTS_KEY, INDEX_KEY):
-            continue  # read and checked by every reader
-        try:
-            same = json.loads(stored.read_key(key)) == json.loads(value)
-        except (ValueError, RecursionError):
-            same = False
+    expected = commit.zarr_keys(index)
+    equal = pool.map(lambda item: _is_stored(stored, *item), expected.items())
+    for key, same in zip(expected, equal, strict=True):
         if not same:
             yield Damage("", "", None, f"{key!r} is not what the index says")
-    allowed = set(expected)
     for name in index.per_process:
         try:
             stored.per_process(name)
         except CheckpointCorrupt as error:
             yield Damage(name, "", None, str(error))
-        allowed |= {blob_key(name, p) for p in range(len(index.per_process[name].blobs))}
-    present = stored.keys_stored()
-    for entry in index.arrays.values():
-        for part in plan.parts(entry):
-            prefix = f"{part.key}/" if part.key else ""
-            allowed |= {prefix + part.chunk_key(n) for n in range(part.count)}
-    for key in sorted(present - allowed)[:20]:
+    for key in sorted(stored.keys_stored() - _keys(index, expected))[:_MOST_STRANGERS]:
         yield Damage("", "", None, f"key {key!r} does not belong to the checkpoint")
 
 
-def _chunks(
-    stored: Checkpoint,
-    damage: list[Damage],
-    counted: list[int],
-    progress: Callable[[int, int], None],
-) -> None:
-    total = stored.nbytes
-
-    def check(item: tuple[ArrayEntry, Part, int, Any]) -> tuple[int, Damage | None]:
-        entry, part, number, row = item
-        box = part.chunk_box(number)
-        piece = np.empty(box.shape, stored[entry.name].dtype)
-        try:
-            stored.read_chunk(entry, part, number, None, piece)
-        except (CheckpointCorrupt, StorageError) as error:
-            return piece.nbytes, Damage(entry.name, str(box), int(row["process"]), str(error))
-        if chunks.digest(piece) != row["digest"]:
-            reason = "the stored bytes do not match their digest"
-            return piece.nbytes, Damage(entry.name, str(box), int(row["process"]), reason)
-        return piece.nbytes, None
-
-    with ThreadPoolExecutor(max(4, 2 * (os.cpu_count() or 1))) as pool:
-        for entry in stored.index.arrays.values():
-            for nbytes, found in pool.map(check, _items(stored, entry)):
-                counted[0] += 1
-                counted[1] += nbytes
-                if found is not None:
-                    damage.append(found)
-                progress(counted[1], total)
+def _is_stored(stored: Checkpoint, key: str, value: bytes) -> bool:
+    try:
+        return bool(json.loads(stored.read_key(key)) == json.loads(value))
+    except (ValueError, RecursionError):
+        return False
 
 
-def _items(stored: Checkpoint, entry: ArrayEntry) -> Iterator[tuple[ArrayEntry, Part, int, Any]]:
-    table, first = stored.digests_of(entry.name), 0
-    for part in plan.parts(entry):
-        for number in range(part.count):
-            yield entry, part, number, table[first + number]
-        first += part.count
+def _keys(index: Index, metadata: Iterable[str]) -> set[str]:
+    """All keys that the checkpoint of an index has."""
+    keys = {*metadata, DIGESTS_KEY, INDEX_KEY}
+    for name, entry in index.per_process.items():
+        keys |= {blob_key(name, process) for process in range(len(entry.blobs))}
+    for array in index.arrays.values():
+        for part in plan.parts(array):
+            prefix = f"{part.key}/" if part.key else ""
+            keys |= {prefix + part.chunk_key(number) for number in range(part.count)}
+    return keys
+
+
+@dataclass(frozen=True)
+class _Check:
+    """One chunk to check: `row` of the digest table says what it holds and who wrote it."""
+
+    entry: ArrayEntry
+    part: Part
+    number: int
+    row: Any
+
+    @property
+    def box(self) -> Box:
+        return self.part.chunk_box(self.number)
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.size * dtypes.from_name(self.entry.dtype).itemsize
+
+
+def _chunks(stored: Checkpoint, pool: ThreadPoolExecutor) -> Iterator[tuple[int, list[Damage]]]:
+    """Bytes and damage of each chunk, in order; some tasks ahead are under way."""
+    running: deque[Future[list[tuple[int, list[Damage]]]]] = deque()
+    for task in _tasks(stored):
+        running.append(pool.submit(_check, stored, task))
+        if len(running) > _TASKS_AHEAD:
+            yield from running.popleft().result()
+    for future in running:
+        yield from future.result()
+
+
+def _tasks(stored: Checkpoint) -> Iterator[list[_Check]]:
+    """All chunks, in tasks that are worth a thread's while."""
+    task: list[_Check] = []
+    size = 0
+    for entry in stored.index.arrays.values():
+        table, first = stored.digests_of(entry.name), 0
+        for part in plan.parts(entry):
+            for number in range(part.count):
+                task.append(_Check(entry, part, number, table[first + number]))
+                size += task[-1].nbytes
+                if size >= _TASK_BYTES or len(task) == _TASK_CHUNKS:
+                    yield task
+                    task, size = [], 0
+            first += part.count
+    if task:
+        yield task
+
+
+def _check(stored: Checkpoint, task: Sequence[_Check]) -> list[tuple[int, list[Damage]]]:
+    requested = [stored.request_chunk(c.entry, c.part, c.number) for c in task]
+    return [
+        (check.nbytes, _damage(stored, check, request))
+        for check, request in zip(task, requested, strict=True)
+    ]
+
+
+def _damage(stored: Checkpoint, check: _Check, requested: Any) -> list[Damage]:
+    try:
+        piece = np.empty(check.box.shape, dtypes.from_name(check.entry.dtype))
+        stored.read_chunk(check.entry, check.part, check.number, None, piece, requested)
+        if chunks.digest(piece) == check.row["digest"]:
+            return []
+        reason = "the stored bytes do not match their digest"
+    except (CheckpointCorrupt, StorageError, MemoryError) as error:
+        reason = str(error)
+    return [Damage(check.entry.name, str(check.box), int(check.row["process"]), reason)]

@@ -1,0 +1,329 @@
+"""Merge: what all processes say they hold and wrote -> one index and one digest table.
+
+The proof that a checkpoint is complete, and without contradiction. Nothing here does I/O.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from unickpt import digests, plan, tree
+from unickpt.box import Box, overlap, uncovered
+from unickpt.errors import CoverageError
+from unickpt.index import ArrayEntry, Index, PerProcessEntry
+from unickpt.record import Record
+
+_NOBODY = np.uint32(0xFFFFFFFF)
+# The tables of an index that are joined by name.
+_SINGULAR = {
+    "arrays": "array",
+    "aliases": "alias",
+    "values": "value",
+    "per_process": "PerProcess leaf",
+}
+
+Records = Sequence[tuple[int, Record]]
+Names = Sequence[Sequence[str]]
+Requests = dict[int, dict[str, list[int]]]
+
+
+# --- descriptions -------------------------------------------------------------------------------
+
+
+def unite(described: Sequence[Index]) -> Index:
+    """Joins the descriptions of processes that hold different parts of one tree.
+
+    Arguments:
+        described: for each process its description; the same object where they are equal.
+
+    Raises:
+        CoverageError: two contradict each other; names the leaf and what each says.
+    """
+    first: dict[int, int] = {}
+    for process, index in enumerate(described):
+        first.setdefault(id(index), process)
+    distinct = [(process, described[process]) for process in first.values()]
+    if len(distinct) == 1:
+        return described[0]
+    for process, theirs in distinct[1:]:
+        _check_settings(described[0], theirs, process)
+    tables: dict[str, Any] = _facts(distinct)
+    structure = _trees([(process, index.tree) for process, index in distinct])
+    names = {leaf.name for leaf in tree.leaves(tree.from_json(structure))}
+    unnamed = sorted(names ^ {name for table in tables.values() for name in table})
+    if unnamed:
+        raise CoverageError(
+            f"the processes' trees do not fit together at {unnamed[0]!r}: a key is a str on some "
+            "and an int on others"
+        )
+    return replace(described[0], tree=structure, **tables)
+
+
+def _check_settings(ours: Index, theirs: Index, process: int) -> None:
+    for what in ("processes", "codecs", "metadata"):
+        mine, other = getattr(ours, what), getattr(theirs, what)
+        if mine != other:
+            raise CoverageError(
+                f"the processes save with different {what}: process 0 with {str(mine)[:80]}, "
+                f"process {process} with {str(other)[:80]}"
+            )
+
+
+def _facts(distinct: Sequence[tuple[int, Index]]) -> dict[str, dict[str, Any]]:
+    tables: dict[str, dict[str, Any]] = {kind: {} for kind in _SINGULAR}
+    first: dict[str, tuple[int, str, Any]] = {}
+    for process, index in distinct:
+        for kind in _SINGULAR:
+            for name, fact in getattr(index, kind).items():
+                known = first.setdefault(name, (process, kind, fact))
+                if known[1] != kind or not _agree(known[2], fact):
+                    raise _disagreement(name, known, (process, kind, fact))
+                tables[kind][name] = known[2]
+    return tables
+
+
+def _disagreement(
+    name: str, first: tuple[int, str, Any], second: tuple[int, str, Any]
+) -> CoverageError:
+    both = [f"process {process} has {_show(kind, fact)}" for process, kind, fact in (first, second)]
+    what = f"{_SINGULAR[first[1]]} " if first[1] == second[1] else ""
+    advice = ""
+    if what == "value ":
+        advice = ". Values that differ by process belong in unickpt.PerProcess"
+    return CoverageError(f"the processes disagree about {what}{name!r}: {', '.join(both)}{advice}")
+
+
+def _agree(mine: Any, other: Any) -> bool:
+    if mine is other:
+        return True
+    if isinstance(mine, ArrayEntry) and isinstance(other, ArrayEntry):
+        return mine == other or _agree_but_for_processes(mine, other)
+    if type(mine) is float and type(other) is float:
+        return struct.pack("<d", mine) == struct.pack("<d", other)
+    return type(mine) is type(other) and bool(mine == other)
+
+
+def _agree_but_for_processes(mine: ArrayEntry, other: ArrayEntry) -> bool:
+    """Whether two arrays are the same on a mesh per replica (tensor parallelism without data)."""
+    a, b = mine.layout, other.layout
+    if a is None or b is None or replace(mine, layout=b) != other:
+        return False
+    return (a.mesh.axes, a.mesh.shape, a.dims) == (b.mesh.axes, b.mesh.shape, b.dims)
+
+
+def _show(kind: str, fact: Any) -> str:
+    if isinstance(fact, ArrayEntry):
+        laid_out = "in boxes" if fact.layout is None else f"laid out {fact.layout}"
+        return f"{fact.dtype}{list(fact.shape)} {laid_out} in chunks of {list(fact.chunk)}"
+    if kind == "per_process":
+        return "a PerProcess"
+    return ("an alias of " if kind == "aliases" else "the value ") + repr(fact)[:80]
+
+
+def _trees(items: list[tuple[int, Any]]) -> Any:
+    """Joins trees two by two, so that large ones are not walked once per process."""
+    while len(items) > 1:
+        items = [_pair(items[i : i + 2]) for i in range(0, len(items), 2)]
+    return items[0][1]
+
+
+def _pair(items: Sequence[tuple[int, Any]]) -> tuple[int, Any]:
+    if len(items) == 1:
+        return items[0]
+    (first, ours), (second, theirs) = items
+    try:
+        return first, tree.merge(ours, theirs)
+    except ValueError as error:
+        raise CoverageError(
+            f"process {first} and process {second} save different trees: {error}"
+        ) from None
+
+
+# --- boxes --------------------------------------------------------------------------------------
+
+
+def with_boxes(index: Index, records: Records, names: Names) -> Index:
+    """The index with the boxes of arrays whose fragments the processes told one by one.
+
+    Raises:
+        CoverageError: they do not cover an array exactly once.
+    """
+    told: dict[str, list[tuple[Box, tuple[int, ...]]]] = {}
+    for process, record in records:
+        for number, boxes in record.boxes.items():
+            at = told.setdefault(names[process][number], [])
+            at += [(box, (process,)) for box in boxes]
+    arrays = dict(index.arrays)
+    for name, entry in index.arrays.items():
+        if entry.boxes == ():
+            boxes_of_all = tuple(told.get(name, ()))
+            check_boxes(entry, boxes_of_all)
+            arrays[name] = replace(entry, boxes=boxes_of_all)
+    return replace(index, arrays=arrays)
+
+
+def check_boxes(entry: ArrayEntry, boxes: Sequence[tuple[Box, tuple[int, ...]]]) -> None:
+    """Proves that boxes cover an array exactly once.
+
+    Raises:
+        CoverageError: names the array, and a hole or two boxes that overlap.
+    """
+    plain = [box for box, _ in boxes]
+    pair = overlap(plain)
+    if pair is not None:
+        (first, by_first), (second, by_second) = boxes[pair[0]], boxes[pair[1]]
+        raise CoverageError(
+            f"array {entry.name!r} of shape {list(entry.shape)}: {first} of process {by_first[0]} "
+            f"overlaps {second} of process {by_second[0]}; let one process alone give each element"
+        )
+    whole = Box.whole(entry.shape)
+    if sum(box.size for box in plain) != whole.size:
+        raise CoverageError(
+            f"array {entry.name!r} of shape {list(entry.shape)}: no process holds "
+            f"{uncovered(whole, plain)}"
+        )
+
+
+# --- chunks -------------------------------------------------------------------------------------
+
+
+def digest_table(index: Index, records: Records, names: Names) -> digests.Table:
+    """The digest table, as far as the records fill it; no chunk has two writers.
+
+    Raises:
+        CoverageError: two processes wrote different data for one chunk.
+    """
+    table = np.zeros(digests.length(index.arrays), digests.DTYPE)
+    table["process"] = _NOBODY
+    told = {name: span.start for name, span in digests.spans(index.arrays).items()}
+    for process, record in records:
+        if not len(record.chunks):
+            continue
+        where = _positions(index, told, names[process], record)
+        if where.max() >= len(table) or len(np.unique(where)) != len(where):
+            raise CoverageError(f"process {process} names chunks that there are not, or one twice")
+        taken = table["process"][where] != _NOBODY
+        if taken.any():
+            _refuse_second_writer(index, table, where[taken], process, record.chunks[taken])
+        fresh = where[~taken]
+        table["digest"][fresh] = record.chunks["digest"][~taken]
+        table["process"][fresh] = process
+    return table
+
+
+def _positions(index: Index, told: dict[str, int], names: Sequence[str], record: Record) -> Any:
+    """Where in the table the chunks of a record stand; moves `told` on past this process's boxes,
+    which follow each other in the order of the processes."""
+    numbers = record.chunks["array"]
+    base = np.zeros(len(names), np.int64)
+    for number in np.unique(numbers).tolist():
+        name = names[number]
+        base[number] = told[name]
+        if number in record.boxes:
+            entry = index.arrays[name]
+            told[name] += sum(plan.box_part(entry, box).count for box in record.boxes[number])
+    return base[numbers] + record.chunks["chunk"].astype(np.int64)
+
+
+def _refuse_second_writer(
+    index: Index, table: digests.Table, where: Any, process: int, rows: Any
+) -> None:
+    """Two writers of a chunk are tolerated only where replicas did not know of each other."""
+    differ = np.flatnonzero(table["digest"][where] != rows["digest"])
+    if differ.size:
+        position = int(where[differ[0]])
+        name, box = chunk_at(index, position)
+        raise CoverageError(
+            f"array {name!r}: processes {table['process'][position]} and {process} hold "
+            f"different data for {box}"
+        )
+
+
+def chunk_at(index: Index, position: int) -> tuple[str, Box]:
+    """Array name and box of the chunk at a position of the digest table."""
+    for name, entry in index.arrays.items():
+        for part in plan.parts(entry):
+            if position < part.count:
+                return name, part.chunk_box(position)
+            position -= part.count
+    raise IndexError(position)
+
+
+def requests(index: Index, table: digests.Table, names: Names) -> Requests:
+    """For chunks that nobody wrote: who does hold them, and so has to write them.
+
+    A plain tensor is taken to be on all processes. Where it is on some only (pipeline stages),
+    its planned writer may lack it, which shows here, when all have told what they have.
+
+    Returns:
+        For each process the positions of chunks by array name.
+
+    Raises:
+        CoverageError: no process holds a chunk.
+    """
+    holes = np.flatnonzero(table["process"] == _NOBODY)
+    found: Requests = {}
+    if not holes.size:
+        return found
+    having: dict[str, list[int]] = {}
+    for process, own in enumerate(names):
+        for name in own:
+            having.setdefault(name, []).append(process)
+    first = 0
+    for name, entry in index.arrays.items():
+        start = first
+        for part in plan.parts(entry):
+            low, high = np.searchsorted(holes, (first, first + part.count))
+            for position in holes[low:high].tolist():
+                box = part.chunk_box(position - first)
+                chosen = _holder(entry, box, having.get(name, []), position)
+                found.setdefault(chosen, {}).setdefault(name, []).append(position - start)
+            first += part.count
+    return found
+
+
+def _holder(entry: ArrayEntry, box: Box, having: Sequence[int], position: int) -> int:
+    """A process that holds a box; which one depends on `position`, to spread the work."""
+    turn = position % max(1, len(having))
+    for process in [*having[turn:], *having[:turn]]:
+        if _holds(entry, process, box):
+            return process
+    raise CoverageError(
+        f"array {entry.name!r} of shape {list(entry.shape)}: no process holds {box}. Its layout is "
+        f"{entry.layout}; processes {some(having)} have it in their tree"
+    )
+
+
+def _holds(entry: ArrayEntry, process: int, box: Box) -> bool:
+    if entry.layout is not None:
+        return any(b.contains(box) for b in entry.layout.local(entry.shape, process))
+    return any(process in holders and b.contains(box) for b, holders in entry.boxes or ())
+
+
+def per_process(index: Index, records: Records) -> dict[str, PerProcessEntry]:
+    """Size and digest of every process's value of each per-process leaf.
+
+    Raises:
+        CoverageError: a process has none.
+    """
+    for process, record in records:
+        missing = sorted(index.per_process.keys() - record.blobs.keys())
+        if missing:
+            raise CoverageError(
+                f"process {process} has no value for the PerProcess leaf {missing[0]!r}; every "
+                "process must save one"
+            )
+    return {
+        name: PerProcessEntry(tuple(record.blobs[name] for _, record in records))
+        for name in index.per_process
+    }
+
+
+def some(items: Sequence[int]) -> str:
+    """A few numbers for a message."""
+    return ", ".join(map(str, items[:8])) + (", ..." if len(items) > 8 else "")
