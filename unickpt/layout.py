@@ -6,7 +6,8 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -39,13 +40,18 @@ class Mesh:
         if any(n < 1 for n in self.shape) or math.prod(self.shape) != len(self.processes):
             raise ValueError(f"mesh of shape {self.shape} lists {len(self.processes)} devices")
 
+    @cached_property
+    def grid(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The process of each device, in the shape of the mesh."""
+        return np.asarray(self.processes, dtype=np.int64).reshape(self.shape)
+
     def size(self, axis: str) -> int:
         """Number of devices along `axis`."""
         return self.shape[self.axes.index(axis)]
 
     def coordinates(self, process: int) -> list[Coordinate]:
         """Coordinates of the devices that belong to `process`."""
-        hits = np.flatnonzero(np.asarray(self.processes, dtype=np.int64) == process)
+        hits = np.flatnonzero(self.grid == process)
         return [tuple(int(c) for c in np.unravel_index(int(h), self.shape)) for h in hits]
 
     def __str__(self) -> str:
@@ -111,12 +117,11 @@ class Layout:
     def replicas(self, coordinate: Coordinate) -> tuple[int, ...]:
         """The processes that hold what the device at `coordinate` holds, ascending."""
         used = {axis for dim in self.dims for axis in dim}
-        grid = np.asarray(self.mesh.processes, dtype=np.int64).reshape(self.mesh.shape)
         pick = tuple(
             c if axis in used else slice(None)
             for axis, c in zip(self.mesh.axes, coordinate, strict=True)
         )
-        return tuple(int(p) for p in np.unique(grid[pick]))
+        return tuple(int(p) for p in np.unique(self.mesh.grid[pick]))
 
     def fragments(self, shape: Sequence[int]) -> Iterator[tuple[Box, tuple[int, ...]]]:
         """Every distinct non-empty box with the processes that hold it."""
