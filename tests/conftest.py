@@ -92,6 +92,7 @@ class Processes:
                     "JAX_WORLD": str(world),
                     "JAX_ID": str(process),
                     "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+                    "NPROC": "32",  # XLA's threads; gloo's collectives can block all of a few
                 },
             )
             for process in range(world)
