@@ -1,0 +1,101 @@
+"""The README's example and how-tos, run as they stand there."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Processes
+
+import unickpt
+
+README = Path(__file__).parent.parent.joinpath("README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
+
+
+def block(word: str) -> str:
+    (found,) = (text for text in BLOCKS if word in text)
+    return found
+
+
+def test_the_example_in_both_frameworks(processes: Processes, tmp_path: Path) -> None:
+    here = str(tmp_path / "step_100")
+    save = block("# save.py").replace("/tmp/run/step_100", here)
+    load = block("# load.py").replace("/tmp/run/step_100", here)
+    assert len((save + load).splitlines()) <= 15
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    processes.finish([processes.start(save, env=flags)])
+    check = (
+        "\nassert state['step'] == 100"
+        "\nassert (state['params']['w'].to_local() == 1).all() and w.to_local().shape[1] == 128"
+        "\nimport torch.distributed; torch.distributed.destroy_process_group()"
+    )
+    processes.finish(processes.torch(4, load + check))
+
+
+def run(word: str, **names: Any) -> dict[str, Any]:
+    """Runs a block with the names that it takes for granted, in the current directory."""
+    exec(block(word), names)
+    return names
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_model_and_its_optimizer() -> None:
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    fresh = torch.nn.Linear(3, 2)
+    save, load = block('"optim": optimizer, "step": 1').splitlines()
+    exec(save, {"unickpt": unickpt, "model": model, "optimizer": optimizer})
+    again = torch.optim.AdamW(fresh.parameters())
+    exec(load, {"unickpt": unickpt, "model": fresh, "optimizer": again})
+    assert torch.equal(fresh.weight, model.weight)
+    assert len(again.state_dict()["state"]) == 2
+
+
+def test_into_jax_on_another_mesh() -> None:
+    jax = pytest.importorskip("jax")
+    init = lambda key: {"w": jax.random.normal(key, (8, 4))}  # noqa: E731
+    unickpt.save("ckpt/step_1", init(jax.random.key(0)))
+    mesh = jax.make_mesh((8,), ("x",))
+    shardings = {"w": jax.NamedSharding(mesh, jax.P("x"))}
+    state = run("abstract = ", jax=jax, init=init, shardings=shardings, unickpt=unickpt)["state"]
+    assert state["w"].sharding == shardings["w"]
+    assert np.array_equal(state["w"], init(jax.random.key(0))["w"])
+
+
+def test_looking_inside() -> None:
+    unickpt.save("run/step_100", {"params": {"w": np.arange(60).reshape(30, 2)}, "step": 1})
+    text = block("reads one small object").replace("s3://bucket/", "")
+    exec(text, {"unickpt": unickpt})
+
+
+def test_elements_held_in_ones_own_way() -> None:
+    flat = np.arange(4096 * 1024, dtype=np.float32)
+    names = {"start": 0, "flat_tensor": flat, "rows": flat[: 10 * 1024].reshape(10, 1024)}
+    lines = block("LocalFragments.flat").splitlines()
+    kept = "\n".join(line for line in lines if "any boxes" not in line)
+    exec(kept, {**names, "path": "x", "unickpt": unickpt})
+    exec("\n".join(lines[:4]), names)
+    assert os.path.exists("x")
+
+
+def test_what_differs_by_process() -> None:
+    torch = pytest.importorskip("torch")
+    rng = run("PerProcess(torch", torch=torch, path="x", unickpt=unickpt)["rng"]
+    assert torch.equal(rng, torch.get_rng_state())
+
+
+def test_processes_that_no_framework_knows() -> None:
+    run("job-8231", index=0, count=1, path="x", tree={"a": 1}, unickpt=unickpt)
+    assert unickpt.load("x") == {"a": 1}
