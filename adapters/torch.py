@@ -62,8 +62,9 @@ def source(leaf: Any, group: Group) -> ArraySource:
         def read(wanted: Box) -> Array:
             return _host(local[wanted.relative_to(start).slices])
 
-        at = leaf.device_mesh.get_coordinate()
-        fragments = (Fragment(box, layout.replicas(tuple(at)), read),)
+        _, at = _grid(leaf.device_mesh, dist.get_rank())
+        assert at is not None, "a rank with a box is in the mesh"
+        fragments = (Fragment(box, layout.replicas(at), read),)
     shape = tuple(leaf.shape)
     identity = (_tie(local), shape, layout)
     return ArraySource(shape, _TO_NUMPY[leaf.dtype], fragments, layout, identity=identity)
@@ -88,7 +89,8 @@ def expand(obj: Any, name: str, stored: Mapping[str, Any] | None) -> Expansion |
         loaded = children[0]
         first: dict[int, Any] = {}
         for key, old in state.items():  # tied parameters stay one
-            loaded[key] = first.setdefault(id(old), loaded[key])
+            if isinstance(old, torch.Tensor):
+                loaded[key] = first.setdefault(id(old), loaded[key])
         obj.load_state_dict(loaded, assign=True)
         return obj
 
@@ -97,8 +99,10 @@ def expand(obj: Any, name: str, stored: Mapping[str, Any] | None) -> Expansion |
 
 def _expand_optimizer(
     optimizer: torch.optim.Optimizer, name: str, stored: Mapping[str, Any] | None
-) -> Expansion:
+) -> Expansion | None:
     state = optimizer.state_dict()
+    if not isinstance(state.get("state"), dict):
+        return None  # not as torch's own; its state_dict is stored as it is
     if stored is not None:
         prefix = f"{name}/state/" if name else "state/"
         state["state"] |= _fresh_state(optimizer, state["state"], prefix, stored)
@@ -255,8 +259,7 @@ def _is_dtensor(leaf: torch.Tensor) -> bool:
 
 def _dtensor(leaf: Any) -> tuple[Layout, Box | None, torch.Tensor]:
     """Layout, this rank's box (None where it is not in the mesh), and the local tensor."""
-    mesh = leaf.device_mesh
-    grid = _grid(mesh)
+    grid, at = _grid(leaf.device_mesh, dist.get_rank())
     order = _shard_order(leaf, grid.shape)
     layout = Layout(grid, tuple(tuple(grid.axes[m] for m in dims) for dims in order))
     with torch.no_grad():
@@ -264,10 +267,9 @@ def _dtensor(leaf: Any) -> tuple[Layout, Box | None, torch.Tensor]:
     if hasattr(local, "wait"):  # the result of an asynchronous collective
         local = local.wait()
     local = _memory(local)
-    at = mesh.get_coordinate()
     if at is None:
         return layout, None, local
-    box = layout.box(tuple(leaf.shape), tuple(at))
+    box = layout.box(tuple(leaf.shape), at)
     if box.shape != tuple(local.shape) and not (box.empty and local.numel() == 0):
         raise TypeError(
             f"placements {tuple(leaf.placements)} on {grid} give this rank the box {box}, but its "
@@ -278,9 +280,24 @@ def _dtensor(leaf: Any) -> tuple[Layout, Box | None, torch.Tensor]:
 
 
 @lru_cache(maxsize=64)
-def _grid(mesh: Any) -> Mesh:
+def _grid(mesh: Any, rank: int) -> tuple[Mesh, tuple[int, ...] | None]:
+    """A device mesh in the order of its process groups, and where `rank` stands in it.
+
+    Process groups sort their ranks, so collectives and FSDP2, and with them `full_tensor`, order
+    the shards along a mesh dimension by rank, even where the mesh lists them otherwise.
+    """
     names = tuple(mesh.mesh_dim_names or (f"dim_{i}" for i in range(mesh.ndim)))
-    return Mesh(names, tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()))
+    listed = mesh.mesh.numpy()
+    places = np.stack([listed.argsort(d).argsort(d) for d in range(listed.ndim)], axis=-1)
+    grid = np.full(listed.shape, -1)
+    grid[tuple(np.moveaxis(places, -1, 0))] = listed
+    if (grid < 0).any():
+        raise TypeError(
+            f"the process groups of the mesh {listed.tolist()} order its ranks in contradictory "
+            "ways; list the ranks of a mesh in ascending order along each dimension"
+        )
+    at = places[listed == rank].tolist()
+    return Mesh(names, grid.shape, tuple(grid.flatten().tolist())), tuple(at[0]) if at else None
 
 
 def _shard_order(leaf: Any, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -417,5 +434,5 @@ def _undo_casts(optimizer: torch.optim.Optimizer, loaded: Mapping[Any, Any]) -> 
         held = optimizer.state.get(params[at], {}) if at in range(len(params)) else {}
         for slot, value in slots.items() if held else ():
             now = held.get(slot)
-            if isinstance(now, torch.Tensor) and now.dtype != value.dtype:
+            if isinstance(now, torch.Tensor) and now.dtype != getattr(value, "dtype", now.dtype):
                 held[slot] = value.to(now.device)

@@ -21,14 +21,14 @@ def message(stored: Any, like: Any, **options: Any) -> str:
 def test_all_differences_in_one_table() -> None:
     text = message(
         {"w": np.zeros((2, 3)), "b": np.zeros(3, np.float32), "old": np.zeros(1), "step": 3},
-        {"w": np.zeros((3, 2)), "b": np.zeros(3), "new": np.zeros(1), "step": 3.0},
+        {"w": np.zeros((3, 2)), "b": np.zeros(3), "new": np.zeros(1), "step": np.zeros(2)},
     )
     rows = [line.split() for line in text.splitlines()]
     assert ["w", "shape", "[2,", "3]", "[3,", "2]"] in rows
     assert ["b", "dtype", "float32", "float64"] in rows
     assert ["new", "missing", "-", "float64[1]"] in rows
     assert ["old", "unexpected", "float64[1]", "-"] in rows
-    assert ["step", "kind", "plain", "int", "plain", "float"] in rows
+    assert ["step", "kind", "plain", "int", "float64[2]"] in rows
     assert "5 differences" in text
     assert "cast=True" in text
     assert "strict=False" in text
@@ -75,3 +75,9 @@ def test_a_0d_array_loads_into_a_plain_number_of_its_kind() -> None:
     for wrong in (0.0, True, "7", None):
         with pytest.raises(unickpt.LoadMismatch, match="kind"):
             unickpt.load(path, {"step": wrong, "lr": 0.0, "on": False})
+
+
+def test_a_plain_value_comes_back_as_it_was_stored_whatever_plain_value_is_asked() -> None:
+    path = "memory://mismatch/plain"
+    unickpt.save(path, {"lr": 0.5, "fused": None}, overwrite=True)
+    assert unickpt.load(path, {"lr": 1, "fused": True}) == {"lr": 0.5, "fused": None}

@@ -66,9 +66,14 @@ class Run:
     """A training run; the same batches in the same order for everyone."""
 
     def __init__(
-        self, optimizer: str, scheduler: str = "StepLR", dtype: Any = torch.float32, seed: int = 0
+        self,
+        optimizer: str,
+        scheduler: str = "StepLR",
+        dtype: Any = torch.float32,
+        seed: int = 0,
+        device: str = "cpu",
     ) -> None:
-        self.model = Model(dtype, seed)
+        self.model = Model(dtype, seed).to(device)
         self.optimizer = OPTIMIZERS[optimizer](list(self.model.parameters()))
         self.scheduler = SCHEDULERS[scheduler](self.optimizer)
         self.step = 0
@@ -78,7 +83,7 @@ class Run:
         for _ in range(steps):
             batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(self.step))
             self.optimizer.zero_grad()
-            loss = self.model(batch).square().mean()
+            loss = self.model(batch.to(self.model.scale.device)).square().mean()
             loss.backward()
             self.optimizer.step()
             plateau = isinstance(self.scheduler, schedulers.ReduceLROnPlateau)
@@ -175,6 +180,33 @@ def test_an_optimizer_without_a_stored_state_is_loaded_too(tmp_path: Path) -> No
     assert other.train(2) == Run("Adam").train(2)
 
 
+def test_an_optimizer_as_the_root(tmp_path: Path) -> None:
+    run = Run("Adam")
+    run.train(2)
+    unickpt.save(tmp_path / "c", run.optimizer)
+    other = Run("Adam", seed=1).optimizer
+    assert unickpt.load(tmp_path / "c", other) is other
+    assert bits(other.state_dict()) == bits(run.optimizer.state_dict())
+
+
+class Odd(optim.SGD):
+    """Has a state_dict of its own form."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"own": torch.tensor([self.param_groups[0]["lr"]])}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.param_groups[0]["lr"] = state["own"].item()
+
+
+def test_an_optimizer_with_a_state_dict_of_its_own(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    unickpt.save(tmp_path / "c", {"opt": Odd([weight], lr=0.5)})
+    other = Odd([weight], lr=0.25)
+    unickpt.load(tmp_path / "c", {"opt": other})
+    assert other.param_groups[0]["lr"] == 0.5
+
+
 class Wide(optim.Optimizer):
     """Keeps a float32 master copy and moment of bfloat16 parameters, as many trainers do."""
 
@@ -249,3 +281,10 @@ def test_another_number_of_parameters_is_told_by_name(tmp_path: Path) -> None:
     fewer = OPTIMIZERS["SGD momentum"](list(run.model.parameters())[:3])
     with pytest.raises(unickpt.LoadMismatch, match=r"opt/state/4/momentum_buffer +unexpected"):
         unickpt.load(tmp_path / "c", {"opt": fewer})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("optimizer", ["SGD momentum", "Adam, fused", "AdamW, amsgrad", "NAdam"])
+def test_cuda_training_goes_on(optimizer: str, tmp_path: Path) -> None:
+    check_resume(tmp_path / "c", optimizer=optimizer, dtype=torch.bfloat16, device="cuda")

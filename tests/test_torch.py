@@ -423,6 +423,26 @@ def test_a_module_is_saved_and_loaded_as_it_is(device: str, tmp_path: Path) -> N
     assert all(isinstance(p, torch.nn.Parameter) for p in other.parameters())
 
 
+class Counter(torch.nn.Module):
+    """Its extra state is a plain value, which equals its twin's before loading."""
+
+    def __init__(self, count: int, device: str) -> None:
+        super().__init__()
+        self.weight, self.count = torch.nn.Parameter(torch.ones(2, device=device)), count
+
+    def get_extra_state(self) -> int:
+        return self.count
+
+    def set_extra_state(self, state: int) -> None:
+        self.count = state
+
+
+def test_extra_states_of_a_meta_module_stay_apart(tmp_path: Path) -> None:
+    save(tmp_path / "c", torch.nn.ModuleList([Counter(3, "cpu"), Counter(4, "cpu")]))
+    meta = torch.nn.ModuleList([Counter(0, "meta"), Counter(0, "meta")])
+    assert [m.count for m in unickpt.load(tmp_path / "c", meta)] == [3, 4]
+
+
 def test_a_module_as_the_root_and_its_state_dict_are_one_tree(tmp_path: Path) -> None:
     model = tied_model()
     save(tmp_path / "module", model)

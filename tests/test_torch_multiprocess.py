@@ -22,7 +22,7 @@ def check(processes: Processes, world: int, root: Path, *cases: str) -> None:
     """Starting ranks takes seconds, so all cases of a world run in one launch."""
     tests = Path(__file__).parent
     outputs = processes.finish(processes.torch(world, SCRIPT, tests, root, *cases))
-    outcomes = json.loads(outputs[0])
+    outcomes = json.loads(outputs[0].splitlines()[-1])
     assert outcomes
     failed = {name: text for name, text in outcomes.items() if text != "ok"}
     assert not failed, "\n\n".join(f"{name}\n{text}" for name, text in failed.items())

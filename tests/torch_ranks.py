@@ -122,7 +122,7 @@ def meshes() -> list[DeviceMesh]:
         6: [(6,), (3, 2), (2, 3), (1, 3, 2)],
         8: [(8,), (2, 2, 2), (4, 2), (2, 2, 1, 2)],
     }[world]
-    parts: list[Any] = [[1, 2], [[world - 1, 0], [1, 2]], [2]]
+    parts: list[Any] = [[1, 2], [[0, 2], [1, world - 1]], [2]]
     found = [
         init_device_mesh("cpu", grid, mesh_dim_names=("a", "b", "c", "d")[: len(grid)])
         for grid in grids
@@ -235,9 +235,6 @@ class Blocks(torch.nn.Module):
         return self
 
 
-ROWS = (7, 1, 2, 5, 6, 13)
-
-
 def fsdp_over_tp(mesh: DeviceMesh, rows: int, device: str = "cpu") -> Blocks:
     tensor_parallel = {"wide": ColwiseParallel(), "narrow": RowwiseParallel()}
     model = Blocks(rows).to(device)
@@ -248,8 +245,8 @@ def fsdp_over_tp(mesh: DeviceMesh, rows: int, device: str = "cpu") -> Blocks:
     return model
 
 
-def check_fsdp_over_tp(folder: Path, mesh: DeviceMesh) -> None:
-    for rows in ROWS:
+def check_fsdp_over_tp(folder: Path, mesh: DeviceMesh, rows_of_wide: Sequence[int]) -> None:
+    for rows in rows_of_wide:
         path = folder / str(rows)
         model = fsdp_over_tp(mesh, rows)
         save(path, model)
@@ -273,13 +270,15 @@ def check_fsdp_over_tp(folder: Path, mesh: DeviceMesh) -> None:
 @ranks(6)
 def fsdp2_over_tensor_parallelism(folder: Path) -> None:
     """dp=3, tp=2, 7 rows: torch's own offsets are wrong there."""
-    check_fsdp_over_tp(folder, init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp")))
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+    check_fsdp_over_tp(folder, mesh, (7, 1, 2, 5, 6, 13))
 
 
 @ranks(6, 8)
 def hybrid_sharding_over_tensor_parallelism(folder: Path) -> None:
     grid = {6: (1, 3, 2), 8: (2, 2, 2)}[dist.get_world_size()]
-    check_fsdp_over_tp(folder, init_device_mesh("cpu", grid, mesh_dim_names=("rep", "dp", "tp")))
+    mesh = init_device_mesh("cpu", grid, mesh_dim_names=("rep", "dp", "tp"))
+    check_fsdp_over_tp(folder, mesh, (7, 2))
 
 
 @ranks(6)
@@ -309,15 +308,42 @@ def a_shard_order_other_than_left_to_right(folder: Path) -> None:
 
 @ranks(6)
 def meshes_on_which_some_ranks_have_no_part(folder: Path) -> None:
-    part = DeviceMesh("cpu", [4, 1], mesh_dim_names=("part",))
+    part = DeviceMesh("cpu", [1, 4], mesh_dim_names=("part",))
     save(folder / "c", {"w": spread(numbers(7, 3), part, [Shard(0)])})
     layout = check(folder / "c", "w", numbers(7, 3)).layout
-    assert layout.mesh.processes == (4, 1)
+    assert layout.mesh.processes == (1, 4)
     like = spread(torch.zeros(7, 3), part, [Shard(1)])
     got = unickpt.load(folder / "c", {"w": like})["w"]
     assert raw(got) == raw(spread(numbers(7, 3), part, [Shard(1)]))
     meta = unickpt.load(folder / "c", {"w": torch.empty_like(like, device="meta")})["w"]
     assert (raw(meta), meta.placements, meta.device.type) == (raw(got), got.placements, "cpu")
+
+
+@ranks(4)
+def meshes_that_list_ranks_out_of_order(folder: Path) -> None:
+    """Process groups sort their ranks; the truth is what torch itself gathers."""
+    names, places = ("dp", "tp"), (Shard(0), Shard(1))
+    reverse = DeviceMesh("cpu", [[3, 2], [1, 0]], mesh_dim_names=names)
+    full = numbers(4, 6)
+    scattered = distribute_tensor(full, reverse, places)
+    assert torch.equal(scattered.full_tensor(), full)
+    save(folder / "reverse", {"w": scattered})
+    assert check(folder / "reverse", "w", full).layout.mesh.processes == (0, 1, 2, 3)
+    like = distribute_tensor(torch.zeros(4, 6), reverse, places)
+    assert raw(unickpt.load(folder / "reverse", {"w": like})["w"]) == raw(scattered)
+
+    model, other = Blocks(7), Blocks(7).zeroed()
+    for m in (model, other):
+        fully_shard(m, mesh=DeviceMesh("cpu", [2, 0, 3, 1], mesh_dim_names=("dp",)))
+    save(folder / "fsdp", model)
+    for name, whole in Blocks(7).state_dict().items():
+        check(folder / "fsdp", name, whole)
+    assert same_local_state(unickpt.load(folder / "fsdp", other), model)
+
+    tangled = DeviceMesh("cpu", [[0, 3], [2, 1]], mesh_dim_names=names)
+    tree = {"w": DTensor.from_local(torch.ones(2, 3), tangled, places)}
+    words = ("'w'", "[[0, 3], [2, 1]]", "contradictory", "ascending order")
+    fails(unickpt.UnsupportedLeaf, lambda: save(folder / "tangled", tree), *words)
 
 
 @ranks(6)

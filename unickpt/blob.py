@@ -61,6 +61,8 @@ def decode(data: bytes, like: Any, among: Sequence[Adapter]) -> Any:
         found = {name: values.from_json(v) for name, v in body["values"].items()}
         found |= {name: _array(a) for name, a in body["arrays"].items()}
         root = tree.from_json(body["tree"])
+        if {leaf.name for leaf in tree.leaves(root)} != set(found):
+            raise ValueError("its tree and its leaves do not fit together")
     except (KeyError, TypeError, AttributeError, RecursionError, ValueError) as error:
         raise ValueError(f"a per-process value is malformed: {error!r}") from None
     if like is not None:

@@ -76,9 +76,17 @@ def zarr_metadata(entry: ArrayEntry, part: Part, codecs: Codecs) -> dict[str, An
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(part.chunk)}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "fill_value": fill,
-        "codecs": [to_bytes, *codecs],
+        "codecs": [to_bytes, *(_complete(codec, itemsize) for codec in codecs)],
         "attributes": {},
     }
+
+
+def _complete(codec: Mapping[str, Any], itemsize: int) -> Mapping[str, Any]:
+    """A codec with the settings that depend on the array."""
+    if codec["name"] != "blosc":
+        return codec
+    settings = {"typesize": itemsize, "blocksize": 0, **codec["configuration"]}
+    return {**codec, "configuration": settings}
 
 
 def zarr_json(metadata: Mapping[str, Any]) -> bytes:
@@ -178,9 +186,10 @@ class ChunkStore:
                 self.check_backed(entry, part)
                 target.write(self.array(entry, part)[local.slices]).result()
         except FAILURES as error:
-            raise self._explained(error, f"{self.location}: array {entry.name!r} {box}") from error
+            raise self.explained(error, f"{self.location}: array {entry.name!r} {box}") from error
 
-    def _explained(self, error: Exception, where: str) -> Exception:
+    def explained(self, error: Exception, where: str) -> Exception:
+        """What to raise for a failure to read: damage, the storage's fault, or another's save."""
         try:
             replaced = self.location.was_replaced(self.context)
         except FAILURES:
@@ -247,12 +256,15 @@ def translate(error: Exception, where: str, *, reading: bool = True) -> Exceptio
         reading: whether the storage was asked for what a checkpoint should hold; what goes wrong
             while writing is never the fault of stored data.
     """
-    match = _STATUS.match(str(error))
+    text, _, answer = str(error).partition(" [http_response")
+    match = _STATUS.match(text)
     # TensorStore's INVALID_ARGUMENT carries no name of its status.
     nameless = match is None and reading and isinstance(error, ValueError)
     if match is None and not nameless and not isinstance(error, OSError):
         return error
-    if reading and (nameless or (match and match[1] in _DAMAGE)) and "HTTP" not in str(error):
-        detail = str(error)[match.end() :] if match else str(error)
+    damaged = nameless or (match is not None and match[1] in _DAMAGE)
+    # What a server answers is no fault of stored data, except that an object is too short.
+    if reading and damaged and (not answer or text.startswith("OUT_OF_RANGE")):
+        detail = text[match.end() :] if match else text
         return CheckpointCorrupt(f"{where}: stored data is damaged or missing: {detail}")
-    return StorageError(f"{where}: the storage failed: {error}")
+    return StorageError(f"{where}: the storage failed: {text}")

@@ -95,6 +95,7 @@ class Attempt:
         # Whether it is certain that nobody commits what this process wrote.
         self._hopeless = True
         self._totals: Totals | None = None
+        self._unsaid = b""
         self._looked = time.monotonic()
 
     def check_destination(self, overwrite: bool) -> None:
@@ -110,7 +111,13 @@ class Attempt:
                 f"{self.location} holds other files ({', '.join(foreign[:3])}, ...); give a new "
                 "or empty directory"
             )
-        found = self._read_root()
+        try:
+            found = self._read_root()
+            # S3 says of a bucket that does not exist only that it lacks the object; if OCDBT then
+            # writes there, TensorStore ends the process. A list tells.
+            self._notes.list().result()
+        except chunks.FAILURES as error:
+            raise chunks.translate(error, str(self.location), reading=False) from error
         if found.digest and not overwrite:
             raise CheckpointExists(
                 f"{self.location} already holds a checkpoint; pass overwrite=True to replace it, "
@@ -163,9 +170,14 @@ class Attempt:
     def publish_error(self, error: BaseException) -> None:
         """Tells the others why this process gives up; does nothing in a job of one."""
         note = {"message": str(error) or type(error).__name__, "hopeless": self._hopeless}
+        self._unsaid = json.dumps(note).encode()
+        self._say()
+
+    def _say(self) -> None:
         with suppress(Exception):  # the storage itself may be what failed
-            if self.group.count > 1 and not self.location.foreign_files():
-                self._notes.write(self._own_error, json.dumps(note).encode()).result()
+            if self._unsaid and self.group.count > 1 and not self.location.foreign_files():
+                self._notes.write(self._own_error, self._unsaid).result()
+                self._unsaid = b""
 
     def check_others(self) -> None:
         """Raises `ProcessFailed` with the message of a process that gave up."""
@@ -216,6 +228,7 @@ class Attempt:
                 self.database(self.group.index).remove(self.context)
                 if self.group.index == 0:
                     self._folder.child("root").remove(self.context)
+        self._say()  # a full disk may have room for a note now
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
@@ -384,10 +397,7 @@ class Attempt:
     # --- the root ------------------------------------------------------------------------------
 
     def _read_root(self) -> _Root:
-        try:
-            read = self._root.read(MANIFEST).result()
-        except chunks.FAILURES as error:
-            raise chunks.translate(error, str(self.location), reading=False) from error
+        read = self._root.read(MANIFEST).result()
         return _Root(_digest(read.value) if read.state == "value" else "", read.stamp.generation)
 
     def _build_root(self, index: Index, table: digests.Table) -> bytes:

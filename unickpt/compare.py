@@ -94,7 +94,7 @@ def _same_kind(value: Any, found: Any, per_process: bool) -> bool:
         return per_process and isinstance(value, PerProcess)
     if isinstance(found, ArrayEntry):
         return is_number(value, found)
-    return type(value) is type(found) and values.is_plain(found)
+    return values.is_plain(value) and values.is_plain(found)
 
 
 def is_number(value: Any, entry: ArrayEntry) -> bool:

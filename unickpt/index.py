@@ -214,10 +214,16 @@ class _Reader:
 def _ints(items: Any, low: int, at: str) -> tuple[int, ...]:
     if not isinstance(items, list):
         raise _Bad(f"{at} is {str(items)[:80]!r}, not a list")
-    for item in items:
-        if type(item) is not int or not low <= item < _MAX_EXTENT:
-            raise _Bad(f"{at} holds {str(item)[:80]!r}")
+    if any(kind is not int for kind in map(type, items)) or (
+        items and not low <= min(items) <= max(items) < _MAX_EXTENT
+    ):
+        raise _Bad(f"{at} holds {_first_bad(items, low)[:80]!r}")
     return tuple(items)
+
+
+def _first_bad(items: list[Any], low: int) -> str:
+    bad = (x for x in items if type(x) is not int or not low <= x < _MAX_EXTENT)
+    return str(next(bad))
 
 
 def _decode(r: _Reader, partial: bool) -> Index:

@@ -198,9 +198,10 @@ def digest_table(index: Index, records: Records, names: Names) -> digests.Table:
     Raises:
         CoverageError: two processes wrote different data for one chunk.
     """
-    table = np.zeros(digests.length(index.arrays), digests.DTYPE)
+    spans = digests.spans(index.arrays)
+    table = np.zeros(max((span.stop for span in spans.values()), default=0), digests.DTYPE)
     table["process"] = _NOBODY
-    told = {name: span.start for name, span in digests.spans(index.arrays).items()}
+    told = {name: span.start for name, span in spans.items()}
     for process, record in records:
         if not len(record.chunks):
             continue

@@ -136,8 +136,6 @@ def _flatten(
 
 
 def _key_problem(keys: tuple[Any, ...]) -> str | None:
-    if len(set(keys)) != len(keys):
-        return "a key stands twice"
     for key in keys:
         if isinstance(key, bool) or not isinstance(key, str | int):
             return f"key {key!r} is a {type(key).__name__}; keys must be str or int"
@@ -146,7 +144,7 @@ def _key_problem(keys: tuple[Any, ...]) -> str | None:
                 key.encode()
             except UnicodeEncodeError:
                 return f"key {key!r} is not valid Unicode text"
-    return None
+    return "a key stands twice" if len(set(keys)) != len(keys) else None
 
 
 def child_names(kind: str, keys: tuple[Key, ...], name: str) -> list[str]:
