@@ -155,6 +155,7 @@ class JaxTarget:
 
     def __init__(self, leaf: Any) -> None:
         self.prng: str | None = None
+        self.abstract = isinstance(leaf, jax.ShapeDtypeStruct)
         self.identity: Hashable = None  # arrays are made anew, so two leaves never share memory
         shape, dtype, self._impl = tuple(leaf.shape), leaf.dtype, None
         if _is_key(dtype):

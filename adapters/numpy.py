@@ -54,6 +54,7 @@ def group() -> Group | None:
 class NumpyTarget:
     """Fills a writable array in place; read-only ones and scalars are replaced."""
 
+    abstract = False
     prng: str | None = None
 
     def __init__(self, leaf: Any, array: Array) -> None:

@@ -153,20 +153,20 @@ class TorchTarget:
 
     def __init__(self, leaf: Any) -> None:
         self.leaf, self.shape, self.dtype = leaf, tuple(leaf.shape), _TO_NUMPY[leaf.dtype]
-        self.meta: bool = leaf.is_meta
+        self.abstract: bool = leaf.is_meta
         box: Box | None = Box.whole(self.shape)
         if _is_dtensor(leaf):
             _, box, local = _dtensor(leaf)
         else:
             local = _memory(leaf)
-        if not self.meta and _may_overlap(local):
+        if not self.abstract and _may_overlap(local):
             raise TypeError(
                 f"elements of the tensor share memory (strides {tuple(local.stride())}), so it "
                 "cannot be filled; make it contiguous first"
             )
         self.boxes: Sequence[Box] = () if box is None else (box,)
-        self.identity: Hashable = None if self.meta else _tie(local)
-        self._filled: Any = None if self.meta else leaf
+        self.identity: Hashable = None if self.abstract else _tie(local)
+        self._filled: Any = None if self.abstract else leaf
         self._local = local
 
     def _materialise(self) -> None:
@@ -202,7 +202,7 @@ class TorchTarget:
                     self._local.copy_(_as_torch(buffer, self.leaf.dtype))
         elif not new.is_inference():  # autograd did not see NumPy write
             torch.autograd.graph.increment_version(new)
-        if not self.meta:
+        if not self.abstract:
             return new
         if isinstance(self.leaf, torch.nn.Parameter):
             return torch.nn.Parameter(new, requires_grad=self.leaf.requires_grad)

@@ -117,5 +117,9 @@ def test_malformed_fragments_are_refused() -> None:
         LocalFragments.flat((9, 9), [(0, x)])
     with pytest.raises(ValueError, match="contiguous"):
         LocalFragments.flat((9, 9), [(0, np.zeros(20)[::2])])
+    unickpt.save("memory://local/read_only", {"x": np.zeros(4, np.float32)}, overwrite=True)
+    read_only = np.broadcast_to(np.float32(0), (4,))
+    with pytest.raises(unickpt.UnsupportedLeaf, match=r"\[0:4\] cannot be filled in place"):
+        unickpt.load("memory://local/read_only", {"x": LocalFragments.whole(read_only)})
     with pytest.raises(unickpt.UnsupportedLeaf, match="need a dtype"):
         unickpt.save("memory://local/none", {"x": LocalFragments((2,), [])})

@@ -66,13 +66,15 @@ class ArrayTarget(Protocol):
     `boxes` are the distinct, possibly overlapping boxes that this process wants. `buffer(i)` gives
     writable host memory of the shape of `boxes[i]`, the destination itself where that is possible.
     `finish` gets these buffers, filled, and returns the leaf. `identity` is equal for leaves that
-    share memory, `prng` is the implementation of a typed PRNG key.
+    share memory, and None where loading makes new memory; `abstract` leaves hold no data that they
+    could keep; `prng` is the implementation of a typed PRNG key.
     """
 
     shape: tuple[int, ...]
     dtype: DType
     boxes: Sequence[Box]
     identity: Hashable
+    abstract: bool
     prng: str | None
 
     def buffer(self, position: int) -> Array: ...

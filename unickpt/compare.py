@@ -86,7 +86,7 @@ def _abstract(value: Any, target: ArrayTarget | None) -> bool:
     """Whether a leaf of `like` holds no data that it could keep."""
     if isinstance(value, PerProcess):
         return value.value is None
-    return getattr(target, "meta", False) or type(value).__name__ == "ShapeDtypeStruct"
+    return target is not None and target.abstract
 
 
 def _same_kind(value: Any, found: Any, per_process: bool) -> bool:

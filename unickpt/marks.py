@@ -136,13 +136,16 @@ class LocalTarget:
     """Fills the fragments' own memory."""
 
     identity: Hashable = None
+    abstract = False
     prng: str | None = None
 
     def __init__(self, marked: LocalFragments) -> None:
         self.marked, self.shape = marked, marked.shape
         self.inner = [_adapter(data).target(data) for _, data in marked.fragments]
         dtype = marked._declared()
-        for inner in self.inner:
+        for (box, _), inner in zip(marked.fragments, self.inner, strict=True):
+            if inner.identity is None and not box.empty:
+                raise TypeError(f"the memory of fragment {box} cannot be filled in place")
             dtype = marked._agree(dtype, inner.dtype)
         if dtype is None:
             raise TypeError("LocalFragments without any fragment need a dtype, e.g. 'float32'")
@@ -153,11 +156,8 @@ class LocalTarget:
         return self.inner[position].buffer(0)
 
     def finish(self, buffers: Sequence[Array]) -> Any:
-        for (box, data), inner, buffer in zip(
-            self.marked.fragments, self.inner, buffers, strict=True
-        ):
-            if inner.finish([buffer]) is not data:
-                raise TypeError(f"the memory of fragment {box} cannot be filled in place")
+        for inner, buffer in zip(self.inner, buffers, strict=True):
+            inner.finish([buffer])
         return self.marked
 
 
