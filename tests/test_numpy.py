@@ -196,6 +196,17 @@ def test_objects_with_a_state_dict(tmp_path: Path) -> None:
     assert unickpt.load(tmp_path / "c") == {"loader": {"position": 7}}
 
 
+def test_an_error_of_the_users_own_object_stays_what_it_is() -> None:
+    class Broken:
+        def state_dict(self) -> None:
+            raise ValueError("boom")
+
+        def load_state_dict(self, state: None) -> None: ...
+
+    with pytest.raises(ValueError, match="^boom$"):
+        unickpt.save("memory://numpy/broken", {"x": Broken()})
+
+
 def test_ties_are_stored_once_and_come_back_as_one(tmp_path: Path) -> None:
     w = np.arange(6.0)
     report = unickpt.save(tmp_path / "c", {"embed": w, "head": w, "other": w.copy()})

@@ -22,7 +22,7 @@ import xxhash
 from unickpt import chunks, digests, merge, plan
 from unickpt import index as index_module
 from unickpt._version import LIBRARY
-from unickpt.backends import Location
+from unickpt.backends import Location, ocdbt
 from unickpt.backends.ocdbt import MANIFEST
 from unickpt.box import Box
 from unickpt.describe import Description
@@ -427,8 +427,7 @@ class Attempt:
 
     def _check_keys(self, held: ts.KvStore, expected: int) -> None:
         """Proves that the processes' databases hold the keys that their records told."""
-        version = ts.ocdbt.dump(held, context=self.context).result()["versions"][-1]
-        found = version["root"]["statistics"]["num_keys"]
+        found = ocdbt.count_keys(held, self.context)
         if found != expected:
             raise StorageError(
                 f"{self.location}: the processes told of {expected} keys, but wrote {found}"

@@ -8,11 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from unickpt import backends, chunks, plan
+from unickpt import backends, plan
 from unickpt.adapt import adapters, current_group
 from unickpt.commit import Attempt, check_boxes
 from unickpt.describe import Description, describe
-from unickpt.errors import UnickptError
 from unickpt.options import SaveOptions, SaveReport
 from unickpt.record import Record
 from unickpt.write import ChunkJob, Writer
@@ -83,15 +82,14 @@ def save(
             totals = attempt.commit(description, overwrite, serve)
         else:
             totals = attempt.wait_committed(serve)
-    except BaseException as error:
+    except BaseException as raised:
+        error = attempt.explained(raised) if isinstance(raised, Exception) else raised
         attempt.publish_error(error)
         if writer is not None:
             attempt.discard()
-        if isinstance(error, Exception) and not isinstance(error, UnickptError):
-            ours = chunks.translate(error, f"saving to {location}")
-            if ours is not error:
-                raise ours from error
-        raise
+        if error is raised:
+            raise
+        raise error from raised
     done = time.perf_counter()
     phases = {
         "describe": described - started,
