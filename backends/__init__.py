@@ -94,6 +94,10 @@ class Location:
         now = self.store(context).read(ocdbt.MANIFEST).result()
         return bool(now.value != pinned.read(ocdbt.MANIFEST).result().value)
 
+    def count_keys(self, context: ts.Context) -> int:
+        """How many keys the database has, as its manifest tells; none are listed."""
+        return ocdbt.count_keys(self.store(context), context)
+
     def draft(self, context: ts.Context, data: str) -> tuple[ts.KvStore, ts.KvStore]:
         """A new database that does not show: its data is in the folder, its manifest in memory.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import tensorstore as ts
+
 MANIFEST = "manifest.ocdbt"
 # Without a cache of its own, every chunk that is read would read the B-tree's nodes anew.
 NODE_CACHE = "cache_pool#nodes"
@@ -38,3 +40,13 @@ def spec(
         kinds = ("value_data", "btree_node_data", "version_tree_node_data")
         out |= {f"{kind}_prefix": data for kind in kinds}
     return out
+
+
+def count_keys(base: ts.KvStore, context: ts.Context) -> int:
+    """Number of keys of the database whose manifest lies in `base`, as that manifest tells.
+
+    Raises:
+        ValueError: there is no such manifest, or it cannot be read.
+    """
+    versions = ts.ocdbt.dump(base, context=context).result()["versions"]
+    return int(versions[-1]["root"]["statistics"]["num_keys"]) if versions else 0

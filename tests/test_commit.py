@@ -32,8 +32,11 @@ from unickpt import (
     commit,
     write,
 )
+from unickpt.adapt import adapters
 from unickpt.chunks import ChunkStore
 from unickpt.commit import Attempt
+from unickpt.describe import describe
+from unickpt.save import held_chunks, own_share
 
 
 def absent(path: Path) -> bool:
@@ -220,6 +223,34 @@ def test_an_answer_that_was_lost_is_no_conflict(
     monkeypatch.setattr(Attempt, "_write_root", twice)
     unickpt.save(tmp_path, numbers(1))
     assert sound(tmp_path, numbers(1))
+
+
+def test_a_note_that_a_network_file_system_hides_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Attempt._write_root
+
+    def hiding(self: Attempt, manifest: bytes) -> None:
+        for note in (tmp_path / "processes").glob("*/notes/commit"):
+            note.unlink()
+        real(self, manifest)
+
+    monkeypatch.setattr(Attempt, "_write_root", hiding)
+    reports = save_in_job(tmp_path, 3, lambda index: numbers(1))
+    assert {(r.arrays, r.bytes) for r in reports} == {(4, 240_048)}
+    assert sound(tmp_path, numbers(1))
+
+
+def test_an_error_note_that_is_none_still_ends_the_save(tmp_path: Path) -> None:
+    name = session()
+    for number, note in enumerate([b"", b"{}", b"[1]", b'{"message": 3, "hopeless": "maybe"}']):
+        notes = tmp_path / str(number) / "processes" / f"{name}-000000" / "notes"
+        notes.mkdir(parents=True)
+        (notes / "error-00001").write_bytes(note)
+        (notes / "error-x").write_bytes(b"not an error")
+        options = SaveOptions(group=ProcessGroup(0, 2, name), timeout_s=20)
+        with pytest.raises(ProcessFailed, match=r"process 1 failed: (for a reason|3)"):
+            unickpt.save(tmp_path / str(number), numbers(1), options=options)
 
 
 def test_a_chunk_that_was_told_of_but_not_written_prevents_the_commit(
@@ -637,6 +668,43 @@ def test_waiting_processes_ask_less_often_the_more_there_are(tmp_path: Path) -> 
     assert pause(4000, tmp_path) == 1
 
 
+@pytest.mark.parametrize("count", [150, pytest.param(2000, marks=pytest.mark.slow)])
+def test_jobs_of_many_processes(count: int, tmp_path: Path) -> None:
+    """All parts are written one after the other here, then committed as by the coordinator."""
+    name = session()
+    held: list[Any] = []
+    for index in range(count):
+        group = ProcessGroup(index, count, name)
+        options = SaveOptions(group=group, fsync=False)
+        rows = [(Box((index, 0), (index + 1, 8)), np.full((1, 8), index))]
+        tree = {
+            "all": np.arange(9),
+            "rows": LocalFragments((count, 8), rows),
+            "own": {f"p{index}": LocalFragments.whole(np.full(3, index))},
+            "rng": PerProcess(index),
+        }
+        description = describe(tree, None, group, options, adapters())
+        context = unickpt.backends.context(fsync=False)
+        location = unickpt.backends.resolve(tmp_path)
+        attempt = Attempt(location, group, group.next_attempt(), context, 60)
+        attempt.check_destination(False)
+        jobs = own_share(list(held_chunks(description)), index)
+        attempt.publish(write.Writer(attempt, description, options).write_all(jobs))
+        held.append((attempt, description))
+    started = time.monotonic()
+    attempt, description = held[0]
+    totals = attempt.commit(description, False, lambda request: pytest.fail("nothing is missing"))
+    assert time.monotonic() - started < 0.05 * count
+    assert totals.arrays == count + 2
+    for attempt, _ in held[1::37]:
+        assert attempt.wait_committed(lambda request: pytest.fail("nothing is missing")) == totals
+    found = unickpt.load(tmp_path)
+    assert found["rows"][:, 3].tolist() == list(range(count))
+    assert found["own"][f"p{count - 1}"].tolist() == [count - 1] * 3
+    assert [*found["rng"].values] == list(range(count))
+    assert unickpt.verify(tmp_path).ok
+
+
 def test_folders_are_made_durable_and_can_be_left_to_chance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -654,6 +722,9 @@ def test_folders_are_made_durable_and_can_be_left_to_chance(
     root = f"new/checkpoint/processes/{attempt}"
     assert {"new", "new/checkpoint", "new/checkpoint/processes", root} <= below
     assert {f"{root}/00000/d", f"{root}/root"} <= below
+    synced.clear()
+    unickpt.save(tmp_path / "fast", numbers(1), options=SaveOptions(fsync=False))
+    assert not synced
 
 
 def test_the_modules_agree_on_where_things_are() -> None:

@@ -314,7 +314,7 @@ anything = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_mutated_index_is_read_or_refused(data: st.DataObject) -> None:
     body = copy.deepcopy(BODY)
@@ -339,7 +339,7 @@ def test_a_mutated_index_is_read_or_refused(data: st.DataObject) -> None:
     index_module.decode(index_module.encode(index), "here")
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_checkpoint_with_a_mutated_index_is_read_or_refused(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory

@@ -203,7 +203,7 @@ def test_an_error_of_the_users_own_object_stays_what_it_is() -> None:
 
         def load_state_dict(self, state: None) -> None: ...
 
-    with pytest.raises(ValueError, match="^boom$"):
+    with pytest.raises(ValueError, match=r"^boom$"):
         unickpt.save("memory://numpy/broken", {"x": Broken()})
 
 

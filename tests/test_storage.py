@@ -470,8 +470,9 @@ def test_missing_permissions_are_named(tmp_path: Path) -> None:
     readable, hidden = tmp_path / "readable", tmp_path / "hidden" / "c"
     unickpt.save(readable, numbers(1))
     unickpt.save(hidden, numbers(1))
-    for path in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        path.chmod(0o755)
+    for path in (tmp_path, *tmp_path.parents):
+        if path.stat().st_mode & 0o005 != 0o005:
+            path.chmod(0o755)
     for at, folders, names in os.walk(readable):
         for name in (*folders, *names):
             os.chmod(os.path.join(at, name), 0o555)

@@ -41,10 +41,12 @@ def open(path: backends.Path) -> Checkpoint:
         array([3, 4])
     """
     location = backends.resolve(path)
+    # Its own context, and so its own memory: another save at this path changes nothing of this.
     context = backends.context()
     try:
+        location = location.pinned(context)
         read = location.database(context).read(INDEX_KEY).result()
-    except (ValueError, OSError) as error:
+    except chunks.FAILURES as error:
         raise chunks.translate(error, str(location)) from error
     if read.state != "value":
         raise CheckpointNotFound(
@@ -129,8 +131,8 @@ class Checkpoint(Mapping[str, "StoredArray"]):
         where = f"{self.location}: key {key!r}"
         try:
             read = self._chunks.database.read(key).result()
-        except (ValueError, OSError) as error:
-            raise chunks.translate(error, where) from error
+        except chunks.FAILURES as error:
+            raise self._chunks.explained(error, where) from error
         if read.state != "value":
             raise CheckpointCorrupt(f"{where}: is missing")
         data: bytes = read.value
@@ -140,8 +142,8 @@ class Checkpoint(Mapping[str, "StoredArray"]):
         """All keys of the database."""
         try:
             listed = self._chunks.database.list().result()
-        except (ValueError, OSError) as error:
-            raise chunks.translate(error, str(self.location)) from error
+        except chunks.FAILURES as error:
+            raise self._chunks.explained(error, str(self.location)) from error
         return {key.decode(errors="replace") for key in listed}
 
     @cached_property
@@ -170,7 +172,7 @@ class Checkpoint(Mapping[str, "StoredArray"]):
                 self._chunks.check_backed(entry, part)
         except chunks.FAILURES as error:
             where = f"{self.location}: array {entry.name!r}"
-            raise chunks.translate(error, where) from error
+            raise self._chunks.explained(error, where) from error
 
     def request_chunk(self, entry: ArrayEntry, part: Part, number: int) -> Any:
         """Starts to read a small chunk; what it returns is for `read_chunk`."""

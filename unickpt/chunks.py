@@ -19,6 +19,7 @@ from unickpt.errors import (
     CheckpointCorrupt,
     CheckpointNotFound,
     StorageError,
+    UnickptError,
     UnsupportedLeaf,
 )
 from unickpt.index import ArrayEntry
@@ -256,6 +257,8 @@ def translate(error: Exception, where: str, *, reading: bool = True) -> Exceptio
         reading: whether the storage was asked for what a checkpoint should hold; what goes wrong
             while writing is never the fault of stored data.
     """
+    if isinstance(error, UnickptError):
+        return error
     text, _, answer = str(error).partition(" [http_response")
     match = _STATUS.match(text)
     # TensorStore's INVALID_ARGUMENT carries no name of its status.

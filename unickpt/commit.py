@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -41,10 +42,10 @@ from unickpt.record import Record
 
 _OK, _MORE = ".ok", ".more"
 _REQUEST, _COMMIT, _ERROR = "request", "commit", "error-"
+_ERROR_NAME = re.compile(_ERROR + r"(\d{5,9})")
 # After a process gives up, how long it may take the coordinator to finish a commit that was
 # already under way when it last looked for such a process.
 _GRACE_S = 1.0
-_LOOK_EVERY_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -111,13 +112,11 @@ class Attempt:
                 f"{self.location} holds other files ({', '.join(foreign[:3])}, ...); give a new "
                 "or empty directory"
             )
-        try:
+        with self._asking():
             found = self._read_root()
             # S3 says of a bucket that does not exist only that it lacks the object; if OCDBT then
             # writes there, TensorStore ends the process. A list tells.
             self._notes.list().result()
-        except chunks.FAILURES as error:
-            raise chunks.translate(error, str(self.location), reading=False) from error
         if found.digest and not overwrite:
             raise CheckpointExists(
                 f"{self.location} already holds a checkpoint; pass overwrite=True to replace it, "
@@ -131,14 +130,16 @@ class Attempt:
         Raises:
             SaveConflict: names the session.
         """
-        if self.group.count > 1:
-            old = [self._records.read(self._own(_OK))]
-            old += [self._notes.read(name) for name in (_COMMIT, self._own_error)]
-            if any(read.result().state == "value" for read in old):
-                raise SaveConflict(
-                    f"{self.location}: attempt {self.name!r} was made before; the session of a "
-                    "ProcessGroup must be new for every run of the job"
-                )
+        if self.group.count == 1:
+            return
+        with self._asking():
+            notes = self._list(self._notes)
+            record = self._records.read(self._own(_OK)).result()
+        if record.state == "value" or not notes.isdisjoint((_COMMIT, self._own_error)):
+            raise SaveConflict(
+                f"{self.location}: attempt {self.name!r} was made before; the session of a "
+                "ProcessGroup must be new for every run of the job"
+            )
 
     def database(self, process: int) -> Location:
         """Where a process writes its chunks."""
@@ -162,7 +163,7 @@ class Attempt:
 
     def publish(self, record: Record, kind: str = _OK) -> None:
         """Ends this process's part."""
-        self.database(self.group.index).child("d").sync(self.location)
+        self._sync(self.database(self.group.index).child("d"))
         self._hopeless = False
         record = replace(record, replaces=self._digest_found)
         self._records.write(self._own(kind), record.encode()).result()
@@ -230,6 +231,17 @@ class Attempt:
                     self._folder.child("root").remove(self.context)
         self._say()  # a full disk may have room for a note now
 
+    def _sync(self, folder: Location) -> None:
+        if self.context["file_io_sync"].to_json():
+            folder.sync(self.location)
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        try:
+            yield
+        except chunks.FAILURES as error:
+            raise chunks.translate(error, str(self.location), reading=False) from error
+
     @contextmanager
     def _explaining(self) -> Iterator[None]:
         try:
@@ -263,28 +275,32 @@ class Attempt:
     def _look(self) -> set[str]:
         """The notes; raises the message of a process that gave up."""
         self._looked = time.monotonic()
-        notes = {key.decode() for key in self._notes.list().result()}
-        errors = sorted(n for n in notes if n.startswith(_ERROR) and n != self._own_error)
+        notes = self._list(self._notes)
+        matches = (_ERROR_NAME.fullmatch(name) for name in notes)
+        errors = sorted({int(match[1]) for match in matches if match} - {self.group.index})
         if errors:
-            read = [self._notes.read(name) for name in errors[:8]]
-            found = [json.loads(r.result().value) for r in read]
-            self._hopeless = self._hopeless or any(e["hopeless"] for e in found)
-            process = int(errors[0].removeprefix(_ERROR))
-            raise ProcessFailed(f"process {process} failed: {found[0]['message']}")
+            read = [self._notes.read(f"{_ERROR}{process:05d}") for process in errors[:8]]
+            found = [_error_note(r.result().value) for r in read]
+            self._hopeless = self._hopeless or any(hopeless for _, hopeless in found)
+            raise ProcessFailed(f"process {errors[0]} failed: {found[0][0]}")
         return notes
 
-    def _poll(self, ready: Callable[[set[str]], bool]) -> set[str]:
+    def _list(self, store: ts.KvStore) -> set[str]:
+        return {key.decode(errors="replace") for key in store.list().result()}
+
+    def _poll(self, ready: Callable[[set[str]], bool], names: Iterable[str]) -> set[str]:
+        """Waits until `ready`; if that takes too long, says which records `names` there are not."""
         deadline, pause = time.monotonic() + self.timeout_s, 0.002
         while not ready(notes := self._look()):
             if time.monotonic() > deadline:
-                raise self._timeout()
+                raise self._timeout(names)
             time.sleep(pause)
             pause = min(pause * 1.5, self._pause_s)
         return notes
 
-    def _timeout(self) -> SaveTimeout:
-        names = {key.decode() for key in self._records.list().result()}
-        late = [p for p in range(self.group.count) if f"{p:05d}{_OK}" not in names]
+    def _timeout(self, names: Iterable[str]) -> SaveTimeout:
+        there = self._list(self._records)
+        late = [int(name.partition(".")[0]) for name in names if name not in there]
         what = "process 0 did not commit"
         if late:
             what = f"process{'es' * (len(late) > 1)} {merge.some(late)} wrote nothing"
@@ -298,14 +314,13 @@ class Attempt:
         names = {process: f"{process:05d}{kind}" for process in processes}
 
         def all_there(notes: set[str]) -> bool:
-            there = {key.decode() for key in self._records.list().result()}
-            if there.issuperset(names.values()):
+            if self._list(self._records).issuperset(names.values()):
                 return True
             if self._read_root().digest != self._digest_found:
                 raise self._conflict("meanwhile")
             return False
 
-        self._poll(all_there)
+        self._poll(all_there, names.values())
         reads = {process: self._records.read(name) for process, name in names.items()}
         return [(process, self._decode(process, read)) for process, read in reads.items()]
 
@@ -316,13 +331,14 @@ class Attempt:
             raise StorageError(f"{self.location}: process {process}: {error}") from None
 
     def _wait(self, serve: Serve) -> None:
-        notes = self._poll(lambda notes: _REQUEST in notes or self._is_committed())
+        names = [f"{process:05d}{_OK}" for process in range(self.group.count)]
+        notes = self._poll(lambda notes: _REQUEST in notes or self._is_committed(), names)
         if _REQUEST in notes:
             requests = json.loads(self._notes.read(_REQUEST).result().value)
             mine = requests.get(str(self.group.index))
             if mine:
                 self.publish(serve(mine), _MORE)
-            self._poll(lambda notes: self._is_committed())
+            self._poll(lambda notes: self._is_committed(), names)
 
     def _commit(self, description: Description, serve: Serve) -> Totals:
         records = self._collect(range(self.group.count), _OK)
@@ -421,7 +437,7 @@ class Attempt:
         transaction.commit_async().result()
         blobs = sum(len(entry.blobs) for entry in index.per_process.values())
         self._check_keys(held, len(written) + len(table) + blobs)
-        self._folder.child("root").sync(self.location)
+        self._sync(self._folder.child("root"))
         manifest: bytes = held.read(MANIFEST).result().value
         return manifest
 
@@ -464,6 +480,12 @@ class Attempt:
         note: dict[str, Any] = json.loads(read.value) if read.state == "value" else {"root": ""}
         if note["root"] == found:
             self._totals = Totals(**note["totals"])
+            return True
+        # A network file system may still hide the note. The root itself leaves no doubt.
+        data = self.location.database(self.context).read(INDEX_KEY).result().value
+        index = index_module.decode(data, str(self.location))
+        if index.attempt == self.name:
+            self._totals = Totals.of(index)
             return True
         self._hopeless = True
         raise self._conflict("meanwhile")
@@ -510,6 +532,15 @@ def zarr_keys(index: Index) -> dict[str, bytes]:
 
 def _join(prefix: str, key: str) -> str:
     return f"{prefix}/{key}" if prefix else key
+
+
+def _error_note(data: bytes) -> tuple[str, bool]:
+    """The message of a process that gave up, and whether that settles the matter."""
+    try:
+        note = json.loads(data)
+        return str(note["message"]), note["hopeless"] is True
+    except (ValueError, KeyError, TypeError):
+        return "for a reason that cannot be read", False
 
 
 def _digest(manifest: bytes) -> str:
