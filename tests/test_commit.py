@@ -693,7 +693,7 @@ def test_jobs_of_many_processes(count: int, tmp_path: Path) -> None:
         held.append((attempt, description))
     started = time.monotonic()
     attempt, description = held[0]
-    totals = attempt.commit(description, False, lambda request: pytest.fail("nothing is missing"))
+    totals = attempt.commit(description, lambda request: pytest.fail("nothing is missing"))
     assert time.monotonic() - started < 0.05 * count
     assert totals.arrays == count + 2
     for attempt, _ in held[1::37]:

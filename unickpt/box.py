@@ -147,18 +147,28 @@ def box_to_flat_range(shape: Sequence[int], box: Box) -> tuple[int, int] | None:
 
 def overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     """Positions of two boxes that share an element, or None where all are disjoint."""
-    order = sorted((i for i, b in enumerate(boxes) if not b.empty), key=lambda i: boxes[i].start)
-    if not order:
+    order = [i for i, b in enumerate(boxes) if not b.empty]
+    if len(order) < 2:
         return None
     if not boxes[order[0]].start:
-        return (order[0], order[1]) if len(order) > 1 else None
+        return (order[0], order[1])
     starts = np.array([boxes[i].start for i in order], dtype=np.int64)
     stops = np.array([boxes[i].stop for i in order], dtype=np.int64)
-    for k in range(1, len(order)):
-        # Sorted by leading start: only boxes whose leading stop reaches past ours can meet us.
-        hit = np.flatnonzero(((starts[:k] < stops[k]) & (stops[:k] > starts[k])).all(axis=1))
+    # Swept along the dimension with the most different starts, so that few boxes are open at once.
+    dim = max(range(starts.shape[1]), key=lambda d: len(np.unique(starts[:, d])))
+    sweep = np.argsort(starts[:, dim], kind="stable")
+    starts, stops = starts[sweep], stops[sweep]
+    if (stops[:-1, dim] <= starts[1:, dim]).all():
+        return None
+    opened = np.empty(0, np.int64)
+    for k in range(len(sweep)):
+        opened = opened[stops[opened, dim] > starts[k, dim]]
+        meets = (starts[opened] < stops[k]) & (stops[opened] > starts[k])
+        hit = np.flatnonzero(meets.all(axis=1))
         if hit.size:
-            return (order[int(hit[0])], order[k])
+            first, second = sorted((order[int(sweep[opened[hit[0]]])], order[int(sweep[k])]))
+            return (first, second)
+        opened = np.append(opened, k)
     return None
 
 

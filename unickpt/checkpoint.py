@@ -138,14 +138,6 @@ class Checkpoint(Mapping[str, "StoredArray"]):
         data: bytes = read.value
         return data
 
-    def keys_stored(self) -> set[str]:
-        """All keys of the database."""
-        try:
-            listed = self._chunks.database.list().result()
-        except chunks.FAILURES as error:
-            raise self._chunks.explained(error, str(self.location)) from error
-        return {key.decode(errors="replace") for key in listed}
-
     @cached_property
     def _digests(self) -> tuple[digests.Table, dict[str, slice]]:
         data = self.read_key(DIGESTS_KEY)
@@ -314,6 +306,7 @@ class StoredArray:
 
         TensorStore knows nothing of the digests: what it reads is not checked.
         """
+        self._checkpoint.check_backed(self._entry)
         layers = []
         for part in self.parts:
             array = self._checkpoint.open_part(self._entry, part)

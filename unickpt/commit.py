@@ -37,7 +37,6 @@ from unickpt.errors import (
 )
 from unickpt.group import Group
 from unickpt.index import DIGESTS_KEY, INDEX_KEY, Index
-from unickpt.merge import check_boxes as check_boxes
 from unickpt.record import Record
 
 _OK, _MORE = ".ok", ".more"
@@ -205,12 +204,11 @@ class Attempt:
             assert self._totals is not None
             return self._totals
 
-    def commit(self, description: Description, overwrite: bool, serve: Serve) -> Totals:
+    def commit(self, description: Description, serve: Serve) -> Totals:
         """Merges what all processes wrote; the coordinator's work.
 
         Arguments:
             description: the coordinator's own.
-            overwrite: whether an existing checkpoint is replaced.
             serve: writes more chunks of the coordinator's own.
 
         Raises:

@@ -152,7 +152,8 @@ def _entry(name: str, source: ArraySource, options: SaveOptions) -> ArrayEntry:
             source.shape, source.dtype.itemsize, source.layout, options.chunk_bytes, shape
         )
     else:
-        chunk = shape or plan.free_chunk(source.shape, source.dtype.itemsize, options.chunk_bytes)
+        free = plan.free_chunk(source.shape, source.dtype.itemsize, options.chunk_bytes)
+        chunk = tuple(map(min, shape, map(max, source.shape, free))) if shape else free
     boxes = source.boxes if source.boxes is not None else () if source.layout is None else None
     return ArrayEntry(name, source.shape, dtype, chunk, source.layout, cut, boxes, source.prng)
 

@@ -148,7 +148,7 @@ class Layout:
         return "(" + ", ".join(repr(s) for s in self.spec) + ") on " + str(self.mesh)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)
 def _intervals(n: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     pieces = [(0, n)]
     for size in sizes:

@@ -10,8 +10,9 @@ from typing import Any
 
 from unickpt import backends, plan
 from unickpt.adapt import adapters, current_group
-from unickpt.commit import Attempt, check_boxes
+from unickpt.commit import Attempt
 from unickpt.describe import Description, describe
+from unickpt.merge import check_boxes
 from unickpt.options import SaveOptions, SaveReport
 from unickpt.record import Record
 from unickpt.write import ChunkJob, Writer
@@ -79,7 +80,7 @@ def save(
         written = time.perf_counter()
         serve = partial(_serve, writer, held)
         if group.index == 0:
-            totals = attempt.commit(description, overwrite, serve)
+            totals = attempt.commit(description, serve)
         else:
             totals = attempt.wait_committed(serve)
     except BaseException as raised:
