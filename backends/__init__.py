@@ -81,11 +81,6 @@ class Location:
         ts.KvStore.open(held, context=context).result()[ocdbt.MANIFEST] = read.value
         return replace(self, manifest=held)
 
-    @property
-    def unpinned(self) -> Location:
-        """The same folder, whose database is whatever it holds when it is opened."""
-        return replace(self, manifest=None)
-
     def was_replaced(self, context: ts.Context) -> bool:
         """Whether this is a pinned database that the folder holds no longer."""
         if self.manifest is None:

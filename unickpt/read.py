@@ -26,8 +26,15 @@ if TYPE_CHECKING:
 
 _REMOTE_THREADS = 32
 # A task reads chunks one after the other; small ones share a task, to save on scheduling.
-_TASK_BYTES = 1 << 20
-_TASK_CHUNKS = 256
+TASK_BYTES = 1 << 20
+TASK_CHUNKS = 256
+
+
+def threads_for(stored: Checkpoint, name: str) -> ThreadPoolExecutor:
+    """Threads that read chunks: many where each request crosses a network."""
+    local = max(4, 2 * (os.cpu_count() or 1))
+    count = _REMOTE_THREADS if stored.location.is_remote else local
+    return ThreadPoolExecutor(count, thread_name_prefix=name)
 
 
 @dataclass(frozen=True)
@@ -159,9 +166,7 @@ class _Reader:
     """Threads that read chunks; small chunks, of different arrays too, share a task."""
 
     def __init__(self, stored: Checkpoint) -> None:
-        local = max(4, 2 * (os.cpu_count() or 1))
-        threads = _REMOTE_THREADS if stored.location.is_remote else local
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="unickpt-load")
+        self._pool = threads_for(stored, "unickpt-load")
         self._stored, self._scratch, self._task = stored, _Scratch(), _Task()
 
     def submit(self, read: _Read) -> _Task:
@@ -169,7 +174,7 @@ class _Reader:
         task = self._task
         task.reads.append(read)
         task.nbytes += read.box.size * dtypes.from_name(read.entry.dtype).itemsize
-        if task.nbytes >= _TASK_BYTES or len(task.reads) == _TASK_CHUNKS:
+        if task.nbytes >= TASK_BYTES or len(task.reads) == TASK_CHUNKS:
             self._flush()
         return task
 

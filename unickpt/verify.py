@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,11 +19,8 @@ from unickpt.errors import CheckpointCorrupt, StorageError
 from unickpt.index import DIGESTS_KEY, INDEX_KEY, ArrayEntry
 from unickpt.options import Damage, VerifyReport
 from unickpt.plan import Part
+from unickpt.read import TASK_BYTES, TASK_CHUNKS, threads_for
 
-_REMOTE_THREADS = 32
-# Small chunks share a task, to save on scheduling.
-_TASK_BYTES = 1 << 20
-_TASK_CHUNKS = 256
 _TASKS_AHEAD = 64
 
 
@@ -61,8 +57,7 @@ def verify(
         arrays = len(stored.index.arrays)
         total = stored.nbytes
         _check_table(stored)
-        threads = _REMOTE_THREADS if stored.location.is_remote else 2 * (os.cpu_count() or 1)
-        with ThreadPoolExecutor(max(4, threads), thread_name_prefix="unickpt-verify") as pool:
+        with threads_for(stored, "unickpt-verify") as pool:
             damage += _structure(stored, pool)
             for nbytes, found in _chunks(stored, pool):
                 counted[0] += 1
@@ -173,7 +168,7 @@ def _tasks(stored: Checkpoint) -> Iterator[list[_Check]]:
             for number in range(part.count):
                 task.append(_Check(entry, part, number, table[first + number]))
                 size += task[-1].nbytes
-                if size >= _TASK_BYTES or len(task) == _TASK_CHUNKS:
+                if size >= TASK_BYTES or len(task) == TASK_CHUNKS:
                     yield task
                     task, size = [], 0
             first += part.count
