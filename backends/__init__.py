@@ -63,6 +63,14 @@ class Location:
         """The OCDBT database in this folder."""
         return ts.KvStore.open(self.array_spec(""), context=context).result()
 
+    def values(self, context: ts.Context) -> file.Values | None:
+        """The values of the database in this folder, where they can be read without TensorStore."""
+        if not self.is_local:
+            return None
+        base = self.store(context)
+        manifest = ts.KvStore.open(dict(self.manifest or self.spec), context=context).result()
+        return file.Values(self.spec["path"], ocdbt.Tree(base, manifest, context))
+
     def array_spec(self, prefix: str) -> dict[str, Any]:
         """The key-value store of one array inside this folder's database."""
         database = ocdbt.spec(self.spec, manifest=self.manifest)
@@ -150,7 +158,6 @@ def context(*, fsync: bool = True) -> ts.Context:
     return ts.Context(
         {
             "file_io_sync": fsync,
-            "file_io_mode": {"mode": "memmap"},
             "file_io_locking": {"mode": "none"},  # see `file.locked`; no other file has two writers
             "cache_pool": {"total_bytes_limit": 0},
             ocdbt.NODE_CACHE: {"total_bytes_limit": ocdbt.NODE_CACHE_BYTES},

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from unickpt.backends.ocdbt import Place, Tree
 from unickpt.errors import InvalidPath, StorageError
 
 _LOCK = ".__lock"
@@ -71,6 +72,59 @@ def folders(path: str) -> list[str]:
 def remove(path: str) -> None:
     """Removes a folder and all below it, and follows no links on the way down."""
     shutil.rmtree(path.rstrip("/"), ignore_errors=True)
+
+
+class Values:
+    """The values of a database in a local folder, read straight into memory that is there.
+
+    TensorStore reads a value into new memory or maps it, and copies that: measured at two thirds
+    of this one's speed; and a file that is cut short while it is mapped ends the process.
+
+    Arguments:
+        folder: of the database.
+        tree: its B-tree.
+    """
+
+    def __init__(self, folder: str, tree: Tree) -> None:
+        self._folder, self._tree = folder, tree
+
+    def read_into(self, key: str, out: memoryview, length: int) -> None:
+        """Reads the first bytes of a value, as many as `out` takes.
+
+        Arguments:
+            key: of the value.
+            out: contiguous bytes.
+            length: the value's, in bytes.
+
+        Raises:
+            ValueError: there is no such value, or not all of it, or the database is damaged.
+            OSError: the storage failed.
+        """
+        found = self._tree.find(key)
+        if found is None:
+            raise ValueError(f"NOT_FOUND: no bytes stored, {length} expected")
+        stored = found.length if isinstance(found, Place) else len(found)
+        if stored != length:
+            raise ValueError(f"OUT_OF_RANGE: {stored} bytes stored, {length} expected")
+        if isinstance(found, Place):
+            _read_into(self._folder + found.path, found.offset, out)
+        else:
+            out[:] = found[: len(out)]
+
+
+def _read_into(path: str, offset: int, out: memoryview) -> None:
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise ValueError(f"NOT_FOUND: no file {path}") from None
+    try:
+        while out:
+            count = os.preadv(handle, [out], offset)
+            if count == 0:
+                raise ValueError(f"OUT_OF_RANGE: {path} ends at byte {offset}")
+            offset, out = offset + count, out[count:]
+    finally:
+        os.close(handle)
 
 
 @contextmanager

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 import tensorstore as ts
 
@@ -40,6 +44,99 @@ def spec(
         kinds = ("value_data", "btree_node_data", "version_tree_node_data")
         out |= {f"{kind}_prefix": data for kind in kinds}
     return out
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value lies.
+
+    Arguments:
+        path: of the file, below the database's folder.
+        offset: of the first byte.
+        length: in bytes.
+    """
+
+    path: str
+    offset: int
+    length: int
+
+
+class Tree:
+    """Finds where the values of a database lie; its nodes are read when they are needed.
+
+    Arguments:
+        base: the database's folder.
+        manifest: the key-value store that holds its manifest.
+        context: as for the database.
+    """
+
+    def __init__(self, base: ts.KvStore, manifest: ts.KvStore, context: ts.Context) -> None:
+        self._base, self._manifest, self._context = base, manifest, context
+        self._nodes: dict[tuple[Any, bytes], _Node] = {}
+        self._lock = threading.Lock()
+
+    def find(self, key: str) -> bytes | Place | None:
+        """A value that the tree itself holds, or where it lies; None where there is none.
+
+        Raises:
+            ValueError: the tree is damaged.
+        """
+        wanted = key.encode()
+        with self._lock:
+            node = self._node(None, b"", None)
+            while node is not None and node.height > 0:
+                at = bisect_right(node.keys, wanted) - 1
+                if at < 0:
+                    return None
+                entry = node.entries[at]
+                prefix = node.prefix + entry["subtree_common_prefix"]
+                node = self._node(entry["location"], prefix, node.height - 1)
+        if node is None:
+            return None
+        at = bisect_left(node.keys, wanted)
+        if at == len(node.keys) or node.keys[at] != wanted:
+            return None
+        entry = node.entries[at]
+        inline = entry.get("inline_value")
+        return inline if inline is not None else _place(entry["indirect_value"])
+
+    def _node(self, location: str | None, prefix: bytes, height: int | None) -> _Node | None:
+        """A node, or the root where no location is given; None where the tree is empty."""
+        found = self._nodes.get((location, prefix))
+        if found is not None:
+            return found
+        if location is None:
+            versions = ts.ocdbt.dump(self._manifest, context=self._context).result()["versions"]
+            if not versions or "location" not in versions[-1]["root"]:
+                return None
+            start, height = versions[-1]["root"]["location"], versions[-1]["root_height"]
+        else:
+            start = location
+        node = ts.ocdbt.dump(self._base, start, context=self._context).result()
+        if node["height"] != height:
+            raise ValueError(f"DATA_LOSS: {start} is no B-tree node of height {height}")
+        keys = [prefix + entry["key"] for entry in node["entries"]]
+        self._nodes[location, prefix] = _Node(node["height"], prefix, keys, node["entries"])
+        return self._nodes[location, prefix]
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A B-tree node; the keys of its entries are whole."""
+
+    height: int
+    prefix: bytes
+    keys: list[bytes]
+    entries: list[dict[str, Any]]
+
+
+def _place(location: str) -> Place:
+    """Parses `value:BASE:FILE:OFFSET:LENGTH`; see `tensorstore.ocdbt.dump`."""
+    _, base, name, offset, length = location.split(":")
+    path = unquote(base) + unquote(name)
+    if path.startswith("/") or ".." in path.split("/"):
+        raise ValueError(f"DATA_LOSS: {path!r} lies outside the database")
+    return Place(path, int(offset), int(length))
 
 
 def count_keys(base: ts.KvStore, context: ts.Context) -> int:

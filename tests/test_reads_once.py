@@ -1,8 +1,9 @@
-"""A load reads each chunk that it needs once, and nothing else; two independent counts say so."""
+"""A load reads each chunk that it needs once, and nothing else; independent counts say so."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import unickpt
+from unickpt.backends.file import Values
 from unickpt.checkpoint import Checkpoint
 
 # Chunks of either size are read in ways of their own.
@@ -40,9 +42,14 @@ SHARDINGS: dict[str, Callable[[], Any]] = {
 }
 
 
-def keys_read() -> int:
+def keys_read_by_tensorstore() -> int:
     found = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/ocdbt/read")
     return sum(int(metric["values"][0]["value"]) for metric in found)  # none before the first read
+
+
+def bytes_read() -> int:
+    """What this process asked the operating system to read, as that counts it."""
+    return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])  # type: ignore[index]
 
 
 @pytest.fixture
@@ -55,18 +62,28 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
         seen[(part.key, number)] += 1
         read(self, entry, part, number, *rest)
 
+    straight: Counter[str] = Counter()
+    read_into = Values.read_into
+
+    def counted(self: Values, key: str, *rest: Any) -> None:
+        straight[key] += 1
+        read_into(self, key, *rest)
+
     monkeypatch.setattr(Checkpoint, "read_chunk", read_chunk)
+    monkeypatch.setattr(Values, "read_into", counted)
 
     def run(work: Callable[[], Any]) -> tuple[Any, Counter[Chunk], int]:
         seen.clear()
-        before = keys_read()
+        straight.clear()
+        before = keys_read_by_tensorstore()
         result = work()
-        return result, Counter(seen), keys_read() - before
+        keys = keys_read_by_tensorstore() - before + straight.total()
+        return result, Counter(seen), keys
 
     return run
 
 
-def needed(path: Path, name: str, *boxes: tuple[slice, ...]) -> Counter[Chunk]:
+def needed(path: Path | str, name: str, *boxes: tuple[slice, ...]) -> Counter[Chunk]:
     """The chunks that hold an element of these boxes, found by looking at every one."""
     stored = unickpt.open(path)[name]
     wanted = np.zeros(stored.shape, bool)
@@ -80,6 +97,12 @@ def needed(path: Path, name: str, *boxes: tuple[slice, ...]) -> Counter[Chunk]:
     )
 
 
+@pytest.fixture(params=("local", "memory"))
+def where(request: pytest.FixtureRequest, tmp_path: Path) -> Path | str:
+    """Local files are read without TensorStore."""
+    return tmp_path / "c" if request.param == "local" else f"memory://{tmp_path.name}/c"
+
+
 @pytest.fixture(params=SIZES)
 def whole(request: pytest.FixtureRequest) -> tuple[np.ndarray, unickpt.SaveOptions]:
     shape, chunk_bytes = SIZES[request.param]
@@ -89,20 +112,23 @@ def whole(request: pytest.FixtureRequest) -> tuple[np.ndarray, unickpt.SaveOptio
 
 @pytest.mark.parametrize("source", SHARDINGS)
 def test_a_reshard_reads_each_chunk_once(
-    source: str, whole: tuple[np.ndarray, unickpt.SaveOptions], counting: Counting, tmp_path: Path
+    source: str,
+    whole: tuple[np.ndarray, unickpt.SaveOptions],
+    counting: Counting,
+    where: Path | str,
 ) -> None:
     data, options = whole
     home = SHARDINGS[source]()
     x = data if home is None else jax.device_put(data, home)
-    unickpt.save(tmp_path / "c", {"x": x, "other": x + 1}, options=options)
-    every = needed(tmp_path / "c", "x", ())
+    unickpt.save(where, {"x": x, "other": x + 1}, options=options)
+    every = needed(where, "x", ())
     assert len(every) >= 8
     for target in SHARDINGS.values():
         home = target()
         like = np.zeros_like(data) if home is None else jax.ShapeDtypeStruct(
             data.shape, data.dtype, sharding=home)  # fmt: skip
         found, chunks, keys = counting(
-            lambda like=like: unickpt.load(tmp_path / "c", {"x": like}, strict=False)
+            lambda like=like: unickpt.load(where, {"x": like}, strict=False)
         )
         assert np.asarray(found["x"]).tobytes() == data.tobytes()
         assert chunks == every
@@ -110,22 +136,22 @@ def test_a_reshard_reads_each_chunk_once(
 
 
 def test_a_mesh_that_holds_a_part_reads_a_part(
-    whole: tuple[np.ndarray, unickpt.SaveOptions], counting: Counting, tmp_path: Path
+    whole: tuple[np.ndarray, unickpt.SaveOptions], counting: Counting, where: Path | str
 ) -> None:
     """A process of several reads what its own devices hold: here, two fragments side by side."""
     data, options = whole
     rows = data.shape[0]
     x = jax.device_put(data, SHARDINGS["squares"]())
-    unickpt.save(tmp_path / "c", {"x": x}, options=options)
+    unickpt.save(where, {"x": x}, options=options)
     boxes = [unickpt.Box((0, 3), (rows // 2, 9)), unickpt.Box((rows // 2, 3), (rows // 2 + 1, 9))]
     like = unickpt.LocalFragments(
         data.shape, [(box, np.zeros(box.shape, np.float32)) for box in boxes]
     )
-    found, chunks, keys = counting(lambda: unickpt.load(tmp_path / "c", {"x": like}))
+    found, chunks, keys = counting(lambda: unickpt.load(where, {"x": like}))
     for box, filled in found["x"].fragments:
         assert filled.tobytes() == data[box.slices].tobytes()
-    assert chunks == needed(tmp_path / "c", "x", *(box.slices for box in boxes))
-    assert len(chunks) < len(needed(tmp_path / "c", "x", ()))
+    assert chunks == needed(where, "x", *(box.slices for box in boxes))
+    assert len(chunks) < len(needed(where, "x", ()))
     assert keys == len(chunks) + 2
 
 
@@ -144,17 +170,20 @@ INDICES = [
 
 @pytest.mark.parametrize("source", ["rows", "squares", "one device"])
 def test_a_slice_reads_the_chunks_under_it(
-    source: str, whole: tuple[np.ndarray, unickpt.SaveOptions], counting: Counting, tmp_path: Path
+    source: str,
+    whole: tuple[np.ndarray, unickpt.SaveOptions],
+    counting: Counting,
+    where: Path | str,
 ) -> None:
     data, options = whole
     x = jax.device_put(data, SHARDINGS[source]())
-    unickpt.save(tmp_path / "c", {"x": x}, options=options)
+    unickpt.save(where, {"x": x}, options=options)
     for index in INDICES:
-        stored, _, keys = counting(lambda: unickpt.open(tmp_path / "c")["x"])
+        stored, _, keys = counting(lambda: unickpt.open(where)["x"])
         assert keys == 1, "the index"
         found, chunks, keys = counting(lambda stored=stored, index=index: stored[index])
         assert found.tobytes() == np.ascontiguousarray(data[index]).tobytes()
-        assert chunks == needed(tmp_path / "c", "x", span(index, data.shape))
+        assert chunks == needed(where, "x", span(index, data.shape))
         assert keys == len(chunks) + 1, "the digests, the chunks"
 
 
@@ -166,11 +195,26 @@ def span(index: Any, shape: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(int(at.min()), int(at.max()) + 1) for at in picked)
 
 
-def test_what_is_not_asked_for_is_not_read(counting: Counting, tmp_path: Path) -> None:
+def test_what_is_not_asked_for_is_not_read(counting: Counting, where: Path | str) -> None:
     tree = {name: np.full((64, 8), i, np.float32) for i, name in enumerate("abc")}
-    unickpt.save(tmp_path / "c", tree, options=unickpt.SaveOptions(chunk_bytes=256))
+    unickpt.save(where, tree, options=unickpt.SaveOptions(chunk_bytes=256))
     like = {"b": np.zeros((64, 8), np.float32)}
-    _, chunks, _ = counting(lambda: unickpt.load(tmp_path / "c", like, strict=False))
+    _, chunks, _ = counting(lambda: unickpt.load(where, like, strict=False))
     assert {key for key, _ in chunks} == {"b"}
-    _, chunks, keys = counting(lambda: list(unickpt.open(tmp_path / "c")))
+    _, chunks, keys = counting(lambda: list(unickpt.open(where)))
     assert (chunks, keys) == (Counter(), 1)
+
+
+def test_a_reshard_reads_no_byte_twice(tmp_path: Path) -> None:
+    """Replicas and columns of what was saved as rows: one pass over the file, however it is cut."""
+    data = np.random.default_rng(5).random((1024, 2048), np.float32)
+    x = jax.device_put(data, SHARDINGS["rows"]())
+    options = unickpt.SaveOptions(fsync=False, chunk_bytes=256 << 10)
+    unickpt.save(tmp_path / "c", {"x": x}, options=options)
+    for target in ("columns", "replicated", "half replicated"):
+        like = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=SHARDINGS[target]())
+        before = bytes_read()
+        found = unickpt.load(tmp_path / "c", {"x": like})
+        rest = bytes_read() - before - data.nbytes
+        assert np.asarray(found["x"]).tobytes() == data.tobytes()
+        assert 0 <= rest < 64 << 10, f"{target}: {rest} bytes beside the chunks"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import eq, ge, gt, le, sub
 from types import EllipsisType
 
 import numpy as np
@@ -29,9 +30,8 @@ class Box:
     def __post_init__(self) -> None:
         if len(self.start) != len(self.stop):
             raise ValueError(f"box start {self.start} and stop {self.stop} differ in rank")
-        for a, b in zip(self.start, self.stop, strict=True):
-            if a < 0 or b < a:
-                raise ValueError(f"box [{self.start}, {self.stop}) has a negative start or extent")
+        if any(map(gt, self.start, self.stop)) or min(self.start, default=0) < 0:
+            raise ValueError(f"box [{self.start}, {self.stop}) has a negative start or extent")
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
@@ -40,36 +40,32 @@ class Box:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def size(self) -> int:
         """Number of elements."""
-        return math.prod(self.shape)
+        return math.prod(map(sub, self.stop, self.start))
 
     @property
     def empty(self) -> bool:
-        return any(a == b for a, b in zip(self.start, self.stop, strict=True))
+        return any(map(eq, self.start, self.stop))
 
     @property
     def slices(self) -> tuple[slice | EllipsisType, ...]:
         """Indices that take the box out of an array, as a view."""
         if not self.start:
             return (Ellipsis,)  # of a 0-d array, NumPy's [()] would be a copy
-        return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
+        return tuple(map(slice, self.start, self.stop))
 
     def intersect(self, other: Box) -> Box | None:
         """The common box, or None where no element is common."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
-        if any(a >= b for a, b in zip(start, stop, strict=True)):
-            return None
-        return Box(start, stop)
+        return None if any(map(ge, start, stop)) else Box(start, stop)
 
     def contains(self, other: Box) -> bool:
-        return all(a <= b for a, b in zip(self.start, other.start, strict=True)) and all(
-            a >= b for a, b in zip(self.stop, other.stop, strict=True)
-        )
+        return all(map(le, self.start, other.start)) and all(map(ge, self.stop, other.stop))
 
     def relative_to(self, origin: Sequence[int]) -> Box:
         """The same box, counted from `origin`."""

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import xxhash
 
 from unickpt import dtypes
 from unickpt.adapt import Array
-from unickpt.backends import Location
+from unickpt.backends import Location, file
 from unickpt.errors import (
     CheckpointCorrupt,
     CheckpointNotFound,
@@ -112,6 +113,10 @@ class ChunkStore:
         self._open: dict[str, ts.TensorStore] = {}
         self._backed: set[str] = set()
 
+    @cached_property
+    def _values(self) -> file.Values | None:
+        return self.location.values(self.context)
+
     def array(self, entry: ArrayEntry, part: Part) -> ts.TensorStore:
         """The zarr array of a part, opened without I/O."""
         found = self._open.get(part.key)
@@ -146,8 +151,8 @@ class ChunkStore:
         return target.write(stored, can_reference_source_data_indefinitely=True).copy
 
     def request(self, entry: ArrayEntry, part: Part, number: int) -> ts.Future[Any] | None:
-        """Starts to read a small chunk, so that many are under way at once; None for others."""
-        if self._is_raw(part, part.chunk_box(number).shape, entry):
+        """Starts to read a small chunk where each request takes time of its own; else None."""
+        if self._values is None and self._is_raw(part, part.chunk_box(number).shape, entry):
             return self.database.read(_key(part, number))
         return None
 
@@ -173,9 +178,12 @@ class ChunkStore:
             StorageError: the storage failed.
         """
         box = part.chunk_box(number)
+        whole = math.prod(part.chunk) * out.itemsize
         try:
             requested = requested or self.request(entry, part, number)
-            if requested is not None:
+            if self._values is not None and not self.codecs and out.shape[1:] == part.chunk[1:]:
+                self._values.read_into(_key(part, number), _bytes_of(out).data, whole)
+            elif requested is not None:
                 result = requested.result()
                 if result.state != "value" or len(result.value) != out.nbytes:
                     found = len(result.value) if result.state == "value" else "no"

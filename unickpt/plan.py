@@ -34,7 +34,7 @@ class Part:
         """Number of chunks along each dimension."""
         return tuple(-(-n // c) for n, c in zip(self.box.shape, self.chunk, strict=True))
 
-    @property
+    @cached_property
     def count(self) -> int:
         return math.prod(self.grid)
 
@@ -61,6 +61,9 @@ class Part:
         """Row-major numbers of the chunks that meet a box given in global coordinates."""
         common = self.box.intersect(box)
         if common is None:
+            return
+        if common == self.box:
+            yield from range(self.count)
             return
         local = common.relative_to(self.box.start)
         ranges = [

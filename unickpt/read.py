@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,7 +46,7 @@ class Job:
     entry: ArrayEntry
     targets: Mapping[str, ArrayTarget]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of all destinations."""
         return sum(
