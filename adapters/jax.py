@@ -281,12 +281,12 @@ def _box(index: Any, shape: tuple[int, ...]) -> Box:
     return Box(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
 
 
-def _gather(pieces: Mapping[Box, Any], wanted: Box) -> Array:
+def _gather(pieces: Mapping[Box, Any], wanted: Box, room: Callable[[], Array]) -> Array:
     """Host memory of a box that pieces of an array cover; a view where one covers it."""
     holder = next((box for box in pieces if box.contains(wanted)), None)
     if holder is not None:
         return _host(pieces[holder], wanted.relative_to(holder.start))
-    out: Array = np.empty(wanted.shape, next(iter(pieces.values())).dtype)
+    out = room()
     for box, data in pieces.items():
         common = box.intersect(wanted)
         if common is not None:

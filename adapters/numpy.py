@@ -21,7 +21,11 @@ def is_array(leaf: Any) -> bool:
 
 def source(leaf: Any, group: Group) -> ArraySource:
     array = _checked(leaf)
-    return whole_source(array.shape, array.dtype, group, lambda box: array[box.slices], _tie(leaf))
+
+    def read(box: Box, room: Any) -> Array:
+        return array[box.slices]
+
+    return whole_source(array.shape, array.dtype, group, read, _tie(leaf))
 
 
 def whole_source(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
@@ -46,7 +46,7 @@ def source(leaf: Any, group: Group) -> ArraySource:
             tuple(leaf.shape),
             _TO_NUMPY[leaf.dtype],
             group,
-            lambda box: _host(tensor[box.slices]),
+            lambda box, room: _host(tensor[box.slices], room),
             _tie(tensor),
         )
     if (group.index, group.count) != (dist.get_rank(), dist.get_world_size()):
@@ -59,8 +59,8 @@ def source(leaf: Any, group: Group) -> ArraySource:
     if box is not None and not box.empty:
         start = box.start
 
-        def read(wanted: Box) -> Array:
-            return _host(local[wanted.relative_to(start).slices])
+        def read(wanted: Box, room: Callable[[], Array]) -> Array:
+            return _host(local[wanted.relative_to(start).slices], room)
 
         _, at = _grid(leaf.device_mesh, dist.get_rank())
         assert at is not None, "a rank with a box is in the mesh"
@@ -337,9 +337,13 @@ def _shard_order(leaf: Any, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
     return [tuple(dims) for dims in order]
 
 
-def _host(tensor: torch.Tensor) -> Array:
-    """Contiguous host memory of a tensor; itself where it is that already."""
-    return _as_numpy(tensor.resolve_conj().resolve_neg().contiguous().cpu())
+def _host(tensor: torch.Tensor, room: Callable[[], Array]) -> Array:
+    """Host memory of a tensor: its own where it is there as it is."""
+    if tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg():
+        return _as_numpy(tensor)
+    out = room()
+    _as_torch(out, tensor.dtype).copy_(tensor)
+    return out
 
 
 def _as_numpy(tensor: torch.Tensor) -> Array:

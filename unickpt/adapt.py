@@ -29,12 +29,14 @@ class Fragment:
     Arguments:
         box: in global coordinates, not empty.
         replicas: all processes that hold the same box, ascending.
-        read: host memory of a sub-box given in global coordinates; a view where possible.
+        read: host memory of a sub-box, given in global coordinates: a view where possible, else
+            filled memory that a call of the second argument gave, of that shape and of the array's
+            dtype.
     """
 
     box: Box
     replicas: tuple[int, ...]
-    read: Callable[[Box], Array]
+    read: Callable[[Box, Callable[[], Array]], Array]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from unickpt import dtypes, tree, values
 from unickpt.adapt import Adapter, adapter_of
 from unickpt.box import Box
 from unickpt.group import alone
+from unickpt.stage import HostBuffers, stage
 
 
 def blob_key(name: str, process: int) -> str:
@@ -39,12 +40,14 @@ def encode(value: Any, among: Sequence[Adapter]) -> bytes:
         whole = Box.whole(source.shape)
         if source.fragments and source.fragments[0].box != whole:
             raise TypeError(f"{leaf.name!r}: a sharded array is no per-process value")
-        data = source.fragments[0].read(whole) if source.fragments else np.empty(source.shape)
-        native = np.ascontiguousarray(data, data.dtype.newbyteorder("="))
+        dtype = source.dtype.newbyteorder("=")
+        data = b""
+        if source.fragments:
+            data = stage(source.fragments[0], whole, dtype, HostBuffers(0).take).tobytes()
         arrays[leaf.name] = {
             "dtype": dtypes.name_of(source.dtype),
             "shape": source.shape,
-            "data": base64.b64encode(native.tobytes()).decode(),
+            "data": base64.b64encode(data).decode(),
         }
     body = {"tree": tree.to_json(root), "values": plain, "arrays": arrays}
     return json.dumps(body, separators=(",", ":")).encode()

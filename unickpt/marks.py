@@ -169,4 +169,4 @@ def _adapter(data: Any) -> Adapter:
 
 
 def _shifted(fragment: Fragment, box: Box) -> Any:
-    return lambda wanted: fragment.read(wanted.relative_to(box.start))
+    return lambda wanted, room: fragment.read(wanted.relative_to(box.start), room)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from unickpt import dtypes, plan
+from unickpt import dtypes, plan, strided
 from unickpt.adapt import Array, ArrayTarget
 from unickpt.adapters.numpy import NumpyTarget
 from unickpt.box import Box
@@ -223,7 +223,7 @@ def _direct(read: _Read) -> Array | None:
 
 def _place(source: Array, buffer: Array, at: Box, name: str) -> None:
     if source.dtype == buffer.dtype:
-        buffer[at.slices] = source
+        strided.copy(buffer[at.slices], source)
         return
     if not dtypes.holds_all(buffer.dtype, source):
         raise LoadMismatch(

@@ -2,23 +2,77 @@
 
 from __future__ import annotations
 
+import mmap
 from collections import deque
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 
+from unickpt import strided
 from unickpt.adapt import Array, Fragment
 from unickpt.box import Box
+from unickpt.dtypes import DType
+
+_SMALL = 1 << 20
+_STEP = 64 << 10
 
 
-def stage(fragment: Fragment, box: Box) -> Array:
-    """Contiguous host memory of a fragment's box, in native byte order; a view where possible."""
-    data = fragment.read(box)
-    if data.dtype == np.bool_:
+class HostBuffers:
+    """Host memory that is used again and again: pages touched before cost half as much.
+
+    Large pieces come from the system and go back there, past the C library, which would keep them.
+
+    Arguments:
+        most_bytes: how much to hold, in use or not; more only where more is in use.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most, self._held = most_bytes, 0
+        self._free: list[Array] = []
+
+    def take(self, nbytes: int) -> Array:
+        """Memory for `nbytes`, as bytes; it may be a little longer."""
+        if nbytes < _SMALL:
+            return np.empty(nbytes, np.uint8)
+        for at, buffer in enumerate(self._free):
+            if nbytes <= len(buffer) <= nbytes + nbytes // 4:
+                return self._free.pop(at)
+        size = -(-nbytes // _STEP) * _STEP
+        while self._free and self._held + size > self._most:
+            self._held -= len(self._free.pop(0))
+        self._held += size
+        return np.frombuffer(mmap.mmap(-1, size), np.uint8)
+
+    def give(self, buffer: Array) -> None:
+        """Takes memory back that nothing refers to any more."""
+        if len(buffer) >= _SMALL:
+            self._free.append(buffer)
+
+
+def stage(fragment: Fragment, box: Box, dtype: DType, take: Callable[[int], Array]) -> Array:
+    """Contiguous host memory of a fragment's box, in native byte order; a view where possible.
+
+    Arguments:
+        fragment: what holds the data.
+        box: in global coordinates, within the fragment's.
+        dtype: of the array.
+        take: gives so many bytes of memory, where the data must be copied; see `HostBuffers`.
+    """
+
+    @cache
+    def room() -> Array:
+        nbytes = box.size * dtype.itemsize
+        return take(nbytes)[:nbytes].view(dtype).reshape(box.shape)
+
+    data = fragment.read(box, room)
+    if dtype == np.bool_:
         # A bool may be any byte in memory; only 0 and 1 have a meaning to every reader.
-        data = data.view(np.uint8) != 0
-    staged: Array = np.ascontiguousarray(data, data.dtype.newbyteorder("="))
-    return staged.reshape(box.shape)  # ascontiguousarray makes 0-d arrays 1-d
+        return np.not_equal(data.view(np.uint8), 0, out=room())
+    if data.flags.c_contiguous and data.dtype == dtype:
+        return data.reshape(box.shape)
+    strided.copy(room(), data)
+    return room()
 
 
 class Window:

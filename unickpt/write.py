@@ -14,7 +14,7 @@ import tensorstore as ts
 import xxhash
 
 from unickpt import chunks, dtypes
-from unickpt.adapt import Fragment
+from unickpt.adapt import Array, Fragment
 from unickpt.blob import blob_key
 from unickpt.box import Box
 from unickpt.chunks import ChunkStore
@@ -24,7 +24,7 @@ from unickpt.index import INDEX_KEY, ArrayEntry
 from unickpt.options import SaveOptions
 from unickpt.plan import Part
 from unickpt.record import CHUNK_DTYPE, Record
-from unickpt.stage import Window, stage
+from unickpt.stage import HostBuffers, Window, stage
 
 # Measured: smaller transactions cost an fsync each, larger ones leave too little overlap.
 _TRANSACTION_BYTES = 256 << 20
@@ -74,6 +74,8 @@ class Writer:
         self._attempt, self._description, self._options = attempt, description, options
         location = attempt.database(attempt.group.index)
         self._store = ChunkStore(location, attempt.context, description.index.codecs)
+        self._buffers = HostBuffers(options.budget_bytes)
+        self._batch_bytes = min(_TRANSACTION_BYTES, max(1, options.budget_bytes // 4))
         self.nbytes, self.count = 0, 0
 
     def write_all(self, jobs: Sequence[ChunkJob]) -> Record:
@@ -100,7 +102,8 @@ class Writer:
         return Record(description=self._description.digest, chunks=self._write(jobs, {}))
 
     def _write(self, jobs: Sequence[ChunkJob], rest: dict[str, bytes]) -> Any:
-        window = Window(self._options.budget_bytes)
+        # The rest of the budget is for what TensorStore needs beside the data.
+        window = Window(self._options.budget_bytes - self._batch_bytes)
         digests: list[Callable[[], int]] = []
         looked = time.monotonic()
         batches = list(self._batches(jobs)) or [[]]
@@ -123,12 +126,11 @@ class Writer:
         return table
 
     def _batches(self, jobs: Sequence[ChunkJob]) -> Iterator[list[ChunkJob]]:
-        limit = min(_TRANSACTION_BYTES, max(1, self._options.budget_bytes // 4))
         batch: list[ChunkJob] = []
         size = 0
         for job in jobs:
             nbytes = job.nbytes
-            if batch and (size + nbytes > limit or len(batch) == _TRANSACTION_CHUNKS):
+            if batch and (size + nbytes > self._batch_bytes or len(batch) == _TRANSACTION_CHUNKS):
                 yield batch
                 batch, size = [], 0
             batch.append(job)
@@ -146,9 +148,15 @@ class Writer:
         transaction = ts.Transaction(atomic=True)
         store = self._store.database.with_transaction(transaction)
         writes: list[Any] = [store.write(key, data) for key, data in rest.items()]
+        taken: list[Array] = []
+
+        def take(nbytes: int) -> Array:
+            taken.append(self._buffers.take(nbytes))
+            return taken[-1]
+
         staged = []
         for job in batch:
-            host = stage(job.fragment, job.box)
+            host = stage(job.fragment, job.box, dtypes.from_name(job.entry.dtype), take)
             staged.append(host)
             if host.nbytes > _HASH_HERE_BYTES:
                 digests.append(pool.submit(chunks.digest, host).result)
@@ -162,5 +170,7 @@ class Writer:
         def wait() -> None:
             committed.result()
             staged.clear()  # TensorStore refers to this memory until the commit
+            for buffer in taken:
+                self._buffers.give(buffer)
 
         return wait

@@ -1,0 +1,135 @@
+"""Values of a database are found in its B-tree and read from its files, without TensorStore."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorstore as ts
+
+import unickpt
+from unickpt.backends import file
+from unickpt.backends.ocdbt import Place, Tree
+
+KEYS = {f"params/l%y:{i:03d}/c/0": bytes([i]) * (1 + 11 * i) for i in range(0, 90, 2)}
+
+
+@pytest.fixture
+def context() -> ts.Context:
+    return ts.Context()
+
+
+@pytest.fixture(params=[200, 500, 1 << 20], ids=["high", "lower", "flat"])
+def tree(request: pytest.FixtureRequest, tmp_path: Path, context: ts.Context) -> Tree:
+    """Trees of several heights: small nodes make high ones. Small values are in the nodes."""
+    spec = {
+        "driver": "ocdbt",
+        "base": f"file://{tmp_path}/",
+        "config": {"max_decoded_node_bytes": request.param, "max_inline_value_bytes": 100},
+    }
+    database = ts.KvStore.open(spec, context=context).result()
+    with ts.Transaction(atomic=True) as transaction:
+        for key, value in KEYS.items():
+            database.with_transaction(transaction)[key] = value
+    return Tree(database.base, database.base, context)
+
+
+def test_every_value_is_found(tree: Tree, tmp_path: Path) -> None:
+    values = file.Values(f"{tmp_path}/", tree)
+    for key, value in KEYS.items():
+        out = bytearray(len(value))
+        values.read_into(key, memoryview(out), len(value))
+        assert out == value
+        values.read_into(key, memoryview(out)[:1], len(value))
+    kinds = {type(tree.find(key)) for key in KEYS}
+    assert kinds == {bytes, Place}
+
+
+@pytest.mark.parametrize("key", ["", "a", "params/l%y:001/c/0", "params/l%y:088/c/1", "z"])
+def test_a_missing_key_is_missing(tree: Tree, tmp_path: Path, key: str) -> None:
+    assert tree.find(key) is None
+    with pytest.raises(ValueError, match="NOT_FOUND: no bytes stored, 3 expected"):
+        file.Values(f"{tmp_path}/", tree).read_into(key, memoryview(bytearray(3)), 3)
+
+
+def test_an_empty_database_has_no_values(tmp_path: Path, context: ts.Context) -> None:
+    database = ts.KvStore.open(f"file://{tmp_path}/|ocdbt:", context=context).result()
+    database["a"] = b"1"
+    del database["a"]
+    assert Tree(database.base, database.base, context).find("a") is None
+
+
+@pytest.mark.parametrize("wrong", [989, 991])
+def test_a_value_of_another_length_is_refused(tree: Tree, tmp_path: Path, wrong: int) -> None:
+    key = "params/l%y:088/c/0"
+    assert len(KEYS[key]) == 969
+    with pytest.raises(ValueError, match=f"OUT_OF_RANGE: 969 bytes stored, {wrong} expected"):
+        file.Values(f"{tmp_path}/", tree).read_into(key, memoryview(bytearray(9)), wrong)
+
+
+@pytest.mark.parametrize("base", ["../", "/etc/", "a/../../", "%2E%2E/"])
+def test_no_value_lies_outside(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading a checkpoint that somebody sent must not copy this machine's files into arrays."""
+    root = {"location": "btreenode::d/x:0:9"}
+    dumps: Iterator[Any] = iter([
+        {"versions": [{"root": root, "root_height": 0}]},
+        {"height": 0, "entries": [{"key": b"k", "indirect_value": f"value:{base}:passwd:0:9"}]},
+    ])  # fmt: skip
+    monkeypatch.setattr(ts.ocdbt, "dump", lambda *_, **__: Done(next(dumps)))
+    with pytest.raises(ValueError, match=r"DATA_LOSS: .* lies outside the database"):
+        Tree(None, None, ts.Context()).find("k")  # type: ignore[arg-type]
+
+
+def test_nodes_that_lead_to_each_other_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = {"location": "btreenode::d/x:0:9"}
+    again = {"key": b"", "location": root["location"], "subtree_common_prefix": b""}
+
+    def dump(base: object, node: str | None = None, **_: object) -> Done:
+        if node is None:
+            return Done({"versions": [{"root": root, "root_height": 5}]})
+        return Done({"height": 5, "entries": [again]})
+
+    monkeypatch.setattr(ts.ocdbt, "dump", dump)
+    with pytest.raises(ValueError, match=r"DATA_LOSS: .* no B-tree node of height 4"):
+        Tree(None, None, ts.Context()).find("k")  # type: ignore[arg-type]
+
+
+class Done:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def result(self) -> Any:
+        return self.value
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    options = unickpt.SaveOptions(chunk_bytes=128 << 10, fsync=False)
+    unickpt.save(tmp_path / "c", {"w": np.arange(1 << 18, dtype=np.float32)}, options=options)
+    return tmp_path / "c"
+
+
+def data_file(path: Path) -> Path:
+    return max((p for p in path.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+def test_a_file_cut_short_while_it_is_read_is_an_error(saved: Path) -> None:
+    """Mapped, it would end the process with SIGBUS."""
+    stored = unickpt.open(saved)
+    assert stored["w"][:10].tolist() == list(range(10))
+    os.truncate(data_file(saved), 300_000)
+    assert stored["w"][:10].tolist() == list(range(10)), "the first chunk is still there"
+    with pytest.raises(unickpt.CheckpointCorrupt, match=r"'w' \[65536:98304\].*ends at byte"):
+        stored["w"][...]
+
+
+def test_a_missing_file_is_named(saved: Path) -> None:
+    gone = data_file(saved)
+    stored = unickpt.open(saved)
+    gone.unlink()
+    with pytest.raises(unickpt.CheckpointCorrupt, match=f"no file .*{gone.name}"):
+        stored["w"][...]
