@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-import tensorstore as ts
 from conftest import Processes
+from counts import keys_read
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
@@ -106,11 +106,6 @@ def abstract(like: Any, sharding: Sharding | None) -> Any:
     return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
 
 
-def keys_read() -> int:
-    found = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/ocdbt/read")
-    return sum(int(metric["values"][0]["value"]) for metric in found)  # none before the first read
-
-
 # --- layouts ------------------------------------------------------------------------------------
 
 
@@ -137,14 +132,13 @@ def save_and_load_layouts(folder: str) -> None:
 
     for target in shardings().values():
         like = {name: abstract(WHOLE, target) for name in arrays}
-        before = keys_read()
-        found = unickpt.load(f"{folder}/c", like, strict=False)
-        read = keys_read() - before
+        with keys_read() as read:
+            found = unickpt.load(f"{folder}/c", like, strict=False)
         for array in found.values():
             check(array, WHOLE, target)
         boxes = target.addressable_devices_indices_map(WHOLE.shape).values()
         needed = sum(chunks_meeting(f"{folder}/c", name, list(boxes)) for name in arrays)
-        assert read == 2 + needed, "the index, the digests, each chunk once"
+        assert read.keys == 2 + needed, "the index, the digests, each chunk once"
 
     found = unickpt.load(f"{folder}/c", tree)
     for name in arrays:

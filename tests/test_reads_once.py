@@ -12,12 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-import tensorstore as ts
+from counts import keys_read
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import unickpt
-from unickpt.backends.file import Values
 from unickpt.checkpoint import Checkpoint
 
 # Chunks of either size are read in ways of their own.
@@ -42,11 +41,6 @@ SHARDINGS: dict[str, Callable[[], Any]] = {
 }
 
 
-def keys_read_by_tensorstore() -> int:
-    found = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/ocdbt/read")
-    return sum(int(metric["values"][0]["value"]) for metric in found)  # none before the first read
-
-
 def bytes_read() -> int:
     """What this process asked the operating system to read, as that counts it."""
     return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])  # type: ignore[index]
@@ -62,23 +56,13 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
         seen[(part.key, number)] += 1
         read(self, entry, part, number, *rest)
 
-    straight: Counter[str] = Counter()
-    read_into = Values.read_into
-
-    def counted(self: Values, key: str, *rest: Any) -> None:
-        straight[key] += 1
-        read_into(self, key, *rest)
-
     monkeypatch.setattr(Checkpoint, "read_chunk", read_chunk)
-    monkeypatch.setattr(Values, "read_into", counted)
 
     def run(work: Callable[[], Any]) -> tuple[Any, Counter[Chunk], int]:
         seen.clear()
-        straight.clear()
-        before = keys_read_by_tensorstore()
-        result = work()
-        keys = keys_read_by_tensorstore() - before + straight.total()
-        return result, Counter(seen), keys
+        with keys_read() as read:
+            result = work()
+        return result, Counter(seen), read.keys
 
     return run
 
