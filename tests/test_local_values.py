@@ -41,10 +41,12 @@ def tree(request: pytest.FixtureRequest, tmp_path: Path, context: ts.Context) ->
 def test_every_value_is_found(tree: Tree, tmp_path: Path) -> None:
     values = file.Values(f"{tmp_path}/", tree)
     for key, value in KEYS.items():
-        out = bytearray(len(value))
-        values.read_into(key, memoryview(out), len(value))
-        assert out == value
-        values.read_into(key, memoryview(out)[:1], len(value))
+        out = bytearray(len(value), print)
+        seen = bytearray()
+        values.read_into(key, memoryview(out), len(value), seen.extend)
+        assert seen == out == value
+        values.read_into(key, memoryview(out)[:1], len(value), seen.extend)
+        assert seen == value + value[:1]
     kinds = {type(tree.find(key)) for key in KEYS}
     assert kinds == {bytes, Place}
 
@@ -53,7 +55,7 @@ def test_every_value_is_found(tree: Tree, tmp_path: Path) -> None:
 def test_a_missing_key_is_missing(tree: Tree, tmp_path: Path, key: str) -> None:
     assert tree.find(key) is None
     with pytest.raises(ValueError, match="NOT_FOUND: no bytes stored, 3 expected"):
-        file.Values(f"{tmp_path}/", tree).read_into(key, memoryview(bytearray(3)), 3)
+        file.Values(f"{tmp_path}/", tree).read_into(key, memoryview(bytearray(3)), 3, print)
 
 
 def test_an_empty_database_has_no_values(tmp_path: Path, context: ts.Context) -> None:
@@ -68,7 +70,7 @@ def test_a_value_of_another_length_is_refused(tree: Tree, tmp_path: Path, wrong:
     key = "params/l%y:088/c/0"
     assert len(KEYS[key]) == 969
     with pytest.raises(ValueError, match=f"OUT_OF_RANGE: 969 bytes stored, {wrong} expected"):
-        file.Values(f"{tmp_path}/", tree).read_into(key, memoryview(bytearray(9)), wrong)
+        file.Values(f"{tmp_path}/", tree).read_into(key, memoryview(bytearray(9)), wrong, print)
 
 
 @pytest.mark.parametrize("base", ["../", "/etc/", "a/../../", "%2E%2E/"])

@@ -52,9 +52,9 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
     seen: Counter[Chunk] = Counter()
     read = Checkpoint.read_chunk
 
-    def read_chunk(self: Checkpoint, entry: Any, part: Any, number: int, *rest: Any) -> None:
+    def read_chunk(self: Checkpoint, entry: Any, part: Any, number: int, *rest: Any) -> bool:
         seen[(part.key, number)] += 1
-        read(self, entry, part, number, *rest)
+        return read(self, entry, part, number, *rest)
 
     monkeypatch.setattr(Checkpoint, "read_chunk", read_chunk)
 

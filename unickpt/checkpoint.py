@@ -178,19 +178,18 @@ class Checkpoint(Mapping[str, "StoredArray"]):
         row: Any,
         out: Array,
         requested: Any = None,
-    ) -> None:
-        """Reads a chunk into contiguous memory, and checks it where `row` (of `digests_of`) is
-        given.
+    ) -> bool:
+        """Reads a chunk into contiguous memory.
+
+        Returns:
+            Whether it is what was written, where its row (of `digests_of`) is given.
 
         Raises:
-            CheckpointCorrupt: names array, box and writer.
+            CheckpointCorrupt: it is missing or cannot be decoded.
         """
-        self._chunks.read(entry, part, number, out, requested)
-        if row is not None and chunks.digest(out) != row["digest"]:
-            raise CheckpointCorrupt(
-                f"{self.location}: array {entry.name!r} {part.chunk_box(number)}, written by "
-                f"process {row['process']}: the stored bytes do not match their digest"
-            )
+        hashed = row is not None
+        digest = self._chunks.read(entry, part, number, out, requested, hashed=hashed)
+        return not hashed or digest == row["digest"]
 
     def open_part(self, entry: ArrayEntry, part: Part) -> ts.TensorStore:
         return self._chunks.array(entry, part)

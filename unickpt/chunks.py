@@ -163,7 +163,9 @@ class ChunkStore:
         number: int,
         out: Array,
         requested: ts.Future[Any] | None = None,
-    ) -> None:
+        *,
+        hashed: bool = False,
+    ) -> int | None:
         """Reads a chunk into contiguous memory of its shape.
 
         Arguments:
@@ -172,6 +174,7 @@ class ChunkStore:
             number: the chunk's row-major number in the part.
             out: where the chunk goes.
             requested: what `request` gave for it.
+            hashed: return the digest of what was read.
 
         Raises:
             CheckpointCorrupt: it is missing or cannot be decoded.
@@ -182,8 +185,11 @@ class ChunkStore:
         try:
             requested = requested or self.request(entry, part, number)
             if self._values is not None and not self.codecs and out.shape[1:] == part.chunk[1:]:
-                self._values.read_into(_key(part, number), _bytes_of(out).data, whole)
-            elif requested is not None:
+                hasher, key = xxhash.xxh3_64(), _key(part, number)
+                look = hasher.update if hashed else lambda _: None
+                self._values.read_into(key, _bytes_of(out).data, whole, look)
+                return hasher.intdigest() if hashed else None
+            if requested is not None:
                 result = requested.result()
                 if result.state != "value" or len(result.value) != out.nbytes:
                     found = len(result.value) if result.state == "value" else "no"
@@ -196,6 +202,7 @@ class ChunkStore:
                 target.write(self.array(entry, part)[local.slices]).result()
         except FAILURES as error:
             raise self.explained(error, f"{self.location}: array {entry.name!r} {box}") from error
+        return digest(out) if hashed else None
 
     def explained(self, error: Exception, where: str) -> Exception:
         """What to raise for a failure to read: damage, the storage's fault, or another's save."""

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from unickpt import dtypes, plan, strided
 from unickpt.adapt import Array, ArrayTarget
 from unickpt.adapters.numpy import NumpyTarget
 from unickpt.box import Box
-from unickpt.errors import LoadMismatch
+from unickpt.errors import CheckpointCorrupt, LoadMismatch
 from unickpt.index import ArrayEntry
 from unickpt.options import LoadOptions
 from unickpt.plan import Part
-from unickpt.stage import Window
+from unickpt.stage import Scratch, Window
 
 if TYPE_CHECKING:
     from unickpt.checkpoint import Checkpoint
@@ -168,7 +165,7 @@ class _Reader:
 
     def __init__(self, stored: Checkpoint) -> None:
         self._pool = threads_for(stored, "unickpt-load")
-        self._stored, self._scratch, self._task = stored, _Scratch(), _Task()
+        self._stored, self._scratch, self._task = stored, Scratch(), _Task()
 
     def submit(self, read: _Read) -> _Task:
         """Adds a chunk to a task, which starts once it is worth a thread's while."""
@@ -199,15 +196,23 @@ class _Reader:
         for read, requested in zip(reads, requests, strict=True):
             there = _direct(read)
             if there is not None:
-                stored.read_chunk(read.entry, read.part, read.number, read.row, there, requested)
+                self._fetch(read, there, requested)
                 continue
             piece = self._scratch.array(read.box.shape, dtypes.from_name(read.entry.dtype))
-            stored.read_chunk(read.entry, read.part, read.number, read.row, piece, requested)
+            self._fetch(read, piece, requested)
             for box, buffer in read.wanted_by:
                 common = read.box.intersect(box)
                 assert common is not None, "a chunk is read only for boxes that meet it"
                 source = piece[common.relative_to(read.box.start).slices]
                 _place(source, buffer, common.relative_to(box.start), read.entry.name)
+
+    def _fetch(self, read: _Read, out: Array, requested: Any) -> None:
+        stored, row = self._stored, read.row
+        if not stored.read_chunk(read.entry, read.part, read.number, row, out, requested):
+            raise CheckpointCorrupt(
+                f"{stored.location}: array {read.entry.name!r} {read.box}, written by process "
+                f"{row['process']}: the stored bytes do not match their digest"
+            )
 
 
 def _direct(read: _Read) -> Array | None:
@@ -231,19 +236,6 @@ def _place(source: Array, buffer: Array, at: Box, name: str) -> None:
             "not hold all its values; load it as it is stored"
         )
     buffer[at.slices] = source.astype(buffer.dtype)
-
-
-class _Scratch(threading.local):
-    """Memory for one chunk per thread, used again and again: fresh pages cost twice as much."""
-
-    def __init__(self) -> None:
-        self._raw: Array = np.empty(0, np.uint8)
-
-    def array(self, shape: tuple[int, ...], dtype: dtypes.DType) -> Array:
-        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        if self._raw.nbytes < nbytes:
-            self._raw = np.empty(nbytes, np.uint8)
-        return self._raw[:nbytes].view(dtype).reshape(shape)
 
 
 def read_box(stored: Checkpoint, entry: ArrayEntry, box: Box, *, verify: bool) -> Array:

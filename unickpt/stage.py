@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import mmap
+import threading
 from collections import deque
 from collections.abc import Callable
 from functools import cache
@@ -48,6 +50,19 @@ class HostBuffers:
         """Takes memory back that nothing refers to any more."""
         if len(buffer) >= _SMALL:
             self._free.append(buffer)
+
+
+class Scratch(threading.local):
+    """Memory for one chunk per thread, used again and again: fresh pages cost twice as much."""
+
+    def __init__(self) -> None:
+        self._raw: Array = np.empty(0, np.uint8)
+
+    def array(self, shape: tuple[int, ...], dtype: DType) -> Array:
+        nbytes = math.prod(shape) * dtype.itemsize
+        if self._raw.nbytes < nbytes:
+            self._raw = np.empty(nbytes, np.uint8)
+        return self._raw[:nbytes].view(dtype).reshape(shape)
 
 
 def stage(fragment: Fragment, box: Box, dtype: DType, take: Callable[[int], Array]) -> Array:

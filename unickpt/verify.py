@@ -10,8 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from unickpt import backends, checkpoint, chunks, commit, digests, dtypes, plan, tree
 from unickpt.box import Box
 from unickpt.checkpoint import Checkpoint
@@ -20,6 +18,7 @@ from unickpt.index import DIGESTS_KEY, INDEX_KEY, ArrayEntry
 from unickpt.options import Damage, VerifyReport
 from unickpt.plan import Part
 from unickpt.read import TASK_BYTES, TASK_CHUNKS, threads_for
+from unickpt.stage import Scratch
 
 _TASKS_AHEAD = 64
 
@@ -150,8 +149,9 @@ class _Check:
 def _chunks(stored: Checkpoint, pool: ThreadPoolExecutor) -> Iterator[tuple[int, list[Damage]]]:
     """Bytes and damage of each chunk, in order; some tasks ahead are under way."""
     running: deque[Future[list[tuple[int, list[Damage]]]]] = deque()
+    scratch = Scratch()
     for task in _tasks(stored):
-        running.append(pool.submit(_check, stored, task))
+        running.append(pool.submit(_check, stored, task, scratch))
         if len(running) > _TASKS_AHEAD:
             yield from running.popleft().result()
     for future in running:
@@ -176,19 +176,20 @@ def _tasks(stored: Checkpoint) -> Iterator[list[_Check]]:
         yield task
 
 
-def _check(stored: Checkpoint, task: Sequence[_Check]) -> list[tuple[int, list[Damage]]]:
+def _check(
+    stored: Checkpoint, task: Sequence[_Check], scratch: Scratch
+) -> list[tuple[int, list[Damage]]]:
     requested = [stored.request_chunk(c.entry, c.part, c.number) for c in task]
     return [
-        (check.nbytes, _damage(stored, check, request))
+        (check.nbytes, _damage(stored, check, request, scratch))
         for check, request in zip(task, requested, strict=True)
     ]
 
 
-def _damage(stored: Checkpoint, check: _Check, requested: Any) -> list[Damage]:
+def _damage(stored: Checkpoint, check: _Check, requested: Any, scratch: Scratch) -> list[Damage]:
     try:
-        piece = np.empty(check.box.shape, dtypes.from_name(check.entry.dtype))
-        stored.read_chunk(check.entry, check.part, check.number, None, piece, requested)
-        if chunks.digest(piece) == check.row["digest"]:
+        piece = scratch.array(check.box.shape, dtypes.from_name(check.entry.dtype))
+        if stored.read_chunk(check.entry, check.part, check.number, check.row, piece, requested):
             return []
         reason = "the stored bytes do not match their digest"
     except (CheckpointCorrupt, StorageError, MemoryError) as error:
