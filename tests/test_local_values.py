@@ -41,7 +41,7 @@ def tree(request: pytest.FixtureRequest, tmp_path: Path, context: ts.Context) ->
 def test_every_value_is_found(tree: Tree, tmp_path: Path) -> None:
     values = file.Values(f"{tmp_path}/", tree)
     for key, value in KEYS.items():
-        out = bytearray(len(value), print)
+        out = bytearray(len(value))
         seen = bytearray()
         values.read_into(key, memoryview(out), len(value), seen.extend)
         assert seen == out == value
