@@ -380,7 +380,7 @@ def small() -> tuple[dict[str, bytes], ArrayEntry]:
     digest = f"{index_module.xxhash.xxh3_64_intdigest(table):016x}"
     index = index_module.Index(tree=index.tree, arrays=index.arrays, chunks=1, digests_xxh3=digest)
     keys = {
-        **unickpt.commit.zarr_keys(index),
+        **unickpt.root.zarr_keys(index),
         index_module.INDEX_KEY: index_module.encode(index),
         index_module.DIGESTS_KEY: table,
         "w/c/0": data.tobytes(),

@@ -9,23 +9,19 @@ when they began. No process talks to another in any other way.
 from __future__ import annotations
 
 import datetime
-import json
-import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import tensorstore as ts
 import xxhash
 
-from unickpt import chunks, digests, merge, plan
+from unickpt import chunks, digests, merge, root
 from unickpt import index as index_module
 from unickpt._version import LIBRARY
-from unickpt.backends import Location, ocdbt
-from unickpt.backends.ocdbt import MANIFEST
-from unickpt.box import Box
+from unickpt.backends import Location
+from unickpt.board import MORE, OK, REQUEST, Board
 from unickpt.describe import Description
 from unickpt.errors import (
     CheckpointExists,
@@ -38,10 +34,8 @@ from unickpt.errors import (
 from unickpt.group import Group
 from unickpt.index import DIGESTS_KEY, INDEX_KEY, Index
 from unickpt.record import Record
+from unickpt.root import Root
 
-_OK, _MORE = ".ok", ".more"
-_REQUEST, _COMMIT, _ERROR = "request", "commit", "error-"
-_ERROR_NAME = re.compile(_ERROR + r"(\d{5,9})")
 # After a process gives up, how long it may take the coordinator to finish a commit that was
 # already under way when it last looked for such a process.
 _GRACE_S = 1.0
@@ -62,14 +56,6 @@ class Totals:
 Serve = Callable[[Mapping[str, list[int]]], Record]
 
 
-@dataclass(frozen=True)
-class _Root:
-    """The root manifest at one moment: its digest (empty: none), its generation in the storage."""
-
-    digest: str
-    generation: bytes
-
-
 class Attempt:
     """One try of a group of processes to save one checkpoint.
 
@@ -87,16 +73,11 @@ class Attempt:
         self.location, self.group, self.name = location, group, name
         self.context, self.timeout_s = context, timeout_s
         self._folder = location.child(f"processes/{name}")
-        self._root = location.store(context)
-        self._records = self._folder.child("records").store(context)
-        # Errors and announcements lie apart from the records: every process lists them, often.
-        self._notes = self._folder.child("notes").store(context)
-        self._found: _Root | None = None
-        # Whether it is certain that nobody commits what this process wrote.
+        self._root = Root(location, context)
+        self._board = Board(self._folder, group, context, timeout_s)
+        self._found: root.State | None = None
         self._hopeless = True
         self._totals: Totals | None = None
-        self._unsaid = b""
-        self._looked = time.monotonic()
 
     def check_destination(self, overwrite: bool) -> None:
         """Refuses a place that is taken.
@@ -112,10 +93,10 @@ class Attempt:
                 "or empty directory"
             )
         with self._asking():
-            found = self._read_root()
+            found = self._root.read()
             # S3 says of a bucket that does not exist only that it lacks the object; if OCDBT then
             # writes there, TensorStore ends the process. A list tells.
-            self._notes.list().result()
+            self._board.check_reachable()
         if found.digest and not overwrite:
             raise CheckpointExists(
                 f"{self.location} already holds a checkpoint; pass overwrite=True to replace it, "
@@ -132,9 +113,8 @@ class Attempt:
         if self.group.count == 1:
             return
         with self._asking():
-            notes = self._list(self._notes)
-            record = self._records.read(self._own(_OK)).result()
-        if record.state == "value" or not notes.isdisjoint((_COMMIT, self._own_error)):
+            used = self._board.was_used()
+        if used:
             raise SaveConflict(
                 f"{self.location}: attempt {self.name!r} was made before; the session of a "
                 "ProcessGroup must be new for every run of the job"
@@ -150,7 +130,7 @@ class Attempt:
         if not isinstance(error, (StorageError, *chunks.FAILURES)) or self._found is None:
             return error
         try:
-            if self._hopeless or self.group.index > 0:
+            if self._is_hopeless or self.group.index > 0:
                 self._is_committed()
         except SaveConflict as conflict:
             return conflict
@@ -160,29 +140,21 @@ class Attempt:
             return error
         return chunks.translate(error, f"saving to {self.location}", reading=False)
 
-    def publish(self, record: Record, kind: str = _OK) -> None:
+    def publish(self, record: Record, kind: str = OK) -> None:
         """Ends this process's part."""
         self._sync(self.database(self.group.index).child("d"))
         self._hopeless = False
-        record = replace(record, replaces=self._digest_found)
-        self._records.write(self._own(kind), record.encode()).result()
+        self._board.publish(replace(record, replaces=self._digest_found), kind)
 
     def publish_error(self, error: BaseException) -> None:
         """Tells the others why this process gives up; does nothing in a job of one."""
-        note = {"message": str(error) or type(error).__name__, "hopeless": self._hopeless}
-        self._unsaid = json.dumps(note).encode()
-        self._say()
-
-    def _say(self) -> None:
         with suppress(Exception):  # the storage itself may be what failed
-            if self._unsaid and self.group.count > 1 and not self.location.foreign_files():
-                self._notes.write(self._own_error, self._unsaid).result()
-                self._unsaid = b""
+            if self.group.count > 1 and not self.location.foreign_files():
+                self._board.publish_error(error, settles=self._is_hopeless)
 
     def check_others(self) -> None:
         """Raises `ProcessFailed` with the message of a process that gave up."""
-        if self.group.count > 1 and time.monotonic() - self._looked > self._pause_s:
-            self._look()
+        self._board.look_now_and_then()
 
     def wait_committed(self, serve: Serve) -> Totals:
         """Waits, in all processes but the coordinator, until the checkpoint exists.
@@ -199,7 +171,7 @@ class Attempt:
             try:
                 self._wait(serve)
             except (ProcessFailed, SaveTimeout) as error:
-                if self._hopeless or not self._was_committed_after_all(error):
+                if self._is_hopeless or not self._was_committed_after_all(error):
                     raise
             assert self._totals is not None
             return self._totals
@@ -222,12 +194,17 @@ class Attempt:
 
     def discard(self) -> None:
         """Removes what this process wrote, if it is certain that no checkpoint will need it."""
-        if self._hopeless:
+        if self._is_hopeless:
             with suppress(Exception):
                 self.database(self.group.index).remove(self.context)
                 if self.group.index == 0:
                     self._folder.child("root").remove(self.context)
-        self._say()  # a full disk may have room for a note now
+        self._board.say_again()  # a full disk may have room for a note now
+
+    @property
+    def _is_hopeless(self) -> bool:
+        """Whether it is certain that nobody commits what this process wrote."""
+        return self._hopeless or self._board.settled
 
     def _sync(self, folder: Location) -> None:
         if self.context["file_io_sync"].to_json():
@@ -250,96 +227,52 @@ class Attempt:
                 raise
             raise explained from error
 
-    # --- looking at the others -----------------------------------------------------------------
+    # --- waiting -------------------------------------------------------------------------------
 
     @property
     def _digest_found(self) -> str:
         assert self._found is not None, "the destination is checked before anything is written"
         return self._found.digest
 
-    def _own(self, kind: str) -> str:
-        return f"{self.group.index:05d}{kind}"
+    def _collect(self, processes: Sequence[int], kind: str) -> list[tuple[int, Record]]:
+        def all_there(notes: set[str]) -> bool:
+            if not self._board.late(processes, kind):
+                return True
+            if self._root.read().digest != self._digest_found:
+                raise self._conflict("meanwhile")
+            return False
 
-    @property
-    def _own_error(self) -> str:
-        return f"{_ERROR}{self.group.index:05d}"
+        self._until(all_there, processes, kind)
+        return self._board.records(processes, kind)
 
-    @property
-    def _pause_s(self) -> float:
-        """The longest pause between two looks; the more processes, the less often each looks."""
-        count = self.group.count
-        return max(1.0, count / 1000) if self.location.is_remote else max(0.1, count / 4000)
+    def _wait(self, serve: Serve) -> None:
+        everyone = range(self.group.count)
+        notes = self._until(lambda notes: REQUEST in notes or self._is_committed(), everyone, OK)
+        if REQUEST in notes:
+            mine = self._board.requested()
+            if mine:
+                self.publish(serve(mine), MORE)
+            self._until(lambda notes: self._is_committed(), everyone, OK)
 
-    def _look(self) -> set[str]:
-        """The notes; raises the message of a process that gave up."""
-        self._looked = time.monotonic()
-        notes = self._list(self._notes)
-        matches = (_ERROR_NAME.fullmatch(name) for name in notes)
-        errors = sorted({int(match[1]) for match in matches if match} - {self.group.index})
-        if errors:
-            read = [self._notes.read(f"{_ERROR}{process:05d}") for process in errors[:8]]
-            found = [_error_note(r.result().value) for r in read]
-            self._hopeless = self._hopeless or any(hopeless for _, hopeless in found)
-            raise ProcessFailed(f"process {errors[0]} failed: {found[0][0]}")
-        return notes
-
-    def _list(self, store: ts.KvStore) -> set[str]:
-        return {key.decode(errors="replace") for key in store.list().result()}
-
-    def _poll(self, ready: Callable[[set[str]], bool], names: Iterable[str]) -> set[str]:
-        """Waits until `ready`; if that takes too long, says which records `names` there are not."""
-        deadline, pause = time.monotonic() + self.timeout_s, 0.002
-        while not ready(notes := self._look()):
-            if time.monotonic() > deadline:
-                raise self._timeout(names)
-            time.sleep(pause)
-            pause = min(pause * 1.5, self._pause_s)
-        return notes
-
-    def _timeout(self, names: Iterable[str]) -> SaveTimeout:
-        there = self._list(self._records)
-        late = [int(name.partition(".")[0]) for name in names if name not in there]
+    def _until(
+        self, ready: Callable[[set[str]], bool], processes: Sequence[int], kind: str
+    ) -> set[str]:
+        """Waits until `ready`; if that takes too long, says whose records there are not."""
+        try:
+            return self._board.wait(ready)
+        except TimeoutError:
+            late = self._board.late(processes, kind)
         what = "process 0 did not commit"
         if late:
             what = f"process{'es' * (len(late) > 1)} {merge.some(late)} wrote nothing"
-        return SaveTimeout(
+        raise SaveTimeout(
             f"{self.location}: {what} within {self.timeout_s:g} s (SaveOptions.timeout_s) after "
             f"process {self.group.index} of {self.group.count} was done; it may have died. No "
             "checkpoint was written."
         )
 
-    def _collect(self, processes: Iterable[int], kind: str) -> list[tuple[int, Record]]:
-        names = {process: f"{process:05d}{kind}" for process in processes}
-
-        def all_there(notes: set[str]) -> bool:
-            if self._list(self._records).issuperset(names.values()):
-                return True
-            if self._read_root().digest != self._digest_found:
-                raise self._conflict("meanwhile")
-            return False
-
-        self._poll(all_there, names.values())
-        reads = {process: self._records.read(name) for process, name in names.items()}
-        return [(process, self._decode(process, read)) for process, read in reads.items()]
-
-    def _decode(self, process: int, read: ts.Future[ts.KvStore.ReadResult]) -> Record:
-        try:
-            return Record.decode(read.result().value)
-        except ValueError as error:
-            raise StorageError(f"{self.location}: process {process}: {error}") from None
-
-    def _wait(self, serve: Serve) -> None:
-        names = [f"{process:05d}{_OK}" for process in range(self.group.count)]
-        notes = self._poll(lambda notes: _REQUEST in notes or self._is_committed(), names)
-        if _REQUEST in notes:
-            requests = json.loads(self._notes.read(_REQUEST).result().value)
-            mine = requests.get(str(self.group.index))
-            if mine:
-                self.publish(serve(mine), _MORE)
-            self._poll(lambda notes: self._is_committed(), names)
-
     def _commit(self, description: Description, serve: Serve) -> Totals:
-        records = self._collect(range(self.group.count), _OK)
+        records = self._collect(range(self.group.count), OK)
         for process, record in records:
             if record.replaces != self._digest_found:
                 raise self._conflict(f"between the start of process 0 and of process {process}")
@@ -348,9 +281,8 @@ class Attempt:
         totals = Totals.of(index)
         older = self.location.child("processes").folders(self.context)
         if self.group.count > 1:
-            note = {"root": _digest(manifest), "totals": vars(totals)}
-            self._notes.write(_COMMIT, json.dumps(note).encode()).result()
-            self._look()
+            self._board.announce({"root": root.digest(manifest), "totals": vars(totals)})
+            self._board.look()
         self._write_root(manifest)
         self._remove_debris(older)
         return totals
@@ -381,10 +313,10 @@ class Attempt:
 
     def _request(self, requests: merge.Requests, serve: Serve) -> list[tuple[int, Record]]:
         """Has processes write chunks that their planned writers do not hold."""
-        self._notes.write(_REQUEST, json.dumps(requests).encode()).result()
+        self._board.request(requests)
         ours = self.group.index
         own = [(ours, serve(requests[ours]))] if ours in requests else []
-        return own + self._collect([p for p in requests if p != ours], _MORE)
+        return own + self._collect([p for p in requests if p != ours], MORE)
 
     def _descriptions(
         self, ours: Description, records: Sequence[tuple[int, Record]]
@@ -410,73 +342,35 @@ class Attempt:
 
     # --- the root ------------------------------------------------------------------------------
 
-    def _read_root(self) -> _Root:
-        read = self._root.read(MANIFEST).result()
-        return _Root(_digest(read.value) if read.state == "value" else "", read.stamp.generation)
-
     def _build_root(self, index: Index, table: digests.Table) -> bytes:
         """Writes the root's B-tree, which refers to the processes' data; returns its manifest."""
-        draft, held = self.location.draft(self.context, f"processes/{self.name}/root/")
-        transaction = ts.Transaction(atomic=True)
-        root = draft.with_transaction(transaction)
-        work = [
-            self.database(process).database(self.context).experimental_copy_range_to(root)
-            for process in range(self.group.count)
-        ]
-        for copied in work:
-            copied.result()
-        written = {
-            **zarr_keys(index),
+        extra = {
+            **root.zarr_keys(index),
             DIGESTS_KEY: table.tobytes(),
             INDEX_KEY: index_module.encode(index),
         }
-        for write in [root.write(key, value) for key, value in written.items()]:
-            write.result()
-        transaction.commit_async().result()
+        databases = [self.database(process) for process in range(self.group.count)]
         blobs = sum(len(entry.blobs) for entry in index.per_process.values())
-        self._check_keys(held, len(written) + len(table) + blobs)
+        folder = f"processes/{self.name}/root/"
+        manifest = self._root.build(folder, databases, extra, len(table) + blobs)
         self._sync(self._folder.child("root"))
-        manifest: bytes = held.read(MANIFEST).result().value
         return manifest
-
-    def _check_keys(self, held: ts.KvStore, expected: int) -> None:
-        """Proves that the processes' databases hold the keys that their records told."""
-        found = ocdbt.count_keys(held, self.context)
-        if found != expected:
-            raise StorageError(
-                f"{self.location}: the processes told of {expected} keys, but wrote {found}"
-            )
 
     def _write_root(self, manifest: bytes) -> None:
         """The commit: one write, which the storage refuses if the root is no longer as found."""
         assert self._found is not None
         self._hopeless = False
-        try:
-            with self.location.locked(self.timeout_s):
-                written = self._root.write(MANIFEST, manifest, if_equal=self._found.generation)
-                try:
-                    stamp = written.result()
-                except KeyboardInterrupt:
-                    written.result()  # it goes on, and must end before the lock does
-                    raise
-                if stamp.generation:
-                    return
-        except chunks.FAILURES:
-            if self._read_root().digest != _digest(manifest):
-                raise
-        # Refused, or no answer: or it was the answer to a first request that got lost.
-        if self._read_root().digest != _digest(manifest):
+        if not self._root.replace(self._found, manifest, self.timeout_s):
             self._hopeless = True
             raise self._conflict("meanwhile")
 
     def _is_committed(self) -> bool:
         """Whether the root is what the coordinator announced before it wrote it."""
-        found = self._read_root().digest
+        found = self._root.read().digest
         if found == self._digest_found:
             return False
-        read = self._notes.read(_COMMIT).result()
-        note: dict[str, Any] = json.loads(read.value) if read.state == "value" else {"root": ""}
-        if note["root"] == found:
+        note = self._board.announced()
+        if note is not None and note["root"] == found:
             self._totals = Totals(**note["totals"])
             return True
         # A network file system may still hide the note. The root itself leaves no doubt.
@@ -508,38 +402,4 @@ class Attempt:
             for attempt in older:
                 if attempt != self.name:
                     self.location.child(f"processes/{attempt}").remove(self.context)
-            self._folder.child("records").remove(self.context)
-
-
-def zarr_keys(index: Index) -> dict[str, bytes]:
-    """The zarr metadata of all groups and parts, by key."""
-    groups, out = {""}, {}
-    for name, entry in index.arrays.items():
-        stored = plan.parts(entry) or [plan.Part(name, Box.whole(entry.shape), entry.chunk)]
-        for part in stored:
-            metadata = chunks.zarr_metadata(entry, part, index.codecs)
-            out[_join(part.key, "zarr.json")] = chunks.zarr_json(metadata)
-            parent = part.key
-            while parent:
-                parent = parent.rpartition("/")[0]
-                groups.add(parent)
-    for group in groups:
-        out.setdefault(_join(group, "zarr.json"), chunks.GROUP_JSON)
-    return out
-
-
-def _join(prefix: str, key: str) -> str:
-    return f"{prefix}/{key}" if prefix else key
-
-
-def _error_note(data: bytes) -> tuple[str, bool]:
-    """The message of a process that gave up, and whether that settles the matter."""
-    try:
-        note = json.loads(data)
-        return str(note["message"]), note["hopeless"] is True
-    except (ValueError, KeyError, TypeError):
-        return "for a reason that cannot be read", False
-
-
-def _digest(manifest: bytes) -> str:
-    return f"{xxhash.xxh3_64_intdigest(manifest):016x}"
+            self._board.clear_records()

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from unickpt import backends, checkpoint, chunks, commit, digests, dtypes, plan, tree
+from unickpt import backends, checkpoint, chunks, digests, dtypes, plan, root, tree
 from unickpt.box import Box
 from unickpt.checkpoint import Checkpoint
 from unickpt.errors import CheckpointCorrupt, StorageError
@@ -95,7 +95,7 @@ def _structure(stored: Checkpoint, pool: ThreadPoolExecutor) -> Iterator[Damage]
     known = {*index.arrays, *index.aliases, *index.values, *index.per_process}
     for name in sorted(names ^ known):
         yield Damage(name, "", None, "is in the tree or in the index, but not in both")
-    expected = commit.zarr_keys(index)
+    expected = root.zarr_keys(index)
     equal = pool.map(lambda item: _is_stored(stored, *item), expected.items())
     for key, same in zip(expected, equal, strict=True):
         if not same:

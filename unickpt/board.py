@@ -1,0 +1,191 @@
+"""What the processes of one attempt tell each other: small objects in the storage, nothing else.
+
+Each process ends its part with a record. Errors and announcements are notes, which lie apart from
+the records, because every process lists them, often.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import tensorstore as ts
+
+from unickpt.backends import Location
+from unickpt.errors import ProcessFailed, StorageError
+from unickpt.group import Group
+from unickpt.record import Record
+
+OK, MORE = ".ok", ".more"
+REQUEST = "request"
+_COMMIT, _ERROR = "commit", "error-"
+_ERROR_NAME = re.compile(_ERROR + r"(\d{5,9})")
+
+
+class Board:
+    """Records and notes of one attempt.
+
+    Arguments:
+        folder: the attempt's.
+        group: the processes.
+        context: the TensorStore context of this save.
+        timeout_s: how long to wait for other processes.
+    """
+
+    def __init__(
+        self, folder: Location, group: Group, context: ts.Context, timeout_s: float
+    ) -> None:
+        self._folder, self._group, self._context = folder, group, context
+        self._timeout_s = timeout_s
+        self._records = folder.child("records").store(context)
+        self._notes = folder.child("notes").store(context)
+        self._unsaid = b""
+        self._looked = time.monotonic()
+        self.settled = False
+        """Whether a process that gave up said that nobody can commit any more."""
+
+    # --- this process --------------------------------------------------------------------------
+
+    def check_reachable(self) -> None:
+        """Raises what the storage answers to a list of what is, as yet, not there."""
+        self._notes.list().result()
+
+    def was_used(self) -> bool:
+        """Whether this process, or the coordinator, has told anything here before."""
+        notes = _list(self._notes)
+        if not notes.isdisjoint((_COMMIT, f"{_ERROR}{self._group.index:05d}")):
+            return True
+        return bool(self._records.read(self._own(OK)).result().state == "value")
+
+    def publish(self, record: Record, kind: str) -> None:
+        """Ends this process's part."""
+        self._records.write(self._own(kind), record.encode()).result()
+
+    def publish_error(self, error: BaseException, *, settles: bool) -> None:
+        """Tells the others why this process gives up; tries again in `say_again`.
+
+        Arguments:
+            error: what happened.
+            settles: whether it is certain that nobody can commit any more.
+        """
+        note = {"message": str(error) or type(error).__name__, "hopeless": settles}
+        self._unsaid = json.dumps(note).encode()
+        self.say_again()
+
+    def say_again(self) -> None:
+        """Writes an error that could not be written before."""
+        with suppress(Exception):  # the storage itself may be what failed
+            if self._unsaid:
+                self._notes.write(f"{_ERROR}{self._group.index:05d}", self._unsaid).result()
+                self._unsaid = b""
+
+    def _own(self, kind: str) -> str:
+        return f"{self._group.index:05d}{kind}"
+
+    # --- the others ----------------------------------------------------------------------------
+
+    @property
+    def pause_s(self) -> float:
+        """The longest pause between two looks; the more processes, the less often each looks."""
+        count = self._group.count
+        return max(1.0, count / 1000) if self._folder.is_remote else max(0.1, count / 4000)
+
+    def look_now_and_then(self) -> None:
+        """As `look`, but not more often than all processes together should."""
+        if self._group.count > 1 and time.monotonic() - self._looked > self.pause_s:
+            self.look()
+
+    def look(self) -> set[str]:
+        """The names of all notes.
+
+        Raises:
+            ProcessFailed: with the message of a process that gave up.
+        """
+        self._looked = time.monotonic()
+        notes = _list(self._notes)
+        matches = (_ERROR_NAME.fullmatch(name) for name in notes)
+        errors = sorted({int(match[1]) for match in matches if match} - {self._group.index})
+        if errors:
+            read = [self._notes.read(f"{_ERROR}{process:05d}") for process in errors[:8]]
+            found = [_error_note(r.result().value) for r in read]
+            self.settled = self.settled or any(settles for _, settles in found)
+            raise ProcessFailed(f"process {errors[0]} failed: {found[0][0]}")
+        return notes
+
+    def wait(self, ready: Callable[[set[str]], bool]) -> set[str]:
+        """Looks until the notes, or anything else, make it `ready`; returns the notes.
+
+        Raises:
+            ProcessFailed: as `look`.
+            TimeoutError: it took too long.
+        """
+        deadline, pause = time.monotonic() + self._timeout_s, 0.002
+        while not ready(notes := self.look()):
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            time.sleep(pause)
+            pause = min(pause * 1.5, self.pause_s)
+        return notes
+
+    def late(self, processes: Iterable[int], kind: str) -> list[int]:
+        """Those of some processes whose records are not there."""
+        there = _list(self._records)
+        return [process for process in processes if f"{process:05d}{kind}" not in there]
+
+    def records(self, processes: Iterable[int], kind: str) -> list[tuple[int, Record]]:
+        """The records of some processes, which are there.
+
+        Raises:
+            StorageError: one cannot be decoded.
+        """
+        reads = [(process, self._records.read(f"{process:05d}{kind}")) for process in processes]
+        return [(process, self._decode(process, read)) for process, read in reads]
+
+    def _decode(self, process: int, read: ts.Future[ts.KvStore.ReadResult]) -> Record:
+        try:
+            return Record.decode(read.result().value)
+        except ValueError as error:
+            raise StorageError(f"{self._folder}: process {process}: {error}") from None
+
+    # --- announcements of the coordinator ------------------------------------------------------
+
+    def request(self, requests: Mapping[int, Mapping[str, list[int]]]) -> None:
+        """Asks processes for chunks: for each process, arrays and the positions of their chunks."""
+        self._notes.write(REQUEST, json.dumps(requests).encode()).result()
+
+    def requested(self) -> dict[str, list[int]]:
+        """What the coordinator asks of this process."""
+        requests = json.loads(self._notes.read(REQUEST).result().value)
+        mine: dict[str, list[int]] = requests.get(str(self._group.index), {})
+        return mine
+
+    def announce(self, commit: dict[str, Any]) -> None:
+        """Says what is about to be committed."""
+        self._notes.write(_COMMIT, json.dumps(commit).encode()).result()
+
+    def announced(self) -> dict[str, Any] | None:
+        """What `announce` was given, where that is visible already."""
+        read = self._notes.read(_COMMIT).result()
+        found: dict[str, Any] | None = json.loads(read.value) if read.state == "value" else None
+        return found
+
+    def clear_records(self) -> None:
+        """Removes the records, which nobody needs after the commit."""
+        self._folder.child("records").remove(self._context)
+
+
+def _list(store: ts.KvStore) -> set[str]:
+    return {key.decode(errors="replace") for key in store.list().result()}
+
+
+def _error_note(data: bytes) -> tuple[str, bool]:
+    """The message of a process that gave up, and whether that settles the matter."""
+    try:
+        note = json.loads(data)
+        return str(note["message"]), note["hopeless"] is True
+    except (ValueError, KeyError, TypeError):
+        return "for a reason that cannot be read", False

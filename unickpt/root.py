@@ -1,0 +1,134 @@
+"""The root database, which makes a checkpoint exist: built beside what is there, then put in place.
+
+OCDBT writes an empty manifest before it commits, and a path with a manifest is a checkpoint. So the
+root's B-tree is built with its manifest in memory, and that manifest is then written at one stroke.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import tensorstore as ts
+import xxhash
+
+from unickpt import chunks, plan
+from unickpt.backends import Location, ocdbt
+from unickpt.backends.ocdbt import MANIFEST
+from unickpt.box import Box
+from unickpt.errors import StorageError
+from unickpt.index import Index
+
+
+@dataclass(frozen=True)
+class State:
+    """The root manifest at one moment.
+
+    Arguments:
+        digest: of its bytes; empty where there is none.
+        generation: the storage's own name for this version of it.
+    """
+
+    digest: str
+    generation: bytes
+
+
+class Root:
+    """The database at a checkpoint's path.
+
+    Arguments:
+        location: the path.
+        context: the TensorStore context of this save.
+    """
+
+    def __init__(self, location: Location, context: ts.Context) -> None:
+        self._location, self._context = location, context
+        self._store = location.store(context)
+
+    def read(self) -> State:
+        """What is there now."""
+        read = self._store.read(MANIFEST).result()
+        return State(digest(read.value) if read.state == "value" else "", read.stamp.generation)
+
+    def build(
+        self, folder: str, parts: Sequence[Location], extra: Mapping[str, bytes], count: int
+    ) -> bytes:
+        """Writes a B-tree that refers to the values of other databases; it does not show yet.
+
+        Arguments:
+            folder: where below the path its nodes go, ending with `/`; used only once.
+            parts: the databases.
+            extra: values of its own, by key.
+            count: how many keys the databases must have, together.
+
+        Returns:
+            The manifest that makes it the database at the path.
+
+        Raises:
+            StorageError: there are more keys, or fewer.
+        """
+        draft, held = self._location.draft(self._context, folder)
+        transaction = ts.Transaction(atomic=True)
+        root = draft.with_transaction(transaction)
+        work = [part.database(self._context).experimental_copy_range_to(root) for part in parts]
+        for copied in work:
+            copied.result()
+        for write in [root.write(key, value) for key, value in extra.items()]:
+            write.result()
+        transaction.commit_async().result()
+        found = ocdbt.count_keys(held, self._context) - len(extra)
+        if found != count:
+            raise StorageError(
+                f"{self._location}: the processes told of {count} keys, but wrote {found}"
+            )
+        manifest: bytes = held.read(MANIFEST).result().value
+        return manifest
+
+    def replace(self, expected: State, manifest: bytes, timeout_s: float) -> bool:
+        """Puts a manifest in place; False where what is there is not what was expected.
+
+        Arguments:
+            expected: what `read` gave.
+            manifest: from `build`.
+            timeout_s: how long to wait for another process that does the same.
+        """
+        try:
+            with self._location.locked(timeout_s):
+                written = self._store.write(MANIFEST, manifest, if_equal=expected.generation)
+                try:
+                    stamp = written.result()
+                except KeyboardInterrupt:
+                    written.result()  # it goes on, and must end before the lock does
+                    raise
+                if stamp.generation:
+                    return True
+        except chunks.FAILURES:
+            if self.read().digest != digest(manifest):
+                raise
+        # Refused, or no answer: or it was the answer to a first request that got lost.
+        return self.read().digest == digest(manifest)
+
+
+def digest(manifest: bytes) -> str:
+    return f"{xxhash.xxh3_64_intdigest(manifest):016x}"
+
+
+def zarr_keys(index: Index) -> dict[str, bytes]:
+    """The zarr metadata of all groups and parts, by key."""
+    groups, out = {""}, {}
+    for name, entry in index.arrays.items():
+        stored = plan.parts(entry) or [plan.Part(name, Box.whole(entry.shape), entry.chunk)]
+        for part in stored:
+            metadata = chunks.zarr_metadata(entry, part, index.codecs)
+            out[_join(part.key, "zarr.json")] = chunks.zarr_json(metadata)
+            parent = part.key
+            while parent:
+                parent = parent.rpartition("/")[0]
+                groups.add(parent)
+    for group in groups:
+        out.setdefault(_join(group, "zarr.json"), chunks.GROUP_JSON)
+    return out
+
+
+def _join(prefix: str, key: str) -> str:
+    return f"{prefix}/{key}" if prefix else key
