@@ -1,94 +1,40 @@
-"""The commands of `unickpt`: inspect, ls and verify. Nothing here imports a framework."""
+"""inspect: a checkpoint's tree, or one array with a map of its fragments."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import math
-import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
 from rich.console import Console
-from rich.filesize import decimal
-from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TaskProgressColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-from rich.table import Table
 from rich.text import Text
-from typer.core import TyperGroup
 
 import unickpt
 from unickpt import fragment_map, outline, values
 from unickpt.checkpoint import Checkpoint, StoredArray
-from unickpt.errors import UnickptError
+from unickpt.commands.output import (
+    AsJson,
+    Where,
+    clean,
+    console,
+    counted,
+    date_text,
+    fail,
+    new_table,
+    print_json,
+    shape_text,
+    size_text,
+)
 from unickpt.index import INDEX_KEY, ArrayEntry
 from unickpt.layout import Layout, Mesh
-from unickpt.listing import Listed, checkpoints_below
-from unickpt.options import VerifyReport
 
-DAMAGED, FAILED = 1, 2
-_UNBOUNDED = 1 << 16  # columns of output that goes to no terminal, so that nothing wraps
 _MANY_PARTS = 20
-_OPEN_AT_ONCE = 8
 
 
-class _Group(TyperGroup):
-    """Prints the library's errors as messages, without a traceback."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except UnickptError as error:
-            _fail(str(error))
-
-
-app = typer.Typer(
-    cls=_Group,
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-Where = Annotated[str, typer.Argument(help="A directory, or a URL: file, s3, gs or memory.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        print(f"unickpt {unickpt.__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def unickpt_command(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    """Look at checkpoints of sharded arrays, wherever they are stored.
-
-    \b
-    unickpt ls runs/llama                    which checkpoints are there
-    unickpt inspect runs/llama/step_100      what is in one
-    unickpt verify s3://bucket/llama/100     whether every byte of it is sound
-
-    Exit codes: 0 for success, 1 where verify finds damage, 2 for every other error.
-    """
-
-
-@app.command()
 def inspect(
     path: Where,
     name: Annotated[
@@ -137,104 +83,9 @@ def inspect(
     if wanted or (name is not None and "" in checkpoint):
         _inspect_one(checkpoint, wanted.rstrip("/"), everything, as_json)
     elif as_json:
-        _print_json(_checkpoint_json(checkpoint))
+        print_json(_checkpoint_json(checkpoint))
     else:
         _print_checkpoint(checkpoint, everything)
-
-
-@app.command("ls")
-def list_(
-    root: Annotated[str, typer.Argument(help="A directory, or a URL: file, s3, gs or memory.")],
-    as_json: AsJson = False,
-) -> None:
-    """List the checkpoints in a folder.
-
-    What a crashed or running save has left behind is no checkpoint, and is not listed. One whose
-    index cannot be read is listed with the reason.
-
-    \b
-    unickpt ls runs/llama
-    unickpt ls s3://bucket/runs/llama --json
-
-    --json prints {root, checkpoints: [{name, path, created, arrays, bytes, processes, error}]}.
-    Fields are only ever added. Where error is not null, the facts before it are null.
-    """
-    with ThreadPoolExecutor(_OPEN_AT_ONCE) as pool:
-        found = list(pool.map(_listed_json, checkpoints_below(root)))
-    if as_json:
-        _print_json({"root": root, "checkpoints": found})
-        return
-    if not found:
-        print(f"no checkpoints in {_clean(root)}")
-        return
-    _out().print(_listing_table(found))
-
-
-@app.command()
-def verify(path: Where, as_json: AsJson = False) -> None:
-    """Read a whole checkpoint and hold every byte against its digest.
-
-    Exits with 1 where anything is damaged, missing, or does not belong there.
-
-    \b
-    unickpt verify runs/step_100
-    unickpt verify s3://bucket/runs/step_100 --json
-
-    --json prints {url, ok, arrays, chunks, bytes, seconds, damage}, damage being a list of
-    {array, box, process, reason}. Fields are only ever added. array and box are empty, and
-    process is null, where the damage is not in a chunk.
-    """
-    report = _verify_with_progress(path)
-    if as_json:
-        _print_json(_report_json(report))
-    else:
-        _print_report(report)
-    if not report.ok:
-        raise typer.Exit(DAMAGED)
-
-
-# --- output -------------------------------------------------------------------------------------
-
-
-def _out(*, stderr: bool = False) -> Console:
-    stream = sys.stderr if stderr else sys.stdout
-    width = None if stream.isatty() else _UNBOUNDED
-    return Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
-
-
-def _print_json(body: Any) -> None:
-    print(json.dumps(body, indent=2))
-
-
-def _fail(message: str) -> NoReturn:
-    _out(stderr=True).print(Text.assemble(("unickpt: ", "bold red"), _clean(message, "\n")))
-    raise typer.Exit(FAILED)
-
-
-def _clean(text: str, keep: str = "") -> str:
-    """Text from a checkpoint without the control characters that would steer a terminal."""
-    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
-
-
-def _table(*columns: str, right: Sequence[str] = ()) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in columns:
-        if column in right:
-            table.add_column(column, justify="right", no_wrap=True)
-        else:
-            table.add_column(column, overflow="fold")
-    return table
-
-
-def _count(n: int, noun: str, plural: str = "") -> str:
-    return f"{n:,} {noun if n == 1 else plural or noun + 's'}"
-
-
-def _shape(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape)) or "scalar"
-
-
-# --- inspect: a checkpoint ----------------------------------------------------------------------
 
 
 def _format_version(checkpoint: Checkpoint) -> str:
@@ -242,20 +93,20 @@ def _format_version(checkpoint: Checkpoint) -> str:
 
 
 def _print_checkpoint(checkpoint: Checkpoint, everything: bool) -> None:
-    out, index = _out(), checkpoint.index
-    out.print(Text(_clean(str(checkpoint.location)), "bold"))
+    out, index = console(), checkpoint.index
+    out.print(Text(clean(str(checkpoint.location)), "bold"))
     compression = ", ".join(str(c["name"]) for c in index.codecs) or "none"
     out.print(
-        f"format {_format_version(checkpoint)}, created {_clean(_when(index.created))} by "
-        f"{_clean(index.library)}, {_count(index.processes, 'process', 'processes')}, "
-        f"compression {_clean(compression)}"
+        f"format {_format_version(checkpoint)}, created {clean(date_text(index.created))} by "
+        f"{clean(index.library)}, {counted(index.processes, 'process', 'processes')}, "
+        f"compression {clean(compression)}"
     )
     if index.metadata:
         text = json.dumps(index.metadata, ensure_ascii=False)
-        out.print(_clean(f"metadata {outline.shorten(text, 400)}"))
+        out.print(clean(f"metadata {outline.shorten(text, 400)}"))
     meshes = outline.meshes_of(index)
     for number, mesh in enumerate(meshes):
-        out.print(_clean(f"mesh {number if len(meshes) > 1 else ''}".strip() + _mesh(mesh)))
+        out.print(clean(f"mesh {number if len(meshes) > 1 else ''}".strip() + _mesh(mesh)))
     out.print()
     _print_rows(out, outline.outline(index, str(checkpoint.location), unfolded=everything))
     out.print()
@@ -263,11 +114,11 @@ def _print_checkpoint(checkpoint: Checkpoint, everything: bool) -> None:
 
 
 def _print_rows(out: Console, rows: Sequence[outline.Row]) -> None:
-    table = _table(
+    table = new_table(
         "name", "shape", "dtype", "layout", "fragments", "bytes", right=("fragments", "bytes")
     )
     for row in rows:
-        label = Text("  " * row.depth + _clean(row.label), "" if row.facts else "bold")
+        label = Text("  " * row.depth + clean(row.label), "" if row.facts else "bold")
         if row.count > 1:
             label.append(f"  x{row.count}", "cyan")
         table.add_row(label, *_cells(row))
@@ -280,50 +131,42 @@ def _print_rows(out: Console, rows: Sequence[outline.Row]) -> None:
 def _cells(row: outline.Row) -> list[Text]:
     facts = row.facts
     if facts is None:
-        return [Text()] * 4 + [Text(_bytes(row.nbytes) if row.nbytes else "", "dim")]
+        return [Text()] * 4 + [Text(size_text(row.nbytes) if row.nbytes else "", "dim")]
     if facts.kind == "tie":
         return [Text(), Text("tied", "dim")]
     if facts.kind == "value":
         return [Text(), Text(facts.dtype, "dim")]
     if facts.kind == "per process":
-        held = _count(facts.fragments or 0, "value")
-        return [Text(held), Text(facts.dtype, "dim"), Text(), Text(), Text(_bytes(facts.nbytes))]
+        held = counted(facts.fragments or 0, "value")
+        return [Text(held), Text(facts.dtype, "dim"), Text(), Text(), Text(size_text(facts.nbytes))]
     return [
-        Text(_shape(facts.shape or ())),
-        Text(_clean(facts.dtype)),
-        Text(_clean(facts.layout)),
+        Text(shape_text(facts.shape or ())),
+        Text(clean(facts.dtype)),
+        Text(clean(facts.layout)),
         Text(str(facts.fragments)),
-        Text(_bytes(facts.nbytes)),
+        Text(size_text(facts.nbytes)),
     ]
-
-
-def _bytes(n: int) -> str:
-    return decimal(n).replace("bytes", "B").replace("byte", "B")
-
-
-def _when(created: str) -> str:
-    return created.replace("T", " ").replace("+00:00", " UTC")
 
 
 def _mesh(mesh: Mesh) -> str:
     axes = ", ".join(f"{a}={n}" for a, n in zip(mesh.axes, mesh.shape, strict=True))
-    processes = _count(len(set(mesh.processes)), "process", "processes")
-    return f" ({axes}): {_count(len(mesh.processes), 'device')} of {processes}"
+    processes = counted(len(set(mesh.processes)), "process", "processes")
+    return f" ({axes}): {counted(len(mesh.processes), 'device')} of {processes}"
 
 
 def _totals(checkpoint: Checkpoint) -> Text:
     index = checkpoint.index
     elements = sum(math.prod(entry.shape) for entry in index.arrays.values())
     pieces = [
-        f"{_count(len(index.arrays), 'array')} of {_count(elements, 'element')}, "
-        f"{_bytes(checkpoint.nbytes)} in {_count(index.chunks, 'chunk')}"
+        f"{counted(len(index.arrays), 'array')} of {counted(elements, 'element')}, "
+        f"{size_text(checkpoint.nbytes)} in {counted(index.chunks, 'chunk')}"
     ]
     others = [
         (len(index.aliases), "tie", "ties"),
         (len(index.values), "plain value", "plain values"),
         (len(index.per_process), "per-process leaf", "per-process leaves"),
     ]
-    pieces += [_count(n, one, many) for n, one, many in others if n]
+    pieces += [counted(n, one, many) for n, one, many in others if n]
     return Text.assemble(("total: ", "bold"), "; ".join(pieces))
 
 
@@ -379,28 +222,28 @@ def _array_json(array: StoredArray, entry: ArrayEntry) -> dict[str, Any]:
 
 
 def _inspect_one(checkpoint: Checkpoint, name: str, everything: bool, as_json: bool) -> None:
-    index, out = checkpoint.index, _out()
+    index, out = checkpoint.index, console()
     if name in checkpoint:
         array = checkpoint[name]
         entry = index.arrays[index.aliases.get(name, name)]
         if as_json:
-            _print_json(_one_array_json(checkpoint, array, entry))
+            print_json(_one_array_json(checkpoint, array, entry))
         else:
             _print_array(out, checkpoint, array, entry, everything)
     elif name in index.values:
         value = index.values[name]
         if as_json:
-            _print_json({"name": name, "value": values.to_json(value)})
+            print_json({"name": name, "value": values.to_json(value)})
         else:
             out.print(Text(outline.value_text(value, 1 << 20)))
     elif name in index.per_process:
         sizes = [size for size, _ in index.per_process[name].blobs]
         if as_json:
-            _print_json({"name": name, "per_process": sizes})
+            print_json({"name": name, "per_process": sizes})
         else:
             _print_per_process(out, name, sizes)
     elif as_json or name not in outline.container_names(index):
-        _fail(_unknown(checkpoint, name))
+        fail(_unknown(checkpoint, name))
     else:
         where = str(checkpoint.location)
         _print_rows(out, outline.outline(index, where, below=name, unfolded=everything))
@@ -416,22 +259,22 @@ def _unknown(checkpoint: Checkpoint, name: str) -> str:
 
 
 def _print_per_process(out: Console, name: str, sizes: Sequence[int]) -> None:
-    out.print(Text(_clean(name) or "(the root)", "bold"))
-    table = _table("process", "bytes", right=("process", "bytes"))
+    out.print(Text(clean(name) or "(the root)", "bold"))
+    table = new_table("process", "bytes", right=("process", "bytes"))
     for process, size in enumerate(sizes):
-        table.add_row(str(process), _bytes(size))
+        table.add_row(str(process), size_text(size))
     out.print(table)
 
 
 def _print_array(
     out: Console, checkpoint: Checkpoint, array: StoredArray, entry: ArrayEntry, everything: bool
 ) -> None:
-    title = Text(_clean(array.name) or "(the root)", "bold")
+    title = Text(clean(array.name) or "(the root)", "bold")
     if entry.name != array.name:
-        title.append(f"  tied to {_clean(entry.name)}", "dim")
+        title.append(f"  tied to {clean(entry.name)}", "dim")
     out.print(title)
     for label, fact in _facts(checkpoint, array, entry):
-        out.print(Text.assemble((f"  {label:<13}", "dim"), _clean(fact)))
+        out.print(Text.assemble((f"  {label:<13}", "dim"), clean(fact)))
     if len(array.parts) > 1:
         _print_parts(out, checkpoint, array, everything)
     out.print()
@@ -448,12 +291,12 @@ def _facts(checkpoint: Checkpoint, array: StoredArray, entry: ArrayEntry) -> lis
     parts = array.parts
     elements = math.prod(entry.shape)
     facts = [
-        ("shape", f"{_shape(entry.shape)}  ({_count(elements, 'element')})"),
+        ("shape", f"{shape_text(entry.shape)}  ({counted(elements, 'element')})"),
         ("dtype", entry.dtype if entry.prng is None else f"{entry.dtype}, a {entry.prng} PRNG key"),
-        ("bytes", _bytes(entry.nbytes)),
+        ("bytes", size_text(entry.nbytes)),
         ("layout", _layout_fact(entry.layout)),
         ("fragments", _fragments_fact(entry, array)),
-        ("chunks", f"{sum(part.count for part in parts):,} of up to {_shape(entry.chunk)}"),
+        ("chunks", f"{sum(part.count for part in parts):,} of up to {shape_text(entry.chunk)}"),
     ]
     if len(parts) == 1:
         facts.append(("TensorStore", _part_url(checkpoint, parts[0].key)))
@@ -475,7 +318,7 @@ def _fragments_fact(entry: ArrayEntry, array: StoredArray) -> str:
     if not count:
         return "none"
     shapes = {box.shape for box, _ in array.fragments}
-    largest = _shape(max(shapes, key=math.prod))
+    largest = shape_text(max(shapes, key=math.prod))
     return f"{count:,} of {'up to ' if len(shapes) > 1 else ''}{largest}"
 
 
@@ -487,10 +330,15 @@ def _print_parts(
     out: Console, checkpoint: Checkpoint, array: StoredArray, everything: bool
 ) -> None:
     shown = array.parts if everything else array.parts[:_MANY_PARTS]
-    table = _table("box", "chunk", "chunks", "TensorStore", right=("chunks",))
+    table = new_table("box", "chunk", "chunks", "TensorStore", right=("chunks",))
     for part in shown:
-        row = (str(part.box), _shape(part.chunk), str(part.count), _part_url(checkpoint, part.key))
-        table.add_row(*(Text(_clean(cell)) for cell in row))
+        row = (
+            str(part.box),
+            shape_text(part.chunk),
+            str(part.count),
+            _part_url(checkpoint, part.key),
+        )
+        table.add_row(*(Text(clean(cell)) for cell in row))
     out.print(table)
     if len(shown) < len(array.parts):
         out.print(Text(f"{len(array.parts) - len(shown)} more parts; --all shows each", "dim"))
@@ -517,98 +365,5 @@ def _one_array_json(
                 "grid": part.grid,
             }
             for part in array.parts
-        ],
-    }
-
-
-# --- ls -----------------------------------------------------------------------------------------
-
-
-def _listed_json(listed: Listed) -> dict[str, Any]:
-    facts: dict[str, Any] = {"name": listed.name, "path": listed.path}
-    try:
-        checkpoint = unickpt.open(listed.path)
-    except UnickptError as error:
-        unknown = dict.fromkeys(("created", "arrays", "bytes", "processes"))
-        return {**facts, **unknown, "error": str(error)}
-    index = checkpoint.index
-    return {
-        **facts,
-        "created": index.created,
-        "arrays": len(index.arrays),
-        "bytes": checkpoint.nbytes,
-        "processes": index.processes,
-        "error": None,
-    }
-
-
-def _listing_table(found: Sequence[dict[str, Any]]) -> Table:
-    numeric = ("arrays", "bytes", "processes")
-    table = _table("name", "created", *numeric, right=numeric)
-    for facts in found:
-        name = Text(_clean(facts["name"]))
-        if facts["error"] is not None:
-            name.append(f"  {_clean(facts['error'])}", "red")
-            table.add_row(name)
-            continue
-        table.add_row(
-            name,
-            Text(_clean(_when(facts["created"])), no_wrap=True),
-            f"{facts['arrays']:,}",
-            _bytes(facts["bytes"]),
-            str(facts["processes"]),
-        )
-    return table
-
-
-# --- verify -------------------------------------------------------------------------------------
-
-
-def _verify_with_progress(path: str) -> VerifyReport:
-    out = _out(stderr=True)
-    columns = (
-        TaskProgressColumn(),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as progress:
-        task = progress.add_task(escape(path), total=None)
-        return unickpt.verify(
-            path, progress=lambda done, total: progress.update(task, completed=done, total=total)
-        )
-
-
-def _print_report(report: VerifyReport) -> None:
-    out = _out()
-    checked = (
-        f"{_count(report.arrays, 'array')}, {_count(report.chunks, 'chunk')}, "
-        f"{_bytes(report.bytes)} checked in {report.seconds:.2f} s ({report.gb_per_s:.2f} GB/s)"
-    )
-    if report.ok:
-        out.print(Text.assemble(("sound: ", "bold green"), checked))
-        return
-    table = _table("array", "box", "process", "reason", right=("process",))
-    for found in report.damage:
-        process = "" if found.process is None else str(found.process)
-        cells = (found.array, found.box, process, found.reason)
-        table.add_row(*(Text(_clean(cell)) for cell in cells))
-    out.print(table)
-    places = _count(len(report.damage), "place")
-    out.print(Text.assemble(("damaged: ", "bold red"), f"{places} in {checked}"))
-
-
-def _report_json(report: VerifyReport) -> dict[str, Any]:
-    return {
-        "url": report.url,
-        "ok": report.ok,
-        "arrays": report.arrays,
-        "chunks": report.chunks,
-        "bytes": report.bytes,
-        "seconds": report.seconds,
-        "damage": [
-            {"array": d.array, "box": d.box, "process": d.process, "reason": d.reason}
-            for d in report.damage
         ],
     }

@@ -1,0 +1,60 @@
+"""The commands of `unickpt`, a module for each. Nothing here imports a framework."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import unickpt
+from unickpt.commands import inspect, ls, verify
+from unickpt.commands.output import fail
+from unickpt.errors import UnickptError
+
+
+class _Group(TyperGroup):
+    """Prints the library's errors as messages, without a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UnickptError as error:
+            fail(str(error))
+
+
+app = typer.Typer(
+    cls=_Group,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"unickpt {unickpt.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def unickpt_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Look at checkpoints of sharded arrays, wherever they are stored.
+
+    \b
+    unickpt ls runs/llama                    which checkpoints are there
+    unickpt inspect runs/llama/step_100      what is in one
+    unickpt verify s3://bucket/llama/100     whether every byte of it is sound
+
+    Exit codes: 0 for success, 1 where verify finds damage, 2 for every other error.
+    """
+
+
+for command in (inspect.inspect, ls.ls, verify.verify):
+    app.command()(command)

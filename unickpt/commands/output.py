@@ -1,0 +1,66 @@
+"""What the commands print with: tables, numbers with units, text that no terminal obeys."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+
+DAMAGED, FAILED = 1, 2
+_UNBOUNDED = 1 << 16  # columns of output that goes to no terminal, so that nothing wraps
+
+Where = Annotated[str, typer.Argument(help="A directory, or a URL: file, s3, gs or memory.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+def console(*, stderr: bool = False) -> Console:
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else _UNBOUNDED
+    return Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
+
+
+def print_json(body: Any) -> None:
+    print(json.dumps(body, indent=2))
+
+
+def fail(message: str) -> NoReturn:
+    console(stderr=True).print(Text.assemble(("unickpt: ", "bold red"), clean(message, "\n")))
+    raise typer.Exit(FAILED)
+
+
+def clean(text: str, keep: str = "") -> str:
+    """Text from a checkpoint without the control characters that would steer a terminal."""
+    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
+
+
+def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in columns:
+        if column in right:
+            table.add_column(column, justify="right", no_wrap=True)
+        else:
+            table.add_column(column, overflow="fold")
+    return table
+
+
+def counted(n: int, noun: str, plural: str = "") -> str:
+    return f"{n:,} {noun if n == 1 else plural or noun + 's'}"
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
+
+
+def size_text(n: int) -> str:
+    return decimal(n).replace("bytes", "B").replace("byte", "B")
+
+
+def date_text(created: str) -> str:
+    return created.replace("T", " ").replace("+00:00", " UTC")

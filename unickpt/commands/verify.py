@@ -1,0 +1,103 @@
+"""verify: every byte of a checkpoint against its digest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskProgressColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.text import Text
+
+import unickpt
+from unickpt.commands.output import (
+    DAMAGED,
+    AsJson,
+    Where,
+    clean,
+    console,
+    counted,
+    new_table,
+    print_json,
+    size_text,
+)
+from unickpt.options import VerifyReport
+
+
+def verify(path: Where, as_json: AsJson = False) -> None:
+    """Read a whole checkpoint and hold every byte against its digest.
+
+    Exits with 1 where anything is damaged, missing, or does not belong there.
+
+    \b
+    unickpt verify runs/step_100
+    unickpt verify s3://bucket/runs/step_100 --json
+
+    --json prints {url, ok, arrays, chunks, bytes, seconds, damage}, damage being a list of
+    {array, box, process, reason}. Fields are only ever added. array and box are empty, and
+    process is null, where the damage is not in a chunk.
+    """
+    report = _verify_with_progress(path)
+    if as_json:
+        print_json(_report_json(report))
+    else:
+        _print_report(report)
+    if not report.ok:
+        raise typer.Exit(DAMAGED)
+
+
+def _verify_with_progress(path: str) -> VerifyReport:
+    out = console(stderr=True)
+    columns = (
+        TaskProgressColumn(),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as progress:
+        task = progress.add_task(escape(path), total=None)
+        return unickpt.verify(
+            path, progress=lambda done, total: progress.update(task, completed=done, total=total)
+        )
+
+
+def _print_report(report: VerifyReport) -> None:
+    out = console()
+    checked = (
+        f"{counted(report.arrays, 'array')}, {counted(report.chunks, 'chunk')}, "
+        f"{size_text(report.bytes)} checked in {report.seconds:.2f} s ({report.gb_per_s:.2f} GB/s)"
+    )
+    if report.ok:
+        out.print(Text.assemble(("sound: ", "bold green"), checked))
+        return
+    table = new_table("array", "box", "process", "reason", right=("process",))
+    for found in report.damage:
+        process = "" if found.process is None else str(found.process)
+        cells = (found.array, found.box, process, found.reason)
+        table.add_row(*(Text(clean(cell)) for cell in cells))
+    out.print(table)
+    places = counted(len(report.damage), "place")
+    out.print(Text.assemble(("damaged: ", "bold red"), f"{places} in {checked}"))
+
+
+def _report_json(report: VerifyReport) -> dict[str, Any]:
+    return {
+        "url": report.url,
+        "ok": report.ok,
+        "arrays": report.arrays,
+        "chunks": report.chunks,
+        "bytes": report.bytes,
+        "seconds": report.seconds,
+        "damage": [
+            {"array": d.array, "box": d.box, "process": d.process, "reason": d.reason}
+            for d in report.damage
+        ],
+    }
