@@ -150,7 +150,9 @@ class Location:
             file.sync(self.spec["path"], top.spec["path"])
 
     def __str__(self) -> str:
-        return str(self.spec["path"]).rstrip("/") if self.is_local else self.url.rstrip("/")
+        if self.is_local:
+            return str(self.spec["path"]).rstrip("/")
+        return self.url if self.url.endswith("://") else self.url.rstrip("/")
 
 
 def context(*, fsync: bool = True) -> ts.Context:
@@ -169,11 +171,12 @@ def context(*, fsync: bool = True) -> ts.Context:
     )
 
 
-def resolve(path: Path) -> Location:
+def resolve(path: Path, *, whole: bool = False) -> Location:
     """Finds the storage that a path or URL names.
 
     Arguments:
         path: a local path, or a URL with the scheme file, memory, s3 or gs.
+        whole: take a whole bucket, or memory://, too; a checkpoint needs a folder in it.
 
     Raises:
         InvalidPath: for an empty path, an unknown scheme, or a malformed URL.
@@ -183,6 +186,10 @@ def resolve(path: Path) -> Location:
         raise InvalidPath(f"{path!r} is no path; give a local path or a URL ({_known()})")
     scheme, separator, _ = text.partition("://")
     if not separator:
+        scheme, single, rest = text.partition(":/")
+        if single and scheme.lower() in _SCHEMES:
+            meant = f"{scheme}://{'/' if scheme.lower() == 'file' else ''}{rest}"
+            raise InvalidPath(f"{text!r}: a URL has two slashes after its scheme: {meant}")
         spec = file.spec_from_path(text)
         return Location(file.url(spec["path"]), _checked(text, spec))
     make = _SCHEMES.get(scheme.lower())
@@ -191,7 +198,11 @@ def resolve(path: Path) -> Location:
     parts = urlsplit(text)
     if parts.query or parts.fragment:
         raise InvalidPath(f"{text!r}: a checkpoint's URL has no '?' or '#'")
-    return Location(text.rstrip("/") + "/", _checked(text, make(text)))
+    url = text if text.endswith("://") else text.rstrip("/") + "/"
+    location = Location(url, _checked(text, make(text)))
+    if not location.spec["path"] and not whole:
+        raise InvalidPath(f"{text!r}: name the checkpoint in it, as in {url}run/1")
+    return location
 
 
 def _checked(text: str, spec: dict[str, Any]) -> dict[str, Any]:

@@ -7,8 +7,6 @@ from typing import Any
 
 import tensorstore as ts
 
-from unickpt.errors import InvalidPath
-
 # Where a context keeps copies of manifests; apart from memory://, and gone with the context.
 MANIFESTS = "memory_key_value_store#manifests"
 
@@ -23,9 +21,7 @@ def root_context() -> ts.Context:
 
 def spec(url: str) -> dict[str, Any]:
     path = url.partition("://")[2].strip("/")
-    if not path:
-        raise InvalidPath(f"{url!r}: name the checkpoint, as in memory://run/step_1")
-    return {"driver": "memory", "path": path + "/"}
+    return {"driver": "memory", "path": path and path + "/"}
 
 
 def manifest(name: str) -> dict[str, Any]:

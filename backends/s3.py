@@ -25,14 +25,14 @@ def spec(url: str) -> dict[str, Any]:
 
 
 def bucket_and_path(url: str) -> tuple[str, str]:
-    """Splits `scheme://bucket/path` and ends the path with a slash."""
+    """Splits `scheme://bucket/path`; the path ends with a slash, or is empty."""
     parts = urlsplit(url)
     path = unquote(parts.path).strip("/")
-    if not parts.netloc or not path:
+    if not parts.netloc:
         raise InvalidPath(f"{url!r}: give a bucket and a path, as in {parts.scheme}://bucket/run/1")
-    if any(part in ("", ".", "..") for part in path.split("/")):
+    if path and any(part in ("", ".", "..") for part in path.split("/")):
         raise InvalidPath(f"{url!r}: the path holds an empty name, '.' or '..'")
-    return parts.netloc, path + "/"
+    return parts.netloc, path and path + "/"
 
 
 def retries() -> dict[str, Any]:

@@ -90,12 +90,14 @@ def test_a_checkpoint_in_memory(tmp_path: Path) -> None:
         ("file:relative", None),
         ("file:///a?b", "no '\\?' or '#'"),
         ("s3://bucket/a#b", "no '\\?' or '#'"),
-        ("s3://bucket", "give a bucket and a path"),
+        ("s3://bucket", "name the checkpoint in it, as in s3://bucket/run/1"),
+        ("s3:/bucket/run", "two slashes after its scheme: s3://bucket/run"),
+        ("file:/run/1", "two slashes after its scheme: file:///run/1"),
         ("s3:///path", "give a bucket and a path"),
         ("s3://Not_A_Bucket!/x", "Invalid S3 bucket name"),
         ("s3://bucket/a/../b", "'\\.\\.'"),
-        ("gs://bucket/", "give a bucket and a path"),
-        ("memory://", "name the checkpoint"),
+        ("gs://bucket/", "name the checkpoint in it, as in gs://bucket/run/1"),
+        ("memory://", "name the checkpoint in it, as in memory://run/1"),
         ("back\\slash", "TensorStore takes no path"),
         ("x.__lock/y", "TensorStore takes no path"),
         ("sur\udcffrogate", "not valid Unicode"),
@@ -270,6 +272,20 @@ def test_s3_save_load_overwrite_verify(path: str, count: int, s3: Server) -> Non
     assert len({key.split("/")[1] for key in keys if "/" in key}) == 1, "the old one is left"
     assert [key for key in keys if "/" not in key] == ["manifest.ocdbt"]
     assert unickpt.open(url)["large"][5:7, 3].tolist() == numbers(2)["large"][5:7, 3].tolist()
+
+
+def test_s3_a_bucket_is_listed(s3: Server) -> None:
+    request = urllib.request.Request(f"{s3.endpoint}/listed", method="PUT")
+    urllib.request.urlopen(request, timeout=5).close()
+    for step in (10, 9):
+        unickpt.save(f"s3://listed/a b {step}", numbers(step))
+    unickpt.save("s3://listed/deeper/1", numbers(1))
+    found = checkpoints_below("s3://listed")
+    assert [(c.name, c.path) for c in found] == [
+        ("a b 9", "s3://listed/a%20b%209"),
+        ("a b 10", "s3://listed/a%20b%2010"),
+    ]
+    assert all(sound(c.path, int(c.name.split()[-1])) for c in found)
 
 
 def test_s3_tensorstore_alone_reads_every_array(s3: Server) -> None:

@@ -32,7 +32,7 @@ def checkpoints_below(root: backends.Path) -> list[Listed]:
     Only names are looked at: whether a checkpoint is sound, `unickpt.open` and `verify` tell.
 
     Arguments:
-        root: a local path or a URL (file, memory, s3, gs).
+        root: a local path or a URL (file, memory, s3, gs), or a whole bucket.
 
     Returns:
         In natural order, "step_2" before "step_10".
@@ -48,7 +48,7 @@ def checkpoints_below(root: backends.Path) -> list[Listed]:
         >>> [listed.name for listed in checkpoints_below("memory://below")]
         ['step_2', 'step_10']
     """
-    location = backends.resolve(root)
+    location = backends.resolve(root, whole=True)
     names = _local_names(location) if location.is_local else _stored_names(location)
     return [Listed(name, _path(location, name)) for name in sorted(names, key=natural)]
 
@@ -101,4 +101,4 @@ def _path(location: Location, name: str) -> str:
         return str(location)
     if location.is_remote:
         name = quote(name)  # URLs are unquoted where they are resolved; paths and memory:// are not
-    return f"{location}/{name}"
+    return f"{location}/{name}" if location.is_local else f"{location.url}{name}"
