@@ -35,6 +35,7 @@ from unickpt import (
     StorageError,
     backends,
 )
+from unickpt.listing import checkpoints_below
 
 ODD_NAMES = ["a b", "ä ö 漢", "100%", "a%20b", "a'b\"c", "x|y", "q?r#s", "~", "-rf", "a:b", "[c]*"]
 
