@@ -46,7 +46,9 @@ def source(leaf: Any, group: Group) -> ArraySource:
         whole = whole_source(shape, dtype, group, read, identity)
         return replace(whole, prng=prng)
     layout, boxes = _layout(leaf.sharding, shape)
-    holders = dict(boxes) if layout is None else layout.local(shape, jax.process_index())
+    if leaf.is_fully_addressable:
+        layout, boxes = _of_one_process(layout, boxes)
+    holders = dict(boxes) if layout is None else layout.local(shape, group.index)
     fragments = tuple(Fragment(box, holders[box], read) for box in pieces)
     known = None if layout is not None else boxes
     return ArraySource(shape, dtype, fragments, layout, known, identity, prng)
@@ -305,6 +307,14 @@ def _host(data: Any, box: Box) -> Array:
 
 
 Holders = tuple[tuple[Box, tuple[int, ...]], ...]
+
+
+def _of_one_process(layout: Layout | None, boxes: Holders) -> tuple[Layout | None, Holders]:
+    """The same for a process that saves alone, where it is the first, whoever it is to JAX."""
+    if layout is not None:
+        mesh = layout.mesh
+        layout = replace(layout, mesh=replace(mesh, processes=(0,) * len(mesh.processes)))
+    return layout, tuple((box, (0,)) for box, _ in boxes)
 
 
 @lru_cache(maxsize=4096)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -28,15 +29,17 @@ def indexes(draw: st.DrawFn) -> Index:
     arrays["boxes"] = ArrayEntry(
         "boxes", shape, "int4", shape, boxes=((Box.whole(shape), (0, 2)),), prng="threefry2x32"
     )
+    named = [entry.layout.mesh.processes for entry in arrays.values() if entry.layout]
+    processes = 1 + max([2, *itertools.chain(*named)])
     return Index(
         tree={"dict": []},
         arrays=arrays,
         aliases={"tied": "boxes"},
         values=draw(st.dictionaries(st.text(max_size=4), plain, max_size=3)),
-        per_process={"rng": PerProcessEntry(((3, 2**64 - 1), (0, 7)))},
+        per_process={"rng": PerProcessEntry(((3, 2**64 - 1), *[(0, 7)] * (processes - 1)))},
         metadata={"note": "ä"},
         codecs=({"name": "zstd", "configuration": {"level": 3}},),
-        processes=2,
+        processes=processes,
         chunks=7,
         digests_xxh3="0" * 16,
     )

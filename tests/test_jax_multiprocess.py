@@ -210,6 +210,8 @@ def fail_and_recover(folder: str) -> None:
     process = jax.process_index()
     rows = named((8,), P("a"))
     mine = jax.device_put(WHOLE, jax.local_devices()[0])
+    local = Mesh(np.array(jax.local_devices()), ("a",))
+    split = jax.device_put(WHOLE, NamedSharding(local, P(None, "a")))
     alone = unickpt.SaveOptions(group=unickpt.ProcessGroup(0, 1, f"alone-{process}"))
 
     def attempt(name: str, tree: Any, options: unickpt.SaveOptions = MANY_CHUNKS) -> list[Any]:
@@ -229,7 +231,7 @@ def fail_and_recover(folder: str) -> None:
         "values differ": attempt("values", {"seed": process}),
         "one process's": attempt("far", {"x": second}),
         "stages": attempt("stages", {"shared": put(WHOLE, rows), "stage": stages}),
-        "alone": attempt(f"alone_{process}", {"x": mine}, alone),
+        "alone": attempt(f"alone_{process}", {"x": mine, "y": split}, alone),
         "alone with others' data": attempt(f"bad_{process}", {"x": put(WHOLE, rows)}, alone),
     }))  # fmt: skip
 
@@ -256,6 +258,11 @@ def test_failures_of_one_process_reach_all(run: Start, tmp_path: Path) -> None:
         assert "spans the 2 processes" in outcome["alone with others' data"][1]
     assert first["values differ"][0] == "CoverageError"
     assert second["values differ"][0] == "ProcessFailed"
+    for process in (0, 1):
+        stored = unickpt.open(tmp_path / f"alone_{process}")
+        assert stored["y"].layout.mesh.processes == (0,) * 4
+        assert {holders for _, holders in stored["y"].fragments} == {(0,)}
+        assert stored["y"][...].tobytes() == stored["x"][...].tobytes() == WHOLE.tobytes()
     stages = unickpt.load(tmp_path / "stages")
     for found in (stages["shared"], stages["stage"]["first"], stages["stage"]["second"]):
         assert found.tobytes() == WHOLE.tobytes()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -186,6 +186,8 @@ def _check_version(version: Any, where: str) -> None:
     match = re.fullmatch(r"(\d{1,6})\.(\d{1,6})", version) if isinstance(version, str) else None
     if match is None:
         raise _Bad(f"its format version is {version!r}")
+    if int(match[1]) < 1:
+        raise _Bad(f"its format version is {version}, and none below 1.0 exists")
     if int(match[1]) > FORMAT[0]:
         raise UnsupportedFormat(
             f"{where}: written in format {version}; this unickpt reads up to major version "
@@ -228,6 +230,8 @@ def _first_bad(items: list[Any], low: int) -> str:
 
 def _decode(r: _Reader, partial: bool) -> Index:
     processes = r.get("processes", int)
+    if not 0 < processes < 1 << 31:
+        raise _Bad(f"it names {processes} processes")
     meshes = [_mesh(_Reader(m, "mesh")) for m in r.get("meshes", list)]
     layouts = [_layout(_Reader(x, "layout"), meshes) for x in r.get("layouts", list)]
     arrays = {
@@ -238,10 +242,9 @@ def _decode(r: _Reader, partial: bool) -> Index:
     for alias, target in aliases.items():
         if not isinstance(target, str) or target not in arrays:
             raise _Bad(f"alias {alias!r} names {str(target)[:80]!r}, which is no array")
-    if not 0 < processes < 1 << 31:
-        raise _Bad(f"it names {processes} processes")
     plain, per_process = r.get("values", dict), r.get("per_process", dict)
     _check_names([*arrays, *aliases, *plain, *per_process])
+    _check_processes(processes, meshes, arrays, per_process, partial)
     return Index(
         tree=r.body.get("tree"),
         arrays=arrays,
@@ -267,6 +270,26 @@ def _check_names(names: list[str]) -> None:
             name.encode()
         except UnicodeEncodeError:
             raise _Bad(f"the name {name!r} is not valid Unicode") from None
+
+
+def _check_processes(
+    processes: int,
+    meshes: Sequence[Mesh],
+    arrays: Mapping[str, ArrayEntry],
+    per_process: Mapping[str, Any],
+    partial: bool,
+) -> None:
+    """That only processes are named which took part, and that each has its own values."""
+    for mesh in meshes:
+        if max(mesh.processes, default=0) >= processes:
+            raise _Bad(f"a mesh names process {max(mesh.processes)} of {processes}")
+    for name, entry in arrays.items():
+        for box, holders in entry.boxes or ():
+            if max(holders) >= processes:
+                raise _Bad(f"array {name!r}: process {max(holders)} of {processes} holds {box}")
+    for name, blobs in per_process.items():
+        if not partial and isinstance(blobs, list) and len(blobs) != processes:
+            raise _Bad(f"per-process leaf {name!r} has {len(blobs)} values of {processes}")
 
 
 def _codecs(items: list[Any]) -> tuple[Mapping[str, Any], ...]:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import base64
 import binascii
 import math
+import re
 import struct
 from typing import Any
+
+_FLOAT64 = re.compile(r"[0-9a-f]{16}")
+_INT = re.compile(r"-?0x[0-9a-f]+")
 
 Plain = int | float | bool | str | bytes | None
 
@@ -46,10 +50,10 @@ def from_json(stored: Any) -> Plain:
         try:
             if kind == "bytes":
                 return base64.b64decode(text, validate=True)
-            if kind == "float64":
+            if kind == "float64" and _FLOAT64.fullmatch(text):
                 unpacked: float = struct.unpack(">d", bytes.fromhex(text))[0]
                 return unpacked
-            if kind == "int":
+            if kind == "int" and _INT.fullmatch(text):
                 return int(text, 16)
             if kind == "str":
                 return base64.b64decode(text, validate=True).decode("utf-8", "surrogatepass")
