@@ -65,10 +65,12 @@ def test_a_model_and_its_optimizer() -> None:
 
 def test_into_jax_on_another_mesh() -> None:
     jax = pytest.importorskip("jax")
+    from jax.sharding import NamedSharding, PartitionSpec
+
     init = lambda key: {"w": jax.random.normal(key, (8, 4))}  # noqa: E731
     unickpt.save("ckpt/step_1", init(jax.random.key(0)))
     mesh = jax.make_mesh((8,), ("x",))
-    shardings = {"w": jax.NamedSharding(mesh, jax.P("x"))}
+    shardings = {"w": NamedSharding(mesh, PartitionSpec("x"))}
     state = run("abstract = ", jax=jax, init=init, shardings=shardings, unickpt=unickpt)["state"]
     assert state["w"].sharding == shardings["w"]
     assert np.array_equal(state["w"], init(jax.random.key(0))["w"])
