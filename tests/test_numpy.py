@@ -405,3 +405,12 @@ def test_a_state_larger_than_the_budget_saves_and_loads(tmp_path: Path) -> None:
     unickpt.save(tmp_path / "c", tree, options=options)
     got = unickpt.load(tmp_path / "c", options=unickpt.LoadOptions(budget_bytes=100_000))
     assert all(np.array_equal(got[k], v) for k, v in tree.items())
+
+
+def test_compressed_chunks_are_not_too_large(tmp_path: Path) -> None:
+    """Found before anything is written: readers refuse such chunks."""
+    huge = np.broadcast_to(np.float32(0), (1 << 15, 1 << 14))  # 2 GiB, in four bytes of memory
+    options = unickpt.SaveOptions(compression="zstd", chunk_bytes=2 << 30)
+    with pytest.raises(unickpt.UnsupportedLeaf, match=r"'w': .* lower SaveOptions.chunk_bytes"):
+        unickpt.save(tmp_path / "c", {"w": huge}, options=options)
+    assert not (tmp_path / "c").exists()

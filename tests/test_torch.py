@@ -326,6 +326,19 @@ def test_tied_parameters_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
     assert same_state(other, model)
 
 
+def test_one_meta_tensor_under_two_names_becomes_one_tensor(tmp_path: Path) -> None:
+    w = torch.arange(6.0).reshape(2, 3)
+    save(tmp_path / "c", {"a": w, "b": w, "c": w + 1})
+    meta = torch.empty(2, 3, device="meta")
+    found = unickpt.load(tmp_path / "c", {"a": meta, "b": meta, "c": meta})
+    assert found["a"] is found["b"]
+    assert raw(found["a"]) == raw(w)
+    assert raw(found["c"]) == raw(w + 1)
+    two = unickpt.load(tmp_path / "c", {"a": meta, "b": torch.empty_like(meta)}, strict=False)
+    assert two["a"].data_ptr() != two["b"].data_ptr(), "they were two, and stay two"
+    assert raw(two["b"]) == raw(w)
+
+
 def test_untied_targets_take_a_tied_array_each(tmp_path: Path) -> None:
     save(tmp_path / "c", {"model": tied_model()})
     untied = tied_model(seed=1)

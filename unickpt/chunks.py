@@ -21,20 +21,19 @@ from unickpt.errors import (
     CheckpointNotFound,
     StorageError,
     UnickptError,
-    UnsupportedLeaf,
 )
 from unickpt.index import ArrayEntry
 from unickpt.plan import Part
 
 # Opening an array costs TensorStore about 80 us, more than all else for a small chunk; below this
 # size the bytes are put into the database as they are, which is what zarr would do with them.
-_SMALL = 64 << 10
+SMALL = 64 << 10
 # Larger chunks are believed only once a stored one is seen to be that large.
 _BELIEVED = 16 << 20
 # No codec of `index.CODECS` packs more bytes than this into one.
 _MOST_PER_BYTE = 1 << 16
 # A compressed chunk is unpacked into memory that nothing but the index vouches for.
-_COMPRESSED_MOST = 1 << 30
+COMPRESSED_MOST = 1 << 30
 
 Codecs = Sequence[Mapping[str, Any]]
 
@@ -140,11 +139,6 @@ class ChunkStore:
         if self._is_raw(part, chunk.shape, entry):
             store = self.database.with_transaction(transaction)
             return store.write(_key(part, number), _bytes_of(chunk).tobytes())
-        if self.codecs and math.prod(part.chunk) * chunk.dtype.itemsize > _COMPRESSED_MOST:
-            raise UnsupportedLeaf(
-                f"array {entry.name!r}: compressed chunks hold at most {_COMPRESSED_MOST} bytes; "
-                "lower SaveOptions.chunk_bytes"
-            )
         box = part.chunk_box(number).relative_to(part.box.start)
         target = self.array(entry, part).with_transaction(transaction)[box.slices]
         stored = _as_stored(chunk, entry.dtype)
@@ -230,7 +224,7 @@ class ChunkStore:
         nbytes = math.prod(part.chunk) * dtypes.from_name(entry.dtype).itemsize
         if nbytes <= _BELIEVED or part.key in self._backed:
             return
-        if self.codecs and nbytes > _COMPRESSED_MOST:
+        if self.codecs and nbytes > COMPRESSED_MOST:
             raise ValueError(f"DATA_LOSS: a compressed chunk of {nbytes} bytes is not allowed")
         least = -(-nbytes // _MOST_PER_BYTE) if self.codecs else nbytes
         last = slice(least - 1, least)
@@ -242,7 +236,7 @@ class ChunkStore:
     def _is_raw(self, part: Part, shape: tuple[int, ...], entry: ArrayEntry) -> bool:
         if self.codecs or shape != part.chunk:
             return False
-        return math.prod(shape) * dtypes.from_name(entry.dtype).itemsize <= _SMALL
+        return math.prod(shape) * dtypes.from_name(entry.dtype).itemsize <= SMALL
 
 
 def _key(part: Part, number: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -154,6 +155,12 @@ def _entry(name: str, source: ArraySource, options: SaveOptions) -> ArrayEntry:
     else:
         free = plan.free_chunk(source.shape, source.dtype.itemsize, options.chunk_bytes)
         chunk = tuple(map(min, shape, map(max, source.shape, free))) if shape else free
+    nbytes = math.prod(chunk) * source.dtype.itemsize
+    if options.compression is not None and nbytes > chunks.COMPRESSED_MOST:
+        raise ValueError(
+            f"its chunks would have {nbytes} bytes, and compressed ones hold at most "
+            f"{chunks.COMPRESSED_MOST}; lower SaveOptions.chunk_bytes, or do not compress"
+        )
     boxes = source.boxes if source.boxes is not None else () if source.layout is None else None
     return ArrayEntry(name, source.shape, dtype, chunk, source.layout, cut, boxes, source.prng)
 

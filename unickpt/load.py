@@ -83,11 +83,17 @@ def load(
         if name in facts and is_number(value, facts[name])
     }
     by_array: dict[str, dict[str, ArrayTarget]] = {}
+    first: dict[tuple[str, int], str] = {}
+    same: dict[str, str] = {}  # names of one leaf and one array: what is made for one serves both
     for name, target in targets.items():
         if name in facts:
-            by_array.setdefault(facts[name].name, {})[name] = target
+            array = facts[name].name
+            same[name] = first.setdefault((array, id(wanted[name])), name)
+            if same[name] == name:
+                by_array.setdefault(array, {})[name] = target
     jobs = [Job(index.arrays[name], asked) for name, asked in by_array.items()]
-    done |= read_arrays(stored, jobs, options)
+    read = read_arrays(stored, jobs, options)
+    done |= {name: read[maker] for name, maker in same.items()}
     return tree.rebuild(node, done.__getitem__)
 
 

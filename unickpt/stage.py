@@ -97,15 +97,16 @@ class Window:
 
     Arguments:
         budget_bytes: the bound.
+        most: how many pieces of work at once, however little they hold.
     """
 
-    def __init__(self, budget_bytes: int) -> None:
-        self._budget, self._held = budget_bytes, 0
+    def __init__(self, budget_bytes: int, most: int | None = None) -> None:
+        self._budget, self._most, self._held = budget_bytes, most, 0
         self._work: deque[tuple[int, Callable[[], None]]] = deque()
 
     def make_room(self, nbytes: int) -> None:
         """Waits for the oldest work until `nbytes` more fit."""
-        while self._work and self._held + nbytes > self._budget:
+        while self._work and (self._held + nbytes > self._budget or len(self._work) == self._most):
             self._wait_oldest()
 
     def add(self, nbytes: int, wait: Callable[[], None]) -> None:

@@ -193,5 +193,7 @@ def _damage(stored: Checkpoint, check: _Check, requested: Any, scratch: Scratch)
             return []
         reason = "the stored bytes do not match their digest"
     except (CheckpointCorrupt, StorageError, MemoryError) as error:
+        if isinstance(error, StorageError) and stored.location.is_remote:
+            raise  # the network's fault, not the data's
         reason = str(error)
     return [Damage(check.entry.name, str(check.box), int(check.row["process"]), reason)]

@@ -29,6 +29,7 @@ from unickpt.stage import HostBuffers, Window, stage
 # Measured: smaller transactions cost an fsync each, larger ones leave too little overlap.
 _TRANSACTION_BYTES = 256 << 20
 _TRANSACTION_CHUNKS = 16384
+_TRANSACTIONS = 4  # at once
 _HASH_THREADS = 2
 _HASH_HERE_BYTES = 256 << 10  # handing less to a thread costs more than hashing it
 _LOOK_EVERY_S = 0.5
@@ -103,7 +104,7 @@ class Writer:
 
     def _write(self, jobs: Sequence[ChunkJob], rest: dict[str, bytes]) -> Any:
         # The rest of the budget is for what TensorStore needs beside the data.
-        window = Window(self._options.budget_bytes - self._batch_bytes)
+        window = Window(self._options.budget_bytes - self._batch_bytes, _TRANSACTIONS)
         digests: list[Callable[[], int]] = []
         looked = time.monotonic()
         batches = list(self._batches(jobs)) or [[]]
@@ -112,7 +113,7 @@ class Writer:
                 size = sum(job.nbytes for job in batch)
                 window.make_room(size)
                 extra = rest if batch is batches[-1] else {}
-                window.add(size, self._write_batch(batch, extra, pool, digests))
+                window.add(*self._write_batch(batch, extra, pool, digests))
                 if time.monotonic() - looked > _LOOK_EVERY_S:
                     self._attempt.check_others()
                     looked = time.monotonic()
@@ -144,7 +145,8 @@ class Writer:
         rest: dict[str, bytes],
         pool: ThreadPoolExecutor,
         digests: list[Callable[[], int]],
-    ) -> Callable[[], None]:
+    ) -> tuple[int, Callable[[], None]]:
+        """Begins to write; returns how much memory that takes, and what waits for its end."""
         transaction = ts.Transaction(atomic=True)
         store = self._store.database.with_transaction(transaction)
         writes: list[Any] = [store.write(key, data) for key, data in rest.items()]
@@ -154,10 +156,15 @@ class Writer:
             taken.append(self._buffers.take(nbytes))
             return taken[-1]
 
-        staged = []
+        # Where a file is written, views of the user's arrays are written from where they are.
+        by_reference = self._store.location.is_local and not self._store.codecs
+        staged, held = [], 0
         for job in batch:
+            before = len(taken)
             host = stage(job.fragment, job.box, dtypes.from_name(job.entry.dtype), take)
             staged.append(host)
+            if len(taken) > before or not by_reference or host.nbytes <= chunks.SMALL:
+                held += host.nbytes
             if host.nbytes > _HASH_HERE_BYTES:
                 digests.append(pool.submit(chunks.digest, host).result)
             else:
@@ -173,4 +180,4 @@ class Writer:
             for buffer in taken:
                 self._buffers.give(buffer)
 
-        return wait
+        return held, wait
