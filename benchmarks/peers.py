@@ -77,6 +77,19 @@ SETS = (ArraySet("large", 64, (2048, 2048)), ArraySet("small", 4000, (32, 32)))
 
 
 @dataclass(frozen=True)
+class Conditions:
+    """What is seen to before each timing.
+
+    Arguments:
+        patience: seconds to wait, at most, until nothing else runs.
+        fresh_memory: whether freed memory goes back to the system.
+    """
+
+    patience: float
+    fresh_memory: bool
+
+
+@dataclass(frozen=True)
 class Sample:
     """One timing."""
 
@@ -123,16 +136,16 @@ def main() -> None:
     options = parse_arguments()
     console = Console(width=None if sys.stdout.isatty() else 120)
     contenders = make_contenders(options.contenders, console)
-    keep_memory()
+    conditions = Conditions(options.patience, options.memory == "fresh")
+    if not conditions.fresh_memory:
+        keep_memory()
     samples: list[Sample] = []
     with fresh_directory(options.dir) as directory:
         facts = machine_facts(directory) | versions(contenders)
         print_facts(console, facts)
         for array_set in SETS:
             if options.set in (array_set.name, "both"):
-                samples += run_set(
-                    array_set, contenders, options.rounds, options.patience, directory
-                )
+                samples += run_set(array_set, contenders, options.rounds, conditions, directory)
                 print_timings(console, array_set, samples)
     print_targets(console, samples)
     if options.json:
@@ -156,6 +169,13 @@ def parse_arguments() -> argparse.Namespace:
         default=0,
         metavar="SECONDS",
         help="before each timing, wait at most so long until nothing else runs (default: 0)",
+    )
+    parser.add_argument(
+        "--memory",
+        choices=("kept", "fresh"),
+        default="kept",
+        help="whether freed memory stays with the process or goes back to the system, as when a "
+        "job restores once, in a new process (default: kept)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the samples to FILE")
     return parser.parse_args()
@@ -187,7 +207,7 @@ def run_set(
     array_set: ArraySet,
     contenders: Sequence[Contender],
     rounds: int,
-    patience: float,
+    conditions: Conditions,
     directory: Path,
 ) -> list[Sample]:
     """Every contender's turn in every round, and one round before to check and warm up."""
@@ -205,7 +225,7 @@ def run_set(
                     file=sys.stderr,
                 )
             path = directory / "checkpoint"
-            timings = turn(contender, arrays, path, patience, check=number == 0)
+            timings = turn(contender, arrays, path, conditions, check=number == 0)
             samples += [
                 Sample(array_set.name, contender.name, number, operation, seconds)
                 for operation, seconds in timings.items()
@@ -215,7 +235,7 @@ def run_set(
 
 
 def turn(
-    contender: Contender, arrays: Arrays, path: Path, patience: float, check: bool
+    contender: Contender, arrays: Arrays, path: Path, conditions: Conditions, check: bool
 ) -> dict[str, float]:
     """Time each operation of one contender once."""
     state = contender.prepare(arrays)
@@ -223,13 +243,13 @@ def turn(
     seconds = {}
     for operation, durable in ((DURABLE, True), (SAVE, False)):
         shutil.rmtree(path, ignore_errors=True)
-        seconds[operation], _ = timed(partial(contender.save, path, state, durable), patience)
+        seconds[operation], _ = timed(partial(contender.save, path, state, durable), conditions)
     del state
     for operation, verify in ((LOAD, True), (UNVERIFIED, False)):
         if operation == LOAD or contender.verifies:
             target = contender.target(shapes)
             seconds[operation], loaded = timed(
-                partial(contender.load, path, target, verify), patience
+                partial(contender.load, path, target, verify), conditions
             )
             if check:
                 check_equal(contender, arrays, loaded)
@@ -238,11 +258,13 @@ def turn(
     return seconds
 
 
-def timed(work: Callable[[], Any], patience: float) -> tuple[float, Any]:
+def timed(work: Callable[[], Any], conditions: Conditions) -> tuple[float, Any]:
     """The seconds that `work` takes, and its result, with nothing left to do for those before."""
     gc.collect()
+    if conditions.fresh_memory and platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
     os.sync()
-    wait_for_quiet(patience)
+    wait_for_quiet(conditions.patience)
     start = time.perf_counter()
     result = work()
     return time.perf_counter() - start, result
