@@ -46,7 +46,7 @@ def source(leaf: Any, group: Group) -> ArraySource:
         whole = whole_source(shape, dtype, group, read, identity)
         return replace(whole, prng=prng)
     layout, boxes = _layout(leaf.sharding, shape)
-    if leaf.is_fully_addressable:
+    if leaf.is_fully_addressable and jax.process_index() > 0:
         layout, boxes = _of_one_process(layout, boxes)
     holders = dict(boxes) if layout is None else layout.local(shape, group.index)
     fragments = tuple(Fragment(box, holders[box], read) for box in pieces)

@@ -18,7 +18,7 @@ from unickpt import dtypes
 from unickpt.adapt import Array, ArraySource, Fragment
 from unickpt.adapters.numpy import whole_source
 from unickpt.box import Box
-from unickpt.errors import UnsupportedLeaf
+from unickpt.errors import LoadMismatch, UnsupportedLeaf
 from unickpt.group import Group, new_session
 from unickpt.layout import Layout, Mesh
 from unickpt.tree import Expansion
@@ -87,10 +87,14 @@ def expand(obj: Any, name: str, stored: Mapping[str, Any] | None) -> Expansion |
 
     def rebuild(children: list[Any]) -> Any:
         loaded = children[0]
-        first: dict[int, Any] = {}
-        for key, old in state.items():  # tied parameters stay one
-            if isinstance(old, torch.Tensor):
-                loaded[key] = first.setdefault(id(old), loaded[key])
+        first: dict[int, str] = {}
+        for key, old in state.items():
+            other = first.setdefault(id(old), key) if isinstance(old, torch.Tensor) else key
+            if loaded[key] is not loaded[other]:
+                raise LoadMismatch(
+                    f"{name!r}: {other!r} and {key!r} of the module are tied, but were stored as "
+                    "two arrays; untie them, or load both into a plain dict and choose"
+                )
         obj.load_state_dict(loaded, assign=True)
         return obj
 

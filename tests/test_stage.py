@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unickpt import strided
+import unickpt
+from unickpt import chunks, strided
 from unickpt.adapt import Array, Fragment
 from unickpt.box import Box
 from unickpt.stage import HostBuffers, Window, stage
@@ -122,3 +125,22 @@ def test_a_window_waits_for_the_oldest() -> None:
 
 def finish(done: list[int], number: int) -> Callable[[], None]:
     return lambda: done.append(number)
+
+
+def test_memory_is_used_again_only_when_it_was_hashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A commit may be faster than the hashing of what it writes."""
+    real = chunks.digest
+
+    def slow(chunk: Array) -> int:
+        time.sleep(0.05)
+        return real(chunk)
+
+    tree = {f"w{i}": (np.arange(MIB, dtype=np.float32) + i).reshape(1024, 1024).T for i in range(9)}
+    options = unickpt.SaveOptions(budget_bytes=16 * MIB, chunk_bytes=4 * MIB, fsync=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(chunks, "digest", slow)
+        unickpt.save(tmp_path / "c", tree, options=options)
+    found = unickpt.load(tmp_path / "c")
+    assert all(np.array_equal(found[name], tree[name]) for name in tree)

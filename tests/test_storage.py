@@ -35,6 +35,7 @@ from unickpt import (
     StorageError,
     backends,
 )
+from unickpt.chunks import ChunkStore
 from unickpt.listing import checkpoints_below
 
 ODD_NAMES = ["a b", "ä ö 漢", "100%", "a%20b", "a'b\"c", "x|y", "q?r#s", "~", "-rf", "a:b", "[c]*"]
@@ -273,6 +274,23 @@ def test_s3_save_load_overwrite_verify(path: str, count: int, s3: Server) -> Non
     assert len({key.split("/")[1] for key in keys if "/" in key}) == 1, "the old one is left"
     assert [key for key in keys if "/" not in key] == ["manifest.ocdbt"]
     assert unickpt.open(url)["large"][5:7, 3].tolist() == numbers(2)["large"][5:7, 3].tolist()
+
+
+def test_a_network_that_fails_is_no_damage(
+    s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A local chunk that cannot be read is one: nobody else will read it either."""
+    for path in (s3.url("failing"), tmp_path / "c"):
+        unickpt.save(path, numbers(1))
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise StorageError("no answer")
+
+    monkeypatch.setattr(ChunkStore, "read", fail)
+    with pytest.raises(StorageError, match="no answer"):
+        unickpt.verify(s3.url("failing"))
+    report = unickpt.verify(tmp_path / "c")
+    assert {damage.reason for damage in report.damage} == {"no answer"}
 
 
 def test_s3_a_bucket_is_listed(s3: Server) -> None:

@@ -436,6 +436,24 @@ def test_a_module_is_saved_and_loaded_as_it_is(device: str, tmp_path: Path) -> N
     assert all(isinstance(p, torch.nn.Parameter) for p in other.parameters())
 
 
+def test_tied_meta_parameters_refuse_two_different_arrays(tmp_path: Path) -> None:
+    """As those in memory do: one of the two would be lost without a word."""
+    state = {key: value.clone() for key, value in tied_model().state_dict().items()
+             if isinstance(value, torch.Tensor)}  # fmt: skip
+    state["head.weight"] += 1
+    save(tmp_path / "c", {"model": {**state, "_extra_state": {"note": "x"}}})
+    with pytest.raises(unickpt.LoadMismatch, match=r"'model': 'embed.weight' and 'head.weight'"):
+        unickpt.load(tmp_path / "c", {"model": tied_model(device="meta")})
+
+
+def test_a_meta_parameter_that_is_not_stored_says_that_it_holds_nothing(tmp_path: Path) -> None:
+    state = tied_model().state_dict()
+    del state["head.weight"]
+    save(tmp_path / "c", {"model": state})
+    with pytest.raises(unickpt.LoadMismatch, match=r"head.weight +missing[^$]*abstract ones hold"):
+        unickpt.load(tmp_path / "c", {"model": tied_model(device="meta")}, strict=False)
+
+
 class Counter(torch.nn.Module):
     """Its extra state is a plain value, which equals its twin's before loading."""
 

@@ -6,7 +6,6 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import xxhash
 
 from unickpt import dtypes
 from unickpt.adapt import Array
-from unickpt.backends import Location, file
+from unickpt.backends import Location
 from unickpt.errors import (
     CheckpointCorrupt,
     CheckpointNotFound,
@@ -109,12 +108,9 @@ class ChunkStore:
     def __init__(self, location: Location, context: ts.Context, codecs: Codecs) -> None:
         self.location, self.context, self.codecs = location, context, codecs
         self.database = location.database(context)
+        self._values = location.values(context)  # here, so that threads share one
         self._open: dict[str, ts.TensorStore] = {}
         self._backed: set[str] = set()
-
-    @cached_property
-    def _values(self) -> file.Values | None:
-        return self.location.values(self.context)
 
     def array(self, entry: ArrayEntry, part: Part) -> ts.TensorStore:
         """The zarr array of a part, opened without I/O."""

@@ -242,7 +242,11 @@ def _decode(r: _Reader, partial: bool) -> Index:
     for alias, target in aliases.items():
         if not isinstance(target, str) or target not in arrays:
             raise _Bad(f"alias {alias!r} names {str(target)[:80]!r}, which is no array")
-    plain, per_process = r.get("values", dict), r.get("per_process", dict)
+    plain = r.get("values", dict)
+    per_process = {
+        name: _per_process(blobs, f"per-process leaf {name!r}")
+        for name, blobs in r.get("per_process", dict).items()
+    }
     _check_names([*arrays, *aliases, *plain, *per_process])
     _check_processes(processes, meshes, arrays, per_process, partial)
     return Index(
@@ -250,7 +254,7 @@ def _decode(r: _Reader, partial: bool) -> Index:
         arrays=arrays,
         aliases=aliases,
         values={k: values.from_json(v) for k, v in plain.items()},
-        per_process={k: _per_process(v, f"per-process leaf {k!r}") for k, v in per_process.items()},
+        per_process=per_process,
         metadata=r.get("metadata", dict),
         codecs=_codecs(r.get("codecs", list)),
         processes=processes,
@@ -276,7 +280,7 @@ def _check_processes(
     processes: int,
     meshes: Sequence[Mesh],
     arrays: Mapping[str, ArrayEntry],
-    per_process: Mapping[str, Any],
+    per_process: Mapping[str, PerProcessEntry],
     partial: bool,
 ) -> None:
     """That only processes are named which took part, and that each has its own values."""
@@ -287,9 +291,9 @@ def _check_processes(
         for box, holders in entry.boxes or ():
             if max(holders) >= processes:
                 raise _Bad(f"array {name!r}: process {max(holders)} of {processes} holds {box}")
-    for name, blobs in per_process.items():
-        if not partial and isinstance(blobs, list) and len(blobs) != processes:
-            raise _Bad(f"per-process leaf {name!r} has {len(blobs)} values of {processes}")
+    for name, own in per_process.items():
+        if not partial and len(own.blobs) != processes:
+            raise _Bad(f"per-process leaf {name!r} has {len(own.blobs)} values of {processes}")
 
 
 def _codecs(items: list[Any]) -> tuple[Mapping[str, Any], ...]:

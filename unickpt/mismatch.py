@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 _MOST_ROWS = 40
 _ADVICE = {
-    "missing": "`like` has leaves that the checkpoint lacks: strict=False keeps what they hold",
+    "missing": "`like` has leaves that the checkpoint lacks: strict=False keeps what they hold; "
+    "abstract ones hold nothing, so leave them out or give them memory",
     "unexpected": "the checkpoint has leaves that `like` lacks: strict=False skips them",
     "dtype": "cast=True casts within one kind (float to float, integer to integer)",
     "shape": "a shape is never changed by loading",

@@ -39,6 +39,7 @@ def verify(
     Raises:
         CheckpointNotFound: no committed checkpoint is there.
         UnsupportedFormat: it was written by a newer unickpt.
+        StorageError: the network or the server failed, which says nothing of the data.
 
     Example:
         >>> import numpy as np, unickpt

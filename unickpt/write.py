@@ -158,7 +158,7 @@ class Writer:
 
         # Where a file is written, views of the user's arrays are written from where they are.
         by_reference = self._store.location.is_local and not self._store.codecs
-        staged, held = [], 0
+        staged, held, begin = [], 0, len(digests)
         for job in batch:
             before = len(taken)
             host = stage(job.fragment, job.box, dtypes.from_name(job.entry.dtype), take)
@@ -173,9 +173,12 @@ class Writer:
         for write in writes:
             write.result()
         committed = transaction.commit_async()
+        hashing = digests[begin:]
 
         def wait() -> None:
             committed.result()
+            for result in hashing:
+                result()  # a digest that comes late must not be that of what is staged next
             staged.clear()  # TensorStore refers to this memory until the commit
             for buffer in taken:
                 self._buffers.give(buffer)
