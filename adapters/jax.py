@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from unickpt import dtypes
-from unickpt.adapt import Array, ArraySource, Fragment
+from unickpt.adapt import Array, ArraySource, Fence, Fragment, Memory, Read
 from unickpt.adapters.numpy import whole_source
 from unickpt.box import Box, overlap
 from unickpt.errors import UnsupportedLeaf
@@ -40,18 +40,41 @@ def source(leaf: Any, group: Group) -> ArraySource:
     for shard in leaf.addressable_shards:
         pieces.setdefault(_box(shard.index, shape), shard.data)
     pieces = {box: data for box, data in pieces.items() if not box.empty}
-    read = partial(_gather, pieces)
+    read, memory = partial(_gather, pieces), _memory(pieces)
     if leaf.is_fully_addressable and group.count > 1:
         # Without a mesh over processes it is like a NumPy array: every process has its own copy.
-        whole = whole_source(shape, dtype, group, read, identity)
+        whole = whole_source(shape, dtype, group, read, identity, memory)
         return replace(whole, prng=prng)
     layout, boxes = _layout(leaf.sharding, shape)
     if leaf.is_fully_addressable and jax.process_index() > 0:
         layout, boxes = _of_one_process(layout, boxes)
-    holders = dict(boxes) if layout is None else layout.local(shape, group.index)
-    fragments = tuple(Fragment(box, holders[box], read) for box in pieces)
+    holders = dict(boxes) if layout is None else _local(layout, shape, group.index)
+    fragments = tuple(Fragment(box, holders[box], read, memory) for box in pieces)
     known = None if layout is not None else boxes
     return ArraySource(shape, dtype, fragments, layout, known, identity, prng)
+
+
+def _memory(pieces: Mapping[Box, Any]) -> Memory:
+    """A donated array is deleted. On CPU, JAX does not reuse its memory while a view is held
+    (tested); elsewhere it does, so that it must be read, or cloned, before."""
+    if all(_on_cpu(data) for data in pieces.values()):
+        return Memory(mutable=False, keep=lambda: partial(_gather, _map(np.asarray, pieces)))
+
+    def deleted() -> bool:
+        return any(data.is_deleted() for data in pieces.values())
+
+    def clone() -> Read:
+        return partial(_gather, _map(jax.numpy.copy, pieces))
+
+    return Memory(mutable=False, on_device=True, keep=clone, changed=deleted)
+
+
+def _map(do: Callable[[Any], Any], pieces: Mapping[Box, Any]) -> dict[Box, Any]:
+    return {box: do(data) for box, data in pieces.items()}
+
+
+def _on_cpu(data: Any) -> bool:
+    return all(device.platform == "cpu" for device in data.devices())
 
 
 def _check_source(leaf: Any, group: Group) -> None:
@@ -125,6 +148,10 @@ def group() -> Group | None:
     if not jax.distributed.is_initialized() or jax.process_count() == 1:
         return None
     return _JaxGroup()
+
+
+def fence(optimizer: Any, wait: Callable[[], None]) -> Fence | None:
+    return None
 
 
 class _JaxGroup:
@@ -299,7 +326,7 @@ def _gather(pieces: Mapping[Box, Any], wanted: Box, room: Callable[[], Array]) -
 
 def _host(data: Any, box: Box) -> Array:
     """Host memory of a box of an addressable array; a view on CPU."""
-    if all(device.platform == "cpu" for device in data.devices()):
+    if isinstance(data, np.ndarray) or _on_cpu(data):
         view: Array = np.asarray(data)[box.slices]
         return view
     # Sliced on the device: a whole shard on the host would stay cached in the array.
@@ -338,6 +365,11 @@ def _layout(sharding: Sharding, shape: tuple[int, ...]) -> tuple[Layout | None, 
     if overlap(boxes) or sum(box.size for box in boxes) != Box.whole(shape).size:
         raise TypeError(f"the boxes of {sharding} overlap, or do not cover shape {shape}")
     return None, known
+
+
+@lru_cache(maxsize=4096)
+def _local(layout: Layout, shape: tuple[int, ...], process: int) -> Mapping[Box, tuple[int, ...]]:
+    return layout.local(shape, process)
 
 
 def _process(device: Any) -> int:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from unickpt import dtypes
-from unickpt.adapt import Array, ArraySource, Fragment
+from unickpt.adapt import Array, ArraySource, Fence, Fragment, Memory, Read
 from unickpt.box import Box
 from unickpt.group import Group
 from unickpt.layout import Layout
 from unickpt.tree import Expansion
+
+_HOST = Memory()
 
 
 def is_array(leaf: Any) -> bool:
@@ -32,15 +34,17 @@ def whole_source(
     shape: tuple[int, ...],
     dtype: dtypes.DType,
     group: Group,
-    read: Any,
+    read: Read,
     identity: Hashable,
+    memory: Memory = _HOST,
 ) -> ArraySource:
-    """An array that every process of the job holds whole."""
+    """An array that every process of the job holds whole, if it has it in its tree."""
     box = Box.whole(shape)
     holders = tuple(range(group.count))
-    fragments = () if box.empty else (Fragment(box, holders, read),)
+    fragments = () if box.empty else (Fragment(box, holders, read, memory),)
     layout = Layout.replicated(len(shape), group.count)
-    return ArraySource(shape, dtype, fragments, layout, identity=identity)
+    assumed = group.count > 1
+    return ArraySource(shape, dtype, fragments, layout, identity=identity, assumed=assumed)
 
 
 def target(leaf: Any) -> NumpyTarget:
@@ -52,6 +56,10 @@ def expand(obj: Any, name: str, stored: Mapping[str, Any] | None) -> Expansion |
 
 
 def group() -> Group | None:
+    return None
+
+
+def fence(optimizer: Any, wait: Callable[[], None]) -> Fence | None:
     return None
 
 

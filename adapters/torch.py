@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import cache, lru_cache
 from typing import Any
 from urllib.parse import unquote
 from weakref import WeakKeyDictionary
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from unickpt import dtypes
-from unickpt.adapt import Array, ArraySource, Fragment
+from unickpt.adapt import Array, ArraySource, Fence, Fragment, Memory, Read
 from unickpt.adapters.numpy import whole_source
 from unickpt.box import Box
 from unickpt.errors import LoadMismatch, UnsupportedLeaf
@@ -42,13 +43,10 @@ def source(leaf: Any, group: Group) -> ArraySource:
         raise TypeError("a tensor on the meta device has no data; it can only be loaded into")
     if not _is_dtensor(leaf):
         tensor = _memory(leaf)
-        return whole_source(
-            tuple(leaf.shape),
-            _TO_NUMPY[leaf.dtype],
-            group,
-            lambda box, room: _host(tensor[box.slices], room),
-            _tie(tensor),
-        )
+        shape, start = tuple(leaf.shape), (0,) * leaf.ndim
+        read, memory = _reader(tensor, start), _facts(tensor, start, _changed(tensor))
+        dtype, identity = _TO_NUMPY[leaf.dtype], _tie(tensor)
+        return whole_source(shape, dtype, group, read, identity, memory)
     if (group.index, group.count) != (dist.get_rank(), dist.get_world_size()):
         raise TypeError(
             f"a DTensor's mesh counts the {dist.get_world_size()} ranks of torch.distributed, but "
@@ -57,17 +55,76 @@ def source(leaf: Any, group: Group) -> ArraySource:
     layout, box, local = _dtensor(leaf)
     fragments: tuple[Fragment, ...] = ()
     if box is not None and not box.empty:
-        start = box.start
-
-        def read(wanted: Box, room: Callable[[], Array]) -> Array:
-            return _host(local[wanted.relative_to(start).slices], room)
-
+        # Optimizers change local tensors without a trace in any version counter.
+        memory = _facts(local, box.start, None)
         _, at = _grid(leaf.device_mesh, dist.get_rank())
         assert at is not None, "a rank with a box is in the mesh"
-        fragments = (Fragment(box, layout.replicas(at), read),)
+        fragments = (Fragment(box, layout.replicas(at), _reader(local, box.start), memory),)
     shape = tuple(leaf.shape)
     identity = (_tie(local), shape, layout)
     return ArraySource(shape, _TO_NUMPY[leaf.dtype], fragments, layout, identity=identity)
+
+
+def _reader(tensor: torch.Tensor, start: tuple[int, ...]) -> Read:
+    """What reads a tensor whose first element is at `start` of the global array."""
+    then = _moment(tensor.device)
+
+    def read(wanted: Box, room: Callable[[], Array]) -> Array:
+        return _host(tensor[wanted.relative_to(start).slices], room, then)
+
+    return read
+
+
+def _facts(
+    tensor: torch.Tensor, start: tuple[int, ...], changed: Callable[[], bool] | None
+) -> Memory:
+    owner = tensor.untyped_storage()._cdata
+    if tensor.device.type == "cpu":
+        return Memory(changed=changed, owner=owner)
+
+    def clone() -> Read:
+        try:
+            return _reader(tensor.clone(), start)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(str(error)) from error
+
+    allocate = _pinned if tensor.is_cuda else None
+    return Memory(True, True, clone, changed, owner, allocate)
+
+
+def _changed(tensor: torch.Tensor) -> Callable[[], bool] | None:
+    if tensor.is_inference():
+        return None  # it counts no versions
+    version = tensor._version
+    return lambda: tensor._version != version
+
+
+def _pinned(nbytes: int) -> Array:
+    memory: Array = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+    return memory
+
+
+@cache
+def _stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _moment(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """A context in which a CUDA device works apart from the training, but after all that the
+    training has asked of it until now."""
+    if device.type != "cuda":
+        return nullcontext
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+
+    @contextmanager
+    def after() -> Iterator[None]:
+        stream = _stream(device)
+        stream.wait_event(event)
+        with torch.cuda.stream(stream):
+            yield
+
+    return after
 
 
 def target(leaf: Any) -> TorchTarget:
@@ -124,6 +181,34 @@ def group() -> Group | None:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
     return _TorchGroup(dist.group.WORLD)
+
+
+def fence(optimizer: Any, wait: Callable[[], None]) -> Fence | None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return None
+    return _OptimizerFence(optimizer, wait)
+
+
+class _OptimizerFence:
+    def __init__(self, optimizer: torch.optim.Optimizer, wait: Callable[[], None]) -> None:
+        self._optimizer = optimizer
+        self._hook = optimizer.register_step_pre_hook(lambda *_: wait())
+
+    def owners(self) -> set[Hashable]:
+        params = [p for group in self._optimizer.param_groups for p in group["params"]]
+        slots = [v for state in self._optimizer.state.values() for v in state.values()]
+        found: set[Hashable] = set()
+        for tensor in [*params, *slots]:
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            with torch.no_grad(), suppress(TypeError):  # without memory there is nothing to guard
+                local: Any = tensor
+                local = local.to_local() if _is_dtensor(tensor) else local
+                found.add(_memory(local).untyped_storage()._cdata)
+        return found
+
+    def remove(self) -> None:
+        self._hook.remove()
 
 
 class _TorchGroup:
@@ -238,8 +323,10 @@ def _memory(leaf: torch.Tensor) -> torch.Tensor:
     kind = type(leaf).__name__
     if hasattr(type(leaf), "__tensor_flatten__"):
         raise TypeError(f"a {kind} wraps other tensors; save those")
-    reach = sum((n - 1) * s for n, s in zip(leaf.shape, leaf.stride(), strict=True)) + 1
-    need = (leaf.storage_offset() + reach) * leaf.dtype.itemsize if leaf.numel() else 0
+    reach = count = leaf.numel()
+    if not leaf.is_contiguous():
+        reach = sum((n - 1) * s for n, s in zip(leaf.shape, leaf.stride(), strict=True)) + 1
+    need = (leaf.storage_offset() + reach) * leaf.dtype.itemsize if count else 0
     try:
         storage = leaf.untyped_storage()
         if storage.device.type != leaf.device.type or storage.nbytes() < need:
@@ -341,12 +428,17 @@ def _shard_order(leaf: Any, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
     return [tuple(dims) for dims in order]
 
 
-def _host(tensor: torch.Tensor, room: Callable[[], Array]) -> Array:
+def _host(
+    tensor: torch.Tensor,
+    room: Callable[[], Array],
+    then: Callable[[], AbstractContextManager[None]],
+) -> Array:
     """Host memory of a tensor: its own where it is there as it is."""
     if tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg():
         return _as_numpy(tensor)
     out = room()
-    _as_torch(out, tensor.dtype).copy_(tensor)
+    with then():
+        _as_torch(out, tensor.dtype).copy_(tensor)
     return out
 
 

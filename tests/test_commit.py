@@ -37,7 +37,8 @@ from unickpt.board import Board
 from unickpt.chunks import ChunkStore
 from unickpt.commit import Attempt
 from unickpt.describe import describe
-from unickpt.save import held_chunks, own_share
+from unickpt.share import held_chunks, own_share
+from unickpt.supply import Direct
 
 
 def absent(path: Path) -> bool:
@@ -690,7 +691,9 @@ def test_jobs_of_many_processes(count: int, tmp_path: Path) -> None:
         attempt = Attempt(location, group, group.next_attempt(), context, 60)
         attempt.check_destination(False)
         jobs = own_share(list(held_chunks(description)), index)
-        attempt.publish(write.Writer(attempt, description, options).write_all(jobs))
+        attempt.publish(
+            write.Writer(attempt, description, options, Direct(1 << 20)).write_all(jobs)
+        )
         held.append((attempt, description))
     attempt, description = held[0]
     totals = attempt.commit(description, lambda request: pytest.fail("nothing is missing"))

@@ -63,8 +63,8 @@ print(json.dumps([outcome, time.monotonic() - started]))
 
 # In the order in which they are taken. The last field: whether the checkpoint is there after it.
 STEPS = [
-    ("save:describe", "before", False),  # planning
-    ("write:stage", "after", False),  # staging
+    ("saving:describe", "before", False),  # planning
+    ("supply:stage", "after", False),  # staging
     ("chunks.ChunkStore:write", "after", False),  # writing
     ("commit.Attempt:publish", "before", False),  # before the record
     ("commit.Attempt:publish", "during", None),

@@ -1,6 +1,9 @@
 """Any checkpoint, any framework, any mesh: sharded arrays in one format, bit for bit."""
 
+import logging as _logging
+
 from unickpt._version import __version__
+from unickpt.asynchronous import save_async
 from unickpt.box import Box
 from unickpt.checkpoint import Checkpoint, StoredArray, open
 from unickpt.errors import (
@@ -13,6 +16,7 @@ from unickpt.errors import (
     ProcessFailed,
     SaveConflict,
     SaveTimeout,
+    StateChanged,
     StorageError,
     UnickptError,
     UnsupportedFormat,
@@ -23,6 +27,7 @@ from unickpt.layout import Layout, Mesh
 from unickpt.load import load
 from unickpt.marks import LocalFragments, PerProcess, PerProcessValues
 from unickpt.options import Damage, LoadOptions, SaveOptions, SaveReport, VerifyReport
+from unickpt.pending import PendingSave
 from unickpt.save import save
 from unickpt.verify import verify
 
@@ -41,6 +46,7 @@ __all__ = [
     "LoadOptions",
     "LocalFragments",
     "Mesh",
+    "PendingSave",
     "PerProcess",
     "PerProcessValues",
     "ProcessFailed",
@@ -49,6 +55,7 @@ __all__ = [
     "SaveOptions",
     "SaveReport",
     "SaveTimeout",
+    "StateChanged",
     "StorageError",
     "StoredArray",
     "UnickptError",
@@ -59,5 +66,8 @@ __all__ = [
     "load",
     "open",
     "save",
+    "save_async",
     "verify",
 ]
+
+_logging.getLogger("unickpt").addHandler(_logging.NullHandler())  # silent unless asked

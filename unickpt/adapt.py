@@ -20,6 +20,31 @@ from unickpt.layout import Layout
 from unickpt.tree import Expansion
 
 Array = np.ndarray[Any, Any]
+Read = Callable[[Box, Callable[[], Array]], Array]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Where a fragment lies, and what its framework tells of changes to it.
+
+    Arguments:
+        mutable: whether its owner may write to it; what is immutable may still be deleted.
+        on_device: whether an accelerator has it, so that what is read is a copy already.
+        keep: keeps the data as it is now, without host memory (references to what never changes,
+            or a clone on the device), and returns what reads it; None where there is no such way.
+            Raises `MemoryError` where the device has no room.
+        changed: whether the data was changed or deleted since it was described; None where nobody
+            can tell.
+        owner: what a `Fence` knows it by.
+        allocate: makes host memory of so many bytes, for fast transfers from this device.
+    """
+
+    mutable: bool = True
+    on_device: bool = False
+    keep: Callable[[], Read] | None = None
+    changed: Callable[[], bool] | None = None
+    owner: Hashable = None
+    allocate: Callable[[int], Array] | None = None
 
 
 @dataclass(frozen=True)
@@ -32,11 +57,13 @@ class Fragment:
         read: host memory of a sub-box, given in global coordinates: a view where possible, else
             filled memory that a call of the second argument gave, of that shape and of the array's
             dtype.
+        memory: where it lies.
     """
 
     box: Box
     replicas: tuple[int, ...]
-    read: Callable[[Box, Callable[[], Array]], Array]
+    read: Read
+    memory: Memory = Memory()
 
 
 @dataclass(frozen=True)
@@ -51,6 +78,8 @@ class ArraySource:
         boxes: without a layout, all fragments of all processes, where this process knows them.
         identity: equal for leaves that are one array (tied parameters).
         prng: implementation of a typed PRNG key.
+        assumed: whether `layout` only assumes that all processes hold the array, because they
+            would if they have it at all.
     """
 
     shape: tuple[int, ...]
@@ -60,6 +89,7 @@ class ArraySource:
     boxes: tuple[tuple[Box, tuple[int, ...]], ...] | None = None
     identity: Hashable = None
     prng: str | None = None
+    assumed: bool = False
 
 
 class ArrayTarget(Protocol):
@@ -82,6 +112,16 @@ class ArrayTarget(Protocol):
     def buffer(self, position: int) -> Array: ...
 
     def finish(self, buffers: Sequence[Array]) -> Any: ...
+
+
+class Fence(Protocol):
+    """Stands before every update that an optimizer makes to the memory it owns."""
+
+    def owners(self) -> set[Hashable]:
+        """`Memory.owner` of all that the optimizer, and nothing else, changes."""
+
+    def remove(self) -> None:
+        """Takes the fence away."""
 
 
 class Adapter(Protocol):
@@ -111,6 +151,9 @@ class Adapter(Protocol):
 
     def group(self) -> Group | None:
         """This framework's job, where it has been initialised with more than one process."""
+
+    def fence(self, optimizer: Any, wait: Callable[[], None]) -> Fence | None:
+        """Has `wait` called before every step of an optimizer; None where it is none of ours."""
 
 
 _FRAMEWORKS = ("jax", "torch")

@@ -78,6 +78,8 @@ class Attempt:
         self._found: root.State | None = None
         self._hopeless = True
         self._totals: Totals | None = None
+        self.writers: tuple[Mapping[str, float], ...] = ()
+        """What each process told in its record, once the coordinator has committed."""
 
     def check_destination(self, overwrite: bool) -> None:
         """Refuses a place that is taken.
@@ -285,6 +287,7 @@ class Attempt:
             self._board.look()
         self._write_root(manifest)
         self._remove_debris(older)
+        self.writers = tuple(record.statistics for _, record in records)
         return totals
 
     # --- merging -------------------------------------------------------------------------------

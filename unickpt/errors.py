@@ -51,3 +51,7 @@ class SaveConflict(UnickptError, RuntimeError):
 
 class SaveTimeout(UnickptError, TimeoutError):
     """A process of the job did not finish its part of the save before the deadline."""
+
+
+class StateChanged(UnickptError, RuntimeError):
+    """An array was changed, donated or deleted before an asynchronous save had staged it."""

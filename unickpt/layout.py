@@ -40,6 +40,13 @@ class Mesh:
         if any(n < 1 for n in self.shape) or math.prod(self.shape) != len(self.processes):
             raise ValueError(f"mesh of shape {self.shape} lists {len(self.processes)} devices")
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # of thousands of devices, and asked for each array
+        return hash((self.axes, self.shape, self.processes))
+
     @cached_property
     def grid(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The process of each device, in the shape of the mesh."""
@@ -86,9 +93,7 @@ class Layout:
     @classmethod
     def replicated(cls, rank: int, processes: int) -> Layout:
         """Every one of `processes` processes holds the whole array of `rank` dimensions."""
-        if processes == 1:
-            return cls(Mesh((), (), (0,)), ((),) * rank)
-        return cls(Mesh(("process",), (processes,), tuple(range(processes))), ((),) * rank)
+        return _replicated(rank, processes)
 
     @property
     def spec(self) -> tuple[str | tuple[str, ...] | None, ...]:
@@ -159,3 +164,10 @@ def _intervals(n: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
             split += list(itertools.pairwise(cuts))
         pieces = split
     return tuple(pieces)
+
+
+@lru_cache(maxsize=256)
+def _replicated(rank: int, processes: int) -> Layout:
+    if processes == 1:
+        return Layout(Mesh((), (), (0,)), ((),) * rank)
+    return Layout(Mesh(("process",), (processes,), tuple(range(processes))), ((),) * rank)

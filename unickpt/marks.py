@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from unickpt import dtypes
-from unickpt.adapt import Adapter, Array, ArraySource, Fragment, adapter_of, adapters
+from unickpt.adapt import (
+    Adapter,
+    Array,
+    ArraySource,
+    Fragment,
+    Memory,
+    Read,
+    adapter_of,
+    adapters,
+)
 from unickpt.box import Box, flat_range_to_boxes, overlap
 from unickpt.group import Group
 
@@ -112,8 +121,9 @@ class LocalFragments:
             if inner.layout is None or any(inner.layout.dims):
                 raise TypeError("LocalFragments hold NumPy arrays or plain torch tensors")
             dtype = self._agree(dtype, inner.dtype)
-            mine = (group.index,)
-            fragments += [Fragment(box, mine, _shifted(f, box)) for f in inner.fragments]
+            for held in inner.fragments:
+                read, memory = _shifted(held.read, box), _shifted_memory(held.memory, box)
+                fragments.append(Fragment(box, (group.index,), read, memory))
         if dtype is None:
             raise TypeError("LocalFragments without any fragment need a dtype, e.g. 'float32'")
         return ArraySource(self.shape, dtype, tuple(fragments))
@@ -168,5 +178,10 @@ def _adapter(data: Any) -> Adapter:
     return found
 
 
-def _shifted(fragment: Fragment, box: Box) -> Any:
-    return lambda wanted, room: fragment.read(wanted.relative_to(box.start), room)
+def _shifted(read: Read, box: Box) -> Read:
+    return lambda wanted, room: read(wanted.relative_to(box.start), room)
+
+
+def _shifted_memory(memory: Memory, box: Box) -> Memory:
+    keep = memory.keep
+    return memory if keep is None else replace(memory, keep=lambda: _shifted(keep(), box))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from unickpt.group import Group
 
 COMPRESSORS = ("zstd", "gzip", "blosc")
+STAGINGS = ("auto", "copy", "reference", "lazy", "device")
 
 
 @dataclass(frozen=True)
@@ -14,8 +17,23 @@ class SaveOptions:
     """How to save.
 
     Arguments:
+        staging: how `save_async` keeps the state as it is now; `save` needs none of it.
+            "copy": everything is copied to host memory before the call returns.
+            "reference": arrays that nobody writes to (JAX's) are kept by reference. Those on an
+            accelerator are read in the background, and must not be donated before
+            `PendingSave.wait_staged`. All else is copied before the call returns.
+            "lazy": copied in the background; nothing may be changed before
+            `PendingSave.wait_staged`. What would change without a trace is copied before the call
+            returns: small arrays, NumPy's, and DTensors that no optimizer of
+            `Checkpointer(optimizers=...)` guards.
+            "device": arrays on an accelerator are cloned there, where it has room, and copied to
+            the host in the background.
+            "auto": by reference where nothing can go wrong with it (JAX on CPU), lazily what
+            `Checkpointer(optimizers=...)` guards, else "copy".
         fsync: whether files and directories are on the disk when the save returns.
-        budget_bytes: bytes of host memory that a save may use beyond the state itself.
+        budget_bytes: bytes of host memory that saves may use beyond the state itself: for chunks
+            that are being written, and, in `save_async`, as much again for staged copies of all
+            saves in flight. Where a state is larger, staging waits for what is being written.
         chunk_bytes: wanted size of a chunk: the unit of writing, reading and checking.
         chunk_shape: wanted chunk extents for all arrays of this rank, lowered where they would
             cross a fragment's boundary; the other arrays follow `chunk_bytes`.
@@ -23,11 +41,14 @@ class SaveOptions:
         timeout_s: seconds after its own part is written that a process waits for the others.
         group: the processes that save together; found by itself under `torch.distributed` and
             `jax.distributed`.
+        metrics: called with the report of each save that succeeds, on every process, on the thread
+            that saves. What it raises is logged and does no harm to the save.
 
     Raises:
         ValueError: an option is out of range.
     """
 
+    staging: Literal["auto", "copy", "reference", "lazy", "device"] = "auto"
     fsync: bool = True
     budget_bytes: int = 1 << 30
     chunk_bytes: int = 8 << 20
@@ -35,8 +56,11 @@ class SaveOptions:
     compression: str | None = None
     timeout_s: float = 600.0
     group: Group | None = None
+    metrics: Callable[[SaveReport], None] | None = None
 
     def __post_init__(self) -> None:
+        if self.staging not in STAGINGS:
+            raise ValueError(f"staging {self.staging!r} is not one of {', '.join(STAGINGS)}")
         if self.budget_bytes < 1 or self.chunk_bytes < 1 or self.timeout_s <= 0:
             raise ValueError("budget_bytes, chunk_bytes and timeout_s must be positive")
         if self.chunk_shape is not None and any(n < 1 for n in self.chunk_shape):
@@ -80,8 +104,14 @@ class SaveReport:
         written_bytes: logical bytes of the chunks that this process wrote.
         chunks: number of chunks that this process wrote.
         processes: number of processes that took part.
-        seconds: wall time of the call in this process.
-        phases: seconds of its phases: describe, write, commit.
+        seconds: wall time in this process, from the call to the commit.
+        phases: seconds of its phases. `describe`, `stage` (in the call), `queue` (waiting for saves
+            before it), `write` and `commit`, which includes waiting for the other processes.
+        process: index of this process.
+        blocked_s: how long the call kept the caller, in seconds.
+        staged_bytes: bytes that were copied to host memory, in the call or behind it.
+        writers: what each process tells of its part, on the coordinator alone: `bytes` and
+            `chunks` written, `seconds` of that, `blocked_s`, `staged_bytes`.
     """
 
     url: str
@@ -92,6 +122,10 @@ class SaveReport:
     processes: int
     seconds: float
     phases: dict[str, float] = field(default_factory=dict)
+    process: int = 0
+    blocked_s: float = 0.0
+    staged_bytes: int = 0
+    writers: tuple[Mapping[str, float], ...] = ()
 
     @property
     def gb_per_s(self) -> float:

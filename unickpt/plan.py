@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import xxhash
 
@@ -94,12 +94,13 @@ def _balanced(extent: int, limit: int) -> int:
     return -(-extent // -(-extent // limit))
 
 
+@lru_cache(maxsize=4096)
 def chunk_grid(
-    shape: Sequence[int],
+    shape: tuple[int, ...],
     itemsize: int,
     layout: Layout,
     chunk_bytes: int,
-    chunk_shape: Sequence[int] | None = None,
+    chunk_shape: tuple[int, ...] | None = None,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Chooses chunks for an array so that no chunk has two writers.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,10 @@ class Record:
     blobs: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     statistics: Mapping[str, float] = field(default_factory=dict)
     replaces: str = ""
+
+    def with_statistics(self, more: Mapping[str, float]) -> Record:
+        """The same with more statistics."""
+        return replace(self, statistics={**self.statistics, **more})
 
     def encode(self) -> bytes:
         """A line of JSON, the chunks as they are in memory, and the xxh3-64 of all that."""

@@ -27,10 +27,12 @@ class HostBuffers:
 
     Arguments:
         most_bytes: how much to hold, in use or not; more only where more is in use.
+        allocate: makes so many bytes; the system's own where not given.
     """
 
-    def __init__(self, most_bytes: int) -> None:
-        self._most, self._held = most_bytes, 0
+    def __init__(self, most_bytes: int, allocate: Callable[[int], Array] | None = None) -> None:
+        self.most_bytes, self._held = most_bytes, 0
+        self._allocate = allocate or _from_system
         self._free: list[Array] = []
 
     def take(self, nbytes: int) -> Array:
@@ -41,15 +43,19 @@ class HostBuffers:
             if nbytes <= len(buffer) <= nbytes + nbytes // 4:
                 return self._free.pop(at)
         size = -(-nbytes // _STEP) * _STEP
-        while self._free and self._held + size > self._most:
+        while self._free and self._held + size > self.most_bytes:
             self._held -= len(self._free.pop(0))
         self._held += size
-        return np.frombuffer(mmap.mmap(-1, size), np.uint8)
+        return self._allocate(size)
 
     def give(self, buffer: Array) -> None:
         """Takes memory back that nothing refers to any more."""
         if len(buffer) >= _SMALL:
             self._free.append(buffer)
+
+
+def _from_system(nbytes: int) -> Array:
+    return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
 
 
 class Scratch(threading.local):
@@ -65,7 +71,14 @@ class Scratch(threading.local):
         return self._raw[:nbytes].view(dtype).reshape(shape)
 
 
-def stage(fragment: Fragment, box: Box, dtype: DType, take: Callable[[int], Array]) -> Array:
+def stage(
+    fragment: Fragment,
+    box: Box,
+    dtype: DType,
+    take: Callable[[int], Array],
+    *,
+    copied: bool = False,
+) -> Array:
     """Contiguous host memory of a fragment's box, in native byte order; a view where possible.
 
     Arguments:
@@ -73,6 +86,7 @@ def stage(fragment: Fragment, box: Box, dtype: DType, take: Callable[[int], Arra
         box: in global coordinates, within the fragment's.
         dtype: of the array.
         take: gives so many bytes of memory, where the data must be copied; see `HostBuffers`.
+        copied: copy it even where a view would do.
     """
 
     @cache
@@ -84,9 +98,10 @@ def stage(fragment: Fragment, box: Box, dtype: DType, take: Callable[[int], Arra
     if dtype == np.bool_:
         # A bool may be any byte in memory; only 0 and 1 have a meaning to every reader.
         return np.not_equal(data.view(np.uint8), 0, out=room())
-    if data.flags.c_contiguous and data.dtype == dtype:
+    if not copied and data.flags.c_contiguous and data.dtype == dtype:
         return data.reshape(box.shape)
-    strided.copy(room(), data)
+    if data is not room():
+        strided.copy(room(), data)
     return room()
 
 
@@ -107,7 +122,7 @@ class Window:
     def make_room(self, nbytes: int) -> None:
         """Waits for the oldest work until `nbytes` more fit."""
         while self._work and (self._held + nbytes > self._budget or len(self._work) == self._most):
-            self._wait_oldest()
+            self.wait_oldest()
 
     def add(self, nbytes: int, wait: Callable[[], None]) -> None:
         """Adds work that holds `nbytes` until `wait` returns."""
@@ -116,10 +131,14 @@ class Window:
 
     def drain(self) -> None:
         """Waits for all work."""
-        while self._work:
-            self._wait_oldest()
+        while self.wait_oldest():
+            pass
 
-    def _wait_oldest(self) -> None:
+    def wait_oldest(self) -> bool:
+        """Waits for the oldest work; False where there is none."""
+        if not self._work:
+            return False
         nbytes, wait = self._work.popleft()
         wait()
         self._held -= nbytes
+        return True

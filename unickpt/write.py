@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,18 +11,18 @@ import numpy as np
 import tensorstore as ts
 import xxhash
 
-from unickpt import chunks, dtypes
-from unickpt.adapt import Array, Fragment
+from unickpt import chunks
 from unickpt.blob import blob_key
-from unickpt.box import Box
 from unickpt.chunks import ChunkStore
 from unickpt.commit import Attempt
 from unickpt.describe import Description
-from unickpt.index import INDEX_KEY, ArrayEntry
+from unickpt.index import INDEX_KEY
 from unickpt.options import SaveOptions
-from unickpt.plan import Part
 from unickpt.record import CHUNK_DTYPE, Record
-from unickpt.stage import HostBuffers, Window, stage
+from unickpt.share import ChunkJob
+from unickpt.stage import Window
+from unickpt.supply import Staged, Supply
+from unickpt.workers import Workers
 
 # Measured: smaller transactions cost an fsync each, larger ones leave too little overlap.
 _TRANSACTION_BYTES = 256 << 20
@@ -35,33 +33,6 @@ _HASH_HERE_BYTES = 256 << 10  # handing less to a thread costs more than hashing
 _LOOK_EVERY_S = 0.5
 
 
-@dataclass(frozen=True)
-class ChunkJob:
-    """One chunk that this process holds.
-
-    Arguments:
-        array: number of the array in this process's description.
-        entry: the array.
-        part: the part of the array.
-        number: the chunk's row-major number in the part.
-        position: its number among the chunks of all parts (see `unickpt.record`).
-        box: its box in the global array.
-        fragment: where its data is.
-    """
-
-    array: int
-    entry: ArrayEntry
-    part: Part
-    number: int
-    position: int
-    box: Box
-    fragment: Fragment
-
-    @property
-    def nbytes(self) -> int:
-        return self.box.size * dtypes.from_name(self.entry.dtype).itemsize
-
-
 class Writer:
     """Stages, hashes and writes chunks in transactions.
 
@@ -69,13 +40,16 @@ class Writer:
         attempt: the try to save that this is part of.
         description: what this process saves.
         options: as for `save`.
+        supply: gives the chunks.
     """
 
-    def __init__(self, attempt: Attempt, description: Description, options: SaveOptions) -> None:
+    def __init__(
+        self, attempt: Attempt, description: Description, options: SaveOptions, supply: Supply
+    ) -> None:
         self._attempt, self._description, self._options = attempt, description, options
         location = attempt.database(attempt.group.index)
         self._store = ChunkStore(location, attempt.context, description.index.codecs)
-        self._buffers = HostBuffers(options.budget_bytes)
+        self._supply = supply
         self._batch_bytes = min(_TRANSACTION_BYTES, max(1, options.budget_bytes // 4))
         self.nbytes, self.count = 0, 0
 
@@ -108,8 +82,10 @@ class Writer:
         digests: list[Callable[[], int]] = []
         looked = time.monotonic()
         batches = list(self._batches(jobs)) or [[]]
-        with ThreadPoolExecutor(_HASH_THREADS) as pool:
+        with Workers(_HASH_THREADS) as pool:
             for batch in batches:
+                while not self._supply.ready(batch) and window.wait_oldest():
+                    pass  # what is staged next may need the memory that this gives back
                 size = sum(job.nbytes for job in batch)
                 window.make_room(size)
                 extra = rest if batch is batches[-1] else {}
@@ -143,30 +119,24 @@ class Writer:
         self,
         batch: Sequence[ChunkJob],
         rest: dict[str, bytes],
-        pool: ThreadPoolExecutor,
+        pool: Workers,
         digests: list[Callable[[], int]],
     ) -> tuple[int, Callable[[], None]]:
         """Begins to write; returns how much memory that takes, and what waits for its end."""
         transaction = ts.Transaction(atomic=True)
         store = self._store.database.with_transaction(transaction)
         writes: list[Any] = [store.write(key, data) for key, data in rest.items()]
-        taken: list[Array] = []
-
-        def take(nbytes: int) -> Array:
-            taken.append(self._buffers.take(nbytes))
-            return taken[-1]
-
-        # Where a file is written, views of the user's arrays are written from where they are.
+        # Where a file is written, staged memory and views of the user's are written from there.
         by_reference = self._store.location.is_local and not self._store.codecs
-        staged, held, begin = [], 0, len(digests)
+        staged: list[Staged] = []
+        held, begin = 0, len(digests)
         for job in batch:
-            before = len(taken)
-            host = stage(job.fragment, job.box, dtypes.from_name(job.entry.dtype), take)
-            staged.append(host)
-            if len(taken) > before or not by_reference or host.nbytes <= chunks.SMALL:
-                held += host.nbytes
+            staged.append(self._supply.fetch(job))
+            host = staged[-1].data
+            copied = not by_reference or host.nbytes <= chunks.SMALL
+            held += host.nbytes if copied else staged[-1].nbytes
             if host.nbytes > _HASH_HERE_BYTES:
-                digests.append(pool.submit(chunks.digest, host).result)
+                digests.append(pool.submit(partial(chunks.digest, host)))
             else:
                 digests.append(partial(int, chunks.digest(host)))
             writes.append(self._store.write(job.entry, job.part, job.number, host, transaction))
@@ -179,8 +149,8 @@ class Writer:
             committed.result()
             for result in hashing:
                 result()  # a digest that comes late must not be that of what is staged next
-            staged.clear()  # TensorStore refers to this memory until the commit
-            for buffer in taken:
-                self._buffers.give(buffer)
+            for chunk in staged:  # TensorStore refers to this memory until the commit
+                chunk.release()
+            staged.clear()
 
         return held, wait

@@ -1,0 +1,277 @@
+"""Saves in flight: one after another, each on a thread of its own, none lost and none hidden.
+
+The threads are not daemons, so that Python waits for them before it exits; and an error that nobody
+asked for makes the program fail in the end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+from unickpt import backends
+from unickpt.errors import SaveTimeout
+from unickpt.options import SaveOptions, SaveReport
+from unickpt.saving import Saving
+from unickpt.staging import Abandoned, HostArea, Staging
+
+_log = logging.getLogger("unickpt")
+_MOST = 2  # saves in flight: one is written while the next is staged
+
+
+class PendingSave:
+    """A save that goes on in the background, as `unickpt.save_async` returns it.
+
+    Example:
+        >>> import numpy as np, unickpt
+        >>> pending = unickpt.save_async("memory://run/pending", {"w": np.ones(3)})
+        >>> pending.wait_staged()  # from here on the state may change
+        >>> pending.result().arrays
+        1
+    """
+
+    def __init__(self, saving: Saving, staging: Staging, previous: PendingSave | None) -> None:
+        self.url: str = saving.location.url
+        """Where the checkpoint will be."""
+        self._saving, self._staging, self._previous = saving, staging, previous
+        self._returned, self._finished = threading.Event(), threading.Event()
+        self._report: SaveReport | None = None
+        self._error: BaseException | None = None
+        self._process = os.getpid()
+
+    def wait_staged(self, timeout: float | None = None) -> None:
+        """Waits until the state that was given to the save may be changed.
+
+        Arguments:
+            timeout: seconds; without it, as long as it takes.
+
+        Raises:
+            StateChanged: the state was changed before; the save fails.
+            SaveTimeout: it takes longer; the save goes on.
+        """
+        self._check_process()
+        try:
+            if not self._staging.wait_safe(timeout):
+                raise SaveTimeout(f"{self.url}: not staged within {timeout:g} s; it goes on")
+        except Abandoned:
+            pass  # the save has failed otherwise, so nothing needs the state any more
+
+    def result(self, timeout: float | None = None) -> SaveReport:
+        """Waits until the checkpoint is committed, or the save has failed.
+
+        Arguments:
+            timeout: seconds; without it, as long as it takes.
+
+        Returns:
+            What was written.
+
+        Raises:
+            SaveTimeout: it takes longer; the save goes on.
+            UnickptError: whatever made the save fail, as for `unickpt.save`.
+        """
+        self._check_process()
+        if not self._finished.wait(timeout):
+            raise SaveTimeout(f"{self.url}: not committed within {timeout:g} s; it goes on")
+        if self._error is not None:
+            _unasked.discard(self)
+            raise self._error
+        assert self._report is not None, "a save ends with a report or with an error"
+        return self._report
+
+    def done(self) -> bool:
+        """Whether the save has ended, in a checkpoint or in an error."""
+        return self._finished.is_set()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError(f"{self.url}: this save belongs to another process, which forked")
+
+    # --- on the thread of the caller -----------------------------------------------------------
+
+    def _start(self) -> None:
+        """Stages what must be staged while the caller waits, and has the rest go on."""
+        saving, staging = self._saving, self._staging
+        _unfinished.add(self)
+        threading.Thread(target=self._run, name=f"unickpt save {self.url}").start()
+        try:
+            staging.stage_now()
+        except Abandoned:
+            pass  # the writer failed; its error is told like any other
+        except BaseException:
+            self._let_go()
+            self._finished.wait()
+            _unasked.discard(self)
+            raise
+        if staging.has_later:
+            threading.Thread(target=self._stage, name=f"unickpt stage {self.url}").start()
+        saving.blocked_s = saving.elapsed
+        saving.phases["stage"] = saving.blocked_s - saving.phases["describe"]
+        self._let_go()
+        if not staging.has_later:
+            self.wait_staged()
+
+    def _let_go(self) -> None:
+        """Lets the threads of this save begin; before, they would only keep the caller."""
+        self._returned.set()
+        self._staging.may_write.set()
+
+    # --- on threads of its own -----------------------------------------------------------------
+
+    def _stage(self) -> None:
+        self._returned.wait()
+        self._staging.stage_later()
+
+    def _run(self) -> None:
+        saving, staging = self._saving, self._staging
+        staging.may_write.wait()
+        asked = saving.elapsed
+        if self._previous is not None:
+            self._previous._finished.wait()
+        self._previous = None
+        saving.phases["queue"] = saving.elapsed - asked
+        try:
+            staging.plan()
+            self._report = saving.run(staging, self._before_commit)
+        except BaseException as error:
+            self._error = error
+            _unasked.add(self)
+            _log.error("saving %s failed: %s", self.url, error)
+        finally:
+            del self._saving
+            staging.close()
+            _unfinished.discard(self)
+            self._finished.set()
+            _leave_child()
+
+    def _before_commit(self) -> None:
+        self._returned.wait()
+        self._staging.settle()
+        self._saving.staged_bytes = self._staging.nbytes
+
+
+class SaveQueue:
+    """Saves one after another: ordered, and at most two at once."""
+
+    def __init__(self) -> None:
+        self._area = HostArea()
+        self._pending: list[PendingSave] = []
+
+    def save(
+        self,
+        path: backends.Path,
+        tree: Any,
+        *,
+        overwrite: bool,
+        metadata: Mapping[str, Any] | None,
+        options: SaveOptions,
+        owners: set[Hashable] | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> PendingSave:
+        """Begins to save, as `save_async`.
+
+        Arguments:
+            owners: what optimizers own whose steps wait until that is staged.
+            check: raises what speaks against this save.
+
+        Raises:
+            Exception: also what made an earlier save fail, if nobody has asked for that yet.
+        """
+        while len(self._unfinished()) >= _MOST:
+            self._unfinished()[0]._finished.wait()
+
+        def check_all() -> None:
+            self.raise_failed()
+            check()
+
+        saving = Saving(
+            path, tree, overwrite=overwrite, metadata=metadata, options=options, check=check_all
+        )
+        previous = self._pending[-1] if self._pending else None
+        if previous is not None:
+            previous._staging.wait_complete()
+        with saving.failing():
+            staging = Staging(saving, self._area, owners)
+        pending = PendingSave(saving, staging, previous)
+        self._pending.append(pending)
+        pending._start()
+        return pending
+
+    def _unfinished(self) -> list[PendingSave]:
+        return [pending for pending in self._pending if not pending.done()]
+
+    def fence(self) -> None:
+        """Waits until the state of all saves may change; their errors are told elsewhere."""
+        for pending in self._pending:
+            pending._staging.wait_fence()
+
+    def wait(self) -> None:
+        """Waits for all saves.
+
+        Raises:
+            Exception: what made one fail, if nobody has asked for that yet.
+        """
+        for pending in self._unfinished():
+            pending._finished.wait()
+        self.raise_failed()
+
+    def raise_failed(self) -> None:
+        """Raises what made a save fail, if nobody has asked for that yet; further ones as notes."""
+        failed = [pending for pending in self._pending if pending in _unasked]
+        self._pending = [p for p in self._pending if not p.done()]
+        if not failed:
+            return
+        _unasked.difference_update(failed)
+        error = failed[0]._error
+        assert error is not None, "a failed save has an error"
+        error.add_note(f"unickpt: this made the save of {failed[0].url} fail, in the background")
+        for other in failed[1:]:
+            error.add_note(f"unickpt: the save of {other.url} failed too: {other._error}")
+        raise error
+
+
+# --- when the program ends -----------------------------------------------------------------------
+
+_unfinished: set[PendingSave] = set()
+_unasked: set[PendingSave] = set()
+"""Saves that failed, and nobody has asked."""
+
+
+def _leave() -> None:
+    """Ends the program with an error, if a save failed and nobody asked.
+
+    Python offers no other way to change the exit status this late. Handlers that were registered
+    before this module was imported are not called.
+    """
+    if not _unasked:
+        return
+    for pending in _unasked:
+        error = pending._error
+        print(
+            f"unickpt: the save of {pending.url} failed, and nobody asked for its result:\n"
+            f"{type(error).__name__}: {error}",
+            file=sys.stderr,
+        )
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(1)
+
+
+def _leave_child() -> None:
+    """The same in a process of `multiprocessing`, which calls no handlers of `atexit`."""
+    multiprocessing = sys.modules.get("multiprocessing")
+    if multiprocessing is None or multiprocessing.parent_process() is None:
+        return
+    if not threading.main_thread().is_alive() and not _unfinished:
+        _leave()
+
+
+atexit.register(_leave)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unfinished.clear)
+    os.register_at_fork(after_in_child=_unasked.clear)

@@ -1,0 +1,153 @@
+"""One save, step by step: prepared on the calling thread, run there or on another."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from unickpt import backends
+from unickpt.adapt import adapters, current_group
+from unickpt.commit import Attempt
+from unickpt.describe import describe
+from unickpt.options import SaveOptions, SaveReport
+from unickpt.record import Record
+from unickpt.share import ChunkJob, check_alone, held_chunks, own_share
+from unickpt.supply import Supply
+from unickpt.write import Writer
+
+_log = logging.getLogger("unickpt")
+
+
+class Saving:
+    """A save that has been described; nothing has been written.
+
+    Arguments:
+        path, tree, overwrite, metadata, options: as for `save`.
+        check: raises what speaks against this save; the other processes then hear of it.
+
+    Raises:
+        UnsupportedLeaf, CheckpointExists, InvalidPath, CoverageError: see `save`.
+    """
+
+    def __init__(
+        self,
+        path: backends.Path,
+        tree: Any,
+        *,
+        overwrite: bool,
+        metadata: Mapping[str, Any] | None,
+        options: SaveOptions,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._started = time.perf_counter()
+        among = adapters()
+        self._overwrite, self.options = overwrite, options
+        self.location = backends.resolve(path)
+        self.group = options.group or current_group(among)
+        context = backends.context(fsync=options.fsync)
+        name = self.group.next_attempt()
+        self._attempt = Attempt(self.location, self.group, name, context, options.timeout_s)
+        self._writer: Writer | None = None
+        self.blocked_s, self.staged_bytes = 0.0, 0
+        self.phases: dict[str, float] = {}
+        self.held: Sequence[ChunkJob] = []
+        self.share: Sequence[ChunkJob] = []
+        with self.failing():
+            check()
+            self.description = describe(tree, metadata, self.group, options, among)
+            if self.group.count == 1:
+                check_alone(self.description)
+            if not self.location.is_remote:  # early, where that costs the caller no time
+                self._check_destination()
+        self.phases["describe"] = self.elapsed
+
+    def plan(self) -> None:
+        """Works out which chunks this process holds (`held`), and which it writes (`share`)."""
+        self.held = list(held_chunks(self.description))
+        self.share = own_share(self.held, self.group.index)
+
+    def _check_destination(self) -> None:
+        self._attempt.check_new()
+        self._attempt.check_destination(self._overwrite)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the save was asked for."""
+        return time.perf_counter() - self._started
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """What fails here fails the save: the other processes hear of it, and files go away."""
+        try:
+            yield
+        except BaseException as raised:
+            error = raised
+            if isinstance(raised, Exception):
+                error = self._attempt.explained(raised)
+            self._attempt.publish_error(error)
+            if self._writer is not None:
+                self._attempt.discard()
+            if error is raised:
+                raise
+            raise error from raised
+
+    def run(self, supply: Supply, check: Callable[[], None] = lambda: None) -> SaveReport:
+        """Writes this process's share, which is planned, and commits or waits for the commit.
+
+        Arguments:
+            supply: gives the chunks.
+            check: raises what speaks against this save when all is written, before the commit.
+        """
+        began, attempt = self.elapsed, self._attempt
+        with self.failing():
+            self._check_destination()
+            self._writer = writer = Writer(attempt, self.description, self.options, supply)
+            record = writer.write_all(self.share)
+            check()
+            told = {
+                "chunks": writer.count,
+                "blocked_s": self.blocked_s,
+                "staged_bytes": self.staged_bytes,
+            }
+            attempt.publish(record.with_statistics(told))
+            written = self.elapsed
+            serve = partial(_serve, writer, self.held)
+            if self.group.index == 0:
+                totals = attempt.commit(self.description, serve)
+            else:
+                totals = attempt.wait_committed(serve)
+        self.phases |= {"write": written - began, "commit": self.elapsed - written}
+        report = SaveReport(
+            url=self.location.url,
+            arrays=totals.arrays,
+            bytes=totals.nbytes,
+            written_bytes=writer.nbytes,
+            chunks=writer.count,
+            processes=self.group.count,
+            seconds=self.elapsed,
+            phases=self.phases,
+            process=self.group.index,
+            blocked_s=self.blocked_s or self.elapsed,
+            staged_bytes=self.staged_bytes,
+            writers=attempt.writers,
+        )
+        _log.info(
+            "saved %s: %.3g GB in %.2f s (%.2f GB/s), the caller was kept for %.3f s",
+            *(report.url, report.bytes / 1e9, report.seconds, report.gb_per_s, report.blocked_s),
+        )
+        if self.options.metrics is not None:
+            try:
+                self.options.metrics(report)
+            except Exception:
+                _log.exception("SaveOptions.metrics raised; the checkpoint %s is there", report.url)
+        return report
+
+
+def _serve(writer: Writer, held: Sequence[ChunkJob], request: Mapping[str, list[int]]) -> Record:
+    """Writes what the coordinator asks for: replicas that their first choice does not hold."""
+    wanted = {(name, position) for name, positions in request.items() for position in positions}
+    return writer.write_more([job for job in held if (job.entry.name, job.position) in wanted])

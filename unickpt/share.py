@@ -1,0 +1,85 @@
+"""The share of one process: which chunks it holds, and which of them it writes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from unickpt import dtypes, plan
+from unickpt.adapt import Fragment
+from unickpt.box import Box
+from unickpt.describe import Description
+from unickpt.index import ArrayEntry
+from unickpt.merge import check_boxes
+from unickpt.plan import Part
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkJob:
+    """One chunk that this process holds.
+
+    Arguments:
+        array: number of the array in this process's description.
+        entry: the array.
+        part: the part of the array.
+        number: the chunk's row-major number in the part.
+        position: its number among the chunks of all parts (see `unickpt.record`).
+        box: its box in the global array.
+        fragment: where its data is.
+    """
+
+    array: int
+    entry: ArrayEntry
+    part: Part
+    number: int
+    position: int
+    box: Box
+    fragment: Fragment
+
+    @property
+    def dtype(self) -> dtypes.DType:
+        return dtypes.from_name(self.entry.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.size * self.dtype.itemsize
+
+
+def held_chunks(description: Description) -> Iterator[ChunkJob]:
+    """All chunks that this process could write, in the order of the description."""
+    for array, (name, entry) in enumerate(description.index.arrays.items()):
+        fragments = description.sources[name].fragments
+        told = entry.boxes == ()
+        parts = [plan.box_part(entry, f.box) for f in fragments] if told else plan.parts(entry)
+        first = 0
+        for part in parts:
+            for fragment in fragments:
+                for number in part.chunks_in(fragment.box):
+                    box = part.chunk_box(number)
+                    assert fragment.box.contains(box), f"chunk {box} crosses {fragment.box}"
+                    yield ChunkJob(array, entry, part, number, first + number, box, fragment)
+            first += part.count
+
+
+def own_share(held: Sequence[ChunkJob], process: int) -> list[ChunkJob]:
+    """The chunks that a process writes, where it shares fragments with others."""
+    mine: list[ChunkJob] = []
+    for _, run in itertools.groupby(held, lambda j: (j.array, j.part.key, j.fragment.box)):
+        jobs = list(run)
+        name, fragment = jobs[0].entry.name, jobs[0].fragment
+        share = plan.share(name, fragment.box, process, fragment.replicas, len(jobs))
+        mine += [jobs[k] for k in share]
+    return mine
+
+
+def check_alone(description: Description) -> None:
+    """Proves, for a job of one process, that its `LocalFragments` cover their arrays.
+
+    Raises:
+        CoverageError: names the array and the hole.
+    """
+    for name, entry in description.index.arrays.items():
+        if entry.boxes == ():
+            fragments = description.sources[name].fragments
+            check_boxes(entry, [(f.box, f.replicas) for f in fragments])

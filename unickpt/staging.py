@@ -1,0 +1,421 @@
+"""Staging for asynchronous saves: what keeps the state as it is until it is written.
+
+Some of it needs only a reference, some is copied while the caller waits, and some behind its back
+(lazily, an idea of DataStates-LLM, Maurya et al., HPDC 2024).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from enum import Enum, auto
+from functools import partial
+
+import numpy as np
+
+from unickpt.adapt import Array, ArraySource, Fragment, Memory, Read
+from unickpt.chunks import SMALL
+from unickpt.dtypes import DType
+from unickpt.errors import CoverageError, StateChanged
+from unickpt.saving import Saving
+from unickpt.share import ChunkJob
+from unickpt.stage import HostBuffers, stage
+from unickpt.supply import Direct, Staged
+
+_log = logging.getLogger("unickpt")
+_THREADS = 4  # that copy, at most
+_ALONE_BYTES = 16 << 20  # below this, starting threads costs more than it gains
+# Smaller arrays are not worth a risk: batch norm's statistics change without a trace in forward.
+_LAZY_BYTES = 1 << 20
+_TOLD_S = 0.1
+
+
+class _Way(Enum):
+    """How a fragment is kept."""
+
+    REFERENCE = auto()
+    NOW = auto()
+    LATER = auto()  # and it must not change before that
+    BEHIND = auto()  # a clone of it is copied later
+
+
+_BACKGROUND = {_Way.LATER, _Way.BEHIND}
+
+
+class HostArea:
+    """Host memory for staged chunks of all saves in flight: bounded, and used again."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition(threading.RLock())
+        self._held = 0
+        self._pools: dict[object, HostBuffers] = {}
+
+    def reserve(self, nbytes: int, budget_bytes: int) -> bool:
+        """Reserves `nbytes` if they fit into the budget, or if nothing else is held."""
+        with self._changed:
+            fits = not self._held or self._held + nbytes <= budget_bytes
+            self._held += nbytes if fits else 0
+            return fits
+
+    def wait_and_reserve(
+        self, nbytes: int, budget_bytes: int, abandoned: Callable[[], bool]
+    ) -> None:
+        """As `reserve`, as soon as it is possible.
+
+        Raises:
+            Abandoned: the save that needs them was given up meanwhile.
+        """
+        with self._changed:
+            while not self.reserve(nbytes, budget_bytes):
+                if abandoned():
+                    raise Abandoned
+                self._changed.wait()
+
+    def unreserve(self, nbytes: int) -> None:
+        with self._changed:
+            self._held -= nbytes
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Has those that wait look whether their save was given up."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def take(self, nbytes: int, budget_bytes: int, memory: Memory) -> Array:
+        with self._changed:
+            pool = self._pools.setdefault(memory.allocate, HostBuffers(0, memory.allocate))
+            pool.most_bytes = max(pool.most_bytes, budget_bytes)
+            return pool.take(nbytes)
+
+    def give(self, buffer: Array, memory: Memory) -> None:
+        with self._changed:
+            self._pools[memory.allocate].give(buffer)
+
+
+class Abandoned(Exception):
+    """The save has failed already; its error is told elsewhere."""
+
+
+class Staging:
+    """What one save keeps; a `Supply`.
+
+    Arguments:
+        saving: the save. What it describes is replaced by what is kept of it.
+        area: memory for copies.
+        owners: what optimizers own whose steps wait for this; None where there is no such guard.
+    """
+
+    def __init__(self, saving: Saving, area: HostArea, owners: set[Hashable] | None) -> None:
+        self._saving, self._area, self._owners = saving, area, owners
+        self._mode, self._budget = saving.options.staging, saving.options.budget_bytes
+        self._direct = Direct(self._budget)
+        self._told, self._planning, self._settling = (
+            threading.Condition(),
+            threading.Lock(),
+            threading.Lock(),
+        )
+        self._staged: dict[tuple[int, int], Staged] = {}
+        self._references: dict[tuple[int, int], ChunkJob] = {}
+        self._jobs: dict[_Way, list[ChunkJob]] = {way: [] for way in _Way}
+        self._error: BaseException | None = None
+        self._watched: dict[int, ChunkJob] = {}
+        self._planned = self._abandoned = self._wait_for_commit = False
+        self.may_write = threading.Event()
+        """Set when writing would not slow the caller down, or when the caller waits for it."""
+        self._safe, self._complete = threading.Event(), threading.Event()
+        self._small = 0
+        self.nbytes = 0
+        """Bytes that were copied to host memory."""
+
+        self._ways: dict[int, _Way] = {}
+        sources = {
+            name: replace(source, fragments=tuple(map(self._kept(source), source.fragments)))
+            for name, source in saving.description.sources.items()
+        }
+        saving.description = replace(saving.description, sources=sources)
+        used = set(self._ways.values())
+        self.has_now, self.has_later = _Way.NOW in used, not used.isdisjoint(_BACKGROUND)
+
+    def _kept(self, source: ArraySource) -> Callable[[Fragment], Fragment]:
+        def keep(fragment: Fragment) -> Fragment:
+            way, kept = self._decide(fragment, source.dtype)
+            self._ways[id(kept)] = way
+            return kept
+
+        return keep
+
+    def _decide(self, fragment: Fragment, dtype: DType) -> tuple[_Way, Fragment]:
+        memory, mode = fragment.memory, self._mode
+        nbytes = fragment.box.size * dtype.itemsize
+        on_host = not memory.on_device and memory.keep is not None and not memory.mutable
+        if mode != "copy" and on_host:
+            assert memory.keep is not None
+            return _Way.REFERENCE, replace(fragment, read=memory.keep())
+        if nbytes <= SMALL and self._small + nbytes <= self._budget // 16:
+            self._small += nbytes
+            self.nbytes += nbytes
+            return _Way.REFERENCE, replace(fragment, read=_copied(fragment, dtype))
+        if mode == "device" and memory.on_device and memory.keep is not None:
+            try:
+                kept = replace(fragment, read=memory.keep(), memory=replace(memory, changed=None))
+            except MemoryError as error:
+                _log.warning("no room for a clone on the device, copying to the host: %s", error)
+                return _Way.NOW, fragment
+            return _Way.BEHIND, kept
+        return _Way.LATER if self._is_lazy(memory, nbytes) else _Way.NOW, fragment
+
+    def _is_lazy(self, memory: Memory, nbytes: int) -> bool:
+        if not memory.mutable:  # on a device; what is deleted is seen
+            return self._mode in ("reference", "lazy")
+        if self._owners is not None:
+            return self._mode in ("auto", "lazy") and memory.owner in self._owners
+        traced = memory.changed is not None and nbytes >= _LAZY_BYTES
+        return self._mode == "lazy" and traced
+
+    def plan(self) -> None:
+        """Works out the chunks, if that was not done before, and in what order they are staged."""
+        with self._planning:
+            if self._planned or self._abandoned:
+                return
+            self._saving.plan()
+            jobs: dict[_Way, list[ChunkJob]] = {way: [] for way in _Way}
+            for job in self._saving.share:
+                jobs[self._ways[id(job.fragment)]].append(job)
+            self._saving.share = [job for way in _Way for job in jobs[way]]
+            self._plan_spare(jobs)
+            self._references = {_key(job): job for job in jobs[_Way.REFERENCE]}
+            later = [job for job in jobs[_Way.LATER] if job.fragment.memory.mutable]
+            self._watched = {id(job.fragment): job for job in later}
+            self._jobs, self._planned = jobs, True
+
+    def _plan_spare(self, jobs: dict[_Way, list[ChunkJob]]) -> None:
+        """Adds chunks that another process should write, if it has them; else this one must."""
+        own = {_key(job) for job in self._saving.share}
+        sources = list(self._saving.description.sources.values())
+        spare = [
+            job for job in self._saving.held if sources[job.array].assumed and _key(job) not in own
+        ]
+        copied = [job for job in spare if self._ways[id(job.fragment)] is not _Way.REFERENCE]
+        # They are held until the commit. Where that is too much, the caller waits for the commit.
+        self._wait_for_commit = sum(job.nbytes for job in copied) > self._budget // 2
+        for job in spare:
+            way = _Way.REFERENCE if self._wait_for_commit else self._ways[id(job.fragment)]
+            jobs[way].append(job)
+
+    # --- staging -------------------------------------------------------------------------------
+
+    def stage_now(self) -> None:
+        """Copies what must be copied while the caller waits."""
+        if not self.has_now:
+            if not self.has_later:
+                self._end()
+            return
+        began = time.perf_counter()
+        with self._failing():
+            self.plan()
+            self._copy(self._jobs[_Way.NOW])
+        total = sum(job.nbytes for job in self._jobs[_Way.NOW])
+        waited = time.perf_counter() - began
+        if total > self._budget and waited > _TOLD_S:
+            _log.warning(
+                "staging %.3g GB kept the caller for %.2f s, because SaveOptions.budget_bytes is "
+                "%.3g GB: what is larger waits for the storage",
+                *(total / 1e9, waited, self._budget / 1e9),
+            )
+        if not self.has_later:
+            self._end()
+
+    def stage_later(self) -> None:
+        """Copies the rest; what goes wrong reaches those who fetch."""
+        with suppress(BaseException), self._failing():
+            self.plan()
+            self._copy(self._jobs[_Way.LATER], threads=1)
+            if not self._wait_for_commit:
+                self._safe.set()
+            self._copy(self._jobs[_Way.BEHIND], threads=1)
+        self._end()
+
+    def _end(self) -> None:
+        if not self._wait_for_commit:
+            self._safe.set()
+        with self._told:
+            self._complete.set()
+            self._told.notify_all()
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            with self._told:
+                self._error = self._error or error
+            self._end()
+            raise
+
+    def settle(self) -> None:
+        """Makes sure that what was copied lazily is as it was when it was described.
+
+        Asked by the caller when it waits for the fence, because none of its operations is under way
+        then; and before the commit, if it never did. A change is fine after that.
+
+        Raises:
+            StateChanged: names the array.
+        """
+        with self._failing(), self._settling:
+            if self._error is not None:
+                raise self._error
+            for job in self._watched.values():
+                self._check(job)
+            self._watched = {}
+
+    def _check(self, job: ChunkJob) -> None:
+        memory = job.fragment.memory
+        if memory.changed is not None and memory.changed():
+            raise StateChanged(
+                f"array {job.entry.name!r} was changed in place, donated or deleted after the save "
+                "was asked for and before it was staged. Call PendingSave.wait_staged() before the "
+                "update (Checkpointer(optimizers=[...]) does that by itself), or save with "
+                'SaveOptions(staging="copy"). Nothing of it was saved.'
+            )
+
+    def _copy(self, jobs: Sequence[ChunkJob], threads: int = _THREADS) -> None:
+        if sum(job.nbytes for job in jobs) < _ALONE_BYTES:
+            threads = 1
+        rest, order, errors = iter(jobs), threading.Lock(), list[BaseException]()
+        helpers = [
+            threading.Thread(target=self._copy_some, args=(rest, order, errors))
+            for _ in range(min(threads, os.cpu_count() or 1) - 1)
+        ]
+        for helper in helpers:
+            helper.start()
+        self._copy_some(rest, order, errors)
+        for helper in helpers:
+            helper.join()
+        if errors:
+            raise errors[0]
+
+    def _copy_some(
+        self, rest: Iterator[ChunkJob], order: threading.Lock, errors: list[BaseException]
+    ) -> None:
+        try:
+            while not errors:
+                with order:  # memory goes to chunks in the order in which they are written
+                    job = next(rest, None)
+                    if job is None:
+                        return
+                    self._reserve(job.nbytes)
+                self._keep(job)
+        except BaseException as error:
+            errors.append(error)
+
+    def _reserve(self, nbytes: int) -> None:
+        if not self._area.reserve(nbytes, self._budget):
+            self.may_write.set()
+            self._area.wait_and_reserve(nbytes, self._budget, lambda: self._abandoned)
+
+    def _keep(self, job: ChunkJob) -> None:
+        memory, taken = job.fragment.memory, list[Array]()
+
+        def take(nbytes: int) -> Array:
+            taken.append(self._area.take(nbytes, self._budget, memory))
+            return taken[0]
+
+        def release() -> None:
+            for buffer in taken:
+                self._area.give(buffer, memory)
+            taken.clear()
+            self._area.unreserve(job.nbytes)
+
+        try:
+            data = stage(job.fragment, job.box, job.dtype, take, copied=not memory.on_device)
+        except BaseException as error:
+            release()
+            self._check(job)  # says more than what reading a deleted array raises
+            error.add_note(f"unickpt: while array {job.entry.name!r} was being staged")
+            raise
+        with self._told:
+            self._staged[_key(job)] = Staged(data, 0, release)
+            self.nbytes += job.nbytes
+            self._told.notify_all()
+
+    # --- for the caller ------------------------------------------------------------------------
+
+    def wait_safe(self, timeout: float | None = None) -> bool:
+        """Waits until the state may change; False where that takes too long.
+
+        Raises:
+            StateChanged: it has changed already.
+        """
+        if not self._safe.wait(timeout):
+            return False
+        self.settle()
+        return True
+
+    def wait_fence(self) -> None:
+        """As `wait_safe`; errors are left to those who ask for the save's result."""
+        with suppress(Exception):
+            self.wait_safe()
+
+    def wait_complete(self) -> None:
+        """Waits until nothing more needs memory."""
+        self._complete.wait()
+
+    # --- for the writer ------------------------------------------------------------------------
+
+    def ready(self, jobs: Sequence[ChunkJob]) -> bool:
+        with self._told:
+            return self._error is not None or all(
+                _key(job) in self._staged or _key(job) in self._references for job in jobs
+            )
+
+    def fetch(self, job: ChunkJob) -> Staged:
+        key = _key(job)
+        if key in self._references:
+            return self._direct.fetch(self._references[key])
+        with self._told:
+            while key not in self._staged and self._error is None and not self._complete.is_set():
+                self._told.wait()
+            found = self._staged.get(key)
+            if found is not None:
+                return replace(found, release=partial(self._release, key))
+            if self._error is not None:
+                raise self._error
+        raise CoverageError(
+            f"array {job.entry.name!r} {job.box}: another process holds this chunk by its layout, "
+            "but does not have the array in its tree; this process staged only its own share. Give "
+            "the processes of a mesh the same arrays, or save without staging: unickpt.save"
+        )
+
+    def _release(self, key: tuple[int, int]) -> None:
+        with self._told:
+            staged = self._staged.pop(key, None)
+        if staged is not None:
+            staged.release()
+
+    def close(self) -> None:
+        """Ends the save, written or not: nothing is kept any more."""
+        self._abandoned = True
+        self._area.wake()
+        self._complete.wait()
+        for key in list(self._staged):
+            self._release(key)
+        self._jobs = {way: [] for way in _Way}
+        self._references, self._watched = {}, {}
+        del self._saving
+        self._safe.set()
+
+
+def _copied(fragment: Fragment, dtype: DType) -> Read:
+    """What reads a private copy of a fragment."""
+    native, start = dtype.newbyteorder("="), fragment.box.start
+    copied = stage(fragment, fragment.box, native, partial(np.empty, dtype=np.uint8), copied=True)
+    return lambda box, room: copied[box.relative_to(start).slices]
+
+
+def _key(job: ChunkJob) -> tuple[int, int]:
+    return job.array, job.position

@@ -1,0 +1,64 @@
+"""Supply: where a writer gets its chunks from, and when it may forget them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from unickpt.adapt import Array
+from unickpt.share import ChunkJob
+from unickpt.stage import HostBuffers, stage
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A chunk in host memory, which nobody changes before `release`.
+
+    Arguments:
+        data: the chunk, contiguous and in native byte order.
+        nbytes: memory that this holds, beyond the state itself and beyond what was told of before.
+        release: takes the memory back.
+    """
+
+    data: Array
+    nbytes: int
+    release: Callable[[], None]
+
+
+class Supply(Protocol):
+    """Where a writer gets its chunks from."""
+
+    def ready(self, jobs: Sequence[ChunkJob]) -> bool:
+        """Whether `fetch` would not wait."""
+
+    def fetch(self, job: ChunkJob) -> Staged:
+        """A chunk, as soon as it is staged."""
+
+
+class Direct:
+    """Stages chunks at the moment when they are written, from memory that stays unchanged.
+
+    Arguments:
+        budget_bytes: how much memory to keep for copies.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._buffers = HostBuffers(budget_bytes)
+
+    def ready(self, jobs: Sequence[ChunkJob]) -> bool:
+        return True
+
+    def fetch(self, job: ChunkJob) -> Staged:
+        taken: list[Array] = []
+
+        def take(nbytes: int) -> Array:
+            taken.append(self._buffers.take(nbytes))
+            return taken[0]
+
+        def release() -> None:
+            for buffer in taken:
+                self._buffers.give(buffer)
+
+        data = stage(job.fragment, job.box, job.dtype, take)
+        return Staged(data, data.nbytes if taken else 0, release)

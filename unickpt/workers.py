@@ -1,0 +1,81 @@
+"""Threads for short work, which also run while the interpreter waits for pending saves to end.
+
+A `ThreadPoolExecutor` takes no work any more once the main thread has ended, and then is exactly
+when pending saves are completed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+T = TypeVar("T")
+
+
+class Workers:
+    """A few threads, which end with the `with` block.
+
+    Arguments:
+        count: number of threads.
+
+    Example:
+        >>> with Workers(2) as workers:
+        ...     result = workers.submit(lambda: 6 * 7)
+        ...     result()
+        42
+    """
+
+    def __init__(self, count: int) -> None:
+        self._work: SimpleQueue[_Task[object] | None] = SimpleQueue()
+        self._threads = [threading.Thread(target=self._run) for _ in range(count)]
+
+    def submit(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Has a thread do some work; what is returned waits for its result, or raises its error."""
+        task = _Task(work)
+        self._work.put(task)  # type: ignore[arg-type]
+        return task.result
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for _ in self._threads:
+            self._work.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self) -> None:
+        while (task := self._work.get()) is not None:
+            task.run()
+
+
+class _Task(Generic[T]):
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work: Callable[[], T] | None = work
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        assert self._work is not None, "a task is run once"
+        try:
+            self._value = self._work()
+        except BaseException as error:
+            self._error = error
+        self._work = None
+        self._done.set()
+
+    def result(self) -> T:
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        return self._value
