@@ -64,13 +64,22 @@ def _memory(pieces: Mapping[Box, Any]) -> Memory:
         return any(data.is_deleted() for data in pieces.values())
 
     def clone() -> Read:
-        return partial(_gather, _map(jax.numpy.copy, pieces))
+        return partial(_gather, _map(_clone, pieces))
 
     return Memory(mutable=False, on_device=True, keep=clone, changed=deleted)
 
 
 def _map(do: Callable[[Any], Any], pieces: Mapping[Box, Any]) -> dict[Box, Any]:
     return {box: do(data) for box, data in pieces.items()}
+
+
+def _clone(data: Any) -> Any:
+    try:
+        return jax.numpy.copy(data)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            raise MemoryError(str(error)) from error
+        raise
 
 
 def _on_cpu(data: Any) -> bool:
@@ -160,6 +169,13 @@ class _JaxGroup:
 
     def next_attempt(self) -> str:
         return f"{_session()}-{next(_attempts()):06d}"
+
+    def agree(self, value: int) -> int:
+        from jax.experimental import multihost_utils
+
+        mine = np.frombuffer(value.to_bytes(8, "big"), np.uint8)  # JAX may lack 64-bit integers
+        every = np.asarray(multihost_utils.process_allgather(mine))
+        return max(int.from_bytes(bytes(one), "big") for one in every)
 
 
 @cache

@@ -218,17 +218,25 @@ class _TorchGroup:
 
     def next_attempt(self) -> str:
         if self._world not in _sessions:
-            _sessions[self._world] = (self._agree(), itertools.count())
+            _sessions[self._world] = (self._new_session(), itertools.count())
         session, counter = _sessions[self._world]
         return f"{session}-{next(counter):06d}"
 
-    def _agree(self) -> str:
+    def agree(self, value: int) -> int:
+        largest = torch.tensor(value, dtype=torch.int64, device=self._device())
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest.item())
+
+    def _new_session(self) -> str:
+        mine = list(bytes.fromhex(new_session()))
+        shared = torch.tensor(mine, dtype=torch.uint8, device=self._device())
+        dist.broadcast(shared, src=0)
+        return bytes(shared.tolist()).hex()
+
+    def _device(self) -> str:
         backends = str(dist.get_backend_config(self._world)).split(",")  # e.g. cpu:gloo,cuda:nccl
         devices = [backend.partition(":")[0] for backend in backends]
-        device = "cpu" if "cpu" in devices else devices[0]
-        mine = torch.tensor(list(bytes.fromhex(new_session())), dtype=torch.uint8, device=device)
-        dist.broadcast(mine, src=0)
-        return bytes(mine.tolist()).hex()
+        return "cpu" if "cpu" in devices else devices[0]
 
 
 # A session lives as long as its process group; keyed weakly, so that a new group agrees anew.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import shutil
 import time
@@ -15,6 +16,7 @@ from urllib.parse import unquote, urlsplit
 from unickpt.backends.ocdbt import Place, Tree
 from unickpt.errors import InvalidPath, StorageError
 
+_log = logging.getLogger("unickpt")
 _LOCK = ".__lock"
 _OURS = ("processes", "manifest.ocdbt")
 _LOCK_PAUSE_S = 0.02
@@ -154,6 +156,53 @@ def locked(path: str, timeout_s: float) -> Iterator[None]:
         with suppress(OSError):
             os.unlink(name)
         os.close(handle)
+
+
+_held: set[int] = set()
+
+
+def hold(path: str, name: str, text: str) -> Callable[[], None]:
+    """Takes a lock in a folder and keeps it, until what is returned is called or the process ends.
+
+    Arguments:
+        path: of the folder, which is made if need be.
+        name: of the lock's file.
+        text: what those read whom the lock refuses.
+
+    Raises:
+        BlockingIOError: another process holds it, or this one; with what that one wrote.
+    """
+    os.makedirs(path, exist_ok=True)
+    handle = os.open(os.path.join(path, name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        said = os.pread(handle, 4096, 0).decode(errors="replace")
+        os.close(handle)
+        raise BlockingIOError(said) from None
+    except OSError as error:
+        _log.warning("%s: this file system has no locks: %s", path, error)
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, text.encode(), 0)
+    _held.add(handle)
+
+    def release() -> None:
+        if handle in _held:
+            _held.discard(handle)
+            os.close(handle)
+
+    return release
+
+
+def _forget_held() -> None:
+    """A child would keep the locks of a parent that died."""
+    for handle in _held:
+        os.close(handle)
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_held)
 
 
 def _acquire(name: str, timeout_s: float) -> int:

@@ -6,6 +6,7 @@ from unickpt._version import __version__
 from unickpt.asynchronous import save_async
 from unickpt.box import Box
 from unickpt.checkpoint import Checkpoint, StoredArray, open
+from unickpt.checkpointer import Checkpointer
 from unickpt.errors import (
     CheckpointCorrupt,
     CheckpointExists,
@@ -37,6 +38,7 @@ __all__ = [
     "CheckpointCorrupt",
     "CheckpointExists",
     "CheckpointNotFound",
+    "Checkpointer",
     "CoverageError",
     "Damage",
     "Group",

@@ -129,7 +129,8 @@ class Attempt:
     def explained(self, error: Exception) -> Exception:
         """What to raise for an error: the storage's errors as ours, and a conflict where another
         job took the place meanwhile, which removes the files of those that it defeats."""
-        if not isinstance(error, (StorageError, *chunks.FAILURES)) or self._found is None:
+        ours = isinstance(error, UnickptError) and not isinstance(error, StorageError)
+        if ours or not isinstance(error, chunks.FAILURES) or self._found is None:
             return error
         try:
             if self._is_hopeless or self.group.index > 0:
@@ -178,12 +179,18 @@ class Attempt:
             assert self._totals is not None
             return self._totals
 
-    def commit(self, description: Description, serve: Serve) -> Totals:
+    def commit(
+        self,
+        description: Description,
+        serve: Serve,
+        check: Callable[[], None] = lambda: None,
+    ) -> Totals:
         """Merges what all processes wrote; the coordinator's work.
 
         Arguments:
             description: the coordinator's own.
             serve: writes more chunks of the coordinator's own.
+            check: called right before the commit; raises what speaks against it.
 
         Raises:
             ProcessFailed, SaveTimeout: another process gave up, or is late.
@@ -192,7 +199,7 @@ class Attempt:
         """
         self._hopeless = True  # only this process commits
         with self._explaining():
-            return self._commit(description, serve)
+            return self._commit(description, serve, check)
 
     def discard(self) -> None:
         """Removes what this process wrote, if it is certain that no checkpoint will need it."""
@@ -273,7 +280,7 @@ class Attempt:
             "checkpoint was written."
         )
 
-    def _commit(self, description: Description, serve: Serve) -> Totals:
+    def _commit(self, description: Description, serve: Serve, check: Callable[[], None]) -> Totals:
         records = self._collect(range(self.group.count), OK)
         for process, record in records:
             if record.replaces != self._digest_found:
@@ -285,6 +292,7 @@ class Attempt:
         if self.group.count > 1:
             self._board.announce({"root": root.digest(manifest), "totals": vars(totals)})
             self._board.look()
+        check()
         self._write_root(manifest)
         self._remove_debris(older)
         self.writers = tuple(record.statistics for _, record in records)

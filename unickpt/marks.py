@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,15 +25,25 @@ from unickpt.group import Group
 class PerProcess:
     """A leaf whose value differs by process, such as RNG or data-loader state.
 
+    It is loaded by as many processes as saved it, each of which gets its own value back; or, in
+    `like`, it says how other numbers of processes share the values out.
+
     Arguments:
         value: any nesting of containers, plain values and host arrays. In `like` it says into
             what arrays are loaded; with None they come back as NumPy arrays.
+        redistribute: in `like`, called on every process if their number has changed, with the
+            values of all processes that saved (arrays as NumPy's), the index of this process and
+            the number of processes now; gives this process's value.
 
     Example:
         >>> tree = {"rng": PerProcess({"seed": 7, "offset": 120})}
+        >>> def share_out(saved, index, count):
+        ...     return {"seed": 7 + index, "offset": min(s["offset"] for s in saved)}
+        >>> like = {"rng": PerProcess(redistribute=share_out)}
     """
 
     value: Any = None
+    redistribute: Callable[[Sequence[Any], int, int], Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,10 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from unickpt import backends
 from unickpt.errors import SaveTimeout
@@ -35,13 +37,21 @@ class PendingSave:
         1
     """
 
-    def __init__(self, saving: Saving, staging: Staging, previous: PendingSave | None) -> None:
+    def __init__(
+        self,
+        queue: SaveQueue,
+        saving: Saving,
+        staging: Staging,
+        previous: PendingSave | None,
+        hooks: Hooks,
+    ) -> None:
         self.url: str = saving.location.url
         """Where the checkpoint will be."""
+        self._queue, self._hooks = queue, hooks
         self._saving, self._staging, self._previous = saving, staging, previous
         self._returned, self._finished = threading.Event(), threading.Event()
         self._report: SaveReport | None = None
-        self._error: BaseException | None = None
+        self._failure: Failure | None = None
         self._process = os.getpid()
 
     def wait_staged(self, timeout: float | None = None) -> None:
@@ -77,9 +87,8 @@ class PendingSave:
         self._check_process()
         if not self._finished.wait(timeout):
             raise SaveTimeout(f"{self.url}: not committed within {timeout:g} s; it goes on")
-        if self._error is not None:
-            _unasked.discard(self)
-            raise self._error
+        if self._failure is not None:
+            self._queue._ask([self._failure])
         assert self._report is not None, "a save ends with a report or with an error"
         return self._report
 
@@ -105,7 +114,7 @@ class PendingSave:
         except BaseException:
             self._let_go()
             self._finished.wait()
-            _unasked.discard(self)
+            self._queue._forget(self._failure)
             raise
         if staging.has_later:
             threading.Thread(target=self._stage, name=f"unickpt stage {self.url}").start()
@@ -135,15 +144,18 @@ class PendingSave:
         self._previous = None
         saving.phases["queue"] = saving.elapsed - asked
         try:
-            staging.plan()
-            self._report = saving.run(staging, self._before_commit)
+            with saving.failing():
+                self._hooks.prepare()
+                staging.plan()
+            self._report = saving.run(staging, self._before_commit, self._hooks.check)
+            self._hooks.committed()
         except BaseException as error:
-            self._error = error
-            _unasked.add(self)
-            _log.error("saving %s failed: %s", self.url, error)
+            self._failure = self._queue.fail(f"the save of {self.url}", error)
         finally:
             del self._saving
             staging.close()
+            self._hooks.ended()
+            del self._hooks
             _unfinished.discard(self)
             self._finished.set()
             _leave_child()
@@ -154,12 +166,47 @@ class PendingSave:
         self._saving.staged_bytes = self._staging.nbytes
 
 
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong in the background.
+
+    Arguments:
+        what: did not succeed.
+        error: the reason.
+    """
+
+    what: str
+    error: BaseException
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What else belongs to a save, on the thread that saves.
+
+    Arguments:
+        prepare: before anything is written; what it raises fails the save.
+        check: right before the commit, on the coordinator; likewise.
+        committed: after the commit; raises nothing.
+        ended: at the end of the save, whatever came of it, even if it never began; likewise.
+    """
+
+    prepare: Callable[[], None] = _nothing
+    check: Callable[[], None] = _nothing
+    committed: Callable[[], None] = _nothing
+    ended: Callable[[], None] = _nothing
+
+
 class SaveQueue:
     """Saves one after another: ordered, and at most two at once."""
 
     def __init__(self) -> None:
         self._area = HostArea()
         self._pending: list[PendingSave] = []
+        self._failures: list[Failure] = []
 
     def save(
         self,
@@ -170,39 +217,39 @@ class SaveQueue:
         metadata: Mapping[str, Any] | None,
         options: SaveOptions,
         owners: set[Hashable] | None = None,
-        check: Callable[[], None] = lambda: None,
+        hooks: Hooks = Hooks(),
     ) -> PendingSave:
         """Begins to save, as `save_async`.
 
         Arguments:
             owners: what optimizers own whose steps wait until that is staged.
-            check: raises what speaks against this save.
+            hooks: what else belongs to this save.
 
         Raises:
             Exception: also what made an earlier save fail, if nobody has asked for that yet.
         """
-        while len(self._unfinished()) >= _MOST:
-            self._unfinished()[0]._finished.wait()
-
-        def check_all() -> None:
-            self.raise_failed()
-            check()
-
-        saving = Saving(
-            path, tree, overwrite=overwrite, metadata=metadata, options=options, check=check_all
-        )
-        previous = self._pending[-1] if self._pending else None
-        if previous is not None:
-            previous._staging.wait_complete()
-        with saving.failing():
-            staging = Staging(saving, self._area, owners)
-        pending = PendingSave(saving, staging, previous)
-        self._pending.append(pending)
+        while len(unfinished := self._unfinished()) >= _MOST:
+            unfinished[0]._finished.wait()
+        with ExitStack() as undo:
+            undo.callback(hooks.ended)
+            saving = Saving(
+                path,
+                tree,
+                overwrite=overwrite,
+                metadata=metadata,
+                options=options,
+                check=self.raise_failed,
+            )
+            previous = self._pending[-1] if self._pending else None
+            if previous is not None:
+                previous._staging.wait_complete()
+            with saving.failing():
+                staging = Staging(saving, self._area, owners)
+            undo.pop_all()
+        pending = PendingSave(self, saving, staging, previous, hooks)
+        self._pending = [*self._unfinished(), pending]
         pending._start()
         return pending
-
-    def _unfinished(self) -> list[PendingSave]:
-        return [pending for pending in self._pending if not pending.done()]
 
     def fence(self) -> None:
         """Waits until the state of all saves may change; their errors are told elsewhere."""
@@ -210,50 +257,62 @@ class SaveQueue:
             pending._staging.wait_fence()
 
     def wait(self) -> None:
-        """Waits for all saves.
-
-        Raises:
-            Exception: what made one fail, if nobody has asked for that yet.
-        """
-        for pending in self._unfinished():
+        """Waits for all saves; raises nothing."""
+        for pending in self._pending:
             pending._finished.wait()
-        self.raise_failed()
+
+    def fail(self, what: str, error: BaseException) -> Failure:
+        """Keeps what went wrong in the background until somebody asks."""
+        _log.error("%s failed: %s", what, error)
+        failure = Failure(what, error)
+        self._failures.append(failure)
+        _unasked.append(failure)
+        return failure
 
     def raise_failed(self) -> None:
-        """Raises what made a save fail, if nobody has asked for that yet; further ones as notes."""
-        failed = [pending for pending in self._pending if pending in _unasked]
-        self._pending = [p for p in self._pending if not p.done()]
-        if not failed:
-            return
-        _unasked.difference_update(failed)
-        error = failed[0]._error
-        assert error is not None, "a failed save has an error"
-        error.add_note(f"unickpt: this made the save of {failed[0].url} fail, in the background")
-        for other in failed[1:]:
-            error.add_note(f"unickpt: the save of {other.url} failed too: {other._error}")
-        raise error
+        """Raises what went wrong in the background, if nobody has asked for that yet."""
+        if self._failures:
+            self._ask(self._failures)
+
+    def _unfinished(self) -> list[PendingSave]:
+        return [pending for pending in self._pending if not pending.done()]
+
+    def _ask(self, failures: Sequence[Failure]) -> NoReturn:
+        first, *others = failures
+        for failure in list(failures):
+            self._forget(failure)
+        notes = [f"unickpt: {first.what} failed with this, in the background"]
+        notes += [f"unickpt: {other.what} failed too: {other.error}" for other in others]
+        for note in notes:
+            if note not in getattr(first.error, "__notes__", ()):
+                first.error.add_note(note)
+        raise first.error
+
+    def _forget(self, failure: Failure | None) -> None:
+        for failures in (self._failures, _unasked):
+            if failure in failures:
+                failures.remove(failure)
 
 
 # --- when the program ends -----------------------------------------------------------------------
 
 _unfinished: set[PendingSave] = set()
-_unasked: set[PendingSave] = set()
-"""Saves that failed, and nobody has asked."""
+_unasked: list[Failure] = []
 
 
 def _leave() -> None:
-    """Ends the program with an error, if a save failed and nobody asked.
+    """Ends the program with an error, if something failed and nobody asked.
 
     Python offers no other way to change the exit status this late. Handlers that were registered
     before this module was imported are not called.
     """
     if not _unasked:
         return
-    for pending in _unasked:
-        error = pending._error
+    for failure in _unasked:
+        kind = type(failure.error).__name__
         print(
-            f"unickpt: the save of {pending.url} failed, and nobody asked for its result:\n"
-            f"{type(error).__name__}: {error}",
+            f"unickpt: {failure.what} failed, and nobody asked for its result:\n"
+            f"{kind}: {failure.error}",
             file=sys.stderr,
         )
     logging.shutdown()

@@ -95,32 +95,38 @@ class Saving:
                 raise
             raise error from raised
 
-    def run(self, supply: Supply, check: Callable[[], None] = lambda: None) -> SaveReport:
+    def run(
+        self,
+        supply: Supply,
+        written: Callable[[], None] = lambda: None,
+        before_commit: Callable[[], None] = lambda: None,
+    ) -> SaveReport:
         """Writes this process's share, which is planned, and commits or waits for the commit.
 
         Arguments:
             supply: gives the chunks.
-            check: raises what speaks against this save when all is written, before the commit.
+            written: called when this process has written its share; what it raises fails the save.
+            before_commit: called by the coordinator right before the commit; likewise.
         """
         began, attempt = self.elapsed, self._attempt
         with self.failing():
             self._check_destination()
             self._writer = writer = Writer(attempt, self.description, self.options, supply)
             record = writer.write_all(self.share)
-            check()
+            written()
             told = {
                 "chunks": writer.count,
                 "blocked_s": self.blocked_s,
                 "staged_bytes": self.staged_bytes,
             }
             attempt.publish(record.with_statistics(told))
-            written = self.elapsed
+            ended = self.elapsed
             serve = partial(_serve, writer, self.held)
             if self.group.index == 0:
-                totals = attempt.commit(self.description, serve)
+                totals = attempt.commit(self.description, serve, before_commit)
             else:
                 totals = attempt.wait_committed(serve)
-        self.phases |= {"write": written - began, "commit": self.elapsed - written}
+        self.phases |= {"write": ended - began, "commit": self.elapsed - ended}
         report = SaveReport(
             url=self.location.url,
             arrays=totals.arrays,

@@ -1,0 +1,120 @@
+"""Policy: whether it is time to save, decided alike by all processes of a job."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from unickpt.group import Group
+
+_log = logging.getLogger("unickpt")
+_DUE, _PREEMPTED = 1, 2
+
+
+@dataclass(frozen=True)
+class Policy:
+    """When to save.
+
+    Arguments:
+        save_every: at steps that are multiples of it.
+        save_every_s: when so many seconds have passed since the last save, by the coordinator's
+            clock.
+        preemption: also when a process was told to stop.
+
+    Raises:
+        ValueError: a rule makes no sense.
+    """
+
+    save_every: int | None = None
+    save_every_s: float | None = None
+    preemption: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("save_every", "save_every_s"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name}={value} must be positive")
+
+
+class Clock:
+    """Applies a policy in one process.
+
+    Arguments:
+        policy: see `Policy`.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._saved = time.monotonic()
+        self._told = threading.Event()
+        self._done = False
+        self.preempted = False
+        """Whether the processes agreed that they were told to stop."""
+
+    def tell(self) -> None:
+        """Says that this process was told to stop."""
+        self._told.set()
+
+    def saved(self) -> None:
+        """Says that a save has begun."""
+        self._saved = time.monotonic()
+        self._done = self._done or self.preempted
+
+    def is_due(self, step: int, group: Group) -> bool:
+        """Whether to save now; where that takes more than arithmetic, the processes agree on it.
+
+        Raises:
+            ValueError: they have no way to agree.
+        """
+        policy = self._policy
+        by_step = policy.save_every is not None and step % policy.save_every == 0
+        late = False
+        if policy.save_every_s is not None and group.index == 0:
+            late = time.monotonic() - self._saved >= policy.save_every_s
+        told = _PREEMPTED if self._told.is_set() else _DUE if late else 0
+        if group.count > 1 and (policy.save_every_s is not None or policy.preemption):
+            told = group.agree(told)
+        elif told == _PREEMPTED and group.count > 1:
+            raise ValueError(
+                "only this process was told to stop, and the others do not ask: make the "
+                "Checkpointer with preemption=True on all of them"
+            )
+        if told == _PREEMPTED and not self.preempted:
+            self.preempted = True
+            _log.info("told to stop: saving a last time, at step %d", step)
+        if self.preempted:
+            return not self._done
+        return by_step or told == _DUE
+
+
+class SigtermHandler:
+    """Calls a function when the process is told to end, instead of ending it.
+
+    Arguments:
+        tell: the function.
+    """
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell = tell
+        self._before: Any = None
+        self._installed = threading.current_thread() is threading.main_thread()
+        if self._installed:
+            self._before = signal.signal(signal.SIGTERM, self._handle)
+        else:
+            _log.warning("only the main thread can handle SIGTERM; call Checkpointer.preempt()")
+
+    def remove(self) -> None:
+        """Puts back the handler that was there before."""
+        if self._installed and signal.getsignal(signal.SIGTERM) == self._handle:
+            signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._tell()
+        if callable(self._before):
+            self._before(number, frame)

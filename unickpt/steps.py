@@ -1,0 +1,116 @@
+"""Steps: the checkpoints `step_<n>` in one folder, and what crashed jobs left among them."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+
+from unickpt import backends, checkpoint, chunks
+from unickpt.backends import Location
+from unickpt.backends.ocdbt import MANIFEST
+from unickpt.errors import CheckpointNotFound, UnickptError
+from unickpt.listing import checkpoints_below
+
+_log = logging.getLogger("unickpt")
+_NAME = re.compile(r"step_(0|[1-9][0-9]{0,17})")
+RESERVED = "unickpt"
+"""Where a checkpoint's metadata holds what the Checkpointer adds: `step` and `metrics`."""
+
+
+class Steps:
+    """The steps in a folder of any storage.
+
+    Arguments:
+        root: a local path or a URL.
+    """
+
+    def __init__(self, root: backends.Path) -> None:
+        self._root = root
+        self.location = backends.resolve(root)
+        self._context = backends.context()
+
+    def path(self, step: int) -> str:
+        """Where a step is, or will be."""
+        place = self.at(step)
+        return str(place) if place.is_local else place.url.rstrip("/")
+
+    def at(self, step: int) -> Location:
+        return self.location.child(f"step_{step}")
+
+    def committed(self) -> list[int]:
+        """All steps that exist, ascending.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        try:
+            names = [listed.name for listed in checkpoints_below(self._root)]
+        except CheckpointNotFound:
+            return []
+        return sorted(_numbers(names))
+
+    def metrics(self, step: int) -> Mapping[str, float]:
+        """The metrics that a step was saved with; none where they cannot be read."""
+        try:
+            found = checkpoint.open(self.path(step)).metadata[RESERVED]["metrics"]
+            return {str(name): float(value) for name, value in found.items()}
+        except (UnickptError, KeyError, TypeError, ValueError, AttributeError) as error:
+            _log.warning("%s: its metrics cannot be read: %s", self.path(step), error)
+            return {}
+
+    def remove(self, step: int) -> None:
+        """Removes a step: first it is no checkpoint any more, at one stroke, then its files go.
+
+        Raises:
+            StorageError: it could not be removed; what is left, `remove_debris` recognises.
+        """
+        place = self.at(step)
+        try:
+            place.store(self._context).write(MANIFEST, None).result()
+            if place.is_local:
+                place.sync(place)
+            place.remove(self._context)
+        except chunks.FAILURES as error:
+            raise chunks.translate(error, str(place), reading=False) from error
+
+    def remove_debris(self, in_flight: Iterable[int]) -> None:
+        """Removes what crashed saves and deletions left behind.
+
+        Only for the job that has the lease. A step's folder without a manifest is debris, if it
+        holds nothing but what a save puts there; in the newest step, so is every attempt but the
+        one that was committed.
+
+        Arguments:
+            in_flight: steps that are being saved.
+        """
+        committed = self.committed()
+        names = self.location.folders(self._context)
+        for step in sorted(_numbers(names) - set(committed) - set(in_flight)):
+            place = self.at(step)
+            if not self._is_ours(place):
+                continue
+            _log.info("removing %s, which a crashed save left behind", place)
+            place.remove(self._context)
+        if committed and committed[-1] not in set(in_flight):
+            self._remove_attempts(committed[-1])
+
+    def _is_ours(self, place: Location) -> bool:
+        if place.is_local:
+            return not place.foreign_files()
+        keys = (key.decode(errors="replace") for key in place.store(self._context).list().result())
+        return all(key.startswith("processes/") for key in keys)
+
+    def _remove_attempts(self, step: int) -> None:
+        attempts = self.at(step).child("processes")
+        with suppress(UnickptError):
+            kept = checkpoint.open(self.path(step)).index.attempt
+            for name in attempts.folders(self._context):
+                if kept and name != kept:
+                    attempts.child(name).remove(self._context)
+
+
+def _numbers(names: Iterable[str]) -> set[int]:
+    matches = (_NAME.fullmatch(name) for name in names)
+    return {int(match[1]) for match in matches if match}

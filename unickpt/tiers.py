@@ -1,0 +1,86 @@
+"""Two tiers: checkpoints are committed to fast storage first, and copied from there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import tensorstore as ts
+
+from unickpt import backends, checkpoint, chunks
+from unickpt.backends import Location
+from unickpt.backends.ocdbt import MANIFEST
+from unickpt.errors import CheckpointNotFound, SaveConflict, UnickptError
+from unickpt.root import Root
+from unickpt.stage import Window
+
+_log = logging.getLogger("unickpt")
+_AT_ONCE = 4
+
+
+def copy_checkpoint(
+    source: Location, destination: Location, budget_bytes: int, timeout_s: float
+) -> None:
+    """Copies a checkpoint, file by file; it appears at its destination at one stroke.
+
+    Arguments:
+        source: of a committed checkpoint.
+        destination: where it goes; a checkpoint there is replaced.
+        budget_bytes: host memory to use, at least that of the largest file.
+        timeout_s: how long to wait for another process that writes there.
+
+    Raises:
+        CheckpointNotFound: there is none to copy.
+        StorageError: a storage failed.
+        SaveConflict: another job saved there meanwhile.
+    """
+    context = backends.context()
+    try:
+        found = Root(destination, context).read()
+        reader, writer = source.store(context), destination.store(context)
+        manifest = reader.read(MANIFEST).result()
+        if manifest.state != "value":
+            raise CheckpointNotFound(f"no checkpoint at {source}")
+        keys = sorted(key for key in _keys(reader) if key.startswith("processes/"))
+        _copy(keys, reader, writer, budget_bytes)
+        if destination.is_local:
+            for folder in sorted({key.rpartition("/")[0] for key in keys}):
+                destination.child(folder).sync(destination)
+        if not Root(destination, context).replace(found, manifest.value, timeout_s):
+            raise SaveConflict(f"{destination}: another job committed here meanwhile")
+    except chunks.FAILURES as error:
+        raise chunks.translate(
+            error, f"copying {source} to {destination}", reading=False
+        ) from error
+    _remove_older(destination, context)
+
+
+def _keys(store: ts.KvStore) -> Iterator[str]:
+    return (key.decode() for key in store.list().result())
+
+
+def _copy(keys: list[str], reader: ts.KvStore, writer: ts.KvStore, budget_bytes: int) -> None:
+    window = Window(budget_bytes, _AT_ONCE)
+    for key in keys:
+        data = reader.read(key).result().value
+        window.make_room(len(data))
+        written = writer.write(key, data)
+        window.add(len(data), partial(_wait, written))
+    window.drain()
+
+
+def _wait(written: ts.Future[Any]) -> None:
+    written.result()
+
+
+def _remove_older(destination: Location, context: ts.Context) -> None:
+    """Removes what the checkpoint that was replaced, or a copy cut short, left behind."""
+    attempts = destination.child("processes")
+    with suppress(UnickptError, *chunks.FAILURES):
+        kept = checkpoint.open(str(destination) if destination.is_local else destination.url)
+        for name in attempts.folders(context):
+            if kept.index.attempt and name != kept.index.attempt:
+                attempts.child(name).remove(context)
