@@ -140,6 +140,11 @@ class Location:
         else:
             self.store(context).delete_range(ts.KvStore.KeyRange()).result()
 
+    def remove_empty(self) -> None:
+        """Removes what is left of a checkpoint that has no files any more."""
+        if self.is_local:
+            file.remove_empty(self.spec["path"])
+
     def locked(self, timeout_s: float) -> AbstractContextManager[None]:
         """Lets one process at a time replace the manifest, where the storage does not see to it."""
         return file.locked(self.spec["path"], timeout_s) if self.is_local else nullcontext()

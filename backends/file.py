@@ -77,6 +77,17 @@ def remove(path: str) -> None:
     shutil.rmtree(path.rstrip("/"), ignore_errors=True)
 
 
+def remove_empty(path: str) -> None:
+    """Removes a checkpoint's folders where nothing but locks is left in them."""
+    for name in ("processes", ""):
+        folder = os.path.join(path, name)
+        with suppress(OSError):
+            for entry in os.listdir(folder):
+                if entry.endswith(_LOCK):
+                    os.unlink(os.path.join(folder, entry))
+            os.rmdir(folder)
+
+
 class Values:
     """The values of a database in a local folder, read straight into memory that is there.
 

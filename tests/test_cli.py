@@ -196,7 +196,7 @@ def test_inspect_container_value_and_per_process_leaf(saved: str) -> None:
 
 def test_inspect_json_describes_every_array(saved: str) -> None:
     facts = json.loads(run("inspect", saved, "--json"))
-    assert facts["format"] == "1.0"
+    assert facts["format"] == "1.1"
     assert facts["metadata"] == {"run": "llama"}
     assert facts["processes"] == 1
     assert facts["values"] == {"step": 100, "name": "a small one"}

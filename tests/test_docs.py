@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jax
 import jsonschema
 import numpy as np
 import pytest
@@ -235,7 +236,7 @@ def test_schema_accepts_real_indexes(name: str, tmp_path: Path) -> None:
     VALIDATOR.validate(index_json(tmp_path / "x"))
 
 
-@pytest.mark.parametrize("name", ["one_process_1_0", "two_processes_1_0"])
+@pytest.mark.parametrize("name", ["one_process_1_0", "two_processes_1_0", "key_per_process_1_1"])
 def test_schema_accepts_the_fixtures(name: str) -> None:
     VALIDATOR.validate(index_json(FIXTURES / name))
 
@@ -400,6 +401,16 @@ def test_fixtures_hold_every_kind_of_part(known: ModuleType) -> None:
     assert len(two["zero"].parts) == 4
     assert writers(two, "zero") == [0, 0, 1, 1]
     assert two.index.codecs[0]["name"] == "zstd"
+
+
+def test_a_key_in_a_per_process_value_stays_readable() -> None:
+    path = FIXTURES / "key_per_process_1_1"
+    like = PerProcess({"key": jax.random.key(0, impl="rbg"), "seen": 0})
+    found = unickpt.load(path, {"rng": like})["rng"].value
+    assert found["seen"] == 12
+    assert found["key"].dtype == like.value["key"].dtype
+    assert jax.random.key_data(found["key"]).tolist() == [0, 7, 0, 7]
+    assert unickpt.verify(path).ok
 
 
 def writers(stored: Checkpoint, name: str) -> list[int]:

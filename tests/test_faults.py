@@ -18,38 +18,17 @@ from unickpt import CheckpointNotFound
 
 # One process of a job. It kills itself `when` ("before", "during" or "after") it takes `step`.
 PROCESS = f"""
-import importlib, json, os, signal, sys, threading, time
+import json, sys, time
 sys.path.insert(0, {os.path.dirname(__file__)!r})
 import unickpt
+from dying import die_at
 from saving import numbers
-from unickpt import commit, write
+from unickpt import commit
 
 path, index, count, session, seed, overwrite, timeout_s, step, when = ARGS
 commit._GRACE_S = 0.3
 
-def die(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-def dying(real):
-    def taken(*arguments):
-        if when == "before":
-            die()
-        if when == "during":
-            threading.Timer(0.0005, die).start()
-        result = real(*arguments)
-        if when != "during":
-            die()
-        time.sleep(1)
-        return result
-    return taken
-
-if step:
-    name, _, attribute = step.rpartition(":")
-    module, _, kind = name.partition(".")
-    holder = importlib.import_module("unickpt." + module)
-    holder = getattr(holder, kind) if kind else holder
-    setattr(holder, attribute, dying(getattr(holder, attribute)))
-
+die_at(step, when)
 started = time.monotonic()
 group = unickpt.ProcessGroup(index, count, session)
 options = unickpt.SaveOptions(group=group, timeout_s=timeout_s, chunk_bytes=4096)

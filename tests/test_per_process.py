@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -22,11 +23,17 @@ from conftest import Processes
 from saving import in_job, save_in_job
 
 import unickpt
-from unickpt import LoadMismatch, LoadOptions, PerProcess, PerProcessValues, ProcessGroup
+from unickpt import (
+    LoadMismatch,
+    LoadOptions,
+    PerProcess,
+    PerProcessValues,
+    ProcessGroup,
+    UnsupportedLeaf,
+)
 
 SAMPLES, BATCH = 240, 5
 EVERY = list(range(SAMPLES))
-Redistribute = Callable[[Sequence[Any], int, int], Any]
 
 # torchdata 0.11 calls what torch 2.13 deprecates.
 old_torch_call = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
@@ -37,7 +44,8 @@ old_torch_call = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:Us
 
 def save(path: Path, values: Sequence[Any]) -> None:
     """As many processes as there are values, each of which saves its own."""
-    outcomes = save_in_job(path, len(values), lambda i: {"data": {"state": PerProcess(values[i])}})
+    marked = [value if isinstance(value, PerProcess) else PerProcess(value) for value in values]
+    outcomes = save_in_job(path, len(values), lambda i: {"data": {"state": marked[i]}})
     errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     assert not errors, errors
 
@@ -153,19 +161,14 @@ def test_redistribute_says_who_gets_what(count: int, tmp_path: Path) -> None:
 
 
 def test_what_was_shared_out_is_saved_and_shared_out_again(tmp_path: Path) -> None:
-    def flat(saved: Sequence[Any], index: int, count: int) -> Any:
+    def deal(saved: Sequence[Any], index: int, count: int) -> Any:
         return [x for part in saved for x in part][index::count]
 
     save(tmp_path / "8", [[i, i + 8, i + 16] for i in range(8)])
     for before, after in [(8, 6), (6, 5), (5, 11), (11, 1)]:
-        loaded = load(tmp_path / str(before), after, PerProcess(redistribute=flat))
-        values_of(loaded)
-        outcomes = save_in_job(
-            tmp_path / str(after),
-            after,
-            lambda i, own=loaded: {"data": {"state": own[i]}},  # type: ignore[misc]
-        )
-        assert not [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        loaded = load(tmp_path / str(before), after, PerProcess(redistribute=deal))
+        values_of(loaded)  # no errors
+        save(tmp_path / str(after), loaded)
     (last,) = unickpt.load(tmp_path / "1")["data"]["state"].values
     assert sorted(last) == list(range(24))
 
@@ -258,7 +261,7 @@ def map_style(torchdata: Any, rank: int, world: int) -> Any:
 def iterable(torchdata: Any, rank: int, world: int) -> Any:
     import torch
 
-    class Dataset(Stream, torch.utils.data.IterableDataset):  # type: ignore[misc]
+    class Dataset(Stream, torch.utils.data.IterableDataset[int]):
         pass
 
     return torchdata.StatefulDataLoader(Dataset(rank, world), batch_size=BATCH)
@@ -360,7 +363,11 @@ def taken(iterator: Any, items: int | None) -> list[int]:
     return [x for item in islice(iterator, items) for x in of_samples(item)]
 
 
-PIPELINES = {of_a_map_dataset: dict, of_an_iter_dataset: dict, of_a_data_loader: bytes}
+PIPELINES: dict[Pipeline, type] = {
+    of_a_map_dataset: dict,
+    of_an_iter_dataset: dict,
+    of_a_data_loader: bytes,
+}
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
@@ -403,7 +410,7 @@ def test_grain_iterators_go_on_with_other_numbers_of_processes(
             now.append(held | {"state": iterator.get_state()})
         return seen, now
 
-    states = [[{"shard": shard, "state": None}] for shard in range(4)]
+    states: list[Any] = [[{"shard": shard, "state": None}] for shard in range(4)]
     samples: list[int] = []
     for step, (count, items) in enumerate([(4, 3), (2, 2), (2, 1), (6, 3), (1, None)]):
         if step:
@@ -492,3 +499,20 @@ def test_torch_ranks_with_workers(processes: Processes, torchdata: Any, tmp_path
         assert rank["called"] == [4, number, 2]
         assert rank["after"] == ORDER[60:][number::2]
         assert rank["drawn again"] == four[2 * number]["drawn"]
+
+
+def test_a_key_keeps_its_implementation(tmp_path: Path) -> None:
+    key = jax.random.key(3, impl="rbg")
+    unickpt.save(tmp_path / "c", {"rng": PerProcess({"key": key})})
+    like = PerProcess({"key": jax.random.key(0, impl="rbg")})
+    found = unickpt.load(tmp_path / "c", {"rng": like})["rng"].value["key"]
+    assert found.dtype == key.dtype
+    assert (jax.random.key_data(found) == jax.random.key_data(key)).all()
+    other = PerProcess({"key": jax.random.key(0, impl="unsafe_rbg")})
+    with pytest.raises(LoadMismatch, match="of a rbg key, asked .* of a unsafe_rbg key"):
+        unickpt.load(tmp_path / "c", {"rng": other})
+
+
+def test_a_mark_inside_a_mark_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedLeaf, match=r"'b': a PerProcess cannot stand inside"):
+        unickpt.save(tmp_path / "c", {"a": PerProcess({"b": PerProcess(3)})})

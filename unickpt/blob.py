@@ -14,6 +14,7 @@ from unickpt import dtypes, tree, values
 from unickpt.adapt import Adapter, adapter_of
 from unickpt.box import Box
 from unickpt.group import alone
+from unickpt.marks import LocalFragments, PerProcess
 from unickpt.stage import HostBuffers, stage
 
 
@@ -29,7 +30,7 @@ def encode(value: Any, among: Sequence[Adapter]) -> bytes:
         UnsupportedLeaf: names what cannot be stored.
         TypeError: an array is not on the host of this process alone.
     """
-    root = tree.flatten(value, lambda x: _is_leaf(x, among), lambda obj, name: None)
+    root = tree.flatten(value, lambda x: _is_leaf(x, among), _refuse_marks)
     arrays, plain = {}, {}
     for leaf in tree.leaves(root):
         adapter = adapter_of(leaf.value, among)
@@ -48,6 +49,7 @@ def encode(value: Any, among: Sequence[Adapter]) -> bytes:
             "dtype": dtypes.name_of(source.dtype),
             "shape": source.shape,
             "data": base64.b64encode(data).decode(),
+            **({} if source.prng is None else {"prng": source.prng}),
         }
     body = {"tree": tree.to_json(root), "values": plain, "arrays": arrays}
     return json.dumps(body, separators=(",", ":")).encode()
@@ -63,6 +65,7 @@ def decode(data: bytes, like: Any, among: Sequence[Adapter]) -> Any:
         body = json.loads(data)
         found = {name: values.from_json(v) for name, v in body["values"].items()}
         found |= {name: _array(a) for name, a in body["arrays"].items()}
+        prngs = {name: a.get("prng") for name, a in body["arrays"].items()}
         root = tree.from_json(body["tree"])
         if {leaf.name for leaf in tree.leaves(root)} != set(found):
             raise ValueError("its tree and its leaves do not fit together")
@@ -74,12 +77,24 @@ def decode(data: bytes, like: Any, among: Sequence[Adapter]) -> Any:
         if set(templates) != set(found):
             differ = ", ".join(sorted(set(templates) ^ set(found))[:5])
             raise ValueError(f"the per-process value stored and `like` differ in: {differ}")
-        found = {name: _into(templates[name], found[name], name, among) for name in found}
+        found = {
+            name: _into(templates[name], value, prngs.get(name), name, among)
+            for name, value in found.items()
+        }
     return tree.rebuild(root, found.__getitem__)
 
 
 def _is_leaf(x: Any, among: Sequence[Adapter]) -> bool:
     return values.is_plain(x) or adapter_of(x, among) is not None
+
+
+def _refuse_marks(obj: Any, name: str) -> None:
+    if isinstance(obj, PerProcess | LocalFragments):
+        raise TypeError(f"{name!r}: a {type(obj).__name__} cannot stand inside a PerProcess")
+
+
+def _shown(shape: tuple[int, ...], dtype: dtypes.DType, prng: str | None) -> str:
+    return f"{dtype}{list(shape)}" + (f" of a {prng} key" if prng else "")
 
 
 def _array(stored: dict[str, Any]) -> Any:
@@ -90,7 +105,7 @@ def _array(stored: dict[str, Any]) -> Any:
     return np.frombuffer(bytearray(raw), np.uint8).view(dtype).reshape(shape)
 
 
-def _into(template: Any, value: Any, name: str, among: Sequence[Adapter]) -> Any:
+def _into(template: Any, value: Any, prng: str | None, name: str, among: Sequence[Adapter]) -> Any:
     adapter = adapter_of(template, among)
     if adapter is None or not isinstance(value, np.ndarray):
         if type(template) is not type(value):
@@ -99,10 +114,11 @@ def _into(template: Any, value: Any, name: str, among: Sequence[Adapter]) -> Any
             )
         return value
     target = adapter.target(template)
-    if target.shape != value.shape or target.dtype != value.dtype:
+    stored = (value.shape, value.dtype, prng)
+    if stored != (target.shape, target.dtype, target.prng):
         raise ValueError(
-            f"{name!r}: stored {value.dtype}{list(value.shape)}, "
-            f"asked {target.dtype}{list(target.shape)}"
+            f"{name!r}: stored {_shown(*stored)}, "
+            f"asked {_shown(target.shape, target.dtype, target.prng)}"
         )
     buffers = [target.buffer(i) for i in range(len(target.boxes))]
     for box, buffer in zip(target.boxes, buffers, strict=True):

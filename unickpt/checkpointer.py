@@ -12,7 +12,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from unickpt import backends
+from unickpt import backends, chunks
 from unickpt.adapt import Fence, adapters, current_group
 from unickpt.chores import Chores
 from unickpt.errors import (
@@ -21,6 +21,7 @@ from unickpt.errors import (
     CheckpointNotFound,
     InvalidPath,
     ProcessFailed,
+    UnickptError,
     UnsupportedLeaf,
 )
 from unickpt.group import Group
@@ -369,10 +370,16 @@ class Checkpointer:
                 )
 
     def _begin(self) -> None:
-        """Goes on where an earlier run was cut short."""
+        """Goes on where an earlier run was cut short.
+
+        Debris goes before anything is written, because later it could not be told from a save.
+        """
         self._begun = True
         for tier in self._tiers:
-            self._cleaning.add(partial(tier.remove_debris, self._in_flight))
+            try:
+                tier.remove_debris(self._in_flight)
+            except (UnickptError, *chunks.FAILURES) as error:
+                _log.warning("%s: debris cannot be removed: %s", tier.location, error)
         if self._local is None:
             return
         newest = max(self._root.committed(), default=-1)

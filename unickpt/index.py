@@ -19,7 +19,7 @@ from unickpt.box import Box, overlap
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.layout import Layout, Mesh
 
-FORMAT = (1, 0)
+FORMAT = (1, 1)
 INDEX_KEY = "unickpt.json"
 DIGESTS_KEY = "unickpt.digests"
 # The codecs that may follow `bytes`, with their settings. No others: some of those that zarr knows

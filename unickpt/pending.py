@@ -204,6 +204,7 @@ class SaveQueue:
     """Saves one after another: ordered, and at most two at once."""
 
     def __init__(self) -> None:
+        self._process = os.getpid()
         self._area = HostArea()
         self._pending: list[PendingSave] = []
         self._failures: list[Failure] = []
@@ -228,6 +229,10 @@ class SaveQueue:
         Raises:
             Exception: also what made an earlier save fail, if nobody has asked for that yet.
         """
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"{path}: this Checkpointer belongs to another process, which forked; make one here"
+            )
         while len(unfinished := self._unfinished()) >= _MOST:
             unfinished[0]._finished.wait()
         with ExitStack() as undo:

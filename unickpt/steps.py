@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 
 from unickpt import backends, checkpoint, chunks
 from unickpt.backends import Location
@@ -63,24 +62,36 @@ class Steps:
     def remove(self, step: int) -> None:
         """Removes a step: first it is no checkpoint any more, at one stroke, then its files go.
 
+        Another attempt to save this step, which may be under way, is left alone.
+
         Raises:
             StorageError: it could not be removed; what is left, `remove_debris` recognises.
         """
         place = self.at(step)
         try:
+            attempts = self._attempts(step)
             place.store(self._context).write(MANIFEST, None).result()
             if place.is_local:
                 place.sync(place)
-            place.remove(self._context)
+            for attempt in attempts:
+                place.child(f"processes/{attempt}").remove(self._context)
+            place.remove_empty()
         except chunks.FAILURES as error:
             raise chunks.translate(error, str(place), reading=False) from error
+
+    def _attempts(self, step: int) -> list[str]:
+        """The attempt that made a step; all attempts, where it is too damaged to tell."""
+        try:
+            return [checkpoint.open(self.path(step)).index.attempt]
+        except UnickptError:
+            return self.at(step).child("processes").folders(self._context)
 
     def remove_debris(self, in_flight: Iterable[int]) -> None:
         """Removes what crashed saves and deletions left behind.
 
-        Only for the job that has the lease. A step's folder without a manifest is debris, if it
-        holds nothing but what a save puts there; in the newest step, so is every attempt but the
-        one that was committed.
+        Only for the job that has the lease, and before it writes any other step. A step's folder
+        without a manifest is debris, if it holds nothing but what a save puts there; in the newest
+        step, so is every attempt but the one that was committed.
 
         Arguments:
             in_flight: steps that are being saved.
@@ -103,12 +114,10 @@ class Steps:
         return all(key.startswith("processes/") for key in keys)
 
     def _remove_attempts(self, step: int) -> None:
-        attempts = self.at(step).child("processes")
-        with suppress(UnickptError):
-            kept = checkpoint.open(self.path(step)).index.attempt
-            for name in attempts.folders(self._context):
-                if kept and name != kept:
-                    attempts.child(name).remove(self._context)
+        folder, kept = self.at(step).child("processes"), self._attempts(step)
+        for attempt in folder.folders(self._context):
+            if attempt not in kept:
+                folder.child(attempt).remove(self._context)
 
 
 def _numbers(names: Iterable[str]) -> set[int]:
