@@ -404,7 +404,7 @@ def test_an_optimizers_step_waits_at_the_fence(
 
 
 def failing(queue: SaveQueue, path: Path, when: threading.Event | None = None) -> Any:
-    def fail() -> None:
+    def fail(attempt: str) -> None:
         assert when is None or when.wait(30)
         raise StorageError("the disk is on fire")
 
@@ -519,7 +519,7 @@ def test_a_save_that_fails_gives_all_memory_back(tmp_path: Path) -> None:
     for _ in range(3):
         arguments = {"overwrite": False, "metadata": None, "options": options}
 
-        def fail() -> None:
+        def fail(attempt: str) -> None:
             raise StorageError("no")
 
         pending = queue.save(tmp_path / "c", tree, hooks=Hooks(prepare=fail), **arguments)

@@ -301,12 +301,14 @@ def test_what_crashed_jobs_left_is_removed_and_nothing_else(root: str, tmp_path:
         unickpt.save(places.path(step), numbers(step))
     debris = ["step_7/processes/old/00000/d/abc", "step_2/processes/old/00001/d/abc"]
     others = ["step_8/notes.txt", "step_x/processes/a/b", "readme", "step_1/processes/old/d/x"]
+    others += ["step_9/processes/now-000007/00001/d/x"]  # of a process that is ahead
     for key in [*debris, *others]:
         put(key)
     with Checkpointer(where, options=FAST) as reader:
         assert reader.steps() == [1, 2]
     assert all(map(there, debris)), "one that does not save has removed something"
-    with Checkpointer(where, options=FAST) as checkpointer:
+    options = SaveOptions(group=ProcessGroup(0, 1, "now"), fsync=False)
+    with Checkpointer(where, options=options) as checkpointer:
         checkpointer.save(3, numbers(3))
         checkpointer.wait()
         assert checkpointer.steps() == [1, 2, 3]
@@ -624,3 +626,30 @@ def test_a_process_that_fails_fails_all(tmp_path: Path) -> None:
         assert all(isinstance(error, ProcessFailed) for error in found[index])
         assert "process 1 failed: division by zero" in str(found[index][0])
     assert Checkpointer(tmp_path).steps() == []
+
+
+def test_processes_do_not_refuse_in_turns_for_ever(tmp_path: Path) -> None:
+    """One learns of a failure before the other one does, and refuses the save after it."""
+    told = threading.Event()
+
+    def run(group: ProcessGroup) -> list[str]:
+        options = SaveOptions(group=group, fsync=False, timeout_s=20)
+        outcomes = []
+        with Checkpointer(tmp_path, options=options) as checkpointer:
+            if group.index == 0:
+                checkpointer._queue.fail("an earlier save", StorageError("no"))
+            for step in range(4):
+                try:
+                    checkpointer.save(step, {"w": np.ones(9)}).result(30)
+                    outcomes.append("saved")
+                except Exception as error:
+                    outcomes.append(type(error).__name__)
+                if group.index == 1 and step == 0:
+                    checkpointer._queue.fail("the same save", StorageError("no"))
+                    told.set()
+                assert told.wait(30)
+        return outcomes
+
+    first, second = in_job(2, run)
+    assert first == ["StorageError", "ProcessFailed", "saved", "saved"]
+    assert second == ["ProcessFailed", "StorageError", "saved", "saved"]

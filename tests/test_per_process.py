@@ -509,7 +509,7 @@ def test_a_key_keeps_its_implementation(tmp_path: Path) -> None:
     assert found.dtype == key.dtype
     assert (jax.random.key_data(found) == jax.random.key_data(key)).all()
     other = PerProcess({"key": jax.random.key(0, impl="unsafe_rbg")})
-    with pytest.raises(LoadMismatch, match="of a rbg key, asked .* of a unsafe_rbg key"):
+    with pytest.raises(LoadMismatch, match=r"of a rbg key, asked .* of a unsafe_rbg key"):
         unickpt.load(tmp_path / "c", {"rng": other})
 
 

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import tensorstore as ts
@@ -65,14 +66,16 @@ class Board:
         """Ends this process's part."""
         self._records.write(self._own(kind), record.encode()).result()
 
-    def publish_error(self, error: BaseException, *, settles: bool) -> None:
+    def publish_error(self, error: BaseException, *, settles: bool, refused: bool) -> None:
         """Tells the others why this process gives up; tries again in `say_again`.
 
         Arguments:
             error: what happened.
             settles: whether it is certain that nobody can commit any more.
+            refused: whether this process did not begin, because of an earlier error.
         """
-        note = {"message": str(error) or type(error).__name__, "hopeless": settles}
+        message = str(error) or type(error).__name__
+        note = {"message": message, "hopeless": settles, "refused": refused}
         self._unsaid = json.dumps(note).encode()
         self.say_again()
 
@@ -112,8 +115,10 @@ class Board:
         if errors:
             read = [self._notes.read(f"{_ERROR}{process:05d}") for process in errors[:8]]
             found = [_error_note(r.result().value) for r in read]
-            self.settled = self.settled or any(settles for _, settles in found)
-            raise ProcessFailed(f"process {errors[0]} failed: {found[0][0]}")
+            self.settled = self.settled or any(note.settles for note in found)
+            error = ProcessFailed(f"process {errors[0]} failed: {found[0].message}")
+            error.refused = all(note.refused for note in found)
+            raise error
         return notes
 
     def wait(self, ready: Callable[[set[str]], bool]) -> set[str]:
@@ -182,10 +187,19 @@ def _list(store: ts.KvStore) -> set[str]:
     return {key.decode(errors="replace") for key in store.list().result()}
 
 
-def _error_note(data: bytes) -> tuple[str, bool]:
-    """The message of a process that gave up, and whether that settles the matter."""
+@dataclass(frozen=True)
+class _ErrorNote:
+    """What a process says that gave up; see `Board.publish_error`."""
+
+    message: str
+    settles: bool = False
+    refused: bool = False
+
+
+def _error_note(data: bytes) -> _ErrorNote:
     try:
         note = json.loads(data)
-        return str(note["message"]), note["hopeless"] is True
-    except (ValueError, KeyError, TypeError):
-        return "for a reason that cannot be read", False
+        settles, refused = note["hopeless"] is True, note.get("refused") is True
+        return _ErrorNote(str(note["message"]), settles, refused)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return _ErrorNote("for a reason that cannot be read")

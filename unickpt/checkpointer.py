@@ -189,7 +189,7 @@ class Checkpointer:
         if group.index == 0:
             hooks = replace(
                 hooks,
-                prepare=lambda: self._prepare(step, overwrite),
+                prepare=lambda attempt: self._prepare(step, overwrite, attempt),
                 check=self._lease.check,
                 committed=lambda: self._committed(step, metrics or {}),
             )
@@ -357,11 +357,11 @@ class Checkpointer:
 
     # --- behind the training loop --------------------------------------------------------------
 
-    def _prepare(self, step: int, overwrite: bool) -> None:
-        """On the coordinator, before anything of a step is written."""
+    def _prepare(self, step: int, overwrite: bool, attempt: str) -> None:
+        """On the coordinator, before it writes anything of a step."""
         self._lease.take()
         if not self._begun:
-            self._begin()
+            self._begin(attempt)
         if self._local is not None:
             self._copying.wait(_COPIES - 1)
             if not overwrite and step in self._root.committed():
@@ -369,15 +369,13 @@ class Checkpointer:
                     f"{self._root.path(step)} already holds a checkpoint; pass overwrite=True"
                 )
 
-    def _begin(self) -> None:
-        """Goes on where an earlier run was cut short.
-
-        Debris goes before anything is written, because later it could not be told from a save.
-        """
+    def _begin(self, attempt: str) -> None:
+        """Goes on where an earlier run was cut short."""
         self._begun = True
+        session = attempt.rpartition("-")[0]
         for tier in self._tiers:
             try:
-                tier.remove_debris(self._in_flight)
+                tier.remove_debris(self._in_flight, session)
             except (UnickptError, *chunks.FAILURES) as error:
                 _log.warning("%s: debris cannot be removed: %s", tier.location, error)
         if self._local is None:

@@ -149,11 +149,16 @@ class Attempt:
         self._hopeless = False
         self._board.publish(replace(record, replaces=self._digest_found), kind)
 
-    def publish_error(self, error: BaseException) -> None:
-        """Tells the others why this process gives up; does nothing in a job of one."""
+    def publish_error(self, error: BaseException, *, refused: bool = False) -> None:
+        """Tells the others why this process gives up; does nothing in a job of one.
+
+        Arguments:
+            error: what happened.
+            refused: whether this process did not begin, because an earlier save of its failed.
+        """
         with suppress(Exception):  # the storage itself may be what failed
             if self.group.count > 1 and not self.location.foreign_files():
-                self._board.publish_error(error, settles=self._is_hopeless)
+                self._board.publish_error(error, settles=self._is_hopeless, refused=refused)
 
     def check_others(self) -> None:
         """Raises `ProcessFailed` with the message of a process that gave up."""

@@ -145,7 +145,7 @@ class PendingSave:
         saving.phases["queue"] = saving.elapsed - asked
         try:
             with saving.failing():
-                self._hooks.prepare()
+                self._hooks.prepare(saving.attempt)
                 staging.plan()
             self._report = saving.run(staging, self._before_commit, self._hooks.check)
             self._hooks.committed()
@@ -179,7 +179,7 @@ class Failure:
     error: BaseException
 
 
-def _nothing() -> None:
+def _nothing(*_: object) -> None:
     pass
 
 
@@ -188,13 +188,14 @@ class Hooks:
     """What else belongs to a save, on the thread that saves.
 
     Arguments:
-        prepare: before anything is written; what it raises fails the save.
+        prepare: before this process writes anything, with the name of the attempt; what it raises
+            fails the save.
         check: right before the commit, on the coordinator; likewise.
         committed: after the commit; raises nothing.
         ended: at the end of the save, whatever came of it, even if it never began; likewise.
     """
 
-    prepare: Callable[[], None] = _nothing
+    prepare: Callable[[str], None] = _nothing
     check: Callable[[], None] = _nothing
     committed: Callable[[], None] = _nothing
     ended: Callable[[], None] = _nothing
@@ -243,8 +244,11 @@ class SaveQueue:
                 overwrite=overwrite,
                 metadata=metadata,
                 options=options,
-                check=self.raise_failed,
+                check=self._refuse,
             )
+            if not saving.location.is_remote:  # early, where that costs the caller no time
+                with saving.failing():
+                    saving.check_destination()
             previous = self._pending[-1] if self._pending else None
             if previous is not None:
                 previous._staging.wait_complete()
@@ -278,6 +282,12 @@ class SaveQueue:
         """Raises what went wrong in the background, if nobody has asked for that yet."""
         if self._failures:
             self._ask(self._failures)
+
+    def _refuse(self) -> None:
+        """As `raise_failed`; but a save that failed only because another process refused it is no
+        reason to refuse the next one, else two processes could refuse in turns for ever."""
+        if not all(getattr(failure.error, "refused", False) for failure in self._failures):
+            self.raise_failed()
 
     def _unfinished(self) -> list[PendingSave]:
         return [pending for pending in self._pending if not pending.done()]

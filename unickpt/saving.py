@@ -27,7 +27,8 @@ class Saving:
 
     Arguments:
         path, tree, overwrite, metadata, options: as for `save`.
-        check: raises what speaks against this save; the other processes then hear of it.
+        check: raises what made an earlier save fail; the other processes then hear that this one
+            refuses.
 
     Raises:
         UnsupportedLeaf, CheckpointExists, InvalidPath, CoverageError: see `save`.
@@ -49,20 +50,19 @@ class Saving:
         self.location = backends.resolve(path)
         self.group = options.group or current_group(among)
         context = backends.context(fsync=options.fsync)
-        name = self.group.next_attempt()
-        self._attempt = Attempt(self.location, self.group, name, context, options.timeout_s)
+        self.attempt = self.group.next_attempt()
+        self._attempt = Attempt(self.location, self.group, self.attempt, context, options.timeout_s)
         self._writer: Writer | None = None
         self.blocked_s, self.staged_bytes = 0.0, 0
         self.phases: dict[str, float] = {}
         self.held: Sequence[ChunkJob] = []
         self.share: Sequence[ChunkJob] = []
-        with self.failing():
+        with self.failing(refused=True):
             check()
+        with self.failing():
             self.description = describe(tree, metadata, self.group, options, among)
             if self.group.count == 1:
                 check_alone(self.description)
-            if not self.location.is_remote:  # early, where that costs the caller no time
-                self._check_destination()
         self.phases["describe"] = self.elapsed
 
     def plan(self) -> None:
@@ -70,7 +70,8 @@ class Saving:
         self.held = list(held_chunks(self.description))
         self.share = own_share(self.held, self.group.index)
 
-    def _check_destination(self) -> None:
+    def check_destination(self) -> None:
+        """Raises what speaks against the place; see `save`."""
         self._attempt.check_new()
         self._attempt.check_destination(self._overwrite)
 
@@ -80,7 +81,7 @@ class Saving:
         return time.perf_counter() - self._started
 
     @contextmanager
-    def failing(self) -> Iterator[None]:
+    def failing(self, *, refused: bool = False) -> Iterator[None]:
         """What fails here fails the save: the other processes hear of it, and files go away."""
         try:
             yield
@@ -88,7 +89,7 @@ class Saving:
             error = raised
             if isinstance(raised, Exception):
                 error = self._attempt.explained(raised)
-            self._attempt.publish_error(error)
+            self._attempt.publish_error(error, refused=refused)
             if self._writer is not None:
                 self._attempt.discard()
             if error is raised:
@@ -110,7 +111,7 @@ class Saving:
         """
         began, attempt = self.elapsed, self._attempt
         with self.failing():
-            self._check_destination()
+            self.check_destination()
             self._writer = writer = Writer(attempt, self.description, self.options, supply)
             record = writer.write_all(self.share)
             written()

@@ -140,6 +140,7 @@ class Staging:
         saving.description = replace(saving.description, sources=sources)
         used = set(self._ways.values())
         self.has_now, self.has_later = _Way.NOW in used, not used.isdisjoint(_BACKGROUND)
+        self._fenced = _Way.LATER in used
 
     def _kept(self, source: ArraySource) -> Callable[[Fragment], Fragment]:
         def keep(fragment: Fragment) -> Fragment:
@@ -150,24 +151,32 @@ class Staging:
         return keep
 
     def _decide(self, fragment: Fragment, dtype: DType) -> tuple[_Way, Fragment]:
-        memory, mode = fragment.memory, self._mode
         nbytes = fragment.box.size * dtype.itemsize
-        on_host = not memory.on_device and memory.keep is not None and not memory.mutable
-        if mode != "copy" and on_host:
-            assert memory.keep is not None
+        if fragment.memory.on_device:
+            return self._decide_on_device(fragment, nbytes)
+        memory = fragment.memory
+        if self._mode != "copy" and not memory.mutable and memory.keep is not None:
             return _Way.REFERENCE, replace(fragment, read=memory.keep())
         if nbytes <= SMALL and self._small + nbytes <= self._budget // 16:
             self._small += nbytes
             self.nbytes += nbytes
             return _Way.REFERENCE, replace(fragment, read=_copied(fragment, dtype))
-        if mode == "device" and memory.on_device and memory.keep is not None:
+        return _Way.LATER if self._is_lazy(memory, nbytes) else _Way.NOW, fragment
+
+    def _decide_on_device(self, fragment: Fragment, nbytes: int) -> tuple[_Way, Fragment]:
+        memory = fragment.memory
+        if self._is_lazy(memory, nbytes):
+            return _Way.LATER, fragment
+        # A copy to the host would wait for all that the device still has to do.
+        lazily = self._mode == "lazy" or (self._mode == "auto" and self._owners is not None)
+        if (lazily or self._mode == "device") and memory.keep is not None:
             try:
                 kept = replace(fragment, read=memory.keep(), memory=replace(memory, changed=None))
             except MemoryError as error:
                 _log.warning("no room for a clone on the device, copying to the host: %s", error)
-                return _Way.NOW, fragment
-            return _Way.BEHIND, kept
-        return _Way.LATER if self._is_lazy(memory, nbytes) else _Way.NOW, fragment
+            else:
+                return _Way.BEHIND, kept
+        return _Way.NOW, fragment
 
     def _is_lazy(self, memory: Memory, nbytes: int) -> bool:
         if not memory.mutable:  # on a device; what is deleted is seen
@@ -200,35 +209,38 @@ class Staging:
         spare = [
             job for job in self._saving.held if sources[job.array].assumed and _key(job) not in own
         ]
-        copied = [job for job in spare if self._ways[id(job.fragment)] is not _Way.REFERENCE]
+        own_copies = {_Way.NOW, _Way.LATER}
+        copied = [job for job in spare if self._ways[id(job.fragment)] in own_copies]
         # They are held until the commit. Where that is too much, the caller waits for the commit.
         self._wait_for_commit = sum(job.nbytes for job in copied) > self._budget // 2
         for job in spare:
-            way = _Way.REFERENCE if self._wait_for_commit else self._ways[id(job.fragment)]
-            jobs[way].append(job)
+            way = self._ways[id(job.fragment)]
+            copy = way in own_copies and not self._wait_for_commit
+            jobs[way if copy else _Way.REFERENCE].append(job)
 
     # --- staging -------------------------------------------------------------------------------
 
     def stage_now(self) -> None:
         """Copies what must be copied while the caller waits."""
-        if not self.has_now:
-            if not self.has_later:
-                self._end()
-            return
-        began = time.perf_counter()
-        with self._failing():
-            self.plan()
-            self._copy(self._jobs[_Way.NOW])
+        if self.has_now:
+            began = time.perf_counter()
+            with self._failing():
+                self.plan()
+                self._copy(self._jobs[_Way.NOW])
+            self._tell_of_waiting(time.perf_counter() - began)
+        if not self.has_later:
+            self._end()
+        elif not self._fenced and not self._wait_for_commit:
+            self._safe.set()
+
+    def _tell_of_waiting(self, waited: float) -> None:
         total = sum(job.nbytes for job in self._jobs[_Way.NOW])
-        waited = time.perf_counter() - began
         if total > self._budget and waited > _TOLD_S:
             _log.warning(
                 "staging %.3g GB kept the caller for %.2f s, because SaveOptions.budget_bytes is "
                 "%.3g GB: what is larger waits for the storage",
                 *(total / 1e9, waited, self._budget / 1e9),
             )
-        if not self.has_later:
-            self._end()
 
     def stage_later(self) -> None:
         """Copies the rest; what goes wrong reaches those who fetch."""

@@ -86,26 +86,28 @@ class Steps:
         except UnickptError:
             return self.at(step).child("processes").folders(self._context)
 
-    def remove_debris(self, in_flight: Iterable[int]) -> None:
+    def remove_debris(self, in_flight: Iterable[int], session: str) -> None:
         """Removes what crashed saves and deletions left behind.
 
-        Only for the job that has the lease, and before it writes any other step. A step's folder
-        without a manifest is debris, if it holds nothing but what a save puts there; in the newest
-        step, so is every attempt but the one that was committed.
+        Only for the job that has the lease. A step's folder without a manifest is debris, if it
+        holds nothing but what a save puts there; in the newest step, so is every attempt but the
+        one that was committed.
 
         Arguments:
-            in_flight: steps that are being saved.
+            in_flight: steps that this process is saving.
+            session: how the names of this job's attempts begin. Another process of the job may be
+                further than this one, with a step that is not in flight here.
         """
-        committed = self.committed()
+        committed, spared = self.committed(), set(in_flight)
         names = self.location.folders(self._context)
-        for step in sorted(_numbers(names) - set(committed) - set(in_flight)):
+        for step in sorted(_numbers(names) - set(committed) - spared):
             place = self.at(step)
-            if not self._is_ours(place):
-                continue
-            _log.info("removing %s, which a crashed save left behind", place)
-            place.remove(self._context)
-        if committed and committed[-1] not in set(in_flight):
-            self._remove_attempts(committed[-1])
+            attempts = place.child("processes").folders(self._context)
+            if self._is_ours(place) and not any(_is_of(name, session) for name in attempts):
+                _log.info("removing %s, which a crashed save left behind", place)
+                place.remove(self._context)
+        if committed and committed[-1] not in spared:
+            self._remove_attempts(committed[-1], session)
 
     def _is_ours(self, place: Location) -> bool:
         if place.is_local:
@@ -113,11 +115,15 @@ class Steps:
         keys = (key.decode(errors="replace") for key in place.store(self._context).list().result())
         return all(key.startswith("processes/") for key in keys)
 
-    def _remove_attempts(self, step: int) -> None:
+    def _remove_attempts(self, step: int, session: str) -> None:
         folder, kept = self.at(step).child("processes"), self._attempts(step)
         for attempt in folder.folders(self._context):
-            if attempt not in kept:
+            if attempt not in kept and not _is_of(attempt, session):
                 folder.child(attempt).remove(self._context)
+
+
+def _is_of(attempt: str, session: str) -> bool:
+    return bool(session) and attempt.rpartition("-")[0] == session
 
 
 def _numbers(names: Iterable[str]) -> set[int]:
