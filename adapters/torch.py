@@ -349,11 +349,16 @@ def _memory(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def _is_dtensor(leaf: torch.Tensor) -> bool:
+    return isinstance(leaf, _dtensor_types())
+
+
+@cache
+def _dtensor_types() -> tuple[type, ...]:
     if not dist.is_available():
-        return False
+        return ()
     from torch.distributed.tensor import DTensor
 
-    return isinstance(leaf, DTensor)
+    return (DTensor,)
 
 
 def _dtensor(leaf: Any) -> tuple[Layout, Box | None, torch.Tensor]:

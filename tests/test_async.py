@@ -176,6 +176,18 @@ def test_a_state_larger_than_the_budget_waits_for_the_storage(tmp_path: Path) ->
         assert all((found[f"w{i}"] == i + number).all() for i in range(12))
 
 
+def test_a_budget_that_is_too_small_for_what_is_copied_at_once_and_lazily(tmp_path: Path) -> None:
+    tree = {f"now{i}": np.full(MIB, i, np.float32) for i in range(4)}
+    tree |= {f"later{i}": torch.full((MIB,), float(i)) for i in range(4)}
+    options = SaveOptions(staging="lazy", budget_bytes=8 * MIB, chunk_bytes=2 * MIB, fsync=False)
+    pending = unickpt.save_async(tmp_path / "c", tree, options=options)
+    pending.wait_staged(30)
+    expected = {name: np.array(leaf) for name, leaf in tree.items()}
+    overwrite(tree)
+    pending.result(30)
+    assert same(unickpt.load(tmp_path / "c"), expected)
+
+
 def test_a_chunk_larger_than_the_budget_goes_alone(tmp_path: Path) -> None:
     tree = {"a": np.arange(MIB, dtype=np.float32), "b": np.arange(MIB, dtype=np.float32) * 2}
     options = SaveOptions(staging="copy", budget_bytes=MIB, chunk_bytes=8 * MIB, fsync=False)

@@ -168,7 +168,10 @@ def adapters() -> list[Adapter]:
 
 def adapter_of(leaf: Any, among: Sequence[Adapter]) -> Adapter | None:
     """The adapter that knows a leaf."""
-    return next((a for a in among if a.is_array(leaf)), None)
+    for adapter in among:
+        if adapter.is_array(leaf):
+            return adapter
+    return None
 
 
 def current_group(among: Sequence[Adapter]) -> Group:

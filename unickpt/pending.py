@@ -116,8 +116,6 @@ class PendingSave:
             self._finished.wait()
             self._queue._forget(self._failure)
             raise
-        if staging.has_later:
-            threading.Thread(target=self._stage, name=f"unickpt stage {self.url}").start()
         saving.blocked_s = saving.elapsed
         saving.phases["stage"] = saving.blocked_s - saving.phases["describe"]
         self._let_go()
@@ -138,6 +136,8 @@ class PendingSave:
     def _run(self) -> None:
         saving, staging = self._saving, self._staging
         staging.may_write.wait()
+        if staging.has_later:
+            threading.Thread(target=self._stage, name=f"unickpt stage {self.url}").start()
         asked = saving.elapsed
         if self._previous is not None:
             self._previous._finished.wait()

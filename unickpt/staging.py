@@ -133,22 +133,22 @@ class Staging:
         """Bytes that were copied to host memory."""
 
         self._ways: dict[int, _Way] = {}
-        sources = {
-            name: replace(source, fragments=tuple(map(self._kept(source), source.fragments)))
-            for name, source in saving.description.sources.items()
-        }
+        sources = {n: self._kept(source) for n, source in saving.description.sources.items()}
         saving.description = replace(saving.description, sources=sources)
         used = set(self._ways.values())
         self.has_now, self.has_later = _Way.NOW in used, not used.isdisjoint(_BACKGROUND)
         self._fenced = _Way.LATER in used
 
-    def _kept(self, source: ArraySource) -> Callable[[Fragment], Fragment]:
-        def keep(fragment: Fragment) -> Fragment:
+    def _kept(self, source: ArraySource) -> ArraySource:
+        """An array with fragments that stay as they are, or that are copied before they change."""
+        fragments = []
+        for fragment in source.fragments:
             way, kept = self._decide(fragment, source.dtype)
             self._ways[id(kept)] = way
-            return kept
-
-        return keep
+            fragments.append(kept)
+        if all(kept is given for kept, given in zip(fragments, source.fragments, strict=True)):
+            return source
+        return replace(source, fragments=tuple(fragments))
 
     def _decide(self, fragment: Fragment, dtype: DType) -> tuple[_Way, Fragment]:
         nbytes = fragment.box.size * dtype.itemsize
@@ -245,6 +245,8 @@ class Staging:
     def stage_later(self) -> None:
         """Copies the rest; what goes wrong reaches those who fetch."""
         with suppress(BaseException), self._failing():
+            if self._error is not None:
+                raise self._error
             self.plan()
             self._copy(self._jobs[_Way.LATER], threads=1)
             if not self._wait_for_commit:
