@@ -53,8 +53,9 @@ with unickpt.Checkpointer(root, optimizers=[optimizer], options=options) as chec
     for step in range(4):
         train(step)
         expected[step] = full()
-        checkpointer.save(step, {"model": model, "optimizer": optimizer,
-                                 "mine": unickpt.PerProcess(rank)})
+        pending = checkpointer.save(step, {"model": model, "optimizer": optimizer,
+                                           "mine": unickpt.PerProcess(rank)})
+        assert pending._staging._fenced == (mode == "auto"), "lazily or not"
 if rank == 0:
     np.savez(root + "/expected.npz", **{f"{s}/{k}": v for s, t in expected.items()
                                          for k, v in t.items()})

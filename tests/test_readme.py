@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import Processes
+from saving import save_in_job
 
 import unickpt
 
@@ -101,3 +104,85 @@ def test_what_differs_by_process() -> None:
 def test_processes_that_no_framework_knows() -> None:
     run("job-8231", index=0, count=1, path="x", tree={"a": 1}, unickpt=unickpt)
     assert unickpt.load("x") == {"a": 1}
+
+
+def test_saving_while_training_goes_on() -> None:
+    torch = pytest.importorskip("torch")
+
+    def train(model: Any, optimizer: Any) -> None:
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+
+    text = block("optimizers=[optimizer]").replace("save_every=500", "save_every=2")
+    for total in (5, 9):
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        names = {"model": model, "optimizer": optimizer, "total_steps": total, "train": train}
+        exec(text, {"unickpt": unickpt, **names})
+    with unickpt.Checkpointer("ckpt/run") as checkpointer:
+        assert checkpointer.steps() == [0, 4, 6, 8]
+        assert checkpointer.load()["optim"]["state"][0]["step"] == 9
+
+
+def test_being_stopped() -> None:
+    def train_step(state: dict[str, int]) -> dict[str, int]:
+        if state["n"] == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return {"n": state["n"] + 1}
+
+    names = {"first": 0, "total_steps": 100, "state": {"n": 0}, "train_step": train_step}
+    run("preemption=True", unickpt=unickpt, **names)
+    with unickpt.Checkpointer("ckpt/run") as checkpointer:
+        assert checkpointer.steps() == [3]
+        assert checkpointer.load() == {"n": 4}
+
+
+def test_two_tiers(tmp_path: Path) -> None:
+    text = block('local="/dev/shm/run"').replace("s3://bucket", "bucket")
+    names: dict[str, Any] = {"unickpt": unickpt}
+    exec(text.replace("/dev/shm", str(tmp_path / "shm")), names)
+    with names["ckpt"] as checkpointer:
+        checkpointer.save(1, {"w": np.ones(3)})
+    assert os.listdir(tmp_path / "shm" / "run") == ["step_1"]
+    assert unickpt.load("bucket/run/step_1")["w"].all()
+
+
+def test_the_best_steps_and_the_dashboard() -> None:
+    dashboard: list[float] = []
+    names = run("keep_best=2", unickpt=unickpt, step=1, state={}, loss=0.5, dashboard=dashboard)
+    names["ckpt"].close()
+    assert len(dashboard) == 1
+
+
+def test_a_data_loader_of_torch_on_fewer_processes() -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+    text = block("StatefulDataLoader(dataset")
+    dataset = order = list(range(100))
+    first = [{"start": 0, "seen": 15, "loader": None} for _ in range(4)]
+    saved = save_in_job("ckpt/step_1", 4, lambda i: {"data": unickpt.PerProcess(first[i])})
+    assert not any(isinstance(outcome, BaseException) for outcome in saved)
+    names = {"dataset": dataset, "order": order, "rank": 0, "world": 1}
+    names["StatefulDataLoader"] = stateful.StatefulDataLoader
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchdata calls what torch deprecates
+        exec(text, {"unickpt": unickpt, **names})
+    state = unickpt.load("ckpt/step_2", {"data": unickpt.PerProcess()})["data"].value
+    assert (state["start"], state["seen"]) == (60, 40)
+
+
+def test_an_iterator_of_grain_on_fewer_processes() -> None:
+    grain = pytest.importorskip("grain")
+    dataset = grain.MapDataset.range(100)
+
+    def start(number: int) -> Any:
+        iterator = iter(dataset[number::4].to_iter_dataset().batch(5))
+        next(iterator)
+        return iterator.get_state()
+
+    states = [[(number, start(number))] for number in range(4)]
+    saved = save_in_job("ckpt/step_1", 4, lambda i: {"data": unickpt.PerProcess(states[i])})
+    assert not any(isinstance(outcome, BaseException) for outcome in saved)
+    names = run("def deal", unickpt=unickpt, dataset=dataset)
+    assert [batch.tolist() for batch in names["batches"]] == [
+        list(range(number + 20, number + 40, 4)) for number in range(4)
+    ]

@@ -47,6 +47,9 @@ class Checkpointer:
     status 1. In a job of several processes, all of them make a Checkpointer with the same arguments
     and call `save`, `load` and `should_save` together; process 0 alone deletes and copies.
 
+    One job at a time may save into `root`. On object storage, where a crash leaves no trace, a job
+    waits for 40 s before its first save, to see whether another one that was there still lives.
+
     Arguments:
         root: a local path or a URL (file, memory, s3, gs).
         keep_last: keep the newest so many steps.
@@ -64,7 +67,8 @@ class Checkpointer:
             "/dev/shm/<run>". Checkpoints are committed there first, and copied to `root` in the
             background; the newest stays there.
         optimizers: torch optimizers; with `SaveOptions(staging="auto")` or "lazy", what they own
-            is copied while forward and backward go on, and their next `step` waits for that.
+            is copied while forward and backward go on, and their next `step` waits for that. Until
+            then nothing else may change it: in DTensors that would leave no trace.
         options: of all saves, see `SaveOptions`.
 
     Raises:

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -332,7 +332,8 @@ def _leave() -> None:
         )
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with suppress(Exception):  # it may be closed, or none
+            stream.flush()
     os._exit(1)
 
 
