@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -294,6 +296,35 @@ def test_clones_on_the_device_need_no_wait(
     copying.opened.set()
     pending.result(30)
     assert (unickpt.load(tmp_path / "c") == expected).all()
+
+
+def test_each_array_is_cloned_once(
+    accelerator: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cloned = []
+    real = jax_adapter._clone
+    monkeypatch.setattr(jax_adapter, "_clone", lambda x: cloned.append(x.nbytes) or real(x))
+    state = sharded((512, 256), 3)  # on eight devices
+    unickpt.save_async(tmp_path / "c", state, options=SaveOptions(staging="device")).result(30)
+    assert sum(cloned) == state.nbytes
+
+
+def test_nothing_of_the_state_is_held_after_the_save(writing: Gate, tmp_path: Path) -> None:
+    memory = [np.ones(n, np.float32) for n in (MIB, 3)]
+    kept = [weakref.ref(array) for array in memory]
+    tree = [torch.from_numpy(array) for array in memory]
+    pending = unickpt.save_async(tmp_path / "c", tree, options=LAZY)
+    pending.wait_staged()
+    del tree, memory
+    assert kept[0]() is not None
+    writing.opened.set()
+    pending.result(30)
+    deadline = time.monotonic() + 10
+    while any(ref() is not None for ref in kept):
+        gc.collect()
+        assert time.monotonic() < deadline, "the state is still held"
+        time.sleep(0.01)
+    assert pending.done()
 
 
 def test_without_room_on_the_device_it_is_copied_to_the_host(

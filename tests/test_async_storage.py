@@ -35,7 +35,6 @@ from unickpt import (
     commit,
     lease,
 )
-from unickpt.steps import Steps
 
 LONG_S = 30.0  # what is waited for takes a fraction of it; only a hang takes longer
 FAST = SaveOptions(fsync=False, timeout_s=20, chunk_bytes=64 << 10)
@@ -70,18 +69,34 @@ class Stop:
 # --- disks that are full -------------------------------------------------------------------------
 
 
+Mount = Callable[..., None]
+
+
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def mount() -> Iterator[Mount]:
+    """Mounts something at a folder, or changes how it is mounted, until the test ends."""
+    mounted: set[str] = set()
+
+    def call(*arguments: str | Path) -> None:
+        command = ["mount", *map(str, arguments)]
+        if subprocess.run(command, check=False, capture_output=True).returncode:
+            pytest.skip("this test needs the right to mount")
+        mounted.add(command[-1])
+
+    try:
+        yield call
+    finally:
+        for folder in mounted:
+            subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path, mount: Mount) -> Path:
     """2 MiB for at most 100 files."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m,nr_inodes=100", "tmpfs", str(disk)]
-    if subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("a small disk needs the right to mount one")
-    try:
-        yield disk
-    finally:
-        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+    mount("-t", "tmpfs", "-o", "size=2m,nr_inodes=100", "tmpfs", disk)
+    return disk
 
 
 def fill(disk: Path, what: str) -> Path:
@@ -107,9 +122,7 @@ def test_a_full_disk_fails_the_save_and_the_next_works(small_disk: Path) -> None
         with pytest.raises(StorageError, match=f"saving to {path}: .*{FULL}"):
             pending.result(LONG_S)
     pending = unickpt.save_async(two, LARGE)
-    pending.wait_staged(LONG_S)
-    while not pending.done():
-        pass
+    assert pending._finished.wait(LONG_S)
     with pytest.raises(StorageError, match=FULL) as caught:
         unickpt.save_async(two, numbers(2))
     assert any("in the background" in note for note in caught.value.__notes__)
@@ -142,7 +155,12 @@ def test_a_disk_that_fills_up_under_a_run(what: str, small_disk: Path) -> None:
     assert folders(root) == ["step_1", "step_4", "step_5"]
 
 
-@pytest.mark.parametrize("what", ["bytes", "files"])
+# BUG: `file.hold` leaves its handle open where the holder's name cannot be written; with that, this
+# process keeps the lock from itself (SaveConflict with "another process") until it ends.
+LOCKED_OUT = pytest.mark.xfail(strict=True, reason="the process locks itself out")
+
+
+@pytest.mark.parametrize("what", [pytest.param("bytes", marks=LOCKED_OUT), "files"])
 def test_a_disk_that_is_full_before_the_first_save(what: str, small_disk: Path) -> None:
     root = small_disk / "run"
     filler = fill(small_disk, what)
@@ -155,6 +173,7 @@ def test_a_disk_that_is_full_before_the_first_save(what: str, small_disk: Path) 
     check(root, [2])
 
 
+@LOCKED_OUT
 def test_a_disk_without_room_for_the_lock(small_disk: Path) -> None:
     """The folder is there, and its lock's file can be made, but nothing can be written to it."""
     root = small_disk / "run"
@@ -204,11 +223,15 @@ def test_a_full_root_behind_a_local_tier(small_disk: Path, tmp_path: Path) -> No
     assert folders(root) == ["step_1", "step_2", "step_3"]
 
 
-def test_a_copy_that_failed_keeps_no_room_in_the_local_tier(
-    small_disk: Path, tmp_path: Path
+# BUG: a copy that failed is made up for neither by this run nor, once a newer step is copied, by
+# the next one: the step never gets to the root, and what is on fast storage is never removed.
+@pytest.mark.xfail(strict=True, reason="a copy that failed is forgotten once a newer one succeeds")
+@pytest.mark.parametrize("keep_last", [1, 5])
+def test_a_copy_that_failed_is_made_up_for(
+    keep_last: int, small_disk: Path, tmp_path: Path
 ) -> None:
     root, local = small_disk / "root", tmp_path / "local"
-    with Checkpointer(root, local=local, keep_last=1, options=FAST) as checkpointer:
+    with Checkpointer(root, local=local, keep_last=keep_last, options=FAST) as checkpointer:
         checkpointer.save(1, numbers(1))
         checkpointer.wait()
         filler = fill(small_disk, "bytes")
@@ -217,9 +240,9 @@ def test_a_copy_that_failed_keeps_no_room_in_the_local_tier(
             checkpointer.wait()
         shutil.rmtree(filler)
         checkpointer.save(3, numbers(3))
-    with Checkpointer(root, local=local, keep_last=1, options=FAST) as checkpointer:
+    with Checkpointer(root, local=local, keep_last=keep_last, options=FAST) as checkpointer:
         checkpointer.save(4, numbers(4))
-    check(root, [4])
+    check(root, [1, 2, 3, 4][-keep_last:])
     check(local, [4])
 
 
@@ -267,11 +290,10 @@ def test_a_folder_that_nobody_can_change(
     assert folders(tmp_path) == ["step_5"]
 
 
-def test_a_read_only_mount(small_disk: Path) -> None:
+def test_a_read_only_mount(small_disk: Path, mount: Mount) -> None:
     with Checkpointer(small_disk, options=FAST) as checkpointer:
         checkpointer.save(1, numbers(1))
-    remount = ["mount", "-o", "remount,ro", str(small_disk)]
-    subprocess.run(remount, check=True)
+    mount("-o", "remount,ro", small_disk)
     checkpointer = Checkpointer(small_disk, options=FAST)
     pending = checkpointer.save(2, numbers(2))
     with pytest.raises(StorageError, match=f"{small_disk}: .*Read-only file system"):
@@ -280,7 +302,7 @@ def test_a_read_only_mount(small_disk: Path) -> None:
     with pytest.raises(StorageError, match=f"{small_disk}/step_3: .*Read-only file system"):
         pending.result(LONG_S)
     check(small_disk, [1])
-    subprocess.run([*remount[:2], "remount,rw", str(small_disk)], check=True)
+    mount("-o", "remount,rw", small_disk)
     checkpointer.save(4, numbers(4))
     checkpointer.close()
     check(small_disk, [1, 4])
@@ -312,6 +334,9 @@ def test_a_root_that_is_removed_while_a_save_waits(tmp_path: Path) -> None:
     check(root, [2, 3])
 
 
+# BUG: a lock that was removed with its folder is not missed (`Lease.check` looks at S3's alone), so
+# two jobs hold the folder that was made anew.
+@pytest.mark.xfail(strict=True, reason="both hold it")
 def test_a_root_that_is_removed_is_still_held(tmp_path: Path) -> None:
     root = tmp_path / "run"
     with Checkpointer(root, options=FAST) as first, Checkpointer(root, options=FAST) as second:
@@ -322,12 +347,15 @@ def test_a_root_that_is_removed_is_still_held(tmp_path: Path) -> None:
             second.save(3, numbers(3), wait=True)
 
 
+# BUG: between the last look at what was written and the commit, a folder that goes away is made
+# anew for the manifest alone; the save succeeds, `steps` lists it, and it cannot be loaded.
+LATE = pytest.mark.xfail(strict=True, reason="the checkpoint is a manifest without anything")
 MOMENTS = [
     ("publish", "before"),
-    ("publish", "after"),
+    ("publish", "after"),  # BUG: a job of one waits `timeout_s`, 600 s by default, for itself
     ("_build_root", "before"),
-    ("_build_root", "after"),
-    ("_write_root", "before"),
+    pytest.param("_build_root", "after", marks=LATE),
+    pytest.param("_write_root", "before", marks=LATE),
 ]
 
 
@@ -373,7 +401,7 @@ def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:
         (root / "step_2").write_text("precious")
         (root / "step_3").write_text("precious")
         stop.go_on.set()
-        with pytest.raises(StorageError, match="step_2: .*Not a directory"):
+        with pytest.raises(StorageError, match=r"step_2/: .*Not a directory"):
             pending.result(LONG_S)
         with pytest.raises(InvalidPath, match="step_3' is no directory"):
             checkpointer.save(3, numbers(3))
@@ -407,7 +435,7 @@ class Fault:
         kind: "500" or "503"; "reset", which closes the connection; "lost", which does what is
             asked, but answers 500; "hold", which answers only once it is released.
         method: of the requests that it concerns; "" for all.
-        key: what the path of the request must hold.
+        key: what the path or the query of the request must hold.
         times: how often.
         then: what to do with a request that was held; "" to answer it as if nothing had been.
     """
@@ -450,18 +478,19 @@ class Server:
         if fault is not None:
             fault.released.set()
 
-    def _next(self, method: str, path: str) -> Fault | None:
+    def _next(self, method: str, asked: str) -> Fault | None:
         with self._lock:
             fault = self.fault
             if fault is None or fault.times <= 0:
                 return None
-            if fault.method not in ("", method) or fault.key not in path:
+            if fault.method not in ("", method) or fault.key not in asked:
                 return None
             fault.times -= 1
             return fault
 
     def _answer(self, request: dict[str, Any], start: Callable[..., Any]) -> Any:
-        fault = self._next(request["REQUEST_METHOD"], request["PATH_INFO"])
+        asked = f"{request['PATH_INFO']}?{request['QUERY_STRING']}"
+        fault = self._next(request["REQUEST_METHOD"], asked)
         if fault is None:
             return self._app(request, start)
         kind = fault.kind
@@ -481,8 +510,9 @@ class Server:
             reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             os.close(reset.detach())  # at once, although there are files made of it
             raise ConnectionResetError
-        start(f"{'503 Slow Down' if kind == '503' else '500 Internal Server Error'}", [])
-        return [b""]
+        code = "SlowDown" if kind == "503" else "InternalError"
+        start(f"{503 if kind == '503' else 500} {code}", [("Content-Type", "application/xml")])
+        return [f"<Error><Code>{code}</Code><Message>on purpose</Message></Error>".encode()]
 
 
 class _Quiet(WSGIRequestHandler):
@@ -555,35 +585,68 @@ def test_s3_of_two_jobs_the_second_is_refused(run: str, monkeypatch: pytest.Monk
     check(run, [1, 3, 4])
 
 
-DOOMED = """
+JOB = f"""
+import json, sys
+sys.path.insert(0, {os.path.dirname(__file__)!r})
 import unickpt
+from saving import numbers
 from unickpt import lease
 lease._RENEW_S = 0.1
 checkpointer = unickpt.Checkpointer(ARGS[0], options=unickpt.SaveOptions(chunk_bytes=65536))
-import sys
-sys.path.insert(0, ARGS[1])
-from saving import numbers
-checkpointer.save(1, numbers(1), wait=True)
-checkpointer.save(2, numbers(2), wait=True)
+said = []
+for step in (1, 2):
+    try:
+        checkpointer.save(step, numbers(step), wait=True)
+        said.append("saved")
+    except unickpt.UnickptError as error:
+        said.append(f"{{type(error).__name__}}: {{error}}")
+checkpointer.close()
+print(json.dumps(said))
 """
 
 
-def test_s3_a_job_that_was_killed_is_taken_over(s3: Server, run: str, tmp_path: Path) -> None:
+@pytest.fixture
+def forks(tmp_path: Path) -> Iterator[Forks]:
+    running = Forks(tmp_path)
+    yield running
+    running.close()
+
+
+def test_s3_a_job_that_was_killed_is_taken_over(s3: Server, run: str, forks: Forks) -> None:
     fault = s3.break_down("hold", method="PUT", key="step_2/processes", then="reset")
-    forks = Forks(tmp_path)
-    try:
-        doomed = forks.start(DOOMED, run, os.path.dirname(__file__))
-        assert fault.reached.wait(LONG_S)
-        forks.kill(doomed)
-        assert forks.wait(doomed).code == -9
-    finally:
-        forks.close()
-        s3.heal()
+    doomed = forks.start(JOB, run)
+    assert fault.reached.wait(LONG_S)
+    forks.kill(doomed)
+    assert forks.wait(doomed).code == -9
+    s3.heal()
     with Checkpointer(run, options=FAST) as checkpointer:
         assert checkpointer.steps() == [1]
         checkpointer.save(3, numbers(3), wait=True)
     check(run, [1, 3])
     assert step_names(run) == {"step_1", "step_3"}
+
+
+# BUG: the lease is looked at before the commit, but nothing ties the commit to it: a request that
+# was under way, or is tried again, when another job has taken over commits a step whose files that
+# job has removed.
+@pytest.mark.xfail(strict=True, reason="a manifest without anything is committed and listed")
+def test_s3_a_commit_that_comes_after_the_lease_was_lost(
+    s3: Server, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "_RENEW_S", 3600.0)  # cut off, as far as others can see
+    first = Checkpointer(run, options=FAST)
+    first.save(1, numbers(1), wait=True)
+    monkeypatch.setattr(lease, "_RENEW_S", 0.2)
+    fault = s3.break_down("hold", method="PUT", key="step_2/manifest.ocdbt", times=1)
+    pending = first.save(2, numbers(2))
+    assert fault.reached.wait(LONG_S)
+    with Checkpointer(run, options=FAST) as second:
+        second.save(3, numbers(3), wait=True)
+        s3.heal()
+        assert pending._finished.wait(LONG_S)
+        first._queue._forget(pending._failure)
+        first.close()
+        check(run, [1, 3])
 
 
 def test_s3_behind_a_local_tier(run: str, tmp_path: Path) -> None:
@@ -622,15 +685,20 @@ def test_s3_that_fails_for_a_while_costs_only_time(kind: str, s3: Server, run: s
     assert step_names(run) == {"step_3"}
 
 
-@pytest.mark.parametrize("key", ["/d/", "step_1/manifest.ocdbt", "processes/"])
-@pytest.mark.parametrize("attempts", ["1", "2"])
+@pytest.mark.parametrize(
+    ("attempts", "key"),
+    [
+        ("2", "/d/"),
+        ("2", "processes/"),
+        ("2", "step_1/manifest.ocdbt"),
+        ("1", "step_1/manifest.ocdbt"),
+    ],
+)
 def test_s3_whose_answer_is_lost(
     attempts: str, key: str, s3: Server, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was asked is done, but only asking again tells."""
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", attempts)
-    if attempts == "1" and key != "step_1/manifest.ocdbt":
-        return
     with Checkpointer(run, options=FAST) as checkpointer:
         fault = s3.break_down("lost", method="PUT", key=key, times=1)
         checkpointer.save(1, numbers(1), wait=True)
@@ -638,6 +706,9 @@ def test_s3_whose_answer_is_lost(
     check(run, [1])
 
 
+# BUG: `_Claim` takes the answer to its second request, "changed meanwhile", for another job's: the
+# save fails with a SaveConflict that names this process, and the claim has to expire.
+@pytest.mark.xfail(strict=True, reason="the job is in conflict with itself")
 def test_s3_whose_answer_about_the_lease_is_lost(s3: Server, run: str) -> None:
     fault = s3.break_down("lost", method="PUT", key=lease.NAME, times=1)
     with Checkpointer(run, options=FAST) as checkpointer:
@@ -646,9 +717,9 @@ def test_s3_whose_answer_about_the_lease_is_lost(s3: Server, run: str) -> None:
     check(run, [1])
 
 
-def test_s3_whose_answer_about_renewing_is_lost(
-    s3: Server, run: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+# BUG: likewise, renewing ends for good, without a word, and another job takes over from a live one.
+@pytest.mark.xfail(strict=True, reason="the lease is not renewed any more")
+def test_s3_whose_answer_about_renewing_is_lost(s3: Server, run: str) -> None:
     with Checkpointer(run, options=FAST) as first, Checkpointer(run, options=FAST) as second:
         first.save(1, numbers(1), wait=True)
         fault = s3.break_down("lost", method="PUT", key=lease.NAME, times=1)
@@ -666,65 +737,74 @@ def test_s3_whose_answer_about_renewing_is_lost(
 def test_s3_that_is_slow_keeps_the_training_thread_free(s3: Server, run: str) -> None:
     fault = s3.break_down("hold")
     tree = numbers(1)
-    pending = unickpt.save_async(f"{run}/step_1", tree, options=FAST)
-    checkpointer = Checkpointer(run, options=FAST)
-    second = checkpointer.save(2, numbers(2))
-    for each in (pending, second):
-        each.wait_staged(LONG_S)
-        with pytest.raises(SaveTimeout, match="not committed within"):
-            each.result(0.01)
-    tree["large"][:] = 0
-    assert fault.reached.wait(LONG_S)
-    assert not pending.done()
-    s3.heal()
-    pending.result(LONG_S)
-    second.result(LONG_S)
-    checkpointer.close()
-    check(run, [1, 2])
+    with Checkpointer(run, options=FAST) as checkpointer:
+        both = [
+            unickpt.save_async(f"{run}-alone/step_1", tree, options=FAST),
+            checkpointer.save(1, tree),
+        ]
+        for pending in both:
+            pending.wait_staged(LONG_S)
+            with pytest.raises(SaveTimeout, match="not committed within"):
+                pending.result(0.01)
+        tree["large"][:] = 0
+        assert fault.reached.wait(LONG_S)
+        s3.heal()
+        for pending in both:
+            pending.result(LONG_S)
+    check(run, [1])
+    check(f"{run}-alone", [1])
 
 
 def test_s3_that_never_answers_fails_the_save(
-    s3: Server, run: str, monkeypatch: pytest.MonkeyPatch
+    s3: Server, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither TensorStore nor curl gives up by itself."""
-    with Checkpointer(run, options=SaveOptions(fsync=False, timeout_s=2)) as checkpointer:
-        checkpointer.save(1, numbers(1), wait=True)
-        s3.break_down("hold", method="PUT", key="step_2")
-        pending = checkpointer.save(2, numbers(2))
-        try:
-            with pytest.raises(StorageError):
-                pending.result(10)
-        finally:
-            s3.heal()
+    """TensorStore waits for 60 s without another word; the shorter time is for the test alone."""
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    with monkeypatch.context() as patch:
+        patch.setenv("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "1")
+        forks = Forks(tmp_path)
+    fault = s3.break_down("hold", method="PUT", key="step_2/processes", then="reset")
+    try:
+        ended = forks.wait(forks.start(JOB, run))
+    finally:
+        forks.close()
+        s3.heal()
+    assert fault.reached.is_set()
+    assert ended.code == 0, ended.out
+    first, second = ended.last
+    assert first == "saved"
+    assert second.startswith(f"StorageError: saving to {run}/step_2: the storage failed: "), second
+    check(run, [1])
 
 
 # --- S3 that fails for good ----------------------------------------------------------------------
 
 PLACES = [
-    ("", ""),
-    ("PUT", "/d/"),
-    ("PUT", "step_2/processes"),
-    ("PUT", "step_2/manifest.ocdbt"),
-    ("", lease.NAME),
-    ("GET", ""),
+    *((kind, "", "") for kind in KINDS),
+    ("500", "PUT", "/d/"),
+    ("reset", "PUT", "step_{}/processes"),
+    *((kind, "PUT", "step_{}/manifest.ocdbt") for kind in KINDS),
+    ("503", "", lease.NAME),
+    ("reset", "GET", ""),
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("method", "key"), PLACES)
+@pytest.mark.parametrize(("kind", "method", "key"), PLACES)
 def test_s3_that_fails_for_good_fails_the_save(
-    method: str, key: str, kind: str, s3: Server, run: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, method: str, key: str, s3: Server, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     checkpointer = Checkpointer(run, options=FAST)
     checkpointer.save(1, numbers(1), wait=True)
-    s3.break_down(kind, method=method, key=key)
-    pending = checkpointer.save(2, numbers(2))
-    with pytest.raises(StorageError, match=f"{run}"):
-        pending.result(LONG_S)
+    s3.break_down(kind, method=method, key=key.format(2))
+    with pytest.raises(StorageError, match=run):
+        checkpointer.save(2, numbers(2)).result(LONG_S)
+    if not key and not method:
+        with pytest.raises(StorageError, match=run):
+            checkpointer.steps()
+    s3.break_down(kind, method=method, key=key.format(3))
     checkpointer.save(3, numbers(3))
-    s3.fault.key = s3.fault.key.replace("step_2", "step_3")  # type: ignore[union-attr]
-    with pytest.raises(StorageError, match=f"{run}"):
+    with pytest.raises(StorageError, match=f"{run}/step_3"):
         checkpointer.close()
     s3.heal()
     check(run, [1])
@@ -732,3 +812,201 @@ def test_s3_that_fails_for_good_fails_the_save(
         checkpointer.save(4, numbers(4))
     check(run, [1, 4])
     assert step_names(run) == {"step_1", "step_4"}
+
+
+def test_s3_that_fails_at_the_first_save(
+    s3: Server, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    s3.break_down("500")
+    checkpointer = Checkpointer(run, options=FAST)
+    pending = checkpointer.save(1, numbers(1))
+    assert pending._finished.wait(LONG_S)
+    with pytest.raises(StorageError, match=run):
+        checkpointer.save(2, numbers(2))
+    s3.heal()
+    checkpointer.save(3, numbers(3))
+    checkpointer.close()
+    check(run, [3])
+    assert step_names(run) == {"step_3"}
+
+
+def test_s3_that_fails_while_steps_are_removed(
+    s3: Server, run: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    with Checkpointer(run, keep_last=1, options=FAST) as checkpointer:
+        checkpointer.save(1, numbers(1), wait=True)
+        s3.break_down("503", method="DELETE", key="step_1/processes")
+        checkpointer.save(2, numbers(2))
+        checkpointer.wait()
+        assert "cleaning up: " in caplog.text
+        s3.heal()
+        check(run, [2])
+    with Checkpointer(run, keep_last=1, options=FAST) as checkpointer:
+        checkpointer.save(3, numbers(3))
+    check(run, [3])
+    assert step_names(run) == {"step_3"}
+
+
+# --- S3 that fails behind a local tier -----------------------------------------------------------
+
+# BUG: what `Lease.check` raises is TensorStore's own ValueError, which `_copy` does not translate.
+NOT_OURS = pytest.mark.xfail(strict=True, reason="a ValueError that does not name the place")
+COPIES = [
+    ("500", "PUT", "step_2/processes"),
+    ("reset", "PUT", "step_2/manifest.ocdbt"),
+    pytest.param("503", "GET", lease.NAME, marks=NOT_OURS),
+    pytest.param("500", "", "", marks=NOT_OURS),
+]
+
+
+@pytest.mark.parametrize(("kind", "method", "key"), COPIES)
+def test_s3_that_fails_while_a_step_is_copied(
+    kind: str,
+    method: str,
+    key: str,
+    s3: Server,
+    run: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+
+    def break_down(report: unickpt.SaveReport) -> None:
+        """Between the local commit and the copy."""
+        if report.url.endswith("step_2/"):
+            s3.break_down(kind, method=method, key=key)
+
+    local, options = tmp_path / "local", SaveOptions(fsync=False, metrics=break_down)
+    checkpointer = Checkpointer(run, local=local, keep_last=5, options=options)
+    try:
+        checkpointer.save(1, numbers(1))
+        checkpointer.wait()
+        checkpointer.save(2, numbers(2)).result(LONG_S)
+        with pytest.raises(StorageError, match=run) as caught:
+            checkpointer.wait()
+        assert any("copying a step to" in note for note in caught.value.__notes__)
+    finally:
+        s3.heal()
+        checkpointer.close()
+    assert lease.NAME not in keys(run)
+    check(run, [1])
+    check(run, [1, 2], local=local)
+    with Checkpointer(run, local=local, keep_last=5, options=FAST) as checkpointer:
+        checkpointer.save(3, numbers(3))
+    check(run, [1, 2, 3])
+
+
+def test_s3_that_is_slow_holds_up_no_local_commit(s3: Server, run: str, tmp_path: Path) -> None:
+    local = tmp_path / "local"
+    with Checkpointer(run, local=local, options=FAST) as checkpointer:
+        fault = s3.break_down("hold", method="PUT", key="step_1/processes")
+        checkpointer.save(1, numbers(1)).result(LONG_S)
+        assert fault.reached.wait(LONG_S)
+        checkpointer.save(2, numbers(2)).result(LONG_S)
+        check(local, [1, 2])
+        check(run, [])
+        s3.heal()
+    check(run, [1, 2])
+    check(local, [2])
+
+
+# BUG: even with a local tier, a save asks the root for its steps before it begins, and for the lease
+# before it commits. Without an answer nothing is committed to fast storage either, and the error
+# about the lease says "saving to <the local step>".
+@pytest.mark.xfail(strict=True, reason="no local commit without the root")
+@pytest.mark.parametrize("key", ["", "list-type", lease.NAME])
+def test_s3_that_fails_keeps_no_step_from_the_local_tier(
+    key: str, s3: Server, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    local = tmp_path / "local"
+    checkpointer = Checkpointer(run, local=local, options=FAST)
+    try:
+        checkpointer.save(1, numbers(1))
+        checkpointer.wait()
+        s3.break_down("503", method="GET", key=key)
+        checkpointer.save(2, numbers(2)).result(LONG_S)
+        check(local, [1, 2])
+    finally:
+        s3.heal()
+        checkpointer.close()
+
+
+# BUG: `_begin` counts as done even if the root did not answer, so that steps which the last run
+# could not copy are not copied by this one; nor by the next, which finds a newer one in the root.
+@pytest.mark.xfail(strict=True, reason="what the last run left is forgotten")
+def test_s3_that_fails_at_first_is_sent_all_that_was_left(
+    s3: Server, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    local = tmp_path / "local"
+    unickpt.save(local / "step_1", numbers(1))
+    with Checkpointer(run, local=local, options=FAST) as checkpointer:
+        s3.break_down("503", method="GET", key="list-type")
+        with pytest.raises(StorageError, match=run):
+            checkpointer.save(2, numbers(2), wait=True)
+        s3.heal()
+        checkpointer.save(3, numbers(3))
+    check(run, [1, 3])
+
+
+# --- one process of a job ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "failing"), [("/00001/", 1), (lease.NAME, 0), ("step_1/manifest.ocdbt", 0)]
+)
+def test_s3_that_fails_one_process_fails_all(
+    key: str, failing: int, s3: Server, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    s3.break_down("500", method="PUT", key=key)
+    both = threading.Barrier(3)
+
+    def work(group: ProcessGroup) -> Exception:
+        options = SaveOptions(group=group, timeout_s=20, chunk_bytes=8192)
+        with Checkpointer(run, options=options) as checkpointer:
+            with pytest.raises((StorageError, ProcessFailed)) as caught:
+                checkpointer.save(1, numbers(1)).result(LONG_S)
+            both.wait(LONG_S)
+            s3.heal()
+            checkpointer.save(2, numbers(2))
+        return caught.value
+
+    errors = in_job(3, work)
+    for index, error in enumerate(errors):
+        assert isinstance(error, StorageError if index == failing else ProcessFailed), error
+        assert "InternalError" in str(error)
+    assert f"process {failing} failed: " in str(errors[2])
+    check(run, [2])
+
+
+def test_a_process_that_cannot_write_even_a_note(tmp_path: Path, mount: Mount) -> None:
+    """To the others it is as good as dead."""
+    root, view = tmp_path / "root", tmp_path / "view"
+    root.mkdir()
+    view.mkdir()
+    mount("--bind", root, view)
+    mount("-o", "remount,bind,ro", view)
+
+    def work(group: ProcessGroup) -> Exception:
+        options = SaveOptions(group=group, timeout_s=1, chunk_bytes=8192, fsync=False)
+        with (
+            Checkpointer(view if group.index == 1 else root, options=options) as checkpointer,
+            pytest.raises((StorageError, SaveTimeout)) as caught,
+        ):
+            checkpointer.save(1, numbers(1)).result(LONG_S)
+        return caught.value
+
+    first, second = in_job(2, work)
+    assert isinstance(first, SaveTimeout), first
+    assert "process 1 wrote nothing" in str(first)
+    assert isinstance(second, StorageError), second
+    assert "Read-only file system" in str(second)
+    check(root, [])
+    with Checkpointer(root, options=FAST) as checkpointer:
+        checkpointer.save(2, numbers(2))
+    check(root, [2])
+    assert folders(root) == ["step_2"]

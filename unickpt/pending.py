@@ -116,8 +116,9 @@ class PendingSave:
             self._finished.wait()
             self._queue._forget(self._failure)
             raise
-        saving.blocked_s = saving.elapsed
-        saving.phases["stage"] = saving.blocked_s - saving.phases["describe"]
+        saving.phases["stage"] = saving.elapsed - saving.phases["describe"]
+        if staging.has_later or not staging.waits_for_commit:
+            saving.blocked_s = saving.elapsed
         self._let_go()
         if not staging.has_later:
             self.wait_staged()

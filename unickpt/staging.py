@@ -114,11 +114,8 @@ class Staging:
         self._saving, self._area, self._owners = saving, area, owners
         self._mode, self._budget = saving.options.staging, saving.options.budget_bytes
         self._direct = Direct(self._budget)
-        self._told, self._planning, self._settling = (
-            threading.Condition(),
-            threading.Lock(),
-            threading.Lock(),
-        )
+        self._told = threading.Condition()
+        self._planning, self._settling = threading.Lock(), threading.Lock()
         self._staged: dict[tuple[int, int], Staged] = {}
         self._references: dict[tuple[int, int], ChunkJob] = {}
         self._jobs: dict[_Way, list[ChunkJob]] = {way: [] for way in _Way}
@@ -133,11 +130,13 @@ class Staging:
         """Bytes that were copied to host memory."""
 
         self._ways: dict[int, _Way] = {}
+        self._reads: dict[int, Read] = {}
         sources = {n: self._kept(source) for n, source in saving.description.sources.items()}
         saving.description = replace(saving.description, sources=sources)
         used = set(self._ways.values())
         self.has_now, self.has_later = _Way.NOW in used, not used.isdisjoint(_BACKGROUND)
         self._fenced = _Way.LATER in used
+        self._reads = {}
 
     def _kept(self, source: ArraySource) -> ArraySource:
         """An array with fragments that stay as they are, or that are copied before they change."""
@@ -156,11 +155,13 @@ class Staging:
             return self._decide_on_device(fragment, nbytes)
         memory = fragment.memory
         if self._mode != "copy" and not memory.mutable and memory.keep is not None:
-            return _Way.REFERENCE, replace(fragment, read=memory.keep())
+            return _Way.REFERENCE, replace(fragment, read=self._kept_read(memory))
         if nbytes <= SMALL and self._small + nbytes <= self._budget // 16:
             self._small += nbytes
             self.nbytes += nbytes
-            return _Way.REFERENCE, replace(fragment, read=_copied(fragment, dtype))
+            return _Way.REFERENCE, replace(
+                fragment, read=_copied(fragment, dtype), memory=Memory(mutable=False)
+            )
         return _Way.LATER if self._is_lazy(memory, nbytes) else _Way.NOW, fragment
 
     def _decide_on_device(self, fragment: Fragment, nbytes: int) -> tuple[_Way, Fragment]:
@@ -171,12 +172,20 @@ class Staging:
         lazily = self._mode == "lazy" or (self._mode == "auto" and self._owners is not None)
         if (lazily or self._mode == "device") and memory.keep is not None:
             try:
-                kept = replace(fragment, read=memory.keep(), memory=replace(memory, changed=None))
+                read = self._kept_read(memory)
             except MemoryError as error:
                 _log.warning("no room for a clone on the device, copying to the host: %s", error)
             else:
-                return _Way.BEHIND, kept
+                cloned = replace(memory, changed=None)
+                return _Way.BEHIND, replace(fragment, read=read, memory=cloned)
         return _Way.NOW, fragment
+
+    def _kept_read(self, memory: Memory) -> Read:
+        """What reads the data as it is now; the fragments of an array are kept together."""
+        assert memory.keep is not None, "asked only where there is a way to keep it"
+        if id(memory) not in self._reads:
+            self._reads[id(memory)] = memory.keep()
+        return self._reads[id(memory)]
 
     def _is_lazy(self, memory: Memory, nbytes: int) -> bool:
         if not memory.mutable:  # on a device; what is deleted is seen
@@ -212,7 +221,9 @@ class Staging:
         own_copies = {_Way.NOW, _Way.LATER}
         copied = [job for job in spare if self._ways[id(job.fragment)] in own_copies]
         # They are held until the commit. Where that is too much, the caller waits for the commit.
-        self._wait_for_commit = sum(job.nbytes for job in copied) > self._budget // 2
+        held = sum(job.nbytes for job in copied)
+        largest = max((job.nbytes for job in self._saving.share), default=0)
+        self._wait_for_commit = held > 0 and held + largest > self._budget // 2
         for job in spare:
             way = self._ways[id(job.fragment)]
             copy = way in own_copies and not self._wait_for_commit
@@ -375,6 +386,11 @@ class Staging:
         with suppress(Exception):
             self.wait_safe()
 
+    @property
+    def waits_for_commit(self) -> bool:
+        """Whether the state may change only after the commit."""
+        return self._wait_for_commit
+
     def wait_complete(self) -> None:
         """Waits until nothing more needs memory."""
         self._complete.wait()
@@ -390,7 +406,7 @@ class Staging:
     def fetch(self, job: ChunkJob) -> Staged:
         key = _key(job)
         if key in self._references:
-            return self._direct.fetch(self._references[key])
+            return self._fetch_reference(self._references[key])
         with self._told:
             while key not in self._staged and self._error is None and not self._complete.is_set():
                 self._told.wait()
@@ -404,6 +420,17 @@ class Staging:
             "but does not have the array in its tree; this process staged only its own share. Give "
             "the processes of a mesh the same arrays, or save without staging: unickpt.save"
         )
+
+    def _fetch_reference(self, job: ChunkJob) -> Staged:
+        staged = self._direct.fetch(job)
+        if not job.fragment.memory.mutable:
+            return staged
+
+        def release() -> None:
+            staged.release()
+            self._check(job)  # for those who did not wait
+
+        return replace(staged, release=release)
 
     def _release(self, key: tuple[int, int]) -> None:
         with self._told:
