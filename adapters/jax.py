@@ -37,8 +37,9 @@ def source(leaf: Any, group: Group) -> ArraySource:
     shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
     dtypes.name_of(dtype)
     pieces: dict[Box, Any] = {}
+    boxes_at = _local_boxes(leaf.sharding, shape)
     for shard in leaf.addressable_shards:
-        pieces.setdefault(_box(shard.index, shape), shard.data)
+        pieces.setdefault(boxes_at[shard.device], shard.data)
     pieces = {box: data for box, data in pieces.items() if not box.empty}
     read, memory = partial(_gather, pieces), _memory(pieces)
     if leaf.is_fully_addressable and group.count > 1:
@@ -381,6 +382,12 @@ def _layout(sharding: Sharding, shape: tuple[int, ...]) -> tuple[Layout | None, 
     if overlap(boxes) or sum(box.size for box in boxes) != Box.whole(shape).size:
         raise TypeError(f"the boxes of {sharding} overlap, or do not cover shape {shape}")
     return None, known
+
+
+@lru_cache(maxsize=4096)
+def _local_boxes(sharding: Sharding, shape: tuple[int, ...]) -> Mapping[Any, Box]:
+    indices = sharding.addressable_devices_indices_map(shape)
+    return {device: _box(index, shape) for device, index in indices.items()}
 
 
 @lru_cache(maxsize=4096)

@@ -155,13 +155,12 @@ class Staging:
             return self._decide_on_device(fragment, nbytes)
         memory = fragment.memory
         if self._mode != "copy" and not memory.mutable and memory.keep is not None:
-            return _Way.REFERENCE, replace(fragment, read=self._kept_read(memory))
+            return _Way.REFERENCE, _read_by(fragment, self._kept_read(memory), memory)
         if nbytes <= SMALL and self._small + nbytes <= self._budget // 16:
             self._small += nbytes
             self.nbytes += nbytes
-            return _Way.REFERENCE, replace(
-                fragment, read=_copied(fragment, dtype), memory=Memory(mutable=False)
-            )
+            private = Memory(mutable=False)
+            return _Way.REFERENCE, _read_by(fragment, _copied(fragment, dtype), private)
         return _Way.LATER if self._is_lazy(memory, nbytes) else _Way.NOW, fragment
 
     def _decide_on_device(self, fragment: Fragment, nbytes: int) -> tuple[_Way, Fragment]:
@@ -176,8 +175,7 @@ class Staging:
             except MemoryError as error:
                 _log.warning("no room for a clone on the device, copying to the host: %s", error)
             else:
-                cloned = replace(memory, changed=None)
-                return _Way.BEHIND, replace(fragment, read=read, memory=cloned)
+                return _Way.BEHIND, _read_by(fragment, read, replace(memory, changed=None))
         return _Way.NOW, fragment
 
     def _kept_read(self, memory: Memory) -> Read:
@@ -449,6 +447,10 @@ class Staging:
         self._references, self._watched = {}, {}
         del self._saving
         self._safe.set()
+
+
+def _read_by(fragment: Fragment, read: Read, memory: Memory) -> Fragment:
+    return Fragment(fragment.box, fragment.replicas, read, memory)
 
 
 def _copied(fragment: Fragment, dtype: DType) -> Read:
