@@ -140,6 +140,10 @@ class Location:
         else:
             self.store(context).delete_range(ts.KvStore.KeyRange()).result()
 
+    def is_there(self) -> bool:
+        """Whether this folder exists; only local ones can be removed behind one's back."""
+        return not self.is_local or file.exists(self.spec["path"])
+
     def remove_empty(self) -> None:
         """Removes what is left of a checkpoint that has no files any more."""
         if self.is_local:

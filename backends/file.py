@@ -77,6 +77,10 @@ def remove(path: str) -> None:
     shutil.rmtree(path.rstrip("/"), ignore_errors=True)
 
 
+def exists(path: str) -> bool:
+    return os.path.isdir(path)
+
+
 def remove_empty(path: str) -> None:
     """Removes a checkpoint's folders where nothing but locks is left in them."""
     for name in ("processes", ""):
@@ -172,8 +176,8 @@ def locked(path: str, timeout_s: float) -> Iterator[None]:
 _held: set[int] = set()
 
 
-def hold(path: str, name: str, text: str) -> Callable[[], None]:
-    """Takes a lock in a folder and keeps it, until what is returned is called or the process ends.
+class Hold:
+    """A lock in a folder, kept until this is called, or until the process ends.
 
     Arguments:
         path: of the folder, which is made if need be.
@@ -182,27 +186,37 @@ def hold(path: str, name: str, text: str) -> Callable[[], None]:
 
     Raises:
         BlockingIOError: another process holds it, or this one; with what that one wrote.
+        OSError: the storage failed.
     """
-    os.makedirs(path, exist_ok=True)
-    handle = os.open(os.path.join(path, name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        said = os.pread(handle, 4096, 0).decode(errors="replace")
-        os.close(handle)
-        raise BlockingIOError(said) from None
-    except OSError as error:
-        _log.warning("%s: this file system has no locks: %s", path, error)
-    os.ftruncate(handle, 0)
-    os.pwrite(handle, text.encode(), 0)
-    _held.add(handle)
 
-    def release() -> None:
-        if handle in _held:
-            _held.discard(handle)
-            os.close(handle)
+    def __init__(self, path: str, name: str, text: str) -> None:
+        os.makedirs(path, exist_ok=True)
+        self._name = os.path.join(path, name)
+        self._handle = os.open(self._name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            said = os.pread(self._handle, 4096, 0).decode(errors="replace")
+            os.close(self._handle)
+            raise BlockingIOError(said) from None
+        except OSError as error:
+            _log.warning("%s: this file system has no locks: %s", path, error)
+        _held.add(self._handle)
+        with suppress(OSError):  # on a full disk the text is missing, but not the lock
+            os.ftruncate(self._handle, 0)
+            os.pwrite(self._handle, text.encode(), 0)
 
-    return release
+    def is_valid(self) -> bool:
+        """Whether the file that is locked is still the one in the folder."""
+        try:
+            return os.path.samestat(os.fstat(self._handle), os.stat(self._name))
+        except FileNotFoundError:
+            return False
+
+    def __call__(self) -> None:
+        if self._handle in _held:
+            _held.discard(self._handle)
+            os.close(self._handle)
 
 
 def _forget_held() -> None:

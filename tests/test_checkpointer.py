@@ -148,13 +148,13 @@ def test_metadata_and_metrics_are_stored(tmp_path: Path) -> None:
 def test_an_error_in_the_background_is_raised_once(ask: str, tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path, options=FAST)
     arguments = {"__exit__": (None, None, None), "save": (2, numbers(2))}.get(ask, ())
-    take = checkpointer._lease.take
-    checkpointer._lease.take = lambda: 1 / 0  # type: ignore[method-assign]
+    take = checkpointer._tiers[0].lease.take
+    checkpointer._tiers[0].lease.take = lambda: 1 / 0  # type: ignore[method-assign]
     checkpointer.save(1, numbers(1))
     checkpointer._queue.wait()
     with pytest.raises(ZeroDivisionError):
         getattr(checkpointer, ask)(*arguments)
-    checkpointer._lease.take = take  # type: ignore[method-assign]
+    checkpointer._tiers[0].lease.take = take  # type: ignore[method-assign]
     getattr(checkpointer, ask)(*arguments)
     checkpointer.close()
     assert checkpointer.steps() == ([2] if ask == "save" else [])
@@ -163,7 +163,7 @@ def test_an_error_in_the_background_is_raised_once(ask: str, tmp_path: Path) -> 
 def test_an_exception_in_the_loop_is_not_hidden_by_one_in_the_background(tmp_path: Path) -> None:
     def loop() -> None:
         with Checkpointer(tmp_path / "run", options=FAST) as checkpointer:
-            checkpointer._lease.take = lambda: 1 / 0  # type: ignore[method-assign]
+            checkpointer._tiers[0].lease.take = lambda: 1 / 0  # type: ignore[method-assign]
             checkpointer.save(1, numbers(1))
             raise KeyError("the loop's own")
 

@@ -7,12 +7,13 @@ import math
 import secrets
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from unickpt import backends, chunks
+from unickpt import backends
 from unickpt.adapt import Fence, adapters, current_group
 from unickpt.chores import Chores
 from unickpt.errors import (
@@ -21,7 +22,7 @@ from unickpt.errors import (
     CheckpointNotFound,
     InvalidPath,
     ProcessFailed,
-    UnickptError,
+    StorageError,
     UnsupportedLeaf,
 )
 from unickpt.group import Group
@@ -31,8 +32,8 @@ from unickpt.options import LoadOptions, SaveOptions
 from unickpt.pending import Hooks, PendingSave, SaveQueue
 from unickpt.policy import Clock, Policy, SigtermHandler
 from unickpt.retention import Retention
-from unickpt.steps import RESERVED, Steps
-from unickpt.tiers import copy_checkpoint
+from unickpt.steps import RESERVED
+from unickpt.tiers import Tier, copy_checkpoint
 
 _log = logging.getLogger("unickpt")
 _FINE, _DAMAGED, _FAILED = 0, 1, 2
@@ -110,22 +111,24 @@ class Checkpointer:
         self._retention = Retention(keep_last, keep_every, keep_best, metric, best, keep)
         self._clock = Clock(Policy(save_every, save_every_s, preemption))
         self._options = options or SaveOptions()
-        self._root = Steps(root)
-        self._local = None if local is None else Steps(local)
+        self._root = Tier(root)
+        self._local = None if local is None else Tier(local)
         self._tiers = [tier for tier in (self._local, self._root) if tier is not None]
         if self._local is not None and self._local.location.spec == self._root.location.spec:
             raise ValueError(f"local and root are the same place: {self._root.location}")
         self._queue = SaveQueue()
         self._fences = _fences(optimizers, self._queue.fence)
         self._sigterm = SigtermHandler(self._clock.tell) if preemption else None
-        self._lease = Lease(self._root.location)
-        weakref.finalize(self, Lease.give_back, self._lease)
+        for tier in self._tiers:
+            weakref.finalize(self, Lease.give_back, tier.lease)
         self._cleaning = Chores("unickpt clean", lambda e: _log.warning("cleaning up: %s", e))
         copying = f"copying a step to {self._root.location}"
         self._copying = Chores("unickpt copy", partial(self._queue.fail, copying))
         self._metrics: dict[int, Mapping[str, float]] = {}
+        self._session = ""
         self._in_flight: list[int] = []
-        self._begun = self._closed = self._shared = False
+        self._uncopied: dict[int, bool] = {}
+        self._closed = self._shared = self._compared = False
         self.loaded_step: int | None = None
         """The step that `load` gave."""
 
@@ -194,8 +197,8 @@ class Checkpointer:
             hooks = replace(
                 hooks,
                 prepare=lambda attempt: self._prepare(step, overwrite, attempt),
-                check=self._lease.check,
-                committed=lambda: self._committed(step, metrics or {}),
+                check=tier.lease.check,
+                committed=lambda: self._committed(step, metrics or {}, overwrite),
             )
         self._in_flight.append(step)
         pending = self._queue.save(
@@ -235,7 +238,8 @@ class Checkpointer:
             fence.remove()
         if self._sigterm is not None:
             self._sigterm.remove()
-        self._lease.give_back()
+        for tier in self._tiers:
+            tier.lease.give_back()
         self._queue.raise_failed()
 
     def __enter__(self) -> Self:
@@ -363,61 +367,75 @@ class Checkpointer:
 
     def _prepare(self, step: int, overwrite: bool, attempt: str) -> None:
         """On the coordinator, before it writes anything of a step."""
-        self._lease.take()
-        if not self._begun:
-            self._begin(attempt)
-        if self._local is not None:
-            self._copying.wait(_COPIES - 1)
+        self._session = attempt.rpartition("-")[0]
+        self._tiers[0].open(self._in_flight, self._session)
+        if self._local is None:
+            return
+        self._copying.wait(_COPIES - 1)
+        with suppress(StorageError):  # it may be away; then copying finds out
             if not overwrite and step in self._root.committed():
                 raise CheckpointExists(
                     f"{self._root.path(step)} already holds a checkpoint; pass overwrite=True"
                 )
 
-    def _begin(self, attempt: str) -> None:
-        """Goes on where an earlier run was cut short."""
-        self._begun = True
-        session = attempt.rpartition("-")[0]
-        for tier in self._tiers:
-            try:
-                tier.remove_debris(self._in_flight, session)
-            except (UnickptError, *chunks.FAILURES) as error:
-                _log.warning("%s: debris cannot be removed: %s", tier.location, error)
-        if self._local is None:
-            return
-        newest = max(self._root.committed(), default=-1)
-        for step in self._local.committed():
-            if step > newest and step not in self._in_flight:
-                self._copying.add(partial(self._copy, step))
-
-    def _committed(self, step: int, metrics: Mapping[str, float]) -> None:
+    def _committed(self, step: int, metrics: Mapping[str, float], overwrite: bool) -> None:
         """On the coordinator, after a commit."""
         self._metrics[step] = metrics
         if self._local is None:
             self._cleaning.add(self._clean)
         else:
-            self._copying.add(partial(self._copy, step))
+            self._uncopied[step] = overwrite
+            self._copying.add(self._copy)
 
-    def _copy(self, step: int) -> None:
-        """Copies a step from the local tier to the root."""
+    def _copy(self) -> None:
+        """Copies what the local tier has and the root lacks, unless it need not be kept."""
         assert self._local is not None
-        budget, timeout_s = self._options.budget_bytes, self._options.timeout_s
-        self._lease.check()
-        copy_checkpoint(self._local.at(step), self._root.at(step), budget, timeout_s)
-        _log.info("copied %s to %s", self._local.path(step), self._root.path(step))
+        self._root.open(self._in_flight, self._session)
+        there, here = self._root.committed(), self._local.committed()
+        if not self._compared:  # an earlier run may have replaced a step, but not its copy
+            both = set(there).intersection(here)
+            newer = {s for s in both if self._local.made(s) > self._root.made(s)}
+            self._uncopied = {**dict.fromkeys(newer, True), **self._uncopied}
+            self._compared = True
+        steps = {step: self._rated(step) for step in {*there, *here}}
+        expendable = self._retention.expendable(steps)
+        for step in here:
+            if step in there and step not in self._uncopied:
+                continue
+            if step not in expendable or step == here[-1]:
+                self._copy_step(step, self._uncopied.get(step, False))
+            self._uncopied.pop(step, None)
         self._cleaning.add(self._clean)
+
+    def _copy_step(self, step: int, overwrite: bool) -> None:
+        assert self._local is not None
+        source, destination = self._local.at(step), self._root.at(step)
+        if step in self._root.committed():
+            if self._root.made(step) == self._local.made(step):
+                return  # by a try that was cut short when all was done
+            if not overwrite:
+                raise CheckpointExists(f"{destination} already holds another checkpoint")
+        copy_checkpoint(
+            source,
+            destination,
+            self._options.budget_bytes,
+            self._options.timeout_s,
+            self._root.lease.check,
+        )
+        _log.info("copied %s to %s", source, destination)
 
     def _clean(self) -> None:
         """Removes the steps that no rule keeps."""
         committed = self._root.committed()
-        if self._local is not None:
-            for step in self._local.committed()[:-1]:
-                if step in committed and step not in self._in_flight:
-                    self._local.remove(step)
-        if self._retention.keeps_all:
-            return
-        rated = {step: self._rated(step) for step in committed}
-        for step in self._retention.expendable(rated):
-            if step not in self._in_flight:
+        here = [] if self._local is None else self._local.committed()
+        rated = {step: self._rated(step) for step in {*committed, *here}}
+        expendable = self._retention.expendable(rated)
+        for step in here[:-1]:
+            if (step in committed or step in expendable) and step not in self._in_flight:
+                assert self._local is not None
+                self._local.remove(step)
+        for step in expendable:
+            if step in committed and step not in self._in_flight:
                 _log.info("removing %s", self._root.path(step))
                 self._root.remove(step)
                 self._metrics.pop(step, None)
@@ -426,7 +444,8 @@ class Checkpointer:
         if self._retention.keep_best is None:
             return {}
         if step not in self._metrics:
-            self._metrics[step] = self._root.metrics(step)
+            tier = self._local if step not in self._root.committed() else self._root
+            self._metrics[step] = (tier or self._root).metrics(step)
         return self._metrics[step]
 
     # --- helpers -------------------------------------------------------------------------------

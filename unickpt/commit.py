@@ -250,8 +250,11 @@ class Attempt:
 
     def _collect(self, processes: Sequence[int], kind: str) -> list[tuple[int, Record]]:
         def all_there(notes: set[str]) -> bool:
-            if not self._board.late(processes, kind):
+            late = self._board.late(processes, kind)
+            if not late:
                 return True
+            if self.group.index in late:
+                raise self._gone()
             if self._root.read().digest != self._digest_found:
                 raise self._conflict("meanwhile")
             return False
@@ -379,6 +382,10 @@ class Attempt:
         if not self._root.replace(self._found, manifest, self.timeout_s):
             self._hopeless = True
             raise self._conflict("meanwhile")
+        if not all(self.database(process).is_there() for process in range(self.group.count)):
+            self._root.retract(manifest)
+            self._hopeless = True
+            raise self._gone()
 
     def _is_committed(self) -> bool:
         """Whether the root is what the coordinator announced before it wrote it."""
@@ -406,6 +413,12 @@ class Attempt:
 
     def _conflict(self, when: str) -> SaveConflict:
         return SaveConflict(f"{self.location}: another job committed here {when}")
+
+    def _gone(self) -> StorageError:
+        return StorageError(
+            f"{self.location}: what was written for this checkpoint is gone; the folder was "
+            "removed while the save was under way"
+        )
 
     def _remove_debris(self, older: Sequence[str]) -> None:
         """Removes what no committed checkpoint needs; a failure here does no harm.

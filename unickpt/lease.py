@@ -26,6 +26,8 @@ from unickpt.errors import SaveConflict
 NAME = ".unickpt.lock"
 _RENEW_S = 10.0
 _EXPIRES_S = 40.0
+# A write that a job began before it lost its lease may be tried again and again for so long.
+_SETTLES_S = 900.0
 
 
 class Lease:
@@ -43,6 +45,7 @@ class Lease:
             "session": secrets.token_hex(8),
         }
         self._release: Callable[[], None] | None = None
+        self._settled_at = 0.0
 
     def take(self) -> None:
         """Takes the lease, if this job does not have it yet.
@@ -51,24 +54,38 @@ class Lease:
             SaveConflict: another job has it.
             StorageError: the storage failed.
         """
-        if self._release is not None:
-            return
         try:
+            if isinstance(self._release, file.Hold) and not self._release.is_valid():
+                self.give_back()  # the folder was removed, and made anew by whom?
+            if self._release is not None:
+                return
             if self._location.is_local:
                 self._release = self._lock()
             else:
-                self._release = _Claim(self._location, self._holder).take()
+                claim = _Claim(self._location, self._holder)
+                if claim.take():
+                    self._settled_at = time.monotonic() + _SETTLES_S
+                self._release = claim
         except chunks.FAILURES as error:
             raise chunks.translate(error, str(self._location), reading=False) from error
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing can come any more of what a holder before this one had begun."""
+        return time.monotonic() >= self._settled_at
 
     def check(self) -> None:
         """Makes sure, before a commit, that nobody took the lease over.
 
         Raises:
             SaveConflict: another job did, because this one stood still for too long.
+            StorageError: the storage failed.
         """
-        if isinstance(self._release, _Claim):
-            self._release.check()
+        try:
+            if isinstance(self._release, _Claim):
+                self._release.check()
+        except chunks.FAILURES as error:
+            raise chunks.translate(error, str(self._location), reading=False) from error
 
     def give_back(self) -> None:
         """Lets another job take it."""
@@ -77,9 +94,9 @@ class Lease:
                 self._release()
             self._release = None
 
-    def _lock(self) -> Callable[[], None]:
+    def _lock(self) -> file.Hold:
         try:
-            return file.hold(self._location.spec["path"], NAME, json.dumps(self._holder))
+            return file.Hold(self._location.spec["path"], NAME, json.dumps(self._holder))
         except BlockingIOError as error:
             raise _conflict(self._location, str(error)) from None
 
@@ -94,8 +111,14 @@ class _Claim:
         self._lost = ""
         self._ended, self._writing = threading.Event(), threading.Lock()
 
-    def take(self) -> _Claim:
+    def take(self) -> bool:
+        """Takes the lease; whether that was from a holder who had not given it back.
+
+        Raises:
+            SaveConflict: somebody renews it.
+        """
         before = self._store.read(NAME).result()
+        was_held = before.state == "value"
         deadline = time.monotonic() + _EXPIRES_S
         while before.state == "value" and time.monotonic() < deadline:
             time.sleep(_RENEW_S / 4)
@@ -107,11 +130,11 @@ class _Claim:
             found = self._store.read(NAME).result().value
             raise _conflict(self._location, found.decode(errors="replace"))
         threading.Thread(target=self._renew, name="unickpt lease", daemon=True).start()
-        return self
+        return was_held
 
     def check(self) -> None:
         found = self._store.read(NAME).result()
-        if found.state != "value" or json.loads(found.value)["session"] != self._holder["session"]:
+        if not self._is_ours(found):
             raise _conflict(self._location, found.value.decode(errors="replace"))
 
     def __call__(self) -> None:
@@ -121,11 +144,22 @@ class _Claim:
 
     def _write(self, expected: bytes) -> bool:
         text = json.dumps({**self._holder, "renewed": time.time()})
-        stamp: ts.KvStore.TimestampedStorageGeneration = self._store.write(
-            NAME, text.encode(), if_equal=expected
-        ).result()
-        self._generation = stamp.generation or self._generation
-        return bool(stamp.generation)
+        stamp = self._store.write(NAME, text.encode(), if_equal=expected).result()
+        if stamp.generation:
+            self._generation = stamp.generation
+            return True
+        # Refused; or that is the answer to a second request, and the one to the first got lost.
+        found = self._store.read(NAME).result()
+        if self._is_ours(found):
+            self._generation = found.stamp.generation
+            return True
+        return False
+
+    def _is_ours(self, found: ts.KvStore.ReadResult) -> bool:
+        try:
+            return bool(json.loads(found.value)["session"] == self._holder["session"])
+        except (ValueError, KeyError, TypeError):
+            return False
 
     def _renew(self) -> None:
         while not self._ended.wait(_RENEW_S):

@@ -108,6 +108,12 @@ class Root:
         # Refused, or no answer: or it was the answer to a first request that got lost.
         return self.read().digest == digest(manifest)
 
+    def retract(self, manifest: bytes) -> None:
+        """Takes back what `replace` put in place, if it is still there."""
+        found = self._store.read(MANIFEST).result()
+        if found.value == manifest:
+            self._store.write(MANIFEST, None, if_equal=found.stamp.generation).result()
+
 
 def digest(manifest: bytes) -> str:
     return f"{xxhash.xxh3_64_intdigest(manifest):016x}"

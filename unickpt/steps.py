@@ -50,6 +50,15 @@ class Steps:
             return []
         return sorted(_numbers(names))
 
+    def made(self, step: int) -> tuple[str, str]:
+        """When a step was made, as text that sorts, and by which attempt.
+
+        Raises:
+            CheckpointNotFound, CheckpointCorrupt, StorageError: it cannot be opened.
+        """
+        index = checkpoint.open(self.path(step)).index
+        return index.created, index.attempt
+
     def metrics(self, step: int) -> Mapping[str, float]:
         """The metrics that a step was saved with; none where they cannot be read."""
         try:
@@ -82,7 +91,7 @@ class Steps:
     def _attempts(self, step: int) -> list[str]:
         """The attempt that made a step; all attempts, where it is too damaged to tell."""
         try:
-            return [checkpoint.open(self.path(step)).index.attempt]
+            return [self.made(step)[1]]
         except UnickptError:
             return self.at(step).child("processes").folders(self._context)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -14,15 +14,53 @@ from unickpt import backends, checkpoint, chunks
 from unickpt.backends import Location
 from unickpt.backends.ocdbt import MANIFEST
 from unickpt.errors import CheckpointNotFound, SaveConflict, UnickptError
+from unickpt.lease import Lease
 from unickpt.root import Root
 from unickpt.stage import Window
+from unickpt.steps import Steps
 
 _log = logging.getLogger("unickpt")
 _AT_ONCE = 4
 
 
+class Tier(Steps):
+    """A folder of steps, and the right to change it.
+
+    Arguments:
+        root: a local path or a URL.
+    """
+
+    def __init__(self, root: backends.Path) -> None:
+        super().__init__(root)
+        self.lease = Lease(self.location)
+        self._is_clean = False
+
+    def open(self, in_flight: Sequence[int], session: str) -> None:
+        """Takes the lease, and once removes what crashed jobs left behind.
+
+        Arguments:
+            in_flight, session: see `Steps.remove_debris`.
+
+        Raises:
+            SaveConflict: another job has the lease.
+            StorageError: the storage failed.
+        """
+        self.lease.take()
+        if self._is_clean or not self.lease.is_settled:
+            return
+        try:
+            self.remove_debris(in_flight, session)
+            self._is_clean = True
+        except (UnickptError, *chunks.FAILURES) as error:
+            _log.warning("%s: debris cannot be removed now: %s", self.location, error)
+
+
 def copy_checkpoint(
-    source: Location, destination: Location, budget_bytes: int, timeout_s: float
+    source: Location,
+    destination: Location,
+    budget_bytes: int,
+    timeout_s: float,
+    check: Callable[[], None] = lambda: None,
 ) -> None:
     """Copies a checkpoint, file by file; it appears at its destination at one stroke.
 
@@ -31,6 +69,7 @@ def copy_checkpoint(
         destination: where it goes; a checkpoint there is replaced.
         budget_bytes: host memory to use, at least that of the largest file.
         timeout_s: how long to wait for another process that writes there.
+        check: called right before it appears; raises what speaks against that.
 
     Raises:
         CheckpointNotFound: there is none to copy.
@@ -49,6 +88,7 @@ def copy_checkpoint(
         if destination.is_local:
             for folder in sorted({key.rpartition("/")[0] for key in keys}):
                 destination.child(folder).sync(destination)
+        check()
         if not Root(destination, context).replace(found, manifest.value, timeout_s):
             raise SaveConflict(f"{destination}: another job committed here meanwhile")
     except chunks.FAILURES as error:
