@@ -41,7 +41,7 @@ def source(leaf: Any, group: Group) -> ArraySource:
     for shard in leaf.addressable_shards:
         pieces.setdefault(boxes_at[shard.device], shard.data)
     pieces = {box: data for box, data in pieces.items() if not box.empty}
-    read, memory = partial(_gather, pieces), _memory(pieces)
+    read, memory = partial(_gather, pieces), _memory(pieces, leaf.sharding)
     if leaf.is_fully_addressable and group.count > 1:
         # Without a mesh over processes it is like a NumPy array: every process has its own copy.
         whole = whole_source(shape, dtype, group, read, identity, memory)
@@ -55,10 +55,10 @@ def source(leaf: Any, group: Group) -> ArraySource:
     return ArraySource(shape, dtype, fragments, layout, known, identity, prng)
 
 
-def _memory(pieces: Mapping[Box, Any]) -> Memory:
+def _memory(pieces: Mapping[Box, Any], sharding: Sharding) -> Memory:
     """A donated array is deleted. On CPU, JAX does not reuse its memory while a view is held
     (tested); elsewhere it does, so that it must be read, or cloned, before."""
-    if all(_on_cpu(data) for data in pieces.values()):
+    if _on_cpu(sharding):
         return Memory(mutable=False, keep=lambda: partial(_gather, _map(np.asarray, pieces)))
 
     def deleted() -> bool:
@@ -83,8 +83,10 @@ def _clone(data: Any) -> Any:
         raise
 
 
-def _on_cpu(data: Any) -> bool:
-    return all(device.platform == "cpu" for device in data.devices())
+@lru_cache(maxsize=4096)
+def _on_cpu(sharding: Sharding) -> bool:
+    devices: set[Any] = set(sharding.device_set)
+    return all(device.platform == "cpu" for device in devices)
 
 
 def _check_source(leaf: Any, group: Group) -> None:
@@ -343,7 +345,7 @@ def _gather(pieces: Mapping[Box, Any], wanted: Box, room: Callable[[], Array]) -
 
 def _host(data: Any, box: Box) -> Array:
     """Host memory of a box of an addressable array; a view on CPU."""
-    if isinstance(data, np.ndarray) or _on_cpu(data):
+    if isinstance(data, np.ndarray) or _on_cpu(data.sharding):
         view: Array = np.asarray(data)[box.slices]
         return view
     # Sliced on the device: a whole shard on the host would stay cached in the array.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -22,8 +22,11 @@ from unickpt.tree import Expansion
 Array = np.ndarray[Any, Any]
 Read = Callable[[Box, Callable[[], Array]], Array]
 
+# These classes are facts, which nobody changes. They are not frozen, because that makes them three
+# times as slow to make, and a save makes some for each array while its caller waits.
 
-@dataclass(frozen=True)
+
+@dataclass(slots=True, eq=False)
 class Memory:
     """Where a fragment lies, and what its framework tells of changes to it.
 
@@ -47,7 +50,7 @@ class Memory:
     allocate: Callable[[int], Array] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Fragment:
     """A box of an array that this process holds.
 
@@ -63,10 +66,10 @@ class Fragment:
     box: Box
     replicas: tuple[int, ...]
     read: Read
-    memory: Memory = Memory()
+    memory: Memory = field(default_factory=Memory)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class ArraySource:
     """What an adapter says of a leaf to be saved.
 

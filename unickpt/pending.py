@@ -247,7 +247,8 @@ class SaveQueue:
                 options=options,
                 check=self._refuse,
             )
-            if not saving.location.is_remote:  # early, where that costs the caller no time
+            # Early, where that costs the caller no time; and again when it is this save's turn.
+            if not saving.location.is_remote and saving.location.is_there():
                 with saving.failing():
                     saving.check_destination()
             previous = self._pending[-1] if self._pending else None

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from unickpt import backends
@@ -49,9 +49,7 @@ class Saving:
         self._overwrite, self.options = overwrite, options
         self.location = backends.resolve(path)
         self.group = options.group or current_group(among)
-        context = backends.context(fsync=options.fsync)
         self.attempt = self.group.next_attempt()
-        self._attempt = Attempt(self.location, self.group, self.attempt, context, options.timeout_s)
         self._writer: Writer | None = None
         self.blocked_s, self.staged_bytes = 0.0, 0
         self.phases: dict[str, float] = {}
@@ -64,6 +62,12 @@ class Saving:
             if self.group.count == 1:
                 check_alone(self.description)
         self.phases["describe"] = self.elapsed
+
+    @cached_property
+    def _attempt(self) -> Attempt:  # made when it is needed, which is seldom while the caller waits
+        context = backends.context(fsync=self.options.fsync)
+        timeout_s = self.options.timeout_s
+        return Attempt(self.location, self.group, self.attempt, context, timeout_s)
 
     def plan(self) -> None:
         """Works out which chunks this process holds (`held`), and which it writes (`share`)."""

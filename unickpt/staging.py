@@ -147,7 +147,10 @@ class Staging:
             fragments.append(kept)
         if all(kept is given for kept, given in zip(fragments, source.fragments, strict=True)):
             return source
-        return replace(source, fragments=tuple(fragments))
+        s = source
+        return ArraySource(
+            *(s.shape, s.dtype, tuple(fragments), s.layout, s.boxes, s.identity, s.prng, s.assumed)
+        )
 
     def _decide(self, fragment: Fragment, dtype: DType) -> tuple[_Way, Fragment]:
         nbytes = fragment.box.size * dtype.itemsize
