@@ -41,7 +41,7 @@ def whole_source(
     """An array that every process of the job holds whole, if it has it in its tree."""
     box = Box.whole(shape)
     holders = tuple(range(group.count))
-    fragments = () if box.empty else (Fragment(box, holders, read, memory),)
+    fragments = () if 0 in shape else (Fragment(box, holders, read, memory),)
     layout = Layout.replicated(len(shape), group.count)
     assumed = group.count > 1
     return ArraySource(shape, dtype, fragments, layout, identity=identity, assumed=assumed)

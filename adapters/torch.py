@@ -345,7 +345,8 @@ def _memory(leaf: torch.Tensor) -> torch.Tensor:
             f"a {kind} has no memory of its own (a wrapper, or inside torch.func); save the "
             "tensors it stands for"
         ) from None
-    return leaf.detach().as_subclass(torch.Tensor)
+    plain = leaf.detach()
+    return plain if type(plain) is torch.Tensor else plain.as_subclass(torch.Tensor)
 
 
 def _is_dtensor(leaf: torch.Tensor) -> bool:
