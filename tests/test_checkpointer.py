@@ -546,6 +546,32 @@ def test_what_was_not_copied_is_copied_by_the_next_run(
         assert Steps(local).committed() == [3]
 
 
+def test_the_newest_step_in_the_root_stays_while_a_newer_one_is_not_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, local = tmp_path / "root", tmp_path / "local"
+
+    def fail(*arguments: Any) -> None:
+        raise StorageError("the network is down")
+
+    with Checkpointer(root, local=local, keep_last=1, options=FAST) as checkpointer:
+        checkpointer.save(1, numbers(1))
+        checkpointer.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr("unickpt.checkpointer.copy_checkpoint", fail)
+            for step in (2, 3):
+                checkpointer.save(step, numbers(step))
+                with pytest.raises(StorageError):
+                    checkpointer.wait()
+                checkpointer._clean()
+                assert Steps(root).committed() == [1]
+                assert step in Steps(local).committed()
+        checkpointer.save(4, numbers(4))
+        checkpointer.wait()
+        assert Steps(root).committed() == [4]
+        assert Steps(local).committed() == [4]
+
+
 def test_two_tiers_of_several_processes(tmp_path: Path) -> None:
     def run(group: ProcessGroup, local: Path) -> Any:
         options = SaveOptions(group=group, fsync=False, timeout_s=20, chunk_bytes=4096)
@@ -653,3 +679,25 @@ def test_processes_do_not_refuse_in_turns_for_ever(tmp_path: Path) -> None:
     first, second = in_job(2, run)
     assert first == ["StorageError", "ProcessFailed", "saved", "saved"]
     assert second == ["ProcessFailed", "StorageError", "saved", "saved"]
+
+
+def test_the_metrics_of_process_0_count(tmp_path: Path) -> None:
+    def run(group: ProcessGroup) -> list[str]:
+        options = SaveOptions(group=group, fsync=False, timeout_s=20)
+        outcomes = []
+        with Checkpointer(tmp_path, keep_best=1, metric="loss", options=options) as checkpointer:
+            for step, loss in enumerate([3.0, 1.0, "low", 2.0, 4.0]):
+                mine: Any = loss if group.index == 0 else 9.0 - step
+                try:
+                    checkpointer.save(step, {"w": np.ones(9)}, metrics={"loss": mine}).result(30)
+                    outcomes.append("saved")
+                except unickpt.UnickptError as error:
+                    outcomes.append(type(error).__name__)
+        return outcomes
+
+    first, second = in_job(2, run)
+    assert first == ["saved", "saved", "UnsupportedLeaf", "saved", "saved"]
+    assert second == ["saved", "saved", "ProcessFailed", "saved", "saved"]
+    assert Checkpointer(tmp_path).steps() == [1, 4]
+    found = unickpt.open(tmp_path / "step_1").metadata["unickpt"]
+    assert found == {"step": 1, "metrics": {"loss": 1.0}}

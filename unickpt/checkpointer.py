@@ -26,13 +26,13 @@ from unickpt.errors import (
     UnsupportedLeaf,
 )
 from unickpt.group import Group
+from unickpt.index import RESERVED
 from unickpt.lease import Lease
 from unickpt.load import load
 from unickpt.options import LoadOptions, SaveOptions
 from unickpt.pending import Hooks, PendingSave, SaveQueue
 from unickpt.policy import Clock, Policy, SigtermHandler
 from unickpt.retention import Retention
-from unickpt.steps import RESERVED
 from unickpt.tiers import Tier, copy_checkpoint
 
 _log = logging.getLogger("unickpt")
@@ -169,7 +169,8 @@ class Checkpointer:
             step: its number, not negative.
             tree: as for `unickpt.save`.
             wait: return only when it is committed.
-            metrics: numbers to choose the best steps by; they are stored in the metadata.
+            metrics: numbers to choose the best steps by, which are stored in the metadata. Those
+                of process 0 count.
             metadata: as for `unickpt.save`.
             overwrite: replace the step if it exists.
 
@@ -192,7 +193,8 @@ class Checkpointer:
         tier, owners = self._tiers[0], None
         if self._fences:
             owners = {owner for fence in self._fences for owner in fence.owners()}
-        hooks = Hooks(ended=lambda: self._in_flight.remove(step))
+        described, problem = _metadata(step, metrics if group.index == 0 else None, metadata)
+        hooks = Hooks(begin=partial(_raise_if, problem), ended=lambda: self._in_flight.remove(step))
         if group.index == 0:
             hooks = replace(
                 hooks,
@@ -205,7 +207,7 @@ class Checkpointer:
             tier.path(step),
             tree,
             overwrite=overwrite,
-            metadata=_metadata(step, metrics, metadata),
+            metadata=described,
             options=self._options,
             owners=owners,
             hooks=hooks,
@@ -431,11 +433,13 @@ class Checkpointer:
         rated = {step: self._rated(step) for step in {*committed, *here}}
         expendable = self._retention.expendable(rated)
         for step in here[:-1]:
-            if (step in committed or step in expendable) and step not in self._in_flight:
+            copied = step in committed and step not in self._uncopied
+            if (copied or step in expendable) and step not in self._in_flight:
                 assert self._local is not None
                 self._local.remove(step)
         for step in expendable:
-            if step in committed and step not in self._in_flight:
+            # The newest of the root stays even if the local tier has a newer one.
+            if step in committed[:-1] and step not in self._in_flight:
                 _log.info("removing %s", self._root.path(step))
                 self._root.remove(step)
                 self._metrics.pop(step, None)
@@ -500,12 +504,18 @@ def _fences(optimizers: Sequence[Any], wait: Callable[[], None]) -> list[Fence]:
 
 def _metadata(
     step: int, metrics: Mapping[str, float] | None, metadata: Mapping[str, Any] | None
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], Exception | None]:
+    """What is stored, or what is wrong with it."""
     if RESERVED in (metadata or {}):
-        raise UnsupportedLeaf(f"metadata: the key {RESERVED!r} is the Checkpointer's own")
+        return {}, UnsupportedLeaf(f"metadata: the key {RESERVED!r} is the Checkpointer's own")
     try:
         numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
-        shown = {n: v if math.isfinite(v) else str(v) for n, v in numbers.items()}  # JSON lacks nan
     except (TypeError, ValueError) as error:
-        raise UnsupportedLeaf(f"metrics must be numbers: {error}") from None
-    return {**(metadata or {}), RESERVED: {"step": step, "metrics": shown}}
+        return {}, UnsupportedLeaf(f"metrics must be numbers: {error}")
+    shown = {n: v if math.isfinite(v) else str(v) for n, v in numbers.items()}  # JSON lacks nan
+    return {**(metadata or {}), RESERVED: {"step": step, "metrics": shown}}, None
+
+
+def _raise_if(error: Exception | None) -> None:
+    if error is not None:
+        raise error

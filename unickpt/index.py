@@ -20,6 +20,8 @@ from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.layout import Layout, Mesh
 
 FORMAT = (1, 1)
+RESERVED = "unickpt"
+"""Where metadata holds what `Checkpointer` adds: `step`, and `metrics` as process 0 has them."""
 INDEX_KEY = "unickpt.json"
 DIGESTS_KEY = "unickpt.digests"
 # The codecs that may follow `bytes`, with their settings. No others: some of those that zarr knows

@@ -15,7 +15,7 @@ import numpy as np
 from unickpt import digests, plan, tree
 from unickpt.box import Box, overlap, uncovered
 from unickpt.errors import CoverageError
-from unickpt.index import ArrayEntry, Index, PerProcessEntry
+from unickpt.index import RESERVED, ArrayEntry, Index, PerProcessEntry
 from unickpt.record import Record
 
 _NOBODY = np.uint32(0xFFFFFFFF)
@@ -67,6 +67,8 @@ def unite(described: Sequence[Index]) -> Index:
 def _check_settings(ours: Index, theirs: Index, process: int) -> None:
     for what in ("processes", "codecs", "metadata"):
         mine, other = getattr(ours, what), getattr(theirs, what)
+        if what == "metadata":
+            mine, other = ({k: v for k, v in m.items() if k != RESERVED} for m in (mine, other))
         if mine != other:
             raise CoverageError(
                 f"the processes save with different {what}: process 0 with {str(mine)[:80]}, "

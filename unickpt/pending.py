@@ -186,9 +186,10 @@ def _nothing(*_: object) -> None:
 
 @dataclass(frozen=True)
 class Hooks:
-    """What else belongs to a save, on the thread that saves.
+    """What else belongs to a save; all but `begin` on the thread that saves.
 
     Arguments:
+        begin: in the call; raises what speaks against this save.
         prepare: before this process writes anything, with the name of the attempt; what it raises
             fails the save.
         check: right before the commit, on the coordinator; likewise.
@@ -196,6 +197,7 @@ class Hooks:
         ended: at the end of the save, whatever came of it, even if it never began; likewise.
     """
 
+    begin: Callable[[], None] = _nothing
     prepare: Callable[[str], None] = _nothing
     check: Callable[[], None] = _nothing
     committed: Callable[[], None] = _nothing
@@ -247,6 +249,8 @@ class SaveQueue:
                 options=options,
                 check=self._refuse,
             )
+            with saving.failing():
+                hooks.begin()
             # Early, where that costs the caller no time; and again when it is this save's turn.
             if not saving.location.is_remote and saving.location.is_there():
                 with saving.failing():

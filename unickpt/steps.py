@@ -10,12 +10,11 @@ from unickpt import backends, checkpoint, chunks
 from unickpt.backends import Location
 from unickpt.backends.ocdbt import MANIFEST
 from unickpt.errors import CheckpointNotFound, UnickptError
+from unickpt.index import RESERVED
 from unickpt.listing import checkpoints_below
 
 _log = logging.getLogger("unickpt")
 _NAME = re.compile(r"step_(0|[1-9][0-9]{0,17})")
-RESERVED = "unickpt"
-"""Where a checkpoint's metadata holds what the Checkpointer adds: `step` and `metrics`."""
 
 
 class Steps:
