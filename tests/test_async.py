@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
 import threading
 import time
 import weakref
@@ -593,6 +595,28 @@ def test_saves_are_ordered_and_a_third_one_waits(writing: Gate, tmp_path: Path) 
     assert ended.phases["queue"] >= 0
     for i in range(3):
         assert same(unickpt.load(tmp_path / str(i)), numbers(i))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
+def test_the_training_has_the_processors_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = {}
+    real = chunks.digest
+
+    def look(chunk: Any) -> int:
+        seen["hashing"] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        return real(chunk)
+
+    def told(report: unickpt.SaveReport) -> None:
+        seen["saving"] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    monkeypatch.setattr(chunks, "digest", look)
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    options = SaveOptions(metrics=told, fsync=False)
+    unickpt.save_async(tmp_path / "c", {"w": np.ones(MIB)}, options=options).result(30)
+    assert min(seen["hashing"], seen["saving"]) > before
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
 def test_metrics_are_told_and_may_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
