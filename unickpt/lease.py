@@ -108,7 +108,6 @@ class _Claim:
         self._location, self._holder = location, holder
         self._store = location.store(backends.context())
         self._generation: bytes | None = None
-        self._lost = ""
         self._ended, self._writing = threading.Event(), threading.Lock()
 
     def take(self) -> bool:
