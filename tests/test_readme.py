@@ -143,7 +143,7 @@ def test_two_tiers(tmp_path: Path) -> None:
     exec(text.replace("/dev/shm", str(tmp_path / "shm")), names)
     with names["ckpt"] as checkpointer:
         checkpointer.save(1, {"w": np.ones(3)})
-    assert os.listdir(tmp_path / "shm" / "run") == ["step_1"]
+    assert sorted(os.listdir(tmp_path / "shm" / "run")) == [".unickpt.lock", "step_1"]
     assert unickpt.load("bucket/run/step_1")["w"].all()
 
 
