@@ -55,7 +55,7 @@ from peers import (
 from rich.console import Console
 from rich.table import Table
 
-BLOCKED, STAGED, COMMITTED, LOOP = "blocked", "staged", "committed", "loop"
+BLOCKED, STAGED, COMMITTED, LOOP, LOST = "blocked", "staged", "committed", "loop", "lost by a save"
 NO_SAVING = "no saving"
 DCP, COPYTO, COPY = "dcp", "numpy copyto", "torch copy_"
 ARRAY_BYTES = 16 << 20
@@ -705,15 +705,35 @@ def train(
 ) -> dict[str, float]:
     """So many steps, with saves between them, timed; `done` steps were done before."""
     blocked, start = 0.0, perf_counter()
+    ends = [start]
     for step in range(1, options.steps + 1):
         training.step(saver.before_update)
+        ends.append(perf_counter())
         if step % options.every == 0 and step < options.steps:
             called = perf_counter()
             saver.save(done + step)
             blocked += perf_counter() - called
     looped = perf_counter() - start
     saver.wait()
-    return {LOOP: looped, COMMITTED: perf_counter() - start, BLOCKED: blocked}
+    lost = lost_by_save(np.diff(ends), options.every)
+    return {LOOP: looped, COMMITTED: perf_counter() - start, BLOCKED: blocked, LOST: lost}
+
+
+def lost_by_save(seconds: np.ndarray[Any, Any], every: int) -> float:
+    """What a save costs the steps after it, its call included: the median over the saves.
+
+    That is held against the last steps before the next save of the same loop, so that it does not
+    depend on how fast the machine was during another loop.
+
+    Arguments:
+        seconds: of each step, from the end of the step before.
+        every: steps from save to save.
+    """
+    near = max(1, every - 2)
+    rest = [s for i, s in enumerate(seconds) if i >= every and i % every >= near]
+    usual = statistics.median(rest)
+    saves = range(every, len(seconds) - near + 1, every)
+    return statistics.median(float(seconds[i : i + near].sum() - near * usual) for i in saves)
 
 
 def run_memory(options: argparse.Namespace, directory: Path, console: Console) -> list[int]:
@@ -829,7 +849,15 @@ def print_loop(
     )
     table = Table(title=title, title_justify="left")
     table.add_column("contender", no_wrap=True)
-    for column in ("the loop", "slower by", "in calls", "until committed", "longer by"):
+    columns = (
+        "the loop",
+        "slower by",
+        "in calls",
+        "lost by a save",
+        "until committed",
+        "longer by",
+    )
+    for column in columns:
         table.add_column(column, justify="right")
 
     for name in names:
@@ -838,14 +866,15 @@ def print_loop(
             percent(ratios(samples, part, (name, operation), (NO_SAVING, LOOP)))
             for operation in (LOOP, COMMITTED)
         ]
-        called = spread(by_round(samples, part, name, BLOCKED).values())
+        called, lost = (spread(by_round(samples, part, name, o).values()) for o in (BLOCKED, LOST))
         if name == NO_SAVING:
-            table.add_row(name, cells[0])
+            table.add_row(name, cells[0], "", "", lost)
         else:
-            table.add_row(name, cells[0], slower[0], called, cells[1], slower[1])
+            table.add_row(name, cells[0], slower[0], called, lost, cells[1], slower[1])
     console.print(table)
     console.print(
         "slower by: until the last step is done; longer by: until all is committed.\n"
+        "lost by a save: by the steps after it, beside the last ones before the next.\n"
         "unickpt and Orbax remove the step before, DCP removes none.\n"
     )
 

@@ -21,11 +21,10 @@ from unickpt.errors import SaveTimeout
 from unickpt.options import SaveOptions, SaveReport
 from unickpt.saving import Saving
 from unickpt.staging import Abandoned, HostArea, Staging
+from unickpt.workers import step_back
 
 _log = logging.getLogger("unickpt")
 _MOST = 2  # saves in flight: one is written while the next is staged
-# Measured on two cores: without it, each save cost a training loop three times as much.
-_NICENESS = 10
 
 
 class PendingSave:
@@ -133,12 +132,11 @@ class PendingSave:
     # --- on threads of its own -----------------------------------------------------------------
 
     def _stage(self) -> None:
-        _step_back()
+        step_back()
         self._returned.wait()
         self._staging.stage_later()
 
     def _run(self) -> None:
-        _step_back()
         saving, staging = self._saving, self._staging
         staging.may_write.wait()
         if staging.has_later:
@@ -169,13 +167,6 @@ class PendingSave:
         self._returned.wait()
         self._staging.settle()
         self._saving.staged_bytes = self._staging.nbytes
-
-
-def _step_back() -> None:
-    """Lets the training have the processors first, before this thread and those that it starts."""
-    if sys.platform == "linux":  # where threads have priorities of their own
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 @dataclass(frozen=True)

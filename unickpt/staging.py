@@ -110,6 +110,8 @@ class Staging:
         owners: what optimizers own whose steps wait for this; None where there is no such guard.
     """
 
+    behind = True
+
     def __init__(self, saving: Saving, area: HostArea, owners: set[Hashable] | None) -> None:
         self._saving, self._area, self._owners = saving, area, owners
         self._mode, self._budget = saving.options.staging, saving.options.budget_bytes

@@ -27,7 +27,12 @@ class Staged:
 
 
 class Supply(Protocol):
-    """Where a writer gets its chunks from."""
+    """Where a writer gets its chunks from.
+
+    `behind` tells whether it is written behind a training loop.
+    """
+
+    behind: bool
 
     def ready(self, jobs: Sequence[ChunkJob]) -> bool:
         """Whether `fetch` would not wait."""
@@ -42,6 +47,8 @@ class Direct:
     Arguments:
         budget_bytes: how much memory to keep for copies.
     """
+
+    behind = False
 
     def __init__(self, budget_bytes: int) -> None:
         self._buffers = HostBuffers(budget_bytes)

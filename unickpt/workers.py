@@ -6,13 +6,28 @@ when pending saves are completed.
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 T = TypeVar("T")
+_NICENESS = 10
+
+
+def step_back() -> None:
+    """Lets the training have the processors before this thread.
+
+    Only for threads that copy and hash, and seldom hold Python's lock: one that holds it and has to
+    wait would keep the training. Measured on two cores: a save costs a loop a third of the time.
+    """
+    if sys.platform == "linux":  # where threads have priorities of their own
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 class Workers:
@@ -20,6 +35,7 @@ class Workers:
 
     Arguments:
         count: number of threads.
+        behind: whether they work behind a training loop, see `step_back`.
 
     Example:
         >>> with Workers(2) as workers:
@@ -28,7 +44,8 @@ class Workers:
         42
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, behind: bool = False) -> None:
+        self._behind = behind
         self._work: SimpleQueue[_Task[object] | None] = SimpleQueue()
         self._threads = [threading.Thread(target=self._run) for _ in range(count)]
 
@@ -55,6 +72,8 @@ class Workers:
             thread.join()
 
     def _run(self) -> None:
+        if self._behind:
+            step_back()
         while (task := self._work.get()) is not None:
             task.run()
 

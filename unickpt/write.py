@@ -82,7 +82,7 @@ class Writer:
         digests: list[Callable[[], int]] = []
         looked = time.monotonic()
         batches = list(self._batches(jobs)) or [[]]
-        with Workers(_HASH_THREADS) as pool:
+        with Workers(_HASH_THREADS, behind=self._supply.behind) as pool:
             for batch in batches:
                 while not self._supply.ready(batch) and window.wait_oldest():
                     pass  # what is staged next may need the memory that this gives back
