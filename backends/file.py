@@ -6,6 +6,7 @@ import fcntl
 import logging
 import os
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -33,13 +34,22 @@ def spec_from_path(path: str) -> dict[str, Any]:
     except UnicodeEncodeError:
         raise InvalidPath(f"{path!r} is not valid Unicode") from None
     existing = absolute
-    while not os.path.lexists(existing):
+    while not _is_directory(existing, path):
         existing = os.path.dirname(existing)
-    if not os.path.isdir(existing):
-        raise InvalidPath(
-            f"{path!r}: {existing!r} is no directory; a checkpoint is a directory of its own"
-        )
     return {"driver": "file", "path": absolute.rstrip("/") + "/"}
+
+
+def _is_directory(existing: str, path: str) -> bool:
+    """Whether there is a directory; asked at one stroke, because another process may remove it."""
+    try:
+        if stat.S_ISDIR(os.stat(existing).st_mode):
+            return True
+    except OSError:  # what cannot be looked at is found out when it is used
+        if not os.path.islink(existing):
+            return False
+    raise InvalidPath(
+        f"{path!r}: {existing!r} is no directory; a checkpoint is a directory of its own"
+    )
 
 
 def spec_from_url(url: str) -> dict[str, Any]:

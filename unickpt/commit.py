@@ -146,7 +146,7 @@ class Attempt:
     def publish(self, record: Record, kind: str = OK) -> None:
         """Ends this process's part."""
         self._sync(self.database(self.group.index).child("d"))
-        self._hopeless = False
+        self._hopeless = self.group.index == 0  # the coordinator itself has yet to commit
         self._board.publish(replace(record, replaces=self._digest_found), kind)
 
     def publish_error(self, error: BaseException, *, refused: bool = False) -> None:

@@ -113,7 +113,9 @@ class Steps:
             attempts = place.child("processes").folders(self._context)
             if self._is_ours(place) and not any(_is_of(name, session) for name in attempts):
                 _log.info("removing %s, which a crashed save left behind", place)
-                place.remove(self._context)
+                for attempt in attempts:  # and nothing that another process begins meanwhile
+                    place.child(f"processes/{attempt}").remove(self._context)
+                place.remove_empty()
         if committed and committed[-1] not in spared:
             self._remove_attempts(committed[-1], session)
 
