@@ -201,10 +201,10 @@ class _OptimizerFence:
         for tensor in [*params, *slots]:
             if not isinstance(tensor, torch.Tensor):
                 continue
-            with torch.no_grad(), suppress(TypeError):  # without memory there is nothing to guard
-                local: Any = tensor
+            local: Any = tensor
+            with torch.no_grad(), suppress(RuntimeError):  # without memory there is none to guard
                 local = local.to_local() if _is_dtensor(tensor) else local
-                found.add(_memory(local).untyped_storage()._cdata)
+                found.add(local.untyped_storage()._cdata)
         return found
 
     def remove(self) -> None:
@@ -350,16 +350,18 @@ def _memory(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def _is_dtensor(leaf: torch.Tensor) -> bool:
-    return isinstance(leaf, _dtensor_types())
+    return isinstance(leaf, _DTENSOR)
 
 
-@cache
 def _dtensor_types() -> tuple[type, ...]:
     if not dist.is_available():
         return ()
     from torch.distributed.tensor import DTensor
 
     return (DTensor,)
+
+
+_DTENSOR = _dtensor_types()  # not at the first save: this import takes half a second
 
 
 def _dtensor(leaf: Any) -> tuple[Layout, Box | None, torch.Tensor]:

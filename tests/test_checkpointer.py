@@ -35,6 +35,7 @@ from unickpt import (
 )
 from unickpt.retention import Retention
 from unickpt.steps import Steps
+from unickpt.tiers import Tier
 
 FAST = SaveOptions(fsync=False, timeout_s=20, chunk_bytes=4096)
 
@@ -525,7 +526,7 @@ def test_what_was_not_copied_is_copied_by_the_next_run(
 
     checkpointer = Checkpointer(root, local=local, keep_last=5, options=FAST)
     with monkeypatch.context() as patch:
-        patch.setattr("unickpt.checkpointer.copy_checkpoint", fail)
+        patch.setattr(Tier, "copy_from", fail)
         checkpointer.save(1, numbers(1))
         checkpointer._queue.wait()
         checkpointer._copying.wait()
@@ -558,7 +559,7 @@ def test_the_newest_step_in_the_root_stays_while_a_newer_one_is_not_copied(
         checkpointer.save(1, numbers(1))
         checkpointer.wait()
         with monkeypatch.context() as patch:
-            patch.setattr("unickpt.checkpointer.copy_checkpoint", fail)
+            patch.setattr(Tier, "copy_from", fail)
             for step in (2, 3):
                 checkpointer.save(step, numbers(step))
                 with pytest.raises(StorageError):

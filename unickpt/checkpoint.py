@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, ValuesView
+from collections.abc import Iterator, Mapping, Sequence, ValuesView
 from functools import cached_property
 from typing import Any
 from urllib.parse import quote
@@ -103,14 +103,20 @@ class Checkpoint(Mapping[str, "StoredArray"]):
         """Logical bytes of all arrays; tied ones count once."""
         return sum(entry.nbytes for entry in self.index.arrays.values())
 
-    def per_process(self, name: str) -> tuple[bytes, ...]:
-        """The encoded value of each process of a per-process leaf, checked.
+    def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[bytes, ...]:
+        """The encoded values of a per-process leaf, checked.
+
+        Arguments:
+            name: of the leaf.
+            of: the processes whose values are wanted; all, where not given.
 
         Raises:
             CheckpointCorrupt: one is missing or does not match its digest.
         """
+        blobs = self.index.per_process[name].blobs
         out = []
-        for process, (size, digest) in enumerate(self.index.per_process[name].blobs):
+        for process in range(len(blobs)) if of is None else of:
+            size, digest = blobs[process]
             data = self.read_key(blob_key(name, process))
             if len(data) != size or chunks.digest(np.frombuffer(data, np.uint8)) != digest:
                 raise CheckpointCorrupt(

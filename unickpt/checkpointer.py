@@ -33,7 +33,7 @@ from unickpt.options import LoadOptions, SaveOptions
 from unickpt.pending import Hooks, PendingSave, SaveQueue
 from unickpt.policy import Clock, Policy, SigtermHandler
 from unickpt.retention import Retention
-from unickpt.tiers import Tier, copy_checkpoint
+from unickpt.tiers import Tier
 
 _log = logging.getLogger("unickpt")
 _FINE, _DAMAGED, _FAILED = 0, 1, 2
@@ -399,39 +399,30 @@ class Checkpointer:
             newer = {s for s in both if self._local.made(s) > self._root.made(s)}
             self._uncopied = {**dict.fromkeys(newer, True), **self._uncopied}
             self._compared = True
-        steps = {step: self._rated(step) for step in {*there, *here}}
-        expendable = self._retention.expendable(steps)
+        expendable = self._expendable(there, here)
         for step in here:
             if step in there and step not in self._uncopied:
                 continue
             if step not in expendable or step == here[-1]:
-                self._copy_step(step, self._uncopied.get(step, False))
+                self._copy_step(step, there, self._uncopied.get(step, False))
             self._uncopied.pop(step, None)
         self._cleaning.add(self._clean)
 
-    def _copy_step(self, step: int, overwrite: bool) -> None:
+    def _copy_step(self, step: int, there: Sequence[int], overwrite: bool) -> None:
         assert self._local is not None
-        source, destination = self._local.at(step), self._root.at(step)
-        if step in self._root.committed():
+        if step in there:
             if self._root.made(step) == self._local.made(step):
                 return  # by a try that was cut short when all was done
             if not overwrite:
-                raise CheckpointExists(f"{destination} already holds another checkpoint")
-        copy_checkpoint(
-            source,
-            destination,
-            self._options.budget_bytes,
-            self._options.timeout_s,
-            self._root.lease.check,
-        )
-        _log.info("copied %s to %s", source, destination)
+                raise CheckpointExists(f"{self._root.path(step)} already holds another checkpoint")
+        budget_bytes, timeout_s = self._options.budget_bytes, self._options.timeout_s
+        self._root.copy_from(self._local, step, budget_bytes, timeout_s)
 
     def _clean(self) -> None:
         """Removes the steps that no rule keeps."""
         committed = self._root.committed()
         here = [] if self._local is None else self._local.committed()
-        rated = {step: self._rated(step) for step in {*committed, *here}}
-        expendable = self._retention.expendable(rated)
+        expendable = self._expendable(committed, here)
         for step in here[:-1]:
             copied = step in committed and step not in self._uncopied
             if (copied or step in expendable) and step not in self._in_flight:
@@ -444,13 +435,14 @@ class Checkpointer:
                 self._root.remove(step)
                 self._metrics.pop(step, None)
 
-    def _rated(self, step: int) -> Mapping[str, float]:
-        if self._retention.keep_best is None:
-            return {}
-        if step not in self._metrics:
-            tier = self._local if step not in self._root.committed() else self._root
-            self._metrics[step] = (tier or self._root).metrics(step)
-        return self._metrics[step]
+    def _expendable(self, there: Sequence[int], here: Sequence[int]) -> list[int]:
+        """The steps that no rule keeps, of those in the root and in the local tier."""
+        tiers = {**dict.fromkeys(here, self._local), **dict.fromkeys(there, self._root)}
+        if self._retention.keep_best is not None:
+            for step, tier in tiers.items():
+                if step not in self._metrics and tier is not None:
+                    self._metrics[step] = tier.metrics(step)
+        return self._retention.expendable({step: self._metrics.get(step, {}) for step in tiers})
 
     # --- helpers -------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ class Chores:
     def wait(self, most: int = 0) -> None:
         """Waits until at most so many pieces of work are left."""
         with self._changed:
-            while len(self._work) + self._running > most and (self._work or self._running):
+            while len(self._work) + self._running > most:
                 self._changed.wait()
 
     def _run(self) -> None:

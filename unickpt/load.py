@@ -132,15 +132,16 @@ def _decode(stored: Checkpoint, name: str, data: bytes, like: Any, among: Sequen
 def _own_value(
     stored: Checkpoint, name: str, like: PerProcess, group: Any, among: Sequence[Adapter]
 ) -> PerProcess:
-    blobs = stored.per_process(name)
-    if len(blobs) == group.count:
-        own = _decode(stored, name, blobs[group.index], like.value, among)
+    count = len(stored.index.per_process[name].blobs)
+    if count == group.count:
+        (data,) = stored.per_process(name, [group.index])
+        own = _decode(stored, name, data, like.value, among)
     elif like.redistribute is not None:
-        saved = [_decode(stored, name, data, None, among) for data in blobs]
+        saved = [_decode(stored, name, data, None, among) for data in stored.per_process(name)]
         own = like.redistribute(saved, group.index, group.count)
     else:
         raise LoadMismatch(
-            f"{stored.location}: per-process leaf {name!r} was saved by {len(blobs)} processes and "
+            f"{stored.location}: per-process leaf {name!r} was saved by {count} processes and "
             f"is loaded by {group.count}. Say who gets which: PerProcess(redistribute=function), "
             "or load it on its own without `like` (a PerProcessValues of all values)."
         )

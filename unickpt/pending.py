@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from unickpt import backends
-from unickpt.errors import SaveTimeout
+from unickpt.errors import ProcessFailed, SaveTimeout
 from unickpt.options import SaveOptions, SaveReport
 from unickpt.saving import Saving
 from unickpt.staging import Abandoned, HostArea, Staging
@@ -294,7 +294,8 @@ class SaveQueue:
     def _refuse(self) -> None:
         """As `raise_failed`; but a save that failed only because another process refused it is no
         reason to refuse the next one, else two processes could refuse in turns for ever."""
-        if not all(getattr(failure.error, "refused", False) for failure in self._failures):
+        errors = [failure.error for failure in self._failures]
+        if not all(isinstance(error, ProcessFailed) and error.refused for error in errors):
             self.raise_failed()
 
     def _unfinished(self) -> list[PendingSave]:

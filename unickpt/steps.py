@@ -31,8 +31,7 @@ class Steps:
 
     def path(self, step: int) -> str:
         """Where a step is, or will be."""
-        place = self.at(step)
-        return str(place) if place.is_local else place.url.rstrip("/")
+        return str(self.at(step))
 
     def at(self, step: int) -> Location:
         return self.location.child(f"step_{step}")
@@ -117,7 +116,7 @@ class Steps:
                     place.child(f"processes/{attempt}").remove(self._context)
                 place.remove_empty()
         if committed and committed[-1] not in spared:
-            self._remove_attempts(committed[-1], session)
+            self.remove_older(committed[-1], session)
 
     def _is_ours(self, place: Location) -> bool:
         if place.is_local:
@@ -125,7 +124,9 @@ class Steps:
         keys = (key.decode(errors="replace") for key in place.store(self._context).list().result())
         return all(key.startswith("processes/") for key in keys)
 
-    def _remove_attempts(self, step: int, session: str) -> None:
+    def remove_older(self, step: int, session: str = "") -> None:
+        """Removes all attempts to save a step but the one that was committed, and those of a
+        session; see `remove_debris`."""
         folder, kept = self.at(step).child("processes"), self._attempts(step)
         for attempt in folder.folders(self._context):
             if attempt not in kept and not _is_of(attempt, session):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import tensorstore as ts
 
-from unickpt import backends, checkpoint, chunks
-from unickpt.backends import Location
+from unickpt import backends, chunks
 from unickpt.backends.ocdbt import MANIFEST
 from unickpt.errors import CheckpointNotFound, SaveConflict, UnickptError
 from unickpt.lease import Lease
@@ -54,48 +53,41 @@ class Tier(Steps):
         except (UnickptError, *chunks.FAILURES) as error:
             _log.warning("%s: debris cannot be removed now: %s", self.location, error)
 
+    def copy_from(self, source: Steps, step: int, budget_bytes: int, timeout_s: float) -> None:
+        """Copies a step, file by file; it appears here at one stroke, and may replace another.
 
-def copy_checkpoint(
-    source: Location,
-    destination: Location,
-    budget_bytes: int,
-    timeout_s: float,
-    check: Callable[[], None] = lambda: None,
-) -> None:
-    """Copies a checkpoint, file by file; it appears at its destination at one stroke.
+        Arguments:
+            source: where it is committed.
+            step: its number.
+            budget_bytes: host memory to use, at least that of the largest file.
+            timeout_s: how long to wait for another process that writes here.
 
-    Arguments:
-        source: of a committed checkpoint.
-        destination: where it goes; a checkpoint there is replaced.
-        budget_bytes: host memory to use, at least that of the largest file.
-        timeout_s: how long to wait for another process that writes there.
-        check: called right before it appears; raises what speaks against that.
-
-    Raises:
-        CheckpointNotFound: there is none to copy.
-        StorageError: a storage failed.
-        SaveConflict: another job saved there meanwhile.
-    """
-    context = backends.context()
-    try:
-        found = Root(destination, context).read()
-        reader, writer = source.store(context), destination.store(context)
-        manifest = reader.read(MANIFEST).result()
-        if manifest.state != "value":
-            raise CheckpointNotFound(f"no checkpoint at {source}")
-        keys = sorted(key for key in _keys(reader) if key.startswith("processes/"))
-        _copy(keys, reader, writer, budget_bytes)
-        if destination.is_local:
+        Raises:
+            CheckpointNotFound: there is none to copy.
+            StorageError: a storage failed.
+            SaveConflict: another job saved here meanwhile, or has the lease.
+        """
+        origin, destination = source.at(step), self.at(step)
+        context = backends.context()
+        try:
+            found = Root(destination, context).read()
+            reader, writer = origin.store(context), destination.store(context)
+            manifest = reader.read(MANIFEST).result()
+            if manifest.state != "value":
+                raise CheckpointNotFound(f"no checkpoint at {origin}")
+            keys = sorted(key for key in _keys(reader) if key.startswith("processes/"))
+            _copy(keys, reader, writer, budget_bytes)
             for folder in sorted({key.rpartition("/")[0] for key in keys}):
                 destination.child(folder).sync(destination)
-        check()
-        if not Root(destination, context).replace(found, manifest.value, timeout_s):
-            raise SaveConflict(f"{destination}: another job committed here meanwhile")
-    except chunks.FAILURES as error:
-        raise chunks.translate(
-            error, f"copying {source} to {destination}", reading=False
-        ) from error
-    _remove_older(destination, context)
+            self.lease.check()
+            if not Root(destination, context).replace(found, manifest.value, timeout_s):
+                raise SaveConflict(f"{destination}: another job committed here meanwhile")
+        except chunks.FAILURES as error:
+            where = f"copying {origin} to {destination}"
+            raise chunks.translate(error, where, reading=False) from error
+        _log.info("copied %s to %s", origin, destination)
+        with suppress(*chunks.FAILURES):  # what is left does no harm
+            self.remove_older(step)
 
 
 def _keys(store: ts.KvStore) -> Iterator[str]:
@@ -114,13 +106,3 @@ def _copy(keys: list[str], reader: ts.KvStore, writer: ts.KvStore, budget_bytes:
 
 def _wait(written: ts.Future[Any]) -> None:
     written.result()
-
-
-def _remove_older(destination: Location, context: ts.Context) -> None:
-    """Removes what the checkpoint that was replaced, or a copy cut short, left behind."""
-    attempts = destination.child("processes")
-    with suppress(UnickptError, *chunks.FAILURES):
-        kept = checkpoint.open(str(destination) if destination.is_local else destination.url)
-        for name in attempts.folders(context):
-            if kept.index.attempt and name != kept.index.attempt:
-                attempts.child(name).remove(context)

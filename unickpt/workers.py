@@ -23,7 +23,7 @@ def step_back() -> None:
     """Lets the training have the processors before this thread.
 
     Only for threads that copy and hash, and seldom hold Python's lock: one that holds it and has to
-    wait would keep the training. Measured on two cores: a save costs a loop a third of the time.
+    wait would keep the training.
     """
     if sys.platform == "linux":  # where threads have priorities of their own
         with suppress(OSError):
