@@ -187,7 +187,7 @@ _held: set[int] = set()
 
 
 class Hold:
-    """A lock in a folder, kept until this is called, or until the process ends.
+    """A lock in a folder, kept until `release`, or until the process ends.
 
     Arguments:
         path: of the folder, which is made if need be.
@@ -223,7 +223,7 @@ class Hold:
         except FileNotFoundError:
             return False
 
-    def __call__(self) -> None:
+    def release(self) -> None:
         if self._handle in _held:
             _held.discard(self._handle)
             os.close(self._handle)

@@ -168,7 +168,9 @@ def test_a_state_larger_than_the_budget_waits_for_the_storage(tmp_path: Path) ->
     tree = {f"w{i}": torch.full((MIB,), float(i)) for i in range(12)}  # 48 MiB
     options = SaveOptions(staging="copy", budget_bytes=16 * MIB, chunk_bytes=2 * MIB, fsync=False)
     for number in range(3):
-        queue.save(tmp_path / str(number), tree, overwrite=False, metadata=None, options=options)
+        queue.save(
+            tmp_path / str(number), tree, overwrite=False, metadata=lambda: None, options=options
+        )
         for tensor in tree.values():
             tensor += 1
     queue.wait()
@@ -213,7 +215,7 @@ def test_host_memory_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     counts = []
     for number in range(5):
         path = tmp_path / str(number)
-        queue.save(path, tree, overwrite=False, metadata=None, options=COPY).result(30)
+        queue.save(path, tree, overwrite=False, metadata=lambda: None, options=COPY).result(30)
         counts.append(len(made))
     assert counts[0] == 6
     assert counts[-1] == counts[0], "later saves made new memory"
@@ -453,12 +455,12 @@ def failing(queue: SaveQueue, path: Path, when: threading.Event | None = None) -
         assert when is None or when.wait(30)
         raise StorageError("the disk is on fire")
 
-    arguments = {"overwrite": False, "metadata": None, "options": COPY}
+    arguments = {"overwrite": False, "metadata": lambda: None, "options": COPY}
     return queue.save(path, {"w": np.ones(3)}, hooks=Hooks(prepare=fail), **arguments)
 
 
 def good(queue: SaveQueue, path: Path) -> Any:
-    return queue.save(path, {"w": np.ones(3)}, overwrite=False, metadata=None, options=COPY)
+    return queue.save(path, {"w": np.ones(3)}, overwrite=False, metadata=lambda: None, options=COPY)
 
 
 def test_an_error_in_the_background_is_raised_by_result_each_time(tmp_path: Path) -> None:
@@ -562,7 +564,7 @@ def test_a_save_that_fails_gives_all_memory_back(tmp_path: Path) -> None:
     tree = {f"w{i}": np.ones(MIB) for i in range(4)}
     options = SaveOptions(budget_bytes=10 * MIB, staging="copy")
     for _ in range(3):
-        arguments = {"overwrite": False, "metadata": None, "options": options}
+        arguments = {"overwrite": False, "metadata": lambda: None, "options": options}
 
         def fail(attempt: str) -> None:
             raise StorageError("no")

@@ -354,7 +354,9 @@ def test_a_lease_that_was_taken_over_commits_no_more(monkeypatch: pytest.MonkeyP
         with pytest.raises(SaveConflict):
             first.save(3, numbers(3), wait=True)
         assert second.steps() == [1, 2]
+    first.save(4, numbers(4), wait=True)  # the other job has ended
     first.close()
+    assert first.steps() == [1, 2, 4]
 
 
 def test_a_checkpointer_that_is_forgotten_gives_its_lease_back(tmp_path: Path) -> None:
@@ -528,8 +530,7 @@ def test_what_was_not_copied_is_copied_by_the_next_run(
     with monkeypatch.context() as patch:
         patch.setattr(Tier, "copy_from", fail)
         checkpointer.save(1, numbers(1))
-        checkpointer._queue.wait()
-        checkpointer._copying.wait()
+        checkpointer._drain()
         with pytest.raises(StorageError, match="network is down") as caught:
             checkpointer.save(2, numbers(2))
         assert any("copying a step to" in note for note in caught.value.__notes__)
@@ -564,7 +565,7 @@ def test_the_newest_step_in_the_root_stays_while_a_newer_one_is_not_copied(
                 checkpointer.save(step, numbers(step))
                 with pytest.raises(StorageError):
                     checkpointer.wait()
-                checkpointer._clean()
+                checkpointer._keeper._clean()
                 assert Steps(root).committed() == [1]
                 assert step in Steps(local).committed()
         checkpointer.save(4, numbers(4))

@@ -53,7 +53,11 @@ def save_async(
         array([1., 1., 1.])
     """
     return _queue(os.getpid()).save(
-        path, tree, overwrite=overwrite, metadata=metadata, options=options or SaveOptions()
+        path,
+        tree,
+        overwrite=overwrite,
+        metadata=lambda: metadata,
+        options=options or SaveOptions(),
     )
 
 

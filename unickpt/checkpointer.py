@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -15,29 +13,25 @@ from typing import Any, Literal, Self
 
 from unickpt import backends
 from unickpt.adapt import Fence, adapters, current_group
-from unickpt.chores import Chores
 from unickpt.errors import (
     CheckpointCorrupt,
-    CheckpointExists,
     CheckpointNotFound,
     InvalidPath,
     ProcessFailed,
-    StorageError,
     UnsupportedLeaf,
 )
 from unickpt.group import Group
 from unickpt.index import RESERVED
-from unickpt.lease import Lease
+from unickpt.keeper import Keeper
 from unickpt.load import load
 from unickpt.options import LoadOptions, SaveOptions
 from unickpt.pending import Hooks, PendingSave, SaveQueue
-from unickpt.policy import Clock, Policy, SigtermHandler
+from unickpt.policy import Policy, SigtermHandler
 from unickpt.retention import Retention
 from unickpt.tiers import Tier
 
 _log = logging.getLogger("unickpt")
 _FINE, _DAMAGED, _FAILED = 0, 1, 2
-_COPIES = 2  # checkpoints that wait to be copied from the local tier; a further save waits
 
 
 class Checkpointer:
@@ -108,8 +102,8 @@ class Checkpointer:
         optimizers: Sequence[Any] = (),
         options: SaveOptions | None = None,
     ) -> None:
-        self._retention = Retention(keep_last, keep_every, keep_best, metric, best, keep)
-        self._clock = Clock(Policy(save_every, save_every_s, preemption))
+        retention = Retention(keep_last, keep_every, keep_best, metric, best, keep)
+        self._policy = Policy(save_every, save_every_s, preemption)
         self._options = options or SaveOptions()
         self._root = Tier(root)
         self._local = None if local is None else Tier(local)
@@ -118,17 +112,9 @@ class Checkpointer:
             raise ValueError(f"local and root are the same place: {self._root.location}")
         self._queue = SaveQueue()
         self._fences = _fences(optimizers, self._queue.fence)
-        self._sigterm = SigtermHandler(self._clock.tell) if preemption else None
-        for tier in self._tiers:
-            weakref.finalize(self, Lease.give_back, tier.lease)
-        self._cleaning = Chores("unickpt clean", lambda e: _log.warning("cleaning up: %s", e))
-        copying = f"copying a step to {self._root.location}"
-        self._copying = Chores("unickpt copy", partial(self._queue.fail, copying))
-        self._metrics: dict[int, Mapping[str, float]] = {}
-        self._session = ""
-        self._in_flight: list[int] = []
-        self._uncopied: dict[int, bool] = {}
-        self._closed = self._shared = self._compared = False
+        self._sigterm = SigtermHandler(self._policy.tell) if preemption else None
+        self._keeper = Keeper(self._root, self._local, retention, self._options, self._queue.fail)
+        self._closed = self._shared = False
         self.loaded_step: int | None = None
         """The step that `load` gave."""
 
@@ -142,16 +128,16 @@ class Checkpointer:
         Raises:
             ValueError: they have no way to agree (see `ProcessGroup`).
         """
-        return self._clock.is_due(step, self._group())
+        return self._policy.is_due(step, self._group())
 
     def preempt(self) -> None:
         """Says that the job is about to be stopped, as SIGTERM does with `preemption=True`."""
-        self._clock.tell()
+        self._policy.tell()
 
     @property
     def preempted(self) -> bool:
         """Whether the job was told to stop, as agreed by all processes in `should_save`."""
-        return self._clock.preempted
+        return self._policy.preempted
 
     def save(
         self,
@@ -190,29 +176,22 @@ class Checkpointer:
             raise ValueError(f"step {step!r} must be an integer, at least 0")
         group = self._group()
         self._check_shared(group)
-        tier, owners = self._tiers[0], None
+        owners = None
         if self._fences:
             owners = {owner for fence in self._fences for owner in fence.owners()}
-        described, problem = _metadata(step, metrics if group.index == 0 else None, metadata)
-        hooks = Hooks(begin=partial(_raise_if, problem), ended=lambda: self._in_flight.remove(step))
+        hooks = Hooks()
         if group.index == 0:
-            hooks = replace(
-                hooks,
-                prepare=lambda attempt: self._prepare(step, overwrite, attempt),
-                check=tier.lease.check,
-                committed=lambda: self._committed(step, metrics or {}, overwrite),
-            )
-        self._in_flight.append(step)
+            hooks = self._keeper.hooks(step, metrics or {}, overwrite)
         pending = self._queue.save(
-            tier.path(step),
+            self._tiers[0].path(step),
             tree,
             overwrite=overwrite,
-            metadata=described,
+            metadata=partial(_metadata, step, metrics if group.index == 0 else None, metadata),
             options=self._options,
             owners=owners,
             hooks=hooks,
         )
-        self._clock.saved()
+        self._policy.saved()
         if wait:
             pending.result()
         return pending
@@ -240,8 +219,7 @@ class Checkpointer:
             fence.remove()
         if self._sigterm is not None:
             self._sigterm.remove()
-        for tier in self._tiers:
-            tier.lease.give_back()
+        self._keeper.close()
         self._queue.raise_failed()
 
     def __enter__(self) -> Self:
@@ -365,85 +343,6 @@ class Checkpointer:
             hint = f"the next older step is {older}: load(step={older}), or load(fallback=True)"
         return None, CheckpointCorrupt(f"{'; '.join(damage)}; {hint}")
 
-    # --- behind the training loop --------------------------------------------------------------
-
-    def _prepare(self, step: int, overwrite: bool, attempt: str) -> None:
-        """On the coordinator, before it writes anything of a step."""
-        self._session = attempt.rpartition("-")[0]
-        self._tiers[0].open(self._in_flight, self._session)
-        if self._local is None:
-            return
-        self._copying.wait(_COPIES - 1)
-        with suppress(StorageError):  # it may be away; then copying finds out
-            if not overwrite and step in self._root.committed():
-                raise CheckpointExists(
-                    f"{self._root.path(step)} already holds a checkpoint; pass overwrite=True"
-                )
-
-    def _committed(self, step: int, metrics: Mapping[str, float], overwrite: bool) -> None:
-        """On the coordinator, after a commit."""
-        self._metrics[step] = metrics
-        if self._local is None:
-            self._cleaning.add(self._clean)
-        else:
-            self._uncopied[step] = overwrite
-            self._copying.add(self._copy)
-
-    def _copy(self) -> None:
-        """Copies what the local tier has and the root lacks, unless it need not be kept."""
-        assert self._local is not None
-        self._root.open(self._in_flight, self._session)
-        there, here = self._root.committed(), self._local.committed()
-        if not self._compared:  # an earlier run may have replaced a step, but not its copy
-            both = set(there).intersection(here)
-            newer = {s for s in both if self._local.made(s) > self._root.made(s)}
-            self._uncopied = {**dict.fromkeys(newer, True), **self._uncopied}
-            self._compared = True
-        expendable = self._expendable(there, here)
-        for step in here:
-            if step in there and step not in self._uncopied:
-                continue
-            if step not in expendable or step == here[-1]:
-                self._copy_step(step, there, self._uncopied.get(step, False))
-            self._uncopied.pop(step, None)
-        self._cleaning.add(self._clean)
-
-    def _copy_step(self, step: int, there: Sequence[int], overwrite: bool) -> None:
-        assert self._local is not None
-        if step in there:
-            if self._root.made(step) == self._local.made(step):
-                return  # by a try that was cut short when all was done
-            if not overwrite:
-                raise CheckpointExists(f"{self._root.path(step)} already holds another checkpoint")
-        budget_bytes, timeout_s = self._options.budget_bytes, self._options.timeout_s
-        self._root.copy_from(self._local, step, budget_bytes, timeout_s)
-
-    def _clean(self) -> None:
-        """Removes the steps that no rule keeps."""
-        committed = self._root.committed()
-        here = [] if self._local is None else self._local.committed()
-        expendable = self._expendable(committed, here)
-        for step in here[:-1]:
-            copied = step in committed and step not in self._uncopied
-            if (copied or step in expendable) and step not in self._in_flight:
-                assert self._local is not None
-                self._local.remove(step)
-        for step in expendable:
-            # The newest of the root stays even if the local tier has a newer one.
-            if step in committed[:-1] and step not in self._in_flight:
-                _log.info("removing %s", self._root.path(step))
-                self._root.remove(step)
-                self._metrics.pop(step, None)
-
-    def _expendable(self, there: Sequence[int], here: Sequence[int]) -> list[int]:
-        """The steps that no rule keeps, of those in the root and in the local tier."""
-        tiers = {**dict.fromkeys(here, self._local), **dict.fromkeys(there, self._root)}
-        if self._retention.keep_best is not None:
-            for step, tier in tiers.items():
-                if step not in self._metrics and tier is not None:
-                    self._metrics[step] = tier.metrics(step)
-        return self._retention.expendable({step: self._metrics.get(step, {}) for step in tiers})
-
     # --- helpers -------------------------------------------------------------------------------
 
     def _group(self, options: LoadOptions | None = None) -> Group:
@@ -452,8 +351,7 @@ class Checkpointer:
 
     def _drain(self) -> None:
         self._queue.wait()
-        self._copying.wait()
-        self._cleaning.wait()
+        self._keeper.wait()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -496,18 +394,17 @@ def _fences(optimizers: Sequence[Any], wait: Callable[[], None]) -> list[Fence]:
 
 def _metadata(
     step: int, metrics: Mapping[str, float] | None, metadata: Mapping[str, Any] | None
-) -> tuple[dict[str, Any], Exception | None]:
-    """What is stored, or what is wrong with it."""
+) -> dict[str, Any]:
+    """What is stored beside a step.
+
+    Raises:
+        UnsupportedLeaf: it cannot be.
+    """
     if RESERVED in (metadata or {}):
-        return {}, UnsupportedLeaf(f"metadata: the key {RESERVED!r} is the Checkpointer's own")
+        raise UnsupportedLeaf(f"metadata: the key {RESERVED!r} is the Checkpointer's own")
     try:
         numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
     except (TypeError, ValueError) as error:
-        return {}, UnsupportedLeaf(f"metrics must be numbers: {error}")
+        raise UnsupportedLeaf(f"metrics must be numbers: {error}") from error
     shown = {n: v if math.isfinite(v) else str(v) for n, v in numbers.items()}  # JSON lacks nan
-    return {**(metadata or {}), RESERVED: {"step": step, "metrics": shown}}, None
-
-
-def _raise_if(error: Exception | None) -> None:
-    if error is not None:
-        raise error
+    return {**(metadata or {}), RESERVED: {"step": step, "metrics": shown}}

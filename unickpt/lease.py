@@ -14,8 +14,8 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import tensorstore as ts
 
@@ -44,30 +44,25 @@ class Lease:
             "process": os.getpid(),
             "session": secrets.token_hex(8),
         }
-        self._release: Callable[[], None] | None = None
+        self._held: _Lock | _Claim | None = None
         self._settled_at = 0.0
 
     def take(self) -> None:
-        """Takes the lease, if this job does not have it yet.
+        """Takes the lease, if this job does not have it yet, or lost it.
 
         Raises:
             SaveConflict: another job has it.
             StorageError: the storage failed.
         """
-        try:
-            if isinstance(self._release, file.Hold) and not self._release.is_valid():
-                self.give_back()  # the folder was removed, and made anew by whom?
-            if self._release is not None:
-                return
-            if self._location.is_local:
-                self._release = self._lock()
-            else:
-                claim = _Claim(self._location, self._holder)
-                if claim.take():
+        with self._translated():
+            if self._held is not None and not self._held.is_valid():
+                self.give_back()
+            if self._held is None:
+                kind = _Lock if self._location.is_local else _Claim
+                held = kind(self._location, self._holder)
+                if held.take():
                     self._settled_at = time.monotonic() + _SETTLES_S
-                self._release = claim
-        except chunks.FAILURES as error:
-            raise chunks.translate(error, str(self._location), reading=False) from error
+                self._held = held
 
     @property
     def is_settled(self) -> bool:
@@ -81,28 +76,56 @@ class Lease:
             SaveConflict: another job did, because this one stood still for too long.
             StorageError: the storage failed.
         """
-        try:
-            if isinstance(self._release, _Claim):
-                self._release.check()
-        except chunks.FAILURES as error:
-            raise chunks.translate(error, str(self._location), reading=False) from error
+        with self._translated():
+            if self._held is not None:
+                self._held.check()
 
     def give_back(self) -> None:
         """Lets another job take it."""
-        if self._release is not None:
+        if self._held is not None:
             with suppress(Exception):  # who comes next waits for its end
-                self._release()
-            self._release = None
+                self._held.release()
+            self._held = None
 
-    def _lock(self) -> file.Hold:
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
         try:
-            return file.Hold(self._location.spec["path"], NAME, json.dumps(self._holder))
+            yield
+        except chunks.FAILURES as error:
+            raise chunks.translate(error, str(self._location), reading=False) from error
+
+
+class _Lock:
+    """A lock of the operating system, on a file in a local folder."""
+
+    def __init__(self, location: Location, holder: dict[str, object]) -> None:
+        self._location, self._holder = location, holder
+
+    def take(self) -> bool:
+        """Takes the lease. What its last holder had begun ended with that process: False.
+
+        Raises:
+            SaveConflict: another process has it.
+        """
+        try:
+            self._hold = file.Hold(self._location.spec["path"], NAME, json.dumps(self._holder))
         except BlockingIOError as error:
             raise _conflict(self._location, str(error)) from None
+        return False
+
+    def is_valid(self) -> bool:
+        """Whether this is still the lock; else the folder was removed, and made anew by whom?"""
+        return self._hold.is_valid()
+
+    def check(self) -> None:
+        """Nothing: nobody can take it over, and the commit finds out that a folder is gone."""
+
+    def release(self) -> None:
+        self._hold.release()
 
 
 class _Claim:
-    """An object that is renewed for as long as its job lives; calling it gives it back."""
+    """An object that is renewed for as long as its job lives."""
 
     def __init__(self, location: Location, holder: dict[str, object]) -> None:
         self._location, self._holder = location, holder
@@ -131,12 +154,18 @@ class _Claim:
         threading.Thread(target=self._renew, name="unickpt lease", daemon=True).start()
         return was_held
 
+    def is_valid(self) -> bool:
+        """Whether nobody took it over."""
+        return self._is_ours(self._store.read(NAME).result())
+
     def check(self) -> None:
+        """Raises SaveConflict where somebody took it over."""
         found = self._store.read(NAME).result()
         if not self._is_ours(found):
             raise _conflict(self._location, found.value.decode(errors="replace"))
 
-    def __call__(self) -> None:
+    def release(self) -> None:
+        """Lets another job take it at once."""
         self._ended.set()
         with self._writing:
             self._store.write(NAME, None, if_equal=self._generation).result()

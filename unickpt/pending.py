@@ -188,10 +188,9 @@ def _nothing(*_: object) -> None:
 
 @dataclass(frozen=True)
 class Hooks:
-    """What else belongs to a save; all but `begin` on the thread that saves.
+    """What else belongs to a save, on the thread that saves.
 
     Arguments:
-        begin: in the call; raises what speaks against this save.
         prepare: before this process writes anything, with the name of the attempt; what it raises
             fails the save.
         check: right before the commit, on the coordinator; likewise.
@@ -199,7 +198,6 @@ class Hooks:
         ended: at the end of the save, whatever came of it, even if it never began; likewise.
     """
 
-    begin: Callable[[], None] = _nothing
     prepare: Callable[[str], None] = _nothing
     check: Callable[[], None] = _nothing
     committed: Callable[[], None] = _nothing
@@ -221,7 +219,7 @@ class SaveQueue:
         tree: Any,
         *,
         overwrite: bool,
-        metadata: Mapping[str, Any] | None,
+        metadata: Callable[[], Mapping[str, Any] | None],
         options: SaveOptions,
         owners: set[Hashable] | None = None,
         hooks: Hooks = Hooks(),
@@ -229,6 +227,8 @@ class SaveQueue:
         """Begins to save, as `save_async`.
 
         Arguments:
+            path, tree, overwrite, options: as for `save_async`.
+            metadata: gives what `save_async` is given; what it raises fails the save.
             owners: what optimizers own whose steps wait until that is staged.
             hooks: what else belongs to this save.
 
@@ -243,16 +243,12 @@ class SaveQueue:
             unfinished[0]._finished.wait()
         with ExitStack() as undo:
             undo.callback(hooks.ended)
-            saving = Saving(
-                path,
-                tree,
-                overwrite=overwrite,
-                metadata=metadata,
-                options=options,
-                check=self._refuse,
-            )
+            saving = Saving(path, overwrite, options)
+            with saving.failing(refused=True):  # so that the other processes hear of it
+                self._refuse()
             with saving.failing():
-                hooks.begin()
+                described = metadata()
+            saving.describe(tree, described)
             # Early, where that costs the caller no time; and again when it is this save's turn.
             if not saving.location.is_remote and saving.location.is_there():
                 with saving.failing():

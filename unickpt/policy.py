@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -17,9 +16,8 @@ _log = logging.getLogger("unickpt")
 _DUE, _PREEMPTED = 1, 2
 
 
-@dataclass(frozen=True)
 class Policy:
-    """When to save.
+    """When to save, as one process sees it.
 
     Arguments:
         save_every: at steps that are multiples of it.
@@ -31,26 +29,17 @@ class Policy:
         ValueError: a rule makes no sense.
     """
 
-    save_every: int | None = None
-    save_every_s: float | None = None
-    preemption: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("save_every", "save_every_s"):
-            value = getattr(self, name)
+    def __init__(
+        self,
+        save_every: int | None = None,
+        save_every_s: float | None = None,
+        preemption: bool = False,
+    ) -> None:
+        for name, value in {"save_every": save_every, "save_every_s": save_every_s}.items():
             if value is not None and value <= 0:
                 raise ValueError(f"{name}={value} must be positive")
-
-
-class Clock:
-    """Applies a policy in one process.
-
-    Arguments:
-        policy: see `Policy`.
-    """
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
+        self._save_every, self._save_every_s = save_every, save_every_s
+        self._preemption = preemption
         self._saved = time.monotonic()
         self._told = threading.Event()
         self._done = False
@@ -72,13 +61,12 @@ class Clock:
         Raises:
             ValueError: they have no way to agree.
         """
-        policy = self._policy
-        by_step = policy.save_every is not None and step % policy.save_every == 0
+        by_step = self._save_every is not None and step % self._save_every == 0
         late = False
-        if policy.save_every_s is not None and group.index == 0:
-            late = time.monotonic() - self._saved >= policy.save_every_s
+        if self._save_every_s is not None and group.index == 0:
+            late = time.monotonic() - self._saved >= self._save_every_s
         told = _PREEMPTED if self._told.is_set() else _DUE if late else 0
-        if group.count > 1 and (policy.save_every_s is not None or policy.preemption):
+        if group.count > 1 and (self._save_every_s is not None or self._preemption):
             told = group.agree(told)
         elif told == _PREEMPTED and group.count > 1:
             raise ValueError(

@@ -52,6 +52,7 @@ def save(
         1
     """
     options = options or SaveOptions()
-    saving = Saving(path, tree, overwrite=overwrite, metadata=metadata, options=options)
+    saving = Saving(path, overwrite, options)
+    saving.describe(tree, metadata)
     saving.plan()
     return saving.run(Direct(options.budget_bytes))

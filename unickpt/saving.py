@@ -12,7 +12,7 @@ from typing import Any
 from unickpt import backends
 from unickpt.adapt import adapters, current_group
 from unickpt.commit import Attempt
-from unickpt.describe import describe
+from unickpt.describe import Description, describe
 from unickpt.options import SaveOptions, SaveReport
 from unickpt.record import Record
 from unickpt.share import ChunkJob, check_alone, held_chunks, own_share
@@ -23,42 +23,37 @@ _log = logging.getLogger("unickpt")
 
 
 class Saving:
-    """A save that has been described; nothing has been written.
+    """A save: `describe` what to save, `plan` who writes what of it, `run` that.
 
     Arguments:
-        path, tree, overwrite, metadata, options: as for `save`.
-        check: raises what made an earlier save fail; the other processes then hear that this one
-            refuses.
+        path, overwrite, options: as for `save`.
 
     Raises:
-        UnsupportedLeaf, CheckpointExists, InvalidPath, CoverageError: see `save`.
+        InvalidPath: see `save`.
     """
 
-    def __init__(
-        self,
-        path: backends.Path,
-        tree: Any,
-        *,
-        overwrite: bool,
-        metadata: Mapping[str, Any] | None,
-        options: SaveOptions,
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
+    description: Description
+
+    def __init__(self, path: backends.Path, overwrite: bool, options: SaveOptions) -> None:
         self._started = time.perf_counter()
-        among = adapters()
         self._overwrite, self.options = overwrite, options
         self.location = backends.resolve(path)
-        self.group = options.group or current_group(among)
+        self.group = options.group or current_group(adapters())
         self.attempt = self.group.next_attempt()
         self._writer: Writer | None = None
         self.blocked_s, self.staged_bytes = 0.0, 0
         self.phases: dict[str, float] = {}
         self.held: Sequence[ChunkJob] = []
         self.share: Sequence[ChunkJob] = []
-        with self.failing(refused=True):
-            check()
+
+    def describe(self, tree: Any, metadata: Mapping[str, Any] | None) -> None:
+        """Works out what every leaf is; nothing is written.
+
+        Raises:
+            UnsupportedLeaf, CoverageError: see `save`.
+        """
         with self.failing():
-            self.description = describe(tree, metadata, self.group, options, among)
+            self.description = describe(tree, metadata, self.group, self.options, adapters())
             if self.group.count == 1:
                 check_alone(self.description)
         self.phases["describe"] = self.elapsed
