@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 from urllib.parse import unquote
 from weakref import WeakKeyDictionary
@@ -18,10 +17,10 @@ import torch.distributed as dist
 from unickpt import dtypes
 from unickpt.adapt import Array, ArraySource, Fence, Fragment, Memory, Read
 from unickpt.adapters.numpy import whole_source
+from unickpt.adapters.torch_layout import Place, is_dtensor, place_of
 from unickpt.box import Box
 from unickpt.errors import LoadMismatch, UnsupportedLeaf
 from unickpt.group import Group, new_session
-from unickpt.layout import Layout, Mesh
 from unickpt.tree import Expansion
 
 _TO_NUMPY: dict[torch.dtype, dtypes.DType] = {
@@ -41,7 +40,7 @@ def source(leaf: Any, group: Group) -> ArraySource:
     _check(leaf)
     if leaf.device.type == "meta":
         raise TypeError("a tensor on the meta device has no data; it can only be loaded into")
-    if not _is_dtensor(leaf):
+    if not is_dtensor(leaf):
         tensor = _memory(leaf)
         shape, start = tuple(leaf.shape), (0,) * leaf.ndim
         read, memory = _reader(tensor, start), _facts(tensor, start, _changed(tensor))
@@ -52,17 +51,17 @@ def source(leaf: Any, group: Group) -> ArraySource:
             f"a DTensor's mesh counts the {dist.get_world_size()} ranks of torch.distributed, but "
             f"{group.count} processes save here; save its full_tensor() or to_local()"
         )
-    layout, box, local = _dtensor(leaf)
+    place = place_of(leaf)
+    local = _local(leaf, place)
     fragments: tuple[Fragment, ...] = ()
-    if box is not None and not box.empty:
+    if place.box is not None and not place.box.empty:
         # Optimizers change local tensors without a trace in any version counter.
-        memory = _facts(local, box.start, None)
-        _, at = _grid(leaf.device_mesh, dist.get_rank())
-        assert at is not None, "a rank with a box is in the mesh"
-        fragments = (Fragment(box, layout.replicas(at), _reader(local, box.start), memory),)
+        memory = _facts(local, place.box.start, None)
+        read = _reader(local, place.box.start)
+        fragments = (Fragment(place.box, place.replicas, read, memory),)
     shape = tuple(leaf.shape)
-    identity = (_tie(local), shape, layout)
-    return ArraySource(shape, _TO_NUMPY[leaf.dtype], fragments, layout, identity=identity)
+    identity = (_tie(local), shape, place.layout)
+    return ArraySource(shape, _TO_NUMPY[leaf.dtype], fragments, place.layout, identity=identity)
 
 
 def _reader(tensor: torch.Tensor, start: tuple[int, ...]) -> Read:
@@ -203,7 +202,7 @@ class _OptimizerFence:
                 continue
             local: Any = tensor
             with torch.no_grad(), suppress(RuntimeError):  # without memory there is none to guard
-                local = local.to_local() if _is_dtensor(tensor) else local
+                local = local.to_local() if is_dtensor(tensor) else local
                 found.add(local.untyped_storage()._cdata)
         return found
 
@@ -252,8 +251,9 @@ class TorchTarget:
         self.leaf, self.shape, self.dtype = leaf, tuple(leaf.shape), _TO_NUMPY[leaf.dtype]
         self.abstract: bool = leaf.is_meta
         box: Box | None = Box.whole(self.shape)
-        if _is_dtensor(leaf):
-            _, box, local = _dtensor(leaf)
+        if is_dtensor(leaf):
+            place = place_of(leaf)
+            box, local = place.box, _local(leaf, place)
         else:
             local = _memory(leaf)
         if not self.abstract and _may_overlap(local):
@@ -269,7 +269,7 @@ class TorchTarget:
     def _materialise(self) -> None:
         if self._filled is not None:
             return
-        sharded = _is_dtensor(self.leaf)
+        sharded = is_dtensor(self.leaf)
         kind = self.leaf.device_mesh.device_type if sharded else "cpu"
         self._local = self._filled = torch.empty_like(self._local, device=kind)
         if sharded:
@@ -349,99 +349,22 @@ def _memory(leaf: torch.Tensor) -> torch.Tensor:
     return plain if type(plain) is torch.Tensor else plain.as_subclass(torch.Tensor)
 
 
-def _is_dtensor(leaf: torch.Tensor) -> bool:
-    return isinstance(leaf, _DTENSOR)
-
-
-def _dtensor_types() -> tuple[type, ...]:
-    if not dist.is_available():
-        return ()
-    from torch.distributed.tensor import DTensor
-
-    return (DTensor,)
-
-
-_DTENSOR = _dtensor_types()  # not at the first save: this import takes half a second
-
-
-def _dtensor(leaf: Any) -> tuple[Layout, Box | None, torch.Tensor]:
-    """Layout, this rank's box (None where it is not in the mesh), and the local tensor."""
-    grid, at = _grid(leaf.device_mesh, dist.get_rank())
-    order = _shard_order(leaf, grid.shape)
-    layout = Layout(grid, tuple(tuple(grid.axes[m] for m in dims) for dims in order))
+def _local(leaf: Any, place: Place) -> torch.Tensor:
+    """The memory of this rank's part of a DTensor."""
     with torch.no_grad():
         local = leaf.to_local()
     if hasattr(local, "wait"):  # the result of an asynchronous collective
         local = local.wait()
-    local = _memory(local)
-    if at is None:
-        return layout, None, local
-    box = layout.box(tuple(leaf.shape), at)
-    if box.shape != tuple(local.shape) and not (box.empty and local.numel() == 0):
+    local, box = _memory(local), place.box
+    if box is None or (box.empty and local.numel() == 0):
+        return local
+    if box.shape != tuple(local.shape):
         raise TypeError(
-            f"placements {tuple(leaf.placements)} on {grid} give this rank the box {box}, but its "
-            f"local tensor has shape {tuple(local.shape)}; shards that are not torch's own "
-            "(dimensions cut into ceil-sized chunks) go into unickpt.LocalFragments"
+            f"placements {tuple(leaf.placements)} on {place.layout.mesh} give this rank the box "
+            f"{box}, but its local tensor has shape {tuple(local.shape)}; shards that are not "
+            "torch's own (dimensions cut into ceil-sized chunks) go into unickpt.LocalFragments"
         )
-    return layout, box, local
-
-
-@lru_cache(maxsize=64)
-def _grid(mesh: Any, rank: int) -> tuple[Mesh, tuple[int, ...] | None]:
-    """A device mesh in the order of its process groups, and where `rank` stands in it.
-
-    Process groups sort their ranks, so collectives and FSDP2, and with them `full_tensor`, order
-    the shards along a mesh dimension by rank, even where the mesh lists them otherwise.
-    """
-    names = tuple(mesh.mesh_dim_names or (f"dim_{i}" for i in range(mesh.ndim)))
-    listed = mesh.mesh.numpy()
-    places = np.stack([listed.argsort(d).argsort(d) for d in range(listed.ndim)], axis=-1)
-    grid = np.full(listed.shape, -1)
-    grid[tuple(np.moveaxis(places, -1, 0))] = listed
-    if (grid < 0).any():
-        raise TypeError(
-            f"the process groups of the mesh {listed.tolist()} order its ranks in contradictory "
-            "ways; list the ranks of a mesh in ascending order along each dimension"
-        )
-    at = places[listed == rank].tolist()
-    return Mesh(names, grid.shape, tuple(grid.flatten().tolist())), tuple(at[0]) if at else None
-
-
-def _shard_order(leaf: Any, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """For each tensor dimension the mesh dimensions that split it, outermost first.
-
-    Mesh dimensions split from left to right, but for `_StridedShard`, whose split factor is the
-    number of pieces into which mesh dimensions to its right have cut the dimension before, and
-    where the DTensor tells the order itself.
-    """
-    order: list[list[int]] = [[] for _ in range(leaf.ndim)]
-    placements, strided = leaf.placements, False
-    for mesh_dim in reversed(range(len(placements))):
-        placement = placements[mesh_dim]
-        if placement.is_replicate():
-            continue
-        if placement.is_partial():
-            raise TypeError(
-                f"placement {placement!r} holds unreduced partial results; "
-                "redistribute the DTensor to Shard or Replicate first"
-            )
-        if not hasattr(placement, "dim"):
-            raise TypeError(f"placement {placement!r} of {placements} is of an unknown kind")
-        strided |= hasattr(placement, "split_factor")
-        factor = getattr(placement, "split_factor", 1)
-        dims = order[placement.dim]
-        before = [math.prod(sizes[m] for m in dims[:k]) for k in range(len(dims) + 1)]
-        if factor not in before:
-            raise TypeError(
-                f"placement {placement!r} of {placements} on a mesh of {sizes} leaves this rank "
-                "with pieces that do not adjoin; redistribute the DTensor to Shard or Replicate"
-            )
-        dims.insert(before.index(factor), mesh_dim)
-    # Since torch 2.10 plain Shards may have been applied in another order; only the spec tells.
-    told = () if strided else getattr(leaf._spec, "shard_order", None) or ()
-    for dim, mesh_dims in told:
-        order[dim] = list(mesh_dims)
-    return [tuple(dims) for dims in order]
+    return local
 
 
 def _host(
