@@ -25,19 +25,17 @@ import random
 import shutil
 import statistics
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import ExitStack, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import Any
 
-import contenders
 import numpy as np
-from contenders import Arrays, Contender
+from contenders import Arrays
+from loops import JaxTraining, LoopSaver, TorchTraining, Training, jax_savers, torch_savers
 from memory import memory
 from peers import (
     ArraySet,
@@ -54,424 +52,24 @@ from peers import (
 )
 from rich.console import Console
 from rich.table import Table
+from stallers import (
+    COPY,
+    COPYTO,
+    DCP,
+    STALLERS,
+    DcpAsync,
+    Memcpy,
+    Staller,
+    UnickptJaxCopy,
+    UnickptTorchCopy,
+    save_options,
+)
 
 BLOCKED, STAGED, COMMITTED, LOOP, LOST = "blocked", "staged", "committed", "loop", "lost by a save"
 NO_SAVING = "no saving"
-DCP, COPYTO, COPY = "dcp", "numpy copyto", "torch copy_"
 ARRAY_BYTES = 16 << 20
-DEPTH = 16
-"""Layers of the model that is trained; their width follows from the size of the state."""
 EACH = 10
 """Saves from one look at the memory to the next."""
-
-# --- contenders of `blocking` ---------------------------------------------------------------------
-
-
-class Staller(Contender):
-    """What may stop a program: a save in the background, one at a time."""
-
-    copies: ClassVar[bool] = True
-    """Whether the whole state is copied until it may change."""
-    note: ClassVar[str] = ""
-
-    def save(self, path: Path, state: Any, durable: bool) -> None:
-        self.begin(path, state)
-        self.wait_committed()
-
-    @abstractmethod
-    def begin(self, path: Path, state: Any) -> None:
-        """The call that is timed."""
-
-    def wait_staged(self) -> None:
-        """Waits until the state may change; by default, it may when the call returns."""
-
-    @abstractmethod
-    def wait_committed(self) -> None:
-        """Waits for the end of the save, if there is one."""
-
-    def close(self) -> None:
-        """Ends what is under way."""
-        with suppress(Exception):
-            self.wait_committed()
-
-
-class Unickpt(Staller):
-    """unickpt.save_async, with a budget that holds two states."""
-
-    staging: ClassVar[str]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pending: Any = None
-
-    def begin(self, path: Path, state: Any) -> None:
-        import unickpt
-
-        options = save_options(sum(leaf.nbytes for leaf in state.values()), self.staging)
-        self.pending = unickpt.save_async(path, state, options=options)
-
-    def wait_staged(self) -> None:
-        self.pending.wait_staged()
-
-    def wait_committed(self) -> None:
-        pending, self.pending = self.pending, None
-        if pending is not None:
-            pending.result()
-
-
-def save_options(nbytes: int, staging: str) -> Any:
-    """unickpt's options: two states fit, so that nothing waits for memory."""
-    import unickpt
-
-    return unickpt.SaveOptions(staging=staging, budget_bytes=2 * nbytes + (64 << 20))
-
-
-class UnickptTorchCopy(Unickpt, contenders.UnickptTorch):
-    name = "unickpt torch copy"
-    staging = "copy"
-    note = "fsyncs files and directories"
-
-
-class UnickptTorchLazy(Unickpt, contenders.UnickptTorch):
-    name = "unickpt torch lazy"
-    staging = "lazy"
-    note = "fsyncs files and directories"
-
-
-class UnickptJaxReference(Unickpt, contenders.UnickptJax):
-    name = "unickpt jax reference"
-    staging = "auto"
-    copies = False
-    note = 'fsyncs files and directories; staging="auto", by reference on the CPU'
-
-
-class UnickptJaxCopy(Unickpt, contenders.UnickptJax):
-    name = "unickpt jax copy"
-    staging = "copy"
-    note = "fsyncs files and directories"
-
-
-class DcpAsync(Staller, contenders.Dcp):
-    """dcp.async_save as it comes: each save allocates its copy, and writes with one thread."""
-
-    name = DCP
-    note = "fsyncs files, no directories; as it comes"
-    staging: ClassVar[bool | None] = None
-    """Whether a stager that is kept copies in the background; None: no stager is kept."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-        self.stager: Any = None
-        if self.staging is not None:
-            # Without an accelerator there is no pinned memory, and no copy that does not block.
-            self.stager = DefaultStager(StagingOptions(False, False, self.staging, False))
-        self.staged: Future[None] | None = None
-        self.committed: Future[Any] | None = None
-
-    def begin(self, path: Path, state: Any) -> None:
-        response = self.dcp.async_save(
-            state, storage_writer=self._writer(path, durable=True), async_stager=self.stager
-        )
-        self.staged = getattr(response, "staging_completion", None)
-        self.committed = getattr(response, "upload_completion", response)
-
-    def wait_staged(self) -> None:
-        if self.staged is not None:
-            self.staged.result()
-            self.staged = None
-
-    def wait_committed(self) -> None:
-        if self.committed is not None:
-            self.committed.result()
-            self.committed = None
-
-    def close(self) -> None:
-        super().close()
-        if self.stager is not None:
-            self.stager.close()
-
-
-class DcpKeptStaging(DcpAsync):
-    """DCP at its best without an accelerator: memory is used again, two threads write."""
-
-    name = "dcp kept staging"
-    note = "fsyncs files, no directories; DefaultStager kept, 2 writing threads"
-    threads = 2
-    staging = False
-
-
-class DcpAsyncStaging(DcpAsync):
-    """The same, copied in the background."""
-
-    name = "dcp async staging"
-    note = "fsyncs files, no directories; DefaultStager kept, asynchronous, 2 writing threads"
-    threads = 2
-    staging = True
-
-
-class OrbaxAsync(Staller, contenders.Orbax):
-    """Orbax's StandardCheckpointer, which is asynchronous."""
-
-    name = "orbax"
-    copies = False  # on the CPU
-    note = (
-        "TensorStore fsyncs data files and directories, nobody Orbax's own files and the rename; "
-        "by reference on the CPU"
-    )
-
-    def begin(self, path: Path, state: Any) -> None:
-        self.checkpointer.save(path, state)
-
-    def wait_committed(self) -> None:
-        self.checkpointer.wait_until_finished()
-
-    def close(self) -> None:
-        super().close()
-        self.checkpointer.close()
-
-
-class Memcpy(Staller):
-    """A copy into memory touched before: what staging is held against."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: dict[str, Any] = {}
-
-    def load(self, path: Path, target: Any, verify: bool) -> Mapping[str, Any]:
-        return self.kept
-
-    def wait_committed(self) -> None:
-        pass
-
-
-class NumpyCopyto(Memcpy):
-    name = COPYTO
-    note = "one thread"
-
-    def begin(self, path: Path, state: Any) -> None:
-        for name, array in state.items():
-            np.copyto(self.kept.setdefault(name, np.empty_like(array)), array)
-
-
-class TorchCopy(Memcpy, contenders.Torch):
-    name = COPY
-    note = "torch's own number of threads"
-
-    def begin(self, path: Path, state: Any) -> None:
-        for name, tensor in state.items():
-            if name not in self.kept:
-                self.kept[name] = self.torch.empty_like(tensor)
-            self.kept[name].copy_(tensor)
-
-
-BLOCKING: Mapping[str, type[Staller]] = {
-    kind.name: kind
-    for kind in (
-        UnickptTorchCopy,
-        UnickptTorchLazy,
-        DcpAsync,
-        DcpKeptStaging,
-        DcpAsyncStaging,
-        UnickptJaxReference,
-        UnickptJaxCopy,
-        OrbaxAsync,
-        NumpyCopyto,
-        TorchCopy,
-    )
-}
-
-# --- contenders of `loop` -------------------------------------------------------------------------
-
-
-class Training(ABC):
-    """A model and its optimizer, whose state together has about a size that was asked for."""
-
-    nbytes: int
-    """What it is."""
-
-    @abstractmethod
-    def step(self, before_update: Callable[[], None]) -> None:
-        """Forward, backward, update."""
-
-
-def width(nbytes: int) -> int:
-    """Of a layer: a weight and two moments of it are three arrays of float32."""
-    return max(64, round((nbytes / (3 * 4 * DEPTH)) ** 0.5 / 64) * 64)
-
-
-class TorchTraining(Training):
-    """Residual linear layers with AdamW."""
-
-    def __init__(self, nbytes: int, batch: int) -> None:
-        import torch
-
-        torch.manual_seed(0)
-        n = width(nbytes)
-        self.model = torch.nn.ModuleList(torch.nn.Linear(n, n, bias=False) for _ in range(DEPTH))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        self.x, self.y = torch.randn(batch, n), torch.randn(batch, n)
-        self.step(lambda: None)  # the optimizer makes its state
-        slots = [v for state in self.optimizer.state.values() for v in state.values()]
-        self.nbytes = sum(t.nbytes for t in [*self.model.parameters(), *slots])
-
-    def step(self, before_update: Callable[[], None]) -> None:
-        x = self.x
-        for layer in self.model:
-            x = x + layer(x).relu()
-        self.optimizer.zero_grad()
-        ((x - self.y) ** 2).mean().backward()
-        before_update()
-        self.optimizer.step()
-
-
-class JaxTraining(Training):
-    """The same in JAX with optax; the state is donated."""
-
-    def __init__(self, nbytes: int, batch: int) -> None:
-        import jax
-        import optax
-
-        n, rng = width(nbytes), np.random.default_rng(0)
-        optimizer = optax.adamw(1e-4)
-
-        def normal(*shape: int, scale: float = 1) -> Any:
-            return jax.numpy.array(rng.standard_normal(shape, np.float32) * np.float32(scale))
-
-        def loss(params: Any, x: Any, y: Any) -> Any:
-            for weight in params.values():
-                x = x + jax.nn.relu(x @ weight)
-            return ((x - y) ** 2).mean()
-
-        def train(state: Any, x: Any, y: Any) -> Any:
-            value, gradients = jax.value_and_grad(loss)(state["params"], x, y)
-            updates, opt = optimizer.update(gradients, state["opt"], state["params"])
-            return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
-
-        params = {f"layer_{i:02d}": normal(n, n, scale=(3 * n) ** -0.5) for i in range(DEPTH)}
-        self.state = {"params": params, "opt": optimizer.init(params)}
-        self.x, self.y = normal(batch, n), normal(batch, n)
-        self.train = jax.jit(train, donate_argnums=0)
-        self.nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self.state))
-
-    def step(self, before_update: Callable[[], None]) -> None:
-        before_update()
-        self.state, loss = self.train(self.state, self.x, self.y)
-        loss.block_until_ready()  # as a loop that logs it
-
-
-class LoopSaver:
-    """How a training loop saves; this one does not."""
-
-    def save(self, step: int) -> None:
-        """Begins to save the state of this step."""
-
-    def before_update(self) -> None:
-        """Called before the state changes."""
-
-    def wait(self) -> None:
-        """Waits until all saves are committed."""
-
-    def tidy(self) -> None:
-        """After a turn, outside of the timing."""
-
-    def close(self) -> None:
-        """Ends what is under way."""
-
-
-class UnickptLoop(LoopSaver):
-    """A Checkpointer that keeps one step."""
-
-    def __init__(
-        self, root: Path, training: Any, tree: Callable[[], Any], staging: str, guarded: bool
-    ) -> None:
-        import unickpt
-
-        self.tree = tree
-        self.checkpointer = unickpt.Checkpointer(
-            root,
-            keep_last=1,
-            optimizers=[training.optimizer] if guarded else [],
-            options=save_options(training.nbytes, staging),
-        )
-
-    def save(self, step: int) -> None:
-        self.checkpointer.save(step, self.tree())
-
-    def wait(self) -> None:
-        self.checkpointer.wait()
-
-    def close(self) -> None:
-        self.checkpointer.close()
-
-
-class DcpLoop(LoopSaver):
-    """async_save after the save before has ended; nothing is removed before the loop's end."""
-
-    def __init__(self, root: Path, training: Any, tree: Callable[[], Any], saver: DcpAsync) -> None:
-        self.root, self.tree, self.saver = root, tree, saver
-        self.before_update, self.wait = saver.wait_staged, saver.wait_committed
-        self.close = saver.close
-
-    def save(self, step: int) -> None:
-        self.saver.wait_committed()
-        self.saver.begin(self.root / f"step_{step}", self.tree())
-
-    def tidy(self) -> None:
-        shutil.rmtree(self.root, ignore_errors=True)
-
-
-class OrbaxLoop(LoopSaver):
-    """A CheckpointManager that keeps one step; it saves asynchronously by default."""
-
-    def __init__(self, root: Path, training: Any, tree: Callable[[], Any]) -> None:
-        import orbax.checkpoint as ocp
-
-        self.tree, self.pack = tree, ocp.args.StandardSave
-        options = ocp.CheckpointManagerOptions(max_to_keep=1)
-        self.manager = ocp.CheckpointManager(root, options=options)
-        self.wait, self.close = self.manager.wait_until_finished, self.manager.close
-
-    def save(self, step: int) -> None:
-        self.manager.save(step, args=self.pack(self.tree()))
-
-
-def torch_savers(names: Iterable[str], training: Any, root: Path) -> dict[str, LoopSaver]:
-    """The contenders of the loop in torch."""
-    model, optimizer = training.model, training.optimizer
-
-    def objects() -> Any:
-        return {"model": model, "optim": optimizer}
-
-    def states() -> Any:
-        return {"model": model.state_dict(), "optim": optimizer.state_dict()}
-
-    made: dict[str, Callable[[Path], LoopSaver]] = {
-        UnickptTorchCopy.name: lambda at: UnickptLoop(at, training, objects, "copy", False),
-        UnickptTorchLazy.name: lambda at: UnickptLoop(at, training, objects, "auto", True),
-        DcpAsync.name: lambda at: DcpLoop(at, training, states, DcpAsync()),
-        DcpKeptStaging.name: lambda at: DcpLoop(at, training, states, DcpKeptStaging()),
-        DcpAsyncStaging.name: lambda at: DcpLoop(at, training, states, DcpAsyncStaging()),
-    }
-    return {name: make(root / name) for name, make in made.items() if name in names}
-
-
-def jax_savers(names: Iterable[str], training: Any, root: Path) -> dict[str, LoopSaver]:
-    """The contenders of the loop in JAX."""
-
-    def state() -> Any:
-        return training.state
-
-    made: dict[str, Callable[[Path], LoopSaver]] = {
-        UnickptJaxReference.name: lambda at: UnickptLoop(at, training, state, "auto", False),
-        UnickptJaxCopy.name: lambda at: UnickptLoop(at, training, state, "copy", False),
-        OrbaxAsync.name: lambda at: OrbaxLoop(at, training, state),
-    }
-    return {name: make(root / name) for name, make in made.items() if name in names}
-
-
-# --- the three parts ------------------------------------------------------------------------------
 
 
 def main() -> None:
@@ -515,7 +113,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--part", choices=("blocking", "loop", "memory", "all"), default="all")
     parser.add_argument("--mib", type=int, default=1024, help="size of the state (default: 1024)")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--contenders", nargs="+", choices=tuple(BLOCKING), metavar="NAME")
+    parser.add_argument("--contenders", nargs="+", choices=tuple(STALLERS), metavar="NAME")
     parser.add_argument(
         "--dir", default=".", help="a fresh directory is made in here, and removed (default: .)"
     )
@@ -562,7 +160,7 @@ def parse_arguments() -> argparse.Namespace:
 def make_stallers(names: Sequence[str] | None, console: Console) -> list[Staller]:
     """The contenders asked for, or all of those that are installed."""
     made = []
-    for name, kind in BLOCKING.items():
+    for name, kind in STALLERS.items():
         if names is None or name in names:
             try:
                 made.append(kind())
