@@ -565,7 +565,7 @@ def test_the_newest_step_in_the_root_stays_while_a_newer_one_is_not_copied(
                 checkpointer.save(step, numbers(step))
                 with pytest.raises(StorageError):
                     checkpointer.wait()
-                checkpointer._keeper._clean()
+                checkpointer._upkeep._clean()
                 assert Steps(root).committed() == [1]
                 assert step in Steps(local).committed()
         checkpointer.save(4, numbers(4))

@@ -22,13 +22,13 @@ from unickpt.errors import (
 )
 from unickpt.group import Group
 from unickpt.index import RESERVED
-from unickpt.keeper import Keeper
 from unickpt.load import load
 from unickpt.options import LoadOptions, SaveOptions
 from unickpt.pending import Hooks, PendingSave, SaveQueue
 from unickpt.policy import Policy, SigtermHandler
 from unickpt.retention import Retention
 from unickpt.tiers import Tier
+from unickpt.upkeep import Upkeep
 
 _log = logging.getLogger("unickpt")
 _FINE, _DAMAGED, _FAILED = 0, 1, 2
@@ -113,7 +113,7 @@ class Checkpointer:
         self._queue = SaveQueue()
         self._fences = _fences(optimizers, self._queue.fence)
         self._sigterm = SigtermHandler(self._policy.tell) if preemption else None
-        self._keeper = Keeper(self._root, self._local, retention, self._options, self._queue.fail)
+        self._upkeep = Upkeep(self._root, self._local, retention, self._options, self._queue.fail)
         self._closed = self._shared = False
         self.loaded_step: int | None = None
         """The step that `load` gave."""
@@ -181,7 +181,7 @@ class Checkpointer:
             owners = {owner for fence in self._fences for owner in fence.owners()}
         hooks = Hooks()
         if group.index == 0:
-            hooks = self._keeper.hooks(step, metrics or {}, overwrite)
+            hooks = self._upkeep.hooks(step, metrics or {}, overwrite)
         pending = self._queue.save(
             self._tiers[0].path(step),
             tree,
@@ -219,7 +219,7 @@ class Checkpointer:
             fence.remove()
         if self._sigterm is not None:
             self._sigterm.remove()
-        self._keeper.close()
+        self._upkeep.close()
         self._queue.raise_failed()
 
     def __enter__(self) -> Self:
@@ -351,7 +351,7 @@ class Checkpointer:
 
     def _drain(self) -> None:
         self._queue.wait()
-        self._keeper.wait()
+        self._upkeep.wait()
 
     def _check_open(self) -> None:
         if self._closed:

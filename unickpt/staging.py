@@ -1,8 +1,4 @@
-"""Staging for asynchronous saves: what keeps the state as it is until it is written.
-
-Some of it needs only a reference, some is copied while the caller waits, and some behind its back
-(lazily, an idea of DataStates-LLM, Maurya et al., HPDC 2024).
-"""
+"""Staging for asynchronous saves: has the state copied in time, and gives it to the writer."""
 
 from __future__ import annotations
 
@@ -13,15 +9,11 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from enum import Enum, auto
 from functools import partial
 
-import numpy as np
-
-from unickpt.adapt import Array, ArraySource, Fragment, Memory, Read
-from unickpt.chunks import SMALL
-from unickpt.dtypes import DType
+from unickpt.adapt import Array, Memory
 from unickpt.errors import CoverageError, StateChanged
+from unickpt.keeping import BACKGROUND, Keeping, Way
 from unickpt.saving import Saving
 from unickpt.share import ChunkJob
 from unickpt.stage import HostBuffers, stage
@@ -30,21 +22,7 @@ from unickpt.supply import Direct, Staged
 _log = logging.getLogger("unickpt")
 _THREADS = 4  # that copy, at most
 _ALONE_BYTES = 16 << 20  # below this, starting threads costs more than it gains
-# Smaller arrays are not worth a risk: batch norm's statistics change without a trace in forward.
-_LAZY_BYTES = 1 << 20
 _TOLD_S = 0.1
-
-
-class _Way(Enum):
-    """How a fragment is kept."""
-
-    REFERENCE = auto()
-    NOW = auto()
-    LATER = auto()  # and it must not change before that
-    BEHIND = auto()  # a clone of it is copied later
-
-
-_BACKGROUND = {_Way.LATER, _Way.BEHIND}
 
 
 class HostArea:
@@ -113,90 +91,27 @@ class Staging:
     behind = True
 
     def __init__(self, saving: Saving, area: HostArea, owners: set[Hashable] | None) -> None:
-        self._saving, self._area, self._owners = saving, area, owners
-        self._mode, self._budget = saving.options.staging, saving.options.budget_bytes
+        self._saving, self._area, self._budget = saving, area, saving.options.budget_bytes
         self._direct = Direct(self._budget)
         self._told = threading.Condition()
         self._planning, self._settling = threading.Lock(), threading.Lock()
         self._staged: dict[tuple[int, int], Staged] = {}
         self._references: dict[tuple[int, int], ChunkJob] = {}
-        self._jobs: dict[_Way, list[ChunkJob]] = {way: [] for way in _Way}
+        self._jobs: dict[Way, list[ChunkJob]] = {way: [] for way in Way}
         self._error: BaseException | None = None
         self._watched: dict[int, ChunkJob] = {}
         self._planned = self._abandoned = self._wait_for_commit = False
         self.may_write = threading.Event()
         """Set when writing would not slow the caller down, or when the caller waits for it."""
         self._safe, self._complete = threading.Event(), threading.Event()
-        self._small = 0
-        self.nbytes = 0
-        """Bytes that were copied to host memory."""
-
-        self._ways: dict[int, _Way] = {}
-        self._reads: dict[int, Read] = {}
-        sources = {n: self._kept(source) for n, source in saving.description.sources.items()}
+        keeping = Keeping(saving.options, owners)
+        sources = {n: keeping.keep(source) for n, source in saving.description.sources.items()}
         saving.description = replace(saving.description, sources=sources)
+        self._ways, self.nbytes = keeping.ways, keeping.copied_bytes
+        """How much was copied to host memory."""
         used = set(self._ways.values())
-        self.has_now, self.has_later = _Way.NOW in used, not used.isdisjoint(_BACKGROUND)
-        self._fenced = _Way.LATER in used
-        self._reads = {}
-
-    def _kept(self, source: ArraySource) -> ArraySource:
-        """An array with fragments that stay as they are, or that are copied before they change."""
-        fragments = []
-        for fragment in source.fragments:
-            way, kept = self._decide(fragment, source.dtype)
-            self._ways[id(kept)] = way
-            fragments.append(kept)
-        if all(kept is given for kept, given in zip(fragments, source.fragments, strict=True)):
-            return source
-        s = source
-        return ArraySource(
-            *(s.shape, s.dtype, tuple(fragments), s.layout, s.boxes, s.identity, s.prng, s.assumed)
-        )
-
-    def _decide(self, fragment: Fragment, dtype: DType) -> tuple[_Way, Fragment]:
-        nbytes = fragment.box.size * dtype.itemsize
-        if fragment.memory.on_device:
-            return self._decide_on_device(fragment, nbytes)
-        memory = fragment.memory
-        if self._mode != "copy" and not memory.mutable and memory.keep is not None:
-            return _Way.REFERENCE, _read_by(fragment, self._kept_read(memory), memory)
-        if nbytes <= SMALL and self._small + nbytes <= self._budget // 16:
-            self._small += nbytes
-            self.nbytes += nbytes
-            private = Memory(mutable=False)
-            return _Way.REFERENCE, _read_by(fragment, _copied(fragment, dtype), private)
-        return _Way.LATER if self._is_lazy(memory, nbytes) else _Way.NOW, fragment
-
-    def _decide_on_device(self, fragment: Fragment, nbytes: int) -> tuple[_Way, Fragment]:
-        memory = fragment.memory
-        if self._is_lazy(memory, nbytes):
-            return _Way.LATER, fragment
-        # A copy to the host would wait for all that the device still has to do.
-        lazily = self._mode == "lazy" or (self._mode == "auto" and self._owners is not None)
-        if (lazily or self._mode == "device") and memory.keep is not None:
-            try:
-                read = self._kept_read(memory)
-            except MemoryError as error:
-                _log.warning("no room for a clone on the device, copying to the host: %s", error)
-            else:
-                return _Way.BEHIND, _read_by(fragment, read, replace(memory, changed=None))
-        return _Way.NOW, fragment
-
-    def _kept_read(self, memory: Memory) -> Read:
-        """What reads the data as it is now; the fragments of an array are kept together."""
-        assert memory.keep is not None, "asked only where there is a way to keep it"
-        if id(memory) not in self._reads:
-            self._reads[id(memory)] = memory.keep()
-        return self._reads[id(memory)]
-
-    def _is_lazy(self, memory: Memory, nbytes: int) -> bool:
-        if not memory.mutable:  # on a device; what is deleted is seen
-            return self._mode in ("reference", "lazy")
-        if self._owners is not None:
-            return self._mode in ("auto", "lazy") and memory.owner in self._owners
-        traced = memory.changed is not None and nbytes >= _LAZY_BYTES
-        return self._mode == "lazy" and traced
+        self.has_now, self.has_later = Way.NOW in used, not used.isdisjoint(BACKGROUND)
+        self._fenced = Way.LATER in used
 
     def plan(self) -> None:
         """Works out the chunks, if that was not done before, and in what order they are staged."""
@@ -204,24 +119,24 @@ class Staging:
             if self._planned or self._abandoned:
                 return
             self._saving.plan()
-            jobs: dict[_Way, list[ChunkJob]] = {way: [] for way in _Way}
+            jobs: dict[Way, list[ChunkJob]] = {way: [] for way in Way}
             for job in self._saving.share:
                 jobs[self._ways[id(job.fragment)]].append(job)
-            self._saving.share = [job for way in _Way for job in jobs[way]]
+            self._saving.share = [job for way in Way for job in jobs[way]]
             self._plan_spare(jobs)
-            self._references = {_key(job): job for job in jobs[_Way.REFERENCE]}
-            later = [job for job in jobs[_Way.LATER] if job.fragment.memory.mutable]
+            self._references = {_key(job): job for job in jobs[Way.REFERENCE]}
+            later = [job for job in jobs[Way.LATER] if job.fragment.memory.mutable]
             self._watched = {id(job.fragment): job for job in later}
             self._jobs, self._planned = jobs, True
 
-    def _plan_spare(self, jobs: dict[_Way, list[ChunkJob]]) -> None:
+    def _plan_spare(self, jobs: dict[Way, list[ChunkJob]]) -> None:
         """Adds chunks that another process should write, if it has them; else this one must."""
         own = {_key(job) for job in self._saving.share}
         sources = list(self._saving.description.sources.values())
         spare = [
             job for job in self._saving.held if sources[job.array].assumed and _key(job) not in own
         ]
-        own_copies = {_Way.NOW, _Way.LATER}
+        own_copies = {Way.NOW, Way.LATER}
         copied = [job for job in spare if self._ways[id(job.fragment)] in own_copies]
         # They are held until the commit. Where that is too much, the caller waits for the commit.
         held = sum(job.nbytes for job in copied)
@@ -230,7 +145,7 @@ class Staging:
         for job in spare:
             way = self._ways[id(job.fragment)]
             copy = way in own_copies and not self._wait_for_commit
-            jobs[way if copy else _Way.REFERENCE].append(job)
+            jobs[way if copy else Way.REFERENCE].append(job)
 
     # --- staging -------------------------------------------------------------------------------
 
@@ -240,7 +155,7 @@ class Staging:
             began = time.perf_counter()
             with self._failing():
                 self.plan()
-                self._copy(self._jobs[_Way.NOW])
+                self._copy(self._jobs[Way.NOW])
             self._tell_of_waiting(time.perf_counter() - began)
         if not self.has_later:
             self._end()
@@ -248,7 +163,7 @@ class Staging:
             self._safe.set()
 
     def _tell_of_waiting(self, waited: float) -> None:
-        total = sum(job.nbytes for job in self._jobs[_Way.NOW])
+        total = sum(job.nbytes for job in self._jobs[Way.NOW])
         if total > self._budget and waited > _TOLD_S:
             _log.warning(
                 "staging %.3g GB kept the caller for %.2f s, because SaveOptions.budget_bytes is "
@@ -262,10 +177,10 @@ class Staging:
             if self._error is not None:
                 raise self._error
             self.plan()
-            self._copy(self._jobs[_Way.LATER], threads=1)
+            self._copy(self._jobs[Way.LATER], threads=1)
             if not self._wait_for_commit:
                 self._safe.set()
-            self._copy(self._jobs[_Way.BEHIND], threads=1)
+            self._copy(self._jobs[Way.BEHIND], threads=1)
         self._end()
 
     def _end(self) -> None:
@@ -448,21 +363,10 @@ class Staging:
         self._complete.wait()
         for key in list(self._staged):
             self._release(key)
-        self._jobs = {way: [] for way in _Way}
+        self._jobs = {way: [] for way in Way}
         self._references, self._watched = {}, {}
         del self._saving
         self._safe.set()
-
-
-def _read_by(fragment: Fragment, read: Read, memory: Memory) -> Fragment:
-    return Fragment(fragment.box, fragment.replicas, read, memory)
-
-
-def _copied(fragment: Fragment, dtype: DType) -> Read:
-    """What reads a private copy of a fragment."""
-    native, start = dtype.newbyteorder("="), fragment.box.start
-    copied = stage(fragment, fragment.box, native, partial(np.empty, dtype=np.uint8), copied=True)
-    return lambda box, room: copied[box.relative_to(start).slices]
 
 
 def _key(job: ChunkJob) -> tuple[int, int]:

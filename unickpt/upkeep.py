@@ -1,4 +1,4 @@
-"""The keeper of a run's steps: it copies them between the tiers, and removes those no rule keeps.
+"""Upkeep of a run's steps: copies them between the tiers, and removes those that no rule keeps.
 
 Only process 0 of a job does this work; the others let it.
 """
@@ -23,7 +23,7 @@ _log = logging.getLogger("unickpt")
 _COPIES = 2  # checkpoints that wait to be copied from the local tier; a further save waits
 
 
-class Keeper:
+class Upkeep:
     """What happens to steps around their saves.
 
     Arguments:

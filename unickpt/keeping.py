@@ -1,0 +1,118 @@
+"""How the state is kept as it is until it is written: by reference, or copied, now or later.
+
+Lazy copies, while the caller goes on, are an idea of DataStates-LLM (Maurya et al., HPDC 2024).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable
+from dataclasses import replace
+from enum import Enum, auto
+from functools import partial
+
+import numpy as np
+
+from unickpt.adapt import ArraySource, Fragment, Memory, Read
+from unickpt.chunks import SMALL
+from unickpt.dtypes import DType
+from unickpt.options import SaveOptions
+from unickpt.stage import stage
+
+_log = logging.getLogger("unickpt")
+# Smaller arrays are not worth a risk: batch norm's statistics change without a trace in forward.
+_LAZY_BYTES = 1 << 20
+
+
+class Way(Enum):
+    """How a fragment is kept."""
+
+    REFERENCE = auto()
+    NOW = auto()
+    LATER = auto()  # and it must not change before that
+    BEHIND = auto()  # a clone of it is copied later
+
+
+BACKGROUND = {Way.LATER, Way.BEHIND}
+
+
+class Keeping:
+    """Decides how each fragment of one save is kept, and keeps what need not be copied in chunks.
+
+    Arguments:
+        options: of the save.
+        owners: what optimizers own whose steps wait for this; None where there is no such guard.
+    """
+
+    def __init__(self, options: SaveOptions, owners: set[Hashable] | None) -> None:
+        self._mode, self._budget, self._owners = options.staging, options.budget_bytes, owners
+        self._reads: dict[int, Read] = {}
+        self.ways: dict[int, Way] = {}
+        """How fragments are kept, by `id`."""
+        self.copied_bytes = 0
+        """How much was copied, in fragments too small to wait."""
+
+    def keep(self, source: ArraySource) -> ArraySource:
+        """An array with fragments that stay as they are, or that are copied before they change."""
+        fragments = []
+        for fragment in source.fragments:
+            way, kept = self._decide(fragment, source.dtype)
+            self.ways[id(kept)] = way
+            fragments.append(kept)
+        if all(kept is given for kept, given in zip(fragments, source.fragments, strict=True)):
+            return source
+        return replace(source, fragments=tuple(fragments))
+
+    def _decide(self, fragment: Fragment, dtype: DType) -> tuple[Way, Fragment]:
+        nbytes = fragment.box.size * dtype.itemsize
+        if fragment.memory.on_device:
+            return self._decide_on_device(fragment, nbytes)
+        memory = fragment.memory
+        if self._mode != "copy" and not memory.mutable and memory.keep is not None:
+            return Way.REFERENCE, _read_by(fragment, self._kept_read(memory), memory)
+        if nbytes <= SMALL and self.copied_bytes + nbytes <= self._budget // 16:
+            self.copied_bytes += nbytes
+            private = Memory(mutable=False)
+            return Way.REFERENCE, _read_by(fragment, _copied(fragment, dtype), private)
+        return Way.LATER if self._is_lazy(memory, nbytes) else Way.NOW, fragment
+
+    def _decide_on_device(self, fragment: Fragment, nbytes: int) -> tuple[Way, Fragment]:
+        memory = fragment.memory
+        if self._is_lazy(memory, nbytes):
+            return Way.LATER, fragment
+        # A copy to the host would wait for all that the device still has to do.
+        lazily = self._mode == "lazy" or (self._mode == "auto" and self._owners is not None)
+        if (lazily or self._mode == "device") and memory.keep is not None:
+            try:
+                read = self._kept_read(memory)
+            except MemoryError as error:
+                _log.warning("no room for a clone on the device, copying to the host: %s", error)
+            else:
+                return Way.BEHIND, _read_by(fragment, read, replace(memory, changed=None))
+        return Way.NOW, fragment
+
+    def _kept_read(self, memory: Memory) -> Read:
+        """What reads the data as it is now; the fragments of an array are kept together."""
+        assert memory.keep is not None, "asked only where there is a way to keep it"
+        if id(memory) not in self._reads:
+            self._reads[id(memory)] = memory.keep()
+        return self._reads[id(memory)]
+
+    def _is_lazy(self, memory: Memory, nbytes: int) -> bool:
+        if not memory.mutable:  # on a device; what is deleted is seen
+            return self._mode in ("reference", "lazy")
+        if self._owners is not None:
+            return self._mode in ("auto", "lazy") and memory.owner in self._owners
+        traced = memory.changed is not None and nbytes >= _LAZY_BYTES
+        return self._mode == "lazy" and traced
+
+
+def _read_by(fragment: Fragment, read: Read, memory: Memory) -> Fragment:
+    return Fragment(fragment.box, fragment.replicas, read, memory)
+
+
+def _copied(fragment: Fragment, dtype: DType) -> Read:
+    """What reads a private copy of a fragment."""
+    native, start = dtype.newbyteorder("="), fragment.box.start
+    copied = stage(fragment, fragment.box, native, partial(np.empty, dtype=np.uint8), copied=True)
+    return lambda box, room: copied[box.relative_to(start).slices]
