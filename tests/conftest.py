@@ -40,6 +40,18 @@ def free_port() -> int:
             return port
 
 
+@pytest.fixture(scope="session")
+def moto() -> Iterator[str]:
+    """The address of an S3 server on this machine."""
+    from moto.server import ThreadedMotoServer  # slow to import
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
 class Processes:
     """Real processes that run a Python source text; all are gone when the test ends."""
 

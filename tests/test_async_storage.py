@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
+import s3_server
 from forks import Forks
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from saving import files, in_job, numbers, same
@@ -447,7 +447,7 @@ class Server:
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
         self._thread.start()
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
-        urlopen(Request(f"{self.endpoint}/faulty", method="PUT")).close()
+        s3_server.make_bucket(self.endpoint, "faulty")
 
     def close(self) -> None:
         self._server.shutdown()
@@ -517,11 +517,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def s3(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "anyone")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "anything")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
+    s3_server.use(server.endpoint, monkeypatch)
     monkeypatch.setattr(lease, "_RENEW_S", 0.1)
     monkeypatch.setattr(lease, "_EXPIRES_S", 0.5)
     monkeypatch.setattr(commit, "_GRACE_S", 0.2)

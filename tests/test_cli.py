@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
-from moto.server import ThreadedMotoServer
+import s3_server
 from typer.testing import CliRunner
 
 import unickpt
@@ -47,21 +46,12 @@ def model() -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="session")
-def s3() -> Iterator[str]:
+@pytest.fixture
+def s3(moto: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """A bucket in an S3 server on this machine."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    endpoint = f"http://{host}:{port}"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", endpoint)
-        patch.setenv("AWS_REGION", "us-east-1")
-        patch.setenv("AWS_ACCESS_KEY_ID", "test")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-        urlopen(Request(f"{endpoint}/clibucket", method="PUT")).close()
-        yield "s3://clibucket"
-    server.stop()
+    s3_server.use(moto, monkeypatch)
+    s3_server.make_bucket(moto, "clibucket")
+    return "s3://clibucket"
 
 
 @pytest.fixture(params=["path", "file", "memory", "s3"])

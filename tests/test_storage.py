@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -18,6 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import s3_server
 import tensorstore as ts
 from forks import Forks
 from saving import files, in_job, numbers, same, save_in_job
@@ -222,41 +221,10 @@ class Server:
         return sorted(key.decode() for key in store.list().result())
 
 
-@pytest.fixture(scope="session")
-def moto() -> Iterator[str]:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    endpoint = f"http://127.0.0.1:{port}"
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                urllib.request.urlopen(f"{endpoint}/moto-api/", timeout=5).close()
-                break
-            except OSError:
-                assert time.monotonic() < deadline, "moto does not start"
-                time.sleep(0.1)
-        request = urllib.request.Request(f"{endpoint}/bucket", method="PUT")
-        urllib.request.urlopen(request, timeout=5).close()
-        yield endpoint
-    finally:
-        process.kill()
-        process.wait()
-
-
 @pytest.fixture
 def s3(moto: str, monkeypatch: pytest.MonkeyPatch) -> Server:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "anyone")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "anything")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", moto)
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
+    s3_server.use(moto, monkeypatch)
+    s3_server.make_bucket(moto, "bucket")
     return Server(moto)
 
 
