@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -28,6 +29,8 @@ from unickpt.workers import Workers
 _TRANSACTION_BYTES = 256 << 20
 _TRANSACTION_CHUNKS = 16384
 _TRANSACTIONS = 4  # at once
+# Beside a training loop, likewise: each keeps a processor busy, which the loop may need.
+_TRANSACTIONS_BEHIND = max(1, min(_TRANSACTIONS, (os.cpu_count() or 1) // 4))
 _HASH_THREADS = 2
 _HASH_HERE_BYTES = 256 << 10  # handing less to a thread costs more than hashing it
 _LOOK_EVERY_S = 0.5
@@ -78,7 +81,9 @@ class Writer:
 
     def _write(self, jobs: Sequence[ChunkJob], rest: dict[str, bytes]) -> Any:
         # The rest of the budget is for what TensorStore needs beside the data.
-        window = Window(self._options.budget_bytes - self._batch_bytes, _TRANSACTIONS)
+        beside = self._supply.behind and self._store.location.is_local
+        most = _TRANSACTIONS_BEHIND if beside else _TRANSACTIONS
+        window = Window(self._options.budget_bytes - self._batch_bytes, most)
         digests: list[Callable[[], int]] = []
         looked = time.monotonic()
         batches = list(self._batches(jobs)) or [[]]
