@@ -16,9 +16,18 @@ from unickpt import Checkpointer, CheckpointNotFound
 HEAD = """
 import os, sys, time
 import numpy as np
+import threading
 import unickpt
 from unickpt import chunks
 
+start = threading.Thread.start
+
+def start_unless_ending(thread):
+    if not threading.main_thread().is_alive():  # as Python does since 3.12
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+    start(thread)
+
+threading.Thread.start = start_unless_ending
 root = sys.argv[1]
 real = chunks.ChunkStore.write
 
@@ -95,6 +104,22 @@ print("the loop is over")
     assert "StorageError" in err
     assert "the disk is full" in err
     assert not is_there(tmp_path)
+
+
+@pytest.mark.parametrize("staging", ["copy", "lazy"])
+@pytest.mark.parametrize("budget_bytes", [1 << 20, 1 << 30])
+def test_a_program_that_ends_right_after_the_call(
+    budget_bytes: int, staging: str, processes: Processes, tmp_path: Path
+) -> None:
+    text = f"""{HEAD}
+import torch
+tree = {{str(i): torch.full((700_000,), i) for i in range(4)}}
+options = unickpt.SaveOptions(staging={staging!r}, budget_bytes={budget_bytes})
+unickpt.save_async(root + "/c", tree, options=options)
+"""
+    assert end(processes.start(text, tmp_path)) == (0, "", "")
+    found = unickpt.load(tmp_path / "c")
+    assert all((found[str(i)] == i).all() for i in range(4))
 
 
 def test_a_failure_that_somebody_asked_for_does_not(processes: Processes, tmp_path: Path) -> None:

@@ -6,11 +6,14 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from unickpt.workers import start
+
 
 class Chores:
     """Runs pieces of work in order, on a thread that lives only while there are any.
 
-    The thread is no daemon, so that Python waits for it before it exits.
+    The thread is no daemon, so that Python waits for it before it exits. Where there can be none
+    any more, who adds work does it.
 
     Arguments:
         name: of the thread.
@@ -27,9 +30,11 @@ class Chores:
         """Has a piece of work done after all that was added before."""
         with self._changed:
             self._work.append(work)
-            if not self._running:
-                self._running = True
-                threading.Thread(target=self._run, name=self._name).start()
+            if self._running:
+                return
+            self._running = True
+        if start(self._run, self._name) is None:
+            self._run()
 
     def wait(self, most: int = 0) -> None:
         """Waits until at most so many pieces of work are left."""

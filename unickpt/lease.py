@@ -22,6 +22,7 @@ import tensorstore as ts
 from unickpt import backends, chunks
 from unickpt.backends import Location, file
 from unickpt.errors import SaveConflict
+from unickpt.workers import start
 
 NAME = ".unickpt.lock"
 _RENEW_S = 10.0
@@ -151,7 +152,8 @@ class _Claim:
         if not self._write(before.stamp.generation):
             found = self._store.read(NAME).result().value
             raise _conflict(self._location, found.decode(errors="replace"))
-        threading.Thread(target=self._renew, name="unickpt lease", daemon=True).start()
+        # Without a thread, at the end of a program, nobody renews it; `check` still tells.
+        start(self._renew, "unickpt lease", daemon=True)
         return was_held
 
     def is_valid(self) -> bool:

@@ -103,13 +103,20 @@ class PendingSave:
 
     # --- on the thread of the caller -----------------------------------------------------------
 
-    def _start(self) -> None:
+    def _begin(self) -> None:
+        """Has a thread wait for its turn to write."""
+        threading.Thread(target=self._run, name=f"unickpt save {self.url}").start()
+        _unfinished.add(self)
+
+    def _stage(self) -> None:
         """Stages what must be staged while the caller waits, and has the rest go on."""
         saving, staging = self._saving, self._staging
-        _unfinished.add(self)
-        threading.Thread(target=self._run, name=f"unickpt save {self.url}").start()
         try:
-            staging.stage_now()
+            with staging.failing():
+                if staging.has_later:  # now, because the program may end right after this call
+                    name = f"unickpt stage {self.url}"
+                    threading.Thread(target=self._stage_later, name=name).start()
+                staging.stage_now()
         except Abandoned:
             pass  # the writer failed; its error is told like any other
         except BaseException:
@@ -131,7 +138,7 @@ class PendingSave:
 
     # --- on threads of its own -----------------------------------------------------------------
 
-    def _stage(self) -> None:
+    def _stage_later(self) -> None:
         step_back()
         self._returned.wait()
         self._staging.stage_later()
@@ -139,8 +146,6 @@ class PendingSave:
     def _run(self) -> None:
         saving, staging = self._saving, self._staging
         staging.may_write.wait()
-        if staging.has_later:
-            threading.Thread(target=self._stage, name=f"unickpt stage {self.url}").start()
         asked = saving.elapsed
         if self._previous is not None:
             self._previous._finished.wait()
@@ -258,10 +263,11 @@ class SaveQueue:
                 previous._staging.wait_complete()
             with saving.failing():
                 staging = Staging(saving, self._area, owners)
+                pending = PendingSave(self, saving, staging, previous, hooks)
+                pending._begin()
             undo.pop_all()
-        pending = PendingSave(self, saving, staging, previous, hooks)
         self._pending = [*self._unfinished(), pending]
-        pending._start()
+        pending._stage()
         return pending
 
     def fence(self) -> None:

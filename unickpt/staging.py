@@ -153,7 +153,7 @@ class Staging:
         """Copies what must be copied while the caller waits."""
         if self.has_now:
             began = time.perf_counter()
-            with self._failing():
+            with self.failing():
                 self.plan()
                 self._copy(self._jobs[Way.NOW])
             self._tell_of_waiting(time.perf_counter() - began)
@@ -173,7 +173,7 @@ class Staging:
 
     def stage_later(self) -> None:
         """Copies the rest; what goes wrong reaches those who fetch."""
-        with suppress(BaseException), self._failing():
+        with suppress(BaseException), self.failing():
             if self._error is not None:
                 raise self._error
             self.plan()
@@ -191,7 +191,8 @@ class Staging:
             self._told.notify_all()
 
     @contextmanager
-    def _failing(self) -> Iterator[None]:
+    def failing(self) -> Iterator[None]:
+        """What fails here fails the save, with those who wait for something to be staged."""
         try:
             yield
         except BaseException as error:
@@ -209,7 +210,7 @@ class Staging:
         Raises:
             StateChanged: names the array.
         """
-        with self._failing(), self._settling:
+        with self.failing(), self._settling:
             if self._error is not None:
                 raise self._error
             for job in self._watched.values():

@@ -30,8 +30,24 @@ def step_back() -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
+def start(
+    work: Callable[[], object], name: str, *, daemon: bool = False
+) -> threading.Thread | None:
+    """The thread that does some work; None where there can be none.
+
+    Since Python 3.12 none can be started once the main thread has ended, which is when the last
+    pending saves are completed.
+    """
+    thread = threading.Thread(target=work, name=name, daemon=daemon)
+    try:
+        thread.start()
+    except RuntimeError:
+        return None
+    return thread
+
+
 class Workers:
-    """A few threads, which end with the `with` block.
+    """A few threads, which end with the `with` block; without any, who submits work does it.
 
     Arguments:
         count: number of threads.
@@ -45,19 +61,22 @@ class Workers:
     """
 
     def __init__(self, count: int, *, behind: bool = False) -> None:
-        self._behind = behind
+        self._count, self._behind = count, behind
         self._work: SimpleQueue[_Task[object] | None] = SimpleQueue()
-        self._threads = [threading.Thread(target=self._run) for _ in range(count)]
+        self._threads: list[threading.Thread] = []
 
     def submit(self, work: Callable[[], T]) -> Callable[[], T]:
         """Has a thread do some work; what is returned waits for its result, or raises its error."""
         task = _Task(work)
-        self._work.put(task)  # type: ignore[arg-type]
+        if self._threads:
+            self._work.put(task)  # type: ignore[arg-type]
+        else:
+            task.run()
         return task.result
 
     def __enter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
+        started = [start(self._run, "unickpt worker") for _ in range(self._count)]
+        self._threads = [thread for thread in started if thread is not None]
         return self
 
     def __exit__(
