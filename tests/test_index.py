@@ -35,7 +35,7 @@ def indexes(draw: st.DrawFn) -> Index:
         tree={"dict": []},
         arrays=arrays,
         aliases={"tied": "boxes"},
-        values=draw(st.dictionaries(st.text(max_size=4), plain, max_size=3)),
+        values=draw(st.dictionaries(st.text(max_size=4).map("value/{}".format), plain, max_size=3)),
         per_process={"rng": PerProcessEntry(((3, 2**64 - 1), *[(0, 7)] * (processes - 1)))},
         metadata={"note": "ä"},
         codecs=({"name": "zstd", "configuration": {"level": 3}},),
