@@ -145,6 +145,17 @@ def test_metadata_and_metrics_are_stored(tmp_path: Path) -> None:
             checkpointer.save(4, {}, metrics={"loss": "low"})  # type: ignore[dict-item]
 
 
+def test_a_step_is_any_integer(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, options=FAST) as checkpointer:
+        checkpointer.save(np.int64(3), numbers(3), wait=True)  # type: ignore[arg-type]
+        for wrong in ("4", 4.0, -4, True, None):
+            with pytest.raises(ValueError, match=r"must be an integer, at least 0"):
+                checkpointer.save(wrong, numbers(4))  # type: ignore[arg-type]
+        assert checkpointer.steps() == [3]
+        found = unickpt.open(checkpointer.path(3)).metadata["unickpt"]["step"]
+        assert type(found) is int
+
+
 @pytest.mark.parametrize("ask", ["wait", "close", "__exit__", "save"])
 def test_an_error_in_the_background_is_raised_once(ask: str, tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path, options=FAST)
@@ -229,7 +240,8 @@ def test_retention(
         ({"keep_best": 1, "metric": "a", "best": "most"}, "'min' or 'max'"),
         ({"save_every": 0}, "save_every=0 must be positive"),
         ({"save_every_s": -1.0}, "save_every_s"),
-        ({"optimizers": [object()]}, "a object is no torch.optim.Optimizer"),
+        ({"optimizers": [object()]}, "object is no torch.optim.Optimizer"),
+        ({"optimizers": object()}, "pass a list, even of one"),
         ({"local": "."}, "local and root are the same place"),
     ],
 )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -172,8 +173,7 @@ class Checkpointer:
                 yet; this save was not begun.
         """
         self._check_open()
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise ValueError(f"step {step!r} must be an integer, at least 0")
+        step = _number(step)
         group = self._group()
         self._check_shared(group)
         owners = None
@@ -379,13 +379,26 @@ class Checkpointer:
         self._shared = True
 
 
+def _number(step: object) -> int:
+    """A step given as any kind of integer, NumPy's too."""
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ValueError(f"step {step!r} must be an integer, at least 0")
+    return number
+
+
 def _fences(optimizers: Sequence[Any], wait: Callable[[], None]) -> list[Fence]:
     among, found = adapters(), []
+    if not isinstance(optimizers, Iterable):
+        raise ValueError(f"optimizers=[{type(optimizers).__name__}]: pass a list, even of one")
     for optimizer in optimizers:
         fence = next((f for f in (a.fence(optimizer, wait) for a in among) if f), None)
         if fence is None:
             raise ValueError(
-                f"optimizers: a {type(optimizer).__name__} is no torch.optim.Optimizer; JAX needs "
+                f"optimizers: {type(optimizer).__name__} is no torch.optim.Optimizer; JAX needs "
                 "none, because its arrays never change"
             )
         found.append(fence)
