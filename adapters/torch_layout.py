@@ -33,18 +33,13 @@ class Place(NamedTuple):
 
     Arguments:
         layout: of the global array.
-        coordinate: of this rank in the mesh; None where it is not in it.
-        box: what it holds, which may be empty; None likewise.
+        box: what this rank holds, which may be empty; None where it is not in the mesh.
+        replicas: the ranks that hold the same box, ascending.
     """
 
     layout: Layout
-    coordinate: tuple[int, ...] | None
     box: Box | None
-
-    @property
-    def replicas(self) -> tuple[int, ...]:
-        """The ranks that hold the same box, ascending."""
-        return () if self.coordinate is None else self.layout.replicas(self.coordinate)
+    replicas: tuple[int, ...]
 
 
 def place_of(leaf: Any) -> Place:
@@ -53,11 +48,28 @@ def place_of(leaf: Any) -> Place:
     Raises:
         TypeError: its placements give no box.
     """
-    grid, at = _grid(leaf.device_mesh, dist.get_rank())
-    order = _shard_order(leaf, grid.shape)
+    placements = tuple(leaf.placements)
+    # Since torch 2.10 plain Shards may have been applied in another order; only the spec tells.
+    told = tuple(getattr(leaf._spec, "shard_order", None) or ())
+    shape, kinds = tuple(leaf.shape), tuple(map(type, placements))
+    return _place(leaf.device_mesh, dist.get_rank(), shape, placements, kinds, told)
+
+
+@lru_cache(maxsize=4096)  # a model has few, and a save asks for that of every tensor
+def _place(
+    mesh: Any,
+    rank: int,
+    shape: tuple[int, ...],
+    placements: tuple[Any, ...],
+    kinds: tuple[type, ...],  # because a placement can be equal to one of another kind
+    told: tuple[Any, ...],
+) -> Place:
+    grid, at = _grid(mesh, rank)
+    order = _shard_order(placements, len(shape), told, grid.shape)
     layout = Layout(grid, tuple(tuple(grid.axes[m] for m in dims) for dims in order))
-    shape = tuple(leaf.shape)
-    return Place(layout, at, None if at is None else layout.box(shape, at))
+    if at is None:
+        return Place(layout, None, ())
+    return Place(layout, layout.box(shape, at), layout.replicas(at))
 
 
 @lru_cache(maxsize=64)
@@ -81,15 +93,17 @@ def _grid(mesh: Any, rank: int) -> tuple[Mesh, tuple[int, ...] | None]:
     return Mesh(names, grid.shape, tuple(grid.flatten().tolist())), tuple(at[0]) if at else None
 
 
-def _shard_order(leaf: Any, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
+def _shard_order(
+    placements: tuple[Any, ...], rank: int, told: tuple[Any, ...], sizes: tuple[int, ...]
+) -> list[tuple[int, ...]]:
     """For each tensor dimension the mesh dimensions that split it, outermost first.
 
     Mesh dimensions split from left to right, but for `_StridedShard`, whose split factor is the
     number of pieces into which mesh dimensions to its right have cut the dimension before, and
     where the DTensor tells the order itself.
     """
-    order: list[list[int]] = [[] for _ in range(leaf.ndim)]
-    placements, strided = leaf.placements, False
+    order: list[list[int]] = [[] for _ in range(rank)]
+    strided = False
     for mesh_dim in reversed(range(len(placements))):
         placement = placements[mesh_dim]
         if placement.is_replicate():
@@ -111,8 +125,6 @@ def _shard_order(leaf: Any, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
                 "with pieces that do not adjoin; redistribute the DTensor to Shard or Replicate"
             )
         dims.insert(before.index(factor), mesh_dim)
-    # Since torch 2.10 plain Shards may have been applied in another order; only the spec tells.
-    told = () if strided else getattr(leaf._spec, "shard_order", None) or ()
-    for dim, mesh_dims in told:
+    for dim, mesh_dims in () if strided else told:
         order[dim] = list(mesh_dims)
     return [tuple(dims) for dims in order]
