@@ -17,8 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from jax.sharding import NamedSharding, PartitionSpec
 from saving import numbers, same
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import unickpt
 from unickpt import (
@@ -402,6 +405,46 @@ def test_what_would_change_without_a_trace_is_never_lazy(copying: Gate, tmp_path
     found = unickpt.load(tmp_path / "c")
     assert all(np.array_equal(found["norm"][k], v.numpy()) for k, v in before.items())
     assert not found["numpy"].any()
+
+
+@pytest.fixture
+def lonely() -> Iterator[Any]:
+    """A process group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["data", "dtensor"])
+@pytest.mark.parametrize("back", [False, True])
+def test_a_change_without_a_trace_is_found(
+    back: bool, kind: str, lonely: Any, copying: Gate, tmp_path: Path
+) -> None:
+    """As weights that are clipped, or swapped for their average while the model is evaluated."""
+    start = torch.arange(1_200_000.0).reshape(1200, 1000)
+    weight = distribute_tensor(start, lonely, [Shard(0)]) if kind == "dtensor" else start
+    param = torch.nn.Parameter(weight)
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    with unickpt.Checkpointer(tmp_path, optimizers=[optimizer]) as checkpointer:
+        pending = checkpointer.save(1, {"w": param})
+        assert copying.reached.wait(30)
+        version, old = param._version, param.detach().clone()
+        param.data.mul_(2)
+        assert param._version == version
+        if back:
+            copying.opened.set()
+            deadline = time.monotonic() + 30
+            while pending._staging._error is None and time.monotonic() < deadline:
+                time.sleep(0.001)
+            param.data.copy_(old)
+        copying.opened.set()
+        with pytest.raises(StateChanged, match="'w'"):
+            pending.result(30)
+        param.data.copy_(old)
+        checkpointer.save(2, {"w": param}, wait=True)
+        assert checkpointer.steps() == [2]
+        found = checkpointer.load({"w": torch.zeros(1200, 1000)})["w"]
+        assert torch.equal(found, start)
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD", "foreach", "fused"])

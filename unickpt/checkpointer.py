@@ -64,7 +64,9 @@ class Checkpointer:
             background; the newest stays there.
         optimizers: torch optimizers; with `SaveOptions(staging="auto")` or "lazy", what they own
             is copied while forward and backward go on, and their next `step` waits for that. Until
-            then nothing else may change it: in DTensors that would leave no trace.
+            then nothing else may change it. Such a change is an error (`StateChanged`); it is found
+            by torch's version counters and, on the host, by a sample of the data. On an accelerator
+            changes of DTensors, or through `.data`, would leave no trace.
         options: of all saves, see `SaveOptions`.
 
     Raises:

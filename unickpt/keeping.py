@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from unickpt.adapt import ArraySource, Fragment, Memory, Read
+from unickpt.adapt import Array, ArraySource, Fragment, Memory, Read
 from unickpt.chunks import SMALL
 from unickpt.dtypes import DType
 from unickpt.options import SaveOptions
@@ -22,6 +22,7 @@ from unickpt.stage import stage
 _log = logging.getLogger("unickpt")
 # Smaller arrays are not worth a risk: batch norm's statistics change without a trace in forward.
 _LAZY_BYTES = 1 << 20
+_SAMPLES = 64
 
 
 class Way(Enum):
@@ -74,7 +75,9 @@ class Keeping:
             self.copied_bytes += nbytes
             private = Memory(mutable=False)
             return Way.REFERENCE, _read_by(fragment, _copied(fragment, dtype), private)
-        return Way.LATER if self._is_lazy(memory, nbytes) else Way.NOW, fragment
+        if self._is_lazy(memory, nbytes):
+            return Way.LATER, _sampled(fragment)
+        return Way.NOW, fragment
 
     def _decide_on_device(self, fragment: Fragment, nbytes: int) -> tuple[Way, Fragment]:
         memory = fragment.memory
@@ -109,6 +112,31 @@ class Keeping:
 
 def _read_by(fragment: Fragment, read: Read, memory: Memory) -> Fragment:
     return Fragment(fragment.box, fragment.replicas, read, memory)
+
+
+def _sampled(fragment: Fragment) -> Fragment:
+    """A fragment in host memory of which a sample also tells that it changed: through `.data`, or
+    in an optimizer's step on DTensors, it does so without any other trace."""
+    try:
+        memory = fragment.read(fragment.box, _no_room)
+    except _NoView:
+        return fragment
+    each = max(1, round(_SAMPLES ** (1 / max(1, memory.ndim))))
+    grid = tuple(slice(None, None, max(1, n // each)) for n in memory.shape)
+    before, told = memory[grid].tobytes(), fragment.memory.changed
+
+    def changed() -> bool:
+        return (told is not None and told()) or memory[grid].tobytes() != before
+
+    return _read_by(fragment, fragment.read, replace(fragment.memory, changed=changed))
+
+
+class _NoView(Exception):
+    """What is read is a copy."""
+
+
+def _no_room() -> Array:
+    raise _NoView
 
 
 def _copied(fragment: Fragment, dtype: DType) -> Read:

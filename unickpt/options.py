@@ -23,9 +23,9 @@ class SaveOptions:
             accelerator are read in the background, and must not be donated before
             `PendingSave.wait_staged`. All else is copied before the call returns.
             "lazy": copied in the background; nothing may be changed before
-            `PendingSave.wait_staged`. What would change without a trace is copied before the call
-            returns: small arrays, NumPy's, and DTensors that no optimizer of
-            `Checkpointer(optimizers=...)` guards.
+            `PendingSave.wait_staged`. Small arrays, NumPy's, and DTensors that no optimizer of
+            `Checkpointer(optimizers=...)` guards are copied before the call returns. A change that
+            comes too early is an error where it leaves a trace, see there.
             "device": arrays on an accelerator are cloned there, where it has room, and copied to
             the host in the background.
             "auto": by reference where nothing can go wrong with it (JAX on CPU), lazily what

@@ -275,8 +275,13 @@ class Staging:
             taken.clear()
             self._area.unreserve(job.nbytes)
 
+        lazy = memory.mutable and self._ways[id(job.fragment)] is Way.LATER
         try:
+            if lazy:
+                self._check(job)
             data = stage(job.fragment, job.box, job.dtype, take, copied=not memory.on_device)
+            if lazy:  # it may have changed for a while, as for an evaluation with averaged weights
+                self._check(job)
         except BaseException as error:
             release()
             self._check(job)  # says more than what reading a deleted array raises
