@@ -23,7 +23,8 @@ Array = np.ndarray[Any, Any]
 Read = Callable[[Box, Callable[[], Array]], Array]
 
 # These classes are facts, which nobody changes. They are not frozen, because that makes them three
-# times as slow to make, and a save makes some for each array while its caller waits.
+# times as slow to make (and `dataclasses.replace` four times), and a save makes some for each array
+# while its caller waits.
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +49,10 @@ class Memory:
     changed: Callable[[], bool] | None = None
     owner: Hashable = None
     allocate: Callable[[int], Array] | None = None
+
+    def watched(self, changed: Callable[[], bool] | None) -> Memory:
+        """The same memory with another way to see changes."""
+        return Memory(self.mutable, self.on_device, self.keep, changed, self.owner, self.allocate)
 
 
 @dataclass(slots=True, eq=False)
@@ -93,6 +98,13 @@ class ArraySource:
     identity: Hashable = None
     prng: str | None = None
     assumed: bool = False
+
+    def with_fragments(self, fragments: tuple[Fragment, ...]) -> ArraySource:
+        """The same array with other fragments."""
+        return ArraySource(
+            self.shape, self.dtype, fragments, self.layout, self.boxes, self.identity, self.prng,
+            self.assumed,
+        )  # fmt: skip
 
 
 class ArrayTarget(Protocol):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable
-from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
 
@@ -62,7 +61,7 @@ class Keeping:
             fragments.append(kept)
         if all(kept is given for kept, given in zip(fragments, source.fragments, strict=True)):
             return source
-        return replace(source, fragments=tuple(fragments))
+        return source.with_fragments(tuple(fragments))
 
     def _decide(self, fragment: Fragment, dtype: DType) -> tuple[Way, Fragment]:
         nbytes = fragment.box.size * dtype.itemsize
@@ -91,7 +90,7 @@ class Keeping:
             except MemoryError as error:
                 _log.warning("no room for a clone on the device, copying to the host: %s", error)
             else:
-                return Way.BEHIND, _read_by(fragment, read, replace(memory, changed=None))
+                return Way.BEHIND, _read_by(fragment, read, memory.watched(None))
         return Way.NOW, fragment
 
     def _kept_read(self, memory: Memory) -> Read:
@@ -128,7 +127,7 @@ def _sampled(fragment: Fragment) -> Fragment:
     def changed() -> bool:
         return (told is not None and told()) or memory[grid].tobytes() != before
 
-    return _read_by(fragment, fragment.read, replace(fragment.memory, changed=changed))
+    return _read_by(fragment, fragment.read, fragment.memory.watched(changed))
 
 
 class _NoView(Exception):
