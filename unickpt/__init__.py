@@ -15,6 +15,8 @@ from unickpt.errors import (
     InvalidPath,
     LoadMismatch,
     ProcessFailed,
+    RuleError,
+    RuleSyntaxError,
     SaveConflict,
     SaveTimeout,
     StateChanged,
@@ -29,6 +31,7 @@ from unickpt.load import load
 from unickpt.marks import LocalFragments, PerProcess, PerProcessValues
 from unickpt.options import Damage, LoadOptions, SaveOptions, SaveReport, VerifyReport
 from unickpt.pending import PendingSave
+from unickpt.rules import Function, Rules
 from unickpt.save import save
 from unickpt.verify import verify
 
@@ -41,6 +44,7 @@ __all__ = [
     "Checkpointer",
     "CoverageError",
     "Damage",
+    "Function",
     "Group",
     "InvalidPath",
     "Layout",
@@ -53,6 +57,9 @@ __all__ = [
     "PerProcessValues",
     "ProcessFailed",
     "ProcessGroup",
+    "RuleError",
+    "RuleSyntaxError",
+    "Rules",
     "SaveConflict",
     "SaveOptions",
     "SaveReport",

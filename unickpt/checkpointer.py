@@ -28,6 +28,7 @@ from unickpt.options import LoadOptions, SaveOptions
 from unickpt.pending import Hooks, PendingSave, SaveQueue
 from unickpt.policy import Policy, SigtermHandler
 from unickpt.retention import Retention
+from unickpt.rules import Rules
 from unickpt.tiers import Tier
 from unickpt.upkeep import Upkeep
 
@@ -266,6 +267,7 @@ class Checkpointer:
         *,
         step: int | None = None,
         fallback: bool = False,
+        rules: Rules | None = None,
         strict: bool = True,
         cast: bool = False,
         options: LoadOptions | None = None,
@@ -273,7 +275,7 @@ class Checkpointer:
         """Loads a step, the newest where none is given; `loaded_step` then tells which.
 
         Arguments:
-            like, strict, cast, options: as for `unickpt.load`.
+            like, rules, strict, cast, options: as for `unickpt.load`.
             step: its number.
             fallback: where a step is damaged, take the next older one, on all processes alike.
 
@@ -286,7 +288,7 @@ class Checkpointer:
         """
         group = self._group(options)
         options = replace(options or LoadOptions(), group=group)
-        arguments = {"strict": strict, "cast": cast, "options": options}
+        arguments = {"rules": rules, "strict": strict, "cast": cast, "options": options}
         wanted = self._newest(group) if step is None else step
         while True:
             tree, error = self._try(wanted, like, arguments)

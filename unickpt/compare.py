@@ -9,11 +9,11 @@ import numpy as np
 
 from unickpt import dtypes, mismatch, values
 from unickpt.adapt import Adapter, ArrayTarget, adapter_of
-from unickpt.checkpoint import Checkpoint
 from unickpt.errors import LoadMismatch, UnsupportedLeaf
 from unickpt.index import ArrayEntry
 from unickpt.marks import LocalFragments, PerProcess
 from unickpt.mismatch import Difference
+from unickpt.view import View
 
 
 def targets_of(wanted: Mapping[str, Any], among: Sequence[Adapter]) -> dict[str, ArrayTarget]:
@@ -39,7 +39,7 @@ def targets_of(wanted: Mapping[str, Any], among: Sequence[Adapter]) -> dict[str,
 
 
 def compare(
-    stored: Checkpoint,
+    view: View,
     wanted: Mapping[str, Any],
     targets: Mapping[str, ArrayTarget],
     *,
@@ -51,13 +51,13 @@ def compare(
     Raises:
         LoadMismatch: one table of all differences.
     """
-    index = stored.index
+    index = view.index
     have = {*index.arrays, *index.aliases, *index.values, *index.per_process}
     rows: list[Difference] = []
     for name, value in wanted.items():
-        found = _stored_fact(stored, name)
+        found = _stored_fact(view, name)
         if name not in have:
-            if strict or _abstract(value, targets.get(name)):
+            if (strict and name not in view.kept) or _abstract(value, targets.get(name)):
                 rows.append(Difference(name, "missing", "-", _asked(value, targets.get(name))))
         elif name in targets and isinstance(found, ArrayEntry):
             rows += _compare_array(name, found, targets[name], cast)
@@ -65,17 +65,17 @@ def compare(
             rows.append(Difference(name, "kind", _shown(found), _asked(value, targets.get(name))))
     if strict:
         rows += [
-            Difference(name, "unexpected", _shown(_stored_fact(stored, name)), "-")
+            Difference(name, "unexpected", _shown(_stored_fact(view, name)), "-")
             for name in have
             if name not in wanted
         ]
-    rows += _shared_memory(stored, targets)
+    rows += _shared_memory(view, targets)
     if rows:
-        raise LoadMismatch(mismatch.message(str(stored.location), rows))
+        raise LoadMismatch(mismatch.message(str(view.checkpoint.location), rows))
 
 
-def _stored_fact(stored: Checkpoint, name: str) -> Any:
-    index = stored.index
+def _stored_fact(view: View, name: str) -> Any:
+    index = view.index
     target = index.aliases.get(name, name)
     if target in index.arrays:
         return index.arrays[target]
@@ -125,29 +125,20 @@ def _compare_array(
     return rows
 
 
-def _shared_memory(stored: Checkpoint, targets: Mapping[str, ArrayTarget]) -> list[Difference]:
+def _shared_memory(view: View, targets: Mapping[str, ArrayTarget]) -> list[Difference]:
     """Leaves of `like` that are one array, but were stored as different ones."""
     first: dict[Any, str] = {}
     rows = []
     for name, target in targets.items():
         other = first.setdefault(target.identity, name) if target.identity is not None else name
-        entry, one = _stored_fact(stored, name), _stored_fact(stored, other)
+        entry, one = _stored_fact(view, name), _stored_fact(view, other)
         if other == name or not (isinstance(entry, ArrayEntry) and isinstance(one, ArrayEntry)):
             continue
-        if entry.name != one.name and not _equal_data(stored, entry, one):
+        if entry.name != one.name and not view.equal_data(entry, one):
             rows.append(
                 Difference(name, "tied", "an array of its own", f"the same memory as {other}")
             )
     return rows
-
-
-def _equal_data(stored: Checkpoint, a: ArrayEntry, b: ArrayEntry) -> bool:
-    same_grid = (a.shape, a.dtype, a.chunk, a.cut, a.boxes) == (
-        b.shape, b.dtype, b.chunk, b.cut, b.boxes,
-    )  # fmt: skip
-    return same_grid and bool(
-        np.array_equal(stored.digests_of(a.name)["digest"], stored.digests_of(b.name)["digest"])
-    )
 
 
 def _asked(value: Any, target: ArrayTarget | None) -> str:

@@ -60,3 +60,11 @@ class SaveTimeout(UnickptError, TimeoutError):
 
 class StateChanged(UnickptError, RuntimeError):
     """An array was changed, donated or deleted before an asynchronous save had staged it."""
+
+
+class RuleError(UnickptError, ValueError):
+    """Rules do not fit the arrays that they are to relate, or each other."""
+
+
+class RuleSyntaxError(RuleError):
+    """The text of a rule is wrong; the message shows the line with a caret."""

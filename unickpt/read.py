@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from operator import mul
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from unickpt import dtypes, plan, strided
 from unickpt.adapt import Array, ArrayTarget
 from unickpt.adapters.numpy import NumpyTarget
 from unickpt.box import Box
 from unickpt.errors import CheckpointCorrupt, LoadMismatch
+from unickpt.feed import Copy, Itself, Recipe, Source, Wanted, unit_steps
 from unickpt.index import ArrayEntry
 from unickpt.options import LoadOptions
 from unickpt.plan import Part
@@ -37,13 +41,18 @@ def threads_for(stored: Checkpoint, name: str) -> ThreadPoolExecutor:
 
 @dataclass(frozen=True)
 class Job:
-    """One array to read, and where it goes: under several names where it was tied, or is asked
-    for more than once."""
+    """Arrays to read together, because they are one (tied, or asked for more than once), or need
+    the same chunks.
 
-    entry: ArrayEntry
+    Arguments:
+        targets: where they go, by name.
+        recipes: what they are made of, by the same names.
+    """
+
     targets: Mapping[str, ArrayTarget]
+    recipes: Mapping[str, Recipe]
 
-    @cached_property
+    @property
     def nbytes(self) -> int:
         """Bytes of all destinations."""
         return sum(
@@ -51,13 +60,25 @@ class Job:
             for box in target.boxes
         )  # fmt: skip
 
+    @property
+    def entries(self) -> list[ArrayEntry]:
+        """The stored arrays that are read."""
+        used = (feed.entry for recipe in self.recipes.values() for feed in recipe.feeds)
+        return list({entry.name: entry for entry in used}.values())
+
 
 class NewTarget(NumpyTarget):
-    """A new NumPy array of what is stored."""
+    """A new NumPy array.
 
-    def __init__(self, entry: ArrayEntry) -> None:
-        self.leaf, self.shape, self.dtype = None, entry.shape, dtypes.from_name(entry.dtype)
-        self.boxes, self.in_place, self.identity = (Box.whole(entry.shape),), False, None
+    Arguments:
+        entry: what it is to be like.
+        box: the box that is wanted; all of it, where not given.
+    """
+
+    def __init__(self, entry: ArrayEntry, box: Box | None = None) -> None:
+        box = box or Box.whole(entry.shape)
+        self.leaf, self.shape, self.dtype = None, box.shape, dtypes.from_name(entry.dtype)
+        self.boxes, self.in_place, self.identity = (box,), False, None
 
 
 class NumberTarget(NewTarget):
@@ -67,27 +88,44 @@ class NumberTarget(NewTarget):
         return buffers[0].item()
 
 
-@dataclass(frozen=True)
+class _Piece(NamedTuple):
+    """A piece of a chunk, and the memory that wants it."""
+
+    copy: Copy
+    out: Array
+    feed: Source
+
+
+class _User(NamedTuple):
+    """A buffer, and what it needs of a stored array."""
+
+    needed: Wanted
+    buffer: Array
+    feed: Source
+
+
+@dataclass(slots=True)
 class _Read:
-    """One chunk to read, and the buffers that want a piece of it."""
+    """One chunk to read, and who wants what of it."""
 
     entry: ArrayEntry
     part: Part
     number: int
     box: Box
     row: Any
-    wanted_by: tuple[tuple[Box, Array], ...]
+    pieces: Sequence[_Piece]
 
 
 def read_arrays(stored: Checkpoint, jobs: Sequence[Job], options: LoadOptions) -> dict[str, Any]:
-    """Reads arrays; every chunk that any of a job's boxes needs is read exactly once."""
+    """Reads arrays; every chunk that any box of a job needs is read exactly once."""
     done: dict[str, Any] = {}
     window = Window(options.budget_bytes)
     reader = _Reader(stored)
     try:
         for job in jobs:
-            window.make_room(job.nbytes)
-            window.add(job.nbytes, _start(stored, job, options.verify, reader, done))
+            nbytes = job.nbytes
+            window.make_room(nbytes)
+            window.add(nbytes, _start(stored, job, options.verify, reader, done))
         window.drain()
     finally:
         reader.close()
@@ -98,10 +136,13 @@ def _start(
     stored: Checkpoint, job: Job, verify: bool, reader: _Reader, done: dict[str, Any]
 ) -> Callable[[], None]:
     """Starts to read an array; the result waits for it and finishes the leaf."""
-    stored.check_backed(job.entry)
+    for entry in job.entries:
+        stored.check_backed(entry)
     buffers = _buffers(stored, job)
     wanted = _distinct(job, buffers)
-    pending = {reader.submit(read) for read in _reads(stored, job.entry, wanted, verify)}
+    for recipe, box, buffer in wanted:
+        _fill(recipe, box, buffer)
+    pending = {reader.submit(read) for read in _reads(stored, wanted, verify)}
 
     def finish() -> None:
         for task in pending:
@@ -113,42 +154,73 @@ def _start(
 
 
 def _buffers(stored: Checkpoint, job: Job) -> dict[str, list[Array]]:
-    try:
-        return {
-            name: [target.buffer(i) for i in range(len(target.boxes))]
-            for name, target in job.targets.items()
-        }
-    except (MemoryError, ValueError) as error:
-        raise MemoryError(
-            f"{stored.location}: no memory for array {job.entry.name!r}, "
-            f"{job.entry.dtype}{list(job.entry.shape)}: {error}"
-        ) from None
+    buffers = {}
+    for name, target in job.targets.items():
+        try:
+            buffers[name] = [target.buffer(i) for i in range(len(target.boxes))]
+        except (MemoryError, ValueError) as error:
+            raise MemoryError(
+                f"{stored.location}: no memory for array {name!r}, "
+                f"{dtypes.name_of(target.dtype)}{list(target.shape)}: {error}"
+            ) from None
+    return buffers
 
 
-def _distinct(job: Job, buffers: Mapping[str, list[Array]]) -> list[tuple[Box, Array]]:
+def _distinct(job: Job, buffers: Mapping[str, list[Array]]) -> list[tuple[Recipe, Box, Array]]:
     """The boxes with their buffers; targets that share their memory are filled once."""
     first: dict[Hashable, str] = {}
-    wanted: list[tuple[Box, Array]] = []
+    wanted: list[tuple[Recipe, Box, Array]] = []
     for name, target in job.targets.items():
         if target.identity is None or first.setdefault(target.identity, name) == name:
-            wanted += zip(target.boxes, buffers[name], strict=True)
+            recipe = job.recipes[name]
+            wanted += [(recipe, box, b) for box, b in zip(target.boxes, buffers[name], strict=True)]
     return wanted
 
 
+def _fill(recipe: Recipe, box: Box, buffer: Array) -> None:
+    """What needs no chunk."""
+    for fill in recipe.fills:
+        for copy in fill.copies(box):
+            strided.view(buffer, copy.out, copy.out_steps, copy.shape)[...] = fill.value
+    if recipe.function is not None:
+        buffer[...] = recipe.function(box)
+
+
 def _reads(
-    stored: Checkpoint, entry: ArrayEntry, wanted: list[tuple[Box, Array]], verify: bool
+    stored: Checkpoint, wanted: Sequence[tuple[Recipe, Box, Array]], verify: bool
 ) -> Iterator[_Read]:
-    table = stored.digests_of(entry.name) if verify else None
-    first = 0
-    for part in plan.parts(entry):
-        by_chunk: dict[int, list[tuple[Box, Array]]] = {}
-        for box, buffer in wanted:
-            for number in part.chunks_in(box):
-                by_chunk.setdefault(number, []).append((box, buffer))
-        for number, by in sorted(by_chunk.items()):
-            row = None if table is None else table[first + number]
-            yield _Read(entry, part, number, part.chunk_box(number), row, tuple(by))
-        first += part.count
+    by_entry: dict[str, tuple[ArrayEntry, list[_User]]] = {}
+    for recipe, box, buffer in wanted:
+        for feed in recipe.feeds:
+            needed = feed.within(box)
+            if needed is not None:
+                users = by_entry.setdefault(feed.entry.name, (feed.entry, []))[1]
+                users.append(_User(needed, buffer, feed))
+    for name, (entry, users) in by_entry.items():
+        table = stored.digests_of(name) if verify else None
+        first = 0
+        for part in plan.parts(entry):
+            by_chunk: dict[int, list[_User]] = {}
+            for user in users:
+                for number in _chunks_of(part, user.needed.boxes):
+                    by_chunk.setdefault(number, []).append(user)
+            for number, by in sorted(by_chunk.items()):
+                chunk = part.chunk_box(number)
+                pieces = [
+                    _Piece(copy, strided.view(b, copy.out, copy.out_steps, copy.shape), feed)
+                    for needed, b, feed in by
+                    for copy in needed.copies(chunk)
+                ]
+                if pieces:
+                    row = None if table is None else table[first + number]
+                    yield _Read(entry, part, number, chunk, row, pieces)
+            first += part.count
+
+
+def _chunks_of(part: Part, boxes: Sequence[Box]) -> Iterable[int]:
+    if len(boxes) == 1:
+        return part.chunks_in(boxes[0])
+    return {number for box in boxes for number in part.chunks_in(box)}
 
 
 class _Task:
@@ -198,13 +270,10 @@ class _Reader:
             if there is not None:
                 self._fetch(read, there, requested)
                 continue
-            piece = self._scratch.array(read.box.shape, dtypes.from_name(read.entry.dtype))
-            self._fetch(read, piece, requested)
-            for box, buffer in read.wanted_by:
-                common = read.box.intersect(box)
-                assert common is not None, "a chunk is read only for boxes that meet it"
-                source = piece[common.relative_to(read.box.start).slices]
-                _place(source, buffer, common.relative_to(box.start), read.entry.name)
+            chunk = self._scratch.array(read.box.shape, dtypes.from_name(read.entry.dtype))
+            self._fetch(read, chunk, requested)
+            for copy, out, feed in read.pieces:
+                _place(strided.view(chunk, copy.source, copy.source_steps, copy.shape), out, feed)
 
     def _fetch(self, read: _Read, out: Array, requested: Any) -> None:
         stored, row = self._stored, read.row
@@ -217,31 +286,56 @@ class _Reader:
 
 def _direct(read: _Read) -> Array | None:
     """The memory where a chunk can land as it is: contiguous, of its dtype, wanted only there."""
-    box, buffer = read.wanted_by[0]
-    if len(read.wanted_by) > 1 or buffer.dtype != dtypes.from_name(read.entry.dtype):
+    copy, out, feed = read.pieces[0]
+    if len(read.pieces) > 1 or out.size != read.box.size or not out.flags.c_contiguous:
         return None
-    if not box.contains(read.box):
+    if not feed.is_exact or out.dtype != dtypes.from_name(read.entry.dtype):
         return None
-    there = buffer[read.box.relative_to(box.start).slices]
-    return there if there.flags.c_contiguous else None
+    return out.reshape(read.box.shape) if _in_order(copy, read.box.shape) else None
 
 
-def _place(source: Array, buffer: Array, at: Box, name: str) -> None:
-    if source.dtype == buffer.dtype:
-        strided.copy(buffer[at.slices], source)
+def _in_order(copy: Copy, shape: tuple[int, ...]) -> bool:
+    """Whether all of a chunk is wanted in the order in which it lies there."""
+    if copy.shape == shape and copy.source_steps == unit_steps(len(shape)):
+        return True
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    below = 1
+    for n, steps in zip(reversed(copy.shape), reversed(copy.source_steps), strict=True):
+        if n > 1 and sum(map(mul, steps, strides)) != below:
+            return False
+        below *= n
+    return True
+
+
+def _place(source: Array, out: Array, feed: Source) -> None:
+    if source.dtype == out.dtype and feed.is_exact:
+        strided.copy(out, source)
         return
-    if not dtypes.holds_all(buffer.dtype, source):
+    if not feed.is_exact:
+        wide = np.dtype(np.float64 if np.float64 in (source.dtype, out.dtype) else np.float32)
+        scale, offset = (np.asarray(x, wide) for x in (feed.scale, feed.offset))
+        source = np.add(np.multiply(source.astype(wide), scale), offset)
+    cast = source.astype(out.dtype)
+    if not _holds(cast, source):
         raise LoadMismatch(
-            f"array {name!r}: stored as {source.dtype}, asked for as {buffer.dtype}, which does "
-            "not hold all its values; load it as it is stored"
+            f"array {feed.entry.name!r}: stored as {feed.entry.dtype}, asked for as {out.dtype}, "
+            "which does not hold all its values; load it as it is stored"
         )
-    buffer[at.slices] = source.astype(buffer.dtype)
+    strided.copy(out, cast)
+
+
+def _holds(cast: Array, source: Array) -> bool:
+    """Whether integers came through a cast as they are; floats only lose precision among floats."""
+    kinds = dtypes.kind(source.dtype), dtypes.kind(cast.dtype)
+    if kinds == ("integer", "integer"):
+        return dtypes.holds_all(cast.dtype, source)
+    if "integer" in kinds:
+        return bool(np.array_equal(cast.astype(source.dtype), source))
+    return True
 
 
 def read_box(stored: Checkpoint, entry: ArrayEntry, box: Box, *, verify: bool) -> Array:
     """A box of an array as a new NumPy array."""
-    target = NewTarget(entry)
-    target.shape, target.boxes = box.shape, (box,)
-    options = LoadOptions(verify=verify)
-    found: Array = read_arrays(stored, [Job(entry, {entry.name: target})], options)[entry.name]
+    job = Job({entry.name: NewTarget(entry, box)}, {entry.name: Recipe((Itself(entry),))})
+    found: Array = read_arrays(stored, [job], LoadOptions(verify=verify))[entry.name]
     return found

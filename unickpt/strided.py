@@ -2,14 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import add, mul
+
 import numpy as np
 
 from unickpt.adapt import Array
+from unickpt.box import Box
 
 # Measured: with tiles of these extents 1.3 to 6 times as fast as one np.copyto, whose every read
 # misses a cache; planes that fit into a cache, or are narrow, gain nothing.
 _ALONG_SOURCE, _ALONG_OUT, _TILE = 512, 16, 2048
 _PLANE_BYTES, _NARROW = 256 << 10, 8
+
+
+def view(
+    array: Array, start: Sequence[int], steps: Sequence[Sequence[int]], shape: tuple[int, ...]
+) -> Array:
+    """Elements of an array, seen along other axes.
+
+    Arguments:
+        array: of any strides.
+        start: the first element.
+        steps: for each axis of the view, its step along each axis of `array`.
+        shape: of the view; all that it holds lies within `array`.
+
+    Example:
+        >>> view(np.arange(6).reshape(2, 3), (0, 2), ((1, 0), (0, -1)), (2, 3)).tolist()
+        [[2, 1, 0], [5, 4, 3]]
+    """
+    strides = tuple(sum(map(mul, step, array.strides)) for step in steps)
+    if strides == array.strides:
+        return array[Box(tuple(start), tuple(map(add, start, shape))).slices]
+    # The function knows NumPy's own dtypes only.
+    size = array.itemsize
+    bits = array.view(f"u{size}") if size in (1, 2, 4, 8) else array
+    first: Array = bits[tuple(slice(i, i + 1) for i in start)].reshape(())
+    seen: Array = np.lib.stride_tricks.as_strided(first, shape, strides)
+    return seen.view(array.dtype)
 
 
 def copy(out: Array, source: Array) -> None:

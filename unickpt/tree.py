@@ -9,9 +9,10 @@ import copy
 import dataclasses
 import keyword
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 from unickpt.errors import UnsupportedLeaf
 
@@ -241,6 +242,34 @@ def from_json(structure: Any) -> Node | Leaf:
         ValueError: says what is wrong with the structure.
     """
     return _from_json(structure, "", 0)
+
+
+def from_names(names: Iterable[str]) -> Node | Leaf:
+    """The nested dicts that names stand for.
+
+    Raises:
+        ValueError: a name stands for a leaf and for a container.
+    """
+    root: dict[str, Any] = {}
+    for name in names:
+        *parents, last = ["" if part == "%" else unquote(part) for part in name.split("/")]
+        level = root
+        for parent in parents:
+            level = level.setdefault(parent, {})
+            if not isinstance(level, dict):
+                raise ValueError(f"{name!r} lies below a name that is a leaf itself")
+        if last in level:
+            raise ValueError(f"{name!r} is a leaf, and other names lie below it")
+        level[last] = Leaf(name, None)
+    return _nested(root)
+
+
+def _nested(level: Any) -> Node | Leaf:
+    if isinstance(level, Leaf):
+        return level
+    keys = tuple(level)
+    children = tuple(map(_nested, level.values()))
+    return Node("dict", keys, children, lambda xs: dict(zip(keys, xs, strict=True)))
 
 
 def _from_json(structure: Any, name: str, depth: int) -> Node | Leaf:

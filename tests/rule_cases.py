@@ -1,0 +1,72 @@
+"""Cases for rules: what is stored, and what rules should make of it, as lines of comments."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+_LINE = re.compile(
+    r"# (stored|makes): (.+?)(?: ((?:b?float|u?int)\d+|bool))? (?:\[([\d ]*)\]|= (-?\d+))$"
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A rule file, and the leaves of both sides by name: (dtype, shape), or a plain value."""
+
+    text: str
+    stored: dict[str, Any]
+    makes: dict[str, Any]
+    inexact: bool
+
+
+def read_case(text: str) -> Case:
+    """Reads the lines `# stored: name dtype [shape]` and `# makes: name = value`."""
+    sides: dict[str, dict[str, Any]] = {"stored": {}, "makes": {}}
+    for line in text.splitlines():
+        found = _LINE.match(line)
+        if found:
+            side, name, dtype, shape, value = found.groups()
+            leaf = int(value) if shape is None else (dtype or "float32", _shape(shape))
+            sides[side][name] = leaf
+        else:
+            assert not line.startswith(("# stored", "# makes")), line
+    return Case(text, sides["stored"], sides["makes"], "# inexact" in text)
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split()))
+
+
+def leaf(fact: Any, rng: np.random.Generator) -> Any:
+    """A leaf as a case tells it; arrays hold random bits that every dtype of their kind can hold."""
+    if not isinstance(fact, tuple):
+        return fact
+    dtype, shape = np.dtype(getattr(ml_dtypes, fact[0], fact[0])), fact[1]
+    return rng.integers(1, 100, shape).astype(dtype) if shape else np.asarray(7, dtype)
+
+
+def flat_tree(leaves: dict[str, Any]) -> dict[str, Any]:
+    """Nested dicts out of names."""
+    root: dict[str, Any] = {}
+    for name, value in leaves.items():
+        *parents, last = name.split("/")
+        level = root
+        for parent in parents:
+            level = level.setdefault(parent, {})
+        level[last] = value
+    return root
+
+
+def flat_names(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Names of nested dicts' leaves."""
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    found: dict[str, Any] = {}
+    for key, child in tree.items():
+        found |= flat_names(child, f"{prefix}/{key}" if prefix else key)
+    return found

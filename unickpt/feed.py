@@ -1,0 +1,226 @@
+"""Feeds: how elements of an array that is asked for come out of stored arrays, box by box.
+
+Without rules every array has one feed, from itself. Rules permute, merge, split, stack and cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from operator import sub
+from typing import NamedTuple, Protocol
+
+from unickpt.adapt import Array
+from unickpt.box import Box
+from unickpt.index import ArrayEntry
+from unickpt.radix import Digit, Dim, Line, Ranges, line_of, pull
+
+
+class Copy(NamedTuple):
+    """Elements of a chunk and where they go: two strided views of the same shape.
+
+    Arguments:
+        shape: extents of both.
+        source: where the first element is in the chunk, along each dimension.
+        source_steps: per axis of `shape`, the step along each dimension of the chunk.
+        out, out_steps: the same of the destination.
+    """
+
+    shape: tuple[int, ...]
+    source: tuple[int, ...]
+    source_steps: tuple[tuple[int, ...], ...]
+    out: tuple[int, ...]
+    out_steps: tuple[tuple[int, ...], ...]
+
+
+class Wanted(Protocol):
+    """What a box of an array that is asked for needs of a stored array."""
+
+    @property
+    def boxes(self) -> Sequence[Box]:
+        """Boxes of the stored array that hold all of it."""
+
+    def copies(self, chunk: Box) -> Iterator[Copy]:
+        """What of a box of the stored array goes where."""
+
+
+class Source(Protocol):
+    """Where elements come from; see `Feed`, the general one."""
+
+    @property
+    def entry(self) -> ArrayEntry: ...
+    @property
+    def is_exact(self) -> bool: ...
+    @property
+    def scale(self) -> float: ...
+    @property
+    def offset(self) -> float: ...
+
+    def within(self, box: Box) -> Wanted | None: ...
+
+
+@dataclass(frozen=True)
+class Feed:
+    """A block of an array that is asked for, and the stored array that it comes from.
+
+    Arguments:
+        entry: the stored array.
+        extents: of the axes that both sides share.
+        source: the stored array's dimensions, made of these axes.
+        out: those of the array that is asked for.
+        scale, offset: what is done to the elements, in float32 (float64 where they have that).
+    """
+
+    entry: ArrayEntry
+    extents: tuple[int, ...]
+    source: tuple[Dim, ...]
+    out: tuple[Dim, ...]
+    scale: float = 1.0
+    offset: float = 0.0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether elements arrive as they are."""
+        return self.scale == 1 and self.offset == 0
+
+    @cached_property
+    def _source_lines(self) -> tuple[Line, ...]:
+        return tuple(map(line_of, self.source))
+
+    @cached_property
+    def _out_lines(self) -> tuple[Line, ...]:
+        return tuple(map(line_of, self.out))
+
+    def within(self, box: Box) -> Wanted | None:
+        """What a box of the array that is asked for needs; None where that is nothing."""
+        ranges = pull(self.out, box.start, box.stop, tuple((0, n) for n in self.extents))
+        return _Pulled(self, box, ranges) if ranges else None
+
+    def reach(self, ranges: Ranges) -> Box:
+        """A box of the stored array that holds all that some ranges of the axes need."""
+        found = [line.reach(ranges) for line in self._source_lines]
+        return Box(tuple(a for a, _ in found), tuple(b for _, b in found))
+
+    def held(self, chunk: Box) -> list[Ranges]:
+        """The axes' ranges that lie within a box of the stored array."""
+        whole = tuple((0, n) for n in self.extents)
+        return pull(self.source, chunk.start, chunk.stop, whole)
+
+    def copy(self, common: Ranges, box: Box, chunk: Box) -> Copy:
+        """Where some ranges lie in a chunk, and in a box of the array that is asked for."""
+        first = [a for a, _ in common]
+        return Copy(
+            tuple(b - a for a, b in common),
+            tuple(x.at(first) - o for x, o in zip(self._source_lines, chunk.start, strict=True)),
+            _steps(self._source_lines, len(common)),
+            tuple(x.at(first) - o for x, o in zip(self._out_lines, box.start, strict=True)),
+            _steps(self._out_lines, len(common)),
+        )
+
+
+class _Pulled:
+    """What a box needs of a feed."""
+
+    def __init__(self, feed: Feed, box: Box, ranges: Sequence[Ranges]) -> None:
+        self._feed, self._box, self._ranges = feed, box, ranges
+        self.boxes: Sequence[Box] = [feed.reach(r) for r in ranges]
+
+    def copies(self, chunk: Box) -> Iterator[Copy]:
+        for ours in self._feed.held(chunk):
+            for theirs in self._ranges:
+                common = tuple(
+                    (max(a, c), min(b, d)) for (a, b), (c, d) in zip(ours, theirs, strict=True)
+                )
+                if all(a < b for a, b in common):
+                    yield self._feed.copy(common, self._box, chunk)
+
+
+class Itself:
+    """An array as it is stored: the feed of a load without rules, in a shorter way."""
+
+    __slots__ = ("entry",)
+    is_exact, scale, offset = True, 1.0, 0.0
+
+    def __init__(self, entry: ArrayEntry) -> None:
+        self.entry = entry
+
+    def within(self, box: Box) -> Wanted | None:
+        return None if box.empty else _Plain(box)
+
+
+class _Plain:
+    """A box of an array as it is stored."""
+
+    __slots__ = ("boxes",)
+
+    def __init__(self, box: Box) -> None:
+        self.boxes: Sequence[Box] = (box,)
+
+    def copies(self, chunk: Box) -> Iterator[Copy]:
+        (box,) = self.boxes
+        common = chunk.intersect(box)
+        if common is not None:
+            there = tuple(map(sub, common.start, chunk.start))
+            steps = unit_steps(len(there))
+            yield Copy(common.shape, there, steps, tuple(map(sub, common.start, box.start)), steps)
+
+
+@lru_cache(maxsize=64)
+def unit_steps(rank: int) -> tuple[tuple[int, ...], ...]:
+    """Steps of axes that are an array's own."""
+    return tuple(tuple(int(i == j) for j in range(rank)) for i in range(rank))
+
+
+def whole_dims(shape: Sequence[int]) -> tuple[Dim, ...]:
+    """Dimensions each of which is an axis."""
+    return tuple((Digit(n, 0, n, axis),) for axis, n in enumerate(shape))
+
+
+@dataclass(frozen=True)
+class Fill:
+    """A block of an array that is asked for which holds a constant.
+
+    Arguments:
+        extents: of the block's axes.
+        out: the array's dimensions, made of these.
+        value: of all elements.
+    """
+
+    extents: tuple[int, ...]
+    out: tuple[Dim, ...]
+    value: float | int | bool | complex
+
+    def copies(self, box: Box) -> Iterator[Copy]:
+        """Where the constant stands in a box of the array; nothing is read."""
+        whole = tuple((0, n) for n in self.extents)
+        lines = tuple(map(line_of, self.out))
+        for ranges in pull(self.out, box.start, box.stop, whole):
+            first = [a for a, _ in ranges]
+            yield Copy(
+                tuple(b - a for a, b in ranges),
+                (),
+                (),
+                tuple(x.at(first) - o for x, o in zip(lines, box.start, strict=True)),
+                _steps(lines, len(ranges)),
+            )
+
+
+@dataclass(slots=True)
+class Recipe:
+    """What an array that is asked for is made of.
+
+    Arguments:
+        feeds: where its elements come from; together with `fills`, each exactly once.
+        fills: those that come from nowhere.
+        function: makes it in their stead: called with a box, returns its elements.
+    """
+
+    feeds: Sequence[Source] = ()
+    fills: Sequence[Fill] = ()
+    function: Callable[[Box], Array] | None = None
+
+
+def _steps(lines: Sequence[Line], axes: int) -> tuple[tuple[int, ...], ...]:
+    by_line = [dict(line.steps) for line in lines]
+    return tuple(tuple(steps.get(axis, 0) for steps in by_line) for axis in range(axes))

@@ -1,0 +1,141 @@
+"""Radix: a dimension's index as a mixed-radix number whose digits are indices of axes.
+
+So one array's elements are found in another whose dimensions are split, merged, permuted, or
+follow each other. The boxes of axes that a box of an array holds are at most `2k - 1` for each
+dimension of `k` digits, as for flat ranges (`unickpt.box`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Digit:
+    """One digit of a dimension's mixed-radix index.
+
+    Arguments:
+        radix: how many values the digit has.
+        offset: its value where the segment begins.
+        extent: how many values the segment has.
+        inner: the axis (by its number) whose index it is, the digits that it is made of, or None
+            where it is always `offset`.
+        reverse: whether the axis runs backwards.
+    """
+
+    radix: int
+    offset: int
+    extent: int
+    inner: int | tuple[Digit, ...] | None
+    reverse: bool = False
+
+
+Dim = tuple[Digit, ...]
+Ranges = tuple[tuple[int, int], ...]
+"""A half-open range of each axis."""
+
+
+def pull(
+    dims: Sequence[Dim], start: Sequence[int], stop: Sequence[int], whole: Ranges
+) -> list[Ranges]:
+    """The boxes of axes whose elements lie within a box of the array.
+
+    Arguments:
+        dims: of the block.
+        start, stop: the box of the array.
+        whole: the full range of each axis.
+    """
+    found = [whole]
+    for dim, low, high in zip(dims, start, stop, strict=True):
+        found = [r for ranges in found for r in _pull_dim(dim, low, high, ranges)]
+    return found
+
+
+def _pull_dim(dim: Dim, low: int, high: int, ranges: Ranges) -> Iterator[Ranges]:
+    """`ranges` narrowed to where a mixed-radix number lies within [low, high)."""
+    if low >= high:
+        return
+    if len(dim) == 1:
+        yield from _pull_digit(dim[0], low, high, ranges)
+        return
+    first, rest = dim[0], dim[1:]
+    row = math.prod(d.radix for d in rest)
+    if row == 0:
+        return
+    begin, end = low // row, -(-high // row)
+    # Whole rows in the middle, and what is cut off of the first and of the last one.
+    head = low - begin * row
+    tail = end * row - high
+    if end - begin == 1:
+        pieces = [(begin, end, head, row - tail)]
+    else:
+        pieces = []
+        if head:
+            pieces.append((begin, begin + 1, head, row))
+            begin += 1
+        if tail:
+            pieces.append((end - 1, end, 0, row - tail))
+            end -= 1
+        if begin < end:
+            pieces.append((begin, end, 0, row))
+    for a, b, inner_low, inner_high in pieces:
+        for narrowed in _pull_digit(first, a, b, ranges):
+            yield from _pull_dim(rest, inner_low, inner_high, narrowed)
+
+
+def _pull_digit(digit: Digit, low: int, high: int, ranges: Ranges) -> Iterator[Ranges]:
+    low, high = max(low - digit.offset, 0), min(high - digit.offset, digit.extent)
+    if low >= high:
+        return
+    if digit.inner is None:
+        yield ranges
+    elif isinstance(digit.inner, tuple):
+        yield from _pull_dim(digit.inner, low, high, ranges)
+    else:
+        if digit.reverse:
+            low, high = digit.extent - high, digit.extent - low
+        axis = digit.inner
+        a, b = ranges[axis]
+        if max(a, low) < min(b, high):
+            narrowed = (max(a, low), min(b, high))
+            yield (*ranges[:axis], narrowed, *ranges[axis + 1 :])
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A dimension's index as a linear function of the axes' indices."""
+
+    constant: int
+    steps: tuple[tuple[int, int], ...]
+
+    def at(self, indices: Sequence[int]) -> int:
+        return self.constant + sum(step * indices[axis] for axis, step in self.steps)
+
+    def reach(self, ranges: Ranges) -> tuple[int, int]:
+        """The first index, and one past the last, where the axes are in these ranges."""
+        low = high = self.constant
+        for axis, step in self.steps:
+            a, b = ranges[axis]
+            ends = (step * a, step * (b - 1))
+            low, high = low + min(ends), high + max(ends)
+        return low, high + 1
+
+
+def line_of(dim: Dim) -> Line:
+    """A dimension as a linear function."""
+    constant, steps = 0, []
+    factor = 1
+    for digit in reversed(dim):
+        constant += factor * digit.offset
+        if isinstance(digit.inner, tuple):
+            inner = line_of(digit.inner)
+            constant += factor * inner.constant
+            steps += [(axis, factor * step) for axis, step in inner.steps]
+        elif digit.inner is not None:
+            step = -factor if digit.reverse else factor
+            constant += factor * (digit.extent - 1) if digit.reverse else 0
+            steps.append((digit.inner, step))
+        factor *= digit.radix
+    return Line(constant, tuple(steps))

@@ -1,0 +1,272 @@
+"""Axes: what a view's dimensions are made of, which sizes they have, and where an index lies.
+
+A view's dimensions are products and sums of axes. Where one segment is chosen in each sum, every
+dimension is a mixed-radix number with an axis for each digit: a *block* of the array, which is a
+box of axes. Rules pair the blocks of both sides by their axes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from unickpt.radix import Digit, Dim
+from unickpt.rules.syntax import ELLIPSIS, Axis, Flip, Group, Item, Pad
+
+PAD = "_"
+
+
+def name_pads(items: Sequence[Item], view: str) -> tuple[Item, ...]:
+    """Axes with each pad as an axis of its own.
+
+    Arguments:
+        items: of a view.
+        view: what tells this view's pads from those of other views.
+    """
+    counter = itertools.count()
+
+    def named(item: Item) -> Item:
+        match item:
+            case Pad(place):
+                return Axis(f"{PAD}{view}{next(counter)}", place)
+            case Group(segments):
+                return Group(tuple(tuple(map(named, segment)) for segment in segments))
+        return item
+
+    return tuple(map(named, items))
+
+
+def expand(items: Sequence[Item], rank: int) -> tuple[Item, ...]:
+    """Axes with `...` spelled out as so many axes."""
+    out: list[Item] = []
+    for item in items:
+        match item:
+            case Axis(name, place) if name == ELLIPSIS:
+                out += [Axis(f"{ELLIPSIS}{i}", place) for i in range(rank)]
+            case Flip(Axis(name, place)) if name == ELLIPSIS:
+                out += [Flip(Axis(f"{ELLIPSIS}{i}", place)) for i in range(rank)]
+            case _:
+                out.append(item)
+    return tuple(out)
+
+
+def is_pad(axis: str) -> bool:
+    """Whether an axis is a pad."""
+    return axis.startswith(PAD)
+
+
+def axes_of(items: Sequence[Item]) -> Iterator[Axis]:
+    """All axes, in their order, as often as they stand there."""
+    for item in items:
+        match item:
+            case Axis():
+                yield item
+            case Flip(inner):
+                yield from axes_of([inner])
+            case Group(segments):
+                for segment in segments:
+                    yield from axes_of(segment)
+
+
+# --- blocks -----------------------------------------------------------------------------------
+
+Choice = tuple[int, ...]
+"""Which segment is chosen in each sum that is reached, in the order of the text."""
+
+
+def choices(items: Sequence[Item]) -> list[Choice]:
+    """All ways to choose a segment in each sum, sums within segments included."""
+    return [sum(parts, ()) for parts in itertools.product(*map(_item_choices, items))]
+
+
+def _item_choices(item: Item) -> list[Choice]:
+    if not isinstance(item, Group):
+        return [()]
+    return [(k, *rest) for k, segment in enumerate(item.segments) for rest in choices(segment)]
+
+
+def block_axes(items: Sequence[Item], choice: Choice) -> list[Axis]:
+    """The axes of a block, as often as they stand in it."""
+    picked = iter(choice)
+    return [axis for item in items for axis in _chosen_axes(item, picked)]
+
+
+def _chosen_axes(item: Item, picked: Iterator[int]) -> Iterator[Axis]:
+    match item:
+        case Axis():
+            yield item
+        case Flip(inner):
+            yield from _chosen_axes(inner, picked)
+        case Group(segments):
+            for inner in segments[next(picked)]:
+                yield from _chosen_axes(inner, picked)
+
+
+# --- sizes ------------------------------------------------------------------------------------
+
+
+class DoesNotFit(ValueError):
+    """Why sizes do not fit."""
+
+
+def size_of(item: Item, sizes: Mapping[str, int]) -> int | None:
+    """The extent of an item; None where it is not known yet."""
+    match item:
+        case Axis(name, _):
+            return sizes.get(name)
+        case Flip(inner):
+            return size_of(inner, sizes)
+        case Group(segments):
+            total = 0
+            for segment in segments:
+                extents = [size_of(i, sizes) for i in segment]
+                if None in extents:
+                    return None
+                total += math.prod(e for e in extents if e is not None)
+            return total
+    return 1
+
+
+def solve(item: Item, extent: int, sizes: dict[str, int]) -> bool:
+    """Finds sizes of axes from the extent of what they make up.
+
+    Returns:
+        Whether anything became known.
+
+    Raises:
+        DoesNotFit: nothing makes it fit.
+    """
+    match item:
+        case Axis(name, _):
+            known = sizes.get(name)
+            if known is None:
+                sizes[name] = extent
+                return True
+            if known != extent:
+                raise DoesNotFit(f"{name} has {known} elements, and here {extent}")
+            return False
+        case Flip(inner):
+            return solve(inner, extent, sizes)
+        case Group(segments):
+            return _solve_sum(item, segments, extent, sizes)
+    if extent != 1:
+        raise DoesNotFit(f"an extent of {extent} stands where 1 is")
+    return False
+
+
+def _solve_sum(
+    item: Item, segments: Sequence[Sequence[Item]], extent: int, sizes: dict[str, int]
+) -> bool:
+    rest, open_segments = extent, []
+    for segment in segments:
+        size = size_of(Group((tuple(segment),)), sizes) if len(segments) > 1 else None
+        if size is None:
+            open_segments.append(segment)
+        else:
+            rest -= size
+    if rest < 0 or (not open_segments and rest):
+        raise DoesNotFit(f"{item} has {extent - rest} elements, and here {extent}")
+    if len(open_segments) != 1:
+        return False
+    return _solve_product(item, open_segments[0], rest, sizes)
+
+
+def _solve_product(whole: Item, items: Sequence[Item], extent: int, sizes: dict[str, int]) -> bool:
+    known = 1
+    unknown = []
+    for item in items:
+        size = size_of(item, sizes)
+        if size is None:
+            unknown.append(item)
+        else:
+            known *= size
+    if not unknown:
+        if known != extent:
+            raise DoesNotFit(f"{whole} has {known} elements, and here {extent}")
+        return False
+    if known == 0 or len(unknown) > 1:
+        return False
+    if extent % known:
+        raise DoesNotFit(f"{whole}: {extent} elements are no multiple of {known}")
+    return solve(unknown[0], extent // known, sizes)
+
+
+def always_followed(axis: str, views: Iterable[Sequence[Item]]) -> bool:
+    """Whether an axis stands next to one and the same other axis, in front of it, everywhere."""
+    followers: set[str] = set()
+    views = list(views)
+    for items in views:
+        if axis in (
+            a.name for item in items if not isinstance(item, Group) for a in axes_of([item])
+        ):
+            return False
+        for product in _products(items):
+            names = [item.name if isinstance(item, Axis) else "" for item in product]
+            if any(
+                isinstance(item, Flip) and axis in map(str, axes_of([item])) for item in product
+            ):
+                return False
+            for name, after in itertools.zip_longest(names, names[1:], fillvalue=""):
+                if name == axis:
+                    followers.add(after)
+    if len(followers) != 1 or "" in followers:
+        return False
+    (follower,) = followers
+    before = [
+        previous
+        for items in views
+        for product in _products(items)
+        for previous, item in zip([None, *product], product, strict=False)
+        if isinstance(item, Axis) and item.name == follower
+    ]
+    return all(isinstance(item, Axis) and item.name == axis for item in before)
+
+
+def _products(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
+    for item in items:
+        if isinstance(item, Group):
+            for segment in item.segments:
+                yield segment
+                yield from _products(segment)
+
+
+# --- sized --------------------------------------------------------------------------------------
+
+
+def dims_of(
+    items: Sequence[Item],
+    choice: Choice,
+    sizes: Mapping[str, int],
+    numbers: Mapping[str, int],
+    fixed: Mapping[str, int],
+) -> tuple[Dim, ...]:
+    """The dimensions of a block.
+
+    Arguments:
+        items: of the view, expanded.
+        choice: the segments of the block.
+        sizes: of all axes.
+        numbers: the axes that are free, with their numbers.
+        fixed: the index of axes that are not.
+    """
+    picked = iter(choice)
+
+    def digit(item: Item, reverse: bool = False) -> Digit:
+        match item:
+            case Axis(name, _) if name in fixed:
+                size = sizes[name]
+                index = fixed[name]
+                return Digit(size, size - 1 - index if reverse else index, 1, None)
+            case Axis(name, _):
+                return Digit(sizes[name], 0, sizes[name], numbers[name], reverse)
+            case Flip(inner):
+                return digit(inner, True)
+            case Group(segments):
+                at = next(picked)
+                extents = [size_of(Group((s,)), sizes) or 0 for s in segments]
+                inner_digits = tuple(digit(i) for i in segments[at])
+                return Digit(sum(extents), sum(extents[:at]), extents[at], inner_digits)
+        return Digit(1, 0, 1, None)
+
+    return tuple((digit(item),) for item in items)

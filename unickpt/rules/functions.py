@@ -1,0 +1,42 @@
+"""Functions: the escape hatch for what the notation cannot say, with its input region declared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from unickpt.adapt import Array
+from unickpt.box import Box
+
+Shape = tuple[int, ...]
+
+
+def _same_shape(*shapes: Shape) -> Shape:
+    return shapes[0]
+
+
+def _same_box(box: Box, *shapes: Shape) -> Sequence[Box]:
+    return [box for _ in shapes]
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function of arrays that a rule names: `a [v e] <-> b [v e] via name`.
+
+    Arguments:
+        apply: makes a box of the array: called with the box and with the region of each input,
+            NumPy arrays; returns an array of the box's shape.
+        region: which box of each input a box of the array needs: called with the box and the
+            shapes of all inputs. Without it, the same box of each.
+        shape: the array's shape, called with those of the inputs. Without it, the first one's.
+        inverse: the function of the other direction; None where there is none.
+
+    Example:
+        >>> double = Function(lambda box, x: x * 2)
+        >>> halve = Function(lambda box, x: x / 2, inverse=double)
+    """
+
+    apply: Callable[..., Array]
+    region: Callable[..., Sequence[Box]] = _same_box
+    shape: Callable[..., Shape] = _same_shape
+    inverse: Function | None = None

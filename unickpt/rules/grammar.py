@@ -1,0 +1,495 @@
+"""Parse: the text of a rule file -> statements; every error shows the line with a caret.
+
+docs/rules.md holds the grammar.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from unickpt import dtypes
+from unickpt.errors import RuleSyntaxError
+from unickpt.rules.axes import axes_of
+from unickpt.rules.syntax import (
+    ELLIPSIS,
+    Axis,
+    Capture,
+    Choice,
+    ConventionLine,
+    Flip,
+    Group,
+    IncludeLine,
+    Item,
+    LiftLine,
+    Linear,
+    Name,
+    Nothing,
+    One,
+    Operand,
+    Pad,
+    Place,
+    RuleLine,
+    Side,
+    Statement,
+    Term,
+    Text,
+    View,
+    WhereLine,
+    syntax_error,
+)
+
+LAWS = ("value", "gradient", "square")
+_SPACE = re.compile(r"[ \t]*")
+_IDENTIFIER = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+_NUMBER = re.compile(r"\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?")
+_INTEGER = re.compile(r"\d+")
+_LITERAL = re.compile(r"(?:(?!<->)[^\s\[\](){}<>,=#\"?])+")
+_QUOTED_LITERAL = re.compile(r'(?:[^"\\{}]|\\["\\])+')
+_OPTION = re.compile(r"[^\s|{}/\[\](),:]+")
+_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\b(?![./])")
+_TARGET = re.compile(r"[^\s\"#]+")
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A logical line: the physical lines that it was put together from."""
+
+    text: str
+    starts: tuple[tuple[int, int, int, str], ...]  # offset, line number, indentation, its text
+
+    def place(self, file: str, at: int) -> Place:
+        offset, number, cut, text = next(s for s in reversed(self.starts) if s[0] <= at)
+        return Place(file, number, at - offset + cut + 1, text)
+
+
+def parse(text: str, file: str = "rules") -> list[Statement]:
+    """Parses a rule file.
+
+    Arguments:
+        text: its text.
+        file: its name, for messages.
+
+    Raises:
+        RuleSyntaxError: with the line and a caret.
+
+    Example:
+        >>> parse("params/w [i o] <-> w [o i]")[0].left[0][0].name.items
+        ('params/w',)
+    """
+    return [_Parser(line, file).statement() for line in _logical_lines(text)]
+
+
+def _logical_lines(text: str) -> Iterator[_Line]:
+    """Lines without comments; one that is not complete takes the next one along."""
+    held, starts = "", []
+    pending: list[tuple[int, str]] = [
+        (number, line)
+        for number, line in enumerate(textwrap.dedent(text).splitlines(), 1)
+        if _without_comment(line).strip()
+    ]
+    for at, (number, raw) in enumerate(pending):
+        line = _without_comment(raw).rstrip()
+        stripped = line.lstrip()
+        held += " " if held else ""
+        starts.append((len(held), number, len(line) - len(stripped), raw.rstrip()))
+        held += stripped
+        following = pending[at + 1][1].lstrip() if at + 1 < len(pending) else ""
+        if following and (_is_open(held) or following.startswith(("<->", ",", "="))):
+            continue
+        yield _Line(held, tuple(starts))
+        held, starts = "", []
+
+
+def _without_comment(line: str) -> str:
+    return re.sub(r'("(?:[^"\\]|\\.)*")|(?:^|(?<=\s))#.*', lambda found: found[1] or "", line)
+
+
+def _is_open(text: str) -> bool:
+    depth = sum(text.count(c) for c in "[(") - sum(text.count(c) for c in ")]")
+    return depth > 0 or text.endswith(("<->", ",", "+", "="))
+
+
+class _Parser:
+    """A recursive-descent parser of one logical line."""
+
+    def __init__(self, line: _Line, file: str) -> None:
+        self._line, self._text, self._file, self._at = line, line.text, file, 0
+
+    # --- the text ---------------------------------------------------------------------------
+
+    def _place(self, at: int | None = None) -> Place:
+        return self._line.place(self._file, self._at if at is None else at)
+
+    def _fail(self, message: str, at: int | None = None) -> RuleSyntaxError:
+        return syntax_error(message, self._place(at))
+
+    def _skip(self) -> None:
+        found = _SPACE.match(self._text, self._at)
+        self._at = found.end() if found else self._at
+
+    def _sees(self, text: str) -> bool:
+        self._skip()
+        return self._text.startswith(text, self._at)
+
+    def _take(self, text: str) -> bool:
+        if not self._sees(text):
+            return False
+        self._at += len(text)
+        return True
+
+    def _expect(self, text: str, why: str = "") -> None:
+        if not self._take(text):
+            raise self._fail(f"expected `{text}`{why}")
+
+    def _match(self, pattern: re.Pattern[str]) -> str | None:
+        self._skip()
+        found = pattern.match(self._text, self._at)
+        if found is None:
+            return None
+        self._at = found.end()
+        return found[0]
+
+    def _word(self, *words: str) -> str | None:
+        """One of some words, if it stands here and is no name in front of an arrow."""
+        self._skip()
+        found = _WORD.match(self._text, self._at)
+        if found is None or found[0] not in words:
+            return None
+        self._at = found.end()
+        return found[0]
+
+    def _identifier(self, what: str) -> str:
+        found = self._match(_IDENTIFIER)
+        if found is None:
+            raise self._fail(f"expected {what}")
+        return found
+
+    def _end(self) -> None:
+        self._skip()
+        if self._at < len(self._text):
+            raise self._fail("did not expect this here")
+
+    # --- statements -------------------------------------------------------------------------
+
+    def statement(self) -> Statement:
+        begin = self._at
+        keyword = self._word("optional", "lift", "where", "include", "convention")
+        if keyword and (self._sees("<->") or self._sees("[") or self._sees("=")):
+            self._at, keyword = begin, None  # it is a name
+        place = self._place(begin)
+        statement: Statement
+        match keyword:
+            case "lift":
+                statement = self._lift(place)
+            case "where":
+                statement = WhereLine(self._sizes())
+            case "include":
+                statement = self._include(place)
+            case "convention":
+                statement = self._convention(place)
+            case _:
+                statement = self._rule(place, keyword == "optional")
+        self._end()
+        return statement
+
+    def _rule(self, place: Place, optional: bool) -> RuleLine:
+        left = self._side()
+        self._expect("<->", " between the two sides")
+        right = self._side()
+        if isinstance(left, Nothing) and isinstance(right, Nothing):
+            raise self._fail("no side names an array", 0)
+        function = self._identifier("the name of a function") if self._word("via") else None
+        sizes = self._sizes() if self._word("where") or self._sees_size() else ()
+        return RuleLine(place, left, right, optional, function, sizes)
+
+    def _lift(self, place: Place) -> LiftLine:
+        left = self._view()
+        self._expect("<->", " between the two sides")
+        right = self._view()
+        for view in (left, right):
+            if view.items is not None or view.arithmetic:
+                raise syntax_error(
+                    "a lifted name has no axes of its own: the rule of the parameter has them",
+                    view.name.place,
+                )
+        domain, law = None, None
+        if self._word("for"):
+            first = self._name()
+            self._expect("<->", " between the names of parameters")
+            domain = (first, self._name())
+        if self._word("law"):
+            self._expect("=")
+            law = self._identifier("a law: value, gradient or square")
+            if law not in LAWS:
+                raise self._fail(f"a law is one of {', '.join(LAWS)}", self._at - len(law))
+        return LiftLine(place, left, right, domain, law)
+
+    def _include(self, place: Place) -> IncludeLine:
+        target = self._quoted() if self._sees('"') else self._match(_TARGET)
+        if not target:
+            raise self._fail("expected the name of a preset, or of a file in quotes")
+        under = ("", "")
+        if self._word("under"):
+            left = self._match(_LITERAL) or ""
+            self._expect("<->", " between the two prefixes")
+            under = (left, self._match(_LITERAL) or "")
+        return IncludeLine(place, target, under)
+
+    def _convention(self, place: Place) -> ConventionLine:
+        name = self._identifier("the name of a convention")
+        self._expect(":", " and what it is on each side")
+        left = self._identifier("what it is on the left")
+        self._expect("<->")
+        return ConventionLine(place, name, left, self._identifier("what it is on the right"))
+
+    def _sees_size(self) -> bool:
+        self._skip()
+        return re.compile(r"[A-Za-z_]\w*\s*=\s*\d").match(self._text, self._at) is not None
+
+    def _sizes(self) -> tuple[tuple[str, int], ...]:
+        sizes: dict[str, int] = {}
+        while not sizes or self._take(",") or self._sees_size():
+            at = self._at
+            name = "_" if self._take("_") else self._identifier("a size, such as `half=2`")
+            self._expect("=", " and the size of the axis")
+            number = self._match(_INTEGER)
+            if number is None:
+                raise self._fail("a size is a whole number")
+            if name in sizes:
+                raise self._fail(f"the size of {name!r} stands twice", at)
+            sizes[name] = int(number)
+        return tuple(sizes.items())
+
+    # --- sides ------------------------------------------------------------------------------
+
+    def _side(self) -> Side:
+        begin = self._at
+        unchecked = self._word("drop") is not None
+        number = self._number()
+        self._skip()
+        if (unchecked or number is not None) and self._nothing_ends():
+            return Nothing(number, unchecked)
+        self._at = begin
+        terms = [self._term()]
+        while self._take(","):
+            terms.append(self._term())
+        return tuple(terms)
+
+    def _nothing_ends(self) -> bool:
+        rest = self._text[self._at :]
+        return not rest or rest.startswith(("<->", "where ")) or self._sees_size()
+
+    def _number(self) -> float | None:
+        begin = self._at
+        negative = self._take("-")
+        found = self._match(_NUMBER)
+        if found is None:
+            self._at = begin
+            return None
+        return -float(found) if negative else float(found)
+
+    def _term(self) -> Term:
+        views = [self._view()]
+        while not self._sees_size() and self._take("="):
+            views.append(self._view())
+        return tuple(views)
+
+    def _view(self) -> View:
+        name = self._name()
+        items = self._axes() if self._take("[") else None
+        arithmetic: list[tuple[str, Operand]] = []
+        while (at := self._at) is not None and (op := self._operator()):
+            if items is None:
+                raise self._fail(
+                    f"arithmetic needs axes: write `{name} [...] {op} ...`, where [...] stands "
+                    "for any axes",
+                    at,
+                )
+            arithmetic.append((op, self._operand()))
+        dtype = self._dtype() if self._word("as") else None
+        return View(name, items, tuple(arithmetic), dtype)
+
+    def _operator(self) -> str | None:
+        return next((op for op in "+-*/" if self._take(op)), None)
+
+    def _operand(self) -> Operand:
+        found = self._match(_NUMBER)
+        value: float | str
+        value = float(found) if found else self._identifier("a number or an axis")
+        power = 1.0
+        if self._take("**"):
+            number = self._number()
+            if number is None:
+                raise self._fail("expected a number as the power")
+            power = number
+        if value == 0 and power < 0:
+            raise self._fail("this divides by zero")
+        return Operand(value, power)
+
+    def _dtype(self) -> str:
+        name = self._identifier("a dtype, such as bfloat16")
+        try:
+            dtypes.from_name(name)
+        except TypeError:
+            raise self._fail(f"unknown dtype {name!r}", self._at - len(name)) from None
+        return name
+
+    # --- names ------------------------------------------------------------------------------
+
+    def _quoted(self) -> str:
+        self._expect('"')
+        found = re.compile(r'(?:[^"\\]|\\.)*').match(self._text, self._at)
+        assert found is not None, "the pattern matches nothing, too"
+        self._at = found.end()
+        self._expect('"', " at the end of the quoted text")
+        return re.sub(r"\\(.)", r"\1", found[0])
+
+    def _name(self) -> Name:
+        self._skip()
+        place, begin = self._place(), self._at
+        quoted = self._take('"')
+        items: list[str | Capture] = []
+        literal = _QUOTED_LITERAL if quoted else _LITERAL
+        while self._at < len(self._text):
+            found = literal.match(self._text, self._at)
+            if found:
+                self._at = found.end()
+                _add(items, re.sub(r"\\(.)", r"\1", found[0]) if quoted else found[0])
+            elif self._text.startswith(("{{", "}}"), self._at):
+                _add(items, self._text[self._at])
+                self._at += 2
+            elif self._text.startswith("{", self._at):
+                if items and not isinstance(items[-1], str):
+                    raise self._fail("two captures without a text between them")
+                items.append(self._capture())
+            else:
+                break
+        if quoted and not self._take('"'):
+            raise self._fail("the quoted name does not end", begin)
+        if not items and not quoted:
+            raise self._fail("expected a name")
+        return Name(tuple(items), place)
+
+    def _capture(self) -> Capture:
+        begin = self._at
+        self._expect("{")
+        body_end = self._text.find("}", self._at)
+        if body_end < 0:
+            raise self._fail("this capture does not end", begin)
+        body = self._text[self._at : body_end]
+        capture: Capture
+        if "|" in body:
+            capture = self._choice()
+        elif body.strip().endswith(ELLIPSIS):
+            capture = Text(self._identifier("the name of a capture"), path=True)
+            self._expect(ELLIPSIS)
+        else:
+            capture = self._linear()
+        if not self._take("}"):
+            raise self._fail("expected `}` at the end of the capture")
+        return capture
+
+    def _choice(self) -> Choice:
+        begin = self._at
+        axis = self._match(_IDENTIFIER)
+        if axis is None or not self._take(":"):
+            self._at, axis = begin, None
+        options: list[str] = []
+        while not options or self._take("|"):
+            found = self._match(_OPTION)
+            if found is None:
+                raise self._fail("expected one of the names of the enumeration")
+            options.append(found)
+        if len(set(options)) < len(options):
+            raise self._fail("a name stands twice in the enumeration", begin)
+        return Choice(axis or "|".join(options), tuple(options), axis is not None)
+
+    def _linear(self) -> Linear:
+        terms: dict[str, int] = {}
+        constant, sign = 0, 1
+        begin = self._at
+        while True:
+            number = self._match(_INTEGER)
+            factor = sign * int(number or 1)
+            if number is None or self._take("*"):
+                axis = self._identifier("the name of a capture")
+                if number is None and self._take("*"):
+                    found = self._match(_INTEGER)
+                    if found is None:
+                        raise self._fail("expected a number")
+                    factor *= int(found)
+                if axis in terms:
+                    raise self._fail(f"axis {axis!r} stands twice in this capture", begin)
+                terms[axis] = factor
+            else:
+                constant += factor
+            if not (op := "+" if self._take("+") else "-" if self._take("-") else None):
+                break
+            sign = 1 if op == "+" else -1
+        if not terms or min(terms.values()) < 1:
+            raise self._fail("a capture such as {6*b+j} adds multiples of axes", begin)
+        return Linear(tuple(terms.items()), constant)
+
+    # --- axes -------------------------------------------------------------------------------
+
+    def _axes(self) -> tuple[Item, ...]:
+        items: list[Item] = []
+        while not self._take("]"):
+            if self._at >= len(self._text):
+                raise self._fail("expected `]` at the end of the axes")
+            if self._sees("+"):
+                raise self._fail("pieces that follow each other stand in parentheses: `(q + k)`")
+            items.append(self._item())
+        return tuple(items)
+
+    def _item(self) -> Item:
+        self._skip()
+        begin = self._at
+        if self._take("-"):
+            item = self._item()
+            if not isinstance(item, Axis):
+                raise self._fail("only an axis can be reversed", begin)
+            return Flip(item)
+        if self._take("("):
+            return self._group()
+        if self._take(ELLIPSIS):
+            return Axis(ELLIPSIS, self._place(begin))
+        if self._sees("{"):
+            self._take("{")
+            choice = self._choice()
+            self._expect("}", " at the end of the enumeration")
+            return Axis(choice.axis, self._place(begin))
+        if self._take("_"):
+            return Pad(self._place(begin))
+        number = self._match(_INTEGER)
+        if number is not None:
+            if number != "1":
+                raise self._fail("only 1 may stand for an axis; name it and give its size", begin)
+            return One()
+        return Axis(self._identifier("an axis"), self._place(begin))
+
+    def _group(self) -> Group:
+        begin = self._at - 1
+        segments: list[list[Item]] = [[]]
+        while not self._take(")"):
+            if self._at >= len(self._text) or self._sees("]"):
+                raise self._fail("this parenthesis does not end", begin)
+            if self._take("+"):
+                segments.append([])
+            else:
+                segments[-1].append(self._item())
+        if not all(segments):
+            raise self._fail("an empty piece", begin)
+        if any(ELLIPSIS in map(str, axes_of(segment)) for segment in segments):
+            raise self._fail("`...` cannot stand in parentheses", begin)
+        return Group(tuple(map(tuple, segments)))
+
+
+def _add(items: list[str | Capture], text: str) -> None:
+    if items and isinstance(items[-1], str):
+        items[-1] += text
+    else:
+        items.append(text)

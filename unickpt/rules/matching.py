@@ -1,0 +1,282 @@
+"""Which arrays each rule is about: names matched, indices read out of them, sizes found."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from unickpt.rules import axes
+from unickpt.rules.names import Match, Path, is_ambiguous, solve_linear
+from unickpt.rules.rule import Rule, Seen, views_of
+from unickpt.rules.syntax import ELLIPSIS, Item, Nothing
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What is known of a leaf.
+
+    Arguments:
+        kind: "array", "value" (a plain one) or "process" (differs by process).
+        shape: of an array; a plain number counts as an array without dimensions.
+        dtype: name of the dtype, where there is one.
+    """
+
+    kind: str
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+
+    def __str__(self) -> str:
+        kinds = {"value": "a plain value", "process": "a PerProcess"}
+        return kinds.get(self.kind) or f"{self.dtype}{list(self.shape)}"
+
+
+class Names:
+    """Leaves by name, found by the text that their names begin with."""
+
+    def __init__(self, facts: Mapping[str, Fact]) -> None:
+        self.facts = facts
+        self._sorted = sorted(facts)
+
+    def matching(self, view: Seen) -> Iterator[tuple[str, Match]]:
+        """All names that a view's pattern matches."""
+        first = view.pattern.name.items[0] if view.pattern.name.items else ""
+        prefix = view.pattern.prefix if isinstance(first, str) else ""
+        names: Iterable[str]
+        if view.pattern.literal:
+            names = [prefix] if prefix in self.facts else []
+        else:
+            low = bisect_left(self._sorted, prefix)
+            high = bisect_right(self._sorted, prefix + "\U0010ffff")
+            names = itertools.islice(self._sorted, low, high)
+        for name in names:
+            match = view.pattern.match(name)
+            if match is not None:
+                yield name, match
+
+
+class Unfit(ValueError):
+    """Why a rule is not about some arrays."""
+
+
+@dataclass
+class Instance:
+    """A rule together with the texts that its captures took: the arrays of one family.
+
+    Arguments:
+        rule: the rule, turned so that its left side is what is there.
+        texts: what its text captures took.
+        have, want: the arrays of each view that match, with what their names hold.
+        sizes: of all axes.
+        rank: how many axes `...` stands for.
+        why_not: why it does not hold, where it does not.
+    """
+
+    rule: Rule
+    texts: dict[str, Path]
+    have: dict[str, list[tuple[str, Match]]] = field(default_factory=dict)
+    want: dict[str, list[tuple[str, Match]]] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    rank: int = 0
+    why_not: str | None = None
+    _items: dict[str, tuple[Item, ...]] = field(default_factory=dict)
+
+    def items(self, view: Seen) -> tuple[Item, ...]:
+        """A view's axes with `...` spelled out; not before `rank` is known."""
+        if view.tag not in self._items:
+            self._items[view.tag] = axes.expand(view.items, self.rank)
+        return self._items[view.tag]
+
+    def grid(self, view: Seen) -> Iterator[tuple[dict[str, int], str]]:
+        """Every array of a view: the indices in its name, and its name."""
+        names = sorted(view.pattern.axes)
+        for indices in itertools.product(*(range(self.sizes[a]) for a in names)):
+            at = dict(zip(names, indices, strict=True))
+            yield at, view.pattern.format(self.texts, at)
+
+    def matched_names(self) -> Iterator[str]:
+        for found in (*self.have.values(), *self.want.values()):
+            for name, _ in found:
+                yield name
+
+
+def instances(rule: Rule, have: Names, want: Names | None) -> list[Instance]:
+    """The families of arrays that a rule may be about, not resolved yet."""
+    found: dict[tuple[tuple[str, Path], ...], Instance] = {}
+    for side, names, attribute in ((rule.left, have, "have"), (rule.right, want, "want")):
+        for view in views_of(side) if names is not None else []:
+            assert names is not None
+            for name, match in names.matching(view):
+                texts = match.texts
+                instance = found.setdefault(texts, Instance(rule, dict(texts)))
+                getattr(instance, attribute).setdefault(view.tag, []).append((name, match))
+    if not found and want is None and isinstance(rule.left, Nothing):
+        found[()] = Instance(rule, {})  # it makes arrays out of nothing, wherever it can
+    return list(found.values())
+
+
+def resolve(instance: Instance, have: Names, want: Names | None, *, partly: bool) -> None:
+    """Finds the sizes of all axes, and whether all arrays of the family are there.
+
+    Arguments:
+        instance: `sizes`, `rank` and `why_not` are set.
+        have: what is stored.
+        want: what is asked for, where that is known.
+        partly: whether some of the arrays that the rule makes need not be asked for.
+    """
+    try:
+        _resolve(instance, have, want, partly)
+    except Unfit as error:
+        instance.why_not = str(error)
+
+
+def _resolve(instance: Instance, have: Names, want: Names | None, partly: bool) -> None:
+    rule = instance.rule
+    sides = [(rule.left, have, instance.have)]
+    if want is not None:
+        sides.append((rule.right, want, instance.want))
+    given = {**rule.sizes}
+    for view in rule.views:
+        given |= {choice.axis: len(choice.options) for choice in view.pattern.choices}
+    instance.sizes = sizes = {k: v for k, v in given.items() if k != axes.PAD}
+    known = [
+        (view, found[view.tag], names)
+        for side, names, found in sides
+        for view in views_of(side)
+        if view.tag in found
+    ]
+    instance.rank = _rank(rule, known)
+    for view in rule.views:  # a size for `_` is that of each pad
+        for pad in axes.axes_of(instance.items(view)):
+            if axes.is_pad(pad.name) and axes.PAD in given:
+                sizes[pad.name] = given[axes.PAD]
+    # First from arrays whose names hold no index: these are certainly of the family.
+    _solve(instance, [k for k in known if not k[0].pattern.axes])
+    inside = [(view, _within(view, found, sizes), names) for view, found, names in known]
+    for view, found, _ in inside:
+        if not found:
+            raise Unfit(f"the numbers in the names that match {view.pattern.name} are out of range")
+    _solve(instance, [(v, [(n, m) for n, m, _ in f], names) for v, f, names in inside])
+    for view, found, _ in inside:
+        for axis in view.pattern.axes:
+            if axis not in sizes:
+                sizes[axis] = 1 + max(at[axis] for _, _, at in found)
+    _solve(instance, [(v, [(n, m) for n, m, _ in f], names) for v, f, names in inside])
+    _fuse(instance, [(v, [(n, m) for n, m, _ in f], names) for v, f, names in inside])
+    _check_all_there(instance, have, want, partly)
+
+
+def _rank(rule: Rule, known: Sequence[tuple[Seen, list[tuple[str, Match]], Names]]) -> int:
+    """How many axes `...` stands for."""
+    ranks: dict[int, str] = {}
+    for view, found, names in known:
+        dots = sum(1 for a in axes.axes_of(view.items) if a.name == ELLIPSIS)
+        rank = len(names.facts[found[0][0]].shape) - (len(view.items) - dots)
+        if dots == 0 and rank:
+            raise Unfit(_rank_text(view, names.facts[found[0][0]], found[0][0]))
+        if dots:
+            if rank < 0:
+                raise Unfit(_rank_text(view, names.facts[found[0][0]], found[0][0]))
+            ranks[rank] = found[0][0]
+    if len(ranks) > 1:
+        raise Unfit(f"`...` stands for {' and for '.join(map(str, ranks))} axes")
+    return next(iter(ranks), 0)
+
+
+def _rank_text(view: Seen, fact: Fact, name: str) -> str:
+    return f"{name!r} is {fact}, and its axes are [{' '.join(map(str, view.items))}]"
+
+
+def _within(
+    view: Seen, found: Sequence[tuple[str, Match]], sizes: Mapping[str, int]
+) -> list[tuple[str, Match, dict[str, int]]]:
+    """The arrays whose indices lie within the sizes, with these."""
+    kept = []
+    for name, match in found:
+        at = dict(match.chosen)
+        for linear, number in zip(view.pattern.linears, match.numbers, strict=True):
+            if is_ambiguous(linear, sizes):
+                raise Unfit(f"two sets of indices make one number in {view.pattern.name}")
+            solved = solve_linear(linear, number, sizes)
+            if solved is None:
+                break
+            at |= solved
+        else:
+            kept.append((name, match, at))
+    return kept
+
+
+def _solve(
+    instance: Instance, known: Sequence[tuple[Seen, Sequence[tuple[str, Match]], Names]]
+) -> None:
+    """Finds sizes from shapes until nothing more comes out, then holds all shapes against them."""
+    equations: dict[tuple[str, tuple[int, ...]], tuple[Seen, str, Fact]] = {}
+    for view, found, names in known:
+        for name, _ in found:
+            fact = names.facts[name]
+            equations.setdefault((view.tag, fact.shape), (view, name, fact))
+    for view, name, fact in equations.values():
+        if len(instance.items(view)) != len(fact.shape):
+            raise Unfit(_rank_text(view, fact, name))
+    again = True
+    while again:
+        again = False
+        for view, name, fact in equations.values():
+            for item, extent in zip(instance.items(view), fact.shape, strict=True):
+                try:
+                    again |= axes.solve(item, extent, instance.sizes)
+                except axes.DoesNotFit as error:
+                    raise Unfit(f"{name!r} is {fact}: {error}") from None
+
+
+def _fuse(
+    instance: Instance, known: Sequence[tuple[Seen, Sequence[tuple[str, Match]], Names]]
+) -> None:
+    """Counts axes that always stand together as one, where nothing tells their single sizes."""
+    views = instance.rule.views
+    while True:
+        unknown = sorted(
+            {
+                axis
+                for view in views
+                for axis in (
+                    *view.pattern.axes,
+                    *(a.name for a in axes.axes_of(instance.items(view))),
+                )
+                if axis not in instance.sizes
+            }
+        )
+        if not unknown:
+            return
+        for first in unknown:
+            if axes.always_followed(first, [instance.items(view) for view in views]) and not any(
+                first in view.pattern.axes or first in view.arithmetic_axes for view in views
+            ):
+                instance.sizes[first] = 1
+                break
+        else:
+            names = ", ".join(a if not axes.is_pad(a) else axes.PAD for a in unknown)
+            raise Unfit(f"nothing tells the size of {names}: give it, as in `{names[0]}=8`")
+        _solve(instance, known)
+
+
+def _check_all_there(instance: Instance, have: Names, want: Names | None, partly: bool) -> None:
+    rule = instance.rule
+    for side, names, verb in ((rule.left, have, "stored"), (rule.right, want, "asked for")):
+        if names is None or isinstance(side, Nothing):
+            continue
+        for term in side:
+            _check_term(instance, term, names, verb, partly and names is want)
+
+
+def _check_term(
+    instance: Instance, term: Sequence[Seen], names: Names, verb: str, partly: bool
+) -> None:
+    for number, view in enumerate(term):
+        of_view = [name for _, name in instance.grid(view)]
+        missing = [name for name in of_view if name not in names.facts]
+        if not missing or partly or (number and len(missing) == len(of_view)):
+            continue  # of arrays that are one, the first must be there
+        more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
+        raise Unfit(f"{missing[0]!r}{more} would belong to it, but is not {verb}")

@@ -1,0 +1,526 @@
+"""A rule: a statement whose captures and axes were checked against each other, and lifts of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from unickpt.errors import RuleError
+from unickpt.rules import axes
+from unickpt.rules.names import Pattern
+from unickpt.rules.syntax import (
+    ELLIPSIS,
+    Axis,
+    Capture,
+    Choice,
+    Item,
+    LiftLine,
+    Linear,
+    Name,
+    Nothing,
+    Operand,
+    Place,
+    RuleLine,
+    Side,
+    Text,
+    View,
+    side_text,
+    syntax_error,
+)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One view of a rule.
+
+    Arguments:
+        pattern: of the names.
+        items: its axes; each pad is an axis, `...` is not spelled out.
+        arithmetic: what is done to the elements before they equal the other side's.
+        law: how a slot of an optimizer follows the arithmetic; None where nobody said.
+        dtype: of the elements where this side is made.
+        tag: tells its pads from those of other views.
+    """
+
+    pattern: Pattern
+    items: tuple[Item, ...]
+    arithmetic: tuple[tuple[str, Operand], ...] = ()
+    law: str | None = "value"
+    dtype: str | None = None
+    tag: str = ""
+
+    @property
+    def place(self) -> Place:
+        return self.pattern.name.place
+
+    @property
+    def arithmetic_axes(self) -> set[str]:
+        """The axes whose sizes the arithmetic needs."""
+        return {o.value for _, o in self.arithmetic if isinstance(o.value, str)}
+
+    def affine(self, sizes: Mapping[str, int]) -> tuple[float, float]:
+        """Scale and offset of the arithmetic.
+
+        Raises:
+            RuleError: it needs an axis without a size, or a law that nobody said.
+        """
+        scale, offset = 1.0, 0.0
+        for op, operand in self.arithmetic:
+            value = _value(operand, sizes, self.place)
+            if op in "+-":
+                offset += value if op == "+" else -value
+                continue
+            factor = value if op == "*" else 1 / value
+            scale, offset = scale * factor, offset * factor
+        if self.law == "value":
+            return scale, offset
+        if self.law is None and scale != 1:
+            raise RuleError(
+                f"{self.place}: the slot of a parameter that is scaled by {scale:g} needs a law: "
+                "say law=gradient, law=square or law=value behind the lift"
+            )
+        return (scale**-2 if self.law == "square" else 1 / scale), 0.0
+
+    def __str__(self) -> str:
+        return str(View(self.pattern.name, self.items, self.arithmetic, self.dtype))
+
+
+def _value(operand: Operand, sizes: Mapping[str, int], place: Place) -> float:
+    base = operand.value
+    if isinstance(base, str):
+        if base not in sizes:
+            raise RuleError(f"{place}: the arithmetic needs the size of {base!r}: give it")
+        base = float(sizes[base])
+    return float(base**operand.power)
+
+
+Terms = tuple[tuple[Seen, ...], ...]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`left <-> right`.
+
+    Arguments:
+        place: where it stands.
+        text: as it is written, or as what it was lifted from.
+        left, right: terms, each with the names that are one array; or nothing.
+        sizes: of axes, as given.
+        optional: whether it may match nothing.
+        function: the name of the function that relates the sides.
+        lifted: whether it is about an optimizer's slots.
+    """
+
+    place: Place = field(compare=False)
+    text: str
+    left: Terms | Nothing
+    right: Terms | Nothing
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    optional: bool = False
+    function: str | None = None
+    lifted: bool = False
+
+    @property
+    def inverse(self) -> Rule:
+        return replace(self, left=self.right, right=self.left)
+
+    @property
+    def written(self) -> str:
+        """The rule in the notation, in this direction."""
+        sides = (
+            str(side)
+            if isinstance(side, Nothing)
+            else ", ".join(" = ".join(map(str, term)) for term in side)
+            for side in (self.left, self.right)
+        )
+        sizes = "".join(f"  {axis}={size}" for axis, size in self.sizes.items())
+        return " <-> ".join(sides) + sizes
+
+    @property
+    def views(self) -> list[Seen]:
+        return [view for side in (self.left, self.right) for view in views_of(side)]
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.text}"
+
+
+def views_of(side: Terms | Nothing) -> list[Seen]:
+    """All views of a side."""
+    return [] if isinstance(side, Nothing) else [view for term in side for view in term]
+
+
+# --- from a statement ---------------------------------------------------------------------------
+
+
+def compile_rule(line: RuleLine, sizes: Mapping[str, int]) -> Rule:
+    """A rule out of its statement.
+
+    Arguments:
+        line: the statement.
+        sizes: those that stand for the whole file.
+
+    Raises:
+        RuleSyntaxError: captures or axes of the two sides do not match.
+    """
+    own = dict(line.sizes)
+    written = [
+        v for s in (line.left, line.right) if not isinstance(s, Nothing) for t in s for v in t
+    ]
+    bare = [view for view in written if view.items is None]
+    if bare and len(bare) < len(written):
+        raise syntax_error("axes stand on one side only; give them on both", bare[0].name.place)
+    known = {**sizes, **own}
+    numbers = _number_axes(written, known)
+    renamed = _paired_choices(line.left, line.right, written)
+    left = _compile_side(line.left, "l", numbers, renamed)
+    right = _compile_side(line.right, "r", numbers, renamed)
+    rule = Rule(
+        place=line.place,
+        text=f"{side_text(line.left)} <-> {side_text(line.right)}",
+        left=left,
+        right=right,
+        sizes={k: v for k, v in known.items() if k in own or k in _all_axes([left, right])},
+        optional=line.optional,
+        function=line.function,
+    )
+    _check_sizes(rule, own)
+    if line.function is None:
+        _check_sides(rule)
+    return rule
+
+
+def _number_axes(views: Iterable[View], sizes: Mapping[str, int]) -> frozenset[str]:
+    """The captures that are numbers: axes in brackets, in sums, or with a size."""
+    found = set(sizes)
+    for view in views:
+        found.update(axis.name for axis in axes.axes_of(view.items or ()))
+        for item in view.name.items:
+            if isinstance(item, Linear) and item.lone is None:
+                found.update(axis for axis, _ in item.terms)
+    return frozenset(found)
+
+
+def _paired_choices(left: Side, right: Side, views: Sequence[View]) -> dict[str, str]:
+    """Enumerations without a name of the right side that are the same axis as one of the left."""
+
+    def anonymous(side: Side) -> dict[str, int]:
+        if isinstance(side, Nothing):
+            return {}
+        items = [item for term in side for view in term for item in view.name.items]
+        return {i.axis: len(i.options) for i in items if isinstance(i, Choice) and not i.named}
+
+    def used(side: Side) -> set[str]:
+        if isinstance(side, Nothing):
+            return set()
+        views = [view for term in side for view in term]
+        return set(anonymous(side)) | {a.name for v in views for a in axes.axes_of(v.items or ())}
+
+    ours = {a: n for a, n in anonymous(left).items() if a not in used(right)}
+    theirs = {a: n for a, n in anonymous(right).items() if a not in used(left)}
+    if list(ours.values()) != list(theirs.values()):
+        return {}
+    return dict(zip(theirs, ours, strict=True))
+
+
+def _compile_side(
+    side: Side, tag: str, numbers: frozenset[str], renamed: Mapping[str, str]
+) -> Terms | Nothing:
+    if isinstance(side, Nothing):
+        return side
+    terms = []
+    for t, term in enumerate(side):
+        views = []
+        for v, view in enumerate(term):
+            name = Name(
+                tuple(_compile_capture(i, numbers, renamed) for i in view.name.items),
+                view.name.place,
+            )
+            pattern = Pattern(name)
+            pattern.check()
+            written = (Axis(ELLIPSIS, name.place),) if view.items is None else view.items
+            own = f"{tag}{t}.{v}."
+            items = axes.name_pads(written, own)
+            _check_view(pattern, items)
+            views.append(Seen(pattern, items, view.arithmetic, "value", view.dtype, own))
+            _check_arithmetic(views[-1])
+        terms.append(tuple(views))
+    return tuple(terms)
+
+
+def _compile_capture(
+    item: str | Capture, numbers: frozenset[str], renamed: Mapping[str, str]
+) -> str | Capture:
+    match item:
+        case Linear() if item.lone is not None and item.lone not in numbers:
+            return Text(item.lone)
+        case Choice(axis, options, named):
+            return Choice(renamed.get(axis, axis), options, named)
+    return item
+
+
+def _check_view(pattern: Pattern, items: tuple[Item, ...]) -> None:
+    for choice in axes.choices(items):
+        block = axes.block_axes(items, choice)
+        names = [axis.name for axis in block]
+        for at, axis in enumerate(block):
+            if axis.name in names[:at] or axis.name in pattern.axes:
+                where = "in the name and in the axes" if axis.name in pattern.axes else "twice"
+                raise syntax_error(f"axis {axis.name!r} is used {where}", axis.place)
+
+
+def _check_arithmetic(view: Seen) -> None:
+    for op, operand in view.arithmetic:
+        if op in "*/" and operand.value == 0:
+            raise syntax_error("arithmetic with 0 has no inverse", view.place)
+
+
+def _all_axes(sides: Sequence[Terms | Nothing]) -> set[str]:
+    found: set[str] = set()
+    for side in sides:
+        for view in views_of(side):
+            found |= view.pattern.axes | {a.name for a in axes.axes_of(view.items)}
+            found |= view.arithmetic_axes
+    if any(map(axes.is_pad, found)):
+        found.add(axes.PAD)
+    return found
+
+
+def _check_sizes(rule: Rule, own: Mapping[str, int]) -> None:
+    there = _all_axes([rule.left, rule.right])
+    for name in own:
+        if name not in there:
+            raise syntax_error(f"the rule has no axis {name!r}", rule.place)
+    for view in rule.views:
+        for choice in view.pattern.choices:
+            if rule.sizes.get(choice.axis, len(choice.options)) != len(choice.options):
+                raise syntax_error(
+                    f"axis {choice.axis!r} has {len(choice.options)} names, not "
+                    f"{rule.sizes[choice.axis]}",
+                    view.place,
+                )
+
+
+def _check_sides(rule: Rule) -> None:
+    """Makes sure that each block of one side has exactly one counterpart on the other."""
+    sides = [side for side in (rule.left, rule.right) if not isinstance(side, Nothing)]
+    if len(sides) < 2:
+        for view in views_of(sides[0]):
+            if any(axes.is_pad(a.name) for a in axes.axes_of(view.items)):
+                raise syntax_error("a pad needs an array on the other side", view.place)
+        return
+    left, right = (_texts(side) for side in sides)
+    for view in rule.views:
+        missing = (left | right) - view.pattern.texts
+        if missing:
+            raise syntax_error(
+                f"capture {min(missing)!r} stands in another name of the rule, but not in this "
+                "one; where it counts arrays that make up one, it must be an axis of that one",
+                view.place,
+            )
+    _check_blocks(*(_blocks(side) for side in sides))
+
+
+def _texts(side: Terms) -> frozenset[str]:
+    return frozenset(key for view in views_of(side) for key in view.pattern.texts)
+
+
+def _blocks(side: Terms) -> dict[frozenset[str], Seen]:
+    found: dict[frozenset[str], Seen] = {}
+    for term in side:
+        of_term: set[frozenset[str]] | None = None
+        for view in term:
+            keys = set(block_keys(view))
+            if of_term is not None and keys != of_term:
+                raise syntax_error("arrays that are one must have the same axes", view.place)
+            of_term = keys
+        for key in block_keys(term[0]):
+            if key in found:
+                raise syntax_error(
+                    f"two pieces have the axes {_named(key)}, so that their elements would be "
+                    "taken twice; give the axes different names, or join names of one array by `=`",
+                    term[0].place,
+                )
+            found[key] = term[0]
+    return found
+
+
+def block_keys(view: Seen) -> list[frozenset[str]]:
+    """The axes of each block of a view, without the blocks of pads."""
+    keys = []
+    for choice in axes.choices(view.items):
+        names = {axis.name for axis in axes.block_axes(view.items, choice)}
+        if not any(map(axes.is_pad, names)):
+            keys.append(frozenset(names) | view.pattern.axes)
+    return keys
+
+
+def _check_blocks(
+    left: Mapping[frozenset[str], Seen], right: Mapping[frozenset[str], Seen]
+) -> None:
+    for ours, theirs in ((left, right), (right, left)):
+        for key, view in ours.items():
+            if key in theirs:
+                continue
+            near = min(theirs, key=lambda k: len(k ^ key))
+            here, there = _named(key - near), _named(near - key)
+            raise syntax_error(
+                f"the other side has no piece with the axes {_named(key)}"
+                + (f": it lacks {here}" if key - near else "")
+                + (f"; this one lacks {there}" if near - key else ""),
+                view.place,
+            )
+
+
+def _named(key: Iterable[str]) -> str:
+    return ", ".join(sorted(key)) or "(none)"
+
+
+# --- lifts --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The names of one slot of all parameters, or the one name of what all of them share.
+
+    Arguments:
+        name: with one capture for a parameter's name, or with none.
+        domain: what a parameter's own name is, where that capture is only a part of it.
+        dtype: of the elements where this side is made.
+    """
+
+    name: Name
+    domain: Name | None
+    dtype: str | None
+
+    @property
+    def single(self) -> str | None:
+        """The name, where it has no capture."""
+        alone = all(isinstance(item, str) for item in self.name.items)
+        return "".join(map(str, self.name.items)) if alone else None
+
+    def of(self, parameter: str) -> str | None:
+        """The slot's name for a parameter; None where that is not in the domain."""
+        inner = _without((parameter,), self.domain)
+        return None if inner is None else "".join(map(str, _nested(self.name, inner)))
+
+
+@dataclass(frozen=True)
+class Shared:
+    """`lift count <-> state/{p}/step`: one value on one side, on the other one per parameter."""
+
+    place: Place = field(compare=False)
+    left: Slot
+    right: Slot
+
+    @property
+    def inverse(self) -> Shared:
+        return Shared(self.place, self.right, self.left)
+
+    def __str__(self) -> str:
+        return f"{self.place}: lift {self.left.name} <-> {self.right.name}"
+
+
+def lift(line: LiftLine, rules: Sequence[Rule]) -> list[Rule] | Shared:
+    """The rules of optimizer slots that follow from the rules of parameters.
+
+    Raises:
+        RuleSyntaxError: the names do not say where the parameter stands.
+    """
+    captures = [_capture_of(view.name) for view in (line.left, line.right)]
+    keys = {key for key in captures if key is not None}
+    if len(keys) != 1:
+        raise syntax_error(
+            "a lift has one capture for the parameter's name, such as {p}, on one or both sides",
+            line.place,
+        )
+    for name in line.domain or ():
+        if _capture_of(name) not in keys:
+            raise syntax_error(f"this name needs the capture {{{min(keys)}}}", name.place)
+    if None in captures:
+        left, right = line.domain or (None, None)
+        return Shared(
+            line.place,
+            Slot(line.left.name, left, line.left.dtype),
+            Slot(line.right.name, right, line.right.dtype),
+        )
+    lifted = (_lift_one(line, rule) for rule in rules if rule.function is None)
+    return [rule for rule in lifted if rule is not None]
+
+
+def _capture_of(name: Name) -> str | None:
+    """The key of the one capture of a name; None where there is none."""
+    captures = [item for item in name.items if not isinstance(item, str)]
+    match captures:
+        case []:
+            return None
+        case [Text(key, _)]:
+            return key
+        case [Linear() as linear] if linear.lone is not None:
+            return linear.lone
+    raise syntax_error("one capture stands for the parameter's name, such as {p}", name.place)
+
+
+def _lift_one(line: LiftLine, rule: Rule) -> Rule | None:
+    domains = line.domain or (None, None)
+    sides: list[Terms | Nothing] = []
+    for view, domain, side in zip(
+        (line.left, line.right), domains, (rule.left, rule.right), strict=True
+    ):
+        lifted = _lift_side(view, domain, side, line.law)
+        if lifted is None:
+            return None
+        sides.append(lifted)
+    left, right = sides
+    text = f"lift {line.left} <-> {line.right}, of line {rule.place.line}: {rule.text}"
+    return replace(
+        rule, place=line.place, text=text, left=left, right=right, optional=True, lifted=True
+    )
+
+
+def _lift_side(
+    view: View, domain: Name | None, side: Terms | Nothing, law: str | None
+) -> Terms | Nothing | None:
+    if isinstance(side, Nothing):
+        return side if side.value is None else Nothing(0.0, side.unchecked)
+    terms = []
+    for term in side:
+        views = []
+        for seen in term:
+            inner = _without(seen.pattern.name.items, domain)
+            if inner is None:
+                return None
+            name = Name(_nested(view.name, inner), view.name.place)
+            views.append(replace(seen, pattern=Pattern(name), law=law, dtype=view.dtype))
+        terms.append(tuple(views))
+    return tuple(terms)
+
+
+def _without(
+    items: Sequence[str | Capture], domain: Name | None
+) -> tuple[str | Capture, ...] | None:
+    """A parameter's name without what stands around it in `domain`; None where it is no such."""
+    rest = list(items)
+    if domain is None:
+        return tuple(rest)
+    at = next(i for i, item in enumerate(domain.items) if not isinstance(item, str))
+    before, after = "".join(map(str, domain.items[:at])), "".join(map(str, domain.items[at + 1 :]))
+    if before:
+        if not rest or not isinstance(rest[0], str) or not rest[0].startswith(before):
+            return None
+        rest[0] = rest[0][len(before) :]
+    if after:
+        if not rest or not isinstance(rest[-1], str) or not rest[-1].endswith(after):
+            return None
+        rest[-1] = rest[-1][: -len(after)]
+    return tuple(item for item in rest if item != "")
+
+
+def _nested(outer: Name, inner: Sequence[str | Capture]) -> tuple[str | Capture, ...]:
+    out: list[str | Capture] = []
+    for item in outer.items:
+        for piece in [item] if isinstance(item, str) else inner:
+            if isinstance(piece, str) and out and isinstance(out[-1], str):
+                out[-1] += piece
+            else:
+                out.append(piece)
+    return tuple(out)

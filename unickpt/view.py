@@ -1,0 +1,386 @@
+"""Views: a checkpoint as a load sees it, as it is stored or through rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from unickpt import dtypes, tree, values
+from unickpt.adapt import Array, ArrayTarget
+from unickpt.box import Box
+from unickpt.checkpoint import Checkpoint
+from unickpt.errors import CheckpointCorrupt, LoadMismatch
+from unickpt.feed import Fill, Itself, Recipe, whole_dims
+from unickpt.index import ArrayEntry, Index, PerProcessEntry
+from unickpt.layout import Layout
+from unickpt.marks import PerProcess
+from unickpt.options import LoadOptions
+from unickpt.read import Job, read_box
+from unickpt.rules import Rules
+from unickpt.rules.matching import Fact
+from unickpt.rules.plan import Constant, Made, Plan, Same, Stored, make_plan, offers
+
+
+class View(Protocol):
+    """What a load needs to know of a checkpoint."""
+
+    @property
+    def checkpoint(self) -> Checkpoint: ...
+
+    @property
+    def index(self) -> Index:
+        """The arrays and values, under the names that are asked for."""
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """What may be asked for and is not there, on purpose."""
+
+    def node(self) -> tree.Node | tree.Leaf:
+        """The structure that a load without `like` gives."""
+
+    def recipe(self, name: str) -> Recipe:
+        """What an array of the index is made of."""
+
+    def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[bytes, ...]:
+        """As `Checkpoint.per_process`."""
+
+    def equal_data(self, a: ArrayEntry, b: ArrayEntry) -> bool:
+        """Whether two arrays of the index certainly hold the same."""
+
+
+class AsStored:
+    """A checkpoint as it is stored."""
+
+    kept: frozenset[str] = frozenset()
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint, self.index = checkpoint, checkpoint.index
+
+    def node(self) -> tree.Node | tree.Leaf:
+        index = self.index
+        try:
+            node = tree.from_json(index.tree)
+        except ValueError as error:
+            raise CheckpointCorrupt(f"{self.checkpoint.location}: {error}") from None
+        in_tree = {leaf.name for leaf in tree.leaves(node)}
+        in_index = {*index.arrays, *index.aliases, *index.values, *index.per_process}
+        if in_tree != in_index:
+            name = min(in_tree ^ in_index)
+            raise CheckpointCorrupt(
+                f"{self.checkpoint.location}: leaf {name!r} is in the tree of the index or in its "
+                "lists, but not in both"
+            )
+        return node
+
+    def recipe(self, name: str) -> Recipe:
+        return Recipe((Itself(self.index.arrays[name]),))
+
+    def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[bytes, ...]:
+        return self.checkpoint.per_process(name, of)
+
+    def equal_data(self, a: ArrayEntry, b: ArrayEntry) -> bool:
+        return equal_digests(self.checkpoint, a, b)
+
+
+class Ruled:
+    """A checkpoint through rules.
+
+    Arguments:
+        checkpoint: what is stored.
+        plan: what rules make of it.
+        targets: the arrays that are asked for, where that is known.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, plan: Plan, targets: Mapping[str, ArrayTarget] | None = None
+    ) -> None:
+        self.checkpoint, self.plan = checkpoint, plan
+        self._recipes: dict[str, Recipe] = {}
+        arrays: dict[str, ArrayEntry] = {}
+        plain: dict[str, values.Plain] = {}
+        self._sources: dict[str, str] = {}
+        blobs: dict[str, PerProcessEntry] = {}
+        stored = checkpoint.index
+        for name, made in plan.made.items():
+            if made.fact.kind == "array":
+                arrays[name] = _entry(made, stored)
+                self._recipes[name] = Recipe(made.feeds, made.fills, self._function(made))
+            elif made.fact.kind == "process":
+                assert made.source is not None, "only arrays are made of more than one thing"
+                blobs[name] = stored.per_process[made.source]
+                self._sources[name] = made.source
+            else:
+                assert made.source is not None, "likewise"
+                value = stored.values[made.source]
+                entry = _as_array(made, value, (targets or {}).get(name))
+                if entry is None:
+                    plain[name] = value
+                else:
+                    arrays[name] = entry
+                    fill = Fill((), whole_dims(()), value)  # type: ignore[arg-type]
+                    self._recipes[name] = Recipe((), (fill,))
+        self.index = replace(
+            stored, tree=None, arrays=arrays, aliases=plan.aliases, values=plain, per_process=blobs
+        )
+        self.kept = frozenset(plan.kept)
+
+    def node(self) -> tree.Node | tree.Leaf:
+        index = self.index
+        return tree.from_names([*index.arrays, *index.aliases, *index.values, *index.per_process])
+
+    def recipe(self, name: str) -> Recipe:
+        return self._recipes[name]
+
+    def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[bytes, ...]:
+        return self.checkpoint.per_process(self._sources[name], of)
+
+    def equal_data(self, a: ArrayEntry, b: ArrayEntry) -> bool:
+        return False
+
+    def check(self, options: LoadOptions) -> None:
+        """Makes sure that nothing gets lost with the stored arrays that are not read.
+
+        Raises:
+            LoadMismatch: two that are to be one differ, or one that is dropped as a constant is
+                none.
+        """
+        for check in self.plan.checks:
+            if isinstance(check, Same):
+                self._check_same(check, options)
+            else:
+                self._check_constant(check, options)
+
+    def _check_same(self, check: Same, options: LoadOptions) -> None:
+        index = self.checkpoint.index
+        if check.first in index.values or check.other in index.values:
+            same = index.values.get(check.first) == index.values.get(check.other)
+        else:
+            first, other = (_stored_entry(index, n) for n in (check.first, check.other))
+            same = first.name == other.name or equal_digests(self.checkpoint, first, other)
+            same = same or all(
+                _same_bits(
+                    *(
+                        read_box(self.checkpoint, e, b, verify=options.verify)
+                        for e in (first, other)
+                    )
+                )
+                for b in _bands(first, options.budget_bytes)
+            )
+        if not same:
+            raise LoadMismatch(
+                f"{self.checkpoint.location}: {check.first!r} and {check.other!r} are to become "
+                f"one, but differ\n  {check.rule}"
+            )
+
+    def _check_constant(self, check: Constant, options: LoadOptions) -> None:
+        entry = _stored_entry(self.checkpoint.index, check.name)
+        for box in _bands(entry, options.budget_bytes):
+            found = read_box(self.checkpoint, entry, box, verify=options.verify)
+            if not (found == np.asarray(check.value).astype(found.dtype)).all():
+                raise LoadMismatch(
+                    f"{self.checkpoint.location}: {check.name!r} is not {check.value:g} "
+                    f"everywhere, so leaving it out would lose it\n  {check.rule}"
+                )
+
+    def _function(self, made: Made) -> Any:
+        if made.function is None:
+            return None
+        entries = [_stored_entry(self.checkpoint.index, name) for name in made.inputs]
+        return partial(_apply, self.checkpoint, made, entries)
+
+    @cached_property
+    def inexact(self) -> list[str]:
+        """The arrays that the other direction does not bring back bit for bit."""
+        return [name for name, made in self.plan.made.items() if not made.exact]
+
+
+def _apply(checkpoint: Checkpoint, made: Made, entries: Sequence[ArrayEntry], box: Box) -> Array:
+    """A box of what a function makes.
+
+    Raises:
+        LoadMismatch: the function makes another shape.
+    """
+    function = made.function
+    assert function is not None, "asked only for what a function makes"
+    regions = function.region(box, *(entry.shape for entry in entries))
+    inputs = [
+        read_box(checkpoint, e, r, verify=True) for e, r in zip(entries, regions, strict=True)
+    ]
+    found = np.asarray(function.apply(box, *inputs))
+    if found.shape != box.shape:
+        raise LoadMismatch(
+            f"array {made.name!r}: the function made {list(found.shape)} for the box {box}, which "
+            f"has {list(box.shape)}\n  {made.rule}"
+        )
+    return found
+
+
+def equal_digests(checkpoint: Checkpoint, a: ArrayEntry, b: ArrayEntry) -> bool:
+    """Whether two stored arrays hold the same, as far as their digests tell; nothing is read."""
+    same_grid = (a.shape, a.dtype, a.chunk, a.cut, a.boxes) == (
+        b.shape, b.dtype, b.chunk, b.cut, b.boxes,
+    )  # fmt: skip
+    return same_grid and bool(
+        np.array_equal(
+            checkpoint.digests_of(a.name)["digest"], checkpoint.digests_of(b.name)["digest"]
+        )
+    )
+
+
+def through(
+    checkpoint: Checkpoint,
+    rules: Rules,
+    wanted: Mapping[str, Any] | None = None,
+    targets: Mapping[str, ArrayTarget] | None = None,
+    *,
+    strict: bool = True,
+) -> Ruled:
+    """A checkpoint through rules, for all leaves that are asked for.
+
+    Raises:
+        RuleError: the rules do not fit what is stored, or what is asked for.
+    """
+    asked = (
+        None
+        if wanted is None
+        else {n: _asked(v, (targets or {}).get(n)) for n, v in wanted.items()}
+    )
+    plan = make_plan(
+        rules.rules,
+        rules.shared,
+        rules.functions,
+        stored_facts(checkpoint),
+        asked,
+        strict=strict,
+        where=str(checkpoint.location),
+    )
+    return Ruled(checkpoint, plan, targets)
+
+
+class Offered(Mapping[str, Any]):
+    """All that rules could make of a checkpoint, by name; worked out when it is asked for."""
+
+    def __init__(self, checkpoint: Checkpoint, rules: Rules) -> None:
+        self._checkpoint, self._rules = checkpoint, rules
+
+    @cached_property
+    def _found(self) -> dict[str, Any]:
+        index = self._checkpoint.index
+        made = offers(
+            self._rules.rules,
+            self._rules.shared,
+            self._rules.functions,
+            stored_facts(self._checkpoint),
+        )
+        return {
+            name: _entry(m, index) if m.fact.kind == "array" else index.values.get(m.source or "")
+            for name, m in made.items()
+        }
+
+    def __getitem__(self, name: str) -> Any:
+        return self._found[name]
+
+    def __iter__(self) -> Any:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+
+def stored_facts(checkpoint: Checkpoint) -> Stored:
+    """What is stored, as rules see it."""
+    index = checkpoint.index
+    entries = {**index.arrays, **{a: index.arrays[t] for a, t in index.aliases.items()}}
+    facts = {name: Fact("array", e.shape, e.dtype) for name, e in entries.items()}
+    facts |= {name: Fact("value") for name in index.values}
+    facts |= {name: Fact("process") for name in index.per_process}
+    return Stored(facts, entries)
+
+
+def _asked(value: Any, target: ArrayTarget | None) -> Fact:
+    if target is not None:
+        return Fact("array", tuple(target.shape), dtypes.name_of(target.dtype))
+    return Fact("process" if isinstance(value, PerProcess) else "value")
+
+
+def _entry(made: Made, stored: Index) -> ArrayEntry:
+    shape = made.fact.shape
+    # Nothing is ever written by this entry: layout and chunk are those of an array in one piece.
+    chunk = tuple(max(1, n) for n in shape)
+    prng = None
+    if len(made.feeds) == 1 and made.feeds[0].is_exact:
+        prng = made.feeds[0].entry.prng
+    layout = Layout.replicated(len(shape), 1)
+    return ArrayEntry(made.name, shape, made.fact.dtype, chunk, layout, prng=prng)
+
+
+def _as_array(made: Made, value: values.Plain, target: ArrayTarget | None) -> ArrayEntry | None:
+    """The entry of a plain number that becomes an array, where it is asked for as one."""
+    dtype = dtypes.from_name(made.fact.dtype) if made.fact.dtype else None
+    if target is None and dtype is None:
+        return None
+    if not isinstance(value, bool | int | float) or (target is not None and target.shape != ()):
+        return None
+    if dtype is None:
+        assert target is not None, "one of them is given"
+        kinds = {bool: "other", int: "integer", float: "float"}
+        if dtypes.kind(target.dtype) != kinds[type(value)]:
+            return None
+        dtype = target.dtype
+    array = np.asarray(value).astype(dtype)
+    if type(value) is not float and array.item() != value:
+        raise LoadMismatch(
+            f"value {made.source!r}: {value} is no {dtypes.name_of(dtype)} exactly\n  {made.rule}"
+        )
+    layout = Layout.replicated(0, 1)
+    return ArrayEntry(made.name, (), dtypes.name_of(dtype), (), layout)
+
+
+def _stored_entry(index: Index, name: str) -> ArrayEntry:
+    return index.arrays[index.aliases.get(name, name)]
+
+
+def _bands(entry: ArrayEntry, budget_bytes: int) -> list[Box]:
+    """Boxes that cover an array, each of at most a fraction of the budget where rows are small."""
+    whole = Box.whole(entry.shape)
+    if not entry.shape or whole.empty:
+        return [] if whole.empty else [whole]
+    rows = max(1, (budget_bytes // 4) // max(1, entry.nbytes // entry.shape[0]))
+    return [
+        Box((i, *whole.start[1:]), (min(i + rows, entry.shape[0]), *whole.stop[1:]))
+        for i in range(0, entry.shape[0], rows)
+    ]
+
+
+def _same_bits(a: Array, b: Array) -> bool:
+    return a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+def jobs_of(view: View, wanted: Mapping[str, Mapping[str, ArrayTarget]]) -> list[Job]:
+    """What to read, in groups that need the same stored arrays.
+
+    Arguments:
+        wanted: for arrays of the view's index, the targets under each of their names.
+    """
+    jobs: list[dict[str, Recipe]] = []
+    at: dict[str, int] = {}  # which job reads a stored array
+    for name, targets in wanted.items():
+        recipe = view.recipe(name)
+        used = {feed.entry.name for feed in recipe.feeds}
+        joined = sorted({at[entry] for entry in used if entry in at})
+        if not joined:
+            joined = [len(jobs)]
+            jobs.append({})
+        home, *others = joined
+        for other in others:
+            jobs[home] |= jobs[other]
+            jobs[other] = {}
+            at.update({entry: home for entry, job in at.items() if job == other})
+        at.update(dict.fromkeys(used, home))
+        jobs[home] |= dict.fromkeys(targets, recipe)
+    all_targets = {name: target for targets in wanted.values() for name, target in targets.items()}
+    return [Job({n: all_targets[n] for n in recipes}, recipes) for recipes in jobs if recipes]
