@@ -43,7 +43,7 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def leaf(fact: Any, rng: np.random.Generator) -> Any:
-    """A leaf as a case tells it; arrays hold random bits that every dtype of their kind can hold."""
+    """A leaf as a case tells it; arrays hold random numbers that every dtype can hold."""
     if not isinstance(fact, tuple):
         return fact
     dtype, shape = np.dtype(getattr(ml_dtypes, fact[0], fact[0])), fact[1]

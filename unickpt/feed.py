@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from operator import sub
 from typing import NamedTuple, Protocol
 
@@ -15,6 +15,7 @@ from unickpt.adapt import Array
 from unickpt.box import Box
 from unickpt.index import ArrayEntry
 from unickpt.radix import Digit, Dim, Line, Ranges, line_of, pull
+from unickpt.strided import unit_steps
 
 
 class Copy(NamedTuple):
@@ -164,12 +165,6 @@ class _Plain:
             there = tuple(map(sub, common.start, chunk.start))
             steps = unit_steps(len(there))
             yield Copy(common.shape, there, steps, tuple(map(sub, common.start, box.start)), steps)
-
-
-@lru_cache(maxsize=64)
-def unit_steps(rank: int) -> tuple[tuple[int, ...], ...]:
-    """Steps of axes that are an array's own."""
-    return tuple(tuple(int(i == j) for j in range(rank)) for i in range(rank))
 
 
 def whole_dims(shape: Sequence[int]) -> tuple[Dim, ...]:

@@ -17,7 +17,7 @@ from unickpt.adapt import Array, ArrayTarget
 from unickpt.adapters.numpy import NumpyTarget
 from unickpt.box import Box
 from unickpt.errors import CheckpointCorrupt, LoadMismatch
-from unickpt.feed import Copy, Itself, Recipe, Source, Wanted, unit_steps
+from unickpt.feed import Copy, Itself, Recipe, Source, Wanted
 from unickpt.index import ArrayEntry
 from unickpt.options import LoadOptions
 from unickpt.plan import Part
@@ -296,7 +296,7 @@ def _direct(read: _Read) -> Array | None:
 
 def _in_order(copy: Copy, shape: tuple[int, ...]) -> bool:
     """Whether all of a chunk is wanted in the order in which it lies there."""
-    if copy.shape == shape and copy.source_steps == unit_steps(len(shape)):
+    if copy.shape == shape and copy.source_steps == strided.unit_steps(len(shape)):
         return True
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     below = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from operator import add, mul
 
 import numpy as np
@@ -14,6 +15,12 @@ from unickpt.box import Box
 # misses a cache; planes that fit into a cache, or are narrow, gain nothing.
 _ALONG_SOURCE, _ALONG_OUT, _TILE = 512, 16, 2048
 _PLANE_BYTES, _NARROW = 256 << 10, 8
+
+
+@lru_cache(maxsize=64)
+def unit_steps(rank: int) -> tuple[tuple[int, ...], ...]:
+    """Steps of axes that are an array's own."""
+    return tuple(tuple(int(i == j) for j in range(rank)) for i in range(rank))
 
 
 def view(
@@ -31,9 +38,9 @@ def view(
         >>> view(np.arange(6).reshape(2, 3), (0, 2), ((1, 0), (0, -1)), (2, 3)).tolist()
         [[2, 1, 0], [5, 4, 3]]
     """
-    strides = tuple(sum(map(mul, step, array.strides)) for step in steps)
-    if strides == array.strides:
+    if steps == unit_steps(array.ndim):
         return array[Box(tuple(start), tuple(map(add, start, shape))).slices]
+    strides = tuple(sum(map(mul, step, array.strides)) for step in steps)
     # The function knows NumPy's own dtypes only.
     size = array.itemsize
     bits = array.view(f"u{size}") if size in (1, 2, 4, 8) else array

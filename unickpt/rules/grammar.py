@@ -316,6 +316,8 @@ class _Parser:
         return next((op for op in "+-*/" if self._take(op)), None)
 
     def _operand(self) -> Operand:
+        self._skip()
+        begin = self._at
         found = self._match(_NUMBER)
         value: float | str
         value = float(found) if found else self._identifier("a number or an axis")
@@ -326,7 +328,7 @@ class _Parser:
                 raise self._fail("expected a number as the power")
             power = number
         if value == 0 and power < 0:
-            raise self._fail("this divides by zero")
+            raise self._fail("this divides by zero", begin)
         return Operand(value, power)
 
     def _dtype(self) -> str:

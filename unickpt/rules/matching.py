@@ -196,8 +196,6 @@ def _within(
     for name, match in found:
         at = dict(match.chosen)
         for linear, number in zip(view.pattern.linears, match.numbers, strict=True):
-            if is_ambiguous(linear, sizes):
-                raise Unfit(f"two sets of indices make one number in {view.pattern.name}")
             solved = solve_linear(linear, number, sizes)
             if solved is None:
                 break
@@ -263,6 +261,9 @@ def _fuse(
 
 def _check_all_there(instance: Instance, have: Names, want: Names | None, partly: bool) -> None:
     rule = instance.rule
+    for view in rule.views:
+        if any(is_ambiguous(linear, instance.sizes) for linear in view.pattern.linears):
+            raise Unfit(f"two sets of indices make one number in {view.pattern.name}")
     for side, names, verb in ((rule.left, have, "stored"), (rule.right, want, "asked for")):
         if names is None or isinstance(side, Nothing):
             continue

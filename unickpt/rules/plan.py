@@ -456,7 +456,7 @@ class _Planner:
     ) -> set[str]:
         """Reports rules that are about what is left over, but do not fit; returns those names."""
         explained: set[str] = set()
-        told: set[str] = set()
+        reasons: dict[tuple[str, str], list[str]] = {}
         for instance in found:
             names = [name for name in instance.matched_names() if name in rest]
             if instance.why_not is None or not names:
@@ -465,12 +465,12 @@ class _Planner:
             for lift in shared:
                 slots = (slot.of(name) for slot in (lift.left, lift.right) for name in names)
                 explained.update(slot for slot in slots if slot is not None)
-            if instance.rule.lifted and instance.why_not in told:
-                continue  # the parameter's own rule has told it
-            told.add(instance.why_not)
+            told = any(why == instance.why_not for _, why in reasons)
+            if not (told and instance.rule.lifted):  # else the parameter's own rule has told it
+                reasons.setdefault((str(instance.rule), instance.why_not), []).extend(names)
+        for (rule, why), names in reasons.items():
             more = f" and {len(names) - 1} others" if len(names) > 1 else ""
-            about = f"(about {names[0]!r}{more})"
-            self._problems.append(f"{instance.rule}\n    {instance.why_not} {about}")
+            self._problems.append(f"{rule}\n    {why} (about {names[0]!r}{more})")
         return explained
 
     def _report_idle(self, rules: Sequence[Rule], found: Sequence[Instance]) -> None:

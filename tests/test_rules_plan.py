@@ -1,0 +1,288 @@
+"""Plans that are refused, and what is said: each array that is in the way, and the rule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rule_cases import flat_names, flat_tree
+
+import unickpt
+from unickpt import LoadMismatch, RuleError, Rules
+
+
+def arrays(text: str) -> dict[str, Any]:
+    """Arrays out of `name 3x5, name 7`; float32, counted from 1."""
+    found = {}
+    for item in text.split(","):
+        name, _, shape = item.strip().partition(" ")
+        extents = tuple(map(int, shape.split("x"))) if shape else ()
+        found[name] = np.arange(1, 1 + int(np.prod(extents)), dtype=np.float32).reshape(extents)
+    return found
+
+
+def load(path: Path, rules: str, stored: str, like: str | None = None, **options: Any) -> Any:
+    unickpt.save(path, flat_tree(arrays(stored)))
+    wanted = None if like is None else flat_tree(arrays(like))
+    return flat_names(unickpt.load(path, wanted, rules=Rules.parse(rules), **options))
+
+
+# Rules, what is stored, what is asked for (or nothing), and what the refusal says.
+REFUSED = {
+    "an array that no rule takes": (
+        "a [i o] <-> b [o i]", "a 3x5, c 2", "b 5x3",
+        ["'c' (float32[2]) is stored, and no rule takes it", "drop it: c <-> drop"],
+    ),
+    "an array that no rule makes": (
+        "a [i o] <-> b [o i]", "a 3x5", "b 5x3, c 2",
+        ["'c' (float32[2]) is asked for, and no rule makes it"],
+    ),
+    "many of one kind": (
+        "a <-> b", "a 2, x/0/w 2, x/1/w 2, x/2/w 2", None,
+        ["1 problem", "'x/0/w' (float32[2]) (and 2 like it) is stored, and no rule takes it"],
+    ),
+    "a near miss": (
+        "params/{m...}/kernel [i o] <-> {m...}.weight [o i]", "params/up/kernel 3x5",
+        "upp.weight 5x3",
+        ["'up.weight' would belong to it, but is not asked for", "line 1"],
+    ),
+    "two rules that take one array": (
+        "a/{m} <-> b/{m}\na/x <-> c", "a/x 2, a/y 2", None,
+        ["'a/x' is taken twice", "line 1: a/{m} <-> b/{m}", "line 2: a/x <-> c"],
+    ),
+    "two rules that make one array": (
+        "a <-> c\nb <-> c", "a 2, b 2", None, ["'c' is made twice"],
+    ),
+    "a rule that matches nothing": (
+        "a <-> b\nx [e] <-> y [e]", "a 2", None,
+        ["line 2: x [e] <-> y [e]", "matches nothing; if that may be, begin it with `optional`"],
+    ),
+    "an index that is missing": (
+        "w [l e] <-> w.{l} [e]", "w 3x2", "w.0 2, w.2 2",
+        ["'w.1' would belong to it, but is not asked for"],
+    ),
+    "an index too many": (
+        "w [l e] <-> w.{l} [e]", "w 2x5", "w.0 5, w.1 5, w.2 5",
+        ["'w.2' (float32[5]) is asked for, and no rule makes it"],
+    ),
+    "a stored index that is missing": (
+        "w.{l} [e] <-> w [l e]", "w.0 2, w.2 2", None,
+        ["'w.1' would belong to it, but is not stored"],
+    ),
+    "another number of dimensions": (
+        "a [i o] <-> b [o i]", "a 3x5x2", None,
+        ["'a' is float32[3, 5, 2], and its axes are [i o]"],
+    ),
+    "an axis of two sizes": (
+        "a [e] <-> b [e]", "a 3", "b 4",
+        ["'b' is float32[4]: e has 3 elements, and here 4"],
+    ),
+    "a wrong order": (
+        "a [i o] <-> b [i o]", "a 3x5", "b 5x3", ["i has 3 elements, and here 5"],
+    ),
+    "a product that does not come out even": (
+        "a [(h d)] <-> b [h d]  h=4", "a 10", None,
+        ["(h d): 10 elements are no multiple of 4"],
+    ),
+    "a product of another size": (
+        "a [(h d)] <-> b [h d]", "a 12", "b 3x5",
+        ["(h d) has 15 elements, and here 12"],
+    ),
+    "a sum of another size": (
+        "a [(q + k)] <-> b [q], c [k]", "a 12", "b 3, c 8",
+        ["(q + k) has 11 elements, and here 12"],
+    ),
+    "pieces larger than the whole": (
+        "a [(q + k)] <-> b [q], c [k]  q=13", "a 12", None, ["(q + k)"],
+    ),
+    "sizes that nothing tells": (
+        "a [(q + k)] <-> b [q], c [k]", "a 12", None,
+        ["nothing tells the size of k, q: give it, as in `k=8`"],
+    ),
+    "an enumeration that is not whole": (
+        "a/{q|k} [e] <-> b [({q|k} e)]", "a/q 2", None, ["'a/k' would belong to it"],
+    ),
+    "numbers that two indices make": (
+        "a [b j e] <-> a.{2*b+j} [e]  j=3", "a 2x3x5", None,
+        ["two sets of indices make one number"],
+    ),
+    "arithmetic with an unknown size": (
+        "a [e] * d <-> b [e]", "a 2", None, ["the arithmetic needs the size of 'd'"],
+    ),
+    "a slot of a scaled parameter": (
+        "a [e] * 2 <-> b [e]\nlift m/{p} <-> v/{p}", "a 2, m/a 2", None,
+        ["that is scaled by 2 needs a law"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str, tmp_path: Path) -> None:
+    rules, stored, like, said = REFUSED[case]
+    with pytest.raises(RuleError) as raised:
+        load(tmp_path / "c", rules, stored, like)
+    message = str(raised.value)
+    assert message.startswith(f"{tmp_path / 'c'}: the rules do not fit: ")
+    for text in said:
+        assert text in message, message
+
+
+def test_all_problems_at_once_but_not_without_end(tmp_path: Path) -> None:
+    stored = ", ".join(f"{chr(97 + i)}{'x' * i} 2" for i in range(26))
+    with pytest.raises(RuleError) as raised:
+        load(tmp_path / "c", "none <-> none", stored)
+    message = str(raised.value)
+    assert "27 problems" in message
+    assert message.endswith("... and 7 more")
+
+
+def test_a_root_cause_is_told_once(tmp_path: Path) -> None:
+    """Slots whose parameter's rule does not fit are not told again."""
+    rules = """
+        params/{m}/w [(h d) e] <-> {m}.w [h d e]
+        lift mu/{p} <-> optim/{p}/mu  for params/{p} <-> {p}
+        lift count <-> optim/{p}/step
+    """
+    stored = "params/a/w 6x2, params/b/w 6x2, mu/a/w 6x2, mu/b/w 6x2, count"
+    with pytest.raises(RuleError) as raised:
+        load(tmp_path / "c", rules, stored)
+    assert str(raised.value).count("nothing tells the size of d, h") == 1
+    assert "1 problem\n" in str(raised.value), str(raised.value)
+
+
+def test_not_strict_leaves_the_rest_be(tmp_path: Path) -> None:
+    rules = "a [l i o] <-> w.{l} [o i]\nx <-> y\nn <-> m"
+    like = {"w.1": np.zeros((5, 3), np.float32), "z": np.full(2, 7.0)}
+    unickpt.save(tmp_path / "c", flat_tree(arrays("a 4x3x5, x 2, other 3")))
+    found = unickpt.load(tmp_path / "c", like, rules=Rules.parse(rules), strict=False)
+    assert np.array_equal(found["w.1"], arrays("a 4x3x5")["a"][1].T)
+    assert np.array_equal(found["z"], [7.0, 7.0])
+
+
+def test_names_of_both_sides_tell_rules_apart(tmp_path: Path) -> None:
+    """From torch, `weight` may be a kernel, a scale or an embedding: what is asked for tells."""
+    rules = Rules.parse("""
+        optional {m...}/kernel [i o] <-> {m...}.weight [o i]
+        optional {m...}/embedding [v e] <-> {m...}.weight [v e]
+        optional {m...}/scale [e] <-> {m...}.weight [e]
+    """)
+    stored = {"up.weight": np.ones((5, 3)), "wte.weight": np.ones((7, 3)), "n.weight": np.ones(3)}
+    unickpt.save(tmp_path / "c", stored)
+    like = {
+        "up": {"kernel": np.empty((3, 5))},
+        "wte": {"embedding": np.empty((7, 3))},
+        "n": {"scale": np.empty(3)},
+    }
+    assert flat_names(unickpt.load(tmp_path / "c", like, rules=rules.inverse)).keys() == {
+        "up/kernel", "wte/embedding", "n/scale",
+    }  # fmt: skip
+    with pytest.raises(RuleError, match=r"'up.weight' is taken twice"):
+        unickpt.load(tmp_path / "c", rules=rules.inverse)
+
+
+def test_a_cast_is_asked_for(tmp_path: Path) -> None:
+    unickpt.save(tmp_path / "c", {"a": np.arange(3, dtype=np.float32), "n": np.int64(3)})
+    rules = Rules.parse("a [e] <-> b [e]\nn <-> m")
+    like = {"b": np.empty(3, np.float16), "m": np.zeros((), np.int64)}
+    with pytest.raises(LoadMismatch, match=r"b +dtype +float32 +float16"):
+        unickpt.load(tmp_path / "c", like, rules=rules)
+    found = unickpt.load(tmp_path / "c", like, rules=rules, cast=True)
+    assert found["b"].tolist() == [0, 1, 2]
+    like["m"] = np.zeros((), np.float32)
+    with pytest.raises(LoadMismatch, match=r"m +dtype +int64 +float32"):
+        unickpt.load(tmp_path / "c", like, rules=rules, cast=True)
+    told = Rules.parse("a [e] <-> b [e] as float16\nn [] <-> m [] as float32")
+    assert unickpt.load(tmp_path / "c", like, rules=told)["m"] == 3
+
+
+def test_pieces_of_different_dtypes(tmp_path: Path) -> None:
+    unickpt.save(tmp_path / "c", {"a": np.ones(2, np.float16), "c": np.ones(3, np.float32)})
+    with pytest.raises(RuleError, match="'b' is made of arrays of float16 and float32; say `as`"):
+        unickpt.load(tmp_path / "c", rules=Rules.parse("a [q], c [k] <-> b [(q + k)]"))
+    rules = Rules.parse("a [q], c [k] <-> b [(q + k)] as float32")
+    assert unickpt.load(tmp_path / "c", rules=rules)["b"].tolist() == [1] * 5
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(2**24 + 1, "float32"), (300, "int8")])
+def test_integers_come_through_exactly_or_not_at_all(
+    value: int, dtype: str, tmp_path: Path
+) -> None:
+    unickpt.save(tmp_path / "c", {"array": np.array([value]), "value": value})
+    for name, axes in (("array", "[e]"), ("value", "")):
+        other = "value" if name == "array" else "array"
+        rules = Rules.parse(f"{name} {axes} <-> b {axes} as {dtype}\n{other} <-> drop")
+        with pytest.raises(LoadMismatch, match=rf"'{name}'.*{dtype}"):
+            unickpt.load(tmp_path / "c", {"b": np.zeros([1] * bool(axes), dtype)}, rules=rules)
+
+
+def test_what_is_left_out_must_be_what_the_rule_says(tmp_path: Path) -> None:
+    rules = Rules.parse("w <-> w\n0 <-> bias [e]\n").inverse
+    unickpt.save(tmp_path / "zero", {"w": np.ones(2), "bias": np.zeros(5)})
+    assert unickpt.load(tmp_path / "zero", rules=rules).keys() == {"w"}
+    unickpt.save(tmp_path / "one", {"w": np.ones(2), "bias": np.array([0, 0, 1e-9])})
+    with pytest.raises(LoadMismatch, match="'bias' is not 0 everywhere, so leaving it out would"):
+        unickpt.load(tmp_path / "one", rules=rules)
+
+
+def test_names_of_one_array_must_hold_the_same(tmp_path: Path) -> None:
+    rules = Rules.parse("embed [v e] <-> wte [v e] = head [v e]").inverse
+    wte = np.arange(6.0).reshape(3, 2)
+    unickpt.save(tmp_path / "tied", {"wte": wte, "head": wte})
+    unickpt.save(tmp_path / "equal", {"wte": wte, "head": wte.copy()})
+    other_grid = unickpt.SaveOptions(chunk_bytes=16)
+    unickpt.save(tmp_path / "one", {"wte": wte}, options=other_grid)
+    for name in ("tied", "equal", "one"):
+        assert np.array_equal(unickpt.load(tmp_path / name, rules=rules)["embed"], wte)
+    unickpt.save(tmp_path / "untied", {"wte": wte, "head": wte + 1})
+    with pytest.raises(LoadMismatch, match="'wte' and 'head' are to become one, but differ"):
+        unickpt.load(tmp_path / "untied", rules=rules)
+
+
+def test_a_tied_array_is_one_again(tmp_path: Path) -> None:
+    unickpt.save(tmp_path / "c", {"embed": np.ones((3, 2))})
+    rules = Rules.parse("embed [v e] <-> wte [v e] = head [v e]")
+    found = unickpt.load(tmp_path / "c", rules=rules)
+    assert found["wte"] is found["head"]
+    apart = {"wte": np.zeros((3, 2)), "head": np.zeros((3, 2))}
+    unickpt.load(tmp_path / "c", apart, rules=rules)
+    assert (apart["wte"] == 1).all()
+    assert (apart["head"] == 1).all()
+
+
+def test_counts_of_all_parameters_must_agree(tmp_path: Path) -> None:
+    rules = Rules.parse(
+        "a <-> b\nc <-> d\nlift count as int32 <-> state/{p}/step as float32"
+    ).inverse
+    state = {"b": {"step": np.float32(3)}, "d": {"step": np.float32(3)}}
+    unickpt.save(tmp_path / "c", {"b": np.ones(2), "d": np.ones(3), "state": state})
+    assert unickpt.load(tmp_path / "c", rules=rules)["count"] == 3
+    state["d"]["step"] = np.float32(4)
+    unickpt.save(tmp_path / "e", {"b": np.ones(2), "d": np.ones(3), "state": state})
+    with pytest.raises(LoadMismatch, match="'state/b/step' and 'state/d/step' are to become one"):
+        unickpt.load(tmp_path / "e", rules=rules)
+
+
+def test_values_go_where_they_are_asked_for(tmp_path: Path) -> None:
+    """A step count is a number here, and an array there."""
+    unickpt.save(tmp_path / "c", {"step": 7, "rng": unickpt.PerProcess(5), "name": "run"})
+    rules = Rules.parse("step <-> count\nrng <-> state/rng\nname <-> name")
+    found = unickpt.load(tmp_path / "c", rules=rules)
+    assert (found["count"], found["state"]["rng"].values, found["name"]) == (7, (5,), "run")
+    like = {"count": np.zeros((), np.int32), "state": {"rng": unickpt.PerProcess()}, "name": ""}
+    found = unickpt.load(tmp_path / "c", like, rules=rules)
+    assert found["count"].dtype == np.int32
+    assert (found["count"], found["state"]["rng"].value, found["name"]) == (7, 5, "run")
+    with pytest.raises(LoadMismatch, match=r"count +kind +plain int +float32\[\]"):
+        unickpt.load(tmp_path / "c", {**like, "count": np.zeros((), np.float32)}, rules=rules)
+
+
+def test_zero_size_and_0d_arrays(tmp_path: Path) -> None:
+    stored = {"none": np.zeros((0, 3)), "one": np.float32(2), "l": np.zeros((0, 3))}
+    unickpt.save(tmp_path / "c", stored)
+    rules = Rules.parse("none [i o] <-> none [o i]\none [] * 2 <-> one [1]\nl [l e] <-> l.{l} [e]")
+    found = unickpt.load(tmp_path / "c", rules=rules)
+    assert found["none"].shape == (3, 0)
+    assert found["one"].tolist() == [4]
+    assert found.keys() == {"none", "one"}

@@ -1,0 +1,162 @@
+"""Rule files that are wrong whatever is stored: each error shows the line, and where in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from unickpt import Function, RuleError, Rules, RuleSyntaxError
+
+# The text of a rule, where the caret stands (as the text from there on), and the message.
+WRONG = [
+    ("a [i o] <-> b [o x]", "a [i o]", "no piece with the axes i, o: it lacks i; this one lacks x"),
+    ("a [i i] <-> b [i]", "i] <->", "axis 'i' is used twice"),
+    ("a/{l} [l e] <-> b [l e]", "l e] <->", "axis 'l' is used in the name and in the axes"),
+    ("a [i o <-> b [i o]", "<->", "expected an axis"),
+    ("a i o] <-> b", "i o]", "expected `<->` between the two sides"),
+    ("a [i o] -> b", "> b", "expected a number or an axis"),
+    ("a <->", "", "expected a name"),
+    ("<-> a", "<->", "did not expect this here"),
+    ("a [q + k] <-> b [q], c [k]", "+ k]", "stand in parentheses: `(q + k)`"),
+    ("a [(q + k)] <-> b [q], c [q]", "c [q]", "two pieces have the axes q"),
+    ("a [(q + )] <-> b [q]", "(q", "an empty piece"),
+    ("a [(q] <-> b [q]", "(q", "this parenthesis does not end"),
+    ("a/{m}/w [e] <-> b [e]", "b [e]", "capture 'm' stands in another name of the rule"),
+    ("a [e] <-> b", "b", "axes stand on one side only"),
+    ("a + 1 <-> b", "+ 1", "arithmetic needs axes: write `a [...] + ...`"),
+    ("a [e] * 0 <-> b [e]", "a [e]", "arithmetic with 0 has no inverse"),
+    ("a [e] / 0**-1 <-> b [e]", "0**", "this divides by zero"),
+    ("a [e] <-> b [e] as floaty", "floaty", "unknown dtype 'floaty'"),
+    ("a [l e] <-> b.{l}.c.{l} [e]", "b.{l}", "capture 'l' stands twice in one name"),
+    ("{a}{b} <-> {a}.{b}", "{b}", "two captures without a text between them"),
+    ("{a}_{b} <-> {a}.{b}", "{a}_", "can take one name in several ways"),
+    ("{a...}/{b...} <-> {a...}/{b...}", "{a", "can take one name in several ways"),
+    ("a [(... e)] <-> b [... e]", "(...", "`...` cannot stand in parentheses"),
+    ("a [3 e] <-> b [e]", "3 e]", "only 1 may stand for an axis"),
+    ("a [-(x y)] <-> b [x y]", "-(x", "only an axis can be reversed"),
+    ("a/{6*b-j} [e] <-> c [b j e]", "6*b-j}", "adds multiples of axes"),
+    ("a {l <-> b", "{l", "expected `<->`"),
+    ("a{l <-> b", "{l", "this capture does not end"),
+    ("{a|a} [e] <-> b [e]", "a|a", "a name stands twice in the enumeration"),
+    ("{x:a|b} [e] <-> b [x e]  x=3", "{x:", "axis 'x' has 2 names, not 3"),
+    ('"a <-> b', '"a', "the quoted name does not end"),
+    ("a [e] <-> b [e] f=2", "a [e]", "the rule has no axis 'f'"),
+    ("a [e] <-> b [e] e=2 e=3", "e=3", "the size of 'e' stands twice"),
+    ("a [e] <-> b [e] x", "x", "did not expect this here"),
+    ("a [e] <-> b [e] via f", "a [e]", "no function 'f': give it"),
+    ("a [e] = b [e f] <-> c [e]", "b [e f]", "arrays that are one must have the same axes"),
+    ("0 <-> a [(e + _)]", "a [", "a pad needs an array on the other side"),
+    ("drop <-> drop 0", "drop <->", "no side names an array"),
+    ("lift a <-> b", "lift", "a lift has one capture for the parameter's name"),
+    ("lift a/{p} [e] <-> b/{p}", "a/{p}", "a lifted name has no axes of its own"),
+    ("lift a/{p} <-> b/{p} law=square2", "square2", "a law is one of value, gradient, square"),
+    ("lift a/{p} <-> b/{p} for x <-> y/{p}", "x <->", "this name needs the capture {p}"),
+    ("where x", "", "and the size of the axis"),
+    ("where x=many", "many", "a size is a whole number"),
+    ("include nothing", "include", "neither a preset"),
+    ("convention rope interleaved <-> half", "interleaved", "expected `:`"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "at", "message"), WRONG, ids=[text for text, _, _ in WRONG])
+def test_wrong(text: str, at: str, message: str) -> None:
+    with pytest.raises(RuleSyntaxError) as raised:
+        Rules.parse(f"""
+            x [e] <-> y [e]     # a rule before it
+            {text}
+        """)
+    said, line, caret = str(raised.value).rsplit("\n", 2)
+    assert message in said
+    assert said.startswith("rules, line 3: ")
+    assert line == f"  {text}"
+    column = len(caret) - 3
+    assert text[column:].startswith(at), (text[column:], at)
+    assert at or column == len(text)
+    assert isinstance(raised.value, RuleError | ValueError)
+
+
+def test_statements_go_on_in_the_next_line() -> None:
+    rules = Rules.parse("""
+        qkv [e (q + k
+                + v)]
+          <-> wq [q e],
+              wk [k e]   # and the last one
+            , wv [v e]
+        a   # "quoted # no comment" here
+          <-> "b # no comment" = c
+    """)
+    assert [str(v.pattern.name) for rule in rules.rules for v in rule.views] == [
+        "qkv", "wq", "wk", "wv", "a", "b # no comment", "c",
+    ]  # fmt: skip
+    with pytest.raises(RuleSyntaxError) as raised:
+        Rules.parse("a [e\n   f g]\n  <-> b [f\n     g h]")
+    assert str(raised.value) == (
+        "rules, line 1: the other side has no piece with the axes e, f, g: it lacks e; "
+        "this one lacks h\n  a [e\n  ^"
+    )
+
+
+def test_words_of_the_notation_are_names_where_they_stand_as_such() -> None:
+    rules = Rules.parse("""
+        optional <-> lift
+        where [e] <-> include [e]
+        drop.me/w <-> drop/w
+        0/kernel [i o] <-> 0.weight [o i]
+    """)
+    names = [str(view.pattern.name) for rule in rules.rules for view in rule.views]
+    assert names == [
+        "optional", "lift", "where", "include", "drop.me/w", "drop/w", "0/kernel", "0.weight",
+    ]  # fmt: skip
+
+
+def test_rules_are_written_as_they_were_read() -> None:
+    text = "\n".join(
+        [
+            "a/{m...}/w [(h d) -x (e + _)] + 1 <-> b.{m...} [h d x e] / d**0.5 as bfloat16  h=2",
+            "c/{q|k} [i o] <-> c.{x|y} [o i] = d.{x|y} [o i]",
+            "e/{6*b+j-1} [...] <-> e [b j ...]",
+            "f [e] <-> drop",
+            "drop 0 <-> g [e]",
+            "1.5 <-> h []",
+        ]
+    )
+    rules = Rules.parse(text)
+    assert Rules.parse(str(rules)).rules == rules.rules
+    assert str(Rules.parse(str(rules.inverse)).inverse) == str(rules)
+    assert rules.inverse.inverse == rules
+
+
+def test_files_include_files(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "outer.rules").write_text('include "inner/one.rules" under params/ <-> model.\n')
+    (tmp_path / "inner" / "one.rules").write_text('include "two.rules" under a/ <-> a.\nw <-> w\n')
+    (tmp_path / "inner" / "two.rules").write_text("x [i o] <-> y [o i]\nlift m/{p} <-> v/{p}\n")
+    rules = Rules.load(tmp_path / "outer.rules")
+    assert str(rules) == "params/a/x [i o] <-> model.a.y [o i]\nparams/w [...] <-> model.w [...]"
+    lifted = [str(v.pattern.name) for rule in rules.rules if rule.lifted for v in rule.views]
+    assert lifted == ["params/a/m/x", "model.a.v/y"]
+
+    (tmp_path / "loop.rules").write_text('a <-> b\ninclude "loop.rules"\n')
+    with pytest.raises(RuleSyntaxError, match=r"line 2: 'loop.rules' includes itself"):
+        Rules.load(tmp_path / "loop.rules")
+    with pytest.raises(FileNotFoundError):
+        Rules.load(tmp_path / "none.rules")
+
+
+def test_presets_by_name() -> None:
+    with pytest.raises(RuleError, match="no preset 'lama'; presets are"):
+        Rules.preset("lama")
+    with pytest.raises(RuleError, match=r"no preset '\.\./x'"):
+        Rules.preset("../x")
+
+
+def test_a_function_without_inverse() -> None:
+    one_way = Function(lambda box, x: x)
+    rules = Rules.parse("a [e] <-> b [e] via f", functions={"f": one_way})
+    with pytest.raises(RuleError, match=r"line 1: a \[e\] <-> b \[e\]\n.*'f' has none"):
+        _ = rules.inverse
+    both = Function(lambda box, x: -x, inverse=one_way)
+    rules = Rules.parse("a [e] <-> b [e] via f", functions={"f": both})
+    assert rules.inverse.functions["f"].apply is one_way.apply
+    assert rules.inverse.inverse.functions["f"].apply is both.apply
