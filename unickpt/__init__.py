@@ -7,6 +7,7 @@ from unickpt.asynchronous import save_async
 from unickpt.box import Box
 from unickpt.checkpoint import Checkpoint, StoredArray, open
 from unickpt.checkpointer import Checkpointer
+from unickpt.convert import convert
 from unickpt.errors import (
     CheckpointCorrupt,
     CheckpointExists,
@@ -72,6 +73,7 @@ __all__ = [
     "UnsupportedLeaf",
     "VerifyReport",
     "__version__",
+    "convert",
     "load",
     "open",
     "save",

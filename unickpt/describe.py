@@ -17,7 +17,7 @@ from unickpt.adapt import Adapter, ArraySource, adapter_of
 from unickpt.errors import UnsupportedLeaf
 from unickpt.group import Group
 from unickpt.index import ArrayEntry, Index, PerProcessEntry
-from unickpt.marks import LocalFragments, PerProcess
+from unickpt.marks import Described, PerProcess
 from unickpt.options import SaveOptions
 
 
@@ -50,7 +50,7 @@ def is_leaf(obj: Any, among: Sequence[Adapter]) -> bool:
     """Whether an object of a tree is a leaf for saving and loading."""
     return (
         values.is_plain(obj)
-        or isinstance(obj, PerProcess | LocalFragments)
+        or isinstance(obj, PerProcess | Described)
         or adapter_of(obj, among) is not None
     )
 
@@ -81,14 +81,16 @@ def describe(
     options: SaveOptions,
     among: Sequence[Adapter],
 ) -> Description:
-    """Looks at every leaf of a tree, without any side effect.
+    """Looks at every leaf of a tree, taken apart already or not, without any side effect.
 
     Raises:
         UnsupportedLeaf: names every leaf that cannot be stored, and why.
     """
-    node = tree.flatten(
-        root, lambda x: is_leaf(x, among), lambda obj, name: expand(obj, name, among)
-    )
+    node = root
+    if not isinstance(root, tree.Node | tree.Leaf):
+        node = tree.flatten(
+            root, lambda x: is_leaf(x, among), lambda obj, name: expand(obj, name, among)
+        )
     entries: dict[str, ArrayEntry] = {}
     sources: dict[str, ArraySource] = {}
     aliases: dict[str, str] = {}
@@ -136,7 +138,7 @@ def _is_stateful(obj: Any) -> bool:
 
 
 def _source(value: Any, group: Group, among: Sequence[Adapter]) -> ArraySource:
-    if isinstance(value, LocalFragments):
+    if isinstance(value, Described):
         return value.source(group)
     adapter = adapter_of(value, among)
     assert adapter is not None, "a leaf is a mark, a plain value or an array"

@@ -149,8 +149,9 @@ def _own_value(
         own = like.redistribute(saved, group.index, group.count)
     else:
         raise LoadMismatch(
-            f"{view.checkpoint.location}: per-process leaf {name!r} was saved by {count} processes "
-            f"and is loaded by {group.count}. Say who gets which: PerProcess(redistribute=function), "
-            "or load it on its own without `like` (a PerProcessValues of all values)."
+            f"{view.checkpoint.location}: per-process leaf {name!r} was saved by {count} "
+            f"processes and is loaded by {group.count}. Say who gets which: "
+            "PerProcess(redistribute=function), or load it on its own without `like` (a "
+            "PerProcessValues of all values)."
         )
     return PerProcess(own, like.redistribute)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -53,7 +54,15 @@ class PerProcessValues:
     values: tuple[Any, ...]
 
 
-class LocalFragments:
+class Described(ABC):
+    """A leaf that says itself what it is, instead of an adapter."""
+
+    @abstractmethod
+    def source(self, group: Group) -> ArraySource:
+        """As an adapter's `source`."""
+
+
+class LocalFragments(Described):
     """Elements of a global array that this process holds, in any trainer's own partitioning.
 
     Other processes hold the rest, each saying so itself; nothing is communicated. The processes'

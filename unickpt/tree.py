@@ -10,7 +10,7 @@ import dataclasses
 import keyword
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import unquote
 
@@ -210,6 +210,13 @@ def rebuild(node: Node | Leaf, value: Callable[[str], Any]) -> Any:
     if isinstance(node, Leaf):
         return value(node.name)
     return node.rebuild([rebuild(child, value) for child in node.children])
+
+
+def with_values(node: Node | Leaf, value: Callable[[str], Any]) -> Node | Leaf:
+    """The same structure with other leaves."""
+    if isinstance(node, Leaf):
+        return Leaf(node.name, value(node.name))
+    return replace(node, children=tuple(with_values(child, value) for child in node.children))
 
 
 # --- the structure as JSON -------------------------------------------------------------------

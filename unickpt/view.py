@@ -19,6 +19,7 @@ from unickpt.index import ArrayEntry, Index, PerProcessEntry
 from unickpt.layout import Layout
 from unickpt.marks import PerProcess
 from unickpt.options import LoadOptions
+from unickpt.provenance import Provenance
 from unickpt.read import Job, read_box
 from unickpt.rules import Rules
 from unickpt.rules.matching import Fact
@@ -92,13 +93,18 @@ class Ruled:
     Arguments:
         checkpoint: what is stored.
         plan: what rules make of it.
+        provenance: what is to be recorded of what they make.
         targets: the arrays that are asked for, where that is known.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, plan: Plan, targets: Mapping[str, ArrayTarget] | None = None
+        self,
+        checkpoint: Checkpoint,
+        plan: Plan,
+        provenance: Provenance,
+        targets: Mapping[str, ArrayTarget] | None = None,
     ) -> None:
-        self.checkpoint, self.plan = checkpoint, plan
+        self.checkpoint, self.plan, self.provenance = checkpoint, plan, provenance
         self._recipes: dict[str, Recipe] = {}
         arrays: dict[str, ArrayEntry] = {}
         plain: dict[str, values.Plain] = {}
@@ -249,16 +255,19 @@ def through(
         if wanted is None
         else {n: _asked(v, (targets or {}).get(n)) for n, v in wanted.items()}
     )
+    where = str(checkpoint.location)
+    recorded = Provenance.of(checkpoint.metadata, where)
+    recorded.check(rules, where)
     plan = make_plan(
         rules.rules,
         rules.shared,
         rules.functions,
-        stored_facts(checkpoint),
+        replace(stored_facts(checkpoint), sizes=recorded.sizes),
         asked,
         strict=strict,
-        where=str(checkpoint.location),
+        where=where,
     )
-    return Ruled(checkpoint, plan, targets)
+    return Ruled(checkpoint, plan, recorded.after(rules, plan, where), targets)
 
 
 class Offered(Mapping[str, Any]):

@@ -120,7 +120,7 @@ def resolve(instance: Instance, have: Names, want: Names | None, *, partly: bool
     """Finds the sizes of all axes, and whether all arrays of the family are there.
 
     Arguments:
-        instance: `sizes`, `rank` and `why_not` are set.
+        instance: `sizes` (which may hold some already), `rank` and `why_not` are set.
         have: what is stored.
         want: what is asked for, where that is known.
         partly: whether some of the arrays that the rule makes need not be asked for.
@@ -136,7 +136,7 @@ def _resolve(instance: Instance, have: Names, want: Names | None, partly: bool) 
     sides = [(rule.left, have, instance.have)]
     if want is not None:
         sides.append((rule.right, want, instance.want))
-    given = {**rule.sizes}
+    given = {**instance.sizes, **rule.sizes}
     for view in rule.views:
         given |= {choice.axis: len(choice.options) for choice in view.pattern.choices}
     instance.sizes = sizes = {k: v for k, v in given.items() if k != axes.PAD}

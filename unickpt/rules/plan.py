@@ -41,6 +41,7 @@ class Made:
         source: of what is carried over whole (a plain value, a PerProcess), its name.
         function: makes it, out of the arrays that `inputs` names.
         exact: whether the other direction brings every bit back.
+        sizes: of the axes, where padding hides them.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Made:
     function: Function | None = None
     inputs: tuple[str, ...] = ()
     exact: bool = True
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -93,10 +95,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Stored:
-    """What is stored: the facts, and the arrays' entries by each of their names."""
+    """What is stored: the facts, and the arrays' entries by each of their names.
+
+    `sizes` are those of axes that padding hides, as recorded when such an array was made.
+    """
 
     facts: Mapping[str, Fact]
     entries: Mapping[str, ArrayEntry]
+    sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 def make_plan(
@@ -183,9 +189,16 @@ class _Planner:
         found = []
         for rule in rules:
             for instance in instances(rule, self._have, self._want):
+                instance.sizes = self._recorded(instance)
                 resolve(instance, self._have, self._want, partly=not self._strict)
                 found.append(instance)
         return found
+
+    def _recorded(self, instance: Instance) -> dict[str, int]:
+        sizes: dict[str, int] = {}
+        for name in instance.matched_names() if self._stored.sizes else ():
+            sizes |= self._stored.sizes.get(name, {})
+        return sizes
 
     # --- who takes what ---------------------------------------------------------------------
 
@@ -329,7 +342,8 @@ class _Planner:
             raise Unfit(f"{name!r} is made of arrays of {' and '.join(have)}; say `as`")
         fact = Fact("array", shape, view.dtype or have[0])
         exact = all(feed.is_exact and _holds(fact.dtype, feed.entry.dtype) for feed in feeds)
-        return Made(name, fact, str(rule), tuple(feeds), tuple(fills), exact=exact)
+        sizes = {k: v for k, v in instance.sizes.items() if not axes.is_pad(k)} if fills else {}
+        return Made(name, fact, str(rule), tuple(feeds), tuple(fills), exact=exact, sizes=sizes)
 
     def _origins(
         self, instance: Instance, source: Seen, at: Mapping[str, int]

@@ -1,0 +1,242 @@
+"""convert(): one checkpoint out of another, streamed within a budget, split over the processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from unickpt import backends, blob, checkpoint, dtypes, tree
+from unickpt import verify as verification
+from unickpt.adapt import Array, ArraySource, Memory, adapters
+from unickpt.adapters.numpy import whole_source
+from unickpt.box import Box
+from unickpt.errors import CheckpointCorrupt, LoadMismatch
+from unickpt.group import Group
+from unickpt.index import ArrayEntry
+from unickpt.marks import Described, PerProcess
+from unickpt.options import LoadOptions, SaveOptions, SaveReport
+from unickpt.read import NewTarget, read_arrays
+from unickpt.rules import Rules
+from unickpt.saving import Saving
+from unickpt.share import ChunkJob
+from unickpt.stage import HostBuffers
+from unickpt.supply import Staged
+from unickpt.view import AsStored, Ruled, View, jobs_of, through
+
+# Of the budget: what is read ahead of the writer, twice, and what the writer itself holds.
+_AHEAD, _WRITER = 6, 2
+
+
+def convert(
+    source: backends.Path,
+    destination: backends.Path,
+    *,
+    rules: Rules | None = None,
+    overwrite: bool = False,
+    verify: bool = True,
+    options: SaveOptions | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> SaveReport:
+    """Makes a checkpoint out of another one, through rules, without ever holding all of it.
+
+    In a job of several processes (`torch.distributed`, `jax.distributed`), all of them call this
+    with the same arguments, and each converts its own part.
+
+    Arguments:
+        source: a local path or a URL of a committed checkpoint.
+        destination: where the new one is to be.
+        rules: how names and axes of the destination follow from those of the source; without
+            them all arrays stay as they are, and only options (chunks, compression) change.
+        overwrite: as for `save`.
+        verify: whether the destination is read again afterwards and checked.
+        options: as for `save`; `budget_bytes` bounds the memory of the whole conversion.
+        progress: called with bytes converted so far and bytes in all, those of this process.
+
+    Returns:
+        What was written, and how long it took.
+
+    Raises:
+        RuleError: the rules do not fit the source; nothing was written.
+        CheckpointCorrupt: a chunk of the source is damaged, or one of the destination.
+        LoadMismatch: something would get lost: a cast is not exact, arrays that are to be one
+            differ, a `PerProcess` leaf was saved by another number of processes.
+        All that `save` raises.
+
+    Example:
+        >>> import numpy as np, unickpt
+        >>> _ = unickpt.save("memory://run/jax", {"up": {"kernel": np.ones((3, 5))}})
+        >>> rules = unickpt.Rules.parse("{m...}/kernel [i o] <-> {m...}.weight [o i]")
+        >>> _ = unickpt.convert("memory://run/jax", "memory://run/torch", rules=rules)
+        >>> unickpt.open("memory://run/torch")["up.weight"].shape
+        (5, 3)
+    """
+    options = options or SaveOptions()
+    stored = checkpoint.open(source)
+    view: View = AsStored(stored) if rules is None else through(stored, rules)
+    reading = LoadOptions(budget_bytes=max(1, options.budget_bytes // _AHEAD))
+    metadata = stored.metadata
+    if isinstance(view, Ruled):
+        view.check(reading)
+        metadata = view.provenance.merged_into(metadata)
+    writing = replace(options, budget_bytes=max(1, options.budget_bytes // _WRITER))
+    saving = Saving(destination, overwrite, writing)
+    leaves = _leaves(view, saving.group)
+    saving.describe(tree.with_values(view.node(), leaves.__getitem__), metadata)
+    saving.plan()
+    supply = _Reread(view, saving.share, reading, options.budget_bytes, progress)
+    try:
+        report = saving.run(supply)
+    finally:
+        supply.close()
+    if verify and saving.group.index == 0:
+        found = verification.verify(destination)
+        if not found.ok:
+            damage = "\n".join(f"  {d}" for d in found.damage[:10])
+            raise CheckpointCorrupt(f"{found.url} was written, but reads as damaged:\n{damage}")
+    return report
+
+
+def _leaves(view: View, group: Group) -> dict[str, Any]:
+    index = view.index
+    leaves: dict[str, Any] = {name: Converted(entry) for name, entry in index.arrays.items()}
+    leaves |= {alias: leaves[name] for alias, name in index.aliases.items()}
+    leaves |= index.values
+    for name, entry in index.per_process.items():
+        if len(entry.blobs) != group.count:
+            raise LoadMismatch(
+                f"{view.checkpoint.location}: per-process leaf {name!r} was saved by "
+                f"{len(entry.blobs)} processes, and {group.count} convert it; convert with as many,"
+                f" or drop it by a rule: {name} <-> drop"
+            )
+        (data,) = view.per_process(name, [group.index])
+        leaves[name] = PerProcess(blob.decode(data, None, adapters()))
+    return leaves
+
+
+class Converted(Described):
+    """An array of a view, as a leaf to save: all processes could write any chunk of it."""
+
+    def __init__(self, entry: ArrayEntry) -> None:
+        self._entry = entry
+
+    def source(self, group: Group) -> ArraySource:
+        dtype = dtypes.from_name(self._entry.dtype)
+        identity: Hashable = ("converted", id(self))
+        whole = whole_source(self._entry.shape, dtype, group, _not_read, identity, _HOST)
+        return replace(whole, prng=self._entry.prng, assumed=False)
+
+
+_HOST = Memory(mutable=False)
+
+
+def _not_read(box: Box, room: Callable[[], Array]) -> Array:
+    raise AssertionError("chunks come from the supply, which reads many of them together")
+
+
+class _SlabTarget(NewTarget):
+    """Chunks of one array, each with memory of its own."""
+
+    def __init__(self, entry: ArrayEntry, jobs: Sequence[ChunkJob], buffers: HostBuffers) -> None:
+        super().__init__(entry)
+        self.boxes = tuple(job.box for job in jobs)
+        self.memory = [buffers.take(job.nbytes) for job in jobs]
+
+    def buffer(self, position: int) -> Array:
+        shape = self.boxes[position].shape
+        nbytes = math.prod(shape) * self.dtype.itemsize
+        buffer: Array = self.memory[position][:nbytes].view(self.dtype).reshape(shape)
+        return buffer
+
+    def finish(self, buffers: Sequence[Array]) -> list[tuple[Array, Array]]:
+        return list(zip(buffers, self.memory, strict=True))
+
+
+class _Reread:
+    """Gives the writer chunks of a view, which are read in slabs, one slab ahead.
+
+    Arguments:
+        view: the source.
+        share: the chunks that this process writes, in that order.
+        options: of reading.
+        budget_bytes: of the whole conversion.
+        progress: see `convert`.
+    """
+
+    behind = False
+
+    def __init__(
+        self,
+        view: View,
+        share: Sequence[ChunkJob],
+        options: LoadOptions,
+        budget_bytes: int,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self._view, self._options = view, options
+        self._buffers = HostBuffers(budget_bytes // _WRITER)
+        self._slabs = list(_slabs(share, options.budget_bytes))
+        self._slab_of = {id(job): at for at, slab in enumerate(self._slabs) for job in slab}
+        self._reading: dict[int, Future[dict[int, tuple[Array, Array]]]] = {}
+        self._ready: dict[int, tuple[Array, Array]] = {}
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="unickpt-convert")
+        self._progress = progress or (lambda done, total: None)
+        self._done, self._total = 0, sum(job.nbytes for job in share)
+
+    def ready(self, jobs: Sequence[ChunkJob]) -> bool:
+        return True
+
+    def fetch(self, job: ChunkJob) -> Staged:
+        if id(job) not in self._ready:
+            at = self._slab_of.pop(id(job), None)
+            if at is None or at not in self._start(at):
+                self._ready |= self._read([job])  # asked for once more, by the coordinator
+            else:
+                self._ready |= self._reading.pop(at).result()
+                self._start(at + 1)
+        data, memory = self._ready.pop(id(job))
+        self._done += job.nbytes
+        self._progress(min(self._done, self._total), self._total)
+        return Staged(data, data.nbytes, partial(self._buffers.give, memory))
+
+    def close(self) -> None:
+        """Ends the reading; slabs that nobody asked for are forgotten."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _start(self, at: int) -> Mapping[int, Any]:
+        """Begins to read a slab, if there is one that was not read yet."""
+        if at < len(self._slabs) and self._slabs[at]:
+            slab, self._slabs[at] = self._slabs[at], []
+            self._reading[at] = self._pool.submit(self._read, slab)
+        return self._reading
+
+    def _read(self, jobs: Sequence[ChunkJob]) -> dict[int, tuple[Array, Array]]:
+        by_array: dict[str, list[ChunkJob]] = {}
+        for job in jobs:
+            by_array.setdefault(job.entry.name, []).append(job)
+        wanted = {
+            name: {name: _SlabTarget(self._view.index.arrays[name], of_array, self._buffers)}
+            for name, of_array in by_array.items()
+        }
+        found = read_arrays(self._view.checkpoint, jobs_of(self._view, wanted), self._options)
+        return {
+            id(job): data
+            for name, of_array in by_array.items()
+            for job, data in zip(of_array, found[name], strict=True)
+        }
+
+
+def _slabs(share: Sequence[ChunkJob], slab_bytes: int) -> Iterator[list[ChunkJob]]:
+    slab: list[ChunkJob] = []
+    size = 0
+    for job in share:
+        if slab and size + job.nbytes > slab_bytes:
+            yield slab
+            slab, size = [], 0
+        slab.append(job)
+        size += job.nbytes
+    if slab:
+        yield slab
