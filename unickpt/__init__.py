@@ -8,6 +8,7 @@ from unickpt.box import Box
 from unickpt.checkpoint import Checkpoint, StoredArray, open
 from unickpt.checkpointer import Checkpointer
 from unickpt.convert import convert
+from unickpt.diff import ArrayDifference, DiffReport, diff
 from unickpt.errors import (
     CheckpointCorrupt,
     CheckpointExists,
@@ -37,6 +38,7 @@ from unickpt.save import save
 from unickpt.verify import verify
 
 __all__ = [
+    "ArrayDifference",
     "Box",
     "Checkpoint",
     "CheckpointCorrupt",
@@ -45,6 +47,7 @@ __all__ = [
     "Checkpointer",
     "CoverageError",
     "Damage",
+    "DiffReport",
     "Function",
     "Group",
     "InvalidPath",
@@ -74,6 +77,7 @@ __all__ = [
     "VerifyReport",
     "__version__",
     "convert",
+    "diff",
     "load",
     "open",
     "save",

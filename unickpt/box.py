@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import eq, ge, gt, le, sub
@@ -145,6 +145,27 @@ def box_to_flat_range(shape: Sequence[int], box: Box) -> tuple[int, int] | None:
     for n, b in zip(shape, box.stop, strict=True):
         last = last * n + b - 1
     return (start, last + 1) if last + 1 - start == box.size else None
+
+
+def cut(box: Box, most: int) -> Iterator[Box]:
+    """Pieces of a box in row-major order, each a contiguous range of at most `most` elements.
+
+    Example:
+        >>> [str(b) for b in cut(Box((0, 0), (3, 4)), 6)]
+        ['[0:1, 0:4]', '[1:2, 0:4]', '[2:3, 0:4]']
+    """
+    wide = [dim for dim, n in enumerate(box.shape) if n > 1]
+    if box.empty:
+        return
+    if not wide or box.size <= most:
+        yield box
+        return
+    dim = wide[0]
+    rows = max(1, most // (box.size // box.shape[dim]))
+    for at in range(box.start[dim], box.stop[dim], rows):
+        start, stop = list(box.start), list(box.stop)
+        start[dim], stop[dim] = at, min(at + rows, box.stop[dim])
+        yield from cut(Box(tuple(start), tuple(stop)), most)
 
 
 def overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:

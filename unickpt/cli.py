@@ -1,4 +1,4 @@
-"""The command line: `unickpt inspect | ls | verify`; `unickpt.commands` holds the commands."""
+"""The command line `unickpt inspect | ls | verify | diff | convert`; see `unickpt.commands`."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from unickpt.errors import LoadMismatch, UnsupportedLeaf
 from unickpt.index import ArrayEntry
 from unickpt.marks import LocalFragments, PerProcess
 from unickpt.mismatch import Difference
-from unickpt.view import View
+from unickpt.view import View, same_digests
 
 
 def targets_of(wanted: Mapping[str, Any], among: Sequence[Adapter]) -> dict[str, ArrayTarget]:
@@ -134,11 +134,17 @@ def _shared_memory(view: View, targets: Mapping[str, ArrayTarget]) -> list[Diffe
         entry, one = _stored_fact(view, name), _stored_fact(view, other)
         if other == name or not (isinstance(entry, ArrayEntry) and isinstance(one, ArrayEntry)):
             continue
-        if entry.name != one.name and not view.equal_data(entry, one):
+        if entry.name != one.name and not _same_data(view, entry, one):
             rows.append(
                 Difference(name, "tied", "an array of its own", f"the same memory as {other}")
             )
     return rows
+
+
+def _same_data(view: View, a: ArrayEntry, b: ArrayEntry) -> bool:
+    ours, other = view.twin(a.name), view.twin(b.name)
+    stored = view.checkpoint
+    return ours is not None and other is not None and same_digests(stored, ours, stored, other)
 
 
 def _asked(value: Any, target: ArrayTarget | None) -> str:

@@ -85,6 +85,12 @@ class Feed:
         """Whether elements arrive as they are."""
         return self.scale == 1 and self.offset == 0
 
+    @property
+    def is_identity(self) -> bool:
+        """Whether it is the whole stored array as it is."""
+        whole = whole_dims(self.entry.shape)
+        return self.is_exact and self.source == self.out == whole
+
     @cached_property
     def _source_lines(self) -> tuple[Line, ...]:
         return tuple(map(line_of, self.source))

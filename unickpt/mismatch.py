@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from unickpt.folding import fold, skeleton
 
 _MOST_ROWS = 40
 _ADVICE = {
@@ -59,32 +60,12 @@ def _near_misses(rows: Sequence[Difference]) -> list[str]:
 
 
 def _fold(rows: Sequence[Difference]) -> list[tuple[str, str, str, str]]:
-    groups: dict[tuple[object, ...], list[Difference]] = {}
+    groups: dict[tuple[str, str, str, str], list[str]] = {}
     for row in rows:
-        parts = row.name.split("/")
-        pattern = tuple(None if p.isdigit() else p for p in parts)
-        groups.setdefault((pattern, row.problem, row.stored, row.asked), []).append(row)
-    out: list[tuple[str, str, str, str]] = []
-    for same in groups.values():
-        name = _folded_name([row.name for row in same])
-        names = [row.name for row in same] if name is None else [name]
-        out += [(n or "(root)", same[0].problem, same[0].stored, same[0].asked) for n in names]
-    return out
-
-
-def _folded_name(names: Sequence[str]) -> str | None:
-    """One name such as `layers/{0..31}/w`, where the names are exactly its product."""
-    columns = list(zip(*(name.split("/") for name in names), strict=True))
-    values = [sorted(set(column), key=lambda p: (len(p), p)) for column in columns]
-    if len(set(names)) != len(list(itertools.product(*values))):
-        return None
-    return "/".join(_range(v) for v in values)
-
-
-def _range(values: Sequence[str]) -> str:
-    if len(values) == 1:
-        return values[0]
-    numbers = [int(v) for v in values]
-    if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
-        return f"{{{numbers[0]}..{numbers[-1]}}}"
-    return "{" + ",".join(values) + "}"
+        key = (skeleton(row.name), row.problem, row.stored, row.asked)
+        groups.setdefault(key, []).append(row.name)
+    return [
+        (name or "(root)", problem, stored, asked)
+        for (_, problem, stored, asked), names in groups.items()
+        for name in fold(names)
+    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ import numpy as np
 
 from unickpt import dtypes, tree, values
 from unickpt.adapt import Array, ArrayTarget
-from unickpt.box import Box
+from unickpt.box import Box, cut
 from unickpt.checkpoint import Checkpoint
 from unickpt.errors import CheckpointCorrupt, LoadMismatch
 from unickpt.feed import Fill, Itself, Recipe, whole_dims
@@ -49,8 +49,8 @@ class View(Protocol):
     def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[bytes, ...]:
         """As `Checkpoint.per_process`."""
 
-    def equal_data(self, a: ArrayEntry, b: ArrayEntry) -> bool:
-        """Whether two arrays of the index certainly hold the same."""
+    def twin(self, name: str) -> ArrayEntry | None:
+        """The stored array that an array of the index is, as it is; None where there is none."""
 
 
 class AsStored:
@@ -83,8 +83,8 @@ class AsStored:
     def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[bytes, ...]:
         return self.checkpoint.per_process(name, of)
 
-    def equal_data(self, a: ArrayEntry, b: ArrayEntry) -> bool:
-        return equal_digests(self.checkpoint, a, b)
+    def twin(self, name: str) -> ArrayEntry | None:
+        return self.index.arrays[name]
 
 
 class Ruled:
@@ -144,8 +144,12 @@ class Ruled:
     def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[bytes, ...]:
         return self.checkpoint.per_process(self._sources[name], of)
 
-    def equal_data(self, a: ArrayEntry, b: ArrayEntry) -> bool:
-        return False
+    def twin(self, name: str) -> ArrayEntry | None:
+        made = self.plan.made[name]
+        if made.fact.kind != "array" or len(made.feeds) != 1 or made.fills:
+            return None
+        (feed,) = made.feeds
+        return feed.entry if feed.is_identity and feed.entry.dtype == made.fact.dtype else None
 
     def check(self, options: LoadOptions) -> None:
         """Makes sure that nothing gets lost with the stored arrays that are not read.
@@ -166,7 +170,9 @@ class Ruled:
             same = index.values.get(check.first) == index.values.get(check.other)
         else:
             first, other = (_stored_entry(index, n) for n in (check.first, check.other))
-            same = first.name == other.name or equal_digests(self.checkpoint, first, other)
+            same = first.name == other.name or same_digests(
+                self.checkpoint, first, self.checkpoint, other
+            )
             same = same or all(
                 _same_bits(
                     *(
@@ -174,7 +180,7 @@ class Ruled:
                         for e in (first, other)
                     )
                 )
-                for b in _bands(first, options.budget_bytes)
+                for b in _pieces(first, options)
             )
         if not same:
             raise LoadMismatch(
@@ -184,7 +190,7 @@ class Ruled:
 
     def _check_constant(self, check: Constant, options: LoadOptions) -> None:
         entry = _stored_entry(self.checkpoint.index, check.name)
-        for box in _bands(entry, options.budget_bytes):
+        for box in _pieces(entry, options):
             found = read_box(self.checkpoint, entry, box, verify=options.verify)
             if not (found == np.asarray(check.value).astype(found.dtype)).all():
                 raise LoadMismatch(
@@ -225,16 +231,13 @@ def _apply(checkpoint: Checkpoint, made: Made, entries: Sequence[ArrayEntry], bo
     return found
 
 
-def equal_digests(checkpoint: Checkpoint, a: ArrayEntry, b: ArrayEntry) -> bool:
-    """Whether two stored arrays hold the same, as far as their digests tell; nothing is read."""
-    same_grid = (a.shape, a.dtype, a.chunk, a.cut, a.boxes) == (
-        b.shape, b.dtype, b.chunk, b.cut, b.boxes,
-    )  # fmt: skip
-    return same_grid and bool(
-        np.array_equal(
-            checkpoint.digests_of(a.name)["digest"], checkpoint.digests_of(b.name)["digest"]
-        )
-    )
+def same_digests(a: Checkpoint, mine: ArrayEntry, b: Checkpoint, other: ArrayEntry) -> bool:
+    """Whether digests alone tell that two stored arrays hold the same; nothing is read."""
+    grids = [(x.shape, x.dtype, x.chunk, x.cut, x.boxes) for x in (mine, other)]
+    if grids[0] != grids[1] or (mine.cut and mine.layout != other.layout):
+        return False
+    ours, theirs = a.digests_of(mine.name), b.digests_of(other.name)
+    return bool(np.array_equal(ours["digest"], theirs["digest"]))
 
 
 def through(
@@ -353,16 +356,9 @@ def _stored_entry(index: Index, name: str) -> ArrayEntry:
     return index.arrays[index.aliases.get(name, name)]
 
 
-def _bands(entry: ArrayEntry, budget_bytes: int) -> list[Box]:
-    """Boxes that cover an array, each of at most a fraction of the budget where rows are small."""
-    whole = Box.whole(entry.shape)
-    if not entry.shape or whole.empty:
-        return [] if whole.empty else [whole]
-    rows = max(1, (budget_bytes // 4) // max(1, entry.nbytes // entry.shape[0]))
-    return [
-        Box((i, *whole.start[1:]), (min(i + rows, entry.shape[0]), *whole.stop[1:]))
-        for i in range(0, entry.shape[0], rows)
-    ]
+def _pieces(entry: ArrayEntry, options: LoadOptions) -> Iterator[Box]:
+    itemsize = dtypes.from_name(entry.dtype).itemsize
+    return cut(Box.whole(entry.shape), max(1, options.budget_bytes // 4 // itemsize))
 
 
 def _same_bits(a: Array, b: Array) -> bool:

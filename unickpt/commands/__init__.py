@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 import unickpt
-from unickpt.commands import inspect, ls, verify
+from unickpt.commands import convert, diff, inspect, ls, verify
 from unickpt.commands.output import fail
 from unickpt.errors import UnickptError
 
@@ -51,10 +51,13 @@ def unickpt_command(
     unickpt ls runs/llama                    which checkpoints are there
     unickpt inspect runs/llama/step_100      what is in one
     unickpt verify s3://bucket/llama/100     whether every byte of it is sound
+    unickpt diff runs/a/100 runs/b/100       how two differ
+    unickpt convert runs/jax/100 runs/torch --rules my.rules   one out of another
 
-    Exit codes: 0 for success, 1 where verify finds damage, 2 for every other error.
+    Exit codes: 0 for success, 1 where verify finds damage or diff a difference, 2 for every other
+    error.
     """
 
 
-for command in (inspect.inspect, ls.ls, verify.verify):
+for command in (inspect.inspect, ls.ls, verify.verify, diff.diff, convert.convert):
     app.command()(command)

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.filesize import decimal
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskProgressColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
-DAMAGED, FAILED = 1, 2
+DAMAGED, DIFFERENT, FAILED = 1, 1, 2
 _UNBOUNDED = 1 << 16  # columns of output that goes to no terminal, so that nothing wraps
 
 Where = Annotated[str, typer.Argument(help="A directory, or a URL: file, s3, gs or memory.")]
@@ -33,6 +43,23 @@ def print_json(body: Any) -> None:
 def fail(message: str) -> NoReturn:
     console(stderr=True).print(Text.assemble(("unickpt: ", "bold red"), clean(message, "\n")))
     raise typer.Exit(FAILED)
+
+
+@contextmanager
+def transfer(what: str, *, shown: bool = True) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar, where somebody looks; gives what takes bytes done and bytes in all."""
+    out = console(stderr=True)
+    columns = (
+        TaskProgressColumn(),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    hidden = not (shown and out.is_terminal)
+    with Progress(*columns, console=out, transient=True, disable=hidden) as progress:
+        task = progress.add_task(escape(what), total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def clean(text: str, keep: str = "") -> str:

@@ -5,15 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import typer
-from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TaskProgressColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from rich.text import Text
 
 import unickpt
@@ -27,6 +18,7 @@ from unickpt.commands.output import (
     new_table,
     print_json,
     size_text,
+    transfer,
 )
 from unickpt.options import VerifyReport
 
@@ -44,29 +36,14 @@ def verify(path: Where, as_json: AsJson = False) -> None:
     {array, box, process, reason}. Fields are only ever added. array and box are empty, and
     process is null, where the damage is not in a chunk.
     """
-    report = _verify_with_progress(path)
+    with transfer(path) as progress:
+        report = unickpt.verify(path, progress=progress)
     if as_json:
         print_json(_report_json(report))
     else:
         _print_report(report)
     if not report.ok:
         raise typer.Exit(DAMAGED)
-
-
-def _verify_with_progress(path: str) -> VerifyReport:
-    out = console(stderr=True)
-    columns = (
-        TaskProgressColumn(),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as progress:
-        task = progress.add_task(escape(path), total=None)
-        return unickpt.verify(
-            path, progress=lambda done, total: progress.update(task, completed=done, total=total)
-        )
 
 
 def _print_report(report: VerifyReport) -> None:

@@ -68,7 +68,7 @@ class Rules:
 
         Arguments:
             text: in the notation of docs/rules.md.
-            sizes: extents of axes, as a line `where` gives them.
+            sizes: extents of axes; they come before those in the text.
             functions: what rules call by `via`.
             name: of the text, for messages.
 
@@ -160,12 +160,13 @@ def _compile(
     functions: Mapping[str, Function],
     outer: Sequence[str] = (),
     under: tuple[str, str] = ("", ""),
+    where: Mapping[str, int] | None = None,
 ) -> Rules:
+    where = where or {}
     statements = [prefixed(statement, under) for statement in grammar.parse(text, name)]
-    known = dict(sizes)
     for statement in statements:
         if isinstance(statement, WhereLine):
-            known = {**dict(statement.sizes), **known}  # those of the caller come first
+            where = {**where, **dict(statement.sizes)}
     rules: list[Rule] = []
     lifts: list[LiftLine] = []
     shared: list[Shared] = []
@@ -173,7 +174,7 @@ def _compile(
     for statement in statements:
         match statement:
             case RuleLine():
-                rules.append(compile_rule(statement, known))
+                rules.append(compile_rule(statement, where, sizes))
                 if statement.function is not None and statement.function not in functions:
                     raise syntax_error(
                         f"no function {statement.function!r}: give it, as in Rules.parse(text, "
@@ -181,7 +182,7 @@ def _compile(
                         statement.place,
                     )
             case IncludeLine():
-                included = _include(statement, folder, known, functions, (*outer, name))
+                included = _include(statement, folder, where, sizes, functions, (*outer, name))
                 rules += included.rules
                 shared += included.shared
                 conventions += included.conventions
@@ -189,6 +190,9 @@ def _compile(
                 conventions.append(Convention(statement.name, statement.left, statement.right))
             case LiftLine():
                 lifts.append(statement)
+    unused = sizes.keys() - {axis for rule in rules for axis in rule.sizes}
+    if unused and not outer:
+        raise RuleError(f"{name}: a size is given for {min(unused)!r}, which no rule has")
     parameters = [rule for rule in rules if not rule.lifted]
     for line in lifts:
         lifted = lift(line, parameters)
@@ -202,6 +206,7 @@ def _compile(
 def _include(
     line: IncludeLine,
     folder: Path,
+    where: Mapping[str, int],
     sizes: Mapping[str, int],
     functions: Mapping[str, Function],
     outer: Sequence[str],
@@ -220,4 +225,4 @@ def _include(
             ) from None
     if name in outer:
         raise syntax_error(f"{line.target!r} includes itself", line.place)
-    return _compile(text, name, inside, sizes, functions, outer, line.under)
+    return _compile(text, name, inside, sizes, functions, outer, line.under, where)

@@ -56,6 +56,11 @@ def is_pad(axis: str) -> bool:
     return axis.startswith(PAD)
 
 
+def has_pad(items: Sequence[Item]) -> bool:
+    """Whether there is a pad among the axes."""
+    return any(is_pad(axis.name) for axis in axes_of(items))
+
+
 def axes_of(items: Sequence[Item]) -> Iterator[Axis]:
     """All axes, in their order, as often as they stand there."""
     for item in items:

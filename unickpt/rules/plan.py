@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import itertools
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
@@ -18,6 +17,7 @@ import numpy as np
 from unickpt import dtypes
 from unickpt.errors import RuleError
 from unickpt.feed import Feed, Fill, whole_dims
+from unickpt.folding import skeleton
 from unickpt.index import ArrayEntry
 from unickpt.rules import axes
 from unickpt.rules.functions import Function
@@ -41,7 +41,8 @@ class Made:
         source: of what is carried over whole (a plain value, a PerProcess), its name.
         function: makes it, out of the arrays that `inputs` names.
         exact: whether the other direction brings every bit back.
-        sizes: of the axes, where padding hides them.
+        cropped: whether the stored arrays have padding that is left out.
+        sizes: of the axes, where there is padding on either side; those of a pad under "_".
     """
 
     name: str
@@ -53,6 +54,7 @@ class Made:
     function: Function | None = None
     inputs: tuple[str, ...] = ()
     exact: bool = True
+    cropped: bool = False
     sizes: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -178,8 +180,18 @@ class _Planner:
             self._report_rest(plan, found, shared)
             self._report_idle(rules, found)
         if self._problems:
+            if self._is_backwards(self._idle(rules, found)):
+                self._problems.insert(
+                    0,
+                    "what is stored has the names of the other side: use `Rules.inverse` "
+                    "(--inverse on the command line)",
+                )
             raise RuleError(_refusal(where, self._problems))
         return plan
+
+    def _is_backwards(self, idle: Sequence[Rule]) -> bool:
+        """Whether all rules that match nothing would match in the other direction."""
+        return bool(idle) and all(instances(rule.inverse, self._have, None) for rule in idle)
 
     def _problem(self, name: str, problem: str, rules: Iterable[str] = ()) -> None:
         self._problems.append("\n    ".join([f"{name!r} {problem}", *rules]))
@@ -342,8 +354,17 @@ class _Planner:
             raise Unfit(f"{name!r} is made of arrays of {' and '.join(have)}; say `as`")
         fact = Fact("array", shape, view.dtype or have[0])
         exact = all(feed.is_exact and _holds(fact.dtype, feed.entry.dtype) for feed in feeds)
-        sizes = {k: v for k, v in instance.sizes.items() if not axes.is_pad(k)} if fills else {}
-        return Made(name, fact, str(rule), tuple(feeds), tuple(fills), exact=exact, sizes=sizes)
+        cropped = any(axes.has_pad(term[0].items) for term in rule.left)  # type: ignore[union-attr]
+        return Made(
+            name,
+            fact,
+            str(rule),
+            tuple(feeds),
+            tuple(fills),
+            exact=exact,
+            cropped=cropped,
+            sizes=_padded_sizes(instance) if fills or cropped else {},
+        )
 
     def _origins(
         self, instance: Instance, source: Seen, at: Mapping[str, int]
@@ -487,11 +508,18 @@ class _Planner:
             self._problems.append(f"{rule}\n    {why} (about {names[0]!r}{more})")
         return explained
 
-    def _report_idle(self, rules: Sequence[Rule], found: Sequence[Instance]) -> None:
+    def _idle(self, rules: Sequence[Rule], found: Sequence[Instance]) -> list[Rule]:
+        """The rules with arrays on both sides that match nothing."""
         busy = {id(instance.rule) for instance in found}
-        for rule in rules:
-            one_sided = isinstance(rule.left, Nothing) or isinstance(rule.right, Nothing)
-            if id(rule) not in busy and not rule.optional and not one_sided:
+        one_sided = (
+            r for r in rules if isinstance(r.left, Nothing) or isinstance(r.right, Nothing)
+        )
+        busy.update(map(id, one_sided))
+        return [rule for rule in rules if id(rule) not in busy]
+
+    def _report_idle(self, rules: Sequence[Rule], found: Sequence[Instance]) -> None:
+        for rule in self._idle(rules, found):
+            if not rule.optional:
                 self._problems.append(
                     f"{rule}\n    matches nothing; if that may be, begin it with `optional`"
                 )
@@ -527,6 +555,12 @@ def _feed(
     return Feed(entry, extents, dims[0], dims[1], scale=a / c, offset=(b - d) / c)
 
 
+def _padded_sizes(instance: Instance) -> dict[str, int]:
+    pads = {axis: size for axis, size in instance.sizes.items() if axes.is_pad(axis)}
+    sizes = {axis: size for axis, size in instance.sizes.items() if axis not in pads}
+    return sizes | (dict.fromkeys([axes.PAD], *pads.values()) if len(pads) == 1 else {})
+
+
 def _holds(target: str, source: str) -> bool:
     """Whether a dtype holds all values of another."""
     try:
@@ -547,7 +581,7 @@ def _alike(facts: Mapping[str, Fact], without: Set[str]) -> Iterator[tuple[str, 
     groups: dict[tuple[str, Fact], list[str]] = {}
     for name, fact in facts.items():
         if name not in without:
-            groups.setdefault((re.sub(r"\d+", "0", name), fact), []).append(name)
+            groups.setdefault((skeleton(name), fact), []).append(name)
     for (_, fact), names in groups.items():
         yield names[0], len(names), fact
 

@@ -152,12 +152,13 @@ def views_of(side: Terms | Nothing) -> list[Seen]:
 # --- from a statement ---------------------------------------------------------------------------
 
 
-def compile_rule(line: RuleLine, sizes: Mapping[str, int]) -> Rule:
+def compile_rule(line: RuleLine, sizes: Mapping[str, int], given: Mapping[str, int]) -> Rule:
     """A rule out of its statement.
 
     Arguments:
         line: the statement.
-        sizes: those that stand for the whole file.
+        sizes: those that stand for the whole file; the rule's own come before them.
+        given: those of the caller, which come before all others.
 
     Raises:
         RuleSyntaxError: captures or axes of the two sides do not match.
@@ -169,7 +170,7 @@ def compile_rule(line: RuleLine, sizes: Mapping[str, int]) -> Rule:
     bare = [view for view in written if view.items is None]
     if bare and len(bare) < len(written):
         raise syntax_error("axes stand on one side only; give them on both", bare[0].name.place)
-    known = {**sizes, **own}
+    known = {**sizes, **own, **given}
     numbers = _number_axes(written, known)
     renamed = _paired_choices(line.left, line.right, written)
     left = _compile_side(line.left, "l", numbers, renamed)
@@ -305,7 +306,7 @@ def _check_sides(rule: Rule) -> None:
     sides = [side for side in (rule.left, rule.right) if not isinstance(side, Nothing)]
     if len(sides) < 2:
         for view in views_of(sides[0]):
-            if any(axes.is_pad(a.name) for a in axes.axes_of(view.items)):
+            if axes.has_pad(view.items):
                 raise syntax_error("a pad needs an array on the other side", view.place)
         return
     left, right = (_texts(side) for side in sides)

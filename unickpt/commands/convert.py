@@ -1,0 +1,132 @@
+"""convert: one checkpoint out of another, through rules."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+import unickpt
+from unickpt import Rules
+from unickpt.commands.output import (
+    AsJson,
+    Where,
+    clean,
+    console,
+    counted,
+    new_table,
+    print_json,
+    size_text,
+    transfer,
+)
+from unickpt.commands.rules_option import Inverse, RulesName, Sizes, read_rules
+from unickpt.options import SaveOptions
+from unickpt.preview import Row, folded, preview
+
+
+def convert(
+    source: Where,
+    destination: Annotated[str, typer.Argument(help="Where the new checkpoint is to be.")],
+    rules: RulesName = None,
+    inverse: Inverse = False,
+    size: Sizes = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be made of what, and stop.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a checkpoint at the destination.")
+    ] = False,
+    no_verify: Annotated[
+        bool, typer.Option("--no-verify", help="Do not read the destination again.")
+    ] = False,
+    budget: Annotated[
+        int, typer.Option("--budget", help="Bytes of memory for the conversion.", min=1 << 20)
+    ] = SaveOptions.budget_bytes,
+    compression: Annotated[
+        str | None, typer.Option("--compression", help="zstd, gzip or blosc.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a checkpoint out of another one, through rules, within bounded memory.
+
+    The source is checked while it is read, and the destination is read again and checked.
+    Under torchrun, the processes share the work.
+
+    \b
+    unickpt convert runs/jax/step_100 runs/hf --rules transformers-llama --dry-run
+    unickpt convert runs/jax/step_100 runs/hf --rules transformers-llama
+    unickpt convert runs/hf runs/jax/tuned --rules transformers-llama --inverse
+    torchrun --nproc-per-node 8 -m unickpt.cli convert s3://b/jax s3://b/hf --rules my.rules
+
+    --json prints {url, arrays, bytes, chunks, processes, seconds}, or for --dry-run {plan: [{made,
+    made_of, source, destination, notes}]}. Fields are only ever added.
+    """
+    wanted = read_rules(rules, inverse, size)
+    if dry_run:
+        _print_preview(source, wanted, as_json)
+        return
+    options = SaveOptions(budget_bytes=budget, compression=compression)
+    with _job() as first, transfer(source, shown=first) as progress:
+        report = unickpt.convert(
+            source,
+            destination,
+            rules=wanted,
+            overwrite=overwrite,
+            verify=not no_verify,
+            options=options,
+            progress=progress,
+        )
+    if not first:
+        return
+    if as_json:
+        names = ("url", "arrays", "bytes", "chunks", "processes", "seconds")
+        print_json({name: getattr(report, name) for name in names})
+        return
+    checked = "" if no_verify else ", and checked"
+    console().print(
+        f"converted {counted(report.arrays, 'array')}, {size_text(report.bytes)} in "
+        f"{report.seconds:.2f} s ({report.gb_per_s:.2f} GB/s){checked}: {clean(report.url)}"
+    )
+
+
+@contextmanager
+def _job() -> Iterator[bool]:
+    """Joins the other processes of torchrun, where there are any; whether this is the first."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "MASTER_ADDR" not in os.environ:
+        yield True
+        return
+    dist: Any = importlib.import_module("torch.distributed")
+    dist.init_process_group("gloo")
+    try:
+        yield dist.get_rank() == 0
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def _print_preview(source: str, rules: Rules | None, as_json: bool) -> None:
+    rows = preview(source, rules)
+    if as_json:
+        print_json({"plan": [row.as_dict() for row in rows]})
+        return
+    out = console()
+    out.print(_table(folded(rows)))
+    inexact = sum("inexact" in row.notes for row in rows)
+    made = sum(bool(row.made) for row in rows)
+    dropped = sum(not row.made for row in rows)
+    summary = f"{counted(made, 'leaf', 'leaves')} made, {dropped} dropped, {inexact} inexact"
+    out.print(Text(summary, "bold"))
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    table = new_table("stored", "", "made", "", "notes")
+    for row in rows:
+        cells = (row.made_of, row.source, row.made, row.destination, ", ".join(row.notes))
+        table.add_row(*(Text(clean(cell)) for cell in cells))
+    return table

@@ -1,0 +1,226 @@
+"""diff(): how two checkpoints differ; reads only values that digests leave open."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from unickpt import backends, checkpoint, dtypes
+from unickpt.adapt import Array
+from unickpt.box import Box, cut
+from unickpt.index import ArrayEntry
+from unickpt.options import LoadOptions
+from unickpt.read import NewTarget, read_arrays
+from unickpt.rules import Rules
+from unickpt.view import AsStored, Ruled, View, jobs_of, same_digests, through
+
+_MISSING = "missing"
+
+
+@dataclass(frozen=True)
+class ArrayDifference:
+    """How one leaf differs.
+
+    Arguments:
+        name: its name, in the second checkpoint's terms.
+        problem: "missing" (the first has it not), "unexpected" (the second has it not), "kind",
+            "shape", "dtype", "value", or "layout", which changes no value.
+        first, second: what either has.
+        unequal: elements whose bits differ; None where they were not compared.
+        max_abs, max_rel: largest absolute and relative difference of elements, in float64.
+    """
+
+    name: str
+    problem: str
+    first: str
+    second: str
+    unequal: int | None = None
+    max_abs: float | None = None
+    max_rel: float | None = None
+
+
+@dataclass(frozen=True)
+class DiffReport:
+    """What `diff` found; `same` where nothing but layouts differs.
+
+    Arguments:
+        differences: a row for each leaf that differs.
+        arrays: how many arrays were compared.
+        read_bytes: logical bytes of the second checkpoint that were compared element by element;
+            the others are equal by their digests.
+        seconds: how long that took.
+    """
+
+    differences: tuple[ArrayDifference, ...]
+    arrays: int
+    read_bytes: int
+    seconds: float
+
+    @property
+    def same(self) -> bool:
+        return all(found.problem == "layout" for found in self.differences)
+
+
+def diff(
+    first: backends.Path,
+    second: backends.Path,
+    *,
+    rules: Rules | None = None,
+    layout: bool = False,
+    options: LoadOptions | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> DiffReport:
+    """Compares two checkpoints.
+
+    Arguments:
+        first, second: local paths or URLs of committed checkpoints.
+        rules: how names and axes of the second follow from those of the first.
+        layout: whether other meshes or splits are told too; they change no value.
+        options: see `LoadOptions`; `budget_bytes` bounds what is held of both.
+        progress: called with bytes compared so far and bytes in all.
+
+    Raises:
+        CheckpointNotFound, CheckpointCorrupt: of either.
+        RuleError: the rules do not fit.
+
+    Example:
+        >>> import numpy as np, unickpt
+        >>> _ = unickpt.save("memory://run/x", {"w": np.zeros(3)})
+        >>> _ = unickpt.save("memory://run/y", {"w": np.array([0, 0, 2.0])})
+        >>> found = unickpt.diff("memory://run/x", "memory://run/y").differences[0]
+        >>> found.name, found.problem, found.unequal, found.max_abs
+        ('w', 'value', 1, 2.0)
+    """
+    started = time.perf_counter()
+    options = options or LoadOptions()
+    report = progress or (lambda done, total: None)
+    a, b = checkpoint.open(first), checkpoint.open(second)
+    ours: View = AsStored(a) if rules is None else through(a, rules)
+    if isinstance(ours, Ruled):
+        ours.check(options)
+    theirs = AsStored(b)
+    rows = list(_structure(ours, theirs))
+    left, right = _arrays(ours), _arrays(theirs)
+    both = [name for name in right if name in left]
+    done, read = 0, 0
+    total = sum(right[name].nbytes for name in both)
+    for name in both:
+        mine, other = left[name], right[name]
+        if layout and not isinstance(ours, Ruled) and mine.layout != other.layout:
+            rows.append(ArrayDifference(name, "layout", str(mine.layout), str(other.layout)))
+        if mine.shape == other.shape and not _equal(ours, mine, theirs, other):
+            row = _values(ours, mine, theirs, other, name, options)
+            read += other.nbytes
+            rows += [] if row is None else [row]
+        done += other.nbytes
+        report(done, total)
+    order = {name: at for at, name in enumerate([*left, *right])}
+    rows.sort(key=lambda row: order.get(row.name, -1))
+    return DiffReport(tuple(rows), len(both), read, time.perf_counter() - started)
+
+
+def _arrays(view: View) -> dict[str, ArrayEntry]:
+    index = view.index
+    return {**index.arrays, **{alias: index.arrays[t] for alias, t in index.aliases.items()}}
+
+
+def _structure(ours: View, theirs: View) -> Iterator[ArrayDifference]:
+    left, right = _shown(ours), _shown(theirs)
+    for name in dict.fromkeys([*left, *right]):
+        mine, other = left.get(name), right.get(name)
+        if mine is None or other is None:
+            problem = _MISSING if mine is None else "unexpected"
+            yield ArrayDifference(name, problem, _text(mine), _text(other))
+        elif isinstance(mine, ArrayEntry) and isinstance(other, ArrayEntry):
+            if mine.shape != other.shape:
+                yield ArrayDifference(name, "shape", _text(mine), _text(other))
+            elif mine.dtype != other.dtype:
+                yield ArrayDifference(name, "dtype", mine.dtype, other.dtype)
+        elif type(mine) is not type(other):
+            yield ArrayDifference(name, "kind", _text(mine), _text(other))
+        elif not _same_value(mine, other):
+            yield ArrayDifference(name, "value", _text(mine), _text(other))
+
+
+def _same_value(a: Any, b: Any) -> bool:
+    return bool(a == b) or (isinstance(a, tuple) and a[0] == b[0] and a[0] != a[0])
+
+
+def _shown(view: View) -> dict[str, Any]:
+    """Every leaf: arrays as their entries, values in a tuple, per-process ones as their digests."""
+    values = {name: (value, type(value)) for name, value in view.index.values.items()}
+    return {**_arrays(view), **values, **view.index.per_process}
+
+
+def _text(found: Any) -> str:
+    match found:
+        case None:
+            return "-"
+        case ArrayEntry():
+            return f"{found.dtype}{list(found.shape)}"
+        case tuple():
+            return repr(found[0])
+    return f"a PerProcess of {len(found.blobs)} processes"
+
+
+def _equal(ours: View, mine: ArrayEntry, theirs: View, other: ArrayEntry) -> bool:
+    """Whether digests alone tell that two arrays hold the same."""
+    twins = ours.twin(mine.name), theirs.twin(other.name)
+    if twins[0] is None or twins[1] is None:
+        return False
+    return same_digests(ours.checkpoint, twins[0], theirs.checkpoint, twins[1])
+
+
+def _values(
+    ours: View, mine: ArrayEntry, theirs: View, other: ArrayEntry, name: str, options: LoadOptions
+) -> ArrayDifference | None:
+    unequal, most_abs, most_rel = 0, 0.0, 0.0
+    same_dtype = mine.dtype == other.dtype
+    most = max(1, options.budget_bytes // 8 // dtypes.from_name(other.dtype).itemsize)
+    for box in cut(Box.whole(other.shape), most):
+        a, b = (_read(v, e, box, options) for v, e in ((ours, mine), (theirs, other)))
+        bits = _unequal_bits(a, b) if same_dtype else None
+        if bits is not None and not bits.any():
+            continue
+        unequal += int(bits.sum()) if bits is not None else int((_wide(a) != _wide(b)).sum())
+        absolute, relative = _largest(a, b)
+        most_abs, most_rel = max(most_abs, absolute), max(most_rel, relative)
+    if not unequal:
+        return None
+    size = f"of {int(np.prod(other.shape))}"
+    return ArrayDifference(name, "value", "", size, unequal, most_abs, most_rel)
+
+
+def _read(view: View, entry: ArrayEntry, box: Box, options: LoadOptions) -> Array:
+    target = NewTarget(entry, box)
+    jobs = jobs_of(view, {entry.name: {entry.name: target}})
+    found: Array = read_arrays(view.checkpoint, jobs, options)[entry.name]
+    return found
+
+
+def _unequal_bits(a: Array, b: Array) -> Any:
+    kind = np.dtype(("V", a.itemsize)) if a.itemsize > 8 else np.dtype(f"u{a.itemsize}")
+    return np.ascontiguousarray(a).view(kind) != np.ascontiguousarray(b).view(kind)
+
+
+def _wide(a: Array) -> Array:
+    return a.astype(np.complex128 if a.dtype.kind == "c" else np.float64)
+
+
+def _largest(a: Array, b: Array) -> tuple[float, float]:
+    """The largest absolute and relative difference; infinite where one is nan and the other not."""
+    if dtypes.kind(a.dtype) == "other" and a.dtype != np.bool_:
+        return float("nan"), float("nan")
+    x, y = _wide(a), _wide(b)
+    with np.errstate(all="ignore"):
+        apart = np.abs(x - y)
+        apart[(x == y) | (np.isnan(x) & np.isnan(y))] = 0
+        apart[np.isnan(apart)] = np.inf
+        scale = np.maximum(np.abs(x), np.abs(y))
+        relative = np.where(apart == 0, 0, apart / scale)
+        relative[np.isnan(relative)] = np.inf
+    return float(apart.max()), float(relative.max())

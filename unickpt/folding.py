@@ -1,0 +1,42 @@
+"""Names that differ in numbers alone, as one: layers/0/w and layers/1/w are layers/{0..1}/w."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+
+_SEPARATOR = re.compile(r"([/.])")
+
+
+def skeleton(name: str) -> str:
+    """What names that may become one have in common.
+
+    Example:
+        >>> skeleton("layers/12/w2")
+        'layers/0/w2'
+    """
+    return "".join("0" if part.isdigit() else part for part in _SEPARATOR.split(name))
+
+
+def fold(names: Sequence[str]) -> list[str]:
+    """Names of one skeleton as one name, where they are exactly the product of their numbers.
+
+    Example:
+        >>> fold(["h.0.w", "h.1.w", "h.2.w"]), fold(["h.0.a.1", "h.1.a.0"])
+        (['h.{0..2}.w'], ['h.0.a.1', 'h.1.a.0'])
+    """
+    columns = list(zip(*map(_SEPARATOR.split, names), strict=True))
+    values = [sorted(set(column), key=lambda p: (len(p), p)) for column in columns]
+    if len(set(names)) != len(list(itertools.product(*values))):
+        return list(names)
+    return ["".join(map(_range, values))]
+
+
+def _range(values: Sequence[str]) -> str:
+    if len(values) == 1:
+        return values[0]
+    numbers = [int(v) for v in values]
+    if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
+        return f"{{{numbers[0]}..{numbers[-1]}}}"
+    return "{" + ",".join(values) + "}"

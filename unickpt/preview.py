@@ -1,0 +1,114 @@
+"""A plan as rows that a person can read: what is made of what, and what gets lost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from unickpt import backends, checkpoint
+from unickpt.folding import fold, skeleton
+from unickpt.rules import Rules
+from unickpt.rules.matching import Fact
+from unickpt.rules.plan import Constant, Made
+from unickpt.view import stored_facts, through
+
+
+@dataclass(frozen=True)
+class Row:
+    """One leaf that is made, or one that is dropped.
+
+    Arguments:
+        made_of, source: the stored names, and what they are.
+        made, destination: the name that is made, and what it is; empty where it is dropped.
+        notes: what is remarkable: "stacked", "padded", "inexact", ...
+    """
+
+    made_of: str
+    source: str
+    made: str
+    destination: str
+    notes: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "made": self.made,
+            "made_of": self.made_of,
+            "source": self.source,
+            "destination": self.destination,
+            "notes": list(self.notes),
+        }
+
+
+def folded(rows: Sequence[Row]) -> list[Row]:
+    """Rows whose names differ in numbers alone as one."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        key = (skeleton(row.made), skeleton(row.made_of), row.source, row.destination, row.notes)
+        groups.setdefault(key, []).append(row)
+    out: list[Row] = []
+    for same in groups.values():
+        made, of = fold([row.made for row in same]), fold([row.made_of for row in same])
+        if len(made) > 1 or len(of) > 1:
+            out += same
+        else:
+            out.append(replace(same[0], made=made[0], made_of=of[0]))
+    return out
+
+
+def preview(path: backends.Path, rules: Rules | None) -> list[Row]:
+    """What `convert` would make of a checkpoint; nothing is read but its index.
+
+    Raises:
+        RuleError: the rules do not fit.
+    """
+    stored = checkpoint.open(path)
+    facts = stored_facts(stored).facts
+    if rules is None:
+        return [Row(name, str(fact), name, str(fact), ()) for name, fact in facts.items()]
+    plan = through(stored, rules).plan
+    users = Counter(name for made in plan.made.values() for name in _sources(made))
+    rows = [_row(made, facts, users) for made in plan.made.values()]
+    rows += [
+        Row(first, "", alias, "", ("the same array",)) for alias, first in plan.aliases.items()
+    ]
+    constants = {check.name: check for check in plan.checks if isinstance(check, Constant)}
+    for name in plan.dropped:
+        check = constants.get(name)
+        note = "dropped" if check is None else f"left out, if it is {check.value:g} everywhere"
+        rows.append(Row(name, str(facts[name]), "", "", (note,)))
+    return rows
+
+
+def _sources(made: Made) -> list[str]:
+    if made.source is not None:
+        return [made.source]
+    return list(dict.fromkeys([*(feed.entry.name for feed in made.feeds), *made.inputs]))
+
+
+def _row(made: Made, facts: Mapping[str, Fact], users: Mapping[str, int]) -> Row:
+    sources = _sources(made)
+    of = ", ".join(fold(sources) if len({*map(skeleton, sources)}) == 1 else sources) or "-"
+    source = str(facts[sources[0]]) if sources else ""
+    notes = []
+    if not sources:
+        notes.append(f"constant {made.fills[0].value:g}" if made.fills else "constant")
+    if len(sources) > 1:
+        notes.append("joined")
+    if made.fills and sources:
+        notes.append("padded")
+    if made.cropped:
+        notes.append("padding left out")
+    if any(users[name] > 1 for name in sources):
+        notes.append("a part")
+    for feed in made.feeds[:1]:
+        if not feed.is_exact:
+            notes.append(f"* {feed.scale:g} + {feed.offset:g}")
+        if feed.entry.dtype != made.fact.dtype:
+            notes.append("cast")
+    if made.function is not None:
+        notes.append("function")
+    if not made.exact:
+        notes.append("inexact")
+    return Row(of, source, made.name, str(made.fact), tuple(notes))
