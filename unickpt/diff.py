@@ -147,7 +147,8 @@ def _structure(ours: View, theirs: View) -> Iterator[ArrayDifference]:
 
 
 def _same_value(a: Any, b: Any) -> bool:
-    return bool(a == b) or (isinstance(a, tuple) and a[0] == b[0] and a[0] != a[0])
+    """Whether two values are the same; nan is the same as nan."""
+    return bool(a == b) or (isinstance(a, tuple) and a[0] != a[0] and b[0] != b[0])
 
 
 def _shown(view: View) -> dict[str, Any]:
