@@ -118,7 +118,7 @@ def diff(
             rows += [] if row is None else [row]
         done += other.nbytes
         report(done, total)
-    order = {name: at for at, name in enumerate([*left, *right])}
+    order = {name: at for at, name in enumerate(dict.fromkeys([*_shown(ours), *_shown(theirs)]))}
     rows.sort(key=lambda row: order.get(row.name, -1))
     return DiffReport(tuple(rows), len(both), read, time.perf_counter() - started)
 

@@ -20,6 +20,7 @@ from unickpt.commands.output import (
     clean,
     console,
     counted,
+    fail,
     new_table,
     print_json,
     size_text,
@@ -71,7 +72,10 @@ def convert(
     if dry_run:
         _print_preview(source, wanted, as_json)
         return
-    options = SaveOptions(budget_bytes=budget, compression=compression)
+    try:
+        options = SaveOptions(budget_bytes=budget, compression=compression)
+    except ValueError as error:
+        fail(str(error))
     with _job() as first, transfer(source, shown=first) as progress:
         report = unickpt.convert(
             source,

@@ -1,0 +1,134 @@
+"""The commands that take rules: convert, its plan as a table, and diff."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import unickpt
+from unickpt.commands import app
+
+RULES = """
+params/layers/up/kernel [l i o] <-> layers.{l}.up.weight [o i]
+params/norm/scale [e] + 1       <-> norm.weight [e]
+params/emb [(v + _) e]          <-> wte.weight [v e] = lm_head.weight [v e]
+params/mask                     <-> drop
+0                               <-> bias [e]    e=5
+step                            <-> step
+"""
+SIZE = ("--size", "v=13")
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    """Everything that a command prints which must exit with `code`."""
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == code, (result.output, result.exception)
+    return result.output
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    rng = np.random.default_rng(0)
+    params = {
+        "layers": {"up": {"kernel": rng.random((4, 3, 5), np.float32)}},
+        "norm": {"scale": np.ones(5, np.float32)},
+        "emb": rng.random((16, 3), np.float32),
+        "mask": np.ones(3),
+    }
+    unickpt.save(tmp_path / "jax", {"params": params, "step": 3})
+    (tmp_path / "my.rules").write_text(RULES)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(folder: Path) -> None:
+    before = sorted(folder.rglob("*"))
+    out = run("convert", "jax", "torch", "--rules", "my.rules", *SIZE, "--dry-run")
+    rows = [" ".join(line.split()) for line in out.splitlines()]
+    assert rows == [
+        "stored made notes",
+        "params/layers/up/kernel float32[4, 3, 5] layers.{0..3}.up.weight float32[5, 3] a part",
+        "params/norm/scale float32[5] norm.weight float32[5] * 1 + 1, inexact",
+        "params/emb float32[16, 3] wte.weight float32[13, 3] padding left out",
+        "- bias float32[5] constant 0",
+        "step a plain value step a plain value",
+        "wte.weight lm_head.weight the same array",
+        "params/mask float64[3] dropped",
+        "9 leaves made, 1 dropped, 1 inexact",
+    ]
+    assert sorted(folder.rglob("*")) == before
+    plan = json.loads(run("convert", "jax", "torch", "--rules", "my.rules", *SIZE, "--dry-run",
+                          "--json"))["plan"]  # fmt: skip
+    assert len(plan) == 10
+    assert plan[0] == {
+        "made": "layers.0.up.weight",
+        "made_of": "params/layers/up/kernel",
+        "source": "float32[4, 3, 5]",
+        "destination": "float32[5, 3]",
+        "notes": ["a part"],
+    }
+
+
+def test_there_and_back(folder: Path) -> None:
+    out = run("convert", "jax", "torch", "--rules", "my.rules", *SIZE)
+    assert out.startswith("converted 7 arrays, 436 B in ")
+    assert ", and checked: file://" in out
+    out = run("diff", "jax", "torch", "--rules", "my.rules", *SIZE)
+    assert out.startswith("same: 8 arrays compared")
+    out = run("convert", "torch", "back", "--rules", "my.rules", *SIZE, "--inverse", "--json")
+    assert json.loads(out)["arrays"] == 3
+    out = run("diff", "jax", "back", code=1)
+    assert [line.split()[:2] for line in out.splitlines()[1:3]] == [
+        ["params/emb", "value"],
+        ["params/mask", "unexpected"],
+    ]
+    found = json.loads(run("diff", "jax", "back", "--json", code=1))
+    assert not found["same"]
+    assert {row["name"]: row["unequal"] for row in found["differences"]} == {
+        "params/mask": None,
+        "params/emb": 9,
+    }
+    back = unickpt.load("back")
+    assert np.array_equal(back["params"]["emb"][13:], np.zeros((3, 3)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--rules", "none"), "none is neither a file nor a preset; presets are "),
+        (("--rules", "my.rules"), "nothing tells the size of _, v: give it"),
+        (("--rules", "my.rules", "--size", "v"), "expected an axis and its size"),
+        (("--rules", "my.rules", "--size", "vv=3"), "a size is given for 'vv', which no rule has"),
+        (("--rules", "my.rules", *SIZE, "--inverse"), "what is stored has the names of the other"),
+        (("--inverse",), "--inverse and --size need --rules"),
+        (("--compression", "xz"), "compression 'xz' is not one of"),
+    ],
+)
+def test_mistakes(folder: Path, arguments: tuple[str, ...], message: str) -> None:
+    assert message in run("convert", "jax", "torch", *arguments, code=2)
+    assert not (folder / "torch").exists()
+
+
+def test_a_destination_that_is_taken(folder: Path) -> None:
+    run("convert", "jax", "torch", "--rules", "my.rules", *SIZE)
+    again = ("convert", "jax", "torch", "--rules", "my.rules", *SIZE)
+    assert "already holds a checkpoint" in run(*again, code=2)
+    run(*again, "--overwrite", "--no-verify", "--compression", "zstd", "--budget", "2000000")
+    assert "same" in run("diff", "jax", "torch", "--rules", "my.rules", *SIZE)
+
+
+def test_under_torchrun(folder: Path) -> None:
+    (folder / "my.rules").write_text(RULES.replace("[v e]\n", "[v e]  v=13\n"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+               "-m", "unickpt.cli", "convert", "jax", "torch", "--rules", "my.rules"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("converted 7 arrays") == 1
+    assert unickpt.open("torch").index.processes == 2
+    assert "same" in run("diff", "jax", "torch", "--rules", "my.rules")
