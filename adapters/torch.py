@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
-from urllib.parse import unquote
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from unickpt import dtypes
 from unickpt.adapt import Array, ArraySource, Fence, Fragment, Memory, Read
 from unickpt.adapters.numpy import whole_source
+from unickpt.adapters.torch_dtypes import BITS, TO_NUMPY
 from unickpt.adapters.torch_layout import Place, is_dtensor, place_of
+from unickpt.adapters.torch_optimizer import NamedOptimizer, OptimizerFence, expand_optimizer
 from unickpt.box import Box
-from unickpt.errors import LoadMismatch, UnsupportedLeaf
+from unickpt.errors import LoadMismatch
 from unickpt.group import Group, new_session
 from unickpt.tree import Expansion
-
-_TO_NUMPY: dict[torch.dtype, dtypes.DType] = {
-    getattr(torch, name): dtypes.from_name(name)
-    for name in dtypes.supported()
-    if isinstance(getattr(torch, name, None), torch.dtype)
-    and not name.startswith(("int4", "int2", "float4"))  # shells without operations
-}
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def is_array(leaf: Any) -> bool:
@@ -44,7 +36,7 @@ def source(leaf: Any, group: Group) -> ArraySource:
         tensor = _memory(leaf)
         shape, start = tuple(leaf.shape), (0,) * leaf.ndim
         read, memory = _reader(tensor, start), _facts(tensor, start, _changed(tensor))
-        dtype, identity = _TO_NUMPY[leaf.dtype], _tie(tensor)
+        dtype, identity = TO_NUMPY[leaf.dtype], _tie(tensor)
         return whole_source(shape, dtype, group, read, identity, memory)
     if (group.index, group.count) != (dist.get_rank(), dist.get_world_size()):
         raise TypeError(
@@ -61,7 +53,7 @@ def source(leaf: Any, group: Group) -> ArraySource:
         fragments = (Fragment(place.box, place.replicas, read, memory),)
     shape = tuple(leaf.shape)
     identity = (_tie(local), shape, place.layout)
-    return ArraySource(shape, _TO_NUMPY[leaf.dtype], fragments, place.layout, identity=identity)
+    return ArraySource(shape, TO_NUMPY[leaf.dtype], fragments, place.layout, identity=identity)
 
 
 def _reader(tensor: torch.Tensor, start: tuple[int, ...]) -> Read:
@@ -135,7 +127,9 @@ def target(leaf: Any) -> TorchTarget:
 def expand(obj: Any, name: str, stored: Mapping[str, Any] | None) -> Expansion | None:
     """Optimizers and, to load into, modules with parameters on the meta device."""
     if isinstance(obj, torch.optim.Optimizer):
-        return _expand_optimizer(obj, name, stored)
+        return expand_optimizer(obj, None, name, stored)
+    if isinstance(obj, NamedOptimizer):
+        return expand_optimizer(obj.optimizer, obj.names, name, stored)
     if stored is None or not isinstance(obj, torch.nn.Module):
         return None
     state = obj.state_dict(keep_vars=True)
@@ -158,25 +152,6 @@ def expand(obj: Any, name: str, stored: Mapping[str, Any] | None) -> Expansion |
     return Expansion("wrapper", ("state_dict",), (state,), rebuild, type(obj).__name__)
 
 
-def _expand_optimizer(
-    optimizer: torch.optim.Optimizer, name: str, stored: Mapping[str, Any] | None
-) -> Expansion | None:
-    state = optimizer.state_dict()
-    if not isinstance(state.get("state"), dict):
-        return None  # not as torch's own; its state_dict is stored as it is
-    if stored is not None:
-        prefix = f"{name}/state/" if name else "state/"
-        state["state"] |= _fresh_state(optimizer, state["state"], prefix, stored)
-
-    def rebuild(children: list[Any]) -> Any:
-        loaded = children[0]
-        optimizer.load_state_dict(loaded)
-        _undo_casts(optimizer, loaded["state"])
-        return optimizer
-
-    return Expansion("wrapper", ("state_dict",), (state,), rebuild, type(optimizer).__name__)
-
-
 def group() -> Group | None:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
@@ -186,29 +161,7 @@ def group() -> Group | None:
 def fence(optimizer: Any, wait: Callable[[], None]) -> Fence | None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         return None
-    return _OptimizerFence(optimizer, wait)
-
-
-class _OptimizerFence:
-    def __init__(self, optimizer: torch.optim.Optimizer, wait: Callable[[], None]) -> None:
-        self._optimizer = optimizer
-        self._hook = optimizer.register_step_pre_hook(lambda *_: wait())
-
-    def owners(self) -> set[Hashable]:
-        params = [p for group in self._optimizer.param_groups for p in group["params"]]
-        slots = [v for state in self._optimizer.state.values() for v in state.values()]
-        found: set[Hashable] = set()
-        for tensor in [*params, *slots]:
-            if not isinstance(tensor, torch.Tensor):
-                continue
-            local: Any = tensor
-            with torch.no_grad(), suppress(RuntimeError):  # without memory there is none to guard
-                local = local.to_local() if is_dtensor(tensor) else local
-                found.add(local.untyped_storage()._cdata)
-        return found
-
-    def remove(self) -> None:
-        self._hook.remove()
+    return OptimizerFence(optimizer, wait)
 
 
 class _TorchGroup:
@@ -249,7 +202,7 @@ class TorchTarget:
     prng: str | None = None
 
     def __init__(self, leaf: Any) -> None:
-        self.leaf, self.shape, self.dtype = leaf, tuple(leaf.shape), _TO_NUMPY[leaf.dtype]
+        self.leaf, self.shape, self.dtype = leaf, tuple(leaf.shape), TO_NUMPY[leaf.dtype]
         self.abstract: bool = leaf.is_meta
         box: Box | None = Box.whole(self.shape)
         if is_dtensor(leaf):
@@ -318,8 +271,8 @@ def _check(leaf: Any) -> None:
             f"a quantized tensor ({leaf.dtype}) cannot be stored; save its int_repr(), scale and "
             "zero point"
         )
-    if leaf.dtype not in _TO_NUMPY:
-        names = ", ".join(str(d).removeprefix("torch.") for d in _TO_NUMPY)
+    if leaf.dtype not in TO_NUMPY:
+        names = ", ".join(str(d).removeprefix("torch.") for d in TO_NUMPY)
         raise TypeError(f"dtype {leaf.dtype} has no framework-neutral form; supported are {names}")
 
 
@@ -383,10 +336,10 @@ def _host(
 
 
 def _as_numpy(tensor: torch.Tensor) -> Array:
-    dtype = _TO_NUMPY[tensor.dtype]
+    dtype = TO_NUMPY[tensor.dtype]
     if tensor.dtype in (torch.bfloat16,) or tensor.dtype.itemsize == 1:
         # NumPy does not know the type: hand over the bits.
-        return tensor.view(_BITS[tensor.dtype.itemsize]).numpy().view(dtype)
+        return tensor.view(BITS[tensor.dtype.itemsize]).numpy().view(dtype)
     return tensor.numpy()
 
 
@@ -419,60 +372,3 @@ def _may_overlap(tensor: torch.Tensor) -> bool:
             return tensor.numel() > 0
         reach += (n - 1) * stride
     return False
-
-
-def _fresh_state(
-    optimizer: torch.optim.Optimizer,
-    present: Mapping[Any, Any],
-    prefix: str,
-    stored: Mapping[str, Any],
-) -> dict[int, dict[str, Any]]:
-    """Slots as the checkpoint has them, not filled yet, sharded like their parameters.
-
-    Only for parameters that the optimizer has no state of.
-    """
-    params = [p.detach() for group in optimizer.param_groups for p in group["params"]]
-    if any(p.is_meta for p in params):
-        raise UnsupportedLeaf(
-            f"{prefix}: the optimizer's parameters are on the meta device; load the module first "
-            "and make the optimizer afterwards"
-        )
-    state: dict[int, dict[str, Any]] = {}
-    for name, entry in stored.items():
-        at, _, slot = name.removeprefix(prefix).partition("/")
-        wanted = name.startswith(prefix) and at.isdigit() and int(at) < len(params)
-        if not wanted or not slot or int(at) in present:
-            continue
-        # LBFGS keeps lists, and empty ones leave no trace among the names.
-        if "/" in slot or isinstance(optimizer, torch.optim.LBFGS):
-            raise UnsupportedLeaf(
-                f"{name!r}: nested optimizer state cannot be made; let the optimizer take one step "
-                "before loading into it"
-            )
-        slots = state.setdefault(int(at), {})
-        slots[unquote(slot)] = _fresh_slot(params[int(at)], slot, entry)
-    return state
-
-
-def _fresh_slot(param: torch.Tensor, slot: str, entry: Any) -> Any:
-    if not hasattr(entry, "shape"):
-        return entry  # a plain value
-    dtype = next((t for t, n in _TO_NUMPY.items() if dtypes.name_of(n) == entry.dtype), None)
-    if dtype is None:
-        raise UnsupportedLeaf(f"{entry.name!r}: torch has no dtype {entry.dtype}")
-    if tuple(entry.shape) == tuple(param.shape) and slot != "step":
-        return torch.empty_like(param, dtype=dtype)
-    if not entry.shape:  # counters, which torch keeps on the host
-        return torch.empty((), dtype=dtype, device="cpu")
-    return param.new_empty(entry.shape, dtype=dtype)
-
-
-def _undo_casts(optimizer: torch.optim.Optimizer, loaded: Mapping[Any, Any]) -> None:
-    """Puts back what `Optimizer.load_state_dict` cast to the dtype of the parameter."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    for at, slots in loaded.items():
-        held = optimizer.state.get(params[at], {}) if at in range(len(params)) else {}
-        for slot, value in slots.items() if held else ():
-            now = held.get(slot)
-            if isinstance(now, torch.Tensor) and now.dtype != getattr(value, "dtype", now.dtype):
-                held[slot] = value.to(now.device)

@@ -132,7 +132,7 @@ CASES = {
     "gpt2": Case("transformers-gpt2", "GPT2LMHeadModel", GPT2 | TIED),
     "gpt2, bare": Case("transformers-gpt2", "GPT2Model", GPT2 | TIED),
     "gpt2, cross": Case("transformers-gpt2", "GPT2LMHeadModel", CROSS | TIED, encoded),
-    "gpt2, untied": Case("transformers-gpt2-untied", "GPT2LMHeadModel", GPT2 | UNTIED),
+    "gpt2, untied": Case("transformers-gpt2-untied", "GPT2LMHeadModel", CROSS | UNTIED, encoded),
     "bert": Case("transformers-bert", "BertModel", BERT, segments),
     "bert, words": Case("transformers-bert", "BertForMaskedLM", BERT, segments),
     "bert, both": Case("transformers-bert", "BertForPreTraining", BERT, segments),
@@ -166,12 +166,11 @@ class Pair:
     """The two models of a case; neither has parameters that were made before."""
 
     def __init__(self, case: Case) -> None:
-        config = getattr(
-            transformers, re.match(r"[A-Z].*?(?=For|LMHead|Model)", case.model)[0] + "Config"
-        )  # type: ignore[index]  # noqa: E501
+        settings = re.split("For|LMHead|Model", case.model)[0] + "Config"
+        config = getattr(transformers, settings)(**case.config)
         make = getattr(transformers, f"Flax{case.model}")
-        self._flax = make(config(**case.config), _do_init=False, **case.arguments)
-        self._make = lambda: getattr(transformers, case.model)(config(**case.config)).eval()
+        self._flax = make(config, _do_init=False, **case.arguments)
+        self._make = lambda: getattr(transformers, case.model)(config).eval()
         self._inputs = case.inputs(np.random.default_rng(0))
         self._apply = jax.jit(lambda params: self._flax(**self._inputs, params=params))
         self.like = flax.core.unfreeze(self._flax.params_shape_tree)
@@ -230,12 +229,10 @@ def pair(name: str) -> Pair:
 
 
 def bits(state: Any) -> dict[str, bytes]:
-    """Every array's bits under its name, of a module or of a tree of arrays."""
-    if isinstance(state, torch.nn.Module):
-        return {name: x.numpy().tobytes() for name, x in state.state_dict().items()}
-    return {
-        name: np.asarray(x).tobytes() for name, x in traverse.flatten_dict(state, sep="/").items()
-    }
+    """The bits of each array of a module or a tree, by name."""
+    is_module = isinstance(state, torch.nn.Module)
+    flat = state.state_dict() if is_module else traverse.flatten_dict(state, sep="/")
+    return {name: np.asarray(x).tobytes() for name, x in flat.items()}
 
 
 @each_case
@@ -282,6 +279,21 @@ def test_without_like_from_flax(name: str, tmp_path: Path) -> None:
     assert {name: made[name] for name in asked} == asked
 
 
+def test_counts_of_batches_begin_anew(tmp_path: Path) -> None:
+    both = pair("resnet")
+    module, again = both.module(seed=6), both.module(seed=7)
+    for name, tensor in [*module.state_dict().items(), *again.state_dict().items()]:
+        if name.endswith("num_batches_tracked"):
+            tensor.fill_(9)
+    unickpt.save(tmp_path / "torch", module)
+    params = unickpt.load(tmp_path / "torch", like=both.like, rules=both.rules.inverse)
+    unickpt.save(tmp_path / "flax", params)
+    unickpt.load(tmp_path / "flax", like=again, rules=both.rules)
+    for name, tensor in again.state_dict().items():
+        counts = name.endswith("num_batches_tracked")
+        assert torch.equal(tensor, torch.tensor(0) if counts else module.state_dict()[name])
+
+
 # --- what would go wrong ------------------------------------------------------------------------
 
 
@@ -315,12 +327,14 @@ def test_a_wrong_order_of_axes_is_noticed(preset: str, tmp_path: Path) -> None:
 
 
 def tied_and_not(model: str, config: dict[str, Any]) -> tuple[Any, Any]:
-    make, settings = getattr(transformers, f"{model}ForCausalLM"), f"{model}Config"
-    return tuple(make(getattr(transformers, settings)(**config, **tie)) for tie in (TIED, UNTIED))  # type: ignore[return-value]
+    """Two torch models with a head: the embedding again, and one of its own."""
+    make = getattr(transformers, f"{model}ForCausalLM")
+    settings = getattr(transformers, f"{model}Config")
+    return make(settings(**config, **TIED)), make(settings(**config, **UNTIED))
 
 
 def test_two_heads_into_one(tmp_path: Path) -> None:
-    """Flax's Llama has an lm_head of its own, whatever it is asked for."""
+    """Flax's Llama has a head of its own, whatever its configuration says."""
     tied, untied = tied_and_not("Llama", DECODER)
     both = pair("llama")
     unickpt.save(tmp_path / "flax", both.params(seed=1))
@@ -336,9 +350,8 @@ def test_one_head_into_two(tmp_path: Path) -> None:
     unickpt.save(tmp_path / "torch", tied)
     params = unickpt.load(tmp_path / "torch", like=both.like, rules=both.rules.inverse)
     both.check(params, tied.eval())
-    assert np.array_equal(
-        params["lm_head"]["kernel"].T, params["model"]["embed_tokens"]["embedding"]
-    )
+    embedding = params["model"]["embed_tokens"]["embedding"]
+    assert np.array_equal(params["lm_head"]["kernel"], embedding.T)
 
 
 def test_a_head_of_its_own_where_the_preset_ties_it(tmp_path: Path) -> None:
@@ -346,10 +359,10 @@ def test_a_head_of_its_own_where_the_preset_ties_it(tmp_path: Path) -> None:
     rules = Rules.preset("transformers-gemma")
     unickpt.save(tmp_path / "flax", pair("gemma, untied").params(seed=1))
     for like in (tied, untied):
-        with pytest.raises(RuleError, match="'lm_head/kernel' .* is stored, and no rule takes it"):
+        with pytest.raises(RuleError, match=r"'lm_head/kernel' .* is stored, and no rule takes it"):
             unickpt.load(tmp_path / "flax", like=like, rules=rules)
     unickpt.save(tmp_path / "torch", untied)
-    with pytest.raises(RuleError, match="'lm_head/kernel' .* is asked for, and no rule makes it"):
+    with pytest.raises(RuleError, match=r"'lm_head/kernel' .* is asked for, and no rule makes it"):
         unickpt.load(tmp_path / "torch", like=pair("gemma, untied").like, rules=rules.inverse)
     with pytest.raises(LoadMismatch, match=r"lm_head.weight' are to become one, but differ"):
         unickpt.load(tmp_path / "torch", like=pair("gemma").like, rules=rules.inverse)
@@ -374,17 +387,19 @@ lift opt/count as int32 <-> optim/{{p}}/step as float32  for params/{{p}} <-> mo
 """
 
 
-def test_moments_go_where_their_parameters_go(tmp_path: Path) -> None:
-    both, rules = pair("llama"), Rules.parse(TRAINED.format(preset="transformers-llama"))
+@pytest.mark.parametrize("name", ["llama", "gemma"])
+def test_moments_go_where_their_parameters_go(name: str, tmp_path: Path) -> None:
+    both, rules = pair(name), Rules.parse(TRAINED.format(preset=f"transformers-{name}"))
     params, mu, nu = (both.params(seed) for seed in (1, 2, 3))
     stored = {"params": params, "opt": {"mu": mu, "nu": nu, "count": np.int32(5)}}
     unickpt.save(tmp_path / "flax", stored)
     module, first, second = (both.module(seed) for seed in (4, 5, 6))
     slots = {
-        name: {"exp_avg": first.state_dict()[name], "exp_avg_sq": second.state_dict()[name],
-               "step": torch.zeros(())}
-        for name in module.state_dict()
-    }  # fmt: skip
+        name: {"exp_avg": a, "exp_avg_sq": b, "step": torch.zeros(())}
+        for (name, a), (_, b) in zip(
+            first.named_parameters(), second.named_parameters(), strict=True
+        )
+    }
     state = {"model": module.state_dict(), "optim": slots}
     unickpt.load(tmp_path / "flax", like=state, rules=rules)
     for found, asked in ((module, params), (first, mu), (second, nu)):

@@ -19,8 +19,9 @@ from unickpt.rules.syntax import (
     IncludeLine,
     LiftLine,
     RuleLine,
+    Statement,
     WhereLine,
-    prefixed,
+    included,
     syntax_error,
 )
 
@@ -152,29 +153,55 @@ def _preset_text(name: str) -> str:
     return (PRESETS / f"{name}.rules").read_text(encoding="utf-8")
 
 
+@dataclass
+class _Collected:
+    """What a file and all that it includes say; lifts wait for the rules of all of them."""
+
+    rules: list[Rule] = field(default_factory=list)
+    lifts: list[LiftLine] = field(default_factory=list)
+    conventions: list[Convention] = field(default_factory=list)
+
+
 def _compile(
     text: str,
     name: str,
     folder: Path,
     sizes: Mapping[str, int],
     functions: Mapping[str, Function],
-    outer: Sequence[str] = (),
-    under: tuple[str, str] = ("", ""),
-    where: Mapping[str, int] | None = None,
 ) -> Rules:
-    where = where or {}
-    statements = [prefixed(statement, under) for statement in grammar.parse(text, name)]
+    found = _Collected()
+    _collect(grammar.parse(text, name), name, folder, {}, (), found, sizes, functions)
+    unused = sizes.keys() - {axis for rule in found.rules for axis in rule.sizes}
+    if unused:
+        raise RuleError(f"{name}: a size is given for {min(unused)!r}, which no rule has")
+    rules, shared = list(found.rules), []
+    for line in found.lifts:
+        lifted = lift(line, found.rules)
+        if isinstance(lifted, Shared):
+            shared.append(lifted)
+        else:
+            rules += lifted
+    return Rules(tuple(rules), tuple(shared), tuple(found.conventions), functions)
+
+
+def _collect(
+    statements: Sequence[Statement],
+    name: str,
+    folder: Path,
+    where: Mapping[str, int],
+    outer: Sequence[str],
+    found: _Collected,
+    sizes: Mapping[str, int],
+    functions: Mapping[str, Function],
+) -> None:
+    """Adds what the statements of a file say, and those of the files that it includes."""
     for statement in statements:
         if isinstance(statement, WhereLine):
             where = {**where, **dict(statement.sizes)}
-    rules: list[Rule] = []
-    lifts: list[LiftLine] = []
-    shared: list[Shared] = []
-    conventions: list[Convention] = []
     for statement in statements:
         match statement:
             case RuleLine():
-                rules.append(compile_rule(statement, where, sizes))
+                found.rules.append(compile_rule(statement, where, sizes))
                 if statement.function is not None and statement.function not in functions:
                     raise syntax_error(
                         f"no function {statement.function!r}: give it, as in Rules.parse(text, "
@@ -182,47 +209,28 @@ def _compile(
                         statement.place,
                     )
             case IncludeLine():
-                included = _include(statement, folder, where, sizes, functions, (*outer, name))
-                rules += included.rules
-                shared += included.shared
-                conventions += included.conventions
+                inner, text, inside = _open_included(statement, folder)
+                if inner in (name, *outer):
+                    raise syntax_error(f"{statement.target!r} includes itself", statement.place)
+                lines = [included(line, statement) for line in grammar.parse(text, inner)]
+                _collect(lines, inner, inside, where, (name, *outer), found, sizes, functions)
             case ConventionLine():
-                conventions.append(Convention(statement.name, statement.left, statement.right))
+                found.conventions.append(
+                    Convention(statement.name, statement.left, statement.right)
+                )
             case LiftLine():
-                lifts.append(statement)
-    unused = sizes.keys() - {axis for rule in rules for axis in rule.sizes}
-    if unused and not outer:
-        raise RuleError(f"{name}: a size is given for {min(unused)!r}, which no rule has")
-    parameters = [rule for rule in rules if not rule.lifted]
-    for line in lifts:
-        lifted = lift(line, parameters)
-        if isinstance(lifted, Shared):
-            shared.append(lifted)
-        else:
-            rules += lifted
-    return Rules(tuple(rules), tuple(shared), tuple(conventions), functions)
+                found.lifts.append(statement)
 
 
-def _include(
-    line: IncludeLine,
-    folder: Path,
-    where: Mapping[str, int],
-    sizes: Mapping[str, int],
-    functions: Mapping[str, Function],
-    outer: Sequence[str],
-) -> Rules:
+def _open_included(line: IncludeLine, folder: Path) -> tuple[str, str, Path]:
+    """The name of an included file, its text, and the folder for those that it includes."""
     if line.target in Rules.presets():
-        name, text, inside = f"preset {line.target}", _preset_text(line.target), PRESETS
-    else:
-        path = folder / line.target
-        name, inside = str(path), path.parent
-        try:
-            text = path.read_text(encoding="utf-8")
-        except OSError as error:
-            known = ", ".join(Rules.presets()) or "none"
-            raise syntax_error(
-                f"{line.target!r} is neither a preset ({known}) nor a file: {error}", line.place
-            ) from None
-    if name in outer:
-        raise syntax_error(f"{line.target!r} includes itself", line.place)
-    return _compile(text, name, inside, sizes, functions, outer, line.under, where)
+        return f"preset {line.target}", _preset_text(line.target), PRESETS
+    path = folder / line.target
+    try:
+        return str(path), path.read_text(encoding="utf-8"), path.parent
+    except OSError as error:
+        known = ", ".join(Rules.presets()) or "none"
+        raise syntax_error(
+            f"{line.target!r} is neither a preset ({known}) nor a file: {error}", line.place
+        ) from None

@@ -215,17 +215,20 @@ class _Parser:
                     "a lifted name has no axes of its own: the rule of the parameter has them",
                     view.name.place,
                 )
-        domain, law = None, None
-        if self._word("for"):
-            first = self._name()
-            self._expect("<->", " between the names of parameters")
-            domain = (first, self._name())
+        domain, law = self._domain(), None
         if self._word("law"):
             self._expect("=")
             law = self._identifier("a law: value, gradient or square")
             if law not in LAWS:
                 raise self._fail(f"a law is one of {', '.join(LAWS)}", self._at - len(law))
         return LiftLine(place, left, right, domain, law)
+
+    def _domain(self) -> tuple[Name, Name] | None:
+        if not self._word("for"):
+            return None
+        left = self._name()
+        self._expect("<->", " between the names of parameters")
+        return left, self._name()
 
     def _include(self, place: Place) -> IncludeLine:
         target = self._quoted() if self._sees('"') else self._match(_TARGET)
@@ -236,7 +239,7 @@ class _Parser:
             left = self._match(_LITERAL) or ""
             self._expect("<->", " between the two prefixes")
             under = (left, self._match(_LITERAL) or "")
-        return IncludeLine(place, target, under)
+        return IncludeLine(place, target, under, self._domain())
 
     def _convention(self, place: Place) -> ConventionLine:
         name = self._identifier("the name of a convention")

@@ -242,11 +242,12 @@ class WhereLine:
 
 @dataclass(frozen=True)
 class IncludeLine:
-    """`include target under left <-> right`: the rules of another file or preset."""
+    """`include target under left <-> right for prefix <-> prefix`: another file, or a preset."""
 
     place: Place = field(compare=False)
     target: str
     under: tuple[str, str]
+    domain: tuple[Name, Name] | None = None
 
 
 @dataclass(frozen=True)
@@ -262,25 +263,39 @@ class ConventionLine:
 Statement = RuleLine | LiftLine | WhereLine | IncludeLine | ConventionLine
 
 
-def prefixed(statement: Statement, under: tuple[str, str]) -> Statement:
-    """A statement about the same names behind a prefix on each side."""
-    if under == ("", ""):
-        return statement
+def included(statement: Statement, line: IncludeLine) -> Statement:
+    """A statement of an included file: its names behind prefixes, its lifts for some parameters."""
+    under = line.under
     match statement:
         case RuleLine(left=left, right=right):
             sides = [_prefixed_side(s, p) for s, p in zip((left, right), under, strict=True)]
             return replace(statement, left=sides[0], right=sides[1])
         case LiftLine(left=left, right=right, domain=domain):
             views = [_prefixed_view(v, p) for v, p in zip((left, right), under, strict=True)]
-            parameter = next(
-                i for v in (left, right) for i in v.name.items if not isinstance(i, str)
-            )
-            inner = domain or (Name((parameter,), left.name.place),) * 2
-            names = [_prefixed_name(n, p) for n, p in zip(inner, under, strict=True)]
-            return replace(statement, left=views[0], right=views[1], domain=(names[0], names[1]))
+            if domain is None and line.domain is not None:
+                domain = line.domain
+            else:
+                inner = domain or _own_domain(statement)
+                names = [_prefixed_name(n, p) for n, p in zip(inner, under, strict=True)]
+                domain = (names[0], names[1])
+            return replace(statement, left=views[0], right=views[1], domain=domain)
         case IncludeLine(under=(a, b)):
-            return replace(statement, under=(under[0] + a, under[1] + b))
+            return replace(
+                statement,
+                under=(under[0] + a, under[1] + b),
+                domain=statement.domain or line.domain,
+            )
     return statement
+
+
+def _own_domain(line: LiftLine) -> tuple[Name, Name]:
+    """The names of parameters as a lift has them that does not say: what its capture takes."""
+    captures = [
+        item for view in (line.left, line.right) for item in view.name.items
+        if not isinstance(item, str)
+    ]  # fmt: skip
+    name = Name(tuple(captures[:1]), line.place)
+    return name, name
 
 
 def _prefixed_side(side: Side, prefix: str) -> Side:

@@ -1,0 +1,15 @@
+"""torch's dtypes and their NumPy forms."""
+
+from __future__ import annotations
+
+import torch
+
+from unickpt import dtypes
+
+TO_NUMPY: dict[torch.dtype, dtypes.DType] = {
+    getattr(torch, name): dtypes.from_name(name)
+    for name in dtypes.supported()
+    if isinstance(getattr(torch, name, None), torch.dtype)
+    and not name.startswith(("int4", "int2", "float4"))  # shells without operations
+}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -1,0 +1,253 @@
+"""Training that goes on in the other framework: optax's state and torch.optim's, through rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+
+import unickpt
+from unickpt import LoadMismatch, RuleError, Rules
+from unickpt.adapters.torch import NamedOptimizer
+
+SIZES = (5, 7, 3)
+MODEL = """
+    params/up/kernel [i o]    <-> model/up.weight [o i]
+    params/up/bias            <-> model/up.bias
+    params/down/kernel [i o]  <-> model/down.weight [o i]
+    params/scale [e] + 1      <-> model/scale [e]
+"""
+
+
+class Net(torch.nn.Module):
+    """`norm` is stored with an offset on the other side, as Gemma's are."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        i, h, o = SIZES
+        self.up, self.down = torch.nn.Linear(i, h), torch.nn.Linear(h, o, bias=False)
+        self.scale = torch.nn.Parameter(torch.randn(h))
+
+    def forward(self, x: Any) -> Any:
+        return self.down(torch.tanh(self.up(x)) * self.scale)
+
+
+def forward(params: Any, x: Any) -> Any:
+    hidden = jnp.tanh(x @ params["up"]["kernel"] + params["up"]["bias"]) * (params["scale"] + 1)
+    return hidden @ params["down"]["kernel"]
+
+
+def fresh(seed: int) -> Any:
+    i, h, o = SIZES
+    rng = np.random.default_rng(seed)
+    shapes = {"up": {"kernel": (i, h), "bias": (h,)}, "down": {"kernel": (h, o)}, "scale": (h,)}
+    return jax.tree.map(
+        lambda s: jnp.asarray(rng.normal(0, 0.5, s), jnp.float32), shapes,
+        is_leaf=lambda s: isinstance(s, tuple),
+    )  # fmt: skip
+
+
+def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(100 + step)
+    return rng.random((8, SIZES[0]), np.float32), rng.random((8, SIZES[2]), np.float32)
+
+
+def train_jax(state: Any, optimizer: Any, steps: range) -> tuple[Any, list[float]]:
+    def loss_of(params: Any, x: Any, y: Any) -> Any:
+        return ((forward(params, x) - y) ** 2).mean()
+
+    losses = []
+    for step in steps:
+        loss, gradients = jax.value_and_grad(loss_of)(state["params"], *batch(step))
+        updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
+        state = {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
+        losses.append(float(loss))
+    return state, losses
+
+
+def train_torch(model: Any, optimizer: Any, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        x, y = map(torch.from_numpy, batch(step))
+        optimizer.zero_grad()
+        loss = ((model(x) - y) ** 2).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+# optax's optimizer, torch's, and the rules of the optimizer's state.
+ADAM = "include optax-adam under opt_state/ <-> optimizer/ for params/{p} <-> model/{p}"
+SGD = "include optax-sgd under opt_state/ <-> optimizer/ for params/{p} <-> model/{p}"
+PAIRS: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
+    "adam": (optax.adam(1e-2), lambda p: torch.optim.Adam(p, 1e-2), ADAM),
+    "adamw": (
+        optax.adamw(1e-2, weight_decay=0.1),
+        lambda p: torch.optim.AdamW(p, 1e-2, weight_decay=0.1), ADAM,
+    ),
+    "momentum": (
+        optax.sgd(1e-2, momentum=0.9), lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9), SGD,
+    ),
+    "nesterov": (
+        optax.sgd(1e-2, momentum=0.9, nesterov=True),
+        lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9, nesterov=True), SGD,
+    ),
+    "chained": (
+        optax.chain(optax.clip_by_global_norm(1e6), optax.adamw(1e-2, weight_decay=0.1)),
+        lambda p: torch.optim.AdamW(p, 1e-2, weight_decay=0.1),
+        ADAM.replace("opt_state/", "opt_state/1/"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
+def test_jax_to_torch(pair: str, used: bool, tmp_path: Path) -> None:
+    """The losses after the handoff are those of the run that stayed in JAX."""
+    theirs, ours, lifts = PAIRS[pair]
+    params = fresh(0)
+    state, _ = train_jax({"params": params, "opt_state": theirs.init(params)}, theirs, range(5))
+    unickpt.save(tmp_path / "jax", state)
+    _, expected = train_jax(state, theirs, range(5, 12))
+
+    model = Net(1)
+    optimizer = ours(model.parameters())
+    if used:
+        train_torch(model, optimizer, range(2))
+    tree = {"model": model, "optimizer": NamedOptimizer(optimizer, model)}
+    unickpt.load(tmp_path / "jax", tree, rules=Rules.parse(MODEL + lifts))
+    assert np.array_equal(model.up.weight.detach().numpy().T, state["params"]["up"]["kernel"])
+    assert train_torch(model, optimizer, range(5, 12)) == pytest.approx(expected, rel=2e-5)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_torch_to_jax(pair: str, tmp_path: Path) -> None:
+    theirs, ours, lifts = PAIRS[pair]
+    model = Net(1)
+    optimizer = ours(model.parameters())
+    train_torch(model, optimizer, range(5))
+    unickpt.save(
+        tmp_path / "torch", {"model": model, "optimizer": NamedOptimizer(optimizer, model)}
+    )
+    expected = train_torch(model, optimizer, range(5, 12))
+
+    params = fresh(3)
+    like = jax.eval_shape(lambda: {"params": params, "opt_state": theirs.init(params)})
+    state = unickpt.load(tmp_path / "torch", like, rules=Rules.parse(MODEL + lifts).inverse)
+    _, losses = train_jax(state, theirs, range(5, 12))
+    assert losses == pytest.approx(expected, rel=2e-5)
+
+
+def test_moments_follow_the_scale_of_their_parameter(tmp_path: Path) -> None:
+    """A parameter that is 4 times as large has gradients that are a fourth: losses go on the same
+    with an optimizer that does not see the scale."""
+    rules = Rules.parse(MODEL.replace("[e] + 1", "[e] * 4") + ADAM)
+    params = fresh(0)
+    moments = jax.tree.map(lambda x: jnp.ones_like(x) * 8, params)
+    adam = optax.ScaleByAdamState(jnp.int32(3), moments, moments)
+    unickpt.save(tmp_path / "c", {"params": params, "opt_state": (adam,)})
+    made = unickpt.load(tmp_path / "c", rules=rules)["optimizer"]["state"]
+    assert made["scale"]["exp_avg"].tolist() == [2] * SIZES[1]
+    assert made["scale"]["exp_avg_sq"].tolist() == [0.5] * SIZES[1]
+    assert made["up.bias"]["exp_avg_sq"].tolist() == [8] * SIZES[1]
+    assert made["up.bias"]["step"] == 3
+    assert made["up.bias"]["step"].dtype == np.float32
+
+
+def test_masked_parameters_have_no_slots(tmp_path: Path) -> None:
+    """optax.masked: the bias is frozen on one side, and requires no gradient on the other."""
+    mask = {"up": {"kernel": True, "bias": False}, "down": {"kernel": True}, "scale": True}
+    theirs = optax.masked(optax.adam(1e-2), mask)
+    params = fresh(0)
+    state, _ = train_jax({"params": params, "opt_state": theirs.init(params)}, theirs, range(3))
+    unickpt.save(tmp_path / "c", state)
+    model = Net(1)
+    model.up.bias.requires_grad_(False)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    tree = {"model": model, "optimizer": NamedOptimizer(optimizer, model)}
+    lifts = ADAM.replace("opt_state/", "opt_state/inner_state/")
+    unickpt.load(tmp_path / "c", tree, rules=Rules.parse(MODEL + lifts))
+    assert set(optimizer.state) == {model.up.weight, model.down.weight, model.scale}
+    nu = state["opt_state"].inner_state[0].nu["down"]["kernel"]
+    assert np.array_equal(optimizer.state[model.down.weight]["exp_avg_sq"].numpy().T, nu)
+    assert optimizer.state[model.scale]["step"].item() == 3
+
+
+def test_hyper_parameters_are_values(tmp_path: Path) -> None:
+    theirs = optax.inject_hyperparams(optax.sgd)(learning_rate=0.25, momentum=0.9)
+    params = fresh(0)
+    state, _ = train_jax({"params": params, "opt_state": theirs.init(params)}, theirs, range(2))
+    unickpt.save(tmp_path / "c", state)
+    rules = Rules.parse(MODEL + """
+        lift opt_state/inner_state/0/trace/{p} <-> optimizer/state/{p}/momentum_buffer for params/{p} <-> model/{p}
+        opt_state/hyperparams/learning_rate    <-> optimizer/param_groups/0/lr
+        opt_state/hyperparams/momentum         <-> optimizer/param_groups/0/momentum
+        opt_state/count                        <-> drop
+        opt_state/hyperparams_states/{m...}    <-> drop
+        drop <-> optimizer/param_groups/0/{dampening|weight_decay|nesterov|maximize|foreach|differentiable|fused}
+        drop <-> optimizer/param_groups/0/params/{i}
+    """)  # fmt: skip
+    model = Net(1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
+    tree = {"model": model, "optimizer": NamedOptimizer(optimizer, model)}
+    unickpt.load(tmp_path / "c", tree, rules=rules)
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["momentum"]) == (0.25, pytest.approx(0.9))
+    assert group["params"][0] is model.scale or group["params"][0] is model.up.weight
+
+
+def test_names_survive_another_order(tmp_path: Path) -> None:
+    """State by number would come to other parameters, without a word."""
+    model = Net(0)
+    optimizer = torch.optim.Adam(model.parameters())
+    train_torch(model, optimizer, range(2))
+    unickpt.save(tmp_path / "c", {"o": NamedOptimizer(optimizer, model)})
+    other = Net(0)
+    turned = torch.optim.Adam(list(other.parameters())[::-1])
+    unickpt.load(tmp_path / "c", {"o": NamedOptimizer(turned, other)})
+    for name, parameter in model.named_parameters():
+        twin = other.get_parameter(name)
+        assert torch.equal(optimizer.state[parameter]["exp_avg"], turned.state[twin]["exp_avg"])
+    assert "o/state/down.weight/exp_avg" in unickpt.open(tmp_path / "c")
+
+    groups = [{"params": [other.scale]}, {"params": [other.up.weight]}]
+    apart = torch.optim.Adam(groups)
+    with pytest.raises(LoadMismatch):
+        unickpt.load(tmp_path / "c", {"o": NamedOptimizer(apart, other)})
+    split = Net(0)
+    first = torch.optim.Adam([{"params": [split.scale]}, {"params": [split.up.weight]}])
+    for parameter in (split.scale, split.up.weight):
+        parameter.grad = torch.ones_like(parameter)
+    first.step()
+    unickpt.save(tmp_path / "d", {"o": NamedOptimizer(first, split)})
+    second = torch.optim.Adam([{"params": [split.up.weight]}, {"params": [split.scale]}])
+    with pytest.raises(LoadMismatch, match="o: group 0 had other parameters when it was saved"):
+        unickpt.load(tmp_path / "d", {"o": NamedOptimizer(second, split)})
+
+
+def test_an_optimizer_of_another_module() -> None:
+    optimizer = torch.optim.Adam(Net(0).parameters())
+    with pytest.raises(ValueError, match="4 parameters that are not the module's, the first of"):
+        NamedOptimizer(optimizer, Net(0))
+
+
+def test_slots_that_only_one_side_has(tmp_path: Path) -> None:
+    """amsgrad keeps a slot that optax.adam has not: the plan says so."""
+    theirs = optax.adam(1e-2)
+    params = fresh(0)
+    unickpt.save(tmp_path / "c", {"params": params, "opt_state": theirs.init(params)})
+    model = Net(1)
+    optimizer = torch.optim.Adam(model.parameters(), amsgrad=True)
+    train_torch(model, optimizer, range(1))
+    tree = {"model": model, "optimizer": NamedOptimizer(optimizer, model)}
+    with pytest.raises(RuleError, match=r"max_exp_avg_sq' .* is asked for, and no rule makes it"):
+        unickpt.load(tmp_path / "c", tree, rules=Rules.parse(MODEL + ADAM))
