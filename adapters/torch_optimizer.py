@@ -76,7 +76,7 @@ def expand_optimizer(
         loaded = children[0]
         if names is not None:
             loaded = _renumbered(loaded, {key: at for at, key in enumerate(names)})
-            _check_groups(name, numbered["param_groups"], loaded["param_groups"])
+            loaded = _regrouped(name, numbered["param_groups"], loaded)
         optimizer.load_state_dict(loaded)
         _undo_casts(optimizer, loaded["state"])
         return optimizer
@@ -91,14 +91,21 @@ def _renumbered(state: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str, 
     return {**state, "state": slots, "param_groups": groups}
 
 
-def _check_groups(name: str, ours: Sequence[Any], loaded: Sequence[Any]) -> None:
-    """Makes sure that hyper-parameters come to the parameters that they were saved for."""
-    for at, (own, found) in enumerate(zip(ours, loaded, strict=True)):
+def _regrouped(name: str, ours: Sequence[Any], loaded: Mapping[str, Any]) -> dict[str, Any]:
+    """A loaded `state_dict` with its groups' parameters in our order, by which torch goes.
+
+    Raises:
+        LoadMismatch: hyper-parameters would come to other parameters than they were saved for.
+    """
+    groups = []
+    for at, (own, found) in enumerate(zip(ours, loaded["param_groups"], strict=True)):
         if set(own["params"]) != set(found["params"]):
             raise LoadMismatch(
                 f"{name or 'the optimizer'}: group {at} had other parameters when it was saved; "
                 "make the groups alike, or drop param_groups by a rule"
             )
+        groups.append({**found, "params": own["params"]})
+    return {**loaded, "param_groups": groups}
 
 
 def _fresh_state(

@@ -251,6 +251,54 @@ def test_a_tied_array_is_one_again(tmp_path: Path) -> None:
     assert (apart["head"] == 1).all()
 
 
+def test_names_of_one_array_with_other_axes(tmp_path: Path) -> None:
+    """A head that is the transposed embedding: an array of its own, with the same numbers."""
+    rules = Rules.parse("embed [v e] = head/kernel [e v] * 2 <-> wte [v e] = lm_head [v e]")
+    wte = np.arange(9.0).reshape(3, 3)
+    unickpt.save(tmp_path / "torch", {"wte": wte, "lm_head": wte})
+    made = unickpt.load(tmp_path / "torch", rules=rules.inverse)
+    assert np.array_equal(made["embed"], wte)
+    assert np.array_equal(made["head"]["kernel"], wte.T / 2)
+    unickpt.save(tmp_path / "jax", made)
+    assert np.array_equal(unickpt.load(tmp_path / "jax", rules=rules)["lm_head"], wte)
+    made["head"]["kernel"][1, 2] += 1
+    unickpt.save(tmp_path / "other", made)
+    with pytest.raises(LoadMismatch, match="'embed' and 'head/kernel' are to become one, but"):
+        unickpt.load(tmp_path / "other", rules=rules)
+
+
+def test_a_further_name_is_left_to_a_rule_of_its_own(tmp_path: Path) -> None:
+    """One set of rules for tied and for untied models."""
+    rules = Rules.parse("""
+        embed [v e]         <-> wte [v e] = head [v e]
+        optional out [e v]  <-> head [v e]
+    """)
+    wte, head = np.arange(6.0).reshape(3, 2), np.arange(6.0, 12).reshape(3, 2)
+    unickpt.save(tmp_path / "tied", {"embed": wte})
+    made = unickpt.load(tmp_path / "tied", rules=rules)
+    assert made["wte"] is made["head"]
+    unickpt.save(tmp_path / "untied", {"embed": wte, "out": head.T})
+    made = unickpt.load(tmp_path / "untied", rules=rules)
+    assert np.array_equal(made["wte"], wte)
+    assert np.array_equal(made["head"], head)
+    unickpt.save(tmp_path / "back", made)
+    like = {"embed": np.empty((3, 2)), "out": np.empty((2, 3))}
+    back = unickpt.load(tmp_path / "back", like, rules=rules.inverse)
+    assert np.array_equal(back["out"], head.T)
+    with pytest.raises(LoadMismatch, match="'wte' and 'head' are to become one, but differ"):
+        unickpt.load(tmp_path / "back", {"embed": np.empty((3, 2))}, rules=rules.inverse)
+
+
+def test_constants_for_arrays_that_captures_name(tmp_path: Path) -> None:
+    """Without `like` nothing tells which there are; two that are the same do no harm."""
+    unickpt.save(tmp_path / "c", {"a": {"scale": np.ones(3)}})
+    text = "{m...}/scale <-> {m...}.weight\ndrop 0 <-> {m...}.count [] as int64\n"
+    rules = Rules.parse(text + text.splitlines()[1])
+    assert unickpt.load(tmp_path / "c", rules=rules).keys() == {"a.weight"}
+    like = {"a.weight": np.zeros(3), "a.count": np.int64(5)}
+    assert unickpt.load(tmp_path / "c", like, rules=rules)["a.count"] == 0
+
+
 def test_counts_of_all_parameters_must_agree(tmp_path: Path) -> None:
     rules = Rules.parse(
         "a <-> b\nc <-> d\nlift count as int32 <-> state/{p}/step as float32"

@@ -46,6 +46,7 @@ WRONG = [
     ("a [e] <-> b [e] x", "x", "did not expect this here"),
     ("a [e] <-> b [e] via f", "a [e]", "no function 'f': give it"),
     ("a [e] = b [e f] <-> c [e]", "b [e f]", "arrays that are one must have the same axes"),
+    ("a [(e + _)] = b [(_ + e)] <-> c [e]", "b [", "must have the same padding"),
     ("0 <-> a [(e + _)]", "a [", "a pad needs an array on the other side"),
     ("drop <-> drop 0", "drop <->", "no side names an array"),
     ("lift a <-> b", "lift", "a lift has one capture for the parameter's name"),

@@ -20,7 +20,7 @@ from unickpt.layout import Layout
 from unickpt.marks import PerProcess
 from unickpt.options import LoadOptions
 from unickpt.provenance import Provenance
-from unickpt.read import Job, read_box
+from unickpt.read import Job, NewTarget, read_arrays, read_box
 from unickpt.rules import Rules
 from unickpt.rules.matching import Fact
 from unickpt.rules.plan import Constant, Made, Plan, Same, Stored, make_plan, offers
@@ -170,23 +170,32 @@ class Ruled:
             same = index.values.get(check.first) == index.values.get(check.other)
         else:
             first, other = (_stored_entry(index, n) for n in (check.first, check.other))
-            same = first.name == other.name or same_digests(
-                self.checkpoint, first, self.checkpoint, other
-            )
+            recipe = Recipe((Itself(first),))
+            if check.made is not None:
+                recipe = Recipe(check.made.feeds)
+                same = False
+            else:
+                one = first.name == other.name
+                same = one or same_digests(self.checkpoint, first, self.checkpoint, other)
             same = same or all(
                 _same_bits(
                     *(
-                        read_box(self.checkpoint, e, b, verify=options.verify)
-                        for e in (first, other)
+                        self._read(other, r, box, options)
+                        for r in (recipe, Recipe((Itself(other),)))
                     )
                 )
-                for b in _pieces(first, options)
+                for box in _pieces(other, options)
             )
         if not same:
             raise LoadMismatch(
                 f"{self.checkpoint.location}: {check.first!r} and {check.other!r} are to become "
                 f"one, but differ\n  {check.rule}"
             )
+
+    def _read(self, entry: ArrayEntry, recipe: Recipe, box: Box, options: LoadOptions) -> Array:
+        job = Job({entry.name: NewTarget(entry, box)}, {entry.name: recipe})
+        found: Array = read_arrays(self.checkpoint, [job], options)[entry.name]
+        return found
 
     def _check_constant(self, check: Constant, options: LoadOptions) -> None:
         entry = _stored_entry(self.checkpoint.index, check.name)

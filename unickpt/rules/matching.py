@@ -111,8 +111,9 @@ def instances(rule: Rule, have: Names, want: Names | None) -> list[Instance]:
                 texts = match.texts
                 instance = found.setdefault(texts, Instance(rule, dict(texts)))
                 getattr(instance, attribute).setdefault(view.tag, []).append((name, match))
-    if not found and want is None and isinstance(rule.left, Nothing):
-        found[()] = Instance(rule, {})  # it makes arrays out of nothing, wherever it can
+    free = any(view.pattern.texts for view in views_of(rule.right))
+    if not found and want is None and isinstance(rule.left, Nothing) and not free:
+        found[()] = Instance(rule, {})  # it makes arrays out of nothing
     return list(found.values())
 
 
@@ -279,5 +280,5 @@ def _check_term(
         missing = [name for name in of_view if name not in names.facts]
         if not missing or partly or (number and len(missing) == len(of_view)):
             continue  # of arrays that are one, the first must be there
-        more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise Unfit(f"{missing[0]!r}{more} would belong to it, but is not {verb}")

@@ -11,6 +11,7 @@ import difflib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -60,11 +61,15 @@ class Made:
 
 @dataclass(frozen=True)
 class Same:
-    """Stored arrays that must hold the same, because only the first of them is read."""
+    """Stored arrays that must hold the same, because only the first of them is read.
+
+    `made` is the other one made of the first, where its axes or its arithmetic are not the same.
+    """
 
     first: str
     other: str
     rule: str
+    made: Made | None = None
 
 
 @dataclass(frozen=True)
@@ -167,6 +172,7 @@ class _Planner:
         self._have = Names(stored.facts)
         self._want = None if want is None else Names(want)
         self._problems: list[str] = []
+        self._left: set[tuple[str, bool, int]] = set()  # what an instance leaves to others
 
     def plan(self, rules: Sequence[Rule], shared: Sequence[Shared], where: str) -> Plan:
         found = self.resolved(rules)
@@ -215,19 +221,27 @@ class _Planner:
     # --- who takes what ---------------------------------------------------------------------
 
     def _claims(self, valid: Sequence[Instance]) -> None:
-        """Makes sure that every array is used by one rule, and made by one."""
+        """Makes sure that every array is used by one rule, and made by one.
+
+        Of several names of one array, all but the first are left to a rule that is about them.
+        """
         for right, names, verb in ((False, self._have, "taken"), (True, self._want, "made")):
-            claimed: dict[str, tuple[Instance, str]] = {}
+            claimed: dict[str, list[tuple[Instance, int]]] = {}
             for instance in valid:
                 side = instance.rule.right if right else instance.rule.left
-                for view in views_of(side):
-                    for _, name in instance.grid(view):
-                        if names is not None and name not in names.facts:
-                            continue
-                        other, tag = claimed.setdefault(name, (instance, view.tag))
-                        if other is not instance or tag != view.tag:
-                            rules = dict.fromkeys([str(other.rule), str(instance.rule)])
-                            self._problem(name, f"is {verb} twice", rules)
+                for term in () if isinstance(side, Nothing) else side:
+                    for rank, view in enumerate(term):
+                        for _, name in instance.grid(view):
+                            if names is None or name in names.facts:
+                                claimed.setdefault(name, []).append((instance, min(rank, 1)))
+            for name, claims in claimed.items():
+                best = min(rank for _, rank in claims)
+                kept = [instance for instance, rank in claims if rank == best]
+                self._left.update((name, right, id(i)) for i, rank in claims if rank > best)
+                if len(kept) > 1 and not _same_constant(kept):
+                    self._problem(
+                        name, f"is {verb} twice", dict.fromkeys(str(i.rule) for i in kept)
+                    )
 
     # --- what is made of what -----------------------------------------------------------------
 
@@ -292,14 +306,28 @@ class _Planner:
             for view in term[1:]:
                 self._check_same(instance, term[0], view, plan)
         for term in rule.right:
-            main = term[0]
-            for at, name in instance.grid(main):
-                names = [name, *(v.pattern.format(instance.texts, at) for v in term[1:])]
-                wanted = [n for n in names if self._is_wanted(n)]
-                if not wanted:
-                    continue
-                self._add(plan, self._make_one(instance, main, at, wanted[0], blocks))
-                plan.aliases |= dict.fromkeys(wanted[1:], wanted[0])
+            for at, _ in instance.grid(term[0]):
+                self._make_term(instance, term, at, blocks, plan)
+
+    def _make_term(
+        self,
+        instance: Instance,
+        term: Sequence[Seen],
+        at: dict[str, int],
+        blocks: Mapping[frozenset[str], tuple[Seen, axes.Choice]],
+        plan: Plan,
+    ) -> None:
+        """Adds an array under all of its names; those with the same view are one array."""
+        first: dict[tuple[Any, ...], str] = {}
+        for view in term:
+            name = view.pattern.format(instance.texts, at)
+            if not self._is_wanted(name) or (name, True, id(instance)) in self._left:
+                continue
+            other = first.setdefault(view.form, name)
+            if other == name:
+                self._add(plan, self._make_one(instance, view, at, name, blocks))
+            else:
+                plan.aliases[name] = other
 
     def _is_wanted(self, name: str) -> bool:
         return self._want is None or name in self._want.facts
@@ -307,11 +335,13 @@ class _Planner:
     def _check_same(self, instance: Instance, first: Seen, other: Seen, plan: Plan) -> None:
         for at, name in instance.grid(first):
             twin = other.pattern.format(instance.texts, at)
-            if twin not in self._stored.facts:
+            if twin not in self._stored.facts or (twin, False, id(instance)) in self._left:
                 continue
-            if [str(i) for i in instance.items(first)] != [str(i) for i in instance.items(other)]:
-                raise Unfit(f"{name!r} and {twin!r} are one array, but their axes differ in order")
-            plan.checks.append(Same(name, twin, str(instance.rule)))
+            made = None
+            if other.form != first.form:
+                blocks = dict(_blocks_by_axes(instance, [first]))
+                made = self._make_one(instance, other, at, twin, blocks)
+            plan.checks.append(Same(name, twin, str(instance.rule), made))
 
     def _make_one(
         self,
@@ -492,8 +522,17 @@ class _Planner:
         """Reports rules that are about what is left over, but do not fit; returns those names."""
         explained: set[str] = set()
         reasons: dict[tuple[str, str], list[str]] = {}
-        for instance in found:
-            names = [name for name in instance.matched_names() if name in rest]
+        misfits = [instance for instance in found if instance.why_not is not None]
+        best: dict[str, int] = {}  # how much speaks for the likeliest rule about a name
+        for instance in misfits:
+            for name in instance.matched_names():
+                best[name] = max(best.get(name, 0), _likelihood(instance))
+        for instance in misfits:
+            names = [
+                name
+                for name in instance.matched_names()
+                if name in rest and best[name] == _likelihood(instance)
+            ]
             if instance.why_not is None or not names:
                 continue
             explained.update(names)
@@ -504,7 +543,7 @@ class _Planner:
             if not (told and instance.rule.lifted):  # else the parameter's own rule has told it
                 reasons.setdefault((str(instance.rule), instance.why_not), []).extend(names)
         for (rule, why), names in reasons.items():
-            more = f" and {len(names) - 1} others" if len(names) > 1 else ""
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             self._problems.append(f"{rule}\n    {why} (about {names[0]!r}{more})")
         return explained
 
@@ -523,6 +562,15 @@ class _Planner:
                 self._problems.append(
                     f"{rule}\n    matches nothing; if that may be, begin it with `optional`"
                 )
+
+
+def _same_constant(claims: Sequence[Instance]) -> bool:
+    """Whether all of some rules have nothing on the same side, and the same of it."""
+    sides = [(i.rule.left, i.rule.right) for i in claims]
+    return any(
+        all(isinstance(pair[side], Nothing) and pair[side] == sides[0][side] for pair in sides)
+        for side in (0, 1)
+    )
 
 
 def _blocks_by_axes(
@@ -574,6 +622,11 @@ def _with_other_slots(slot: Slot, names: Sequence[str], plan: Plan) -> list[str]
     neighbours = {name.rpartition("/")[0] for name in plan.made}
     having = [name for name in names if name.rpartition("/")[0] in neighbours]
     return having or list(names)
+
+
+def _likelihood(instance: Instance) -> int:
+    """How likely a rule was meant for what its names match: those of both sides say most."""
+    return 2 * bool(instance.have and instance.want) + (not instance.rule.optional)
 
 
 def _alike(facts: Mapping[str, Fact], without: Set[str]) -> Iterator[tuple[str, int, Fact]]:

@@ -58,6 +58,11 @@ class Seen:
         """The axes whose sizes the arithmetic needs."""
         return {o.value for _, o in self.arithmetic if isinstance(o.value, str)}
 
+    @property
+    def form(self) -> tuple[object, ...]:
+        """Equal for views whose arrays have the same elements in the same places."""
+        return " ".join(map(str, self.items)), self.arithmetic, self.law, self.dtype
+
     def affine(self, sizes: Mapping[str, int]) -> tuple[float, float]:
         """Scale and offset of the arithmetic.
 
@@ -333,6 +338,9 @@ def _blocks(side: Terms) -> dict[frozenset[str], Seen]:
             keys = set(block_keys(view))
             if of_term is not None and keys != of_term:
                 raise syntax_error("arrays that are one must have the same axes", view.place)
+            padded = axes.has_pad(view.items) or axes.has_pad(term[0].items)
+            if padded and view.form != term[0].form:
+                raise syntax_error("arrays that are one must have the same padding", view.place)
             of_term = keys
         for key in block_keys(term[0]):
             if key in found:
