@@ -126,10 +126,8 @@ def target(leaf: Any) -> TorchTarget:
 
 def expand(obj: Any, name: str, stored: Mapping[str, Any] | None) -> Expansion | None:
     """Optimizers and, to load into, modules with parameters on the meta device."""
-    if isinstance(obj, torch.optim.Optimizer):
-        return expand_optimizer(obj, None, name, stored)
-    if isinstance(obj, NamedOptimizer):
-        return expand_optimizer(obj.optimizer, obj.names, name, stored)
+    if isinstance(obj, torch.optim.Optimizer | NamedOptimizer):
+        return expand_optimizer(obj, name, stored)
     if stored is None or not isinstance(obj, torch.nn.Module):
         return None
     state = obj.state_dict(keep_vars=True)

@@ -48,18 +48,11 @@ class NamedOptimizer:
 
 
 def expand_optimizer(
-    optimizer: torch.optim.Optimizer,
-    names: Sequence[str] | None,
-    name: str,
-    stored: Mapping[str, Any] | None,
+    obj: torch.optim.Optimizer | NamedOptimizer, name: str, stored: Mapping[str, Any] | None
 ) -> Expansion | None:
-    """An optimizer as the container of its `state_dict`.
-
-    Arguments:
-        optimizer: torch's own, or one that keeps to its form.
-        names: of its parameters; numbers, as in `state_dict`, where not given.
-        name, stored: see `Adapter.expand`.
-    """
+    """An optimizer as the container of its `state_dict`; see `Adapter.expand`."""
+    optimizer = obj.optimizer if isinstance(obj, NamedOptimizer) else obj
+    names = obj.names if isinstance(obj, NamedOptimizer) else None
     state = optimizer.state_dict()
     if not isinstance(state.get("state"), dict):
         return None  # not as torch's own; its state_dict is stored as it is
@@ -79,7 +72,7 @@ def expand_optimizer(
             loaded = _regrouped(name, numbered["param_groups"], loaded)
         optimizer.load_state_dict(loaded)
         _undo_casts(optimizer, loaded["state"])
-        return optimizer
+        return obj
 
     return Expansion("wrapper", ("state_dict",), (state,), rebuild, type(optimizer).__name__)
 

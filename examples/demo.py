@@ -1,4 +1,4 @@
-"""The demo: a training run goes from JAX through PyTorch back to JAX, and no bit changes.
+"""The demo: training runs go from JAX through PyTorch back to JAX.
 
     python examples/demo.py [--keep DIRECTORY]
 
@@ -6,13 +6,13 @@ A small transformer is trained in JAX on a 2x4 mesh, and saved. PyTorch loads mo
 into DTensors with another sharding, and saves them. JAX loads that on a 4x2 mesh and trains on.
 The losses must equal, to the last bit, those of the first job, which was never interrupted: it
 went on in memory, on the same 4x2 mesh. The jobs are real ones, of two and of four processes.
+
+Then a Llama that JAX trained becomes transformers' LlamaForCausalLM, through rules: see handoff.py.
 """
 
 import argparse
 import json
 import os
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,10 +20,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from handoff import handoff
+from jobs import DemoFailed, headline, run_job, say
+
 import unickpt
 
-HERE = Path(__file__).parent
-JOB_TIMEOUT_S = 600
 SHOWN = (
     "model/token/embedding",
     "model/layers/0/attn/query/kernel",
@@ -32,14 +33,6 @@ SHOWN = (
 )
 
 Event = dict[str, Any]
-
-
-class DemoFailed(Exception):
-    """Something is not as it should be; the message says what."""
-
-
-class JobFailed(DemoFailed):
-    """A process of a job failed."""
 
 
 def main() -> None:
@@ -65,7 +58,7 @@ def demo(directory: Path) -> None:
 
     print(f"unickpt {unickpt.__version__}: JAX -> PyTorch -> JAX on {os.cpu_count()} CPU cores")
     headline(1, "JAX trains and saves: 2 processes, 4 devices each")
-    uninterrupted = run_job(
+    uninterrupted = run_demo_job(
         directory / "job_1", 2, witness, "jax_job.py", "train", "--save", str(from_jax)
     )
 
@@ -74,7 +67,7 @@ def demo(directory: Path) -> None:
     check_digests(from_jax)
 
     headline(3, "PyTorch loads it into DTensors, sharded in another way, and saves: 4 gloo ranks")
-    run_job(
+    run_demo_job(
         directory / "job_2", 4, witness,
         "torch_job.py", "--load", str(from_jax), "--save", str(from_torch),
     )  # fmt: skip
@@ -82,101 +75,44 @@ def demo(directory: Path) -> None:
     check_digests(from_torch)
 
     headline(4, "JAX loads what PyTorch saved, and trains on: 2 processes, 4 devices each")
-    resumed = run_job(
+    resumed = run_demo_job(
         directory / "job_3", 2, witness, "jax_job.py", "resume", "--load", str(from_torch)
     )
 
     headline(5, "Losses of the run that never stopped, and of the one through PyTorch")
     compare_losses(uninterrupted, resumed)
+    handoff(directory / "handoff", 6)
     print(f"\nAll of it took {time.perf_counter() - began:.0f} s.")
 
 
 # --- jobs ---------------------------------------------------------------------------------------
 
 
-def run_job(
+def run_demo_job(
     directory: Path, processes: int, witness: dict[str, str], script: str, *arguments: str
 ) -> list[Event]:
-    """Runs a script in several processes, tells what they report, and returns it.
+    """Runs a script of the demo in several processes, tells what they report, and returns it.
 
     Raises:
-        JobFailed: a process failed, or all took too long; the message holds what they wrote.
+        JobFailed: see `run_job`.
         DemoFailed: an array is not what it was.
     """
     directory.mkdir()
     events = directory / "events"
     events.touch()
-    environment = {
-        **os.environ,
-        "DEMO_REPORT": str(events),
-        "WORLD_SIZE": str(processes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "OMP_NUM_THREADS": "1",
-        # XLA's CPU client has as many threads as NPROC says, else as there are cores. Collectives
-        # over gloo block threads: with fewer of them than collectives under way, a job hangs.
-        "NPROC": "32",
-    }
-    logs = [directory / f"process_{rank}.log" for rank in range(processes)]
-    running: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank, log in enumerate(logs):
-            with log.open("w") as output:
-                process = subprocess.Popen(
-                    [sys.executable, str(HERE / script), *arguments],
-                    env={**environment, "RANK": str(rank)},
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                )
-            running.append(process)
-        return follow(running, events, witness)
-    except JobFailed as error:
-        wrote = "".join(f"\n--- {log.name} ---\n{log.read_text()}" for log in logs)
-        raise JobFailed(f"{script}: {error}{wrote}") from None
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-
-
-def follow(
-    running: list[subprocess.Popen[bytes]], events: Path, witness: dict[str, str]
-) -> list[Event]:
-    """Tells events as they come, until all processes are done."""
     told: list[Event] = []
-    deadline = time.monotonic() + JOB_TIMEOUT_S
-    while True:
-        codes = [process.poll() for process in running]
+
+    def look() -> None:
         for line in events.read_text().split("\n")[len(told) : -1]:
             told.append(json.loads(line))
             tell(told[-1], witness)
-        if all(code == 0 for code in codes):
-            return told
-        if any(codes):
-            time.sleep(2)  # so that the others can say what they make of it
-            raise JobFailed(f"exit codes {[process.poll() for process in running]}")
-        if time.monotonic() > deadline:
-            raise JobFailed(f"not done after {JOB_TIMEOUT_S} s")
-        time.sleep(0.05)
 
-
-def free_port() -> int:
-    """A port of the loopback interface on which nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    environment = {"DEMO_REPORT": str(events)}
+    run_job(directory, processes, script, *arguments, environment=environment, look=look)
+    return told
 
 
 # --- what a person reads ------------------------------------------------------------------------
-
-
-def headline(number: int, text: str) -> None:
-    print(f"\n{number}. {text}", flush=True)
-
-
-def say(text: str) -> None:
-    print(f"   {text}", flush=True)
 
 
 def tell(event: Event, witness: dict[str, str]) -> None:

@@ -135,7 +135,8 @@ def test_jax_to_torch(pair: str, used: bool, tmp_path: Path) -> None:
     if used:
         train_torch(model, optimizer, range(2))
     tree = {"model": model, "optimizer": NamedOptimizer(optimizer, model)}
-    unickpt.load(tmp_path / "jax", tree, rules=rules_of(pair))
+    loaded = unickpt.load(tmp_path / "jax", tree, rules=rules_of(pair))
+    assert all(loaded[part] is tree[part] for part in tree)
     assert np.array_equal(model.up.weight.detach().numpy().T, state["params"]["up"]["kernel"])
     assert train_torch(model, optimizer, range(5, 12)) == pytest.approx(expected, rel=2e-5)
 

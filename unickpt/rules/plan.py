@@ -522,6 +522,7 @@ class _Planner:
         """Reports rules that are about what is left over, but do not fit; returns those names."""
         explained: set[str] = set()
         reasons: dict[tuple[str, str], list[str]] = {}
+        firsts: dict[str, tuple[str, str]] = {}
         misfits = [instance for instance in found if instance.why_not is not None]
         best: dict[str, int] = {}  # how much speaks for the likeliest rule about a name
         for instance in misfits:
@@ -539,9 +540,16 @@ class _Planner:
             for lift in shared:
                 slots = (slot.of(name) for slot in (lift.left, lift.right) for name in names)
                 explained.update(slot for slot in slots if slot is not None)
-            told = any(why == instance.why_not for _, why in reasons)
-            if not (told and instance.rule.lifted):  # else the parameter's own rule has told it
-                reasons.setdefault((str(instance.rule), instance.why_not), []).extend(names)
+            lifted = instance.rule.lifted
+            if lifted and any(why == instance.why_not for _, why in reasons):
+                continue  # the parameter's own rule has told it
+            # The slots of all parameters are told once, with the first one's reason.
+            line = str(instance.rule.place) if lifted else str(instance.rule)
+            if lifted and line in firsts:
+                reasons[firsts[line]].extend(names)
+                continue
+            firsts[line] = (str(instance.rule), instance.why_not)
+            reasons.setdefault(firsts[line], []).extend(names)
         for (rule, why), names in reasons.items():
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             self._problems.append(f"{rule}\n    {why} (about {names[0]!r}{more})")
