@@ -79,6 +79,34 @@ def test_into_jax_on_another_mesh() -> None:
     assert np.array_equal(state["w"], init(jax.random.key(0))["w"])
 
 
+def test_from_jax_to_torch_and_back() -> None:
+    torch = pytest.importorskip("torch")
+    optax = pytest.importorskip("optax")
+    from unickpt.adapters.torch import NamedOptimizer
+
+    rng = np.random.default_rng(0)
+    layers = {"q": {"kernel": rng.random((2, 6, 3, 4), np.float32)}}
+    layers["norm"] = {"scale": rng.random((2, 6), np.float32)}
+    params = {"embed": {"embedding": rng.random((7, 6), np.float32)}, "layers": layers}
+    opt_state = optax.adam(1e-3).init(params)
+    unickpt.save("ckpt/jax", {"params": params, "opt_state": opt_state, "step": 5})
+
+    model = torch.nn.Module()
+    model.embed = torch.nn.Embedding(7, 6)
+    model.layers = torch.nn.ModuleList(torch.nn.Module() for _ in range(2))
+    for layer in model.layers:
+        layer.q, layer.norm = torch.nn.Linear(6, 12, bias=False), torch.nn.RMSNorm(6)
+    optimizer = torch.optim.Adam(model.parameters())
+    like = {"params": params, "opt_state": opt_state, "step": 0}
+    names = {"model": model, "optimizer": optimizer, "NamedOptimizer": NamedOptimizer, "like": like}
+    kernel = layers["q"]["kernel"].copy()
+    state = run("rules.inverse", unickpt=unickpt, **names)["state"]
+    weight = model.layers[1].q.weight.detach().numpy()
+    assert np.array_equal(weight, kernel[1].reshape(6, 12).T)
+    assert np.array_equal(state["params"]["layers"]["q"]["kernel"], kernel)
+    assert len(optimizer.state_dict()["state"]) == 5
+
+
 def test_looking_inside() -> None:
     unickpt.save("run/step_100", {"params": {"w": np.arange(60).reshape(30, 2)}, "step": 1})
     text = block("reads one small object").replace("s3://bucket/", "")

@@ -194,12 +194,53 @@ def test_masked_parameters_have_no_slots(tmp_path: Path) -> None:
     assert optimizer.state[model.scale]["step"].item() == 3
 
 
+ADAFACTOR = """
+    # Both keep means over rows and over columns; optax calls those over the larger axis v_row.
+    opt_state/0/v_row/up/kernel [i]     <-> optimizer/state/up.weight/col_var [1 i]
+    opt_state/0/v_col/up/kernel [o]     <-> optimizer/state/up.weight/row_var [o 1]
+    opt_state/0/v_row/down/kernel [o]   <-> optimizer/state/down.weight/row_var [o 1]
+    opt_state/0/v_col/down/kernel [i]   <-> optimizer/state/down.weight/col_var [1 i]
+    opt_state/0/v/up/bias               <-> optimizer/state/up.bias/variance
+    opt_state/0/v/scale                 <-> optimizer/state/scale/variance
+    # and stands in with one zero for what it has not
+    opt_state/0/{v_row|v_col}/up/bias [1] <-> 0
+    opt_state/0/{v_row|v_col}/scale [1]   <-> 0
+    opt_state/0/v/{up|down}/kernel [1]    <-> 0
+    lift opt_state/0/count as int32 <->
+        optimizer/state/{p}/step as float32 for params/{p} <-> model/{p}
+    drop <-> optimizer/param_groups/{g...}
+"""
+
+
+def test_factored_moments_there_and_back(tmp_path: Path) -> None:
+    theirs = optax.adafactor(1e-2, min_dim_size_to_factor=2)
+    params = fresh(0)
+    state = {"params": params, "opt_state": theirs.init(params)}
+    state, _ = train_jax(state, theirs, range(5), 0)
+    unickpt.save(tmp_path / "jax", state)
+    _, expected = train_jax(state, theirs, range(5, 12), 0)
+
+    rules = Rules.parse(MODEL.replace("+ 1", "+ 0") + ADAFACTOR)
+    model = Net(1)
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-2)
+    tree = {"model": model, "optimizer": NamedOptimizer(optimizer, model)}
+    unickpt.load(tmp_path / "jax", tree, rules=rules)
+    unickpt.save(tmp_path / "torch", tree)
+    like = jax.eval_shape(lambda: state)
+    back = unickpt.load(tmp_path / "torch", like, rules=rules.inverse)
+    same = jax.tree.map(lambda a, b: bool((a == b).all()), back, state)
+    assert jax.tree.all(same), same
+    assert train_torch(model, optimizer, range(5, 12)) == pytest.approx(expected, rel=1e-4)
+
+
 def test_hyper_parameters_are_values(tmp_path: Path) -> None:
     theirs = optax.inject_hyperparams(optax.sgd)(learning_rate=0.25, momentum=0.9)
     params = fresh(0)
     state, _ = train_jax({"params": params, "opt_state": theirs.init(params)}, theirs, range(2))
     unickpt.save(tmp_path / "c", state)
-    rules = Rules.parse(MODEL + """
+    rules = Rules.parse(
+        MODEL
+        + """
         lift opt_state/inner_state/0/trace/{p} <->
             optimizer/state/{p}/momentum_buffer for params/{p} <-> model/{p}
         opt_state/hyperparams/learning_rate    <-> optimizer/param_groups/0/lr
@@ -209,7 +250,8 @@ def test_hyper_parameters_are_values(tmp_path: Path) -> None:
         drop <-> optimizer/param_groups/0/{dampening|weight_decay|nesterov|maximize}
         drop <-> optimizer/param_groups/0/{foreach|differentiable|fused}
         drop <-> optimizer/param_groups/0/params/{i}
-    """)  # fmt: skip
+    """
+    )
     model = Net(1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
     tree = {"model": model, "optimizer": NamedOptimizer(optimizer, model)}

@@ -55,6 +55,10 @@ REFUSED = {
     "two rules that make one array": (
         "a <-> c\nb <-> c", "a 2, b 2", None, ["'c' is made twice"],
     ),
+    "a count that is taken by another rule, too": (
+        "a <-> b\nlift n <-> s/{p}\nn <-> drop", "a 2, n", "b 2, s/b",
+        ["'n' is taken twice", "line 2: lift n <-> s/{p}"],
+    ),
     "a rule that matches nothing": (
         "a <-> b\nx [e] <-> y [e]", "a 2", None,
         ["line 2: x [e] <-> y [e]", "matches nothing; if that may be, begin it with `optional`"],

@@ -172,6 +172,7 @@ class _Planner:
         self._have = Names(stored.facts)
         self._want = None if want is None else Names(want)
         self._problems: list[str] = []
+        self._claimed: dict[bool, dict[str, str]] = {False: {}, True: {}}
         self._left: set[tuple[str, bool, int]] = set()  # what an instance leaves to others
 
     def plan(self, rules: Sequence[Rule], shared: Sequence[Shared], where: str) -> Plan:
@@ -234,6 +235,7 @@ class _Planner:
                         for _, name in instance.grid(view):
                             if names is None or name in names.facts:
                                 claimed.setdefault(name, []).append((instance, min(rank, 1)))
+            self._claimed[right] = {name: str(c[0][0].rule) for name, c in claimed.items()}
             for name, claims in claimed.items():
                 best = min(rank for _, rank in claims)
                 kept = [instance for instance, rank in claims if rank == best]
@@ -443,6 +445,11 @@ class _Planner:
             want = self._slots(lift.right, found, left=False, names=asked)
             if asked is None and lift.right.single is None:
                 want = _with_other_slots(lift.right, want, plan)
+            for right, names, verb in ((False, have, "taken"), (True, want, "made")):
+                for name in names:
+                    other = self._claimed[right].setdefault(name, str(lift))
+                    if other != str(lift):
+                        self._problem(name, f"is {verb} twice", [other, str(lift)])
             first = have[0]
             plan.checks += [Same(first, other, str(lift)) for other in have[1:]]
             for name in want:
