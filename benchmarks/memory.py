@@ -3,6 +3,7 @@
     python benchmarks/memory.py                       # states of 2 and 4 GiB
     python benchmarks/memory.py --gib 8 --contenders "unickpt torch" --dir /some/disk
     python benchmarks/memory.py --transposed          # what must be copied to be written
+    python benchmarks/memory.py --rules               # through rules that transpose every array
 
 Each operation runs in a process of its own, which first builds what it saves or fills, then waits
 for a sign. From there on its /proc/PID/status is sampled every 5 ms, from outside, so that no lock
@@ -32,6 +33,8 @@ from peers import fresh_directory, machine_facts, make_contenders, print_facts, 
 from rich.console import Console
 from rich.table import Table
 
+import unickpt
+
 BUDGET = 1 << 30
 """The default byte budget of unickpt, the most that it may take."""
 SHAPE = (2048, 2048)
@@ -55,6 +58,10 @@ def main() -> None:
         child(CONTENDERS[options.contenders[0]](), options)
         return
     console = Console(width=None if sys.stdout.isatty() else 120)
+    if options.rules:
+        print_facts(console, machine_facts(Path(options.dir)) | versions([]))
+        console.print(rules_table(options))
+        return
     contenders = make_contenders(options.contenders or DEFAULT, console)
     print_facts(console, machine_facts(Path(options.dir)) | versions(contenders))
     table = Table(title="Peak extra memory, GiB, beyond the destination", title_justify="left")
@@ -82,8 +89,36 @@ def parse_arguments() -> argparse.Namespace:
         "--dir", default=".", help="a fresh directory is made in here, and removed (default: .)"
     )
     parser.add_argument("--transposed", action="store_true", help="save transposed arrays")
-    parser.add_argument("--child", choices=("save", "load"), help=argparse.SUPPRESS)
+    parser.add_argument("--rules", action="store_true", help="load and convert through rules")
+    children = ("save", "load", "load_ruled", "convert")
+    parser.add_argument("--child", choices=children, help=argparse.SUPPRESS)
     return parser.parse_args()
+
+
+def rules_table(options: argparse.Namespace) -> Table:
+    """unickpt alone: a load through rules, and a conversion within an eighth of the state."""
+    table = Table(title="Peak extra memory through rules, GiB", title_justify="left")
+    for column in ("operation", "state", "budget", "extra", "with files", "seconds"):
+        table.add_column(column, justify="left" if column == "operation" else "right")
+    table.add_column("within the budget")
+    for gib in options.gib:
+        with fresh_directory(options.dir) as directory:
+            for operation in ("save", "load_ruled", "convert"):
+                command = [sys.executable, __file__, "--child", operation, "--dir", str(directory)]
+                command += ["--gib", str(gib), "--contenders", "unickpt numpy"]
+                budget = budget_of(operation, gib)
+                peak = run(command, count(gib) * nbytes() if operation == "load_ruled" else 0)
+                if operation == "save":
+                    continue
+                within = "[green]yes" if peak.extra <= budget else "[red]no"
+                sizes = (f"{gib:g}", f"{budget / (1 << 30):.2f}", *cells([peak]))
+                table.add_row(operation.replace("_ruled", ""), *sizes, within)
+    return table
+
+
+def budget_of(operation: str, gib: float) -> int:
+    """A conversion has an eighth of the state."""
+    return int(gib * (1 << 30) / 8) if operation == "convert" else BUDGET
 
 
 def measure(contender: Contender, gib: float, transposed: bool, parent: str) -> list[Peak]:
@@ -143,6 +178,9 @@ def child(contender: Contender, options: argparse.Namespace) -> None:
         contender.save(path, state, durable=True)
         wait("done")
         return
+    if options.child in ("load_ruled", "convert"):
+        through_rules(options.child, path, gib)
+        return
     target = contender.target(dict.fromkeys(names(gib), SHAPE))
     wait("ready")
     loaded = contender.load(path, target, verify=True)
@@ -151,6 +189,26 @@ def child(contender: Contender, options: argparse.Namespace) -> None:
     for i, name in enumerate(names(gib)):
         if not np.array_equal(np.asarray(loaded[name]), numbers + np.float32(i)):
             raise SystemExit(f"{contender.name} loaded {name!r} with other values")
+
+
+def through_rules(operation: str, path: Path, gib: float) -> None:
+    """Transpose every array, into memory or into another checkpoint."""
+    rules = unickpt.Rules.parse("{name} [i o] <-> turned/{name} [o i]")
+    other = path.with_name("converted")
+    wait("ready")
+    if operation == "convert":
+        options = unickpt.SaveOptions(budget_bytes=budget_of(operation, gib))
+        unickpt.convert(path, other, rules=rules, options=options)
+        wait("done")
+        loaded = unickpt.open(other)
+    else:
+        loaded = unickpt.load(path, rules=rules)["turned"]
+        wait("done")
+    numbers = base(False)
+    for i, name in enumerate(names(gib)):
+        found = loaded[name if operation == "load_ruled" else f"turned/{name}"]
+        if not np.array_equal(np.asarray(found), (numbers + np.float32(i)).T):
+            raise SystemExit(f"{operation}: {name!r} has other values")
 
 
 def trim() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from unickpt import Function, RuleError, Rules, RuleSyntaxError
 
@@ -161,3 +163,25 @@ def test_a_function_without_inverse() -> None:
     rules = Rules.parse("a [e] <-> b [e] via f", functions={"f": both})
     assert rules.inverse.functions["f"].apply is one_way.apply
     assert rules.inverse.inverse.functions["f"].apply is both.apply
+
+
+PIECES = st.sampled_from(
+    ["a", "b/c", "{l}", "{m...}", "{2*b+j}", "{q|k}", "{x:q|k}", " ", "[", "]", "(", ")", "<->", ",",
+     "+", "-", "*", "/", "**", "=", "1", "0", "2.5", "_", "...", "?", '"', "{", "}", "as float32",
+     "drop", "optional", "lift", "for", "law=", "where", "include", "under", "via", "convention", ":",
+     "e", "h=2", "\n", "#", "\\", "é", "\t", "|"]
+)  # fmt: skip
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(PIECES, max_size=14))
+def test_any_text_is_rules_or_an_error_that_points(pieces: list[str]) -> None:
+    try:
+        rules = Rules.parse(" ".join(pieces))
+    except RuleSyntaxError as error:
+        assert str(error).startswith("rules, line ")
+        assert str(error).endswith("^")
+        return
+    except RuleError:
+        return
+    assert str(Rules.parse(str(rules))) == str(rules)
