@@ -85,6 +85,7 @@ def gemma() -> Any:
 
 FAMILIES = {
     "llama": Family(llama, {"d": D, "half": D // 2}, interleaved=True),
+    "llama2": Family(llama, {"d": D}),
     "mixtral": Family(mixtral, {"d": D}, experts=True),
     "gemma": Family(
         gemma, {"d": D, "_": 3}, norms=("pre_self_attention_norm", "pre_ffw_norm"), gemma=True
@@ -261,6 +262,20 @@ def test_layers_in_front_are_refused(family: str, tmp_path: Path) -> None:
     unickpt.save(tmp_path / "maxtext", flat_tree(moved))
     with pytest.raises(RuleError, match=r"elements, and here"):
         unickpt.load(tmp_path / "maxtext", kind.model(), rules=Rules.preset(f"maxtext-{family}"))
+
+
+@pytest.mark.parametrize(("ours", "other"), [("llama", "llama2"), ("llama2", "llama")])
+def test_the_other_order_of_rotary_dimensions_is_refused(
+    ours: str, other: str, tmp_path: Path
+) -> None:
+    """Shapes do not show it, but a conversion records it."""
+    kind = FAMILIES[ours]
+    unickpt.save(tmp_path / "torch", kind.model().state_dict())
+    rules = Rules.preset(f"maxtext-{ours}", sizes=kind.sizes)
+    unickpt.convert(tmp_path / "torch", tmp_path / "maxtext", rules=rules.inverse)
+    unickpt.load(tmp_path / "maxtext", kind.model(), rules=rules)
+    with pytest.raises(RuleError, match="rope"):
+        unickpt.load(tmp_path / "maxtext", kind.model(), rules=Rules.preset(f"maxtext-{other}"))
 
 
 def test_the_padding_of_gemma_is_left_out(tmp_path: Path) -> None:

@@ -289,8 +289,14 @@ def test_a_further_name_is_left_to_a_rule_of_its_own(tmp_path: Path) -> None:
     like = {"embed": np.empty((3, 2)), "out": np.empty((2, 3))}
     back = unickpt.load(tmp_path / "back", like, rules=rules.inverse)
     assert np.array_equal(back["out"], head.T)
-    with pytest.raises(LoadMismatch, match="'wte' and 'head' are to become one, but differ"):
-        unickpt.load(tmp_path / "back", {"embed": np.empty((3, 2))}, rules=rules.inverse)
+    tied = {"embed": np.empty((3, 2))}
+    for strict in (True, False):
+        with pytest.raises(LoadMismatch, match="'wte' and 'head' are to become one, but differ"):
+            unickpt.load(tmp_path / "back", tied, rules=rules.inverse, strict=strict)
+    unickpt.save(tmp_path / "one", {"wte": wte, "head": wte})
+    assert unickpt.load(tmp_path / "one", rules=rules.inverse).keys() == {"embed"}
+    unickpt.load(tmp_path / "one", like, rules=rules.inverse)
+    assert np.array_equal(like["out"], wte.T)
 
 
 def test_constants_for_arrays_that_captures_name(tmp_path: Path) -> None:

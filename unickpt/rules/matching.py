@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from unickpt.rules import axes
 from unickpt.rules.names import Match, Path, is_ambiguous, solve_linear
-from unickpt.rules.rule import Rule, Seen, views_of
+from unickpt.rules.rule import Rule, Seen, Terms, views_of
 from unickpt.rules.syntax import ELLIPSIS, Item, Nothing
 
 
@@ -60,7 +60,7 @@ class Unfit(ValueError):
     """Why a rule is not about some arrays."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Instance:
     """A rule together with the texts that its captures took: the arrays of one family.
 
@@ -270,6 +270,15 @@ def _check_all_there(instance: Instance, have: Names, want: Names | None, partly
             continue
         for term in side:
             _check_term(instance, term, names, verb, partly and names is want)
+        if partly and names is want and not any(n in names.facts for n in names_of(instance, side)):
+            raise Unfit("nothing of what it makes is asked for")
+
+
+def names_of(instance: Instance, side: Terms) -> Iterator[str]:
+    """All names of a side of a family."""
+    for view in views_of(side):
+        for _, name in instance.grid(view):
+            yield name
 
 
 def _check_term(

@@ -22,7 +22,7 @@ from unickpt.folding import skeleton
 from unickpt.index import ArrayEntry
 from unickpt.rules import axes
 from unickpt.rules.functions import Function
-from unickpt.rules.matching import Fact, Instance, Names, Unfit, instances, resolve
+from unickpt.rules.matching import Fact, Instance, Names, Unfit, instances, names_of, resolve
 from unickpt.rules.rule import Rule, Seen, Shared, Slot, views_of
 from unickpt.rules.syntax import Item, Nothing
 
@@ -177,6 +177,8 @@ class _Planner:
 
     def plan(self, rules: Sequence[Rule], shared: Sequence[Shared], where: str) -> Plan:
         found = self.resolved(rules)
+        if self._want is None:
+            self._keep_ties(found)
         valid = [instance for instance in found if instance.why_not is None]
         self._claims(valid)
         plan = Plan()
@@ -218,6 +220,29 @@ class _Planner:
         for name in instance.matched_names() if self._stored.sizes else ():
             sizes |= self._stored.sizes.get(name, {})
         return sizes
+
+    def _keep_ties(self, found: Sequence[Instance]) -> None:
+        """Leaves stored arrays that are tied to the rule that says so, where nothing asks for both.
+
+        Else a rule for models that do not tie would make an array of what is one here.
+        """
+        tied: dict[str, Instance] = {}
+        for instance in found:
+            side = instance.rule.left
+            if instance.why_not is not None or isinstance(side, Nothing):
+                continue
+            for term in side:
+                for at, first in instance.grid(term[0]):
+                    for view in term[1:]:
+                        name = view.pattern.format(instance.texts, at)
+                        one, other = (self._stored.entries.get(n) for n in (first, name))
+                        if one is not None and one is other:
+                            tied[name] = instance
+        for instance in found:
+            if instance.why_not is None and not isinstance(instance.rule.left, Nothing):
+                own = {tied.get(name) for name in names_of(instance, instance.rule.left)}
+                if own and None not in own and instance not in own:
+                    instance.why_not = "another rule has it, tied to what it is stored as"
 
     # --- who takes what ---------------------------------------------------------------------
 
