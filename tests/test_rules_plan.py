@@ -221,6 +221,23 @@ def test_integers_come_through_exactly_or_not_at_all(
             unickpt.load(tmp_path / "c", {"b": np.zeros([1] * bool(axes), dtype)}, rules=rules)
 
 
+def test_arithmetic_is_for_floats(tmp_path: Path) -> None:
+    """In float32, large integers would not be what they were."""
+    unickpt.save(tmp_path / "c", {"a": np.array([2**24 + 1])})
+    with pytest.raises(RuleError, match="'a' is int64: arithmetic is for floats"):
+        unickpt.load(tmp_path / "c", rules=Rules.parse("a [e] + 1 <-> b [e]"))
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(0.5, "bool"), (1 + 2j, "float32"), (2.5, "int8")])
+def test_no_cast_loses_what_a_value_is(value: complex, dtype: str, tmp_path: Path) -> None:
+    rules = Rules.parse(f"a [e] <-> b [e] as {dtype}")
+    unickpt.save(tmp_path / "lost", {"a": np.array([1, value])})
+    with pytest.raises(LoadMismatch, match="which does not hold all its values"):
+        unickpt.load(tmp_path / "lost", rules=rules)
+    unickpt.save(tmp_path / "kept", {"a": np.array([0, 1]).astype(type(value))})
+    assert unickpt.load(tmp_path / "kept", rules=rules)["b"].tolist() == [0, 1]
+
+
 def test_what_is_left_out_must_be_what_the_rule_says(tmp_path: Path) -> None:
     rules = Rules.parse("w <-> w\n0 <-> bias [e]\n").inverse
     unickpt.save(tmp_path / "zero", {"w": np.ones(2), "bias": np.zeros(5)})
@@ -334,6 +351,38 @@ def test_values_go_where_they_are_asked_for(tmp_path: Path) -> None:
     assert (found["count"], found["state"]["rng"].value, found["name"]) == (7, 5, "run")
     with pytest.raises(LoadMismatch, match=r"count +kind +plain int +float32\[\]"):
         unickpt.load(tmp_path / "c", {**like, "count": np.zeros((), np.float32)}, rules=rules)
+
+
+def test_functions(tmp_path: Path) -> None:
+    """A function of two arrays of another shape, box by box, and back."""
+    from unickpt import Box, Function
+
+    asked: list[str] = []
+
+    def outer(box: Box, x: Any, y: Any) -> Any:
+        asked.append(str(box))
+        return x[:, None] * y
+
+    def rows_and_columns(box: Box, *shapes: Any) -> list[Box]:
+        return [Box(box.start[:1], box.stop[:1]), Box(box.start[1:], box.stop[1:])]
+
+    function = Function(outer, rows_and_columns, lambda x, y: (*x, *y))
+    text = "{m}/x [i], {m}/y [o] <-> {m} [i o] via f"
+    rules = Rules.parse(text, functions={"f": function})
+    x, y = np.arange(5.0), np.arange(7.0)
+    unickpt.save(tmp_path / "c", {"a": {"x": x, "y": y}, "b": {"x": y, "y": x}})
+    found = unickpt.load(tmp_path / "c", rules=rules)
+    assert np.array_equal(found["a"], np.outer(x, y))
+    assert np.array_equal(found["b"], np.outer(y, x))
+    part = unickpt.LocalFragments((5, 7), [(Box((1, 2), (3, 6)), np.empty((2, 4)))])
+    unickpt.load(tmp_path / "c", {"a": part}, rules=rules, strict=False)
+    assert np.array_equal(part.fragments[0][1], np.outer(x, y)[1:3, 2:6])
+    assert asked[-1] == "[1:3, 2:6]"
+    unickpt.convert(tmp_path / "c", tmp_path / "d", rules=rules)
+    assert np.array_equal(unickpt.load(tmp_path / "d")["b"], np.outer(y, x))
+    wrong = Function(lambda box, x, y: x, rows_and_columns, function.shape)
+    with pytest.raises(LoadMismatch, match=r"array 'a': the function made \[5\] for the box"):
+        unickpt.load(tmp_path / "c", rules=Rules.parse(text, functions={"f": wrong}))
 
 
 def test_zero_size_and_0d_arrays(tmp_path: Path) -> None:

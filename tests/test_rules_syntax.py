@@ -165,11 +165,9 @@ def test_a_function_without_inverse() -> None:
     assert rules.inverse.inverse.functions["f"].apply is both.apply
 
 
-PIECES = st.sampled_from(
-    """a b/c {l} {m...} {2*b+j} {q|k} {x:q|k} [ ] ( ) <-> , + - * / ** = 1 0 2.5 _ ... ? " { } e h=2
-    as float32 drop optional lift for law= where include under via convention : # \\ é |""".split()
-    + [" ", "\n", "\t"]
-)
+WORDS = """a b/c {l} {m...} {2*b+j} {q|k} {x:q|k} [ ] ( ) <-> , + - * / ** = 1 0 2.5 _ ... ? " { } e
+    h=2 as float32 drop optional lift for law= where include under via convention : # \\ é |"""
+PIECES = st.sampled_from([*WORDS.split(), " ", "\n", "\t"])
 
 
 def problem_of(text: str) -> str | None:

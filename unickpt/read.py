@@ -315,7 +315,8 @@ def _place(source: Array, out: Array, feed: Source) -> None:
         wide = np.dtype(np.float64 if np.float64 in (source.dtype, out.dtype) else np.float32)
         scale, offset = (np.asarray(x, wide) for x in (feed.scale, feed.offset))
         source = np.add(np.multiply(source.astype(wide), scale), offset)
-    cast = source.astype(out.dtype)
+    real = source.dtype.kind == "c" and out.dtype.kind != "c"
+    cast = (source.real if real else source).astype(out.dtype)
     if not _holds(cast, source):
         raise LoadMismatch(
             f"array {feed.entry.name!r}: stored as {feed.entry.dtype}, asked for as {out.dtype}, "
@@ -325,13 +326,13 @@ def _place(source: Array, out: Array, feed: Source) -> None:
 
 
 def _holds(cast: Array, source: Array) -> bool:
-    """Whether integers came through a cast as they are; floats only lose precision among floats."""
+    """Whether values came through a cast as they are; floats lose precision only among floats."""
     kinds = dtypes.kind(source.dtype), dtypes.kind(cast.dtype)
     if kinds == ("integer", "integer"):
         return dtypes.holds_all(cast.dtype, source)
-    if "integer" in kinds:
-        return bool(np.array_equal(cast.astype(source.dtype), source))
-    return True
+    if kinds[0] == kinds[1] and kinds[0] != "other":
+        return True
+    return bool(np.array_equal(cast.astype(source.dtype), source))
 
 
 def read_box(stored: Checkpoint, entry: ArrayEntry, box: Box, *, verify: bool) -> Array:

@@ -333,7 +333,7 @@ def _entry(made: Made, stored: Index) -> ArrayEntry:
     # Nothing is ever written by this entry: layout and chunk are those of an array in one piece.
     chunk = tuple(max(1, n) for n in shape)
     prng = None
-    if len(made.feeds) == 1 and made.feeds[0].is_exact:
+    if len(made.feeds) == 1 and made.feeds[0].is_identity:
         prng = made.feeds[0].entry.prng
     layout = Layout.replicated(len(shape), 1)
     return ArrayEntry(made.name, shape, made.fact.dtype, chunk, layout, prng=prng)

@@ -13,7 +13,8 @@ from pathlib import Path
 from unickpt.errors import RuleError
 from unickpt.rules import grammar
 from unickpt.rules.functions import Function
-from unickpt.rules.rule import Rule, Shared, compile_rule, lift
+from unickpt.rules.lift import Shared, lift
+from unickpt.rules.rule import Rule, compile_rule
 from unickpt.rules.syntax import (
     ConventionLine,
     IncludeLine,

@@ -147,6 +147,9 @@ def _resolve(instance: Instance, have: Names, want: Names | None, partly: bool) 
         for view in views_of(side)
         if view.tag in found
     ]
+    if rule.function is not None:
+        _check_all_there(instance, have, want, partly)  # it declares its shapes itself
+        return
     instance.rank = _rank(rule, known)
     for view in rule.views:  # a size for `_` is that of each pad
         for pad in axes.axes_of(instance.items(view)):
@@ -274,7 +277,7 @@ def _check_all_there(instance: Instance, have: Names, want: Names | None, partly
             raise Unfit("nothing of what it makes is asked for")
 
 
-def names_of(instance: Instance, side: Terms) -> Iterator[str]:
+def names_of(instance: Instance, side: Terms | Nothing) -> Iterator[str]:
     """All names of a side of a family."""
     for view in views_of(side):
         for _, name in instance.grid(view):

@@ -7,9 +7,8 @@ checked when the rule was read (`unickpt.rules.rule`).
 
 from __future__ import annotations
 
-import difflib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,15 +17,14 @@ import numpy as np
 from unickpt import dtypes
 from unickpt.errors import RuleError
 from unickpt.feed import Feed, Fill, whole_dims
-from unickpt.folding import skeleton
 from unickpt.index import ArrayEntry
-from unickpt.rules import axes
+from unickpt.rules import axes, refusal
+from unickpt.rules.claims import Claims, keep_ties
 from unickpt.rules.functions import Function
+from unickpt.rules.lift import Shared, Slot
 from unickpt.rules.matching import Fact, Instance, Names, Unfit, instances, names_of, resolve
-from unickpt.rules.rule import Rule, Seen, Shared, Slot, views_of
+from unickpt.rules.rule import Rule, Seen, views_of
 from unickpt.rules.syntax import Item, Nothing
-
-_MOST_SHOWN = 20
 
 
 @dataclass(frozen=True)
@@ -172,38 +170,30 @@ class _Planner:
         self._have = Names(stored.facts)
         self._want = None if want is None else Names(want)
         self._problems: list[str] = []
-        self._claimed: dict[bool, dict[str, str]] = {False: {}, True: {}}
-        self._left: set[tuple[str, bool, int]] = set()  # what an instance leaves to others
+        self._claims = Claims()
 
     def plan(self, rules: Sequence[Rule], shared: Sequence[Shared], where: str) -> Plan:
         found = self.resolved(rules)
         if self._want is None:
-            self._keep_ties(found)
+            keep_ties(found, self._stored.entries)
         valid = [instance for instance in found if instance.why_not is None]
-        self._claims(valid)
+        self._claims.settle(valid, self._have, self._want)
         plan = Plan()
         for instance in valid:
             self.try_to_make(instance, plan)
         self.share(shared, valid, plan)
+        problems = [*self._claims.problems, *self._problems]
         if self._strict:
-            self._report_rest(plan, found, shared)
-            self._report_idle(rules, found)
-        if self._problems:
-            if self._is_backwards(self._idle(rules, found)):
-                self._problems.insert(
-                    0,
-                    "what is stored has the names of the other side: use `Rules.inverse` "
-                    "(--inverse on the command line)",
-                )
-            raise RuleError(_refusal(where, self._problems))
+            unused = {n: f for n, f in self._stored.facts.items() if n not in _used(plan, valid)}
+            there = {*plan.made, *plan.aliases, *plan.kept}
+            asked = {} if self._want is None else self._want.facts
+            unmade = {name: fact for name, fact in asked.items() if name not in there}
+            problems += refusal.left_over(unused, unmade, found, shared)
+            problems += refusal.idle(rules, found)
+        if problems:
+            problems = [*refusal.backwards(rules, found, self._have), *problems]
+            raise RuleError(refusal.message(where, problems))
         return plan
-
-    def _is_backwards(self, idle: Sequence[Rule]) -> bool:
-        """Whether all rules that match nothing would match in the other direction."""
-        return bool(idle) and all(instances(rule.inverse, self._have, None) for rule in idle)
-
-    def _problem(self, name: str, problem: str, rules: Iterable[str] = ()) -> None:
-        self._problems.append("\n    ".join([f"{name!r} {problem}", *rules]))
 
     def resolved(self, rules: Sequence[Rule]) -> list[Instance]:
         """Every family of arrays that a rule may be about."""
@@ -220,55 +210,6 @@ class _Planner:
         for name in instance.matched_names() if self._stored.sizes else ():
             sizes |= self._stored.sizes.get(name, {})
         return sizes
-
-    def _keep_ties(self, found: Sequence[Instance]) -> None:
-        """Leaves stored arrays that are tied to the rule that says so, where nothing asks for both.
-
-        Else a rule for models that do not tie would make an array of what is one here.
-        """
-        tied: dict[str, Instance] = {}
-        for instance in found:
-            side = instance.rule.left
-            if instance.why_not is not None or isinstance(side, Nothing):
-                continue
-            for term in side:
-                for at, first in instance.grid(term[0]):
-                    for view in term[1:]:
-                        name = view.pattern.format(instance.texts, at)
-                        one, other = (self._stored.entries.get(n) for n in (first, name))
-                        if one is not None and one is other:
-                            tied[name] = instance
-        for instance in found:
-            if instance.why_not is None and not isinstance(instance.rule.left, Nothing):
-                own = {tied.get(name) for name in names_of(instance, instance.rule.left)}
-                if own and None not in own and instance not in own:
-                    instance.why_not = "another rule has it, tied to what it is stored as"
-
-    # --- who takes what ---------------------------------------------------------------------
-
-    def _claims(self, valid: Sequence[Instance]) -> None:
-        """Makes sure that every array is used by one rule, and made by one.
-
-        Of several names of one array, all but the first are left to a rule that is about them.
-        """
-        for right, names, verb in ((False, self._have, "taken"), (True, self._want, "made")):
-            claimed: dict[str, list[tuple[Instance, int]]] = {}
-            for instance in valid:
-                side = instance.rule.right if right else instance.rule.left
-                for term in () if isinstance(side, Nothing) else side:
-                    for rank, view in enumerate(term):
-                        for _, name in instance.grid(view):
-                            if names is None or name in names.facts:
-                                claimed.setdefault(name, []).append((instance, min(rank, 1)))
-            self._claimed[right] = {name: str(c[0][0].rule) for name, c in claimed.items()}
-            for name, claims in claimed.items():
-                best = min(rank for _, rank in claims)
-                kept = [instance for instance, rank in claims if rank == best]
-                self._left.update((name, right, id(i)) for i, rank in claims if rank > best)
-                if len(kept) > 1 and not _same_constant(kept):
-                    self._problem(
-                        name, f"is {verb} twice", dict.fromkeys(str(i.rule) for i in kept)
-                    )
 
     # --- what is made of what -----------------------------------------------------------------
 
@@ -320,6 +261,8 @@ class _Planner:
         shapes = [entry.shape for entry in entries]
         (view,) = views_of(rule.right)
         ((_, name),) = instance.grid(view)
+        if not self._is_wanted(name):
+            return
         fact = Fact("array", tuple(function.shape(*shapes)), view.dtype or entries[0].dtype)
         made = Made(name, fact, str(rule), function=function, inputs=inputs, exact=False)
         self._add(plan, made)
@@ -348,7 +291,7 @@ class _Planner:
         first: dict[tuple[Any, ...], str] = {}
         for view in term:
             name = view.pattern.format(instance.texts, at)
-            if not self._is_wanted(name) or (name, True, id(instance)) in self._left:
+            if not self._is_wanted(name) or self._claims.is_left(name, instance):
                 continue
             other = first.setdefault(view.form, name)
             if other == name:
@@ -362,7 +305,7 @@ class _Planner:
     def _check_same(self, instance: Instance, first: Seen, other: Seen, plan: Plan) -> None:
         for at, name in instance.grid(first):
             twin = other.pattern.format(instance.texts, at)
-            if twin not in self._stored.facts or (twin, False, id(instance)) in self._left:
+            if twin not in self._stored.facts or self._claims.is_left(twin, instance):
                 continue
             made = None
             if other.form != first.form:
@@ -410,6 +353,9 @@ class _Planner:
         if len(have) > 1 and view.dtype is None:
             raise Unfit(f"{name!r} is made of arrays of {' and '.join(have)}; say `as`")
         fact = Fact("array", shape, view.dtype or have[0])
+        for feed in feeds:
+            if not feed.is_exact and dtypes.kind(dtypes.from_name(feed.entry.dtype)) != "float":
+                raise Unfit(f"{feed.entry.name!r} is {feed.entry.dtype}: arithmetic is for floats")
         exact = all(feed.is_exact and _holds(fact.dtype, feed.entry.dtype) for feed in feeds)
         cropped = any(axes.has_pad(term[0].items) for term in rule.left)  # type: ignore[union-attr]
         return Made(
@@ -470,11 +416,7 @@ class _Planner:
             want = self._slots(lift.right, found, left=False, names=asked)
             if asked is None and lift.right.single is None:
                 want = _with_other_slots(lift.right, want, plan)
-            for right, names, verb in ((False, have, "taken"), (True, want, "made")):
-                for name in names:
-                    other = self._claimed[right].setdefault(name, str(lift))
-                    if other != str(lift):
-                        self._problem(name, f"is {verb} twice", [other, str(lift)])
+            self._claims.add(have, want, str(lift))
             first = have[0]
             plan.checks += [Same(first, other, str(lift)) for other in have[1:]]
             for name in want:
@@ -512,105 +454,13 @@ class _Planner:
         feed = Feed(entry, fact.shape, dims, dims)
         return Made(name, Fact("array", fact.shape, dtype), str(lift), (feed,))
 
-    # --- what is left over --------------------------------------------------------------------
 
-    def _report_rest(self, plan: Plan, found: Sequence[Instance], shared: Sequence[Shared]) -> None:
-        """Reports all that is neither used nor made, and why."""
-        unused = self._unused(plan, found)
-        unmade: dict[str, Fact] = {}
-        if self._want is not None:
-            there = {*plan.made, *plan.aliases, *plan.kept}
-            unmade = {n: f for n, f in self._want.facts.items() if n not in there}
-        explained = self._report_misfits({**unused, **unmade}, found, shared)
-        for name, count, fact in _alike(unused, explained):
-            like = f" (and {count - 1} like it)" if count > 1 else ""
-            self._problem(
-                name,
-                f"({fact}){like} is stored, and no rule takes it",
-                [f"drop it: {name} <-> drop"],
-            )
-        for name, count, fact in _alike(unmade, explained):
-            like = f" (and {count - 1} like it)" if count > 1 else ""
-            near = difflib.get_close_matches(name, list(unused)[:2000], n=1, cutoff=0.6)
-            why = [f"nearest of what no rule takes: {near[0]!r}"] if near else []
-            self._problem(name, f"({fact}){like} is asked for, and no rule makes it", why)
-
-    def _unused(self, plan: Plan, found: Sequence[Instance]) -> dict[str, Fact]:
-        used = {
-            name
-            for instance in found
-            if instance.why_not is None
-            for view in views_of(instance.rule.left)
-            for _, name in instance.grid(view)
-        }
-        used |= {feed.entry.name for made in plan.made.values() for feed in made.feeds}
-        used |= {made.source for made in plan.made.values() if made.source is not None}
-        used |= {check.other for check in plan.checks if isinstance(check, Same)}
-        return {n: fact for n, fact in self._stored.facts.items() if n not in used}
-
-    def _report_misfits(
-        self, rest: Mapping[str, Fact], found: Sequence[Instance], shared: Sequence[Shared]
-    ) -> set[str]:
-        """Reports rules that are about what is left over, but do not fit; returns those names."""
-        explained: set[str] = set()
-        reasons: dict[tuple[str, str], list[str]] = {}
-        firsts: dict[str, tuple[str, str]] = {}
-        misfits = [instance for instance in found if instance.why_not is not None]
-        best: dict[str, int] = {}  # how much speaks for the likeliest rule about a name
-        for instance in misfits:
-            for name in instance.matched_names():
-                best[name] = max(best.get(name, 0), _likelihood(instance))
-        for instance in misfits:
-            names = [
-                name
-                for name in instance.matched_names()
-                if name in rest and best[name] == _likelihood(instance)
-            ]
-            if instance.why_not is None or not names:
-                continue
-            explained.update(names)
-            for lift in shared:
-                slots = (slot.of(name) for slot in (lift.left, lift.right) for name in names)
-                explained.update(slot for slot in slots if slot is not None)
-            lifted = instance.rule.lifted
-            if lifted and any(why == instance.why_not for _, why in reasons):
-                continue  # the parameter's own rule has told it
-            # The slots of all parameters are told once, with the first one's reason.
-            line = str(instance.rule.place) if lifted else str(instance.rule)
-            if lifted and line in firsts:
-                reasons[firsts[line]].extend(names)
-                continue
-            firsts[line] = (str(instance.rule), instance.why_not)
-            reasons.setdefault(firsts[line], []).extend(names)
-        for (rule, why), names in reasons.items():
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            self._problems.append(f"{rule}\n    {why} (about {names[0]!r}{more})")
-        return explained
-
-    def _idle(self, rules: Sequence[Rule], found: Sequence[Instance]) -> list[Rule]:
-        """The rules with arrays on both sides that match nothing."""
-        busy = {id(instance.rule) for instance in found}
-        one_sided = (
-            r for r in rules if isinstance(r.left, Nothing) or isinstance(r.right, Nothing)
-        )
-        busy.update(map(id, one_sided))
-        return [rule for rule in rules if id(rule) not in busy]
-
-    def _report_idle(self, rules: Sequence[Rule], found: Sequence[Instance]) -> None:
-        for rule in self._idle(rules, found):
-            if not rule.optional:
-                self._problems.append(
-                    f"{rule}\n    matches nothing; if that may be, begin it with `optional`"
-                )
-
-
-def _same_constant(claims: Sequence[Instance]) -> bool:
-    """Whether all of some rules have nothing on the same side, and the same of it."""
-    sides = [(i.rule.left, i.rule.right) for i in claims]
-    return any(
-        all(isinstance(pair[side], Nothing) and pair[side] == sides[0][side] for pair in sides)
-        for side in (0, 1)
-    )
+def _used(plan: Plan, valid: Sequence[Instance]) -> set[str]:
+    """The stored names that are used."""
+    used = {name for instance in valid for name in names_of(instance, instance.rule.left)}
+    used |= {feed.entry.name for made in plan.made.values() for feed in made.feeds}
+    used |= {made.source for made in plan.made.values() if made.source is not None}
+    return used | {check.other for check in plan.checks if isinstance(check, Same)}
 
 
 def _blocks_by_axes(
@@ -662,26 +512,3 @@ def _with_other_slots(slot: Slot, names: Sequence[str], plan: Plan) -> list[str]
     neighbours = {name.rpartition("/")[0] for name in plan.made}
     having = [name for name in names if name.rpartition("/")[0] in neighbours]
     return having or list(names)
-
-
-def _likelihood(instance: Instance) -> int:
-    """How likely a rule was meant for what its names match: those of both sides say most."""
-    return 2 * bool(instance.have and instance.want) + (not instance.rule.optional)
-
-
-def _alike(facts: Mapping[str, Fact], without: Set[str]) -> Iterator[tuple[str, int, Fact]]:
-    """The first of all names that differ in numbers alone, and how many they are."""
-    groups: dict[tuple[str, Fact], list[str]] = {}
-    for name, fact in facts.items():
-        if name not in without:
-            groups.setdefault((skeleton(name), fact), []).append(name)
-    for (_, fact), names in groups.items():
-        yield names[0], len(names), fact
-
-
-def _refusal(where: str, problems: Sequence[str]) -> str:
-    count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
-    lines = [f"{where}: the rules do not fit: {count}", *(f"  {p}" for p in problems[:_MOST_SHOWN])]
-    if len(problems) > _MOST_SHOWN:
-        lines.append(f"  ... and {len(problems) - _MOST_SHOWN} more")
-    return "\n".join(lines)

@@ -1,0 +1,88 @@
+"""Claims: every array is used by one rule, and made by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from unickpt.index import ArrayEntry
+from unickpt.rules.matching import Instance, Names, names_of
+from unickpt.rules.syntax import Nothing
+
+
+class Claims:
+    """Who uses each stored array, and who makes each that is asked for."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self._taken: dict[str, str] = {}
+        self._made: dict[str, str] = {}
+        self._left: set[tuple[str, int]] = set()
+
+    def settle(self, valid: Sequence[Instance], have: Names, want: Names | None) -> None:
+        """Holds the rules that fit against each other.
+
+        Of several names of one array, all but the first are left to a rule that is about them.
+        """
+        for right, names, claimed in ((False, have, self._taken), (True, want, self._made)):
+            claims: dict[str, list[tuple[Instance, int]]] = {}
+            for instance in valid:
+                side = instance.rule.right if right else instance.rule.left
+                for term in () if isinstance(side, Nothing) else side:
+                    for rank, view in enumerate(term):
+                        for _, name in instance.grid(view):
+                            if names is None or name in names.facts:
+                                claims.setdefault(name, []).append((instance, min(rank, 1)))
+            for name, by in claims.items():
+                best = min(rank for _, rank in by)
+                kept = [instance for instance, rank in by if rank == best]
+                self._left.update((name, id(instance)) for instance, rank in by if rank > best)
+                claimed[name] = str(kept[0].rule)
+                if len(kept) > 1 and not _same_constant(kept):
+                    self._twice(name, "made" if right else "taken", [str(i.rule) for i in kept])
+
+    def add(self, have: Iterable[str], want: Iterable[str], rule: str) -> None:
+        """Adds what a rule takes and makes that no `Instance` stands for."""
+        for names, claimed, verb in ((have, self._taken, "taken"), (want, self._made, "made")):
+            for name in names:
+                other = claimed.setdefault(name, rule)
+                if other != rule:
+                    self._twice(name, verb, [other, rule])
+
+    def is_left(self, name: str, instance: Instance) -> bool:
+        """Whether a rule leaves a name to another one."""
+        return (name, id(instance)) in self._left
+
+    def _twice(self, name: str, verb: str, rules: Iterable[str]) -> None:
+        self.problems.append("\n    ".join([f"{name!r} is {verb} twice", *dict.fromkeys(rules)]))
+
+
+def _same_constant(claims: Sequence[Instance]) -> bool:
+    """Whether all of some rules have nothing on the same side, and the same of it."""
+    sides = [(i.rule.left, i.rule.right) for i in claims]
+    return any(
+        all(isinstance(pair[side], Nothing) and pair[side] == sides[0][side] for pair in sides)
+        for side in (0, 1)
+    )
+
+
+def keep_ties(found: Sequence[Instance], entries: Mapping[str, ArrayEntry]) -> None:
+    """Leaves stored arrays that are tied to the rule that says so, where nothing asks for both.
+
+    Else a rule for models that do not tie would make an array of its own of what is one here.
+    """
+    tied: dict[str, Instance] = {}
+    for instance in found:
+        side = instance.rule.left
+        if instance.why_not is not None or isinstance(side, Nothing):
+            continue
+        for term in side:
+            for at, first in instance.grid(term[0]):
+                for view in term[1:]:
+                    name = view.pattern.format(instance.texts, at)
+                    if name in entries and entries.get(first) is entries[name]:
+                        tied[name] = instance
+    for instance in found:
+        if instance.why_not is None and not isinstance(instance.rule.left, Nothing):
+            owners = {tied.get(name) for name in names_of(instance, instance.rule.left)}
+            if owners and None not in owners and instance not in owners:
+                instance.why_not = "another rule has it, tied to what it is stored as"

@@ -1,0 +1,168 @@
+"""Lifts: the rules of optimizer slots that follow from the rules of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from unickpt.rules.names import Pattern
+from unickpt.rules.rule import Rule, Terms
+from unickpt.rules.syntax import (
+    Capture,
+    LiftLine,
+    Linear,
+    Name,
+    Nothing,
+    Place,
+    Text,
+    View,
+    syntax_error,
+)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The names of one slot of all parameters, or the one name of what all of them share.
+
+    Arguments:
+        name: with one capture for a parameter's name, or with none.
+        domain: what a parameter's own name is, where that capture is only a part of it.
+        dtype: of the elements where this side is made.
+    """
+
+    name: Name
+    domain: Name | None
+    dtype: str | None
+
+    @property
+    def single(self) -> str | None:
+        """The name, where it has no capture."""
+        alone = all(isinstance(item, str) for item in self.name.items)
+        return "".join(map(str, self.name.items)) if alone else None
+
+    def of(self, parameter: str) -> str | None:
+        """The slot's name for a parameter; None where that is not in the domain."""
+        inner = _without((parameter,), self.domain)
+        return None if inner is None else "".join(map(str, _nested(self.name, inner)))
+
+
+@dataclass(frozen=True)
+class Shared:
+    """`lift count <-> state/{p}/step`: one value on one side, on the other one per parameter."""
+
+    place: Place = field(compare=False)
+    left: Slot
+    right: Slot
+
+    @property
+    def inverse(self) -> Shared:
+        return Shared(self.place, self.right, self.left)
+
+    def __str__(self) -> str:
+        return f"{self.place}: lift {self.left.name} <-> {self.right.name}"
+
+
+def lift(line: LiftLine, rules: Sequence[Rule]) -> list[Rule] | Shared:
+    """The rules of optimizer slots that follow from the rules of parameters.
+
+    Raises:
+        RuleSyntaxError: the names do not say where the parameter stands.
+    """
+    captures = [_capture_of(view.name) for view in (line.left, line.right)]
+    keys = {key for key in captures if key is not None}
+    if len(keys) != 1:
+        raise syntax_error(
+            "a lift has one capture for the parameter's name, such as {p}, on one or both sides",
+            line.place,
+        )
+    for name in line.domain or ():
+        if _capture_of(name) not in keys:
+            raise syntax_error(f"this name needs the capture {{{min(keys)}}}", name.place)
+    if None in captures:
+        left, right = line.domain or (None, None)
+        return Shared(
+            line.place,
+            Slot(line.left.name, left, line.left.dtype),
+            Slot(line.right.name, right, line.right.dtype),
+        )
+    lifted = (_lift_one(line, rule) for rule in rules if rule.function is None)
+    return [rule for rule in lifted if rule is not None]
+
+
+def _capture_of(name: Name) -> str | None:
+    """The key of the one capture of a name; None where there is none."""
+    captures = [item for item in name.items if not isinstance(item, str)]
+    match captures:
+        case []:
+            return None
+        case [Text(key, _)]:
+            return key
+        case [Linear() as linear] if linear.lone is not None:
+            return linear.lone
+    raise syntax_error("one capture stands for the parameter's name, such as {p}", name.place)
+
+
+def _lift_one(line: LiftLine, rule: Rule) -> Rule | None:
+    domains = line.domain or (None, None)
+    sides: list[Terms | Nothing] = []
+    for view, domain, side in zip(
+        (line.left, line.right), domains, (rule.left, rule.right), strict=True
+    ):
+        lifted = _lift_side(view, domain, side, line.law)
+        if lifted is None:
+            return None
+        sides.append(lifted)
+    left, right = sides
+    text = f"lift {line.left} <-> {line.right}, of line {rule.place.line}: {rule.text}"
+    return replace(
+        rule, place=line.place, text=text, left=left, right=right, optional=True, lifted=True
+    )
+
+
+def _lift_side(
+    view: View, domain: Name | None, side: Terms | Nothing, law: str | None
+) -> Terms | Nothing | None:
+    if isinstance(side, Nothing):
+        return side if side.value is None else Nothing(0.0, side.unchecked)
+    terms = []
+    for term in side:
+        views = []
+        for seen in term:
+            inner = _without(seen.pattern.name.items, domain)
+            if inner is None:
+                return None
+            name = Name(_nested(view.name, inner), view.name.place)
+            views.append(replace(seen, pattern=Pattern(name), law=law, dtype=view.dtype))
+        terms.append(tuple(views))
+    return tuple(terms)
+
+
+def _without(
+    items: Sequence[str | Capture], domain: Name | None
+) -> tuple[str | Capture, ...] | None:
+    """A parameter's name without what stands around it in `domain`; None where it is no such."""
+    rest = list(items)
+    if domain is None:
+        return tuple(rest)
+    at = next(i for i, item in enumerate(domain.items) if not isinstance(item, str))
+    before, after = "".join(map(str, domain.items[:at])), "".join(map(str, domain.items[at + 1 :]))
+    if before:
+        if not rest or not isinstance(rest[0], str) or not rest[0].startswith(before):
+            return None
+        rest[0] = rest[0][len(before) :]
+    if after:
+        if not rest or not isinstance(rest[-1], str) or not rest[-1].endswith(after):
+            return None
+        rest[-1] = rest[-1][: -len(after)]
+    return tuple(item for item in rest if item != "")
+
+
+def _nested(outer: Name, inner: Sequence[str | Capture]) -> tuple[str | Capture, ...]:
+    out: list[str | Capture] = []
+    for item in outer.items:
+        for piece in [item] if isinstance(item, str) else inner:
+            if isinstance(piece, str) and out and isinstance(out[-1], str):
+                out[-1] += piece
+            else:
+                out.append(piece)
+    return tuple(out)
