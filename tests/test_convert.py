@@ -109,6 +109,22 @@ def test_a_model_larger_than_the_budget(
     assert same(tmp_path / "a", tmp_path / "c")
 
 
+def test_two_processes_of_jax_share_the_work(processes: Processes, tmp_path: Path) -> None:
+    unickpt.save(tmp_path / "a", tree(), options=SaveOptions(chunk_bytes=1000))
+    (tmp_path / "r").write_text(RULES)
+    source = """
+        import sys, unickpt
+        a, b, rules = sys.argv[1:]
+        options = unickpt.SaveOptions(chunk_bytes=1000)
+        report = unickpt.convert(a, b, rules=unickpt.Rules.load(rules), options=options)
+        assert report.processes == 2 and report.chunks > 2, report
+    """
+    arguments = tmp_path / "a", tmp_path / "b", tmp_path / "r"
+    processes.finish(processes.jax(2, 1, textwrap.dedent(source), *arguments))
+    unickpt.convert(tmp_path / "a", tmp_path / "alone", rules=Rules.parse(RULES))
+    assert same(tmp_path / "alone", tmp_path / "b")
+
+
 def test_four_processes_share_the_work(processes: Processes, tmp_path: Path) -> None:
     unickpt.save(tmp_path / "a", tree(), options=SaveOptions(chunk_bytes=1000))
     (tmp_path / "r").write_text(RULES)

@@ -86,6 +86,21 @@ def train_torch(model: Any, optimizer: Any, steps: range) -> list[float]:
     return losses
 
 
+class Lion(torch.optim.Optimizer):
+    """As in "Symbolic Discovery of Optimization Algorithms" (Chen et al., 2023)."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-3, "betas": (0.9, 0.99)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                mean = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                p -= group["lr"] * torch.lerp(p.grad, mean, group["betas"][0]).sign()
+                mean.lerp_(p.grad, 1 - group["betas"][1])
+
+
 # optax's optimizer, torch's, and the rules of the optimizer's state. Weight decay sees an offset of
 # parameters, so that models with one train differently in the two forms.
 ADAM = "include optax-adam under opt_state/ <-> optimizer/ for params/{p} <-> model/{p}"
@@ -102,6 +117,9 @@ PAIRS: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
     "nesterov": (
         optax.sgd(1e-2, momentum=0.9, nesterov=True),
         lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9, nesterov=True), SGD,
+    ),
+    "lion": (
+        optax.lion(1e-3, b1=0.9, b2=0.99, weight_decay=0.0), Lion, ADAM.replace("adam", "lion"),
     ),
     "chained": (
         optax.chain(optax.clip_by_global_norm(1e6), optax.adamw(1e-2, weight_decay=0.1)),
