@@ -63,10 +63,11 @@ def copy(out: Array, source: Array) -> None:
     if source.nbytes < _SMALL_BYTES or _common_run(out, source) >= _LONG_RUN:
         np.copyto(out, source)
         return
-    inner = _by_stride(source)
+    inner, outer = _by_stride(source), _by_stride(out)
     block = [1] * source.ndim
-    row = _extend(block, source.shape, inner, _RUN_SOURCE)
-    _extend(block, source.shape, _by_stride(out), _RUN_OUT)
+    _extend(block, source.shape, outer[:1], _RUN_OUT)  # narrow planes get longer rows
+    row = _extend(block, source.shape, inner, _RUN_SOURCE * _RUN_OUT // block[outer[0]])
+    _extend(block, source.shape, outer, _RUN_OUT)
     cache = _scratch(block, inner, row, source.dtype)
     for start in itertools.product(*map(range, itertools.repeat(0), source.shape, block)):
         where = tuple(slice(i, i + n) for i, n in zip(start, block, strict=True))
