@@ -193,6 +193,51 @@ def test_moments_follow_the_scale_of_their_parameter(tmp_path: Path) -> None:
     assert made["up.bias"]["step"].dtype == np.float32
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_lift_finds_slots_with_or_without_the_first_component(
+    whole: bool, tmp_path: Path
+) -> None:
+    """`params/` is no part of the moments' names where optax was given what is below it."""
+    lifts = """
+        lift opt_state/0/mu/{p} <-> optimizer/state/{p}/exp_avg
+        lift opt_state/0/nu/{p} <-> optimizer/state/{p}/exp_avg_sq
+        lift opt_state/0/count as int32 <-> optimizer/state/{p}/step as float32
+        drop <-> optimizer/param_groups/{g...}
+    """
+    rules = Rules.parse(MODEL + lifts)
+    theirs = optax.adam(1e-2)
+    params = fresh(0)
+    state, _ = train_jax({"params": params, "opt_state": theirs.init(params)}, theirs, range(3))
+    if whole:  # optax was given {"params": ...}
+        adam = state["opt_state"][0]
+        state["opt_state"] = (adam._replace(mu={"params": adam.mu}, nu={"params": adam.nu}),)
+    unickpt.save(tmp_path / "c", state)
+    model = Net(1)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    tree = {"model": model, "optimizer": NamedOptimizer(optimizer, model)}
+    unickpt.load(tmp_path / "c", tree, rules=rules)
+    slots = optimizer.state[model.down.weight]
+    nu = state["opt_state"][0].nu
+    nu = nu["params"] if whole else nu
+    assert np.array_equal(slots["exp_avg_sq"].numpy().T, nu["down"]["kernel"])
+    assert slots["step"].item() == 3
+    unickpt.save(tmp_path / "d", tree)
+    like = jax.eval_shape(lambda: state)
+    back = unickpt.load(tmp_path / "d", like, rules=rules.inverse)
+    assert jax.tree.all(
+        jax.tree.map(lambda a, b: bool((a == b).all()), back["opt_state"], state["opt_state"])
+    )
+    alone = unickpt.load(tmp_path / "c", rules=rules)["optimizer"]["state"]
+    assert all(set(slots) == {"exp_avg", "exp_avg_sq", "step"} for slots in leaves_of(alone))
+
+
+def leaves_of(state: Any) -> list[Any]:
+    """The innermost dicts."""
+    if not any(isinstance(value, dict) for value in state.values()):
+        return [state]
+    return [slots for value in state.values() for slots in leaves_of(value)]
+
+
 def test_masked_parameters_have_no_slots(tmp_path: Path) -> None:
     """optax.masked: the bias is frozen on one side, and requires no gradient on the other."""
     mask = {"up": {"kernel": True, "bias": False}, "down": {"kernel": True}, "scale": True}

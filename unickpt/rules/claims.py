@@ -86,3 +86,19 @@ def keep_ties(found: Sequence[Instance], entries: Mapping[str, ArrayEntry]) -> N
             owners = {tied.get(name) for name in names_of(instance, instance.rule.left)}
             if owners and None not in owners and instance not in owners:
                 instance.why_not = "another rule has it, tied to what it is stored as"
+
+
+def choose_variants(found: Sequence[Instance]) -> None:
+    """Of the variants of one rule that all fit the same arrays, keeps the likeliest."""
+    best: dict[tuple[str, str, str], int] = {}
+    valid = [i for i in found if i.why_not is None and i.rule.lifted]
+    for instance in valid:
+        rule = instance.rule
+        for name in names_of(instance, rule.left):
+            key = (str(rule.place), rule.text, name)
+            best[key] = min(best.get(key, rule.variant), rule.variant)
+    for instance in valid:
+        rule = instance.rule
+        names = names_of(instance, rule.left)
+        if any(best[str(rule.place), rule.text, name] < rule.variant for name in names):
+            instance.why_not = "another reading of the rule fits too"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from unickpt.rules.names import Pattern
-from unickpt.rules.rule import Rule, Terms
+from unickpt.rules.rule import Rule, Terms, views_of
 from unickpt.rules.syntax import (
     Capture,
     LiftLine,
@@ -18,6 +19,8 @@ from unickpt.rules.syntax import (
     View,
     syntax_error,
 )
+
+Domain = tuple[Name | None, Name | None]
 
 
 @dataclass(frozen=True)
@@ -40,10 +43,13 @@ class Slot:
         alone = all(isinstance(item, str) for item in self.name.items)
         return "".join(map(str, self.name.items)) if alone else None
 
-    def of(self, parameter: str) -> str | None:
-        """The slot's name for a parameter; None where that is not in the domain."""
+    def of(self, parameter: str) -> list[str]:
+        """The names that the slot of a parameter may have; none where it is not in the domain."""
         inner = _without((parameter,), self.domain)
-        return None if inner is None else "".join(map(str, _nested(self.name, inner)))
+        whole = [] if inner is None else [inner]
+        if self.domain is None and "/" in parameter:  # see `_domains`
+            whole.append((parameter.partition("/")[2],))
+        return ["".join(map(str, _nested(self.name, items))) for items in whole]
 
 
 @dataclass(frozen=True)
@@ -85,8 +91,36 @@ def lift(line: LiftLine, rules: Sequence[Rule]) -> list[Rule] | Shared:
             Slot(line.left.name, left, line.left.dtype),
             Slot(line.right.name, right, line.right.dtype),
         )
-    lifted = (_lift_one(line, rule) for rule in rules if rule.function is None)
-    return [rule for rule in lifted if rule is not None]
+    lifted: list[Rule] = []
+    for rule in rules:
+        for variant, domain in enumerate(_domains(line, rule) if rule.function is None else ()):
+            found = _lift_one(line, rule, domain)
+            lifted += [] if found is None else [replace(found, variant=variant)]
+    return lifted
+
+
+def _domains(line: LiftLine, rule: Rule) -> list[Domain]:
+    """What a parameter's name may be taken for: where nobody says, all of it, or all but its first
+    component, since optimizers often know nothing of that."""
+    if line.domain is not None:
+        return [line.domain]
+    capture = next(
+        i for v in (line.left, line.right) for i in v.name.items if not isinstance(i, str)
+    )
+    left, right = (_readings(side, capture, line) for side in (rule.left, rule.right))
+    return list(itertools.product(left, right))
+
+
+def _readings(side: Terms | Nothing, capture: Capture, line: LiftLine) -> list[Name | None]:
+    heads = {_head(view.pattern.name) for view in views_of(side)}
+    head = heads.pop() if len(heads) == 1 else ""
+    return [None, *([Name((head, capture), line.place)] if head else [])]
+
+
+def _head(name: Name) -> str:
+    """A name's first component with its slash, where there is one; see `_domains`."""
+    first = name.items[0] if name.items else ""
+    return first[: first.index("/") + 1] if isinstance(first, str) and "/" in first else ""
 
 
 def _capture_of(name: Name) -> str | None:
@@ -102,8 +136,7 @@ def _capture_of(name: Name) -> str | None:
     raise syntax_error("one capture stands for the parameter's name, such as {p}", name.place)
 
 
-def _lift_one(line: LiftLine, rule: Rule) -> Rule | None:
-    domains = line.domain or (None, None)
+def _lift_one(line: LiftLine, rule: Rule, domains: Domain) -> Rule | None:
     sides: list[Terms | Nothing] = []
     for view, domain, side in zip(
         (line.left, line.right), domains, (rule.left, rule.right), strict=True

@@ -19,7 +19,7 @@ from unickpt.errors import RuleError
 from unickpt.feed import Feed, Fill, whole_dims
 from unickpt.index import ArrayEntry
 from unickpt.rules import axes, refusal
-from unickpt.rules.claims import Claims, keep_ties
+from unickpt.rules.claims import Claims, choose_variants, keep_ties
 from unickpt.rules.functions import Function
 from unickpt.rules.lift import Shared, Slot
 from unickpt.rules.matching import Fact, Instance, Names, Unfit, instances, names_of, resolve
@@ -174,6 +174,7 @@ class _Planner:
 
     def plan(self, rules: Sequence[Rule], shared: Sequence[Shared], where: str) -> Plan:
         found = self.resolved(rules)
+        choose_variants(found)
         if self._want is None:
             keep_ties(found, self._stored.entries)
         valid = [instance for instance in found if instance.why_not is None]
@@ -441,7 +442,7 @@ class _Planner:
                 for view in views_of(instance.rule.left if left else instance.rule.right)
                 for _, name in instance.grid(view)
             )
-            candidates = [n for n in map(slot.of, parameters) if n is not None]
+            candidates = [name for parameter in parameters for name in slot.of(parameter)]
         return [n for n in dict.fromkeys(candidates) if names is None or n in names]
 
     def _copy_of(self, source: str, name: str, lift: Shared) -> Made:

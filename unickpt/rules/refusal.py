@@ -67,8 +67,8 @@ def _misfits(
             continue
         explained.update(names)
         for lift in shared:
-            slots = (slot.of(name) for slot in (lift.left, lift.right) for name in names)
-            explained.update(slot for slot in slots if slot is not None)
+            for slot in (lift.left, lift.right):
+                explained.update(own for name in names for own in slot.of(name))
         lifted = instance.rule.lifted
         if lifted and any(why == other for _, other, _ in told.values()):
             continue  # the parameter's own rule has told it

@@ -113,6 +113,7 @@ class Rule:
         optional: whether it may match nothing.
         function: the name of the function that relates the sides.
         lifted: whether it is about an optimizer's slots.
+        variant: of several rules with one text, of which one is meant, how unlikely this one is.
     """
 
     place: Place = field(compare=False)
@@ -123,6 +124,7 @@ class Rule:
     optional: bool = False
     function: str | None = None
     lifted: bool = False
+    variant: int = 0
 
     @property
     def inverse(self) -> Rule:
