@@ -339,6 +339,19 @@ def test_counts_of_all_parameters_must_agree(tmp_path: Path) -> None:
         unickpt.load(tmp_path / "e", rules=rules)
 
 
+@pytest.mark.parametrize("rules", ["my.rules", "a <-> b", ["a <-> b"], {}])
+def test_rules_are_rules(rules: Any, tmp_path: Path) -> None:
+    unickpt.save(tmp_path / "c", {"a": np.ones(2)})
+    for action in (
+        lambda: unickpt.load(tmp_path / "c", rules=rules),
+        lambda: unickpt.load(tmp_path / "c", {"b": np.ones(2)}, rules=rules),
+        lambda: unickpt.convert(tmp_path / "c", tmp_path / "d", rules=rules),
+        lambda: unickpt.diff(tmp_path / "c", tmp_path / "c", rules=rules),
+    ):
+        with pytest.raises(TypeError, match=r"rules is a (str|list|dict); make it by unickpt"):
+            action()
+
+
 def test_values_go_where_they_are_asked_for(tmp_path: Path) -> None:
     """A step count is a number here, and an array there."""
     unickpt.save(tmp_path / "c", {"step": 7, "rng": unickpt.PerProcess(5), "name": "run"})

@@ -64,15 +64,17 @@ def load(
     among = adapters()
     stored = checkpoint.open(path)
     if like is None:
-        return _load_all(through(stored, rules) if rules else AsStored(stored), options, among)
-    known = Offered(stored, rules) if rules else _facts(stored.index)
+        return _load_all(
+            AsStored(stored) if rules is None else through(stored, rules), options, among
+        )
+    known = _facts(stored.index) if rules is None else Offered(stored, rules)
     node = tree.flatten(
         like, lambda x: is_leaf(x, among), lambda obj, name: expand(obj, name, among, known)
     )
     wanted = {leaf.name: leaf.value for leaf in tree.leaves(node)}
     targets = targets_of(wanted, among)
     view: View = AsStored(stored)
-    if rules:
+    if rules is not None:
         view = through(stored, rules, wanted, targets, strict=strict)
     compare(view, wanted, targets, strict=strict, cast=cast)
     if isinstance(view, Ruled):

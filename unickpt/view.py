@@ -261,7 +261,13 @@ def through(
 
     Raises:
         RuleError: the rules do not fit what is stored, or what is asked for.
+        TypeError: they are no `Rules`.
     """
+    if not isinstance(rules, Rules):
+        raise TypeError(
+            f"rules is a {type(rules).__name__}; make it by unickpt.Rules.load(file), "
+            ".parse(text) or .preset(name)"
+        )
     asked = (
         None
         if wanted is None
