@@ -9,6 +9,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from unickpt import tree
+
 _LINE = re.compile(
     r"# (stored|makes): (.+?)(?: ((?:b?float|u?int)\d+|bool))? (?:\[([\d ]*)\]|= (-?\d+))$"
 )
@@ -50,23 +52,16 @@ def leaf(fact: Any, rng: np.random.Generator) -> Any:
     return rng.integers(1, 100, shape).astype(dtype) if shape else np.asarray(7, dtype)
 
 
-def flat_tree(leaves: dict[str, Any]) -> dict[str, Any]:
+def flat_tree(leaves: dict[str, Any]) -> Any:
     """Nested dicts out of names."""
-    root: dict[str, Any] = {}
-    for name, value in leaves.items():
-        *parents, last = name.split("/")
-        level = root
-        for parent in parents:
-            level = level.setdefault(parent, {})
-        level[last] = value
-    return root
+    return tree.rebuild(tree.from_names(leaves), leaves.__getitem__)
 
 
-def flat_names(tree: Any, prefix: str = "") -> dict[str, Any]:
+def flat_names(nested: Any, prefix: str = "") -> dict[str, Any]:
     """Names of nested dicts' leaves."""
-    if not isinstance(tree, dict):
-        return {prefix: tree}
+    if not isinstance(nested, dict):
+        return {prefix: nested}
     found: dict[str, Any] = {}
-    for key, child in tree.items():
+    for key, child in nested.items():
         found |= flat_names(child, f"{prefix}/{key}" if prefix else key)
     return found

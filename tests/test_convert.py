@@ -216,6 +216,18 @@ def test_arithmetic_is_not_done_twice(tmp_path: Path) -> None:
     assert Provenance.of(unickpt.open(tmp_path / "m").metadata, "").arithmetic == {"scale": (2, 1)}
 
 
+def test_pieces_with_different_arithmetic(tmp_path: Path) -> None:
+    """One record cannot tell of them, and must not be taken for that of each."""
+    rules = Rules.parse("q [a] * 2, k [b] <-> qk [(a + b)]")
+    unickpt.save(tmp_path / "a", {"q": np.arange(2.0), "k": np.arange(3.0)})
+    unickpt.convert(tmp_path / "a", tmp_path / "b", rules=rules)
+    back = Rules.parse("q [a] * 2, k [b] <-> qk [(a + b)]", sizes={"a": 2}).inverse
+    unickpt.convert(tmp_path / "b", tmp_path / "c", rules=back)
+    assert same(tmp_path / "a", tmp_path / "c")
+    record = Provenance.of(unickpt.open(tmp_path / "c").metadata, "")
+    assert "k" not in record.arithmetic
+
+
 def test_conventions_are_recorded_and_held(tmp_path: Path) -> None:
     rules = Rules.parse("convention rope: interleaved <-> half\nw [(p h)] <-> w [(h p)]  h=2")
     unickpt.save(tmp_path / "a", {"w": np.arange(6)})

@@ -143,6 +143,9 @@ def test_files_include_files(tmp_path: Path) -> None:
     (tmp_path / "loop.rules").write_text('a <-> b\ninclude "loop.rules"\n')
     with pytest.raises(RuleSyntaxError, match=r"line 2: 'loop.rules' includes itself"):
         Rules.load(tmp_path / "loop.rules")
+    (tmp_path / "binary.rules").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RuleError, match=r"binary\.rules is no text in UTF-8"):
+        Rules.load(tmp_path / "binary.rules")
     with pytest.raises(FileNotFoundError):
         Rules.load(tmp_path / "none.rules")
 

@@ -81,6 +81,7 @@ class Provenance:
         for name, made in plan.made.items():
             if made.sizes:
                 sizes[name] = made.sizes
+            nets: set[tuple[float, float]] = set()
             for feed in made.feeds:
                 scale, offset = self.arithmetic.get(feed.entry.name, (1.0, 0.0))
                 net = feed.scale * scale, feed.scale * offset + feed.offset
@@ -91,8 +92,9 @@ class Provenance:
                         f"{scale:g} * x + {offset:g}; this would do arithmetic a second time\n"
                         f"  {made.rule}"
                     )
-                if not identity:
-                    arithmetic[name] = net
+                nets.add((1.0, 0.0) if identity else net)
+            if len(nets) == 1 and nets != {(1.0, 0.0)}:  # one pair cannot tell of different pieces
+                arithmetic[name] = nets.pop()
         return Provenance(conventions, arithmetic, sizes)
 
     def merged_into(self, metadata: Mapping[str, Any]) -> dict[str, Any]:

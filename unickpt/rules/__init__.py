@@ -94,8 +94,7 @@ class Rules:
             FileNotFoundError: there is no such file.
         """
         path = Path(file)
-        text = path.read_text(encoding="utf-8")
-        return _compile(text, str(path), path.parent, sizes or {}, functions or {})
+        return _compile(_read_text(path), str(path), path.parent, sizes or {}, functions or {})
 
     @classmethod
     def preset(cls, name: str, *, sizes: Mapping[str, int] | None = None) -> Rules:
@@ -155,12 +154,58 @@ def _preset_text(name: str) -> str:
 
 
 @dataclass
-class _Collected:
+class _Compiler:
     """What a file and all that it includes say; lifts wait for the rules of all of them."""
 
+    sizes: Mapping[str, int]
+    functions: Mapping[str, Function]
     rules: list[Rule] = field(default_factory=list)
     lifts: list[LiftLine] = field(default_factory=list)
     conventions: list[Convention] = field(default_factory=list)
+
+    def collect(
+        self,
+        statements: Sequence[Statement],
+        folder: Path,
+        files: Sequence[str],
+        where: Mapping[str, int],
+    ) -> None:
+        """Adds what the statements of a file say, and those of the files that it includes.
+
+        Arguments:
+            statements: of the file.
+            folder: for files that it includes.
+            files: its name, behind those of the files that include it.
+            where: sizes that those have given.
+        """
+        for statement in statements:
+            if isinstance(statement, WhereLine):
+                where = {**where, **dict(statement.sizes)}
+        for statement in statements:
+            match statement:
+                case RuleLine():
+                    self._add_rule(statement, where)
+                case IncludeLine():
+                    name, text, inside = _open_included(statement, folder)
+                    if name in files:
+                        raise syntax_error(f"{statement.target!r} includes itself", statement.place)
+                    lines = [included(line, statement) for line in grammar.parse(text, name)]
+                    self.collect(lines, inside, (*files, name), where)
+                case ConventionLine():
+                    self.conventions.append(
+                        Convention(statement.name, statement.left, statement.right)
+                    )
+                case LiftLine():
+                    self.lifts.append(statement)
+
+    def _add_rule(self, line: RuleLine, where: Mapping[str, int]) -> None:
+        self.rules.append(compile_rule(line, where, self.sizes))
+        if line.function is not None and line.function not in self.functions:
+            raise syntax_error(
+                f"no function {line.function!r}: give it, as in Rules.parse(text, "
+                f"functions={{{line.function!r}: Function(...)}})",
+                line.place,
+            )
 
 
 def _compile(
@@ -170,8 +215,8 @@ def _compile(
     sizes: Mapping[str, int],
     functions: Mapping[str, Function],
 ) -> Rules:
-    found = _Collected()
-    _collect(grammar.parse(text, name), name, folder, {}, (), found, sizes, functions)
+    found = _Compiler(sizes, functions)
+    found.collect(grammar.parse(text, name), folder, (name,), {})
     unused = sizes.keys() - {axis for rule in found.rules for axis in rule.sizes}
     if unused:
         raise RuleError(f"{name}: a size is given for {min(unused)!r}, which no rule has")
@@ -185,42 +230,11 @@ def _compile(
     return Rules(tuple(rules), tuple(shared), tuple(found.conventions), functions)
 
 
-def _collect(
-    statements: Sequence[Statement],
-    name: str,
-    folder: Path,
-    where: Mapping[str, int],
-    outer: Sequence[str],
-    found: _Collected,
-    sizes: Mapping[str, int],
-    functions: Mapping[str, Function],
-) -> None:
-    """Adds what the statements of a file say, and those of the files that it includes."""
-    for statement in statements:
-        if isinstance(statement, WhereLine):
-            where = {**where, **dict(statement.sizes)}
-    for statement in statements:
-        match statement:
-            case RuleLine():
-                found.rules.append(compile_rule(statement, where, sizes))
-                if statement.function is not None and statement.function not in functions:
-                    raise syntax_error(
-                        f"no function {statement.function!r}: give it, as in Rules.parse(text, "
-                        f"functions={{{statement.function!r}: Function(...)}})",
-                        statement.place,
-                    )
-            case IncludeLine():
-                inner, text, inside = _open_included(statement, folder)
-                if inner in (name, *outer):
-                    raise syntax_error(f"{statement.target!r} includes itself", statement.place)
-                lines = [included(line, statement) for line in grammar.parse(text, inner)]
-                _collect(lines, inner, inside, where, (name, *outer), found, sizes, functions)
-            case ConventionLine():
-                found.conventions.append(
-                    Convention(statement.name, statement.left, statement.right)
-                )
-            case LiftLine():
-                found.lifts.append(statement)
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise RuleError(f"{path} is no text in UTF-8, so it holds no rules: {error}") from None
 
 
 def _open_included(line: IncludeLine, folder: Path) -> tuple[str, str, Path]:
@@ -229,7 +243,7 @@ def _open_included(line: IncludeLine, folder: Path) -> tuple[str, str, Path]:
         return f"preset {line.target}", _preset_text(line.target), PRESETS
     path = folder / line.target
     try:
-        return str(path), path.read_text(encoding="utf-8"), path.parent
+        return str(path), _read_text(path), path.parent
     except OSError as error:
         known = ", ".join(Rules.presets()) or "none"
         raise syntax_error(

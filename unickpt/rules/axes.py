@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from unickpt.radix import Digit, Dim
 from unickpt.rules.syntax import ELLIPSIS, Axis, Flip, Group, Item, Pad
@@ -197,35 +197,22 @@ def _solve_product(whole: Item, items: Sequence[Item], extent: int, sizes: dict[
     return solve(unknown[0], extent // known, sizes)
 
 
-def always_followed(axis: str, views: Iterable[Sequence[Item]]) -> bool:
-    """Whether an axis stands next to one and the same other axis, in front of it, everywhere."""
-    followers: set[str] = set()
-    views = list(views)
-    for items in views:
-        if axis in (
-            a.name for item in items if not isinstance(item, Group) for a in axes_of([item])
-        ):
-            return False
-        for product in _products(items):
-            names = [item.name if isinstance(item, Axis) else "" for item in product]
-            if any(
-                isinstance(item, Flip) and axis in map(str, axes_of([item])) for item in product
-            ):
-                return False
-            for name, after in itertools.zip_longest(names, names[1:], fillvalue=""):
-                if name == axis:
-                    followers.add(after)
-    if len(followers) != 1 or "" in followers:
-        return False
-    (follower,) = followers
-    before = [
-        previous
+def always_followed(axis: str, views: Sequence[Sequence[Item]]) -> bool:
+    """Whether an axis and one other always stand together, this one in front."""
+    every = [a.name for items in views for a in axes_of(items)]
+    pairs = [
+        (first.name, second.name)
         for items in views
         for product in _products(items)
-        for previous, item in zip([None, *product], product, strict=False)
-        if isinstance(item, Axis) and item.name == follower
+        for first, second in itertools.pairwise(product)
+        if isinstance(first, Axis) and isinstance(second, Axis)
     ]
-    return all(isinstance(item, Axis) and item.name == axis for item in before)
+    followers = {second for first, second in pairs if first == axis}
+    return len(followers) == 1 and all(
+        every.count(name) == pairs.count((axis, follower))
+        for follower in followers
+        for name in (axis, follower)
+    )
 
 
 def _products(items: Sequence[Item]) -> Iterator[Sequence[Item]]:

@@ -304,12 +304,12 @@ class _Parser:
         name = self._name()
         items = self._axes() if self._take("[") else None
         arithmetic: list[tuple[str, Operand]] = []
-        while (at := self._at) is not None and (op := self._operator()):
+        while op := self._operator():
             if items is None:
                 raise self._fail(
                     f"arithmetic needs axes: write `{name} [...] {op} ...`, where [...] stands "
                     "for any axes",
-                    at,
+                    self._at - len(op),
                 )
             arithmetic.append((op, self._operand()))
         dtype = self._dtype() if self._word("as") else None

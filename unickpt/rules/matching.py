@@ -41,8 +41,7 @@ class Names:
 
     def matching(self, view: Seen) -> Iterator[tuple[str, Match]]:
         """All names that a view's pattern matches."""
-        first = view.pattern.name.items[0] if view.pattern.name.items else ""
-        prefix = view.pattern.prefix if isinstance(first, str) else ""
+        prefix = view.pattern.prefix
         names: Iterable[str]
         if view.pattern.literal:
             names = [prefix] if prefix in self.facts else []

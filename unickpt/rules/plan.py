@@ -358,7 +358,7 @@ class _Planner:
             if not feed.is_exact and dtypes.kind(dtypes.from_name(feed.entry.dtype)) != "float":
                 raise Unfit(f"{feed.entry.name!r} is {feed.entry.dtype}: arithmetic is for floats")
         exact = all(feed.is_exact and _holds(fact.dtype, feed.entry.dtype) for feed in feeds)
-        cropped = any(axes.has_pad(term[0].items) for term in rule.left)  # type: ignore[union-attr]
+        cropped = any(axes.has_pad(seen.items) for seen in views_of(rule.left))
         return Made(
             name,
             fact,
@@ -497,7 +497,9 @@ def _feed(
 def _padded_sizes(instance: Instance) -> dict[str, int]:
     pads = {axis: size for axis, size in instance.sizes.items() if axes.is_pad(axis)}
     sizes = {axis: size for axis, size in instance.sizes.items() if axis not in pads}
-    return sizes | (dict.fromkeys([axes.PAD], *pads.values()) if len(pads) == 1 else {})
+    if len(pads) == 1:
+        sizes[axes.PAD] = next(iter(pads.values()))
+    return sizes
 
 
 def _holds(target: str, source: str) -> bool:
