@@ -152,14 +152,8 @@ def main() -> None:
         write_json(options.json, facts, samples)
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--set", choices=("large", "small", "both"), default="both")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--contenders", nargs="+", choices=tuple(CONTENDERS), metavar="NAME")
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where to run, and when: what all benchmarks that time something ask for."""
     parser.add_argument(
         "--dir", default=".", help="a fresh directory is made in here, and removed (default: .)"
     )
@@ -170,6 +164,17 @@ def parse_arguments() -> argparse.Namespace:
         metavar="SECONDS",
         help="before each timing, wait at most so long until nothing else runs (default: 0)",
     )
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--set", choices=("large", "small", "both"), default="both")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--contenders", nargs="+", choices=tuple(CONTENDERS), metavar="NAME")
+    add_run_arguments(parser)
     parser.add_argument(
         "--memory",
         choices=("kept", "fresh"),

@@ -41,6 +41,7 @@ from peers import (
     ArraySet,
     Conditions,
     Sample,
+    add_run_arguments,
     by_round,
     check_equal,
     fresh_directory,
@@ -114,16 +115,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--mib", type=int, default=1024, help="size of the state (default: 1024)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--contenders", nargs="+", choices=tuple(STALLERS), metavar="NAME")
-    parser.add_argument(
-        "--dir", default=".", help="a fresh directory is made in here, and removed (default: .)"
-    )
-    parser.add_argument(
-        "--patience",
-        type=float,
-        default=0,
-        metavar="SECONDS",
-        help="before each timing, wait at most so long until nothing else runs (default: 0)",
-    )
+    add_run_arguments(parser)
     parser.add_argument(
         "--memory",
         choices=("kept", "fresh"),
