@@ -398,6 +398,69 @@ def test_functions(tmp_path: Path) -> None:
         unickpt.load(tmp_path / "c", rules=Rules.parse(text, functions={"f": wrong}))
 
 
+def test_a_function_makes_the_dtype_that_is_due(tmp_path: Path) -> None:
+    from unickpt import Function
+
+    big = np.arange(4, dtype=np.int64) << 40
+    unickpt.save(tmp_path / "c", {"n": big})
+
+    def load(like: Any = None, suffix: str = "", **options: Any) -> Any:
+        halve = Function(lambda box, x: x / 2 if suffix != "same" else x)
+        text = f"n [k] <-> n [k] {suffix if suffix != 'same' else ''} via halve"
+        rules = Rules.parse(text, functions={"halve": halve})
+        return unickpt.load(tmp_path / "c", like, rules=rules, **options)["n"]
+
+    with pytest.raises(LoadMismatch, match="'n': the function made float64, where int64 is due"):
+        load()
+    assert np.array_equal(load(suffix="as float64"), big / 2)
+    with pytest.raises(LoadMismatch, match="'n': made as int64, asked for as int32, which does"):
+        load({"n": np.zeros(4, np.int32)}, "same", cast=True)
+
+
+def test_what_a_function_reads_is_verified_as_the_rest(tmp_path: Path) -> None:
+    from unickpt import CheckpointCorrupt, Function, LoadOptions
+
+    x = np.arange(1 << 12, dtype=np.float32)
+    unickpt.save(tmp_path / "c", {"x": x})
+    data = next(
+        f for f in (tmp_path / "c").rglob("*") if f.is_file() and x.tobytes() in f.read_bytes()
+    )
+    data.write_bytes(data.read_bytes().replace(x[100:110].tobytes(), x[200:210].tobytes()))
+    rules = Rules.parse("x [k] <-> y [k] via f", functions={"f": Function(lambda box, x: x)})
+    with pytest.raises(CheckpointCorrupt, match="array 'x'"):
+        unickpt.load(tmp_path / "c", rules=rules)
+    found = unickpt.load(tmp_path / "c", rules=rules, options=LoadOptions(verify=False))
+    assert found["y"][100] == 200
+
+
+@pytest.mark.parametrize(
+    ("constant", "dtype"), [("0.5", "int64"), ("300", "int8"), ("2", "bool"), ("1e9", "float16")]
+)
+def test_a_constant_must_be_of_the_dtype(constant: str, dtype: str, tmp_path: Path) -> None:
+    unickpt.save(tmp_path / "c", {"a": np.ones(2), "b": np.zeros(3, dtype)})
+    made = Rules.parse(f"a <-> a\nb <-> drop\n{constant} <-> c [k] as {dtype}  k=3")
+    with pytest.raises(RuleError, match=rf"'c' is {dtype}\[3\], and .* is no {dtype}"):
+        unickpt.load(tmp_path / "c", rules=made)
+    read = Rules.parse(f"a <-> a\nb <-> {constant}")
+    with pytest.raises(RuleError, match=rf"'b' is {dtype}\[3\], and .* is no {dtype}"):
+        unickpt.load(tmp_path / "c", rules=read)
+
+
+def test_constants_for_plain_values(tmp_path: Path) -> None:
+    unickpt.save(
+        tmp_path / "c", {"a": np.ones(2), "step": 7, "on": True, "rng": unickpt.PerProcess(1)}
+    )
+    base = "a <-> a\nrng <-> drop\n"
+    like = {"a": np.zeros(2), "count": 3, "rate": 0.5, "off": True}
+    rules = Rules.parse(base + "step <-> 7\non <-> 1\n7 <-> count\n0.25 <-> rate\n0 <-> off")
+    found = unickpt.load(tmp_path / "c", like, rules=rules)
+    assert (found["count"], found["rate"], found["off"]) == (7, 0.25, False)
+    with pytest.raises(LoadMismatch, match="'step' is not 8 everywhere, so leaving it out would"):
+        unickpt.load(tmp_path / "c", rules=Rules.parse(base + "step <-> 8\non <-> drop"))
+    with pytest.raises(RuleError, match="'rng' is a PerProcess, and a constant is not"):
+        unickpt.load(tmp_path / "c", rules=Rules.parse("a<->a\nstep<->step\non<->on\nrng <-> 1"))
+
+
 def test_zero_size_and_0d_arrays(tmp_path: Path) -> None:
     stored = {"none": np.zeros((0, 3)), "one": np.float32(2), "l": np.zeros((0, 3))}
     unickpt.save(tmp_path / "c", stored)

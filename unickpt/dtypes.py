@@ -114,6 +114,20 @@ def kind(dtype: DType) -> str:
     return "integer" if name.startswith(("int", "uint")) else "other"
 
 
+def constant(value: float, dtype: DType) -> Any:
+    """A number as a scalar of a dtype; floats may lose precision.
+
+    Raises:
+        ValueError: the dtype cannot hold it.
+    """
+    with np.errstate(all="ignore"):
+        found = np.asarray(value).astype(dtype)
+    same = bool(found.astype(np.float64) == value)
+    if not same and (kind(dtype) not in ("float", "complex") or not np.isfinite(found)):
+        raise ValueError(f"{value:g} is no {name_of(dtype)}")
+    return found
+
+
 def holds_all(target: DType, values: np.ndarray[Any, Any]) -> bool:
     """Whether an integer dtype holds all integers of an array; other kinds only lose precision."""
     if kind(target) != "integer" or not values.size:

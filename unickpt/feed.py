@@ -5,7 +5,7 @@ Without rules every array has one feed, from itself. Rules permute, merge, split
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import sub
@@ -207,6 +207,17 @@ class Fill:
             )
 
 
+class Applied(Protocol):
+    """A function that makes an array."""
+
+    @property
+    def name(self) -> str:
+        """The array's name."""
+
+    def __call__(self, box: Box, verify: bool) -> Array:
+        """The elements of a box; `verify` is about what is read for them."""
+
+
 @dataclass(slots=True)
 class Recipe:
     """What an array that is asked for is made of.
@@ -214,12 +225,12 @@ class Recipe:
     Arguments:
         feeds: where its elements come from; together with `fills`, each exactly once.
         fills: those that come from nowhere.
-        function: makes it in their stead: called with a box, returns its elements.
+        function: makes it in their stead.
     """
 
     feeds: Sequence[Source] = ()
     fills: Sequence[Fill] = ()
-    function: Callable[[Box], Array] | None = None
+    function: Applied | None = None
 
 
 def _steps(lines: Sequence[Line], axes: int) -> tuple[tuple[int, ...], ...]:

@@ -141,7 +141,7 @@ def _start(
     buffers = _buffers(stored, job)
     wanted = _distinct(job, buffers)
     for recipe, box, buffer in wanted:
-        _fill(recipe, box, buffer)
+        _fill(recipe, box, buffer, verify)
     pending = {reader.submit(read) for read in _reads(stored, wanted, verify)}
 
     def finish() -> None:
@@ -177,13 +177,14 @@ def _distinct(job: Job, buffers: Mapping[str, list[Array]]) -> list[tuple[Recipe
     return wanted
 
 
-def _fill(recipe: Recipe, box: Box, buffer: Array) -> None:
+def _fill(recipe: Recipe, box: Box, buffer: Array, verify: bool) -> None:
     """What needs no chunk."""
     for fill in recipe.fills:
         for copy in fill.copies(box):
             strided.view(buffer, copy.out, copy.out_steps, copy.shape)[...] = fill.value
     if recipe.function is not None:
-        buffer[...] = recipe.function(box)
+        found = recipe.function(box, verify)
+        _put(found, buffer, f"{recipe.function.name!r}: made as {found.dtype}")
 
 
 def _reads(
@@ -308,21 +309,25 @@ def _in_order(copy: Copy, shape: tuple[int, ...]) -> bool:
 
 
 def _place(source: Array, out: Array, feed: Source) -> None:
-    if source.dtype == out.dtype and feed.is_exact:
-        strided.copy(out, source)
-        return
     if not feed.is_exact:
         wide = np.dtype(np.float64 if np.float64 in (source.dtype, out.dtype) else np.float32)
         scale, offset = (np.asarray(x, wide) for x in (feed.scale, feed.offset))
         source = np.add(np.multiply(source.astype(wide), scale), offset)
-    real = source.dtype.kind == "c" and out.dtype.kind != "c"
-    cast = (source.real if real else source).astype(out.dtype)
-    if not _holds(cast, source):
-        raise LoadMismatch(
-            f"array {feed.entry.name!r}: stored as {feed.entry.dtype}, asked for as {out.dtype}, "
-            "which does not hold all its values; load it as it is stored"
-        )
-    strided.copy(out, cast)
+    _put(source, out, f"{feed.entry.name!r}: stored as {feed.entry.dtype}")
+
+
+def _put(source: Array, out: Array, what: str) -> None:
+    """Copies elements into an array of perhaps another dtype."""
+    if source.dtype != out.dtype:
+        real = source.dtype.kind == "c" and out.dtype.kind != "c"
+        cast = (source.real if real else source).astype(out.dtype)
+        if not _holds(cast, source):
+            raise LoadMismatch(
+                f"array {what}, asked for as {out.dtype}, which does not hold all its values; load "
+                "it as it is"
+            )
+        source = cast
+    strided.copy(out, source)
 
 
 def _holds(cast: Array, source: Array) -> bool:

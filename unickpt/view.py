@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,7 +21,7 @@ from unickpt.marks import PerProcess
 from unickpt.options import LoadOptions
 from unickpt.provenance import Provenance
 from unickpt.read import Job, NewTarget, read_arrays, read_box
-from unickpt.rules import Rules
+from unickpt.rules import Function, Rules
 from unickpt.rules.matching import Fact
 from unickpt.rules.plan import Constant, Made, Plan, Same, Stored, make_plan, offers
 
@@ -198,20 +198,27 @@ class Ruled:
         return found
 
     def _check_constant(self, check: Constant, options: LoadOptions) -> None:
-        entry = _stored_entry(self.checkpoint.index, check.name)
-        for box in _pieces(entry, options):
-            found = read_box(self.checkpoint, entry, box, verify=options.verify)
-            if not (found == np.asarray(check.value).astype(found.dtype)).all():
-                raise LoadMismatch(
-                    f"{self.checkpoint.location}: {check.name!r} is not {check.value:g} "
-                    f"everywhere, so leaving it out would lose it\n  {check.rule}"
-                )
+        index = self.checkpoint.index
+        if check.name in index.values:
+            same = index.values[check.name] == check.value
+        else:
+            entry = _stored_entry(index, check.name)
+            value = dtypes.constant(check.value, dtypes.from_name(entry.dtype))
+            same = all(
+                (read_box(self.checkpoint, entry, box, verify=options.verify) == value).all()
+                for box in _pieces(entry, options)
+            )
+        if not same:
+            raise LoadMismatch(
+                f"{self.checkpoint.location}: {check.name!r} is not {check.value:g} "
+                f"everywhere, so leaving it out would lose it\n  {check.rule}"
+            )
 
-    def _function(self, made: Made) -> Any:
+    def _function(self, made: Made) -> _Function | None:
         if made.function is None:
             return None
         entries = [_stored_entry(self.checkpoint.index, name) for name in made.inputs]
-        return partial(_apply, self.checkpoint, made, entries)
+        return _Function(self.checkpoint, made, made.function, entries)
 
     @cached_property
     def inexact(self) -> list[str]:
@@ -219,25 +226,44 @@ class Ruled:
         return [name for name, made in self.plan.made.items() if not made.exact]
 
 
-def _apply(checkpoint: Checkpoint, made: Made, entries: Sequence[ArrayEntry], box: Box) -> Array:
-    """A box of what a function makes.
+@dataclass(frozen=True)
+class _Function:
+    """A function that makes an array of a view, out of stored ones."""
 
-    Raises:
-        LoadMismatch: the function makes another shape.
-    """
-    function = made.function
-    assert function is not None, "asked only for what a function makes"
-    regions = function.region(box, *(entry.shape for entry in entries))
-    inputs = [
-        read_box(checkpoint, e, r, verify=True) for e, r in zip(entries, regions, strict=True)
-    ]
-    found = np.asarray(function.apply(box, *inputs))
-    if found.shape != box.shape:
-        raise LoadMismatch(
-            f"array {made.name!r}: the function made {list(found.shape)} for the box {box}, which "
-            f"has {list(box.shape)}\n  {made.rule}"
-        )
-    return found
+    checkpoint: Checkpoint
+    made: Made
+    function: Function
+    entries: Sequence[ArrayEntry]
+
+    @property
+    def name(self) -> str:
+        return self.made.name
+
+    def __call__(self, box: Box, verify: bool) -> Array:
+        """The elements of a box.
+
+        Raises:
+            LoadMismatch: the function makes another shape, or another dtype.
+        """
+        made, function = self.made, self.function
+        regions = function.region(box, *(entry.shape for entry in self.entries))
+        inputs = [
+            read_box(self.checkpoint, entry, region, verify=verify)
+            for entry, region in zip(self.entries, regions, strict=True)
+        ]
+        found = np.asarray(function.apply(box, *inputs))
+        if found.shape != box.shape:
+            raise LoadMismatch(
+                f"array {made.name!r}: the function made {list(found.shape)} for the box {box}, "
+                f"which has {list(box.shape)}\n  {made.rule}"
+            )
+        dtype = dtypes.name_of(found.dtype)
+        if dtype != made.fact.dtype:
+            raise LoadMismatch(
+                f"array {made.name!r}: the function made {dtype}, where {made.fact.dtype} is due; "
+                f"convert it there, or say `as {dtype}` behind its axes\n  {made.rule}"
+            )
+        return found
 
 
 def same_digests(a: Checkpoint, mine: ArrayEntry, b: Checkpoint, other: ArrayEntry) -> bool:
@@ -331,7 +357,10 @@ def stored_facts(checkpoint: Checkpoint) -> Stored:
 def _asked(value: Any, target: ArrayTarget | None) -> Fact:
     if target is not None:
         return Fact("array", tuple(target.shape), dtypes.name_of(target.dtype))
-    return Fact("process" if isinstance(value, PerProcess) else "value")
+    if isinstance(value, PerProcess):
+        return Fact("process")
+    numbers = {bool: "bool", int: "int64", float: "float64"}
+    return Fact("value", (), numbers.get(type(value), ""))
 
 
 def _entry(made: Made, stored: Index) -> ArrayEntry:

@@ -20,7 +20,7 @@ class Fact:
     Arguments:
         kind: "array", "value" (a plain one) or "process" (differs by process).
         shape: of an array; a plain number counts as an array without dimensions.
-        dtype: name of the dtype, where there is one.
+        dtype: name of the dtype, where there is one; of a plain number, what it is to Python.
     """
 
     kind: str

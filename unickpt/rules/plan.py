@@ -237,6 +237,7 @@ class _Planner:
                 plan.dropped[name] = str(instance.rule)
                 if not nothing.unchecked:
                     assert nothing.value is not None, "only `drop` has no value"
+                    _check_constant(nothing.value, name, self._stored.facts[name])
                     plan.checks.append(Constant(name, nothing.value, str(instance.rule)))
 
     def _make_constants(self, instance: Instance, nothing: Nothing, plan: Plan) -> None:
@@ -253,6 +254,7 @@ class _Planner:
                 fact = Fact("array", shape, view.dtype or asked or "float32")
                 fill = Fill(shape, whole_dims(shape), nothing.value)
                 self._add(plan, Made(name, fact, str(instance.rule), fills=(fill,)))
+                _check_constant(nothing.value, name, fact)
 
     def _apply_function(self, instance: Instance, plan: Plan) -> None:
         rule = instance.rule
@@ -454,6 +456,16 @@ class _Planner:
         dims = whole_dims(fact.shape)
         feed = Feed(entry, fact.shape, dims, dims)
         return Made(name, Fact("array", fact.shape, dtype), str(lift), (feed,))
+
+
+def _check_constant(value: float, name: str, fact: Fact) -> None:
+    if fact.kind == "process":
+        raise Unfit(f"{name!r} is {fact}, and a constant is not")
+    try:
+        if fact.dtype:
+            dtypes.constant(value, dtypes.from_name(fact.dtype))
+    except ValueError as error:
+        raise Unfit(f"{name!r} is {fact}, and {error}") from None
 
 
 def _used(plan: Plan, valid: Sequence[Instance]) -> set[str]:
