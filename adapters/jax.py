@@ -180,6 +180,46 @@ class _JaxGroup:
         every = np.asarray(multihost_utils.process_allgather(mine))
         return max(int.from_bytes(bytes(one), "big") for one in every)
 
+    def exchange(self, data: Array, sent: Sequence[int], received: Sequence[int]) -> Array:
+        # Of one shape, so that XLA compiles it once; as often as the longest part needs.
+        extent = max(_LEAST_SLICE, _SLICES // self.count)
+        times = self.agree(-(-max(*sent, *received) // extent))
+        starts, ends = ([0, *itertools.accumulate(sizes)] for sizes in (sent, received))
+        found = np.empty(sum(received), np.uint8)
+        for begin in range(0, times * extent, extent):
+            slices = np.zeros((1, self.count, extent), np.uint8)
+            for process, n in enumerate(sent):
+                part = data[starts[process] : starts[process] + n][begin : begin + extent]
+                slices[0, process, : len(part)] = part
+            swapped = _swap(slices)
+            for process, n in enumerate(received):
+                part = found[ends[process] : ends[process] + n][begin : begin + extent]
+                part[:] = swapped[process, : len(part)]
+        return found
+
+
+# Bytes that a process sends to all others at once, and the least of it to each.
+_SLICES, _LEAST_SLICE = 32 << 20, 64 << 10
+
+
+def _swap(slices: Array) -> Array:
+    """One slice of each process out of this one's slices for each process."""
+    by_process = {device.process_index: device for device in reversed(jax.devices())}
+    devices = [by_process[process] for process in sorted(by_process)]
+    mesh = jax.sharding.Mesh(np.asarray(devices), ("process",))
+    spec: Any = jax.sharding.PartitionSpec
+    ours, theirs = NamedSharding(mesh, spec("process")), NamedSharding(mesh, spec(None, "process"))
+    mine = jax.device_put(slices, devices[jax.process_index()])
+    shape = (len(devices), *slices.shape[1:])
+    every = jax.make_array_from_single_device_arrays(shape, ours, [mine])
+    swapped = _resharder(theirs)(every)
+    return np.asarray(swapped.addressable_shards[0].data)[:, 0]
+
+
+@lru_cache(maxsize=4)
+def _resharder(sharding: Sharding) -> Callable[[Any], Any]:
+    return jax.jit(lambda x: x, out_shardings=sharding)
+
 
 @cache
 def _session() -> str:

@@ -42,7 +42,7 @@ class CoverageError(UnickptError, ValueError):
 
 
 class ProcessFailed(UnickptError, RuntimeError):
-    """Another process of the job failed during the save; the message is its message.
+    """Another process of the job failed during the save, or the load; the message is its message.
 
     `refused` is true where that process did not even begin, because an earlier save of its failed.
     """

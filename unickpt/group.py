@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
 
 
 class Group(Protocol):
@@ -30,6 +35,23 @@ class Group(Protocol):
             value: at least 0, and less than 2 to the power of 62.
         """
 
+    def exchange(self, data: Bytes, sent: Sequence[int], received: Sequence[int]) -> Bytes:
+        """Gives every process its part of the bytes of each, as MPI's `Alltoallv`.
+
+        Called by all processes at the same point, on the calling thread.
+
+        Arguments:
+            data: one part for each process after the other.
+            sent: how many bytes each process gets.
+            received: how many bytes come from each process.
+
+        Returns:
+            What came from each process, one after the other.
+
+        Raises:
+            RuntimeError: a process has ended.
+        """
+
 
 class ProcessGroup:
     """A group of processes that know each other by other means (MPI, a scheduler, ssh).
@@ -42,6 +64,8 @@ class ProcessGroup:
         agree: gives every process the largest of the values that all of them call it with, as
             MPI's `allreduce(value, MAX)`. Only what processes must decide alike needs it:
             `Checkpointer`'s saving by time, preemption, and falling back to an older step.
+        exchange: gives every process its part of the bytes of each, as MPI's `Alltoallv`; see
+            `Group.exchange`. Only `LoadOptions(exchange=True)` needs it.
 
     Example:
         >>> group = ProcessGroup(0, 4, session="job-8231-restart-2")
@@ -50,7 +74,12 @@ class ProcessGroup:
     """
 
     def __init__(
-        self, index: int, count: int, session: str, agree: Callable[[int], int] | None = None
+        self,
+        index: int,
+        count: int,
+        session: str,
+        agree: Callable[[int], int] | None = None,
+        exchange: Callable[[Bytes, Sequence[int], Sequence[int]], Bytes] | None = None,
     ) -> None:
         if not 0 <= index < count:
             raise ValueError(f"process index {index} is not among {count} processes")
@@ -58,7 +87,7 @@ class ProcessGroup:
             raise ValueError(f"session {session!r} must be of letters, digits and '-', '_', '.'")
         self.index, self.count, self._session = index, count, session
         self._counter = itertools.count()
-        self._agree = agree
+        self._agree, self._exchange = agree, exchange
 
     def next_attempt(self) -> str:
         return f"{self._session}-{next(self._counter):06d}"
@@ -72,6 +101,14 @@ class ProcessGroup:
                 "the largest of their values, as MPI's allreduce(value, MAX) does"
             )
         return self._agree(value)
+
+    def exchange(self, data: Bytes, sent: Sequence[int], received: Sequence[int]) -> Bytes:
+        if self._exchange is None:
+            raise ValueError(
+                "to exchange what they read, the processes need a way: give ProcessGroup(..., "
+                "exchange=) what MPI's Alltoallv does"
+            )
+        return self._exchange(data, sent, received)
 
 
 def new_session() -> str:

@@ -7,13 +7,15 @@ from typing import Any
 
 from unickpt import backends, blob, checkpoint, tree
 from unickpt.adapt import Adapter, ArrayTarget, adapters, current_group
+from unickpt.checkpoint import Checkpoint
 from unickpt.compare import compare, is_number, targets_of
 from unickpt.describe import expand, is_leaf
 from unickpt.errors import LoadMismatch
+from unickpt.exchange import ReadArrays, reading
 from unickpt.index import Index
 from unickpt.marks import PerProcess, PerProcessValues
 from unickpt.options import LoadOptions
-from unickpt.read import NewTarget, NumberTarget, read_arrays
+from unickpt.read import NewTarget, NumberTarget
 from unickpt.rules import Rules
 from unickpt.view import AsStored, Offered, Ruled, View, jobs_of, through
 
@@ -29,7 +31,8 @@ def load(
 ) -> Any:
     """Loads a checkpoint onto any mesh, in any framework.
 
-    Every process reads the chunks that its own part of `like` needs, and nothing else.
+    Every process reads the chunks that its own part of `like` needs, and nothing else. No process
+    waits for another one, but with `LoadOptions(exchange=True)`.
 
     Arguments:
         path: a local path or a URL (file, memory, s3, gs) of a committed checkpoint.
@@ -53,6 +56,7 @@ def load(
         LoadMismatch: `like` and the checkpoint differ; a table tells all differences at once.
         RuleError: the rules fit neither what is stored nor what is asked for; names all arrays.
         CheckpointCorrupt: stored bytes do not match their digest, or are no checkpoint.
+        ProcessFailed: with `LoadOptions(exchange=True)`, another process failed.
 
     Example:
         >>> import numpy as np, unickpt
@@ -62,11 +66,24 @@ def load(
     """
     options = options or LoadOptions()
     among = adapters()
-    stored = checkpoint.open(path)
-    if like is None:
-        return _load_all(
-            AsStored(stored) if rules is None else through(stored, rules), options, among
-        )
+    with reading(options, among) as read:
+        stored = checkpoint.open(path)
+        if like is None:
+            view = AsStored(stored) if rules is None else through(stored, rules)
+            return _load_all(view, options, among, read)
+        return _load_like(stored, like, rules, strict, cast, options, among, read)
+
+
+def _load_like(
+    stored: Checkpoint,
+    like: Any,
+    rules: Rules | None,
+    strict: bool,
+    cast: bool,
+    options: LoadOptions,
+    among: Sequence[Adapter],
+    read: ReadArrays,
+) -> Any:
     known = _facts(stored.index) if rules is None else Offered(stored, rules)
     node = tree.flatten(
         like, lambda x: is_leaf(x, among), lambda obj, name: expand(obj, name, among, known)
@@ -104,8 +121,8 @@ def load(
             same[name] = first.setdefault((array, id(wanted[name])), name)
             if same[name] == name:
                 by_array.setdefault(array, {})[name] = target
-    read = read_arrays(stored, jobs_of(view, by_array), options)
-    done |= {name: read[maker] for name, maker in same.items()}
+    found = read(stored, jobs_of(view, by_array))
+    done |= {name: found[maker] for name, maker in same.items()}
     return tree.rebuild(node, done.__getitem__)
 
 
@@ -115,7 +132,9 @@ def _facts(index: Index) -> dict[str, Any]:
     return {**arrays, **index.values}
 
 
-def _load_all(view: AsStored | Ruled, options: LoadOptions, among: Sequence[Adapter]) -> Any:
+def _load_all(
+    view: AsStored | Ruled, options: LoadOptions, among: Sequence[Adapter], read: ReadArrays
+) -> Any:
     index, node = view.index, view.node()
     if isinstance(view, Ruled):
         view.check(options)
@@ -125,7 +144,7 @@ def _load_all(view: AsStored | Ruled, options: LoadOptions, among: Sequence[Adap
         for name in index.per_process
     }  # fmt: skip
     wanted = {name: {name: NewTarget(entry)} for name, entry in index.arrays.items()}
-    done |= {**read_arrays(view.checkpoint, jobs_of(view, wanted), options), **index.values}
+    done |= {**read(view.checkpoint, jobs_of(view, wanted)), **index.values}
     done |= {alias: done[name] for alias, name in index.aliases.items()}
     return tree.rebuild(node, done.__getitem__)
 

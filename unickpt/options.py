@@ -78,7 +78,11 @@ class LoadOptions:
     Arguments:
         verify: whether each chunk that is read is checked against its digest.
         budget_bytes: bytes of host memory that a load may use beyond the destination.
-        group: as in `SaveOptions`; matters for `PerProcess` leaves alone.
+        exchange: whether the processes of a job read together: each chunk once in all, by one that
+            needs it, which sends the others what they need of it. For a storage that is slower than
+            the network, where processes need parts of the same chunks: replicas, or shards along
+            another axis than those that were saved. All of them must then call `load` alike.
+        group: as in `SaveOptions`; matters for `exchange`, and for `PerProcess` leaves.
 
     Raises:
         ValueError: an option is out of range.
@@ -86,6 +90,7 @@ class LoadOptions:
 
     verify: bool = True
     budget_bytes: int = 1 << 30
+    exchange: bool = False
     group: Group | None = None
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from operator import mul
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,8 @@ from unickpt.stage import Scratch, Window
 
 if TYPE_CHECKING:
     from unickpt.checkpoint import Checkpoint
+
+T = TypeVar("T")
 
 _REMOTE_THREADS = 32
 # A task reads chunks one after the other; small ones share a task, to save on scheduling.
@@ -88,39 +90,68 @@ class NumberTarget(NewTarget):
         return buffers[0].item()
 
 
-class _Piece(NamedTuple):
-    """A piece of a chunk, and the memory that wants it."""
+class Slot(NamedTuple):
+    """A box of a target that is to be filled."""
 
-    copy: Copy
-    out: Array
-    feed: Source
+    name: str
+    position: int
+    box: Box
+    recipe: Recipe
 
 
-class _User(NamedTuple):
+class User(NamedTuple):
     """A buffer, and what it needs of a stored array."""
 
     needed: Wanted
     buffer: Array
     feed: Source
 
+    def pieces(self, box: Box) -> Iterator[Piece]:
+        """What it needs of a box of the stored array."""
+        for copy in self.needed.copies(box):
+            out = strided.view(self.buffer, copy.out, copy.out_steps, copy.shape)
+            yield Piece(copy, out, self.feed)
+
+
+class Piece(NamedTuple):
+    """A piece of a box of a stored array, and the memory that wants it."""
+
+    copy: Copy
+    out: Array
+    feed: Source
+
+    def place(self, source: Array) -> None:
+        """Fills the memory out of the elements of the box."""
+        copy = self.copy
+        _place(
+            strided.view(source, copy.source, copy.source_steps, copy.shape), self.out, self.feed
+        )
+
 
 @dataclass(slots=True)
-class _Read:
-    """One chunk to read, and who wants what of it."""
+class ChunkRead:
+    """One chunk to read, and who wants what of it.
+
+    Arguments:
+        entry, part, number: which one.
+        box: of the chunk.
+        row: of the digest table; None where nothing is verified.
+        pieces: of the chunk.
+    """
 
     entry: ArrayEntry
     part: Part
     number: int
     box: Box
     row: Any
-    pieces: Sequence[_Piece]
+    pieces: Sequence[Piece]
 
 
 def read_arrays(stored: Checkpoint, jobs: Sequence[Job], options: LoadOptions) -> dict[str, Any]:
     """Reads arrays; every chunk that any box of a job needs is read exactly once."""
     done: dict[str, Any] = {}
     window = Window(options.budget_bytes)
-    reader = _Reader(stored)
+    reader = Reader(stored)
     try:
         for job in jobs:
             nbytes = job.nbytes
@@ -133,16 +164,15 @@ def read_arrays(stored: Checkpoint, jobs: Sequence[Job], options: LoadOptions) -
 
 
 def _start(
-    stored: Checkpoint, job: Job, verify: bool, reader: _Reader, done: dict[str, Any]
+    stored: Checkpoint, job: Job, verify: bool, reader: Reader, done: dict[str, Any]
 ) -> Callable[[], None]:
     """Starts to read an array; the result waits for it and finishes the leaf."""
     for entry in job.entries:
         stored.check_backed(entry)
-    buffers = _buffers(stored, job)
-    wanted = _distinct(job, buffers)
-    for recipe, box, buffer in wanted:
-        _fill(recipe, box, buffer, verify)
-    pending = {reader.submit(read) for read in _reads(stored, wanted, verify)}
+    buffers = buffers_of(stored, job)
+    slots = slots_of(job)
+    fill(slots, buffers, verify)
+    pending = {reader.submit(read) for read in _reads(stored, users_of(slots, buffers), verify)}
 
     def finish() -> None:
         for task in pending:
@@ -153,7 +183,12 @@ def _start(
     return finish
 
 
-def _buffers(stored: Checkpoint, job: Job) -> dict[str, list[Array]]:
+def buffers_of(stored: Checkpoint, job: Job) -> dict[str, list[Array]]:
+    """Memory for all boxes of all targets.
+
+    Raises:
+        MemoryError: names the array.
+    """
     buffers = {}
     for name, target in job.targets.items():
         try:
@@ -166,55 +201,61 @@ def _buffers(stored: Checkpoint, job: Job) -> dict[str, list[Array]]:
     return buffers
 
 
-def _distinct(job: Job, buffers: Mapping[str, list[Array]]) -> list[tuple[Recipe, Box, Array]]:
-    """The boxes with their buffers; targets that share their memory are filled once."""
+def slots_of(job: Job) -> list[Slot]:
+    """All boxes to fill; those of targets that share their memory once."""
     first: dict[Hashable, str] = {}
-    wanted: list[tuple[Recipe, Box, Array]] = []
+    slots: list[Slot] = []
     for name, target in job.targets.items():
         if target.identity is None or first.setdefault(target.identity, name) == name:
             recipe = job.recipes[name]
-            wanted += [(recipe, box, b) for box, b in zip(target.boxes, buffers[name], strict=True)]
-    return wanted
+            slots += [Slot(name, i, box, recipe) for i, box in enumerate(target.boxes)]
+    return slots
 
 
-def _fill(recipe: Recipe, box: Box, buffer: Array, verify: bool) -> None:
-    """What needs no chunk."""
-    for fill in recipe.fills:
-        for copy in fill.copies(box):
-            strided.view(buffer, copy.out, copy.out_steps, copy.shape)[...] = fill.value
-    if recipe.function is not None:
-        found = recipe.function(box, verify)
-        _put(found, buffer, f"{recipe.function.name!r}: made as {found.dtype}")
+def fill(slots: Sequence[Slot], buffers: Mapping[str, Sequence[Array]], verify: bool) -> None:
+    """Fills in what needs no chunk."""
+    for name, position, box, recipe in slots:
+        buffer = buffers[name][position]
+        for constant in recipe.fills:
+            for copy in constant.copies(box):
+                view = strided.view(buffer, copy.out, copy.out_steps, copy.shape)
+                view[...] = constant.value
+        if recipe.function is not None:
+            found = recipe.function(box, verify)
+            _put(found, buffer, f"{recipe.function.name!r}: made as {found.dtype}")
 
 
-def _reads(
-    stored: Checkpoint, wanted: Sequence[tuple[Recipe, Box, Array]], verify: bool
-) -> Iterator[_Read]:
-    by_entry: dict[str, tuple[ArrayEntry, list[_User]]] = {}
-    for recipe, box, buffer in wanted:
+def users_of(
+    slots: Sequence[Slot], buffers: Mapping[str, Sequence[Array]]
+) -> dict[str, tuple[ArrayEntry, list[User]]]:
+    """Who needs what of each stored array, by its name."""
+    users: dict[str, tuple[ArrayEntry, list[User]]] = {}
+    for name, position, box, recipe in slots:
         for feed in recipe.feeds:
             needed = feed.within(box)
             if needed is not None:
-                users = by_entry.setdefault(feed.entry.name, (feed.entry, []))[1]
-                users.append(_User(needed, buffer, feed))
-    for name, (entry, users) in by_entry.items():
+                of_entry = users.setdefault(feed.entry.name, (feed.entry, []))[1]
+                of_entry.append(User(needed, buffers[name][position], feed))
+    return users
+
+
+def _reads(
+    stored: Checkpoint, users: Mapping[str, tuple[ArrayEntry, list[User]]], verify: bool
+) -> Iterator[ChunkRead]:
+    for name, (entry, of_entry) in users.items():
         table = stored.digests_of(name) if verify else None
         first = 0
         for part in plan.parts(entry):
-            by_chunk: dict[int, list[_User]] = {}
-            for user in users:
+            by_chunk: dict[int, list[User]] = {}
+            for user in of_entry:
                 for number in _chunks_of(part, user.needed.boxes):
                     by_chunk.setdefault(number, []).append(user)
             for number, by in sorted(by_chunk.items()):
                 chunk = part.chunk_box(number)
-                pieces = [
-                    _Piece(copy, strided.view(b, copy.out, copy.out_steps, copy.shape), feed)
-                    for needed, b, feed in by
-                    for copy in needed.copies(chunk)
-                ]
+                pieces = [piece for user in by for piece in user.pieces(chunk)]
                 if pieces:
                     row = None if table is None else table[first + number]
-                    yield _Read(entry, part, number, chunk, row, pieces)
+                    yield ChunkRead(entry, part, number, chunk, row, pieces)
             first += part.count
 
 
@@ -228,19 +269,19 @@ class _Task:
     """Chunks that one thread reads, one after the other."""
 
     def __init__(self) -> None:
-        self.reads: list[_Read] = []
+        self.reads: list[ChunkRead] = []
         self.nbytes = 0
         self.future: Future[None] | None = None
 
 
-class _Reader:
+class Reader:
     """Threads that read chunks; small chunks, of different arrays too, share a task."""
 
     def __init__(self, stored: Checkpoint) -> None:
         self._pool = threads_for(stored, "unickpt-load")
         self._stored, self._scratch, self._task = stored, Scratch(), _Task()
 
-    def submit(self, read: _Read) -> _Task:
+    def submit(self, read: ChunkRead) -> _Task:
         """Adds a chunk to a task, which starts once it is worth a thread's while."""
         task = self._task
         task.reads.append(read)
@@ -256,6 +297,11 @@ class _Reader:
         assert task.future is not None, "only the newest task has not started"
         task.future.result()
 
+    def work(self, function: Callable[[T], object], items: Sequence[T]) -> None:
+        """Calls a function with each of some items, on the threads."""
+        for _ in self._pool.map(function, items):
+            pass
+
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
 
@@ -263,7 +309,7 @@ class _Reader:
         task, self._task = self._task, _Task()
         task.future = self._pool.submit(self._run, task.reads)
 
-    def _run(self, reads: list[_Read]) -> None:
+    def _run(self, reads: list[ChunkRead]) -> None:
         stored = self._stored
         requests = [stored.request_chunk(r.entry, r.part, r.number) for r in reads]
         for read, requested in zip(reads, requests, strict=True):
@@ -273,10 +319,10 @@ class _Reader:
                 continue
             chunk = self._scratch.array(read.box.shape, dtypes.from_name(read.entry.dtype))
             self._fetch(read, chunk, requested)
-            for copy, out, feed in read.pieces:
-                _place(strided.view(chunk, copy.source, copy.source_steps, copy.shape), out, feed)
+            for piece in read.pieces:
+                piece.place(chunk)
 
-    def _fetch(self, read: _Read, out: Array, requested: Any) -> None:
+    def _fetch(self, read: ChunkRead, out: Array, requested: Any) -> None:
         stored, row = self._stored, read.row
         if not stored.read_chunk(read.entry, read.part, read.number, row, out, requested):
             raise CheckpointCorrupt(
@@ -285,7 +331,7 @@ class _Reader:
             )
 
 
-def _direct(read: _Read) -> Array | None:
+def _direct(read: ChunkRead) -> Array | None:
     """The memory where a chunk can land as it is: contiguous, of its dtype, wanted only there."""
     copy, out, feed = read.pieces[0]
     if len(read.pieces) > 1 or out.size != read.box.size or not out.flags.c_contiguous:

@@ -1,0 +1,394 @@
+"""Exchange: processes of a job that read each chunk once in all, and send each other the rest.
+
+Every process tells the others which boxes of stored arrays it needs. From then on, all of them work
+out the same: who reads which chunk, and which boxes of it go where. (ByteCheckpoint,
+https://arxiv.org/abs/2407.20143, section 4, eliminates repeated reads among replicas in this way.)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from unickpt import dtypes, plan
+from unickpt.adapt import Adapter, Array, current_group
+from unickpt.box import Box
+from unickpt.errors import ProcessFailed
+from unickpt.feed import Itself
+from unickpt.group import Group
+from unickpt.index import ArrayEntry
+from unickpt.options import LoadOptions
+from unickpt.plan import Part
+from unickpt.read import (
+    ChunkRead,
+    Job,
+    Reader,
+    User,
+    buffers_of,
+    fill,
+    read_arrays,
+    slots_of,
+    users_of,
+)
+
+if TYPE_CHECKING:
+    from unickpt.checkpoint import Checkpoint
+
+_ALIGN = 16  # bytes; a parcel's head has as many, the first of which says whether all is well
+_IN_FLIGHT = 4  # in the budget: of two rounds, what is sent and what is received
+
+Wants = Mapping[str, Sequence[Box]]
+"""Boxes of stored arrays, by name."""
+ReadArrays = Callable[["Checkpoint", Sequence[Job]], dict[str, Any]]
+
+
+@contextmanager
+def reading(options: LoadOptions, among: Sequence[Adapter]) -> Iterator[ReadArrays]:
+    """What reads arrays: in each process by itself, or, where options say so, in all together.
+
+    Where something fails before that, in one process, the others are told.
+    """
+    group = (options.group or current_group(among)) if options.exchange else None
+    if group is None or group.count == 1:
+        yield lambda stored, jobs: read_arrays(stored, jobs, options)
+        return
+    exchange = _Exchange(group, options)
+    try:
+        yield exchange.read
+    except Exception as error:
+        exchange.fail(error)
+        raise
+
+
+class _Chunk(NamedTuple):
+    """A chunk, who reads it, and which boxes of it each process needs."""
+
+    entry: ArrayEntry
+    part: Part
+    number: int
+    row: int
+    box: Box
+    owner: int
+    wanted: Mapping[int, Sequence[Box]]
+
+
+def schedule(
+    entries: Sequence[ArrayEntry], wants: Sequence[Wants], budget_bytes: int
+) -> Iterator[list[_Chunk]]:
+    """All chunks that any process needs, in rounds; the same on all processes.
+
+    A chunk is read by one that needs it, namely that which has read least by then.
+
+    Arguments:
+        entries: the stored arrays.
+        wants: what each process needs.
+        budget_bytes: most bytes that any process sends and receives in a round.
+    """
+    read = [0] * len(wants)
+    held = [0] * len(wants)
+    batch: list[_Chunk] = []
+    for entry in entries:
+        itemsize = dtypes.from_name(entry.dtype).itemsize
+        for part, number, row, wanted in _wanted_chunks(entry, wants):
+            owner = min(wanted, key=lambda process: (read[process], process))
+            box = part.chunk_box(number)
+            read[owner] += box.size
+            chunk = _Chunk(entry, part, number, row, box, owner, wanted)
+            moved = {p: itemsize * sum(b.size for b in boxes) for p, boxes in wanted.items()}
+            moved[owner] = sum(moved.values())
+            if batch and any(held[p] + n > budget_bytes for p, n in moved.items()):
+                yield batch
+                batch, held = [], [0] * len(wants)
+            batch.append(chunk)
+            for process, nbytes in moved.items():
+                held[process] += nbytes
+    if batch:
+        yield batch
+
+
+def _wanted_chunks(
+    entry: ArrayEntry, wants: Sequence[Wants]
+) -> Iterator[tuple[Part, int, int, dict[int, list[Box]]]]:
+    """The chunks of an array that are needed, and of each the boxes that each process needs."""
+    first = 0
+    for part in plan.parts(entry):
+        found: dict[int, dict[int, list[Box]]] = {}
+        for process, of_process in enumerate(wants):
+            for box in of_process.get(entry.name, ()):
+                for number in part.chunks_in(box):
+                    common = part.chunk_box(number).intersect(box)
+                    assert common is not None, "the chunk meets the box"
+                    found.setdefault(number, {}).setdefault(process, []).append(common)
+        for number in sorted(found):
+            yield part, number, first + number, found[number]
+        first += part.count
+
+
+@dataclass
+class _Filling:
+    """A job under way.
+
+    Arguments:
+        job: the job.
+        left: how many chunks that it needs are not there yet.
+        buffers: memory of its targets; None before its first chunk is read.
+        users: who needs what of its stored arrays.
+    """
+
+    job: Job
+    left: int = 0
+    buffers: dict[str, list[Array]] | None = None
+    users: dict[str, tuple[ArrayEntry, list[User]]] = field(default_factory=dict)
+
+
+class _Item(NamedTuple):
+    """A box of a chunk that is sent, and where it lies in the parcel of a process."""
+
+    entry: ArrayEntry
+    box: Box
+    process: int
+    offset: int
+
+
+class _Parcels:
+    """What a process sends to, or gets from, each process in a round: boxes behind a head."""
+
+    def __init__(self, count: int) -> None:
+        self.sizes = [_ALIGN] * count
+        self.items: list[_Item] = []
+
+    def add(self, entry: ArrayEntry, box: Box, process: int) -> _Item:
+        item = _Item(entry, box, process, self.sizes[process])
+        nbytes = box.size * dtypes.from_name(entry.dtype).itemsize
+        self.sizes[process] += -(-nbytes // _ALIGN) * _ALIGN
+        self.items.append(item)
+        return item
+
+    @property
+    def heads(self) -> list[int]:
+        """Where each parcel begins."""
+        return [0, *accumulate(self.sizes)][:-1]
+
+    def view(self, data: Array, item: _Item) -> Array:
+        """A box in the bytes of all parcels."""
+        dtype = dtypes.from_name(item.entry.dtype)
+        begin = self.heads[item.process] + item.offset
+        bits = data[begin : begin + item.box.size * dtype.itemsize]
+        return bits.view(dtype).reshape(item.box.shape)
+
+
+@dataclass
+class _Round:
+    """A batch of chunks under way."""
+
+    chunks: Sequence[_Chunk]
+    sent: _Parcels
+    received: _Parcels
+    outbox: Array
+    tasks: set[Any] = field(default_factory=set)
+
+
+class _Exchange:
+    """One load by all processes of a group.
+
+    A process that fails takes part until all know of it, so that nobody waits for it in vain.
+    """
+
+    def __init__(self, group: Group, options: LoadOptions) -> None:
+        self._group, self._options = group, options
+        self._has_told = False
+        self._error: Exception | None = None
+
+    def fail(self, error: Exception) -> None:
+        """Tells the others, if they still wait for what this process needs."""
+        if not self._has_told:
+            self._has_told = True
+            _gather(self._group, json.dumps({"failed": _text(error)}).encode())
+
+    def read(self, stored: Checkpoint, jobs: Sequence[Job]) -> dict[str, Any]:
+        """As `read_arrays`, by all processes together.
+
+        Raises:
+            ProcessFailed: another process failed; the message is its message.
+        """
+        fillings = [_Filling(job) for job in jobs]
+        self._filling = {entry.name: f for f in fillings for entry in f.job.entries}
+        wants = self._tell(_wants_of(jobs))
+        budget = max(1, self._options.budget_bytes // _IN_FLIGHT)
+        rounds = list(schedule(list(stored.index.arrays.values()), wants, budget))
+        for chunk in (chunk for chunks in rounds for chunk in chunks):
+            if self._group.index in chunk.wanted:
+                self._filling[chunk.entry.name].left += 1
+        done: dict[str, Any] = {}
+        self._stored, self._reader = stored, Reader(stored)
+        try:
+            self._try(self._finish, [f for f in fillings if not f.left], done)
+            under_way: _Round | None = None
+            for chunks in [*rounds, None]:
+                begun = None if chunks is None else self._begin(chunks)
+                if under_way is not None:
+                    self._end(under_way, done)
+                under_way = begun
+            self._settle()
+        finally:
+            self._reader.close()
+        return done
+
+    def _tell(self, mine: Wants) -> list[Wants]:
+        """What each process needs."""
+        boxes = {name: [[b.start, b.stop] for b in of_name] for name, of_name in mine.items()}
+        self._has_told = True
+        wants: list[Wants] = []
+        for process, data in enumerate(_gather(self._group, json.dumps(boxes).encode())):
+            told = json.loads(data)
+            if "failed" in told:
+                raise ProcessFailed(f"process {process} failed: {told['failed']}")
+            wants.append({n: [Box(tuple(a), tuple(b)) for a, b in of] for n, of in told.items()})
+        return wants
+
+    # --- a round --------------------------------------------------------------------------------
+
+    def _begin(self, chunks: Sequence[_Chunk]) -> _Round:
+        """Begins to read this process's chunks of a round."""
+        me, count = self._group.index, self._group.count
+        sent, received = _Parcels(count), _Parcels(count)
+        own: list[tuple[_Chunk, list[_Item]]] = []
+        for chunk in chunks:
+            if chunk.owner == me:
+                others = [(p, box) for p, of_p in chunk.wanted.items() for box in of_p if p != me]
+                own.append((chunk, [sent.add(chunk.entry, box, p) for p, box in others]))
+            else:
+                for box in chunk.wanted.get(me, ()):
+                    received.add(chunk.entry, box, chunk.owner)
+        begun = _Round(chunks, sent, received, np.empty(sum(sent.sizes), np.uint8))
+        self._try(self._read, begun, own)
+        return begun
+
+    def _read(self, begun: _Round, own: Sequence[tuple[_Chunk, Sequence[_Item]]]) -> None:
+        for chunk, items in own:
+            pieces = [
+                piece for user in self._users(chunk.entry) for piece in user.pieces(chunk.box)
+            ]
+            for item in items:
+                feed = Itself(chunk.entry)
+                needed = feed.within(item.box)
+                assert needed is not None, "nobody needs an empty box"
+                memory = begun.sent.view(begun.outbox, item)
+                pieces += User(needed, memory, feed).pieces(chunk.box)
+            if pieces:
+                verify = self._options.verify
+                row = self._stored.digests_of(chunk.entry.name)[chunk.row] if verify else None
+                read = ChunkRead(chunk.entry, chunk.part, chunk.number, chunk.box, row, pieces)
+                begun.tasks.add(self._reader.submit(read))
+
+    def _end(self, begun: _Round, done: dict[str, Any]) -> None:
+        """Sends what was read, receives what the others did, and places it."""
+        for task in begun.tasks:
+            self._try(self._reader.wait, task)
+        begun.outbox[begun.sent.heads] = self._error is not None
+        inbox = _exchange(self._group, begun.outbox, begun.sent.sizes, begun.received.sizes)
+        if self._error is not None or inbox[begun.received.heads].any():
+            self._settle()
+        self._try(self._place, begun, inbox, done)
+
+    def _place(self, begun: _Round, inbox: Array, done: dict[str, Any]) -> None:
+        def place(item: _Item) -> None:
+            data = begun.received.view(inbox, item)
+            for user in self._users(item.entry):
+                for piece in user.pieces(item.box):
+                    piece.place(data)
+
+        self._reader.work(place, begun.received.items)
+        for chunk in begun.chunks:
+            if self._group.index in chunk.wanted:
+                filling = self._filling[chunk.entry.name]
+                filling.left -= 1
+                if not filling.left:
+                    self._finish([filling], done)
+
+    # --- jobs -----------------------------------------------------------------------------------
+
+    def _open(self, filling: _Filling) -> None:
+        """Gets memory for the targets of a job, and fills in what needs no chunk."""
+        if filling.buffers is None:
+            for entry in filling.job.entries:
+                self._stored.check_backed(entry)
+            filling.buffers = buffers_of(self._stored, filling.job)
+            slots = slots_of(filling.job)
+            fill(slots, filling.buffers, self._options.verify)
+            filling.users = users_of(slots, filling.buffers)
+
+    def _users(self, entry: ArrayEntry) -> Sequence[User]:
+        filling = self._filling[entry.name]
+        self._open(filling)
+        return filling.users[entry.name][1]
+
+    def _finish(self, fillings: Sequence[_Filling], done: dict[str, Any]) -> None:
+        for filling in fillings:
+            self._open(filling)
+            buffers, filling.buffers, filling.users = filling.buffers, {}, {}
+            assert buffers is not None, "it was opened"
+            for name, target in filling.job.targets.items():
+                done[name] = target.finish(buffers.pop(name))
+
+    # --- errors ---------------------------------------------------------------------------------
+
+    def _try(self, work: Callable[..., object], *arguments: Any) -> None:
+        """Does a piece of work, and keeps the first thing that goes wrong for `_settle`."""
+        if self._error is None:
+            try:
+                work(*arguments)
+            except Exception as error:
+                self._error = error
+
+    def _settle(self) -> None:
+        """Raises what went wrong in any process; called by all at the same point."""
+        text = "" if self._error is None else _text(self._error)
+        told = _gather(self._group, text.encode())
+        if self._error is not None:
+            raise self._error
+        for process, message in enumerate(told):
+            if message:
+                raise ProcessFailed(f"process {process} failed: {message.decode()}")
+
+
+def _wants_of(jobs: Sequence[Job]) -> Wants:
+    wants: dict[str, dict[Box, None]] = {}
+    for job in jobs:
+        for slot in slots_of(job):
+            for feed in slot.recipe.feeds:
+                needed = feed.within(slot.box)
+                boxes = () if needed is None else needed.boxes
+                wants.setdefault(feed.entry.name, {}).update(dict.fromkeys(boxes))
+    return {name: list(boxes) for name, boxes in wants.items() if boxes}
+
+
+def _gather(group: Group, data: bytes) -> list[bytes]:
+    """What each process of a group calls this with."""
+    count = group.count
+    length = np.frombuffer(len(data).to_bytes(8, "little"), np.uint8)
+    lengths = _exchange(group, np.tile(length, count), [8] * count, [8] * count)
+    sizes = [int.from_bytes(lengths[8 * p : 8 * p + 8].tobytes(), "little") for p in range(count)]
+    mine = np.tile(np.frombuffer(data, np.uint8), count)
+    found = _exchange(group, mine, [len(data)] * count, sizes)
+    starts = [0, *accumulate(sizes)]
+    return [found[a:b].tobytes() for a, b in pairwise(starts)]
+
+
+def _exchange(group: Group, data: Array, sent: Sequence[int], received: Sequence[int]) -> Array:
+    try:
+        return group.exchange(data, sent, received)
+    except RuntimeError as error:
+        raise ProcessFailed(
+            f"the processes could not exchange what they read; one of them may have ended: {error}"
+        ) from error
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
