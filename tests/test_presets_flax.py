@@ -339,8 +339,7 @@ def test_what_shapes_do_not_tell_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RuleError) as raised:
         unickpt.load(tmp_path / "flax", up_and_down(6), rules=FLAX + CONV + TRANSPOSED)
     text = str(raised.value)
-    for name in ("'params/down/kernel' is taken twice", "'up.weight' is made twice"):
-        assert name in text
+    assert "'params/down/kernel' (and 1 more) is taken twice" in text
     assert "preset flax-conv, line " in text
     assert "preset flax-conv-transpose, line " in text
 

@@ -33,7 +33,7 @@ def load(path: Path, rules: str, stored: str, like: str | None = None, **options
 REFUSED = {
     "an array that no rule takes": (
         "a [i o] <-> b [o i]", "a 3x5, c 2", "b 5x3",
-        ["'c' (float32[2]) is stored, and no rule takes it", "drop it: c <-> drop"],
+        ["'c' (float32[2]) is stored, and no rule takes it", "if it is to be left out: c <-> drop"],
     ),
     "an array that no rule makes": (
         "a [i o] <-> b [o i]", "a 3x5", "b 5x3, c 2",
@@ -182,7 +182,7 @@ def test_names_of_both_sides_tell_rules_apart(tmp_path: Path) -> None:
     assert flat_names(unickpt.load(tmp_path / "c", like, rules=rules.inverse)).keys() == {
         "up/kernel", "wte/embedding", "n/scale",
     }  # fmt: skip
-    with pytest.raises(RuleError, match=r"'up.weight' is taken twice"):
+    with pytest.raises(RuleError, match=r"'up.weight' \(and 1 more\) is taken twice"):
         unickpt.load(tmp_path / "c", rules=rules.inverse)
 
 
@@ -404,15 +404,17 @@ def test_a_function_makes_the_dtype_that_is_due(tmp_path: Path) -> None:
     big = np.arange(4, dtype=np.int64) << 40
     unickpt.save(tmp_path / "c", {"n": big})
 
-    def load(like: Any = None, suffix: str = "", **options: Any) -> Any:
-        halve = Function(lambda box, x: x / 2 if suffix != "same" else x)
+    def load(like: Any = None, suffix: str = "", odd: int = 0, **options: Any) -> Any:
+        halve = Function(lambda box, x: (x + odd) / 2 if suffix != "same" else x)
         text = f"n [k] <-> n [k] {suffix if suffix != 'same' else ''} via halve"
         rules = Rules.parse(text, functions={"halve": halve})
         return unickpt.load(tmp_path / "c", like, rules=rules, **options)["n"]
 
-    with pytest.raises(LoadMismatch, match="'n': the function made float64, where int64 is due"):
-        load()
-    assert np.array_equal(load(suffix="as float64"), big / 2)
+    with pytest.raises(LoadMismatch, match="'n': the function made float64, which int64 does not"):
+        load(odd=1)
+    assert np.array_equal(load(), big // 2)  # every value came through
+    assert load().dtype == np.int64
+    assert np.array_equal(load(suffix="as float64", odd=1), big / 2 + 0.5)
     with pytest.raises(LoadMismatch, match="'n': made as int64, asked for as int32, which does"):
         load({"n": np.zeros(4, np.int32)}, "same", cast=True)
 

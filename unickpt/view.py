@@ -243,7 +243,7 @@ class _Function:
         """The elements of a box.
 
         Raises:
-            LoadMismatch: the function makes another shape, or another dtype.
+            LoadMismatch: the function makes another shape, or values that the dtype does not hold.
         """
         made, function = self.made, self.function
         regions = function.region(box, *(entry.shape for entry in self.entries))
@@ -257,13 +257,16 @@ class _Function:
                 f"array {made.name!r}: the function made {list(found.shape)} for the box {box}, "
                 f"which has {list(box.shape)}\n  {made.rule}"
             )
-        dtype = dtypes.name_of(found.dtype)
-        if dtype != made.fact.dtype:
+        due = dtypes.from_name(made.fact.dtype)
+        with np.errstate(all="ignore"):
+            cast = found.astype(due, copy=False)
+            same = (cast == found) | ((cast != cast) & (found != found))
+        if not same.all():
             raise LoadMismatch(
-                f"array {made.name!r}: the function made {dtype}, where {made.fact.dtype} is due; "
-                f"convert it there, or say `as {dtype}` behind its axes\n  {made.rule}"
+                f"array {made.name!r}: the function made {found.dtype}, which {due} does not hold; "
+                f"convert it there, or say `as {found.dtype}` behind its axes\n  {made.rule}"
             )
-        return found
+        return cast
 
 
 def same_digests(a: Checkpoint, mine: ArrayEntry, b: Checkpoint, other: ArrayEntry) -> bool:

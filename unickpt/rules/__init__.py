@@ -162,6 +162,7 @@ class _Compiler:
     rules: list[Rule] = field(default_factory=list)
     lifts: list[LiftLine] = field(default_factory=list)
     conventions: list[Convention] = field(default_factory=list)
+    given: list[WhereLine] = field(default_factory=list)
 
     def collect(
         self,
@@ -181,6 +182,7 @@ class _Compiler:
         for statement in statements:
             if isinstance(statement, WhereLine):
                 where = {**where, **dict(statement.sizes)}
+                self.given.append(statement)
         for statement in statements:
             match statement:
                 case RuleLine():
@@ -217,9 +219,14 @@ def _compile(
 ) -> Rules:
     found = _Compiler(sizes, functions)
     found.collect(grammar.parse(text, name), folder, (name,), {})
-    unused = sizes.keys() - {axis for rule in found.rules for axis in rule.sizes}
+    used = {axis for rule in found.rules for axis in rule.sizes}
+    unused = sizes.keys() - used
     if unused:
         raise RuleError(f"{name}: a size is given for {min(unused)!r}, which no rule has")
+    for where in found.given:
+        for axis, _ in where.sizes:
+            if axis not in used:
+                raise syntax_error(f"no rule has an axis {axis!r}", where.place)
     rules, shared = list(found.rules), []
     for line in found.lifts:
         lifted = lift(line, found.rules)

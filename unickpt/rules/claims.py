@@ -8,12 +8,17 @@ from unickpt.index import ArrayEntry
 from unickpt.rules.matching import Instance, Names, names_of
 from unickpt.rules.syntax import Nothing
 
+_HOW_TO_TELL = (
+    "let one of them be about less, or begin the more general one with `default`, which leaves to "
+    "the others what they are about"
+)
+
 
 class Claims:
     """Who uses each stored array, and who makes each that is asked for."""
 
     def __init__(self) -> None:
-        self.problems: list[str] = []
+        self._clashes: dict[tuple[str, ...], list[tuple[str, str]]] = {}
         self._taken: dict[str, str] = {}
         self._made: dict[str, str] = {}
         self._left: set[tuple[str, int]] = set()
@@ -52,8 +57,18 @@ class Claims:
         """Whether a rule leaves a name to another one."""
         return (name, id(instance)) in self._left
 
+    @property
+    def problems(self) -> list[str]:
+        """What is claimed twice, told once for the same rules."""
+        told = []
+        for rules, clashes in self._clashes.items():
+            (name, verb), count = clashes[0], sum(verb == clashes[0][1] for _, verb in clashes)
+            more = f" (and {count - 1} more)" if count > 1 else ""
+            told.append("\n    ".join([f"{name!r}{more} is {verb} twice", *rules, _HOW_TO_TELL]))
+        return told
+
     def _twice(self, name: str, verb: str, rules: Iterable[str]) -> None:
-        self.problems.append("\n    ".join([f"{name!r} is {verb} twice", *dict.fromkeys(rules)]))
+        self._clashes.setdefault(tuple(dict.fromkeys(rules)), []).append((name, verb))
 
 
 def _same_constant(claims: Sequence[Instance]) -> bool:
@@ -86,6 +101,31 @@ def keep_ties(found: Sequence[Instance], entries: Mapping[str, ArrayEntry]) -> N
             owners = {tied.get(name) for name in names_of(instance, instance.rule.left)}
             if owners and None not in owners and instance not in owners:
                 instance.why_not = "another rule has it, tied to what it is stored as"
+
+
+def leave_to_others(found: Sequence[Instance], both_known: bool) -> None:
+    """Leaves what other rules are about to those, where a rule is a default.
+
+    Where the names of both sides are known, all but the first of several names of one array are
+    there for whichever rule is about them; see `Claims.settle`.
+    """
+    taken: set[str] = set()
+    made: set[str] = set()
+    valid = [i for i in found if i.why_not is None]
+    for instance in valid:
+        for side, names in ((instance.rule.left, taken), (instance.rule.right, made)):
+            if instance.rule.default or isinstance(side, Nothing):
+                continue
+            for term in side:
+                for view in term[:1] if both_known else term:
+                    names.update(name for _, name in instance.grid(view))
+    for instance in valid:
+        rule = instance.rule
+        if rule.default and not (
+            taken.isdisjoint(names_of(instance, rule.left))
+            and made.isdisjoint(names_of(instance, rule.right))
+        ):
+            instance.why_not = "another rule is about it"
 
 
 def choose_variants(found: Sequence[Instance]) -> None:

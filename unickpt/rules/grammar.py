@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from unickpt import dtypes
 from unickpt.errors import RuleSyntaxError
@@ -176,7 +176,7 @@ class _Parser:
 
     def statement(self) -> Statement:
         begin = self._at
-        keyword = self._word("optional", "lift", "where", "include", "convention")
+        keyword = self._word("optional", "default", "lift", "where", "include", "convention")
         if keyword and (self._sees("<->") or self._sees("[") or self._sees("=")):
             self._at, keyword = begin, None  # it is a name
         place = self._place(begin)
@@ -185,17 +185,19 @@ class _Parser:
             case "lift":
                 statement = self._lift(place)
             case "where":
-                statement = WhereLine(self._sizes())
+                statement = WhereLine(place, self._sizes())
             case "include":
                 statement = self._include(place)
+            case "default" if self._word("include"):
+                statement = replace(self._include(place), default=True)
             case "convention":
                 statement = self._convention(place)
             case _:
-                statement = self._rule(place, keyword == "optional")
+                statement = self._rule(place, keyword)
         self._end()
         return statement
 
-    def _rule(self, place: Place, optional: bool) -> RuleLine:
+    def _rule(self, place: Place, keyword: str | None) -> RuleLine:
         left = self._side()
         self._expect("<->", " between the two sides")
         right = self._side()
@@ -203,7 +205,8 @@ class _Parser:
             raise self._fail("no side names an array", 0)
         function = self._identifier("the name of a function") if self._word("via") else None
         sizes = self._sizes() if self._word("where") or self._sees_size() else ()
-        return RuleLine(place, left, right, optional, function, sizes)
+        optional, default = keyword == "optional", keyword == "default"
+        return RuleLine(place, left, right, optional, default, function, sizes)
 
     def _lift(self, place: Place) -> LiftLine:
         left = self._view()

@@ -59,6 +59,10 @@ class Unfit(ValueError):
     """Why a rule is not about some arrays."""
 
 
+class Lacks(Unfit):
+    """Why a rule is not about some arrays: others of the family are not there."""
+
+
 @dataclass(eq=False)
 class Instance:
     """A rule together with the texts that its captures took: the arrays of one family.
@@ -70,6 +74,7 @@ class Instance:
         sizes: of all axes.
         rank: how many axes `...` stands for.
         why_not: why it does not hold, where it does not.
+        lacks_names: whether that is because arrays of the family are not there.
     """
 
     rule: Rule
@@ -79,6 +84,7 @@ class Instance:
     sizes: dict[str, int] = field(default_factory=dict)
     rank: int = 0
     why_not: str | None = None
+    lacks_names: bool = False
     _items: dict[str, tuple[Item, ...]] = field(default_factory=dict)
 
     def items(self, view: Seen) -> tuple[Item, ...]:
@@ -128,7 +134,7 @@ def resolve(instance: Instance, have: Names, want: Names | None, *, partly: bool
     try:
         _resolve(instance, have, want, partly)
     except Unfit as error:
-        instance.why_not = str(error)
+        instance.why_not, instance.lacks_names = str(error), isinstance(error, Lacks)
 
 
 def _resolve(instance: Instance, have: Names, want: Names | None, partly: bool) -> None:
@@ -292,4 +298,4 @@ def _check_term(
         if not missing or partly or (number and len(missing) == len(of_view)):
             continue  # of arrays that are one, the first must be there
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise Unfit(f"{missing[0]!r}{more} would belong to it, but is not {verb}")
+        raise Lacks(f"{missing[0]!r}{more} would belong to it, but is not {verb}")

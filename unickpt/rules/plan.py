@@ -19,7 +19,7 @@ from unickpt.errors import RuleError
 from unickpt.feed import Feed, Fill, whole_dims
 from unickpt.index import ArrayEntry
 from unickpt.rules import axes, refusal
-from unickpt.rules.claims import Claims, choose_variants, keep_ties
+from unickpt.rules.claims import Claims, choose_variants, keep_ties, leave_to_others
 from unickpt.rules.functions import Function
 from unickpt.rules.lift import Shared, Slot
 from unickpt.rules.matching import Fact, Instance, Names, Unfit, instances, names_of, resolve
@@ -177,6 +177,7 @@ class _Planner:
         choose_variants(found)
         if self._want is None:
             keep_ties(found, self._stored.entries)
+        leave_to_others(found, self._want is not None)
         valid = [instance for instance in found if instance.why_not is None]
         self._claims.settle(valid, self._have, self._want)
         plan = Plan()
@@ -190,7 +191,7 @@ class _Planner:
             asked = {} if self._want is None else self._want.facts
             unmade = {name: fact for name, fact in asked.items() if name not in there}
             problems += refusal.left_over(unused, unmade, found, shared)
-            problems += refusal.idle(rules, found)
+            problems += refusal.idle(rules, found, problems)
         if problems:
             problems = [*refusal.backwards(rules, found, self._have), *problems]
             raise RuleError(refusal.message(where, problems))

@@ -12,6 +12,7 @@ from unickpt.rules.rule import Rule
 from unickpt.rules.syntax import Nothing
 
 _MOST_SHOWN = 20
+_OPTIONAL = "if that may be, begin it with `optional`"
 
 
 def message(where: str, problems: Sequence[str]) -> str:
@@ -38,29 +39,43 @@ def left_over(
         shared: what all parameters share.
     """
     problems, explained = _misfits({*unused, *unmade}, found, shared)
-    for name, like, fact in _alike(unused, explained):
+    for facts, others, told in (
+        (unused, unmade, "is stored, and no rule takes it"),
+        (unmade, unused, "is asked for, and no rule makes it"),
+    ):
+        for name, like, fact in _alike(facts, explained):
+            near = _nearest(name, fact, others)
+            hint = f"\n    perhaps it belongs to {near!r} ({others[near]})" if near else ""
+            if facts is unused and not near:
+                hint = f"\n    if it is to be left out: {name} <-> drop"
+            problems.append(f"{name!r} ({fact}){like} {told}{hint}")
+    if any("%2F" in name for name in unused):
         problems.append(
-            f"{name!r} ({fact}){like} is stored, and no rule takes it\n    drop it: {name} <-> drop"
+            "names with %2F are keys that hold a `/` themselves, as those of a flattened tree; save "
+            "it nested, or write %2F in the rules"
         )
-    for name, like, fact in _alike(unmade, explained):
-        near = difflib.get_close_matches(name, list(unused)[:2000], n=1, cutoff=0.6)
-        hint = f"\n    nearest of what no rule takes: {near[0]!r}" if near else ""
-        problems.append(f"{name!r} ({fact}){like} is asked for, and no rule makes it{hint}")
     return problems
+
+
+def _nearest(name: str, fact: Fact, among: Mapping[str, Fact]) -> str | None:
+    """The likeliest counterpart of a name: one with as many elements, if there is any."""
+    same = [n for n, f in among.items() if sorted(f.shape) == sorted(fact.shape)]
+    near = difflib.get_close_matches(name, (same or list(among))[:2000], n=1, cutoff=0.5)
+    return near[0] if near else None
 
 
 def _misfits(
     rest: Set[str], found: Sequence[Instance], shared: Sequence[Shared]
 ) -> tuple[list[str], set[str]]:
     """The rules that are about what is left over, but do not fit; and those names."""
-    misfits = [(i, i.why_not) for i in found if i.why_not is not None]
+    misfits = [i for i in found if i.why_not is not None]
     best: dict[str, int] = {}  # how much speaks for the likeliest rule about a name
-    for instance, _ in misfits:
+    for instance in misfits:
         for name in instance.matched_names():
             best[name] = max(best.get(name, 0), _likelihood(instance))
     explained: set[str] = set()
-    told: dict[str, tuple[str, str, list[str]]] = {}
-    for instance, why in misfits:
+    told: dict[str, tuple[Instance, list[str]]] = {}
+    for instance in misfits:
         here = [n for n in instance.matched_names() if best[n] == _likelihood(instance)]
         names = [name for name in here if name in rest]
         if not names:
@@ -69,22 +84,37 @@ def _misfits(
         for lift in shared:
             for slot in (lift.left, lift.right):
                 explained.update(own for name in names for own in slot.of(name))
-        lifted = instance.rule.lifted
-        if lifted and any(why == other for _, other, _ in told.values()):
-            continue  # the parameter's own rule has told it
-        # The slots of all parameters are told once, with the first one's reason.
-        line = str(instance.rule.place) if lifted else f"{instance.rule} {why}"
-        told.setdefault(line, (str(instance.rule), why, []))[2].extend(names)
+        told.setdefault(str(instance.rule), (instance, []))[1].extend(names)
+    reasons = {instance.why_not for instance, _ in told.values() if not instance.rule.lifted}
+    lifts: set[str] = set()
     problems = []
-    for rule, why, names in told.values():
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        problems.append(f"{rule}\n    {why} (about {names[0]!r}{more})")
+    for instance, names in told.values():
+        rule = instance.rule
+        if rule.lifted:  # told by the parameter's own rule, or once for all slots of the lift
+            if instance.why_not in reasons or str(rule.place) in lifts:
+                continue
+            lifts.add(str(rule.place))
+        problems.append(f"{rule}\n    {_reason(instance)} (about {counted(names)})")
     return problems, explained
 
 
+def _reason(instance: Instance) -> str:
+    rule, why = instance.rule, instance.why_not
+    if any(view.pattern.choices for view in rule.views):
+        return f"{why}; note that an enumeration such as {{a|b}} means all of its names at once"
+    return str(why)
+
+
+def counted(names: Sequence[str]) -> str:
+    """The first of some names, and how many there are."""
+    return f"{names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
 def _likelihood(instance: Instance) -> int:
-    """How likely a rule was meant for what its names match: those of both sides say most."""
-    return 2 * bool(instance.have and instance.want) + (not instance.rule.optional)
+    """How likely a rule was meant for what its names match: those of both sides say most, then
+    that nothing but a name is missing."""
+    both = bool(instance.have and instance.want)
+    return 4 * both + 2 * instance.lacks_names + (not instance.rule.optional)
 
 
 def _alike(facts: Mapping[str, Fact], without: Set[str]) -> Iterator[tuple[str, str, Fact]]:
@@ -97,33 +127,42 @@ def _alike(facts: Mapping[str, Fact], without: Set[str]) -> Iterator[tuple[str, 
         yield names[0], f" (and {len(names) - 1} like it)" if len(names) > 1 else "", fact
 
 
-def idle(rules: Sequence[Rule], found: Sequence[Instance]) -> list[str]:
-    """The rules that match nothing although they must."""
-    return [
-        f"{rule}\n    matches nothing; if that may be, begin it with `optional`"
-        for rule in _idle(rules, found)
-        if not rule.optional
-    ]
+def idle(rules: Sequence[Rule], found: Sequence[Instance], problems: Sequence[str]) -> list[str]:
+    """The rules that are about nothing although they must; those of `problems` are told already."""
+    misfits: dict[int, Instance] = {}
+    busy: set[int] = set()
+    for instance in found:
+        if instance.why_not is None:
+            busy.add(id(instance.rule))
+        else:
+            misfits.setdefault(id(instance.rule), instance)
+    told = []
+    for rule in rules:
+        if rule.optional or id(rule) in busy or not _relates(rule):
+            continue
+        misfit = misfits.get(id(rule))
+        if misfit is None:
+            told.append(f"{rule}\n    matches nothing; {_OPTIONAL}")
+        elif not any(problem.startswith(f"{rule}\n") for problem in problems):
+            names = counted(list(misfit.matched_names()))
+            told.append(
+                f"{rule}\n    is about nothing: {_reason(misfit)} (about {names}); {_OPTIONAL}"
+            )
+    return told
+
+
+def _relates(rule: Rule) -> bool:
+    """Whether there are arrays on both sides."""
+    return not isinstance(rule.left, Nothing) and not isinstance(rule.right, Nothing)
 
 
 def backwards(rules: Sequence[Rule], found: Sequence[Instance], have: Names) -> list[str]:
     """Whether the rules were meant the other way round: all that match nothing would match so."""
-    turned = _idle(rules, found)
-    if not turned or not all(instances(rule.inverse, have, None) for rule in turned):
+    matching = {id(instance.rule) for instance in found}
+    idle = [rule for rule in rules if id(rule) not in matching and _relates(rule)]
+    if not idle or not all(instances(rule.inverse, have, None) for rule in idle):
         return []
     return [
         "what is stored has the names of the other side: use `Rules.inverse` "
         "(--inverse on the command line)"
-    ]
-
-
-def _idle(rules: Sequence[Rule], found: Sequence[Instance]) -> list[Rule]:
-    """The rules with arrays on both sides that match nothing."""
-    busy = {id(instance.rule) for instance in found}
-    return [
-        rule
-        for rule in rules
-        if id(rule) not in busy
-        and not isinstance(rule.left, Nothing)
-        and not isinstance(rule.right, Nothing)
     ]

@@ -111,6 +111,7 @@ class Rule:
         left, right: terms, each with the names that are one array; or nothing.
         sizes: of axes, as given.
         optional: whether it may match nothing.
+        default: whether it leaves what other rules are about to those, be it all.
         function: the name of the function that relates the sides.
         lifted: whether it is about an optimizer's slots.
         variant: of several rules with one text, of which one is meant, how unlikely this one is.
@@ -122,6 +123,7 @@ class Rule:
     right: Terms | Nothing
     sizes: Mapping[str, int] = field(default_factory=dict)
     optional: bool = False
+    default: bool = False
     function: str | None = None
     lifted: bool = False
     variant: int = 0
@@ -141,7 +143,8 @@ class Rule:
         )
         sizes = "".join(f"  {axis}={size}" for axis, size in self.sizes.items())
         function = "" if self.function is None else f" via {self.function}"
-        return "optional " * self.optional + " <-> ".join(sides) + function + sizes
+        keyword = "default " if self.default else "optional " * self.optional
+        return keyword + " <-> ".join(sides) + function + sizes
 
     @property
     def views(self) -> list[Seen]:
@@ -178,7 +181,7 @@ def compile_rule(line: RuleLine, sizes: Mapping[str, int], given: Mapping[str, i
     if bare and len(bare) < len(written):
         raise syntax_error("axes stand on one side only; give them on both", bare[0].name.place)
     known = {**sizes, **own, **given}
-    numbers = _number_axes(written, known)
+    numbers = _number_axes(written, own)
     renamed = _paired_choices(line.left, line.right, written)
     left = _compile_side(line.left, "l", numbers, renamed)
     right = _compile_side(line.right, "r", numbers, renamed)
@@ -188,7 +191,8 @@ def compile_rule(line: RuleLine, sizes: Mapping[str, int], given: Mapping[str, i
         left=left,
         right=right,
         sizes={k: v for k, v in known.items() if k in own or k in _all_axes([left, right])},
-        optional=line.optional,
+        optional=line.optional or line.default,
+        default=line.default,
         function=line.function,
     )
     _check_sizes(rule, own)
@@ -200,7 +204,7 @@ def compile_rule(line: RuleLine, sizes: Mapping[str, int], given: Mapping[str, i
 
 
 def _number_axes(views: Iterable[View], sizes: Mapping[str, int]) -> frozenset[str]:
-    """The captures that are numbers: axes in brackets, in sums, or with a size."""
+    """The captures that are numbers: axes in brackets, in sums, or with a size of their rule."""
     found = set(sizes)
     for view in views:
         found.update(axis.name for axis in axes.axes_of(view.items or ()))

@@ -218,6 +218,7 @@ class RuleLine:
     left: Side
     right: Side
     optional: bool = False
+    default: bool = False
     function: str | None = None
     sizes: tuple[tuple[str, int], ...] = ()
 
@@ -237,6 +238,7 @@ class LiftLine:
 class WhereLine:
     """`where a=1, b=2`: sizes for all rules of the file."""
 
+    place: Place = field(compare=False)
     sizes: tuple[tuple[str, int], ...]
 
 
@@ -248,6 +250,7 @@ class IncludeLine:
     target: str
     under: tuple[str, str]
     domain: tuple[Name, Name] | None = None
+    default: bool = False
 
 
 @dataclass(frozen=True)
@@ -269,7 +272,8 @@ def included(statement: Statement, line: IncludeLine) -> Statement:
     match statement:
         case RuleLine(left=left, right=right):
             sides = [_prefixed_side(s, p) for s, p in zip((left, right), under, strict=True)]
-            return replace(statement, left=sides[0], right=sides[1])
+            default = statement.default or line.default
+            return replace(statement, left=sides[0], right=sides[1], default=default)
         case LiftLine(left=left, right=right, domain=domain):
             views = [_prefixed_view(v, p) for v, p in zip((left, right), under, strict=True)]
             if domain is None and line.domain is not None:
@@ -284,6 +288,7 @@ def included(statement: Statement, line: IncludeLine) -> Statement:
                 statement,
                 under=(under[0] + a, under[1] + b),
                 domain=statement.domain or line.domain,
+                default=statement.default or line.default,
             )
     return statement
 
