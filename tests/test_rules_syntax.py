@@ -17,7 +17,17 @@ WRONG = [
     ("a/{l} [l e] <-> b [l e]", "l e] <->", "axis 'l' is used in the name and in the axes"),
     ("a [i o <-> b [i o]", "<->", "expected an axis"),
     ("a i o] <-> b", "i o]", "expected `<->` between the two sides"),
-    ("a [i o] -> b", "> b", "expected a number or an axis"),
+    ("a [i o] -> b", "-> b", "expected `<->` between the two sides"),
+    ("a [i o] <-> b [o i] // why", "// why", "did not expect this here"),
+    ("a [i, o] <-> b [o i]", ", o]", "axes are separated by spaces"),
+    ("a [d-out i] <-> b [i d]", "-out", "a space stands before `-`"),
+    ("*/w [i] <-> b [i]", "*/w", "`*` means nothing in a name"),
+    ("a/[x] [l] <-> b [l]", "[l] <->", "a name with brackets stands in quotes"),
+    ("{m...}_norm <-> {m...}.norm", "{m...}_", "{m...} takes whole components"),
+    ("a_{m...}/w <-> {m...}.w", "a_{m", "write {m...}/{n}"),
+    ("{m=a|b}/w <-> {n}.w", "{m=", "capture 'n' stands in another name"),
+    ("{m:a|b}/w [i] <-> {m}.w [i]", "{m:", "'m' is an enumeration, which counts arrays"),
+    ("{m=a|a}/w <-> {m}.w", "a|a}", "a name stands twice in the enumeration"),
     ("a <->", "", "expected a name"),
     ("<-> a", "<->", "did not expect this here"),
     ("a [q + k] <-> b [q], c [k]", "+ k]", "stand in parentheses: `(q + k)`"),
@@ -55,6 +65,8 @@ WRONG = [
     ("lift a/{p} [e] <-> b/{p}", "a/{p}", "a lifted name has no axes of its own"),
     ("lift a/{p} <-> b/{p} law=square2", "square2", "a law is one of value, gradient, square"),
     ("lift a/{p} <-> b/{p} for x <-> y/{p}", "x <->", "this name needs the capture {p}"),
+    ("where z=3", "where", "no rule has an axis 'z'"),
+    ("include flax z=3", "include", "no rule has an axis 'z'"),
     ("where x", "", "and the size of the axis"),
     ("where x=many", "many", "a size is a whole number"),
     ("include nothing", "include", "neither a preset"),
@@ -121,6 +133,7 @@ def test_rules_are_written_as_they_were_read() -> None:
             "e/{6*b+j-1} [...] <-> e [b j ...]",
             "f [e] <-> drop",
             "drop 0 <-> g [e]",
+            "default i/{n=a|b}/{m...} [...] <-> {m...}.{n} [...]",
             "1.5 <-> h []",
         ]
     )
@@ -168,8 +181,9 @@ def test_a_function_without_inverse() -> None:
     assert rules.inverse.inverse.functions["f"].apply is both.apply
 
 
-WORDS = """a b/c {l} {m...} {2*b+j} {q|k} {x:q|k} [ ] ( ) <-> , + - * / ** = 1 0 2.5 _ ... ? " { } e
-    h=2 as float32 drop optional lift for law= where include under via convention : # \\ é |"""
+WORDS = """a b/c {l} {m...} {2*b+j} {q|k} {x:q|k} {x=q|k} [ ] ( ) <-> , + - * / ** = 1 0 2.5 _ ...
+    ? " { } e h=2 as float32 drop optional default lift for law= where include under via convention
+    : # \\ é |"""
 PIECES = st.sampled_from([*WORDS.split(), " ", "\n", "\t"])
 
 

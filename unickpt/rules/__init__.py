@@ -162,7 +162,7 @@ class _Compiler:
     rules: list[Rule] = field(default_factory=list)
     lifts: list[LiftLine] = field(default_factory=list)
     conventions: list[Convention] = field(default_factory=list)
-    given: list[WhereLine] = field(default_factory=list)
+    given: list[WhereLine | IncludeLine] = field(default_factory=list)
 
     def collect(
         self,
@@ -191,8 +191,9 @@ class _Compiler:
                     name, text, inside = _open_included(statement, folder)
                     if name in files:
                         raise syntax_error(f"{statement.target!r} includes itself", statement.place)
+                    self.given.append(statement)
                     lines = [included(line, statement) for line in grammar.parse(text, name)]
-                    self.collect(lines, inside, (*files, name), where)
+                    self.collect(lines, inside, (*files, name), {**where, **dict(statement.sizes)})
                 case ConventionLine():
                     self.conventions.append(
                         Convention(statement.name, statement.left, statement.right)

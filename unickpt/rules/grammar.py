@@ -48,6 +48,7 @@ _NUMBER = re.compile(r"\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?")
 _INTEGER = re.compile(r"\d+")
 _LITERAL = re.compile(r"(?:(?!<->)[^\s\[\](){}<>,=#\"?])+")
 _QUOTED_LITERAL = re.compile(r'(?:[^"\\{}]|\\["\\])+')
+_ONE_OF = re.compile(r"[ \t]*([A-Za-z][A-Za-z0-9_]*)[ \t]*=")
 _OPTION = re.compile(r"[^\s|{}/\[\](),:]+")
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\b(?![./])")
 _TARGET = re.compile(r"[^\s\"#]+")
@@ -109,7 +110,8 @@ def _without_comment(line: str) -> str:
 
 def _is_open(text: str) -> bool:
     depth = sum(text.count(c) for c in "[(") - sum(text.count(c) for c in ")]")
-    return depth > 0 or text.endswith(("<->", ",", "+", "="))
+    ends = (",", "+", "=") if text.startswith("include ") else ("<->", ",", "+", "=")
+    return depth > 0 or text.endswith(ends)
 
 
 class _Parser:
@@ -142,7 +144,8 @@ class _Parser:
 
     def _expect(self, text: str, why: str = "") -> None:
         if not self._take(text):
-            raise self._fail(f"expected `{text}`{why}")
+            quote = "; a name with brackets stands in quotes" if self._sees("[") else ""
+            raise self._fail(f"expected `{text}`{why}{quote}")
 
     def _match(self, pattern: re.Pattern[str]) -> str | None:
         self._skip()
@@ -242,7 +245,9 @@ class _Parser:
             left = self._match(_LITERAL) or ""
             self._expect("<->", " between the two prefixes")
             under = (left, self._match(_LITERAL) or "")
-        return IncludeLine(place, target, under, self._domain())
+        domain = self._domain()
+        sizes = self._sizes() if self._word("where") or self._sees_size() else ()
+        return IncludeLine(place, target, under, domain, sizes=sizes)
 
     def _convention(self, place: Place) -> ConventionLine:
         name = self._identifier("the name of a convention")
@@ -319,6 +324,8 @@ class _Parser:
         return View(name, items, tuple(arithmetic), dtype)
 
     def _operator(self) -> str | None:
+        if self._sees("->") or self._sees("//"):
+            return None
         return next((op for op in "+-*/" if self._take(op)), None)
 
     def _operand(self) -> Operand:
@@ -379,6 +386,12 @@ class _Parser:
             raise self._fail("the quoted name does not end", begin)
         if not items and not quoted:
             raise self._fail("expected a name")
+        if not quoted and any("*" in item for item in items if isinstance(item, str)):
+            raise self._fail(
+                "`*` means nothing in a name: `{n}` takes one component, `{m...}` any number of "
+                "them; a name that holds one stands in quotes",
+                begin,
+            )
         return Name(tuple(items), place)
 
     def _capture(self) -> Capture:
@@ -389,7 +402,10 @@ class _Parser:
             raise self._fail("this capture does not end", begin)
         body = self._text[self._at : body_end]
         capture: Capture
-        if "|" in body:
+        if found := _ONE_OF.match(self._text, self._at):
+            self._at = found.end()
+            capture = Text(found[1], options=self._options())
+        elif "|" in body:
             capture = self._choice()
         elif body.strip().endswith(ELLIPSIS):
             capture = Text(self._identifier("the name of a capture"), path=True)
@@ -405,6 +421,12 @@ class _Parser:
         axis = self._match(_IDENTIFIER)
         if axis is None or not self._take(":"):
             self._at, axis = begin, None
+        options = self._options()
+        return Choice(axis or "|".join(options), options, axis is not None)
+
+    def _options(self) -> tuple[str, ...]:
+        self._skip()
+        begin = self._at
         options: list[str] = []
         while not options or self._take("|"):
             found = self._match(_OPTION)
@@ -413,7 +435,7 @@ class _Parser:
             options.append(found)
         if len(set(options)) < len(options):
             raise self._fail("a name stands twice in the enumeration", begin)
-        return Choice(axis or "|".join(options), tuple(options), axis is not None)
+        return tuple(options)
 
     def _linear(self) -> Linear:
         terms: dict[str, int] = {}
@@ -450,6 +472,8 @@ class _Parser:
                 raise self._fail("expected `]` at the end of the axes")
             if self._sees("+"):
                 raise self._fail("pieces that follow each other stand in parentheses: `(q + k)`")
+            if self._sees(","):
+                raise self._fail("axes are separated by spaces")
             items.append(self._item())
         return tuple(items)
 
@@ -457,6 +481,10 @@ class _Parser:
         self._skip()
         begin = self._at
         if self._take("-"):
+            if self._text[begin - 1].isalnum():
+                raise self._fail(
+                    "a space stands before `-`; axes' names are of letters and digits", begin
+                )
             item = self._item()
             if not isinstance(item, Axis):
                 raise self._fail("only an axis can be reversed", begin)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from unickpt.rules.syntax import Choice, Linear, Name, Text, syntax_error
+from unickpt.rules.syntax import Capture, Choice, Linear, Name, Text, syntax_error
 
 Path = tuple[str, ...]
 _SEPARATORS = "/."
@@ -102,8 +102,8 @@ class Pattern:
                     text += _NUMBER
                 case Choice(_, options, _):
                     text += "(" + "|".join(map(re.escape, options)) + ")"
-                case Text(_, False):
-                    text += "([^/.]+)"
+                case Text(_, False, options):
+                    text += f"({'|'.join(map(re.escape, options))})" if options else "([^/.]+)"
                 case _:
                     one = "[^/.]+" if separator[1:] == "." else "[^/]+"
                     path = f"({one}(?:{re.escape(separator[1:] or '/')}{one})*)"
@@ -126,7 +126,10 @@ class Pattern:
             if keys.count(key) > 1:
                 raise syntax_error(f"capture {key!r} stands twice in one name", self.name.place)
         free, paths = 0, 0
-        for item in self.name.items:
+        items = ("", *self.name.items, "")
+        for before, item, after in zip(items, items[1:], items[2:], strict=False):
+            if isinstance(item, Text) and item.path:
+                self._check_whole(item, before, after)
             if isinstance(item, str):
                 free = 0 if any(s in item for s in _SEPARATORS) else free
             elif isinstance(item, Text):
@@ -137,6 +140,15 @@ class Pattern:
                         "name in several ways",
                         self.name.place,
                     )
+
+    def _check_whole(self, item: Text, before: str | Capture, after: str | Capture) -> None:
+        for neighbour, end in ((before, -1), (after, 0)):
+            if not isinstance(neighbour, str) or neighbour[end:][:1] not in ("", *_SEPARATORS):
+                raise syntax_error(
+                    f"{{{item.key}...}} takes whole components, so `/` or `.` stands around it; "
+                    f"for a piece of the next one, write {{{item.key}...}}/{{n}}",
+                    self.name.place,
+                )
 
     def match(self, name: str) -> Match | None:
         """What the captures take of a whole name; None where it does not match."""
@@ -158,7 +170,7 @@ class Pattern:
                     chosen.append((axis, options.index(taken)))
                 case Text(key, False):
                     texts.append((key, (taken,)))
-                case Text(key, True):
+                case Text(key):
                     parts = () if taken is None else tuple(taken.split(separator[1:] or "/"))
                     texts.append((key, parts))
         return Match(tuple(sorted(texts)), tuple(numbers), tuple(chosen))
@@ -176,7 +188,7 @@ class Pattern:
                     out += options[indices[axis]]
                 case Text(key, False):
                     out += texts[key][0]
-                case Text(key, True):
+                case Text(key):
                     path = (separator[1:] or "/").join(texts[key])
                     if path and separator:
                         path = path + separator[1:] if separator[0] == ">" else separator[1:] + path

@@ -51,8 +51,8 @@ def left_over(
             problems.append(f"{name!r} ({fact}){like} {told}{hint}")
     if any("%2F" in name for name in unused):
         problems.append(
-            "names with %2F are keys that hold a `/` themselves, as those of a flattened tree; save "
-            "it nested, or write %2F in the rules"
+            "names with %2F are keys that hold a `/` themselves, as those of a flat tree; save it "
+            "nested, or write %2F in the rules"
         )
     return problems
 

@@ -325,6 +325,12 @@ def _check_sides(rule: Rule) -> None:
     left, right = (_texts(side) for side in sides)
     for view in rule.views:
         missing = (left | right) - view.pattern.texts
+        if missing & {choice.axis for choice in view.pattern.choices}:
+            raise syntax_error(
+                f"{min(missing)!r} is an enumeration, which counts arrays: write it out in the "
+                "other name too; for one of these names at a time, write `=` in place of `:`",
+                view.place,
+            )
         if missing:
             raise syntax_error(
                 f"capture {min(missing)!r} stands in another name of the rule, but not in this "

@@ -34,10 +34,12 @@ def syntax_error(message: str, place: Place) -> RuleSyntaxError:
 
 @dataclass(frozen=True)
 class Text:
-    """`{m}`: one component of a name or a piece of one; with `path`, `{m...}`: any number."""
+    """`{m}`: one component of a name or a piece of one; with `path`, `{m...}`: any number; with
+    `options`, `{m=up|down}`: one of these."""
 
     key: str
     path: bool = False
+    options: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,8 @@ def item_text(item: str | Capture) -> str:
     match item:
         case str():
             return item.replace("{", "{{").replace("}", "}}")
-        case Text(key, path):
-            return "{" + key + ("..." if path else "") + "}"
+        case Text(key, path, options):
+            return "{" + key + ("..." if path else "=" * bool(options) + "|".join(options)) + "}"
         case Choice(axis, options, named):
             return "{" + (f"{axis}:" if named else "") + "|".join(options) + "}"
         case Linear(terms, constant):
@@ -251,6 +253,7 @@ class IncludeLine:
     under: tuple[str, str]
     domain: tuple[Name, Name] | None = None
     default: bool = False
+    sizes: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
