@@ -398,6 +398,66 @@ def test_functions(tmp_path: Path) -> None:
         unickpt.load(tmp_path / "c", rules=Rules.parse(text, functions={"f": wrong}))
 
 
+def test_functions_without_a_region_move_axes(tmp_path: Path) -> None:
+    """Of every element: through transposes, stacked layers, shards, two inputs, and back."""
+    from unickpt import Box, Function
+
+    log = Function(lambda box, x: np.log(x))
+    negexp = Function(lambda box, x: -np.exp(x), inverse=Function(lambda box, x: np.log(-x)))
+    add = Function(lambda box, x, y: x + y)
+    text = """
+        ssm/A [l h n] <-> layers.{l}.A [n h] via negexp
+        w/{a|b} [i o] <-> w [({a|b} o) i] via negexp
+        u [i o], v [o i] <-> uv [o i] via add
+    """
+    rules = Rules.parse(text, functions={"negexp": negexp, "add": add})
+    rng = np.random.default_rng(1)
+    stored = {"ssm/A": rng.random((3, 5, 7)), "w/a": rng.random((4, 6)), "w/b": rng.random((4, 6))}
+    stored |= {"u": rng.random((2, 3)), "v": rng.random((3, 2))}
+    unickpt.save(tmp_path / "c", flat_tree(stored), options=unickpt.SaveOptions(chunk_bytes=64))
+    made = unickpt.load(tmp_path / "c", rules=rules)
+    for i in range(3):
+        assert np.array_equal(made[f"layers.{i}.A"], -np.exp(stored["ssm/A"][i].T))
+    assert np.array_equal(made["w"], -np.exp(np.concatenate([stored["w/a"].T, stored["w/b"].T])))
+    assert np.array_equal(made["uv"], stored["u"].T + stored["v"])
+    part = unickpt.LocalFragments((12, 4), [(Box((5, 1), (9, 3)), np.empty((4, 2)))])
+    unickpt.load(tmp_path / "c", {"w": part}, rules=rules, strict=False)
+    assert np.array_equal(part.fragments[0][1], made["w"][5:9, 1:3])
+
+    one_way = Rules.parse(text.replace("add", "negexp").replace("u [i o], ", ""),
+                          functions={"negexp": negexp})  # fmt: skip
+    unickpt.save(tmp_path / "d", unickpt.load(tmp_path / "c", rules=one_way, strict=False))
+    back = flat_names(unickpt.load(tmp_path / "d", rules=one_way.inverse))
+    assert all(np.allclose(back[name], stored[name]) for name in back)
+    with pytest.raises(RuleError, match="element by element, so that all of its arrays have the"):
+        Rules.parse("a [i o] <-> b [i] via log", functions={"log": log})
+    regions = Function(log.apply, region=lambda box, shape: [box], inverse=log)
+    with pytest.raises(RuleError, match="names hold no axes: it makes one array"):
+        Rules.parse("a [l i] <-> b.{l} [i] via f", functions={"f": regions})
+    with pytest.raises(RuleError, match="must both tell their regions, or neither"):
+        _ = Rules.parse("a <-> b via f", functions={"f": regions}).inverse
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("a [i o] <-> b [o i] via f", r"makes 'b' of shape \[2, 3\]: o has 3 elements, and here 2"),
+        ("a [i o] <-> b [(i o)] via f", r"'b' of shape \[2, 3\], and its axes are \[\(i o\)\]"),
+        ("a [i o q] <-> b [q] via f", r"'a' is float64\[2, 3\], and its axes are \[i o q\]"),
+    ],
+)
+def test_what_a_function_makes_has_the_axes_that_the_rule_says(
+    rule: str, message: str, tmp_path: Path
+) -> None:
+    from unickpt import Function
+
+    unickpt.save(tmp_path / "c", {"a": np.ones((2, 3))})
+    f = Function(lambda box, x: x, region=lambda box, shape: [box])
+    with pytest.raises(RuleError, match=message):
+        unickpt.load(tmp_path / "c", rules=Rules.parse(rule, functions={"f": f}))
+    assert unickpt.load(tmp_path / "c", rules=Rules.parse("a <-> b via f", functions={"f": f}))
+
+
 def test_a_function_makes_the_dtype_that_is_due(tmp_path: Path) -> None:
     from unickpt import Function
 

@@ -69,7 +69,7 @@ def load(
     with reading(options, among) as read:
         stored = checkpoint.open(path)
         if like is None:
-            view = AsStored(stored) if rules is None else through(stored, rules)
+            view = AsStored(stored) if rules is None else through(stored, rules, strict=strict)
             return _load_all(view, options, among, read)
         return _load_like(stored, like, rules, strict, cast, options, among, read)
 

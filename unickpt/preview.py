@@ -84,7 +84,8 @@ def preview(path: backends.Path, rules: Rules | None) -> list[Row]:
 def _sources(made: Made) -> list[str]:
     if made.source is not None:
         return [made.source]
-    return list(dict.fromkeys([*(feed.entry.name for feed in made.feeds), *made.inputs]))
+    feeds = [feed for one in (made, *made.inputs) for feed in one.feeds]
+    return list(dict.fromkeys(feed.entry.name for feed in feeds))
 
 
 def _row(made: Made, facts: Mapping[str, Fact], users: Mapping[str, int]) -> Row:

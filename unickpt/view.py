@@ -217,8 +217,7 @@ class Ruled:
     def _function(self, made: Made) -> _Function | None:
         if made.function is None:
             return None
-        entries = [_stored_entry(self.checkpoint.index, name) for name in made.inputs]
-        return _Function(self.checkpoint, made, made.function, entries)
+        return _Function(self.checkpoint, made, made.function)
 
     @cached_property
     def inexact(self) -> list[str]:
@@ -233,11 +232,16 @@ class _Function:
     checkpoint: Checkpoint
     made: Made
     function: Function
-    entries: Sequence[ArrayEntry]
 
     @property
     def name(self) -> str:
         return self.made.name
+
+    def _read(self, made: Made, box: Box, options: LoadOptions) -> Array:
+        target = NewTarget(_entry(made, self.checkpoint.index), box)
+        job = Job({made.name: target}, {made.name: Recipe(made.feeds)})
+        found: Array = read_arrays(self.checkpoint, [job], options)[made.name]
+        return found
 
     def __call__(self, box: Box, verify: bool) -> Array:
         """The elements of a box.
@@ -246,10 +250,12 @@ class _Function:
             LoadMismatch: the function makes another shape, or values that the dtype does not hold.
         """
         made, function = self.made, self.function
-        regions = function.region(box, *(entry.shape for entry in self.entries))
+        regions: Sequence[Box] = [box] * len(made.inputs)
+        if function.region is not None:
+            regions = function.region(box, *(one.fact.shape for one in made.inputs))
         inputs = [
-            read_box(self.checkpoint, entry, region, verify=verify)
-            for entry, region in zip(self.entries, regions, strict=True)
+            self._read(one, region, LoadOptions(verify=verify))
+            for one, region in zip(made.inputs, regions, strict=True)
         ]
         found = np.asarray(function.apply(box, *inputs))
         if found.shape != box.shape:

@@ -124,6 +124,11 @@ class Rules:
             inverse = self.functions[rule.function].inverse
             if inverse is None:
                 raise RuleError(f"{rule}\n  has no inverse, because {rule.function!r} has none")
+            if rule.moves != (inverse.region is None):
+                raise RuleError(
+                    f"{rule}\n  has no inverse: {rule.function!r} and its inverse must both tell "
+                    "their regions, or neither"
+                )
             functions[rule.function] = replace(
                 inverse, inverse=inverse.inverse or self.functions[rule.function]
             )
@@ -202,8 +207,10 @@ class _Compiler:
                     self.lifts.append(statement)
 
     def _add_rule(self, line: RuleLine, where: Mapping[str, int]) -> None:
-        self.rules.append(compile_rule(line, where, self.sizes))
-        if line.function is not None and line.function not in self.functions:
+        function = None if line.function is None else self.functions.get(line.function)
+        moves = function is None or function.region is None
+        self.rules.append(compile_rule(line, moves, where, self.sizes))
+        if line.function is not None and function is None:
             raise syntax_error(
                 f"no function {line.function!r}: give it, as in Rules.parse(text, "
                 f"functions={{{line.function!r}: Function(...)}})",

@@ -15,20 +15,21 @@ def _same_shape(*shapes: Shape) -> Shape:
     return shapes[0]
 
 
-def _same_box(box: Box, *shapes: Shape) -> Sequence[Box]:
-    return [box for _ in shapes]
-
-
 @dataclass(frozen=True)
 class Function:
     """A function of arrays that a rule names: `a [v e] <-> b [v e] via name`.
 
+    Without `region`, it goes element by element: axes are moved as the rule says, and the function
+    gets what has arrived. With it, the function gets parts of the stored arrays as they lie there,
+    and the axes of the rule only say what shapes there are.
+
     Arguments:
-        apply: makes a box of the array: called with the box and with the region of each input,
-            NumPy arrays; returns an array of the box's shape.
+        apply: makes a box of the array: called with the box and with NumPy arrays, one for each
+            array on the other side; returns an array of the box's shape.
         region: which box of each input a box of the array needs: called with the box and the
-            shapes of all inputs. Without it, the same box of each.
-        shape: the array's shape, called with those of the inputs. Without it, the first one's.
+            shapes of all inputs.
+        shape: with `region`, the array's shape, called with those of the inputs. Without it, the
+            first one's.
         inverse: the function of the other direction; None where there is none.
 
     Example:
@@ -37,6 +38,6 @@ class Function:
     """
 
     apply: Callable[..., Array]
-    region: Callable[..., Sequence[Box]] = _same_box
+    region: Callable[..., Sequence[Box]] | None = None
     shape: Callable[..., Shape] = _same_shape
     inverse: Function | None = None

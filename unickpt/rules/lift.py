@@ -148,7 +148,13 @@ def _lift_one(line: LiftLine, rule: Rule, domains: Domain) -> Rule | None:
     left, right = sides
     text = f"lift {line.left} <-> {line.right}, of line {rule.place.line}: {rule.text}"
     return replace(
-        rule, place=line.place, text=text, left=left, right=right, optional=True, lifted=True
+        rule,
+        place=line.place,
+        text=text,
+        left=left,
+        right=right,
+        optional=True,
+        parameter=str(rule),
     )
 
 

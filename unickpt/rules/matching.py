@@ -152,8 +152,8 @@ def _resolve(instance: Instance, have: Names, want: Names | None, partly: bool) 
         for view in views_of(side)
         if view.tag in found
     ]
-    if rule.function is not None:
-        _check_all_there(instance, have, want, partly)  # it declares its shapes itself
+    if not rule.says_shapes:
+        _check_all_there(instance, have, want, partly)
         return
     instance.rank = _rank(rule, known)
     for view in rule.views:  # a size for `_` is that of each pad
@@ -172,7 +172,8 @@ def _resolve(instance: Instance, have: Names, want: Names | None, partly: bool) 
             if axis not in sizes:
                 sizes[axis] = 1 + max(at[axis] for _, _, at in found)
     _solve(instance, [(v, [(n, m) for n, m, _ in f], names) for v, f, names in inside])
-    _fuse(instance, [(v, [(n, m) for n, m, _ in f], names) for v, f, names in inside])
+    if rule.moves:  # else the function knows the shape of what it makes
+        _fuse(instance, [(v, [(n, m) for n, m, _ in f], names) for v, f, names in inside])
     _check_all_there(instance, have, want, partly)
 
 

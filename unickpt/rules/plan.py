@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ class Made:
         feeds: where its elements come from.
         fills: its elements that come from nowhere.
         source: of what is carried over whole (a plain value, a PerProcess), its name.
-        function: makes it, out of the arrays that `inputs` names.
+        function: makes it out of `inputs`.
         exact: whether the other direction brings every bit back.
         cropped: whether the stored arrays have padding that is left out.
         sizes: of the axes, where there is padding on either side; those of a pad under "_".
@@ -51,7 +51,7 @@ class Made:
     fills: tuple[Fill, ...] = ()
     source: str | None = None
     function: Function | None = None
-    inputs: tuple[str, ...] = ()
+    inputs: tuple[Made, ...] = ()
     exact: bool = True
     cropped: bool = False
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -200,10 +200,15 @@ class _Planner:
     def resolved(self, rules: Sequence[Rule]) -> list[Instance]:
         """Every family of arrays that a rule may be about."""
         found = []
-        for rule in rules:
+        of_parameters: dict[tuple[str, str], dict[str, int]] = {}
+        for rule in rules:  # those of parameters come before those of their slots
             for instance in instances(rule, self._have, self._want):
+                texts = str(sorted(instance.texts.items()))
                 instance.sizes = self._recorded(instance)
+                instance.sizes |= of_parameters.get((rule.parameter or "", texts), {})
                 resolve(instance, self._have, self._want, partly=not self._strict)
+                if instance.why_not is None and not rule.lifted:
+                    of_parameters[str(rule), texts] = instance.sizes
                 found.append(instance)
         return found
 
@@ -260,16 +265,31 @@ class _Planner:
     def _apply_function(self, instance: Instance, plan: Plan) -> None:
         rule = instance.rule
         function = self._functions[rule.function or ""]
-        inputs = tuple(name for v in views_of(rule.left) for _, name in instance.grid(v))
-        entries = [self._entry(name) for name in inputs]
-        shapes = [entry.shape for entry in entries]
         (view,) = views_of(rule.right)
-        ((_, name),) = instance.grid(view)
-        if not self._is_wanted(name):
-            return
-        fact = Fact("array", tuple(function.shape(*shapes)), view.dtype or entries[0].dtype)
-        made = Made(name, fact, str(rule), function=function, inputs=inputs, exact=False)
-        self._add(plan, made)
+        for at, name in instance.grid(view):
+            if not self._is_wanted(name):
+                continue
+            if rule.moves:
+                blocks = [dict(_blocks_by_axes(instance, [v])) for v in views_of(rule.left)]
+                raw = replace(view, dtype=None)
+                inputs = [self._make_one(instance, raw, at, name, b) for b in blocks]
+                shape = inputs[0].fact.shape
+            else:
+                inputs = [self._as_it_is(n) for n in names_of(instance, rule.left)]
+                shape = tuple(function.shape(*(made.fact.shape for made in inputs)))
+                if rule.says_shapes:
+                    _check_shape(instance, view, name, shape)
+            if any(made.source is not None for made in inputs):
+                raise Unfit("functions are for arrays")
+            fact = Fact("array", shape, view.dtype or inputs[0].fact.dtype)
+            made = Made(name, fact, str(rule), function=function, inputs=tuple(inputs), exact=False)
+            self._add(plan, made)
+
+    def _as_it_is(self, name: str) -> Made:
+        """A stored array."""
+        fact = self._stored.facts[name]
+        dims = whole_dims(fact.shape)
+        return Made(name, fact, "", (Feed(self._entry(name), fact.shape, dims, dims),))
 
     def _make(self, instance: Instance, plan: Plan) -> None:
         rule = instance.rule
@@ -453,10 +473,21 @@ class _Planner:
         dtype = lift.right.dtype or fact.dtype
         if fact.kind != "array":
             return Made(name, Fact(fact.kind, (), dtype), str(lift), source=source)
-        entry = self._stored.entries[source]
-        dims = whole_dims(fact.shape)
-        feed = Feed(entry, fact.shape, dims, dims)
-        return Made(name, Fact("array", fact.shape, dtype), str(lift), (feed,))
+        feeds = self._as_it_is(source).feeds
+        return Made(name, Fact("array", fact.shape, dtype), str(lift), feeds)
+
+
+def _check_shape(instance: Instance, view: Seen, name: str, shape: tuple[int, ...]) -> None:
+    """Holds the shape that a function makes against the axes of its rule."""
+    items, sizes = instance.items(view), dict(instance.sizes)
+    made = f"the function makes {name!r} of shape {list(shape)}"
+    if len(items) != len(shape):
+        raise Unfit(f"{made}, and its axes are [{' '.join(map(str, items))}]")
+    for item, extent in zip(items, shape, strict=True):
+        try:
+            axes.solve(item, extent, sizes)
+        except axes.DoesNotFit as error:
+            raise Unfit(f"{made}: {error}") from None
 
 
 def _check_constant(value: float, name: str, fact: Fact) -> None:

@@ -113,7 +113,8 @@ class Rule:
         optional: whether it may match nothing.
         default: whether it leaves what other rules are about to those, be it all.
         function: the name of the function that relates the sides.
-        lifted: whether it is about an optimizer's slots.
+        moves: whether axes are moved as the rule says; some functions do that themselves.
+        parameter: of a rule for an optimizer's slots, that of their parameters, as text.
         variant: of several rules with one text, of which one is meant, how unlikely this one is.
     """
 
@@ -125,12 +126,23 @@ class Rule:
     optional: bool = False
     default: bool = False
     function: str | None = None
-    lifted: bool = False
+    moves: bool = True
+    parameter: str | None = None
     variant: int = 0
 
     @property
     def inverse(self) -> Rule:
         return replace(self, left=self.right, right=self.left)
+
+    @property
+    def says_shapes(self) -> bool:
+        """Whether its axes tell anything of shapes: not where a function knows them better."""
+        return self.moves or ELLIPSIS not in _all_axes([self.left, self.right])
+
+    @property
+    def lifted(self) -> bool:
+        """Whether it is about an optimizer's slots."""
+        return self.parameter is not None
 
     @property
     def written(self) -> str:
@@ -162,11 +174,14 @@ def views_of(side: Terms | Nothing) -> list[Seen]:
 # --- from a statement ---------------------------------------------------------------------------
 
 
-def compile_rule(line: RuleLine, sizes: Mapping[str, int], given: Mapping[str, int]) -> Rule:
+def compile_rule(
+    line: RuleLine, moves: bool, sizes: Mapping[str, int], given: Mapping[str, int]
+) -> Rule:
     """A rule out of its statement.
 
     Arguments:
         line: the statement.
+        moves: see `Rule`.
         sizes: those that stand for the whole file; the rule's own come before them.
         given: those of the caller, which come before all others.
 
@@ -194,6 +209,7 @@ def compile_rule(line: RuleLine, sizes: Mapping[str, int], given: Mapping[str, i
         optional=line.optional or line.default,
         default=line.default,
         function=line.function,
+        moves=moves,
     )
     _check_sizes(rule, own)
     if line.function is None:
@@ -341,18 +357,29 @@ def _check_sides(rule: Rule) -> None:
 
 
 def _check_function(rule: Rule) -> None:
-    """Makes sure that a function makes one array, and that names alone tell of which ones."""
+    """Makes sure that a function makes one array out of arrays that the names tell."""
     if isinstance(rule.left, Nothing) or isinstance(rule.right, Nothing):
         raise syntax_error("a function needs arrays on both sides", rule.place)
+    first = rule.views[0]
     for view in rule.views:
-        if view.pattern.axes or view.arithmetic or axes.has_pad(view.items):
+        if view.arithmetic or axes.has_pad(view.items):
             raise syntax_error(
-                "where a function makes an array, names hold no axes, and there is neither padding "
-                "nor arithmetic",
+                "where a function makes an array, there is neither padding nor arithmetic",
                 view.place,
             )
-        if view.pattern.texts != rule.views[0].pattern.texts:
+        if view.pattern.texts != first.pattern.texts:
             raise syntax_error("all names of a function need the same captures", view.place)
+        if rule.moves and set(block_keys(view)) != set(block_keys(first)):
+            raise syntax_error(
+                "without a region, a function goes element by element, so that all of its arrays "
+                "have the same axes; see Function(region=)",
+                view.place,
+            )
+        if not rule.moves and view.pattern.axes:
+            raise syntax_error(
+                "where a function tells its regions, names hold no axes: it makes one array",
+                view.place,
+            )
     if len(views_of(rule.right)) > 1:
         raise syntax_error("a function makes one array", views_of(rule.right)[1].place)
 
