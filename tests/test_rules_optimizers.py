@@ -257,6 +257,73 @@ def test_masked_parameters_have_no_slots(tmp_path: Path) -> None:
     assert optimizer.state[model.scale]["step"].item() == 3
 
 
+def test_a_padded_vocabulary_under_a_fresh_optimizer(tmp_path: Path) -> None:
+    """Slots have the sizes of their parameters, which only the model tells."""
+    theirs = optax.adam(1e-2)
+    params = {"embed": jnp.arange(24.0).reshape(8, 3), "up": jnp.ones((3, 2))}
+    state = {"params": params, "opt_state": theirs.init(params)}
+    _, opt_state = theirs.update(params, state["opt_state"])
+    unickpt.save(tmp_path / "c", {"params": params, "opt_state": opt_state})
+    rules = Rules.parse(
+        """
+        params/embed [(v + _) e] <-> model/embed.weight [v e]
+        params/up [i o] <-> model/up.weight [o i]
+        """
+        + ADAM
+    )
+    for embed_first in (True, False):
+        model = torch.nn.ModuleDict(
+            {"embed": torch.nn.Embedding(5, 3), "up": torch.nn.Linear(3, 2, bias=False)}
+        )
+        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+        tree = {"model": model, "optimizer": NamedOptimizer(optimizer, model)}
+        order = ["model", "optimizer"] if embed_first else ["optimizer", "model"]
+        unickpt.load(tmp_path / "c", {key: tree[key] for key in order}, rules=rules)
+        slots = optimizer.state[model["embed"].weight]
+        assert np.array_equal(slots["exp_avg"], opt_state[0].mu["embed"][:5])
+        assert slots["step"] == 1
+
+
+def test_groups_of_parameters_with_counts_of_their_own(tmp_path: Path) -> None:
+    """optax.multi_transform: two optimizers, each for some parameters, become one with groups."""
+    theirs = optax.multi_transform(
+        {"large": optax.adam(1e-2), "small": optax.adam(1e-3)},
+        {"up": {"kernel": "large", "bias": "small"}, "down": {"kernel": "large"}, "scale": "small"},
+    )
+    params = fresh(0)
+    state, _ = train_jax({"params": params, "opt_state": theirs.init(params)}, theirs, range(5))
+    small = state["opt_state"].inner_states["small"]
+    adam = small.inner_state[0]._replace(count=jnp.int32(7))  # as if it had begun before the other
+    inner = (adam, *small.inner_state[1:])
+    states = {**state["opt_state"].inner_states, "small": small._replace(inner_state=inner)}
+    state["opt_state"] = state["opt_state"]._replace(inner_states=states)
+    unickpt.save(tmp_path / "jax", state)
+    _, expected = train_jax(state, theirs, range(5, 12))
+    rules = Rules.parse(
+        MODEL
+        + "".join(
+            ADAM.replace("opt_state/", f"opt_state/inner_states/{group}/inner_state/") + "\n"
+            for group in ("large", "small")
+        )
+    )
+    model = Net(1)
+    optimizer = torch.optim.Adam(
+        [
+            {"params": [model.up.weight, model.down.weight], "lr": 1e-2},
+            {"params": [model.up.bias, model.scale], "lr": 1e-3},
+        ]
+    )
+    tree = {"model": model, "optimizer": NamedOptimizer(optimizer, model)}
+    unickpt.load(tmp_path / "jax", tree, rules=rules)
+    assert optimizer.state[model.up.bias]["step"] == 7
+    assert optimizer.state[model.up.weight]["step"] == 5
+    unickpt.save(tmp_path / "torch", tree)
+    back = unickpt.load(tmp_path / "torch", jax.eval_shape(lambda: state), rules=rules.inverse)
+    same = jax.tree.map(lambda a, b: bool((a == b).all()), back["opt_state"], state["opt_state"])
+    assert jax.tree.all(same), same
+    assert train_torch(model, optimizer, range(5, 12)) == pytest.approx(expected, rel=2e-5)
+
+
 ADAFACTOR = """
     # Both keep means over rows and over columns; optax calls those over the larger axis v_row.
     opt_state/0/v_row/up/kernel [i]     <-> optimizer/state/up.weight/col_var [1 i]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unickpt import backends, blob, checkpoint, tree
@@ -84,12 +84,20 @@ def _load_like(
     among: Sequence[Adapter],
     read: ReadArrays,
 ) -> Any:
-    known = _facts(stored.index) if rules is None else Offered(stored, rules)
-    node = tree.flatten(
-        like, lambda x: is_leaf(x, among), lambda obj, name: expand(obj, name, among, known)
-    )
-    wanted = {leaf.name: leaf.value for leaf in tree.leaves(node)}
-    targets = targets_of(wanted, among)
+    def flatten(known: Mapping[str, Any]) -> tree.Node | tree.Leaf:
+        return tree.flatten(
+            like, lambda x: is_leaf(x, among), lambda obj, name: expand(obj, name, among, known)
+        )
+
+    def wanted_of(node: tree.Node | tree.Leaf) -> tuple[dict[str, Any], dict[str, ArrayTarget]]:
+        wanted = {leaf.name: leaf.value for leaf in tree.leaves(node)}
+        return wanted, targets_of(wanted, among)
+
+    if rules is None:
+        node = flatten(_facts(stored.index))
+    else:
+        node = flatten(Offered(stored, rules, lambda: wanted_of(flatten({}))))
+    wanted, targets = wanted_of(node)
     view: View = AsStored(stored)
     if rules is not None:
         view = through(stored, rules, wanted, targets, strict=strict)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -303,11 +303,7 @@ def through(
             f"rules is a {type(rules).__name__}; make it by unickpt.Rules.load(file), "
             ".parse(text) or .preset(name)"
         )
-    asked = (
-        None
-        if wanted is None
-        else {n: _asked(v, (targets or {}).get(n)) for n, v in wanted.items()}
-    )
+    asked = None if wanted is None else _all_asked(wanted, targets or {})
     where = str(checkpoint.location)
     recorded = Provenance.of(checkpoint.metadata, where)
     recorded.check(rules, where)
@@ -324,10 +320,21 @@ def through(
 
 
 class Offered(Mapping[str, Any]):
-    """All that rules could make of a checkpoint, by name; worked out when it is asked for."""
+    """All that rules could make of a checkpoint, by name; worked out when it is asked for.
 
-    def __init__(self, checkpoint: Checkpoint, rules: Rules) -> None:
-        self._checkpoint, self._rules = checkpoint, rules
+    Arguments:
+        checkpoint: what is stored.
+        rules: the rules.
+        wanted: what is asked for beside that, and the arrays among it.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        rules: Rules,
+        wanted: Callable[[], tuple[Mapping[str, Any], Mapping[str, ArrayTarget]]],
+    ) -> None:
+        self._checkpoint, self._rules, self._wanted = checkpoint, rules, wanted
 
     @cached_property
     def _found(self) -> dict[str, Any]:
@@ -337,6 +344,7 @@ class Offered(Mapping[str, Any]):
             self._rules.shared,
             self._rules.functions,
             stored_facts(self._checkpoint),
+            _all_asked(*self._wanted()),
         )
         return {
             name: _entry(m, index) if m.fact.kind == "array" else index.values.get(m.source or "")
@@ -361,6 +369,10 @@ def stored_facts(checkpoint: Checkpoint) -> Stored:
     facts |= {name: Fact("value") for name in index.values}
     facts |= {name: Fact("process") for name in index.per_process}
     return Stored(facts, entries)
+
+
+def _all_asked(wanted: Mapping[str, Any], targets: Mapping[str, ArrayTarget]) -> dict[str, Fact]:
+    return {name: _asked(value, targets.get(name)) for name, value in wanted.items()}
 
 
 def _asked(value: Any, target: ArrayTarget | None) -> Fact:

@@ -21,9 +21,10 @@ from unickpt.index import ArrayEntry
 from unickpt.rules import axes, refusal
 from unickpt.rules.claims import Claims, choose_variants, keep_ties, leave_to_others
 from unickpt.rules.functions import Function
-from unickpt.rules.lift import Shared, Slot
+from unickpt.rules.lift import Shared
 from unickpt.rules.matching import Fact, Instance, Names, Unfit, instances, names_of, resolve
 from unickpt.rules.rule import Rule, Seen, views_of
+from unickpt.rules.sharing import shared_names
 from unickpt.rules.syntax import Item, Nothing
 
 
@@ -144,9 +145,16 @@ def offers(
     shared: Sequence[Shared],
     functions: Mapping[str, Function],
     stored: Stored,
+    want: Mapping[str, Fact],
 ) -> dict[str, Made]:
-    """All that rules could make of what is stored, whether or not several rules could make it."""
-    planner = _Planner(functions, stored, None, False)
+    """All that rules could make of what is stored, whether or not several rules could make it.
+
+    Arguments:
+        want: what is asked for beside that; it tells sizes.
+    """
+    knowing = _Planner(functions, stored, want, False)
+    knowing.resolved([rule for rule in rules if not rule.lifted])
+    planner = _Planner(functions, stored, None, False, knowing.sizes)
     found = planner.resolved(rules)
     plan = Plan()
     for instance in found:
@@ -165,7 +173,9 @@ class _Planner:
         stored: Stored,
         want: Mapping[str, Fact] | None,
         strict: bool,
+        sizes: Mapping[tuple[str, str], Mapping[str, int]] | None = None,
     ) -> None:
+        self.sizes = dict(sizes or {})  # of families of parameters, which their slots have too
         self._functions, self._stored, self._strict = functions, stored, strict
         self._have = Names(stored.facts)
         self._want = None if want is None else Names(want)
@@ -200,15 +210,13 @@ class _Planner:
     def resolved(self, rules: Sequence[Rule]) -> list[Instance]:
         """Every family of arrays that a rule may be about."""
         found = []
-        of_parameters: dict[tuple[str, str], dict[str, int]] = {}
         for rule in rules:  # those of parameters come before those of their slots
             for instance in instances(rule, self._have, self._want):
-                texts = str(sorted(instance.texts.items()))
-                instance.sizes = self._recorded(instance)
-                instance.sizes |= of_parameters.get((rule.parameter or "", texts), {})
+                family = rule.parameter or str(rule), str(sorted(instance.texts.items()))
+                instance.sizes = {**self._recorded(instance), **self.sizes.get(family, {})}
                 resolve(instance, self._have, self._want, partly=not self._strict)
                 if instance.why_not is None and not rule.lifted:
-                    of_parameters[str(rule), texts] = instance.sizes
+                    self.sizes[family] = instance.sizes
                 found.append(instance)
         return found
 
@@ -432,41 +440,16 @@ class _Planner:
 
     def share(self, shared: Sequence[Shared], found: Sequence[Instance], plan: Plan) -> None:
         """Adds what stands once on one side, and once for each parameter on the other."""
+        valid = [instance for instance in found if instance.why_not is None]
         for lift in shared:
-            have = self._slots(lift.left, found, left=True, names=self._have.facts)
+            have, want = shared_names(lift, valid, self._have, self._want)
             if not have:
                 continue
-            asked = None if self._want is None else self._want.facts
-            want = self._slots(lift.right, found, left=False, names=asked)
-            if asked is None and lift.right.single is None:
-                want = _with_other_slots(lift.right, want, plan)
             self._claims.add(have, want, str(lift))
             first = have[0]
             plan.checks += [Same(first, other, str(lift)) for other in have[1:]]
             for name in want:
                 self._add(plan, self._copy_of(first, name, lift))
-
-    def _slots(
-        self,
-        slot: Slot,
-        found: Sequence[Instance],
-        *,
-        left: bool,
-        names: Mapping[str, Fact] | None,
-    ) -> list[str]:
-        """The names of a slot, for all parameters that have it."""
-        if slot.single is not None:
-            candidates = [slot.single]
-        else:
-            parameters = (
-                name
-                for instance in found
-                if instance.why_not is None and not instance.rule.lifted
-                for view in views_of(instance.rule.left if left else instance.rule.right)
-                for _, name in instance.grid(view)
-            )
-            candidates = [name for parameter in parameters for name in slot.of(parameter)]
-        return [n for n in dict.fromkeys(candidates) if names is None or n in names]
 
     def _copy_of(self, source: str, name: str, lift: Shared) -> Made:
         fact = self._stored.facts[source]
@@ -552,10 +535,3 @@ def _holds(target: str, source: str) -> bool:
         return bool(np.can_cast(dtypes.from_name(source), dtypes.from_name(target), "safe"))
     except TypeError:
         return target == source
-
-
-def _with_other_slots(slot: Slot, names: Sequence[str], plan: Plan) -> list[str]:
-    """Of a slot's names, those whose parameter has another slot; all where none has."""
-    neighbours = {name.rpartition("/")[0] for name in plan.made}
-    having = [name for name in names if name.rpartition("/")[0] in neighbours]
-    return having or list(names)
