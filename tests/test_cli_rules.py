@@ -52,14 +52,15 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(folder: Path) -> None:
     out = run("convert", "jax", "torch", "--rules", "my.rules", *SIZE, "--dry-run")
     rows = [" ".join(line.split()) for line in out.splitlines()]
     assert rows == [
-        "stored made notes",
-        "params/layers/up/kernel float32[4, 3, 5] layers.{0..3}.up.weight float32[5, 3] a part",
-        "params/norm/scale float32[5] norm.weight float32[5] * 1 + 1, inexact",
-        "params/emb float32[16, 3] wte.weight float32[13, 3] padding left out",
-        "- bias float32[5] constant 0",
-        "step a plain value step a plain value",
-        "wte.weight lm_head.weight the same array",
-        "params/mask float64[3] dropped",
+        "stored made rule notes",
+        "params/layers/up/kernel float32[4, 3, 5] layers.{0..3}.up.weight float32[5, 3] "
+        "my.rules, line 2 a part",
+        "params/norm/scale float32[5] norm.weight float32[5] my.rules, line 3 + 1, inexact",
+        "params/emb float32[16, 3] wte.weight float32[13, 3] my.rules, line 4 padding left out",
+        "- bias float32[5] my.rules, line 6 constant 0",
+        "step a plain value step a plain value my.rules, line 7",
+        "wte.weight lm_head.weight my.rules, line 4 the same array",
+        "params/mask float64[3] my.rules, line 5 dropped",
         "9 leaves made, 1 dropped, 1 inexact",
     ]
     assert sorted(folder.rglob("*")) == before
@@ -71,6 +72,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(folder: Path) -> None:
         "made_of": "params/layers/up/kernel",
         "source": "float32[4, 3, 5]",
         "destination": "float32[5, 3]",
+        "rule": "my.rules, line 2",
         "notes": ["a part"],
     }
 
@@ -113,6 +115,43 @@ def test_there_and_back(folder: Path) -> None:
 def test_mistakes(folder: Path, arguments: tuple[str, ...], message: str) -> None:
     assert message in run("convert", "jax", "torch", *arguments, code=2)
     assert not (folder / "torch").exists()
+
+
+def test_names_of_the_other_side_tell_rules_apart(folder: Path) -> None:
+    """What shapes do not tell, a checkpoint that is like the new one does; also to `diff`."""
+    tree = {"up": {"kernel": np.ones((3, 5))}, "emb": {"embedding": np.ones((7, 5))}}
+    unickpt.save("flax", tree | {"old": np.ones(2)})
+    (folder / "two.rules").write_text("""
+        {m...}/kernel [i o]     <-> {m...}.weight [o i]
+        {m...}/embedding [v e]  <-> {m...}.weight [v e]
+        old                     <-> drop
+        drop 0                  <-> {m...}.count [] as int64
+    """)
+    out = run("convert", "flax", "hf", "--rules", "two.rules", "--dry-run")
+    assert "- {m...}.count two.rules, line 5 not made: give the" in " ".join(out.split())
+    assert "2 leaves made, 1 dropped, 0 inexact" in out
+    run("convert", "flax", "hf", "--rules", "two.rules")
+    rules = ("--rules", "two.rules", "--inverse")
+    assert "is taken twice" in run("convert", "hf", "back", *rules, code=2)
+    assert "as it is" in run("convert", "hf", "back", *rules, "--like", "flax", "--dry-run")
+    run("convert", "hf", "back", *rules, "--like", "flax")
+    assert np.array_equal(unickpt.load("back")["up"]["kernel"], tree["up"]["kernel"])
+    assert run("diff", "hf", "flax", *rules).startswith("same: 2 arrays compared")
+    assert run("diff", "flax", "hf", *rules[:2]).startswith("same: 2 arrays compared")
+    assert "--like needs --rules" in run("convert", "flax", "x", "--like", "flax", code=2)
+    half = {**tree, "up": {"kernel": np.ones((3, 5), np.float16)}}
+    unickpt.save("half", half)
+    assert "'up/kernel' is made as float64, and `like` has float16; say `as float16`" in run(
+        "convert", "hf", "back", "--like", "half", "--overwrite", *rules, code=2
+    )
+
+
+def test_exchanged_names_are_asked_about(folder: Path) -> None:
+    (folder / "slip.rules").write_text("a/q [e] <-> a.k [e]\na/k [e] <-> a.q [e]")
+    unickpt.save("qk", {"a": {"q": np.ones(2), "k": np.ones(2)}})
+    out = run("convert", "qk", "out", "--rules", "slip.rules")
+    assert "warning: slip.rules, line 2: a/k [e] <-> a.q [e]" in out
+    assert "'k' becomes 'q', and 'q' 'k': is that meant?" in out
 
 
 def test_a_destination_that_is_taken(folder: Path) -> None:

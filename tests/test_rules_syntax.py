@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unickpt import Function, RuleError, Rules, RuleSyntaxError
+from unickpt import Function, RuleError, Rules, RuleSyntaxError, RuleWarning
 
 # The text of a rule, where the caret stands (as the text from there on), and the message.
 WRONG = [
@@ -168,6 +169,30 @@ def test_presets_by_name() -> None:
         Rules.preset("lama")
     with pytest.raises(RuleError, match=r"no preset '\.\./x'"):
         Rules.preset("../x")
+
+
+@pytest.mark.parametrize(
+    ("text", "asked"),
+    [
+        (
+            "{m...}/q/w <-> {m...}.k.weight\n{m...}/k/w <-> {m...}.q.weight",
+            1,
+        ),
+        ("x.{l}.q [e] <-> y/k [l e]\nx.{l}.k [e] <-> y/q [l e]", 1),
+        ("a/{q|k} [e] <-> b/{k|q} [e]", 1),
+        ("a/{q|k} [e] <-> b/{q|k} [e]", 0),
+        ("a/{q|k|v} [e] <-> b/{x|y|z} [e]", 0),
+        ("a/q/w <-> b/k/w\nc/k/w <-> d/q/w", 0),  # of different modules
+        ("0/q <-> 1/q\n1/q <-> 0/q", 0),
+        ("up/kernel <-> down.weight\nout/kernel <-> up.weight", 0),
+    ],
+)
+def test_rules_that_exchange_names_are_asked_about(text: str, asked: int) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Rules.parse(text)
+    assert [w.category for w in caught] == [RuleWarning] * asked
+    assert all(Path(w.filename) == Path(__file__) for w in caught)
 
 
 def test_a_function_without_inverse() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -21,11 +22,13 @@ from unickpt.marks import Described, PerProcess
 from unickpt.options import LoadOptions, SaveOptions, SaveReport
 from unickpt.read import NewTarget, read_arrays
 from unickpt.rules import Rules
+from unickpt.rules.matching import Fact
 from unickpt.saving import Saving
 from unickpt.share import ChunkJob
 from unickpt.stage import HostBuffers
 from unickpt.supply import Staged
-from unickpt.view import AsStored, Ruled, View, jobs_of, through
+from unickpt.view import AsStored, Ruled, View, jobs_of, stored_facts, through
+from unickpt.wanted import Wanted
 
 # Of the budget: what is read ahead of the writer, twice, and what the writer itself holds.
 _AHEAD, _WRITER = 6, 2
@@ -36,6 +39,7 @@ def convert(
     destination: backends.Path,
     *,
     rules: Rules | None = None,
+    like: Any = None,
     overwrite: bool = False,
     verify: bool = True,
     options: SaveOptions | None = None,
@@ -51,6 +55,8 @@ def convert(
         destination: where the new one is to be.
         rules: how names and axes of the destination follow from those of the source; without
             them all arrays stay as they are, and only options (chunks, compression) change.
+        like: what names, shapes and dtypes the destination has: another checkpoint's path or URL,
+            or a tree as for `load`. It tells rules apart whose names do not; see docs/rules.md.
         overwrite: as for `save`.
         verify: whether the destination is read again afterwards and checked.
         options: as for `save`; `budget_bytes` bounds the memory of the whole conversion.
@@ -63,7 +69,9 @@ def convert(
         RuleError: the rules do not fit the source; nothing was written.
         CheckpointCorrupt: a chunk of the source is damaged, or one of the destination.
         LoadMismatch: something would get lost: a cast is not exact, arrays that are to be one
-            differ, a `PerProcess` leaf was saved by another number of processes.
+            differ, a `PerProcess` leaf was saved by another number of processes; or `like` has
+            another dtype.
+        ValueError: `like` without rules.
         All that `save` raises.
 
     Example:
@@ -76,7 +84,7 @@ def convert(
     """
     options = options or SaveOptions()
     stored = checkpoint.open(source)
-    view: View = AsStored(stored) if rules is None else through(stored, rules)
+    view = convertible(stored, rules, like)
     reading = LoadOptions(budget_bytes=max(1, options.budget_bytes // _AHEAD))
     metadata = stored.metadata
     if isinstance(view, Ruled):
@@ -98,6 +106,30 @@ def convert(
             damage = "\n".join(f"  {d}" for d in found.damage[:10])
             raise CheckpointCorrupt(f"{found.url} was written, but reads as damaged:\n{damage}")
     return report
+
+
+def convertible(stored: checkpoint.Checkpoint, rules: Rules | None, like: Any) -> AsStored | Ruled:
+    """What `convert` makes of a checkpoint; nothing is read but indices. Raises as `convert`."""
+    if rules is None:
+        if like is not None:
+            raise ValueError("`like` says what rules make, so it needs rules")
+        return AsStored(stored)
+    if like is None:
+        return through(stored, rules)
+    if isinstance(like, str | os.PathLike):
+        asked: Mapping[str, Fact] = stored_facts(checkpoint.open(like)).facts
+    else:
+        asked = Wanted.of(like, adapters(), {}).facts
+    view = through(stored, rules, asked)
+    others = [
+        f"  {name!r} is made as {entry.dtype}, and `like` has {asked[name].dtype}; say "
+        f"`as {asked[name].dtype}` in its rule"
+        for name, entry in view.index.arrays.items()
+        if name in asked and asked[name].kind == "array" and asked[name].dtype != entry.dtype
+    ]
+    if others:
+        raise LoadMismatch("\n".join([f"{stored.location} does not fit `like`:", *others[:10]]))
+    return view
 
 
 def _leaves(view: View, group: Group) -> dict[str, Any]:

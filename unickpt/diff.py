@@ -12,11 +12,13 @@ import numpy as np
 from unickpt import backends, checkpoint, dtypes
 from unickpt.adapt import Array
 from unickpt.box import Box, cut
+from unickpt.checkpoint import Checkpoint
+from unickpt.errors import RuleError
 from unickpt.index import ArrayEntry
 from unickpt.options import LoadOptions
 from unickpt.read import NewTarget, read_arrays
 from unickpt.rules import Rules
-from unickpt.view import AsStored, Ruled, View, jobs_of, same_digests, through
+from unickpt.view import AsStored, Ruled, View, jobs_of, same_digests, stored_facts, through
 
 _MISSING = "missing"
 
@@ -78,7 +80,8 @@ def diff(
 
     Arguments:
         first, second: local paths or URLs of committed checkpoints.
-        rules: how names and axes of the second follow from those of the first.
+        rules: how names and axes of the second follow from those of the first. What they drop on
+            either side is no difference.
         layout: whether other meshes or splits are told too; they change no value.
         options: see `LoadOptions`; `budget_bytes` bounds what is held of both.
         progress: called with bytes compared so far and bytes in all.
@@ -99,7 +102,7 @@ def diff(
     options = options or LoadOptions()
     report = progress or (lambda done, total: None)
     a, b = checkpoint.open(first), checkpoint.open(second)
-    ours: View = AsStored(a) if rules is None else through(a, rules)
+    ours: View = AsStored(a) if rules is None else _through(a, rules, b)
     if isinstance(ours, Ruled):
         ours.check(options)
     theirs = AsStored(b)
@@ -123,6 +126,17 @@ def diff(
     return DiffReport(tuple(rows), len(both), read, time.perf_counter() - started)
 
 
+def _through(a: Checkpoint, rules: Rules, b: Checkpoint) -> Ruled:
+    """The first checkpoint through rules, which the names of the second one tell apart.
+
+    Where the two differ in more than values, the rules alone say what should be there.
+    """
+    try:
+        return through(a, rules, stored_facts(b).facts)
+    except RuleError:
+        return through(a, rules)
+
+
 def _arrays(view: View) -> dict[str, ArrayEntry]:
     index = view.index
     return {**index.arrays, **{alias: index.arrays[t] for alias, t in index.aliases.items()}}
@@ -132,6 +146,8 @@ def _structure(ours: View, theirs: View) -> Iterator[ArrayDifference]:
     left, right = _shown(ours), _shown(theirs)
     for name in dict.fromkeys([*left, *right]):
         mine, other = left.get(name), right.get(name)
+        if mine is None and name in ours.kept:
+            continue
         if mine is None or other is None:
             problem = _MISSING if mine is None else "unexpected"
             yield ArrayDifference(name, problem, _text(mine), _text(other))

@@ -66,5 +66,9 @@ class RuleError(UnickptError, ValueError):
     """Rules do not fit the arrays that they are to relate, or each other."""
 
 
+class RuleWarning(UserWarning):
+    """Rules that may not be what was meant, although nothing speaks against them."""
+
+
 class RuleSyntaxError(RuleError):
     """The text of a rule is wrong; the message shows the line with a caret."""

@@ -8,8 +8,7 @@ from typing import Any
 from unickpt import backends, blob, checkpoint, tree
 from unickpt.adapt import Adapter, ArrayTarget, adapters, current_group
 from unickpt.checkpoint import Checkpoint
-from unickpt.compare import compare, is_number, targets_of
-from unickpt.describe import expand, is_leaf
+from unickpt.compare import compare, is_number
 from unickpt.errors import LoadMismatch
 from unickpt.exchange import ReadArrays, reading
 from unickpt.index import Index
@@ -18,6 +17,7 @@ from unickpt.options import LoadOptions
 from unickpt.read import NewTarget, NumberTarget
 from unickpt.rules import Rules
 from unickpt.view import AsStored, Offered, Ruled, View, jobs_of, through
+from unickpt.wanted import Wanted
 
 
 def load(
@@ -84,23 +84,14 @@ def _load_like(
     among: Sequence[Adapter],
     read: ReadArrays,
 ) -> Any:
-    def flatten(known: Mapping[str, Any]) -> tree.Node | tree.Leaf:
-        return tree.flatten(
-            like, lambda x: is_leaf(x, among), lambda obj, name: expand(obj, name, among, known)
-        )
-
-    def wanted_of(node: tree.Node | tree.Leaf) -> tuple[dict[str, Any], dict[str, ArrayTarget]]:
-        wanted = {leaf.name: leaf.value for leaf in tree.leaves(node)}
-        return wanted, targets_of(wanted, among)
-
-    if rules is None:
-        node = flatten(_facts(stored.index))
-    else:
-        node = flatten(Offered(stored, rules, lambda: wanted_of(flatten({}))))
-    wanted, targets = wanted_of(node)
+    known: Mapping[str, Any] = _facts(stored.index)
+    if rules is not None:
+        known = Offered(stored, rules, lambda: Wanted.of(like, among, {}).facts)
+    asked = Wanted.of(like, among, known)
+    wanted, targets = asked.leaves, dict(asked.targets)
     view: View = AsStored(stored)
     if rules is not None:
-        view = through(stored, rules, wanted, targets, strict=strict)
+        view = through(stored, rules, asked.facts, strict=strict)
     compare(view, wanted, targets, strict=strict, cast=cast)
     if isinstance(view, Ruled):
         view.check(options)
@@ -131,7 +122,7 @@ def _load_like(
                 by_array.setdefault(array, {})[name] = target
     found = read(stored, jobs_of(view, by_array))
     done |= {name: found[maker] for name, maker in same.items()}
-    return tree.rebuild(node, done.__getitem__)
+    return tree.rebuild(asked.node, done.__getitem__)
 
 
 def _facts(index: Index) -> dict[str, Any]:

@@ -8,20 +8,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from unickpt import backends, checkpoint
+from unickpt.convert import convertible
 from unickpt.folding import fold, skeleton
 from unickpt.rules import Rules
 from unickpt.rules.matching import Fact
 from unickpt.rules.plan import Constant, Made
-from unickpt.view import stored_facts, through
+from unickpt.view import Ruled, stored_facts
+
+_NOT_MADE = "not made: give the names of the other side by `like`"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One leaf that is made, or one that is dropped.
+    """One leaf that is made, one that is dropped, or constants whose names nothing tells.
 
     Arguments:
         made_of, source: the stored names, and what they are.
         made, destination: the name that is made, and what it is; empty where it is dropped.
+        rule: where the rule stands, as "file, line 3".
         notes: what is remarkable: "stacked", "padded", "inexact", ...
     """
 
@@ -29,7 +33,12 @@ class Row:
     source: str
     made: str
     destination: str
+    rule: str
     notes: tuple[str, ...]
+
+    @property
+    def is_made(self) -> bool:
+        return bool(self.made) and _NOT_MADE not in self.notes
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -37,6 +46,7 @@ class Row:
             "made_of": self.made_of,
             "source": self.source,
             "destination": self.destination,
+            "rule": self.rule,
             "notes": list(self.notes),
         }
 
@@ -45,7 +55,8 @@ def folded(rows: Sequence[Row]) -> list[Row]:
     """Rows whose names differ in numbers alone as one."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        key = (skeleton(row.made), skeleton(row.made_of), row.source, row.destination, row.notes)
+        names = skeleton(row.made), skeleton(row.made_of)
+        key = (*names, row.source, row.destination, row.rule, row.notes)
         groups.setdefault(key, []).append(row)
     out: list[Row] = []
     for same in groups.values():
@@ -57,27 +68,31 @@ def folded(rows: Sequence[Row]) -> list[Row]:
     return out
 
 
-def preview(path: backends.Path, rules: Rules | None) -> list[Row]:
-    """What `convert` would make of a checkpoint; nothing is read but its index.
+def preview(path: backends.Path, rules: Rules | None, like: Any = None) -> list[Row]:
+    """What `convert` would make of a checkpoint; nothing is read but indices. Raises as `convert`.
 
-    Raises:
-        RuleError: the rules do not fit.
+    Arguments:
+        path, rules, like: as for `convert`.
     """
     stored = checkpoint.open(path)
     facts = stored_facts(stored).facts
-    if rules is None:
-        return [Row(name, str(fact), name, str(fact), ()) for name, fact in facts.items()]
-    plan = through(stored, rules).plan
+    view = convertible(stored, rules, like)
+    if not isinstance(view, Ruled):
+        return [Row(name, str(fact), name, str(fact), "", ()) for name, fact in facts.items()]
+    plan = view.plan
     users = Counter(name for made in plan.made.values() for name in _sources(made))
     rows = [_row(made, facts, users) for made in plan.made.values()]
+    rows_rule = {row.made: row.rule for row in rows}
     rows += [
-        Row(first, "", alias, "", ("the same array",)) for alias, first in plan.aliases.items()
+        Row(first, "", alias, "", rows_rule[first], ("the same array",))
+        for alias, first in plan.aliases.items()
     ]
     constants = {check.name: check for check in plan.checks if isinstance(check, Constant)}
-    for name in plan.dropped:
+    for name, rule in plan.dropped.items():
         check = constants.get(name)
         note = "dropped" if check is None else f"left out, if it is {check.value:g} everywhere"
-        rows.append(Row(name, str(facts[name]), "", "", (note,)))
+        rows.append(Row(name, str(facts[name]), "", "", _place(rule), (note,)))
+    rows += [Row("-", "", n, "", _place(rule), (_NOT_MADE,)) for n, rule in plan.nameless.items()]
     return rows
 
 
@@ -105,11 +120,25 @@ def _row(made: Made, facts: Mapping[str, Fact], users: Mapping[str, int]) -> Row
         notes.append("a part")
     for feed in made.feeds[:1]:
         if not feed.is_exact:
-            notes.append(f"* {feed.scale:g} + {feed.offset:g}")
+            notes.append(_arithmetic(feed.scale, feed.offset))
+        elif feed.is_identity:
+            notes.append("as it is")
         if feed.entry.dtype != made.fact.dtype:
             notes.append("cast")
     if made.function is not None:
         notes.append("function")
     if not made.exact:
         notes.append("inexact")
-    return Row(of, source, made.name, str(made.fact), tuple(notes))
+    return Row(of, source, made.name, str(made.fact), _place(made.rule), tuple(notes))
+
+
+def _place(rule: str) -> str:
+    """Where a rule stands, out of its text."""
+    return rule.partition(": ")[0]
+
+
+def _arithmetic(scale: float, offset: float) -> str:
+    parts = [f"* {scale:g}"] if scale != 1 else []
+    if offset:
+        parts.append(f"{'-' if offset < 0 else '+'} {abs(offset):g}")
+    return " ".join(parts)

@@ -17,7 +17,6 @@ from unickpt.errors import CheckpointCorrupt, LoadMismatch
 from unickpt.feed import Fill, Itself, Recipe, whole_dims
 from unickpt.index import ArrayEntry, Index, PerProcessEntry
 from unickpt.layout import Layout
-from unickpt.marks import PerProcess
 from unickpt.options import LoadOptions
 from unickpt.provenance import Provenance
 from unickpt.read import Job, NewTarget, read_arrays, read_box
@@ -94,7 +93,7 @@ class Ruled:
         checkpoint: what is stored.
         plan: what rules make of it.
         provenance: what is to be recorded of what they make.
-        targets: the arrays that are asked for, where that is known.
+        asked: what is asked for, where that is known.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class Ruled:
         checkpoint: Checkpoint,
         plan: Plan,
         provenance: Provenance,
-        targets: Mapping[str, ArrayTarget] | None = None,
+        asked: Mapping[str, Fact] | None = None,
     ) -> None:
         self.checkpoint, self.plan, self.provenance = checkpoint, plan, provenance
         self._recipes: dict[str, Recipe] = {}
@@ -122,7 +121,7 @@ class Ruled:
             else:
                 assert made.source is not None, "likewise"
                 value = stored.values[made.source]
-                entry = _as_array(made, value, (targets or {}).get(name))
+                entry = _as_array(made, value, (asked or {}).get(name))
                 if entry is None:
                     plain[name] = value
                 else:
@@ -287,12 +286,17 @@ def same_digests(a: Checkpoint, mine: ArrayEntry, b: Checkpoint, other: ArrayEnt
 def through(
     checkpoint: Checkpoint,
     rules: Rules,
-    wanted: Mapping[str, Any] | None = None,
-    targets: Mapping[str, ArrayTarget] | None = None,
+    asked: Mapping[str, Fact] | None = None,
     *,
     strict: bool = True,
 ) -> Ruled:
-    """A checkpoint through rules, for all leaves that are asked for.
+    """A checkpoint through rules.
+
+    Arguments:
+        checkpoint: what is stored.
+        rules: the rules.
+        asked: what is asked for; None where the rules alone decide.
+        strict: see `make_plan`.
 
     Raises:
         RuleError: the rules do not fit what is stored, or what is asked for.
@@ -303,7 +307,6 @@ def through(
             f"rules is a {type(rules).__name__}; make it by unickpt.Rules.load(file), "
             ".parse(text) or .preset(name)"
         )
-    asked = None if wanted is None else _all_asked(wanted, targets or {})
     where = str(checkpoint.location)
     recorded = Provenance.of(checkpoint.metadata, where)
     recorded.check(rules, where)
@@ -316,7 +319,7 @@ def through(
         strict=strict,
         where=where,
     )
-    return Ruled(checkpoint, plan, recorded.after(rules, plan, where), targets)
+    return Ruled(checkpoint, plan, recorded.after(rules, plan, where), asked)
 
 
 class Offered(Mapping[str, Any]):
@@ -325,16 +328,13 @@ class Offered(Mapping[str, Any]):
     Arguments:
         checkpoint: what is stored.
         rules: the rules.
-        wanted: what is asked for beside that, and the arrays among it.
+        asked: tells what is asked for beside that.
     """
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        rules: Rules,
-        wanted: Callable[[], tuple[Mapping[str, Any], Mapping[str, ArrayTarget]]],
+        self, checkpoint: Checkpoint, rules: Rules, asked: Callable[[], Mapping[str, Fact]]
     ) -> None:
-        self._checkpoint, self._rules, self._wanted = checkpoint, rules, wanted
+        self._checkpoint, self._rules, self._asked = checkpoint, rules, asked
 
     @cached_property
     def _found(self) -> dict[str, Any]:
@@ -344,7 +344,7 @@ class Offered(Mapping[str, Any]):
             self._rules.shared,
             self._rules.functions,
             stored_facts(self._checkpoint),
-            _all_asked(*self._wanted()),
+            self._asked(),
         )
         return {
             name: _entry(m, index) if m.fact.kind == "array" else index.values.get(m.source or "")
@@ -371,19 +371,6 @@ def stored_facts(checkpoint: Checkpoint) -> Stored:
     return Stored(facts, entries)
 
 
-def _all_asked(wanted: Mapping[str, Any], targets: Mapping[str, ArrayTarget]) -> dict[str, Fact]:
-    return {name: _asked(value, targets.get(name)) for name, value in wanted.items()}
-
-
-def _asked(value: Any, target: ArrayTarget | None) -> Fact:
-    if target is not None:
-        return Fact("array", tuple(target.shape), dtypes.name_of(target.dtype))
-    if isinstance(value, PerProcess):
-        return Fact("process")
-    numbers = {bool: "bool", int: "int64", float: "float64"}
-    return Fact("value", (), numbers.get(type(value), ""))
-
-
 def _entry(made: Made, stored: Index) -> ArrayEntry:
     shape = made.fact.shape
     # Nothing is ever written by this entry: layout and chunk are those of an array in one piece.
@@ -395,19 +382,18 @@ def _entry(made: Made, stored: Index) -> ArrayEntry:
     return ArrayEntry(made.name, shape, made.fact.dtype, chunk, layout, prng=prng)
 
 
-def _as_array(made: Made, value: values.Plain, target: ArrayTarget | None) -> ArrayEntry | None:
+def _as_array(made: Made, value: values.Plain, asked: Fact | None) -> ArrayEntry | None:
     """The entry of a plain number that becomes an array, where it is asked for as one."""
-    dtype = dtypes.from_name(made.fact.dtype) if made.fact.dtype else None
-    if target is None and dtype is None:
+    target = asked if asked is not None and asked.kind == "array" else None
+    name = made.fact.dtype or (target.dtype if target is not None else "")
+    if not name or not isinstance(value, bool | int | float):
         return None
-    if not isinstance(value, bool | int | float) or (target is not None and target.shape != ()):
+    dtype = dtypes.from_name(name)
+    if target is not None and target.shape != ():
         return None
-    if dtype is None:
-        assert target is not None, "one of them is given"
-        kinds = {bool: "other", int: "integer", float: "float"}
-        if dtypes.kind(target.dtype) != kinds[type(value)]:
-            return None
-        dtype = target.dtype
+    kinds = {bool: "other", int: "integer", float: "float"}
+    if not made.fact.dtype and dtypes.kind(dtype) != kinds[type(value)]:
+        return None
     array = np.asarray(value).astype(dtype)
     if type(value) is not float and array.item() != value:
         raise LoadMismatch(

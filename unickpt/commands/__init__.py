@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Annotated, Any
 
 import typer
@@ -9,8 +10,8 @@ from typer.core import TyperGroup
 
 import unickpt
 from unickpt.commands import convert, diff, inspect, ls, verify
-from unickpt.commands.output import fail
-from unickpt.errors import UnickptError
+from unickpt.commands.output import fail, warn
+from unickpt.errors import RuleWarning, UnickptError
 
 
 class _Group(TyperGroup):
@@ -18,7 +19,10 @@ class _Group(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with warnings.catch_warnings():
+                warnings.simplefilter("always", RuleWarning)
+                warnings.showwarning = lambda message, *_: warn(str(message))
+                return super().invoke(ctx)
         except UnickptError as error:
             fail(str(error))
 

@@ -37,6 +37,10 @@ def convert(
     rules: RulesName = None,
     inverse: Inverse = False,
     size: Sizes = None,
+    like: Annotated[
+        str | None,
+        typer.Option("--like", help="A checkpoint with the names and shapes of the new one."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be made of what, and stop.")
     ] = False,
@@ -63,14 +67,17 @@ def convert(
     unickpt convert runs/jax/step_100 runs/hf --rules transformers-llama --dry-run
     unickpt convert runs/jax/step_100 runs/hf --rules transformers-llama
     unickpt convert runs/hf runs/jax/tuned --rules transformers-llama --inverse
+    unickpt convert runs/hf runs/jax/tuned --rules my.rules --inverse --like runs/jax/step_100
     torchrun --nproc-per-node 8 -m unickpt.cli convert s3://b/jax s3://b/hf --rules my.rules
 
     --json prints {url, arrays, bytes, chunks, processes, seconds}, or for --dry-run {plan: [{made,
     made_of, source, destination, notes}]}. Fields are only ever added.
     """
     wanted = read_rules(rules, inverse, size)
+    if like is not None and wanted is None:
+        fail("--like needs --rules")
     if dry_run:
-        _print_preview(source, wanted, as_json)
+        _print_preview(source, wanted, like, as_json)
         return
     try:
         options = SaveOptions(budget_bytes=budget, compression=compression)
@@ -81,6 +88,7 @@ def convert(
             source,
             destination,
             rules=wanted,
+            like=like,
             overwrite=overwrite,
             verify=not no_verify,
             options=options,
@@ -114,23 +122,24 @@ def _job() -> Iterator[bool]:
         dist.destroy_process_group()
 
 
-def _print_preview(source: str, rules: Rules | None, as_json: bool) -> None:
-    rows = preview(source, rules)
+def _print_preview(source: str, rules: Rules | None, like: str | None, as_json: bool) -> None:
+    rows = preview(source, rules, like)
     if as_json:
         print_json({"plan": [row.as_dict() for row in rows]})
         return
     out = console()
     out.print(_table(folded(rows)))
     inexact = sum("inexact" in row.notes for row in rows)
-    made = sum(bool(row.made) for row in rows)
+    made = sum(row.is_made for row in rows)
     dropped = sum(not row.made for row in rows)
     summary = f"{counted(made, 'leaf', 'leaves')} made, {dropped} dropped, {inexact} inexact"
     out.print(Text(summary, "bold"))
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    table = new_table("stored", "", "made", "", "notes")
+    table = new_table("stored", "", "made", "", "rule", "notes")
     for row in rows:
-        cells = (row.made_of, row.source, row.made, row.destination, ", ".join(row.notes))
+        notes = ", ".join(row.notes)
+        cells = (row.made_of, row.source, row.made, row.destination, row.rule, notes)
         table.add_row(*(Text(clean(cell)) for cell in cells))
     return table

@@ -40,6 +40,10 @@ def print_json(body: Any) -> None:
     print(json.dumps(body, indent=2))
 
 
+def warn(message: str) -> None:
+    console(stderr=True).print(Text.assemble(("warning: ", "bold yellow"), clean(message, "\n")))
+
+
 def fail(message: str) -> NoReturn:
     console(stderr=True).print(Text.assemble(("unickpt: ", "bold red"), clean(message, "\n")))
     raise typer.Exit(FAILED)

@@ -6,12 +6,14 @@ parse (`grammar`, `rule`) -> plan (`matching`, `plan`) -> apply (`unickpt.feed`,
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from unickpt.errors import RuleError
+from unickpt.errors import RuleError, RuleWarning
 from unickpt.rules import grammar
+from unickpt.rules.crossing import crossings
 from unickpt.rules.functions import Function
 from unickpt.rules.lift import Shared, lift
 from unickpt.rules.rule import Rule, compile_rule
@@ -40,7 +42,7 @@ class Convention:
     right: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Rules:
     """Rules that relate the arrays of two sides; the left one is read, the right one is made.
 
@@ -76,6 +78,9 @@ class Rules:
 
         Raises:
             RuleSyntaxError: shows the line with a caret.
+
+        Warns:
+            RuleWarning: two rules exchange two names.
         """
         return _compile(text, name, Path(), sizes or {}, functions or {})
 
@@ -146,6 +151,10 @@ class Rules:
             self.conventions + other.conventions,
             {**self.functions, **other.functions},
         )
+
+    def __repr__(self) -> str:
+        own = sum(not rule.lifted for rule in self.rules)
+        return f"<Rules: {own} rules, {len(self.rules) - own} more of slots>"
 
     def __str__(self) -> str:
         return "\n".join([rule.written for rule in self.rules if not rule.lifted])
@@ -242,6 +251,8 @@ def _compile(
             shared.append(lifted)
         else:
             rules += lifted
+    for question in crossings(found.rules):
+        warnings.warn(question, RuleWarning, stacklevel=3)
     return Rules(tuple(rules), tuple(shared), tuple(found.conventions), functions)
 
 

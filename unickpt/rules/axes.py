@@ -149,6 +149,8 @@ def solve(item: Item, extent: int, sizes: dict[str, int]) -> bool:
                 sizes[name] = extent
                 return True
             if known != extent:
+                if name.startswith(ELLIPSIS):
+                    name = f"dimension {name.removeprefix(ELLIPSIS)} of those that no axis names"
                 raise DoesNotFit(f"{name} has {known} elements, and here {extent}")
             return False
         case Flip(inner):

@@ -265,7 +265,8 @@ def _fuse(
                 break
         else:
             names = ", ".join(a if not axes.is_pad(a) else axes.PAD for a in unknown)
-            raise Unfit(f"nothing tells the size of {names}: give it, as in `{names[0]}=8`")
+            one = next((a for a in unknown if not axes.is_pad(a)), axes.PAD)
+            raise Unfit(f"nothing tells the size of {names}: give it, as in `{one}=8`")
         _solve(instance, known)
 
 

@@ -90,6 +90,8 @@ class Plan:
         kept: names that are asked for, and that no rule makes on purpose.
         dropped: what is stored and not carried over, with the rule that says so.
         checks: what must be so for nothing to get lost.
+        nameless: constants that are not made, because only what is asked for would tell their
+            names; with their rules.
     """
 
     made: dict[str, Made] = field(default_factory=dict)
@@ -97,6 +99,7 @@ class Plan:
     kept: set[str] = field(default_factory=set)
     dropped: dict[str, str] = field(default_factory=dict)
     checks: list[Same | Constant] = field(default_factory=list)
+    nameless: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -203,8 +206,11 @@ class _Planner:
             problems += refusal.left_over(unused, unmade, found, shared)
             problems += refusal.idle(rules, found, problems)
         if problems:
-            problems = [*refusal.backwards(rules, found, self._have), *problems]
+            turned = refusal.backwards(rules, found, self._have)
+            problems = [*turned, *(problems if valid or not turned else ())]
             raise RuleError(refusal.message(where, problems))
+        if self._want is None:
+            plan.nameless = _nameless(rules)
         return plan
 
     def resolved(self, rules: Sequence[Rule]) -> list[Instance]:
@@ -481,6 +487,16 @@ def _check_constant(value: float, name: str, fact: Fact) -> None:
             dtypes.constant(value, dtypes.from_name(fact.dtype))
     except ValueError as error:
         raise Unfit(f"{name!r} is {fact}, and {error}") from None
+
+
+def _nameless(rules: Sequence[Rule]) -> dict[str, str]:
+    return {
+        str(view.pattern.name): str(rule)
+        for rule in rules
+        if isinstance(rule.left, Nothing) and rule.left.value is not None and not rule.lifted
+        for view in views_of(rule.right)
+        if view.pattern.texts
+    }
 
 
 def _used(plan: Plan, valid: Sequence[Instance]) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 
 from unickpt.folding import skeleton
@@ -12,6 +13,7 @@ from unickpt.rules.rule import Rule
 from unickpt.rules.syntax import Nothing
 
 _MOST_SHOWN = 20
+_NUMBERED = re.compile(r"(^|/)state/\d+/")
 _OPTIONAL = "if that may be, begin it with `optional`"
 
 
@@ -53,6 +55,11 @@ def left_over(
         problems.append(
             "names with %2F are keys that hold a `/` themselves, as those of a flat tree; save it "
             "nested, or write %2F in the rules"
+        )
+    if any(_NUMBERED.search(name) for name in unmade):
+        problems.append(
+            "a torch optimizer has its state under numbers, to which rules relate nothing: pass it "
+            "as unickpt.adapters.torch.NamedOptimizer(optimizer, module)"
         )
     return problems
 
@@ -163,6 +170,6 @@ def backwards(rules: Sequence[Rule], found: Sequence[Instance], have: Names) -> 
     if not idle or not all(instances(rule.inverse, have, None) for rule in idle):
         return []
     return [
-        "what is stored has the names of the other side: use `Rules.inverse` "
-        "(--inverse on the command line)"
+        "what is stored has the names of the other side: turn the rules by `Rules.inverse` (on the "
+        "command line by --inverse, or without it where it is given)"
     ]

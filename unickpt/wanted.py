@@ -1,0 +1,59 @@
+"""Wanted: the leaves of `like`, and what rules need to know of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unickpt import dtypes, tree
+from unickpt.adapt import Adapter, ArrayTarget
+from unickpt.compare import targets_of
+from unickpt.describe import expand, is_leaf
+from unickpt.marks import PerProcess
+from unickpt.rules.matching import Fact
+
+_NUMBERS = {bool: "bool", int: "int64", float: "float64"}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked for.
+
+    Arguments:
+        node: the structure of `like`.
+        leaves: by name.
+        targets: those that are arrays.
+    """
+
+    node: tree.Node | tree.Leaf
+    leaves: Mapping[str, Any]
+    targets: Mapping[str, ArrayTarget]
+
+    @classmethod
+    def of(cls, like: Any, among: Sequence[Adapter], known: Mapping[str, Any]) -> Wanted:
+        """The leaves of a tree.
+
+        Arguments:
+            like: the tree.
+            among: the frameworks' adapters.
+            known: what is stored, or what rules make of it, for optimizers that have no state yet.
+        """
+        node = tree.flatten(
+            like, lambda x: is_leaf(x, among), lambda obj, name: expand(obj, name, among, known)
+        )
+        leaves = {leaf.name: leaf.value for leaf in tree.leaves(node)}
+        return cls(node, leaves, targets_of(leaves, among))
+
+    @property
+    def facts(self) -> dict[str, Fact]:
+        """The leaves as rules see them."""
+        return {name: self._fact(name, value) for name, value in self.leaves.items()}
+
+    def _fact(self, name: str, value: Any) -> Fact:
+        target = self.targets.get(name)
+        if target is not None:
+            return Fact("array", tuple(target.shape), dtypes.name_of(target.dtype))
+        if isinstance(value, PerProcess):
+            return Fact("process")
+        return Fact("value", (), _NUMBERS.get(type(value), ""))
