@@ -146,6 +146,20 @@ def test_names_of_the_other_side_tell_rules_apart(folder: Path) -> None:
     )
 
 
+def test_presets_are_listed_and_printed(folder: Path) -> None:
+    lines = run("presets").splitlines()
+    assert [line.split()[0] for line in lines] == unickpt.Rules.presets()
+    assert "  Llama of transformers: the Flax classes (left) and the PyTorch ones;" in run(
+        "presets"
+    )
+    (folder / "mine.rules").write_text(run("presets", "optax-adam"))
+    assert str(unickpt.Rules.load("mine.rules").shared[0]).endswith(
+        "lift 0/count <-> state/{p}/step"
+    )
+    assert "there is no preset 'lama'; presets are flax" in run("presets", "lama", code=2)
+    assert json.loads(run("presets", "--json"))["presets"].keys() == set(unickpt.Rules.presets())
+
+
 def test_exchanged_names_are_asked_about(folder: Path) -> None:
     (folder / "slip.rules").write_text("a/q [e] <-> a.k [e]\na/k [e] <-> a.q [e]")
     unickpt.save("qk", {"a": {"q": np.ones(2), "k": np.ones(2)}})

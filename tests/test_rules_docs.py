@@ -60,9 +60,22 @@ def check_back(
 def test_the_other_texts_of_the_page_are_read() -> None:
     blocks = DOCS.split("```")[1::2]
     plain = [block for block in blocks if block.startswith("\n")]
-    assert len(plain) == 2
+    assert len(plain) == 3
     for text in plain:
         assert grammar.parse(text)
+
+
+def test_the_function_of_elements_of_the_page(tmp_path: Path) -> None:
+    (code,) = [c for c in re.findall(r"```python\n(.*?)```", DOCS, re.S) if "decay" in c]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    stored = np.random.default_rng(0).random((2, 3, 5))
+    unickpt.save(tmp_path / "c", {"ssm": {"A_log": stored}})
+    made = unickpt.load(tmp_path / "c", rules=names["rules"])
+    assert same(made["layers.1.A"], -np.exp(stored[1].T))
+    unickpt.save(tmp_path / "d", made)
+    back = unickpt.load(tmp_path / "d", rules=names["rules"].inverse)
+    assert np.allclose(back["ssm"]["A_log"], stored)
 
 
 def test_the_function_of_the_page(tmp_path: Path) -> None:

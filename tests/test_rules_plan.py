@@ -115,6 +115,45 @@ REFUSED = {
     "arithmetic with an unknown size": (
         "a [e] * d <-> b [e]", "a 2", None, ["the arithmetic needs the size of 'd'"],
     ),
+    "a rule that fits nothing, where another takes what it is about": (
+        "a/q [e h d] <-> q.w [(h d) e]  h=3\n{m...}/q [i o] <-> {m...}.q.w [o i]\n"
+        "default {n} [i o] <-> {n} [o i]",
+        "a/q 5x12, b/q 2x3", "q.w 12x5, b.q.w 3x2, a.q.w 12x5",
+        ["line 1: a/q [e h d] <-> q.w [(h d) e]", "'a/q' is float32[5, 12], and its axes are"],
+    ),
+    "a rule that fits nothing, beside a general one": (
+        "a/q [e h d] <-> a.q [(h d) e]  h=3\n{m...}/q [i o] <-> {m...}.q [o i]",
+        "a/q 5x12", "a.q 12x5",
+        ["1 problem\n  rules, line 1", "is about nothing: 'a/q' is float32[5, 12], and its axes"],
+    ),
+    "many families that one rule does not fit": (
+        "{m}/w [(h d) e] <-> {m}.w [h d e]  h=4", "a/w 6x2, b/w 6x2, c/w 6x2", None,
+        ["1 problem\n", "(h d): 6 elements are no multiple of 4 (about 'a/w' and 2 more)"],
+    ),
+    "many arrays about which two rules are": (
+        "{m}/w <-> {m}.w\n{m}/w <-> x.{m}", "a/w 2, b/w 2", None,
+        ["1 problem\n", "'a/w' (and 1 more) is taken twice", "the more general one with `def"],
+    ),
+    "an enumeration of other sizes": (
+        "m/{a|b} [i o] <-> m.{a|b} [o i]", "m/a 2x3, m/b 2x4", None,
+        ["o has 3 elements, and here 4", "such as {a|b} means all of its names at once"],
+    ),
+    "a near counterpart": (
+        "w [e] <-> w [e]", "w 2, norm/scale 3, up 7", "w 2, final_norm.scale 3, n 5",
+        ["'norm/scale' (float32[3]) is stored, and no rule takes it\n    perhaps it belongs "
+         "to 'final_norm.scale' (float32[3])"],
+    ),
+    "a flat tree": (
+        "a/w <-> a.w", "a%2Fw 2", "a.w 2", ["keys that hold a `/` themselves"],
+    ),
+    "state under numbers": (
+        "w <-> w\nlift m/{p} <-> o/state/{p}/exp_avg", "w 2, m/w 2", "w 2, o/state/0/exp_avg 2",
+        ["unickpt.adapters.torch.NamedOptimizer(optimizer, module)"],
+    ),
+    "other shapes where no axes are named": (
+        "{m}/w <-> {m}.w", "a/w 2x3", "a.w 3x2",
+        ["dimension 0 of those that no axis names has 2 elements, and here 3"],
+    ),
     "a slot of a scaled parameter": (
         "a [e] * 2 <-> b [e]\nlift m/{p} <-> v/{p}", "a 2, m/a 2", None,
         ["that is scaled by 2 needs a law"],
@@ -154,6 +193,54 @@ def test_a_root_cause_is_told_once(tmp_path: Path) -> None:
         load(tmp_path / "c", rules, stored)
     assert str(raised.value).count("nothing tells the size of d, h") == 1
     assert "1 problem\n" in str(raised.value), str(raised.value)
+
+
+def test_rules_that_fit_nothing_may_be_optional(tmp_path: Path) -> None:
+    rules = "optional a/q [e h d] <-> a.q [(h d) e]  h=3\n{m...}/q [i o] <-> {m...}.q [o i]"
+    assert load(tmp_path / "c", rules, "a/q 5x12", "a.q 12x5").keys() == {"a.q"}
+
+
+def test_defaults_take_what_no_other_rule_is_about(tmp_path: Path) -> None:
+    rules = """
+        default {m...}/w [i o] <-> {m...}.w [o i]
+        a/w [i o] * 2          <-> a.w [o i]
+        b/w                    <-> drop
+        c/w [v e]              <-> c.w [v e] = d.w [v e]
+        default e/{m...}       <-> drop
+    """
+    stored = "a/w 2x3, b/w 2x3, c/w 2x3, f/w 2x3, e/x 4"
+    made = load(tmp_path / "c", rules, stored)
+    assert {name: x.shape for name, x in made.items()} == {
+        "a.w": (3, 2), "c.w": (2, 3), "d.w": (2, 3), "f.w": (3, 2),
+    }  # fmt: skip
+    assert made["a.w"][0, 0] == 2
+    unickpt.save(tmp_path / "d", flat_tree(made))  # d.w is tied, and no array of its own
+    back = flat_names(unickpt.load(tmp_path / "d", rules=Rules.parse(rules).inverse))
+    assert back.keys() == {"a/w", "c/w", "f/w"}
+    with pytest.raises(RuleError, match="'e/w' is taken twice"):
+        load(tmp_path / "e", rules, "a/w 2x3, b/w 2x3, c/w 2x3, e/w 2x3")
+    (tmp_path / "all.rules").write_text("{m...}/w [i o] <-> {m...}.w [o i]")
+    (tmp_path / "my.rules").write_text('default include "all.rules"\na/w [i o] <-> a.w [i o]')
+    unickpt.save(tmp_path / "f", flat_tree(arrays("a/w 2x3, b/w 2x3")))
+    made = flat_names(unickpt.load(tmp_path / "f", rules=Rules.load(tmp_path / "my.rules")))
+    assert {name: x.shape for name, x in made.items()} == {"a.w": (2, 3), "b.w": (3, 2)}
+
+
+def test_one_of_some_names(tmp_path: Path) -> None:
+    rules = "{m...}/{n=q|k}_proj/w [i o] <-> {m...}.{n}.w [o i]\n{m...}/v_proj/w <-> {m...}.v.w"
+    made = load(tmp_path / "c", rules, "a/q_proj/w 2x3, b/k_proj/w 4x5, b/v_proj/w 2x3")
+    assert {name: x.shape for name, x in made.items()} == {
+        "a.q.w": (3, 2), "b.k.w": (5, 4), "b.v.w": (2, 3),
+    }  # fmt: skip
+    unickpt.save(tmp_path / "d", flat_tree(made))
+    back = unickpt.load(
+        tmp_path / "d",
+        rules=Rules.parse(
+            rules + "\nz/w <-> drop",
+        ).inverse,
+        strict=False,
+    )
+    assert flat_names(back).keys() == {"a/q_proj/w", "b/k_proj/w", "b/v_proj/w"}
 
 
 def test_not_strict_leaves_the_rest_be(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ WRONG = [
     ("a_{m...}/w <-> {m...}.w", "a_{m", "write {m...}/{n}"),
     ("{m=a|b}/w <-> {n}.w", "{m=", "capture 'n' stands in another name"),
     ("{m:a|b}/w [i] <-> {m}.w [i]", "{m:", "'m' is an enumeration, which counts arrays"),
+    ("{m=a|b}/w <-> {m=b|a}.w", "{m=b", "'m' is one of other names elsewhere"),
     ("{m=a|a}/w <-> {m}.w", "a|a}", "a name stands twice in the enumeration"),
     ("a <->", "", "expected a name"),
     ("<-> a", "<->", "did not expect this here"),
@@ -134,7 +135,7 @@ def test_rules_are_written_as_they_were_read() -> None:
             "e/{6*b+j-1} [...] <-> e [b j ...]",
             "f [e] <-> drop",
             "drop 0 <-> g [e]",
-            "default i/{n=a|b}/{m...} [...] <-> {m...}.{n} [...]",
+            "default i/{n=a|b}/{m...} [...] <-> {m...}.{n=a|b} [...]",
             "1.5 <-> h []",
         ]
     )

@@ -28,7 +28,7 @@ from unickpt.rules.syntax import (
     syntax_error,
 )
 
-__all__ = ["Function", "Rules"]
+__all__ = ["Function", "Rules", "preset_text"]
 
 PRESETS = Path(__file__).parent / "presets"
 
@@ -108,7 +108,7 @@ class Rules:
         Raises:
             RuleError: there is none of that name; the message lists them.
         """
-        return _compile(_preset_text(name), f"preset {name}", PRESETS, sizes or {}, {})
+        return _compile(preset_text(name), f"preset {name}", PRESETS, sizes or {}, {})
 
     @staticmethod
     def presets() -> list[str]:
@@ -160,7 +160,12 @@ class Rules:
         return "\n".join([rule.written for rule in self.rules if not rule.lifted])
 
 
-def _preset_text(name: str) -> str:
+def preset_text(name: str) -> str:
+    """The rule file of a preset.
+
+    Raises:
+        RuleError: there is none of that name; the message lists them.
+    """
     if name not in Rules.presets():
         known = ", ".join(Rules.presets())
         raise RuleError(f"there is no preset {name!r}; presets are {known}")
@@ -266,7 +271,7 @@ def _read_text(path: Path) -> str:
 def _open_included(line: IncludeLine, folder: Path) -> tuple[str, str, Path]:
     """The name of an included file, its text, and the folder for those that it includes."""
     if line.target in Rules.presets():
-        return f"preset {line.target}", _preset_text(line.target), PRESETS
+        return f"preset {line.target}", preset_text(line.target), PRESETS
     path = folder / line.target
     try:
         return str(path), _read_text(path), path.parent

@@ -99,6 +99,7 @@ def _value(operand: Operand, sizes: Mapping[str, int], place: Place) -> float:
 
 
 Terms = tuple[tuple[Seen, ...], ...]
+Options = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -198,8 +199,9 @@ def compile_rule(
     known = {**sizes, **own, **given}
     numbers = _number_axes(written, own)
     renamed = _paired_choices(line.left, line.right, written)
-    left = _compile_side(line.left, "l", numbers, renamed)
-    right = _compile_side(line.right, "r", numbers, renamed)
+    options = _options_of(written)
+    left = _compile_side(line.left, "l", numbers, renamed, options)
+    right = _compile_side(line.right, "r", numbers, renamed, options)
     rule = Rule(
         place=line.place,
         text=f"{side_text(line.left)} <-> {side_text(line.right)}",
@@ -252,8 +254,25 @@ def _paired_choices(left: Side, right: Side, views: Sequence[View]) -> dict[str,
     return dict(zip(theirs, ours, strict=True))
 
 
+def _options_of(views: Iterable[View]) -> dict[str, Options]:
+    """What texts are restricted to, wherever in the rule that is said."""
+    found: dict[str, Options] = {}
+    for view in views:
+        restricted = (i for i in view.name.items if isinstance(i, Text) and i.options)
+        for item in restricted:
+            if found.setdefault(item.key, item.options) != item.options:
+                raise syntax_error(
+                    f"{item.key!r} is one of other names elsewhere in the rule", view.name.place
+                )
+    return found
+
+
 def _compile_side(
-    side: Side, tag: str, numbers: frozenset[str], renamed: Mapping[str, str]
+    side: Side,
+    tag: str,
+    numbers: frozenset[str],
+    renamed: Mapping[str, str],
+    options: Mapping[str, Options],
 ) -> Terms | Nothing:
     if isinstance(side, Nothing):
         return side
@@ -262,7 +281,7 @@ def _compile_side(
         views = []
         for v, view in enumerate(term):
             name = Name(
-                tuple(_compile_capture(i, numbers, renamed) for i in view.name.items),
+                tuple(_compile_capture(i, numbers, renamed, options) for i in view.name.items),
                 view.name.place,
             )
             pattern = Pattern(name)
@@ -278,13 +297,16 @@ def _compile_side(
 
 
 def _compile_capture(
-    item: str | Capture, numbers: frozenset[str], renamed: Mapping[str, str]
+    item: str | Capture,
+    numbers: frozenset[str],
+    renamed: Mapping[str, str],
+    options: Mapping[str, Options],
 ) -> str | Capture:
     match item:
         case Linear() if item.lone is not None and item.lone not in numbers:
-            return Text(item.lone)
-        case Choice(axis, options, named):
-            return Choice(renamed.get(axis, axis), options, named)
+            return Text(item.lone, options=options.get(item.lone, ()))
+        case Choice(axis, names, named):
+            return Choice(renamed.get(axis, axis), names, named)
     return item
 
 
