@@ -51,6 +51,12 @@ def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.chdir(tmp_path)
 
 
+def test_loading_together() -> None:
+    unickpt.save("c", {"w": np.ones((3, 5))})
+    found = run("exchange=True", path="c", like={"w": np.zeros((3, 5))}, unickpt=unickpt)
+    assert (found["state"]["w"] == 1).all()
+
+
 def test_a_model_and_its_optimizer() -> None:
     torch = pytest.importorskip("torch")
     model = torch.nn.Linear(3, 2)

@@ -101,7 +101,8 @@ class Attempt:
             self._board.check_reachable()
         if found.digest and not overwrite:
             raise CheckpointExists(
-                f"{self.location} already holds a checkpoint; pass overwrite=True to replace it, "
+                f"{self.location} already holds a checkpoint; pass overwrite=True "
+                "(--overwrite on the command line) to replace it, "
                 "or save to another path"
             )
         self._found = found
