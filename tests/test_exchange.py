@@ -217,7 +217,14 @@ def test_threads_with_boxes_of_their_own(
 
 def test_without_like_and_tied(tmp_path: Path, chunks_read: Counter[tuple[str, int]]) -> None:
     x = np.arange(600.0).reshape(30, 20)
-    tree = {"a": x, "b": x, "none": np.zeros((0, 2)), "one": np.float32(3), "s": "text"}
+    tree = {
+        "a": x,
+        "b": x,
+        "none": np.zeros((0, 2)),
+        "one": np.float32(3),
+        "s": "text",
+        "failed": x,
+    }
     unickpt.save(tmp_path / "c", tree, options=SaveOptions(chunk_bytes=500))
     for result in Threads(3).run(lambda i, o: unickpt.load(tmp_path / "c", options=o)):
         assert result["a"] is result["b"]

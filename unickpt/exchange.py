@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,6 +32,7 @@ from unickpt.read import (
     Reader,
     User,
     buffers_of,
+    by_chunk,
     fill,
     read_arrays,
     slots_of,
@@ -138,19 +140,19 @@ class _Filling:
         job: the job.
         left: how many chunks that it needs are not there yet.
         buffers: memory of its targets; None before its first chunk is read.
-        users: who needs what of its stored arrays.
+        users: who needs what of each chunk of its stored arrays, by name and row.
     """
 
     job: Job
     left: int = 0
     buffers: dict[str, list[Array]] | None = None
-    users: dict[str, tuple[ArrayEntry, list[User]]] = field(default_factory=dict)
+    users: dict[tuple[str, int], list[User]] = field(default_factory=dict)
 
 
 class _Item(NamedTuple):
     """A box of a chunk that is sent, and where it lies in the parcel of a process."""
 
-    entry: ArrayEntry
+    chunk: _Chunk
     box: Box
     process: int
     offset: int
@@ -163,21 +165,21 @@ class _Parcels:
         self.sizes = [_ALIGN] * count
         self.items: list[_Item] = []
 
-    def add(self, entry: ArrayEntry, box: Box, process: int) -> _Item:
-        item = _Item(entry, box, process, self.sizes[process])
-        nbytes = box.size * dtypes.from_name(entry.dtype).itemsize
+    def add(self, chunk: _Chunk, box: Box, process: int) -> _Item:
+        item = _Item(chunk, box, process, self.sizes[process])
+        nbytes = box.size * dtypes.from_name(chunk.entry.dtype).itemsize
         self.sizes[process] += -(-nbytes // _ALIGN) * _ALIGN
         self.items.append(item)
         return item
 
-    @property
+    @cached_property
     def heads(self) -> list[int]:
-        """Where each parcel begins."""
+        """Where each parcel begins, once all is in it."""
         return [0, *accumulate(self.sizes)][:-1]
 
     def view(self, data: Array, item: _Item) -> Array:
         """A box in the bytes of all parcels."""
-        dtype = dtypes.from_name(item.entry.dtype)
+        dtype = dtypes.from_name(item.chunk.entry.dtype)
         begin = self.heads[item.process] + item.offset
         bits = data[begin : begin + item.box.size * dtype.itemsize]
         return bits.view(dtype).reshape(item.box.shape)
@@ -209,7 +211,7 @@ class _Exchange:
         """Tells the others, if they still wait for what this process needs."""
         if not self._has_told:
             self._has_told = True
-            _gather(self._group, json.dumps({"failed": _text(error)}).encode())
+            _gather(self._group, json.dumps({"failed": _text(error), "wants": {}}).encode())
 
     def read(self, stored: Checkpoint, jobs: Sequence[Job]) -> dict[str, Any]:
         """As `read_arrays`, by all processes together.
@@ -245,11 +247,12 @@ class _Exchange:
         boxes = {name: [[b.start, b.stop] for b in of_name] for name, of_name in mine.items()}
         self._has_told = True
         wants: list[Wants] = []
-        for process, data in enumerate(_gather(self._group, json.dumps(boxes).encode())):
+        for process, data in enumerate(_gather(self._group, json.dumps({"wants": boxes}).encode())):
             told = json.loads(data)
             if "failed" in told:
                 raise ProcessFailed(f"process {process} failed: {told['failed']}")
-            wants.append({n: [Box(tuple(a), tuple(b)) for a, b in of] for n, of in told.items()})
+            theirs = told["wants"].items()
+            wants.append({n: [Box(tuple(a), tuple(b)) for a, b in of] for n, of in theirs})
         return wants
 
     # --- a round --------------------------------------------------------------------------------
@@ -262,19 +265,17 @@ class _Exchange:
         for chunk in chunks:
             if chunk.owner == me:
                 others = [(p, box) for p, of_p in chunk.wanted.items() for box in of_p if p != me]
-                own.append((chunk, [sent.add(chunk.entry, box, p) for p, box in others]))
+                own.append((chunk, [sent.add(chunk, box, p) for p, box in others]))
             else:
                 for box in chunk.wanted.get(me, ()):
-                    received.add(chunk.entry, box, chunk.owner)
+                    received.add(chunk, box, chunk.owner)
         begun = _Round(chunks, sent, received, np.empty(sum(sent.sizes), np.uint8))
         self._try(self._read, begun, own)
         return begun
 
     def _read(self, begun: _Round, own: Sequence[tuple[_Chunk, Sequence[_Item]]]) -> None:
         for chunk, items in own:
-            pieces = [
-                piece for user in self._users(chunk.entry) for piece in user.pieces(chunk.box)
-            ]
+            pieces = [piece for user in self._users(chunk) for piece in user.pieces(chunk.box)]
             for item in items:
                 feed = Itself(chunk.entry)
                 needed = feed.within(item.box)
@@ -298,13 +299,15 @@ class _Exchange:
         self._try(self._place, begun, inbox, done)
 
     def _place(self, begun: _Round, inbox: Array, done: dict[str, Any]) -> None:
-        def place(item: _Item) -> None:
+        def place(received: tuple[_Item, Sequence[User]]) -> None:
+            item, users = received
             data = begun.received.view(inbox, item)
-            for user in self._users(item.entry):
+            for user in users:
                 for piece in user.pieces(item.box):
                     piece.place(data)
 
-        self._reader.work(place, begun.received.items)
+        items = begun.received.items
+        self._reader.work(place, [(item, self._users(item.chunk)) for item in items])
         for chunk in begun.chunks:
             if self._group.index in chunk.wanted:
                 filling = self._filling[chunk.entry.name]
@@ -322,12 +325,17 @@ class _Exchange:
             filling.buffers = buffers_of(self._stored, filling.job)
             slots = slots_of(filling.job)
             fill(slots, filling.buffers, self._options.verify)
-            filling.users = users_of(slots, filling.buffers)
+            for name, (entry, users) in users_of(slots, filling.buffers).items():
+                first = 0
+                for part in plan.parts(entry):
+                    for number, by in by_chunk(part, users).items():
+                        filling.users[name, first + number] = by
+                    first += part.count
 
-    def _users(self, entry: ArrayEntry) -> Sequence[User]:
-        filling = self._filling[entry.name]
+    def _users(self, chunk: _Chunk) -> Sequence[User]:
+        filling = self._filling[chunk.entry.name]
         self._open(filling)
-        return filling.users[entry.name][1]
+        return filling.users[chunk.entry.name, chunk.row]
 
     def _finish(self, fillings: Sequence[_Filling], done: dict[str, Any]) -> None:
         for filling in fillings:

@@ -246,17 +246,22 @@ def _reads(
         table = stored.digests_of(name) if verify else None
         first = 0
         for part in plan.parts(entry):
-            by_chunk: dict[int, list[User]] = {}
-            for user in of_entry:
-                for number in _chunks_of(part, user.needed.boxes):
-                    by_chunk.setdefault(number, []).append(user)
-            for number, by in sorted(by_chunk.items()):
+            for number, by in sorted(by_chunk(part, of_entry).items()):
                 chunk = part.chunk_box(number)
                 pieces = [piece for user in by for piece in user.pieces(chunk)]
                 if pieces:
                     row = None if table is None else table[first + number]
                     yield ChunkRead(entry, part, number, chunk, row, pieces)
             first += part.count
+
+
+def by_chunk(part: Part, users: Iterable[User]) -> dict[int, list[User]]:
+    """Who needs which chunks of a part."""
+    found: dict[int, list[User]] = {}
+    for user in users:
+        for number in _chunks_of(part, user.needed.boxes):
+            found.setdefault(number, []).append(user)
+    return found
 
 
 def _chunks_of(part: Part, boxes: Sequence[Box]) -> Iterable[int]:
