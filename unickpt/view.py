@@ -22,7 +22,8 @@ from unickpt.provenance import Provenance
 from unickpt.read import Job, NewTarget, read_arrays, read_box
 from unickpt.rules import Function, Rules
 from unickpt.rules.matching import Fact
-from unickpt.rules.plan import Constant, Made, Plan, Same, Stored, make_plan, offers
+from unickpt.rules.plan import Constant, Made, Plan, Same, Stored
+from unickpt.rules.planner import make_plan, offers
 
 
 class View(Protocol):
