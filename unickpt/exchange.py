@@ -20,7 +20,7 @@ import numpy as np
 from unickpt import dtypes, plan
 from unickpt.adapt import Adapter, Array, current_group
 from unickpt.box import Box
-from unickpt.errors import ProcessFailed
+from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, ProcessFailed
 from unickpt.feed import Itself
 from unickpt.group import Group
 from unickpt.index import ArrayEntry
@@ -45,6 +45,11 @@ if TYPE_CHECKING:
 _ALIGN = 16  # bytes; a parcel's head has as many, the first of which says whether all is well
 _IN_FLIGHT = 4  # in the budget: of two rounds, what is sent and what is received
 
+# Who loads may go on after these, with an older checkpoint or a copy: then all must.
+_SAME: Mapping[str, type[Exception]] = {
+    kind.__name__: kind for kind in (CheckpointCorrupt, CheckpointNotFound)
+}
+
 Wants = Mapping[str, Sequence[Box]]
 """Boxes of stored arrays, by name."""
 ReadArrays = Callable[["Checkpoint", Sequence[Job]], dict[str, Any]]
@@ -64,7 +69,7 @@ def reading(options: LoadOptions, among: Sequence[Adapter]) -> Iterator[ReadArra
     try:
         yield exchange.read
     except Exception as error:
-        exchange.fail(error)
+        exchange.fail(error)  # raises, if the others do not know yet
         raise
 
 
@@ -90,7 +95,8 @@ def schedule(
     Arguments:
         entries: the stored arrays.
         wants: what each process needs.
-        budget_bytes: most bytes that any process sends and receives in a round.
+        budget_bytes: most bytes that any process sends and receives in a round, unless one chunk
+            is larger.
     """
     read = [0] * len(wants)
     held = [0] * len(wants)
@@ -104,7 +110,8 @@ def schedule(
             chunk = _Chunk(entry, part, number, row, box, owner, wanted)
             moved = {p: itemsize * sum(b.size for b in boxes) for p, boxes in wanted.items()}
             moved[owner] = sum(moved.values())
-            if batch and any(held[p] + n > budget_bytes for p, n in moved.items()):
+            full = max(held) > budget_bytes  # by a chunk that is larger than that
+            if batch and (full or any(held[p] + n > budget_bytes for p, n in moved.items())):
                 yield batch
                 batch, held = [], [0] * len(wants)
             batch.append(chunk)
@@ -199,7 +206,8 @@ class _Round:
 class _Exchange:
     """One load by all processes of a group.
 
-    A process that fails takes part until all know of it, so that nobody waits for it in vain.
+    A process that fails takes part until all know of it, so that nobody waits for it in vain. What
+    the first one of those that fail raises decides for all, so that all go on in the same way.
     """
 
     def __init__(self, group: Group, options: LoadOptions) -> None:
@@ -210,8 +218,8 @@ class _Exchange:
     def fail(self, error: Exception) -> None:
         """Tells the others, if they still wait for what this process needs."""
         if not self._has_told:
-            self._has_told = True
-            _gather(self._group, json.dumps({"failed": _text(error), "wants": {}}).encode())
+            self._error = error
+            self._tell({})
 
     def read(self, stored: Checkpoint, jobs: Sequence[Job]) -> dict[str, Any]:
         """As `read_arrays`, by all processes together.
@@ -243,17 +251,13 @@ class _Exchange:
         return done
 
     def _tell(self, mine: Wants) -> list[Wants]:
-        """What each process needs."""
-        boxes = {name: [[b.start, b.stop] for b in of_name] for name, of_name in mine.items()}
+        """What each process needs; raises if one of them has failed already."""
         self._has_told = True
-        wants: list[Wants] = []
-        for process, data in enumerate(_gather(self._group, json.dumps({"wants": boxes}).encode())):
-            told = json.loads(data)
-            if "failed" in told:
-                raise ProcessFailed(f"process {process} failed: {told['failed']}")
-            theirs = told["wants"].items()
-            wants.append({n: [Box(tuple(a), tuple(b)) for a, b in of] for n, of in theirs})
-        return wants
+        boxes = {name: [[b.start, b.stop] for b in of_name] for name, of_name in mine.items()}
+        return [
+            {name: [Box(tuple(a), tuple(b)) for a, b in of] for name, of in theirs.items()}
+            for theirs in self._settle(boxes)
+        ]
 
     # --- a round --------------------------------------------------------------------------------
 
@@ -355,15 +359,23 @@ class _Exchange:
             except Exception as error:
                 self._error = error
 
-    def _settle(self) -> None:
-        """Raises what went wrong in any process; called by all at the same point."""
-        text = "" if self._error is None else _text(self._error)
-        told = _gather(self._group, text.encode())
-        if self._error is not None:
-            raise self._error
-        for process, message in enumerate(told):
-            if message:
-                raise ProcessFailed(f"process {process} failed: {message.decode()}")
+    def _settle(self, told: Any = None) -> list[Any]:
+        """What every process tells; raises instead what the first one raises that failed.
+
+        Called by all processes at the same point.
+        """
+        error = self._error
+        failed = None if error is None else [type(error).__name__, str(error)]
+        every = [json.loads(x) for x in _gather(self._group, json.dumps([failed, told]).encode())]
+        for process, (failure, _) in enumerate(every):
+            if failure is None:
+                continue
+            if error is not None and process == self._group.index:
+                raise error
+            kind, text = failure
+            made = _SAME.get(kind, ProcessFailed)
+            raise made(f"process {process} failed: {kind}: {text}") from error
+        return [theirs for _, theirs in every]
 
 
 def _wants_of(jobs: Sequence[Job]) -> Wants:
@@ -396,7 +408,3 @@ def _exchange(group: Group, data: Array, sent: Sequence[int], received: Sequence
         raise ProcessFailed(
             f"the processes could not exchange what they read; one of them may have ended: {error}"
         ) from error
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
