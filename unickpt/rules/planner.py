@@ -114,7 +114,8 @@ class _Planner:
         self.share(shared, valid, plan)
         problems = [*self._claims.problems, *self._problems]
         if self._strict:
-            unused = {n: f for n, f in self._stored.facts.items() if n not in _used(plan, valid)}
+            used = _used(plan, valid)
+            unused = {name: f for name, f in self._stored.facts.items() if name not in used}
             there = {*plan.made, *plan.aliases, *plan.kept}
             asked = {} if self._want is None else self._want.facts
             unmade = {name: fact for name, fact in asked.items() if name not in there}
