@@ -54,7 +54,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(folder: Path) -> None:
     assert rows == [
         "stored made rule notes",
         "params/layers/up/kernel float32[4, 3, 5] layers.{0..3}.up.weight float32[5, 3] "
-        "my.rules, line 2 a part",
+        "my.rules, line 2 a part, axes moved",
         "params/norm/scale float32[5] norm.weight float32[5] my.rules, line 3 + 1, inexact",
         "params/emb float32[16, 3] wte.weight float32[13, 3] my.rules, line 4 padding left out",
         "- bias float32[5] my.rules, line 6 constant 0",
@@ -73,7 +73,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(folder: Path) -> None:
         "source": "float32[4, 3, 5]",
         "destination": "float32[5, 3]",
         "rule": "my.rules, line 2",
-        "notes": ["a part"],
+        "notes": ["a part", "axes moved"],
     }
 
 
@@ -158,6 +158,53 @@ def test_presets_are_listed_and_printed(folder: Path) -> None:
     )
     assert "there is no preset 'lama'; presets are flax" in run("presets", "lama", code=2)
     assert json.loads(run("presets", "--json"))["presets"].keys() == set(unickpt.Rules.presets())
+
+
+def test_numbers_that_leave_holes_are_asked_about(folder: Path) -> None:
+    tree = {"q": np.ones((3, 4, 8)), "k": np.ones((3, 4)), "gap": np.ones((3, 8, 4))}
+    unickpt.save("m", tree)
+    (folder / "slip.rules").write_text("""
+        q [l i o]   <-> layers.{l+1}.q [o i]
+        k [l i]     <-> layers.{l+1}.k [i]
+        gap [i l o] <-> layers.{l+1}.gap [o i]   # [l i o] was meant
+    """)
+    out = run("convert", "m", "out", "--rules", "slip.rules", "--dry-run")
+    assert "warning: layers.8 is made, and layers.0 is not: is that meant?" in out
+    assert "warning: layers.4 has 1 arrays, and others under 'layers.' have up to 3: is" in out
+    text = (folder / "slip.rules").read_text().replace("l+1", "l").replace("[i l o]", "[l i o]")
+    (folder / "good.rules").write_text(text)
+    out = run("convert", "m", "out", "--rules", "good.rules", "--dry-run")
+    assert "warning" not in out
+    assert "layers.{0..2}.q float64[8, 4] good.rules, line 2 a part, axes moved" in " ".join(
+        out.split()
+    )
+
+
+def test_what_rules_leave_to_the_other_side_is_taken_from_it(folder: Path) -> None:
+    """So that a converted checkpoint has all that a strict load asks for."""
+    unickpt.save("a", {"w": np.ones((2, 3))})
+    unickpt.save("b", {"w": np.zeros((3, 2)), "group": {"lr": 0.1, "betas": [0.9, 0.99]}})
+    (folder / "r.rules").write_text("w [i o] <-> w [o i]\ndrop <-> group/{g...}")
+    run("convert", "a", "out", "--rules", "r.rules", "--like", "b")
+    like = {"w": np.zeros((3, 2)), "group": {"lr": 0.5, "betas": [0.0, 0.0]}}
+    assert unickpt.load("out", like)["group"] == {"lr": 0.1, "betas": [0.9, 0.99]}
+    out = run("convert", "a", "x", "--rules", "r.rules", "--like", "b", "--dry-run")
+    assert "- group/lr a plain value taken from `like`" in " ".join(out.split())
+    rules = unickpt.Rules.load("r.rules")
+    unickpt.convert("a", "tree", rules=rules, like=like)
+    assert unickpt.load("tree")["group"]["lr"] == 0.5
+    with pytest.raises(ValueError, match="`like` says what rules make, so it needs rules"):
+        unickpt.convert("a", "y", like=like)
+
+
+def test_differences_that_arithmetic_leaves_behind(folder: Path) -> None:
+    unickpt.save("a", {"w": np.ones(3)})
+    unickpt.save("b", {"w": np.array([1, 1, 1 + 1e-7])})
+    assert run("diff", "a", "b", code=1).startswith("leaf")
+    assert run("diff", "a", "b", "--rtol", "1e-6").startswith("same")
+    assert run("diff", "a", "b", "--rtol", "1e-8", code=1).startswith("leaf")
+    unickpt.save("c", {"w": np.array([1, 1, np.nan])})
+    assert run("diff", "a", "c", "--rtol", "1", code=1).startswith("leaf")
 
 
 def test_exchanged_names_are_asked_about(folder: Path) -> None:

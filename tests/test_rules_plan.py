@@ -126,9 +126,20 @@ REFUSED = {
         "a/q 5x12", "a.q 12x5",
         ["1 problem\n  rules, line 1", "is about nothing: 'a/q' is float32[5, 12], and its axes"],
     ),
+    "a default beside a rule that does not fit": (
+        "default {m...}/q [i o] <-> {m...}.q [o i]\n"
+        "{m...}/q [e (half two)] <-> {m...}.q [(two half) e]  two=4",
+        "x/q 4x6, y/q 4x8", "x.q 6x4, y.q 8x4",
+        ["1 problem\n  rules, line 2", "'x/q' is float32[4, 6]: (half two): 6 elements are no mul",
+         "where two=4 is given (about 'x/q' and 1 more)"],
+    ),
+    "the same, without `like`": (
+        "default {m...} <-> drop\n{m...}/q [x i o] <-> {m...}.q [x o i]",
+        "x/q 4x6, y/q 2x4x8", None, ["'x/q' is float32[4, 6], and its axes are [x i o]"],
+    ),
     "many families that one rule does not fit": (
         "{m}/w [(h d) e] <-> {m}.w [h d e]  h=4", "a/w 6x2, b/w 6x2, c/w 6x2", None,
-        ["1 problem\n", "(h d): 6 elements are no multiple of 4 (about 'a/w' and 2 more)"],
+        ["1 problem\n", "are no multiple of 4, where h=4 is given (about 'a/w' and 2 more)"],
     ),
     "many arrays about which two rules are": (
         "{m}/w <-> {m}.w\n{m}/w <-> x.{m}", "a/w 2, b/w 2", None,

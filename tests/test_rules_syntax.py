@@ -26,6 +26,9 @@ WRONG = [
     ("a/[x] [l] <-> b [l]", "[l] <->", "a name with brackets stands in quotes"),
     ("{m...}_norm <-> {m...}.norm", "{m...}_", "{m...} takes whole components"),
     ("a_{m...}/w <-> {m...}.w", "a_{m", "write {m...}/{n}"),
+    ("{x...}/w <-> a.{x}.w", "a.{x}", "'x' stands for one component in one name, and for any"),
+    ("a [_x i] <-> b [i]", "_x i", "the name of an axis begins with a letter"),
+    ("include flax under a/{l}/ <-> b.", "{l}", "a prefix holds no captures"),
     ("{m=a|b}/w <-> {n}.w", "{m=", "capture 'n' stands in another name"),
     ("{m:a|b}/w [i] <-> {m}.w [i]", "{m:", "'m' is an enumeration, which counts arrays"),
     ("{m=a|b}/w <-> {m=b|a}.w", "{m=b", "'m' is one of other names elsewhere"),
@@ -132,6 +135,7 @@ def test_rules_are_written_as_they_were_read() -> None:
         [
             "a/{m...}/w [(h d) -x (e + _)] + 1 <-> b.{m...} [h d x e] / d**0.5 as bfloat16  h=2",
             "c/{q|k} [i o] <-> c.{x|y} [o i] = d.{x|y} [o i]",
+            "k/{q|v} [i o] <-> kv [o {q|v} i]",
             "e/{6*b+j-1} [...] <-> e [b j ...]",
             "f [e] <-> drop",
             "drop 0 <-> g [e]",
@@ -199,7 +203,7 @@ def test_rules_that_exchange_names_are_asked_about(text: str, asked: int) -> Non
 def test_a_function_without_inverse() -> None:
     one_way = Function(lambda box, x: x)
     rules = Rules.parse("a [e] <-> b [e] via f", functions={"f": one_way})
-    with pytest.raises(RuleError, match=r"line 1: a \[e\] <-> b \[e\]\n.*'f' has none"):
+    with pytest.raises(RuleError, match=r"line 1: a \[e\] <-> b \[e\] via f\n.*'f' has none"):
         _ = rules.inverse
     both = Function(lambda box, x: -x, inverse=one_way)
     rules = Rules.parse("a [e] <-> b [e] via f", functions={"f": both})

@@ -57,6 +57,7 @@ def convert(
             them all arrays stay as they are, and only options (chunks, compression) change.
         like: what names, shapes and dtypes the destination has: another checkpoint's path or URL,
             or a tree as for `load`. It tells rules apart whose names do not; see docs/rules.md.
+            Plain values that rules drop on this side (`drop <-> name`) are taken from it.
         overwrite: as for `save`.
         verify: whether the destination is read again afterwards and checked.
         options: as for `save`; `budget_bytes` bounds the memory of the whole conversion.
@@ -116,11 +117,17 @@ def convertible(stored: checkpoint.Checkpoint, rules: Rules | None, like: Any) -
         return AsStored(stored)
     if like is None:
         return through(stored, rules)
+    asked: Mapping[str, Fact]
+    held: Mapping[str, Any]
     if isinstance(like, str | os.PathLike):
-        asked: Mapping[str, Fact] = stored_facts(checkpoint.open(like)).facts
+        template = checkpoint.open(like)
+        asked, held = stored_facts(template).facts, template.index.values
     else:
-        asked = Wanted.of(like, adapters(), {}).facts
+        wanted = Wanted.of(like, adapters(), {})
+        asked, held = wanted.facts, wanted.leaves
     view = through(stored, rules, asked)
+    # As in a load, `like` keeps what no rule makes on purpose: hyper-parameters, for instance.
+    view.keep({n: held[n] for n in view.kept if asked[n].kind == "value"})
     others = [
         f"  {name!r} is made as {entry.dtype}, and `like` has {asked[name].dtype}; say "
         f"`as {asked[name].dtype}` in its rule"

@@ -73,6 +73,7 @@ def diff(
     *,
     rules: Rules | None = None,
     layout: bool = False,
+    rtol: float = 0.0,
     options: LoadOptions | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> DiffReport:
@@ -83,6 +84,8 @@ def diff(
         rules: how names and axes of the second follow from those of the first. What they drop on
             either side is no difference.
         layout: whether other meshes or splits are told too; they change no value.
+        rtol: the relative difference up to which elements count as the same, as rules with
+            arithmetic leave behind; by default only equal bits do.
         options: see `LoadOptions`; `budget_bytes` bounds what is held of both.
         progress: called with bytes compared so far and bytes in all.
 
@@ -118,7 +121,8 @@ def diff(
         if mine.shape == other.shape and not _equal(ours, mine, theirs, other):
             row = _values(ours, mine, theirs, other, name, options)
             read += other.nbytes
-            rows += [] if row is None else [row]
+            if row is not None and not (rtol and row.max_rel is not None and row.max_rel <= rtol):
+                rows.append(row)
         done += other.nbytes
         report(done, total)
     order = {name: at for at, name in enumerate(dict.fromkeys([*_shown(ours), *_shown(theirs)]))}

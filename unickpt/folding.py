@@ -6,17 +6,17 @@ import itertools
 import re
 from collections.abc import Sequence
 
-_SEPARATOR = re.compile(r"([/.])")
+_NUMBER = re.compile(r"(\d+)")
 
 
 def skeleton(name: str) -> str:
     """What names that may become one have in common.
 
     Example:
-        >>> skeleton("layers/12/w2")
-        'layers/0/w2'
+        >>> skeleton("layers_12/w")
+        'layers_0/w'
     """
-    return "".join("0" if part.isdigit() else part for part in _SEPARATOR.split(name))
+    return _NUMBER.sub("0", name)
 
 
 def fold(names: Sequence[str]) -> list[str]:
@@ -26,7 +26,7 @@ def fold(names: Sequence[str]) -> list[str]:
         >>> fold(["h.0.w", "h.1.w", "h.2.w"]), fold(["h.0.a.1", "h.1.a.0"])
         (['h.{0..2}.w'], ['h.0.a.1', 'h.1.a.0'])
     """
-    columns = list(zip(*map(_SEPARATOR.split, names), strict=True))
+    columns = list(zip(*map(_NUMBER.split, names), strict=True))
     values = [sorted(set(column), key=lambda p: (len(p), p)) for column in columns]
     if len(set(names)) != len(list(itertools.product(*values))):
         return list(names)
@@ -37,6 +37,7 @@ def _range(values: Sequence[str]) -> str:
     if len(values) == 1:
         return values[0]
     numbers = [int(v) for v in values]
-    if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
+    plain = [str(n) for n in numbers] == list(values)  # without leading zeros
+    if plain and numbers == list(range(numbers[0], numbers[0] + len(numbers))):
         return f"{{{numbers[0]}..{numbers[-1]}}}"
     return "{" + ",".join(values) + "}"

@@ -12,6 +12,7 @@ from unickpt.convert import convertible
 from unickpt.folding import fold, skeleton
 from unickpt.rules import Rules
 from unickpt.rules.matching import Fact
+from unickpt.rules.numbering import doubts
 from unickpt.rules.plan import Constant, Made
 from unickpt.view import Ruled, stored_facts
 
@@ -68,7 +69,20 @@ def folded(rows: Sequence[Row]) -> list[Row]:
     return out
 
 
-def preview(path: backends.Path, rules: Rules | None, like: Any = None) -> list[Row]:
+@dataclass(frozen=True)
+class Preview:
+    """What `convert` would make of a checkpoint.
+
+    Arguments:
+        rows: a row for each leaf.
+        doubts: what may not be as it was meant.
+    """
+
+    rows: Sequence[Row]
+    doubts: Sequence[str] = ()
+
+
+def preview(path: backends.Path, rules: Rules | None, like: Any = None) -> Preview:
     """What `convert` would make of a checkpoint; nothing is read but indices. Raises as `convert`.
 
     Arguments:
@@ -77,14 +91,14 @@ def preview(path: backends.Path, rules: Rules | None, like: Any = None) -> list[
     stored = checkpoint.open(path)
     facts = stored_facts(stored).facts
     view = convertible(stored, rules, like)
-    if not isinstance(view, Ruled):
-        return [Row(name, str(fact), name, str(fact), "", ()) for name, fact in facts.items()]
+    if rules is None or not isinstance(view, Ruled):
+        return Preview([Row(n, str(fact), n, str(fact), "", ()) for n, fact in facts.items()])
     plan = view.plan
     users = Counter(name for made in plan.made.values() for name in _sources(made))
     rows = [_row(made, facts, users) for made in plan.made.values()]
-    rows_rule = {row.made: row.rule for row in rows}
+    rules_of = {row.made: row.rule for row in rows}
     rows += [
-        Row(first, "", alias, "", rows_rule[first], ("the same array",))
+        Row(first, "", alias, "", rules_of[first], ("the same array",))
         for alias, first in plan.aliases.items()
     ]
     constants = {check.name: check for check in plan.checks if isinstance(check, Constant)}
@@ -93,7 +107,9 @@ def preview(path: backends.Path, rules: Rules | None, like: Any = None) -> list[
         note = "dropped" if check is None else f"left out, if it is {check.value:g} everywhere"
         rows.append(Row(name, str(facts[name]), "", "", _place(rule), (note,)))
     rows += [Row("-", "", n, "", _place(rule), (_NOT_MADE,)) for n, rule in plan.nameless.items()]
-    return rows
+    kept = (name for name in view.index.values if name in plan.kept)
+    rows += [Row("-", "", name, "a plain value", "", ("taken from `like`",)) for name in kept]
+    return Preview(rows, list(doubts(rules.rules, plan.made)) if like is None else ())
 
 
 def _sources(made: Made) -> list[str]:
@@ -106,7 +122,7 @@ def _sources(made: Made) -> list[str]:
 def _row(made: Made, facts: Mapping[str, Fact], users: Mapping[str, int]) -> Row:
     sources = _sources(made)
     of = ", ".join(fold(sources) if len({*map(skeleton, sources)}) == 1 else sources) or "-"
-    source = str(facts[sources[0]]) if sources else ""
+    source = ", ".join(dict.fromkeys(str(facts[name]) for name in sources))
     notes = []
     if not sources:
         notes.append(f"constant {made.fills[0].value:g}" if made.fills else "constant")
@@ -118,18 +134,26 @@ def _row(made: Made, facts: Mapping[str, Fact], users: Mapping[str, int]) -> Row
         notes.append("padding left out")
     if any(users[name] > 1 for name in sources):
         notes.append("a part")
-    for feed in made.feeds[:1]:
-        if not feed.is_exact:
-            notes.append(_arithmetic(feed.scale, feed.offset))
-        elif feed.is_identity:
-            notes.append("as it is")
-        if feed.entry.dtype != made.fact.dtype:
-            notes.append("cast")
+    notes += _what_is_done(made)
     if made.function is not None:
         notes.append("function")
     if not made.exact:
         notes.append("inexact")
     return Row(of, source, made.name, str(made.fact), _place(made.rule), tuple(notes))
+
+
+def _what_is_done(made: Made) -> list[str]:
+    done = {(feed.scale, feed.offset) for feed in made.feeds}
+    notes = [_arithmetic(*pair) for pair in sorted(done - {(1.0, 0.0)})]
+    if notes and len(done) > 1:
+        notes = [f"{note} in a part of it" for note in notes]
+    if not notes and all(feed.is_identity for feed in made.feeds) and made.feeds:
+        notes.append("as it is")
+    elif any(feed.source != feed.out for feed in made.feeds) and len(made.feeds) == 1:
+        notes.append("axes moved")
+    if any(feed.entry.dtype != made.fact.dtype for feed in made.feeds):
+        notes.append("cast")
+    return notes
 
 
 def _place(rule: str) -> str:

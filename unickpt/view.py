@@ -138,6 +138,10 @@ class Ruled:
         index = self.index
         return tree.from_names([*index.arrays, *index.aliases, *index.values, *index.per_process])
 
+    def keep(self, plain: Mapping[str, values.Plain]) -> None:
+        """Adds values that no rule makes."""
+        self.index = replace(self.index, values={**self.index.values, **plain})
+
     def recipe(self, name: str) -> Recipe:
         return self._recipes[name]
 

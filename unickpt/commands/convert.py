@@ -13,7 +13,6 @@ from rich.table import Table
 from rich.text import Text
 
 import unickpt
-from unickpt import Rules
 from unickpt.commands.output import (
     AsJson,
     Where,
@@ -25,10 +24,11 @@ from unickpt.commands.output import (
     print_json,
     size_text,
     transfer,
+    warn,
 )
 from unickpt.commands.rules_option import Inverse, RulesName, Sizes, read_rules
 from unickpt.options import SaveOptions
-from unickpt.preview import Row, folded, preview
+from unickpt.preview import Preview, Row, folded, preview
 
 
 def convert(
@@ -71,13 +71,16 @@ def convert(
     torchrun --nproc-per-node 8 -m unickpt.cli convert s3://b/jax s3://b/hf --rules my.rules
 
     --json prints {url, arrays, bytes, chunks, processes, seconds}, or for --dry-run {plan: [{made,
-    made_of, source, destination, notes}]}. Fields are only ever added.
+    made_of, source, destination, rule, notes}], doubts: [text]}. Fields are only ever added.
     """
     wanted = read_rules(rules, inverse, size)
     if like is not None and wanted is None:
         fail("--like needs --rules")
+    found = preview(source, wanted, like)
+    for doubt in found.doubts if os.environ.get("RANK", "0") == "0" else ():
+        warn(doubt)
     if dry_run:
-        _print_preview(source, wanted, like, as_json)
+        _print_preview(found, as_json)
         return
     try:
         options = SaveOptions(budget_bytes=budget, compression=compression)
@@ -122,10 +125,10 @@ def _job() -> Iterator[bool]:
         dist.destroy_process_group()
 
 
-def _print_preview(source: str, rules: Rules | None, like: str | None, as_json: bool) -> None:
-    rows = preview(source, rules, like)
+def _print_preview(found: Preview, as_json: bool) -> None:
+    rows = found.rows
     if as_json:
-        print_json({"plan": [row.as_dict() for row in rows]})
+        print_json({"plan": [row.as_dict() for row in rows], "doubts": list(found.doubts)})
         return
     out = console()
     out.print(_table(folded(rows)))

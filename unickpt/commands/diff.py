@@ -34,6 +34,9 @@ def diff(
     layout: Annotated[
         bool, typer.Option("--layout", help="Tell of other meshes and splits too.")
     ] = False,
+    rtol: Annotated[
+        float, typer.Option("--rtol", help="Relative difference that counts as none.", min=0.0)
+    ] = 0.0,
     as_json: AsJson = False,
 ) -> None:
     """Compare two checkpoints: names, shapes, dtypes and values.
@@ -49,7 +52,9 @@ def diff(
     """
     wanted = read_rules(rules, inverse, size)
     with transfer(f"{first} {second}") as progress:
-        report = unickpt.diff(first, second, rules=wanted, layout=layout, progress=progress)
+        report = unickpt.diff(
+            first, second, rules=wanted, layout=layout, rtol=rtol, progress=progress
+        )
     if as_json:
         print_json(_report_json(report))
     else:

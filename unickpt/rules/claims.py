@@ -12,6 +12,7 @@ _HOW_TO_TELL = (
     "let one of them be about less, or begin the more general one with `default`, which leaves to "
     "the others what they are about"
 )
+_NAMES_TELL = "or give the names of the other side by `like` (--like)"
 
 
 class Claims:
@@ -57,14 +58,18 @@ class Claims:
         """Whether a rule leaves a name to another one."""
         return (name, id(instance)) in self._left
 
-    @property
-    def problems(self) -> list[str]:
-        """What is claimed twice, told once for the same rules."""
+    def problems(self, both_known: bool) -> list[str]:
+        """What is claimed twice, told once for the same rules.
+
+        Arguments:
+            both_known: whether the names of both sides are known.
+        """
+        advice = _HOW_TO_TELL if both_known else f"{_HOW_TO_TELL}; {_NAMES_TELL}"
         told = []
         for rules, clashes in self._clashes.items():
             (name, verb), count = clashes[0], sum(verb == clashes[0][1] for _, verb in clashes)
             more = f" (and {count - 1} more)" if count > 1 else ""
-            told.append("\n    ".join([f"{name!r}{more} is {verb} twice", *rules, _HOW_TO_TELL]))
+            told.append("\n    ".join([f"{name!r}{more} is {verb} twice", *rules, advice]))
         return told
 
     def _twice(self, name: str, verb: str, rules: Iterable[str]) -> None:
@@ -107,10 +112,17 @@ def leave_to_others(found: Sequence[Instance], both_known: bool) -> None:
     """Leaves what other rules are about to those, where a rule is a default.
 
     Where the names of both sides are known, all but the first of several names of one array are
-    there for whichever rule is about them; see `Claims.settle`.
+    there for whichever rule is about them; see `Claims.settle`. A rule whose names are all there
+    is about them even if its axes do not fit: that is to be told, not hidden by a default.
     """
     taken: set[str] = set()
     made: set[str] = set()
+    for instance in found:
+        misfit = instance.why_not is not None and not instance.lacks_names
+        there = instance.have and (instance.want or not both_known)
+        if misfit and there and not instance.rule.optional:
+            taken.update(instance.names_there())
+            made.update(instance.names_asked())
     valid = [i for i in found if i.why_not is None]
     for instance in valid:
         for side, names in ((instance.rule.left, taken), (instance.rule.right, made)):

@@ -242,12 +242,18 @@ class _Parser:
             raise self._fail("expected the name of a preset, or of a file in quotes")
         under = ("", "")
         if self._word("under"):
-            left = self._match(_LITERAL) or ""
+            left = self._prefix()
             self._expect("<->", " between the two prefixes")
-            under = (left, self._match(_LITERAL) or "")
+            under = (left, self._prefix())
         domain = self._domain()
         sizes = self._sizes() if self._word("where") or self._sees_size() else ()
         return IncludeLine(place, target, under, domain, sizes=sizes)
+
+    def _prefix(self) -> str:
+        prefix = self._match(_LITERAL) or ""
+        if self._text.startswith("{", self._at):
+            raise self._fail("a prefix holds no captures")
+        return prefix
 
     def _convention(self, place: Place) -> ConventionLine:
         name = self._identifier("the name of a convention")
@@ -499,6 +505,8 @@ class _Parser:
             self._expect("}", " at the end of the enumeration")
             return Axis(choice.axis, self._place(begin))
         if self._take("_"):
+            if re.compile(r"\w").match(self._text, self._at):
+                raise self._fail("the name of an axis begins with a letter", begin)
             return Pad(self._place(begin))
         number = self._match(_INTEGER)
         if number is not None:

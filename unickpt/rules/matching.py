@@ -100,10 +100,17 @@ class Instance:
             at = dict(zip(names, indices, strict=True))
             yield at, view.pattern.format(self.texts, at)
 
+    def names_there(self) -> Iterator[str]:
+        """The names of stored arrays that match."""
+        return (name for found in self.have.values() for name, _ in found)
+
+    def names_asked(self) -> Iterator[str]:
+        """The names that are asked for and match."""
+        return (name for found in self.want.values() for name, _ in found)
+
     def matched_names(self) -> Iterator[str]:
-        for found in (*self.have.values(), *self.want.values()):
-            for name, _ in found:
-                yield name
+        """All names that match."""
+        return itertools.chain(self.names_there(), self.names_asked())
 
 
 def instances(rule: Rule, have: Names, want: Names | None) -> list[Instance]:
@@ -235,7 +242,10 @@ def _solve(
                 try:
                     again |= axes.solve(item, extent, instance.sizes)
                 except axes.DoesNotFit as error:
-                    raise Unfit(f"{name!r} is {fact}: {error}") from None
+                    own = {axis.name for axis in axes.axes_of([item])}
+                    told = [f"{a}={n}" for a, n in instance.rule.sizes.items() if a in own]
+                    given = f", where {', '.join(told)} is given" if told else ""
+                    raise Unfit(f"{name!r} is {fact}: {error}{given}") from None
 
 
 def _fuse(
@@ -299,5 +309,5 @@ def _check_term(
         missing = [name for name in of_view if name not in names.facts]
         if not missing or partly or (number and len(missing) == len(of_view)):
             continue  # of arrays that are one, the first must be there
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise Lacks(f"{missing[0]!r}{more} would belong to it, but is not {verb}")
+        more, be = (f" and {len(missing) - 1} more", "are") if len(missing) > 1 else ("", "is")
+        raise Lacks(f"{missing[0]!r}{more} would belong to it, but {be} not {verb}")

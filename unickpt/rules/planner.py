@@ -112,7 +112,7 @@ class _Planner:
         for instance in valid:
             self.try_to_make(instance, plan)
         self.share(shared, valid, plan)
-        problems = [*self._claims.problems, *self._problems]
+        problems = [*self._claims.problems(self._want is not None), *self._problems]
         if self._strict:
             used = _used(plan, valid)
             unused = {name: f for name, f in self._stored.facts.items() if name not in used}
@@ -243,6 +243,8 @@ class _Planner:
     ) -> None:
         """Adds an array under all of its names; those with the same view are one array."""
         first: dict[tuple[Any, ...], str] = {}
+        if instance.rule.lifted and self._want is None:
+            term = term[:1]  # an optimizer has one state of a tied parameter
         for view in term:
             name = view.pattern.format(instance.texts, at)
             if not self._is_wanted(name) or self._claims.is_left(name, instance):

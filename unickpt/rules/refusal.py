@@ -45,8 +45,8 @@ def left_over(
         (unused, unmade, "is stored, and no rule takes it"),
         (unmade, unused, "is asked for, and no rule makes it"),
     ):
-        for name, like, fact in _alike(facts, explained):
-            near = _nearest(name, fact, others)
+        for at, (name, like, fact) in enumerate(_alike(facts, explained)):
+            near = _nearest(name, fact, others) if at < _MOST_SHOWN else None
             hint = f"\n    perhaps it belongs to {near!r} ({others[near]})" if near else ""
             if facts is unused and not near:
                 hint = f"\n    if it is to be left out: {name} <-> drop"
@@ -107,7 +107,8 @@ def _misfits(
 
 def _reason(instance: Instance) -> str:
     rule, why = instance.rule, instance.why_not
-    if any(view.pattern.choices for view in rule.views):
+    about_sizes = instance.lacks_names or " elements, and here " in str(why)
+    if about_sizes and any(view.pattern.choices for view in rule.views):
         return f"{why}; note that an enumeration such as {{a|b}} means all of its names at once"
     return str(why)
 

@@ -204,7 +204,7 @@ def compile_rule(
     right = _compile_side(line.right, "r", numbers, renamed, options)
     rule = Rule(
         place=line.place,
-        text=f"{side_text(line.left)} <-> {side_text(line.right)}",
+        text=_text(line),
         left=left,
         right=right,
         sizes={k: v for k, v in known.items() if k in own or k in _all_axes([left, right])},
@@ -219,6 +219,13 @@ def compile_rule(
     else:
         _check_function(rule)
     return rule
+
+
+def _text(line: RuleLine) -> str:
+    """A rule as it is written, without its sizes."""
+    keyword = "default " if line.default else "optional " * line.optional
+    function = "" if line.function is None else f" via {line.function}"
+    return f"{keyword}{side_text(line.left)} <-> {side_text(line.right)}{function}"
 
 
 def _number_axes(views: Iterable[View], sizes: Mapping[str, int]) -> frozenset[str]:
@@ -361,7 +368,15 @@ def _check_sides(rule: Rule) -> None:
                 raise syntax_error("a pad needs an array on the other side", view.place)
         return
     left, right = (_texts(side) for side in sides)
+    paths: dict[str, bool] = {}
     for view in rule.views:
+        for item in view.pattern.name.items:
+            if isinstance(item, Text) and paths.setdefault(item.key, item.path) != item.path:
+                raise syntax_error(
+                    f"{item.key!r} stands for one component in one name, and for any number in "
+                    "another; write `...` in both, or in none",
+                    view.place,
+                )
         missing = (left | right) - view.pattern.texts
         if missing & {choice.axis for choice in view.pattern.choices}:
             raise syntax_error(

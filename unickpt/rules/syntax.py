@@ -105,7 +105,9 @@ class Axis:
     place: Place = field(compare=False)
 
     def __str__(self) -> str:
-        return "_" if self.name.startswith("_") else self.name
+        if self.name.startswith("_"):
+            return "_"
+        return "{" + self.name + "}" if "|" in self.name else self.name
 
 
 @dataclass(frozen=True)

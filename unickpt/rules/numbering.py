@@ -1,0 +1,49 @@
+"""Numbering: layers that are made, whose numbers look as if a rule meant others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from unickpt.folding import skeleton
+from unickpt.rules.rule import Rule, views_of
+from unickpt.rules.syntax import Linear
+
+
+def doubts(rules: Sequence[Rule], made: Iterable[str]) -> Iterator[str]:
+    """What to ask a person about the numbers in the names of all that is made.
+
+    Where the names of the other side are known, they tell; here only holes do, and layers that have
+    far fewer arrays than others, as those have of which a rule takes the wrong axis for the layers.
+    """
+    prefixes = {prefix for rule in rules for prefix in _prefixes(rule)}
+    names = list(made)
+    for prefix in sorted(prefixes):
+        layers: dict[int, set[str]] = {}
+        for name in names:
+            found = re.match(rf"{re.escape(prefix)}(\d+)(.*)", name)
+            if found:
+                layers.setdefault(int(found[1]), set()).add(skeleton(found[2]))
+        holes = sorted(set(range(max(layers, default=-1) + 1)) - layers.keys())
+        if holes:
+            yield f"{prefix}{max(layers)} is made, and {_named(prefix, holes)}: is that meant?"
+        most = max(map(len, layers.values()), default=0)
+        poor = sorted(n for n, arrays in layers.items() if 2 * len(arrays) < most)
+        if poor:
+            yield (
+                f"{prefix}{poor[0]} has {len(layers[poor[0]])} arrays, and others under {prefix!r} "
+                f"have up to {most}: is that meant?"
+            )
+
+
+def _named(prefix: str, holes: Sequence[int]) -> str:
+    more = f" and {len(holes) - 1} more are" if len(holes) > 1 else " is"
+    return f"{prefix}{holes[0]}{more} not"
+
+
+def _prefixes(rule: Rule) -> Iterator[str]:
+    """What stands before the first number of names that a rule makes."""
+    for view in views_of(rule.right):
+        first, *rest = [*view.pattern.name.items, "", ""][:2]
+        if isinstance(first, str) and isinstance(rest[0], Linear) and not rule.lifted:
+            yield first
