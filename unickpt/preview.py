@@ -149,7 +149,8 @@ def _what_is_done(made: Made) -> list[str]:
         notes = [f"{note} in a part of it" for note in notes]
     if not notes and all(feed.is_identity for feed in made.feeds) and made.feeds:
         notes.append("as it is")
-    elif any(feed.source != feed.out for feed in made.feeds) and len(made.feeds) == 1:
+    padded = made.cropped or made.fills
+    if len(made.feeds) == 1 and made.feeds[0].source != made.feeds[0].out and not padded:
         notes.append("axes moved")
     if any(feed.entry.dtype != made.fact.dtype for feed in made.feeds):
         notes.append("cast")
