@@ -131,7 +131,7 @@ REFUSED = {
         "{m...}/q [e (half two)] <-> {m...}.q [(two half) e]  two=4",
         "x/q 4x6, y/q 4x8", "x.q 6x4, y.q 8x4",
         ["1 problem\n  rules, line 2", "'x/q' is float32[4, 6]: (half two): 6 elements are no mul",
-         "where two=4 is given (about 'x/q' and 1 more)"],
+         "where two=4 is given; to leave such arrays to the default, begin this rule with `opt"],
     ),
     "the same, without `like`": (
         "default {m...} <-> drop\n{m...}/q [x i o] <-> {m...}.q [x o i]",
@@ -204,6 +204,43 @@ def test_a_root_cause_is_told_once(tmp_path: Path) -> None:
         load(tmp_path / "c", rules, stored)
     assert str(raised.value).count("nothing tells the size of d, h") == 1
     assert "1 problem\n" in str(raised.value), str(raised.value)
+
+
+def test_planning_takes_as_long_as_there_are_arrays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names made and matched, counted: four times the arrays need about four times as many."""
+    from unickpt.rules.names import Pattern
+
+    work: list[str] = []
+    for method in ("format", "match"):
+        original = getattr(Pattern, method)
+
+        def counted(*arguments: Any, original: Any = original) -> Any:
+            work.append("")
+            return original(*arguments)
+
+        monkeypatch.setattr(Pattern, method, counted)
+    rules = Rules.parse("""
+        x/{n=up|gate} [l x i o] <-> l.{l}.x.{x}.{n} [o i]
+        default {n} <-> {n}
+        lift m/{p} <-> s/{p}/m
+        lift count <-> s/{p}/step
+    """)
+    counts = []
+    for layers in (4, 16):
+        experts = {n: np.zeros((layers, 5, 2, 3)) for n in ("up", "gate")}
+        path = tmp_path / str(layers)
+        unickpt.save(path, {"x": experts, "m": {"x": experts}, "count": 3, "other": np.ones(2)})
+        work.clear()
+        made = unickpt.load(path, rules=rules)
+        counts.append(len(work))
+        unickpt.save(path / "back", made)
+        work.clear()
+        unickpt.load(path / "back", rules=rules.inverse)
+        counts.append(len(work))
+    assert counts[2] < 5 * counts[0]
+    assert counts[3] < 5 * counts[1]
 
 
 def test_rules_that_fit_nothing_may_be_optional(tmp_path: Path) -> None:

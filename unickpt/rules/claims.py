@@ -12,6 +12,7 @@ _HOW_TO_TELL = (
     "let one of them be about less, or begin the more general one with `default`, which leaves to "
     "the others what they are about"
 )
+_TO_DEFAULT = "; to leave such arrays to the default, begin this rule with `optional`"
 _NAMES_TELL = "or give the names of the other side by `like` (--like)"
 
 
@@ -108,22 +109,35 @@ def keep_ties(found: Sequence[Instance], entries: Mapping[str, ArrayEntry]) -> N
                 instance.why_not = "another rule has it, tied to what it is stored as"
 
 
-def leave_to_others(found: Sequence[Instance], both_known: bool) -> None:
+def leave_to_others(
+    found: Sequence[Instance],
+    shared: Iterable[tuple[Sequence[str], Sequence[str]]],
+    both_known: bool,
+) -> None:
     """Leaves what other rules are about to those, where a rule is a default.
 
     Where the names of both sides are known, all but the first of several names of one array are
     there for whichever rule is about them; see `Claims.settle`. A rule whose names are all there
     is about them even if its axes do not fit: that is to be told, not hidden by a default.
+
+    Arguments:
+        found: all families that a rule may be about.
+        shared: the names, on both sides, of what all parameters share.
+        both_known: whether the names of both sides are known.
     """
     taken: set[str] = set()
     made: set[str] = set()
-    for instance in found:
-        misfit = instance.why_not is not None and not instance.lacks_names
-        there = instance.have and (instance.want or not both_known)
-        if misfit and there and not instance.rule.optional:
-            taken.update(instance.names_there())
-            made.update(instance.names_asked())
+    for have, want in shared:
+        if have:
+            taken.update(have)
+            made.update(want)
+    misfits: dict[str, Instance] = {}
     valid = [i for i in found if i.why_not is None]
+    for instance in found:
+        there = instance.have and (instance.want or not both_known)
+        fits_names = instance.why_not is not None and not instance.lacks_names and there
+        if fits_names and not instance.rule.optional:
+            misfits.update(dict.fromkeys(instance.matched_names(), instance))
     for instance in valid:
         for side, names in ((instance.rule.left, taken), (instance.rule.right, made)):
             if instance.rule.default or isinstance(side, Nothing):
@@ -133,10 +147,13 @@ def leave_to_others(found: Sequence[Instance], both_known: bool) -> None:
                     names.update(name for _, name in instance.grid(view))
     for instance in valid:
         rule = instance.rule
-        if rule.default and not (
-            taken.isdisjoint(names_of(instance, rule.left))
-            and made.isdisjoint(names_of(instance, rule.right))
-        ):
+        if not rule.default:
+            continue
+        left, right = set(names_of(instance, rule.left)), set(names_of(instance, rule.right))
+        hidden = next((misfits[name] for name in left | right if name in misfits), None)
+        if hidden is not None and _TO_DEFAULT not in str(hidden.why_not):
+            hidden.why_not = f"{hidden.why_not}{_TO_DEFAULT}"
+        if hidden is not None or left & taken or right & made:
             instance.why_not = "another rule is about it"
 
 

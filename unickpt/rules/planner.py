@@ -105,8 +105,10 @@ class _Planner:
         choose_variants(found)
         if self._want is None:
             keep_ties(found, self._stored.entries)
-        leave_to_others(found, self._want is not None)
         valid = [instance for instance in found if instance.why_not is None]
+        of_all = [shared_names(lift, valid, self._have, self._want) for lift in shared]
+        leave_to_others(found, of_all, self._want is not None)
+        valid = [instance for instance in valid if instance.why_not is None]
         self._claims.settle(valid, self._have, self._want)
         plan = Plan()
         for instance in valid:
