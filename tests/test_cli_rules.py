@@ -183,13 +183,16 @@ def test_numbers_that_leave_holes_are_asked_about(folder: Path) -> None:
 def test_what_rules_leave_to_the_other_side_is_taken_from_it(folder: Path) -> None:
     """So that a converted checkpoint has all that a strict load asks for."""
     unickpt.save("a", {"w": np.ones((2, 3))})
-    unickpt.save("b", {"w": np.zeros((3, 2)), "group": {"lr": 0.1, "betas": [0.9, 0.99]}})
-    (folder / "r.rules").write_text("w [i o] <-> w [o i]\ndrop <-> group/{g...}")
+    group = {"lr": 0.1, "betas": [0.9, 0.99]}
+    unickpt.save("b", {"w": np.zeros((3, 2)), "group": group, "mask": np.ones(2)})
+    (folder / "r.rules").write_text("w [i o] <-> w [o i]\ndrop <-> group/{g...}\ndrop <-> mask")
     run("convert", "a", "out", "--rules", "r.rules", "--like", "b")
     like = {"w": np.zeros((3, 2)), "group": {"lr": 0.5, "betas": [0.0, 0.0]}}
     assert unickpt.load("out", like)["group"] == {"lr": 0.1, "betas": [0.9, 0.99]}
     out = run("convert", "a", "x", "--rules", "r.rules", "--like", "b", "--dry-run")
     assert "- group/lr a plain value taken from `like`" in " ".join(out.split())
+    assert "- mask not made: a rule drops it on this side" in " ".join(out.split())
+    assert "4 leaves made, 0 dropped" in out
     rules = unickpt.Rules.load("r.rules")
     unickpt.convert("a", "tree", rules=rules, like=like)
     assert unickpt.load("tree")["group"]["lr"] == 0.5

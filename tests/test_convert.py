@@ -213,19 +213,26 @@ def test_arithmetic_is_not_done_twice(tmp_path: Path) -> None:
     unickpt.convert(tmp_path / "c", tmp_path / "d", rules=rules)
     # Moves keep the record.
     unickpt.convert(tmp_path / "b", tmp_path / "m", rules=Rules.parse("norm <-> scale"))
-    assert Provenance.of(unickpt.open(tmp_path / "m").metadata, "").arithmetic == {"scale": (2, 1)}
+    assert Provenance.of(unickpt.open(tmp_path / "m").metadata, "").arithmetic == {
+        "scale": {(2, 1)}
+    }
 
 
 def test_pieces_with_different_arithmetic(tmp_path: Path) -> None:
-    """One record cannot tell of them, and must not be taken for that of each."""
+    """As of a fused projection whose queries alone are scaled: not twice, but back."""
     rules = Rules.parse("q [a] * 2, k [b] <-> qk [(a + b)]")
     unickpt.save(tmp_path / "a", {"q": np.arange(2.0), "k": np.arange(3.0)})
     unickpt.convert(tmp_path / "a", tmp_path / "b", rules=rules)
     back = Rules.parse("q [a] * 2, k [b] <-> qk [(a + b)]", sizes={"a": 2}).inverse
     unickpt.convert(tmp_path / "b", tmp_path / "c", rules=back)
     assert same(tmp_path / "a", tmp_path / "c")
-    record = Provenance.of(unickpt.open(tmp_path / "c").metadata, "")
-    assert "k" not in record.arithmetic
+    assert unickpt.open(tmp_path / "c").metadata == {}
+    unickpt.convert(tmp_path / "b", tmp_path / "m", rules=Rules.parse("qk <-> attn.qk"))
+    twice = Rules.parse("attn.qk [(a + b)] <-> q [a] / 2, k [b]  a=2")
+    with pytest.raises(RuleError, match=r"'attn.qk' was converted already, to 2 \* x \+ 0; this"):
+        unickpt.load(tmp_path / "m", rules=twice)
+    alone = Rules.parse("attn.qk [(a + b)] <-> q [a] * 2, k [b]  a=2")
+    assert unickpt.load(tmp_path / "m", rules=alone)["q"].tolist() == [0, 1]
 
 
 def test_conventions_are_recorded_and_held(tmp_path: Path) -> None:
@@ -243,7 +250,13 @@ def test_conventions_are_recorded_and_held(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "record", [{"conventions": 3}, {"arithmetic": {"a": 1}}, {"sizes": {"a": {"v": "x"}}}]
+    "record",
+    [
+        {"conventions": 3},
+        {"arithmetic": {"a": 1}},
+        {"pieces": {"a": [1]}},
+        {"sizes": {"a": {"v": "x"}}},
+    ],
 )
 def test_a_record_that_is_none(record: Any, tmp_path: Path) -> None:
     unickpt.save(tmp_path / "a", {"w": np.ones(2)}, metadata={"unickpt": {"conversion": record}})

@@ -17,11 +17,12 @@ from unickpt.rules.plan import Constant, Made
 from unickpt.view import Ruled, stored_facts
 
 _NOT_MADE = "not made: give the names of the other side by `like`"
+_DROPPED = "not made: a rule drops it on this side"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One leaf that is made, one that is dropped, or constants whose names nothing tells.
+    """One leaf that is made, one that is dropped on either side, or constants without names.
 
     Arguments:
         made_of, source: the stored names, and what they are.
@@ -39,7 +40,7 @@ class Row:
 
     @property
     def is_made(self) -> bool:
-        return bool(self.made) and _NOT_MADE not in self.notes
+        return bool(self.made) and {_NOT_MADE, _DROPPED}.isdisjoint(self.notes)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -107,8 +108,10 @@ def preview(path: backends.Path, rules: Rules | None, like: Any = None) -> Previ
         note = "dropped" if check is None else f"left out, if it is {check.value:g} everywhere"
         rows.append(Row(name, str(facts[name]), "", "", _place(rule), (note,)))
     rows += [Row("-", "", n, "", _place(rule), (_NOT_MADE,)) for n, rule in plan.nameless.items()]
-    kept = (name for name in view.index.values if name in plan.kept)
-    rows += [Row("-", "", name, "a plain value", "", ("taken from `like`",)) for name in kept]
+    for name in sorted(plan.kept):
+        taken = name in view.index.values
+        kind, note = ("a plain value", "taken from `like`") if taken else ("", _DROPPED)
+        rows.append(Row("-", "", name, kind, "", (note,)))
     return Preview(rows, list(doubts(rules.rules, plan.made)) if like is None else ())
 
 

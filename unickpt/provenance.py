@@ -7,16 +7,21 @@ only a padded extent is stored. With it, rules that would do the same twice are 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from unickpt.errors import CheckpointCorrupt, RuleError
+from unickpt.feed import Feed
 from unickpt.index import RESERVED
 from unickpt.rules import Rules
-from unickpt.rules.plan import Plan
+from unickpt.rules.plan import Made, Plan
 
 _KEY = "conversion"
+
+Net = tuple[float, float]
+"""`scale` and `offset` of elements that are `scale * x + offset` of what they were first."""
+_AS_IT_WAS: Net = (1.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -25,12 +30,13 @@ class Provenance:
 
     Arguments:
         conventions: what the numbers mean, by the name of the convention.
-        arithmetic: of arrays that are `scale * x + offset` of what they were first, these two.
+        arithmetic: of arrays to whose elements arithmetic was done, what it amounts to; of several
+            pieces, all that it amounts to.
         sizes: of arrays with padding, the sizes of the axes of their rule.
     """
 
     conventions: Mapping[str, str] = field(default_factory=dict)
-    arithmetic: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    arithmetic: Mapping[str, frozenset[Net]] = field(default_factory=dict)
     sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @classmethod
@@ -45,7 +51,13 @@ class Provenance:
         try:
             return cls(
                 {str(k): str(v) for k, v in record.get("conventions", {}).items()},
-                {k: (float(a), float(b)) for k, (a, b) in record.get("arithmetic", {}).items()},
+                {
+                    **{k: _nets([pair]) for k, pair in record.get("arithmetic", {}).items()},
+                    **{
+                        name: _nets(pairs) | {_AS_IT_WAS}
+                        for name, pairs in record.get("pieces", {}).items()
+                    },
+                },
                 {
                     name: {str(axis): int(size) for axis, size in sizes.items()}
                     for name, sizes in record.get("sizes", {}).items()
@@ -76,32 +88,45 @@ class Provenance:
             RuleError: arithmetic would be done to an array that has it already.
         """
         conventions = {**self.conventions, **{c.name: c.right for c in rules.conventions}}
-        arithmetic: dict[str, tuple[float, float]] = {}
+        arithmetic: dict[str, frozenset[Net]] = {}
         sizes: dict[str, Mapping[str, int]] = {}
         for name, made in plan.made.items():
             if made.sizes:
                 sizes[name] = made.sizes
-            nets: set[tuple[float, float]] = set()
-            for feed in made.feeds:
-                scale, offset = self.arithmetic.get(feed.entry.name, (1.0, 0.0))
-                net = feed.scale * scale, feed.scale * offset + feed.offset
-                identity = all(map(_near, net, (1.0, 0.0)))
-                if not feed.is_exact and (scale, offset) != (1.0, 0.0) and not identity:
-                    raise RuleError(
-                        f"{where}: {feed.entry.name!r} was converted already, to "
-                        f"{scale:g} * x + {offset:g}; this would do arithmetic a second time\n"
-                        f"  {made.rule}"
-                    )
-                nets.add((1.0, 0.0) if identity else net)
-            if len(nets) == 1 and nets != {(1.0, 0.0)}:  # one pair cannot tell of different pieces
-                arithmetic[name] = nets.pop()
+            nets = {net for feed in made.feeds for net in self._nets_after(feed, made, where)}
+            if nets - {_AS_IT_WAS}:
+                arithmetic[name] = frozenset(nets)
         return Provenance(conventions, arithmetic, sizes)
+
+    def _nets_after(self, feed: Feed, made: Made, where: str) -> Collection[Net]:
+        """What was done to elements by now, once a feed has made them.
+
+        Raises:
+            RuleError: this would do arithmetic to them a second time.
+        """
+        before = self.arithmetic.get(feed.entry.name, frozenset([_AS_IT_WAS]))
+        whole = math.prod(feed.extents) == math.prod(feed.entry.shape)
+        if feed.is_exact:  # of a part, nothing tells which piece it is
+            return before if whole or len(before) == 1 else [_AS_IT_WAS]
+        after = {_composed(feed, net) for net in before}
+        if _AS_IT_WAS in after or before == {_AS_IT_WAS}:
+            return [_AS_IT_WAS] if _AS_IT_WAS in after else after
+        scale, offset = min(before - {_AS_IT_WAS})
+        raise RuleError(
+            f"{where}: {feed.entry.name!r} was converted already, to {scale:g} * x + {offset:g}; "
+            f"this would do arithmetic a second time\n  {made.rule}"
+        )
 
     def merged_into(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
         """Metadata with this record."""
         record = {
             "conventions": dict(self.conventions),
-            "arithmetic": {name: list(net) for name, net in self.arithmetic.items()},
+            "arithmetic": {n: list(*nets) for n, nets in self.arithmetic.items() if len(nets) == 1},
+            "pieces": {
+                name: sorted(map(list, nets - {_AS_IT_WAS}))
+                for name, nets in self.arithmetic.items()
+                if len(nets) > 1
+            },
             "sizes": {name: dict(sizes) for name, sizes in self.sizes.items()},
         }
         own = metadata.get(RESERVED)
@@ -112,5 +137,15 @@ class Provenance:
         return {**outer, **({RESERVED: inner} if inner else {})}
 
 
-def _near(a: float, b: float) -> bool:
-    return math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9)
+def _nets(pairs: Iterable[Any]) -> frozenset[Net]:
+    return frozenset((float(a), float(b)) for a, b in pairs)
+
+
+def _composed(feed: Feed, net: Net) -> Net:
+    """What a feed's arithmetic amounts to after some other."""
+    found = feed.scale * net[0], feed.scale * net[1] + feed.offset
+    same = all(
+        math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9)
+        for a, b in zip(found, _AS_IT_WAS, strict=True)
+    )
+    return _AS_IT_WAS if same else found
