@@ -257,6 +257,21 @@ def test_masked_parameters_have_no_slots(tmp_path: Path) -> None:
     assert optimizer.state[model.scale]["step"].item() == 3
 
 
+def test_a_conversion_for_an_optimizer_that_is_fresh(tmp_path: Path) -> None:
+    """What is converted then loads strictly, hyper-parameters included, and trains on."""
+    theirs = optax.adam(1e-2)
+    params = fresh(0)
+    state, _ = train_jax({"params": params, "opt_state": theirs.init(params)}, theirs, range(5))
+    unickpt.save(tmp_path / "jax", state)
+    _, expected = train_jax(state, theirs, range(5, 12))
+    model = Net(1)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    tree = {"model": model, "optimizer": NamedOptimizer(optimizer, model)}
+    unickpt.convert(tmp_path / "jax", tmp_path / "torch", rules=rules_of("adam"), like=tree)
+    unickpt.load(tmp_path / "torch", tree)
+    assert train_torch(model, optimizer, range(5, 12)) == pytest.approx(expected, rel=2e-5)
+
+
 def test_a_padded_vocabulary_under_a_fresh_optimizer(tmp_path: Path) -> None:
     """Slots have the sizes of their parameters, which only the model tells."""
     theirs = optax.adam(1e-2)

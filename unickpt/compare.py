@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from unickpt import dtypes, mismatch, values
-from unickpt.adapt import Adapter, ArrayTarget, adapter_of
-from unickpt.errors import LoadMismatch, UnsupportedLeaf
+from unickpt.adapt import ArrayTarget
+from unickpt.errors import LoadMismatch
 from unickpt.index import ArrayEntry
-from unickpt.marks import LocalFragments, PerProcess
+from unickpt.marks import PerProcess
 from unickpt.mismatch import Difference
 from unickpt.view import View, same_digests
-
-
-def targets_of(wanted: Mapping[str, Any], among: Sequence[Adapter]) -> dict[str, ArrayTarget]:
-    """The arrays among the leaves of `like`, as targets.
-
-    Raises:
-        UnsupportedLeaf: names every leaf that cannot be loaded into, and why.
-    """
-    targets: dict[str, ArrayTarget] = {}
-    bad: list[str] = []
-    for name, value in wanted.items():
-        adapter = adapter_of(value, among)
-        try:
-            if isinstance(value, LocalFragments):
-                targets[name] = value.target()
-            elif adapter is not None:
-                targets[name] = adapter.target(value)
-        except (TypeError, ValueError) as error:
-            bad.append(f"  {name!r}: {error}")
-    if bad:
-        raise UnsupportedLeaf("these leaves of `like` cannot be loaded into:\n" + "\n".join(bad))
-    return targets
 
 
 def compare(

@@ -27,8 +27,15 @@ from unickpt.saving import Saving
 from unickpt.share import ChunkJob
 from unickpt.stage import HostBuffers
 from unickpt.supply import Staged
-from unickpt.view import AsStored, Ruled, View, jobs_of, stored_facts, through
-from unickpt.wanted import Wanted
+from unickpt.view import (
+    AsStored,
+    Ruled,
+    View,
+    jobs_of,
+    stored_facts,
+    through,
+    wanted_through,
+)
 
 # Of the budget: what is read ahead of the writer, twice, and what the writer itself holds.
 _AHEAD, _WRITER = 6, 2
@@ -123,7 +130,7 @@ def convertible(stored: checkpoint.Checkpoint, rules: Rules | None, like: Any) -
         template = checkpoint.open(like)
         asked, held = stored_facts(template).facts, template.index.values
     else:
-        wanted = Wanted.of(like, adapters(), {})
+        wanted = wanted_through(like, stored, rules, adapters())
         asked, held = wanted.facts, wanted.leaves
     view = through(stored, rules, asked)
     # As in a load, `like` keeps what no rule makes on purpose: hyper-parameters, for instance.

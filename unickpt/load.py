@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from unickpt import backends, blob, checkpoint, tree
@@ -16,7 +16,7 @@ from unickpt.marks import PerProcess, PerProcessValues
 from unickpt.options import LoadOptions
 from unickpt.read import NewTarget, NumberTarget
 from unickpt.rules import Rules
-from unickpt.view import AsStored, Offered, Ruled, View, jobs_of, through
+from unickpt.view import AsStored, Ruled, View, jobs_of, through, wanted_through
 from unickpt.wanted import Wanted
 
 
@@ -84,14 +84,13 @@ def _load_like(
     among: Sequence[Adapter],
     read: ReadArrays,
 ) -> Any:
-    known: Mapping[str, Any] = _facts(stored.index)
-    if rules is not None:
-        known = Offered(stored, rules, lambda: Wanted.of(like, among, {}).facts)
-    asked = Wanted.of(like, among, known)
-    wanted, targets = asked.leaves, dict(asked.targets)
-    view: View = AsStored(stored)
-    if rules is not None:
+    view: View
+    if rules is None:
+        asked, view = Wanted.of(like, among, _facts(stored.index)), AsStored(stored)
+    else:
+        asked = wanted_through(like, stored, rules, among)
         view = through(stored, rules, asked.facts, strict=strict)
+    wanted, targets = asked.leaves, dict(asked.targets)
     compare(view, wanted, targets, strict=strict, cast=cast)
     if isinstance(view, Ruled):
         view.check(options)

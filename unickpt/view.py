@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from unickpt import dtypes, tree, values
-from unickpt.adapt import Array, ArrayTarget
+from unickpt.adapt import Adapter, Array, ArrayTarget
 from unickpt.box import Box, cut
 from unickpt.checkpoint import Checkpoint
 from unickpt.errors import CheckpointCorrupt, LoadMismatch
@@ -24,6 +24,7 @@ from unickpt.rules import Function, Rules
 from unickpt.rules.matching import Fact
 from unickpt.rules.plan import Constant, Made, Plan, Same, Stored
 from unickpt.rules.planner import make_plan, offers
+from unickpt.wanted import Wanted
 
 
 class View(Protocol):
@@ -364,6 +365,14 @@ class Offered(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._found)
+
+
+def wanted_through(
+    like: Any, checkpoint: Checkpoint, rules: Rules, among: Sequence[Adapter]
+) -> Wanted:
+    """What a tree asks for; its optimizers without state ask for what the rules could make."""
+    known = Offered(checkpoint, rules, lambda: Wanted.of(like, among, {}).facts)
+    return Wanted.of(like, among, known)
 
 
 def stored_facts(checkpoint: Checkpoint) -> Stored:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from unickpt import dtypes, tree
-from unickpt.adapt import Adapter, ArrayTarget
-from unickpt.compare import targets_of
+from unickpt.adapt import Adapter, ArrayTarget, adapter_of
 from unickpt.describe import expand, is_leaf
-from unickpt.marks import PerProcess
+from unickpt.errors import UnsupportedLeaf
+from unickpt.marks import LocalFragments, PerProcess
 from unickpt.rules.matching import Fact
 
 _NUMBERS = {bool: "bool", int: "int64", float: "float64"}
@@ -43,7 +43,7 @@ class Wanted:
             like, lambda x: is_leaf(x, among), lambda obj, name: expand(obj, name, among, known)
         )
         leaves = {leaf.name: leaf.value for leaf in tree.leaves(node)}
-        return cls(node, leaves, targets_of(leaves, among))
+        return cls(node, leaves, _targets_of(leaves, among))
 
     @property
     def facts(self) -> dict[str, Fact]:
@@ -57,3 +57,25 @@ class Wanted:
         if isinstance(value, PerProcess):
             return Fact("process")
         return Fact("value", (), _NUMBERS.get(type(value), ""))
+
+
+def _targets_of(wanted: Mapping[str, Any], among: Sequence[Adapter]) -> dict[str, ArrayTarget]:
+    """The arrays among the leaves of `like`, as targets.
+
+    Raises:
+        UnsupportedLeaf: names every leaf that cannot be loaded into, and why.
+    """
+    targets: dict[str, ArrayTarget] = {}
+    bad: list[str] = []
+    for name, value in wanted.items():
+        adapter = adapter_of(value, among)
+        try:
+            if isinstance(value, LocalFragments):
+                targets[name] = value.target()
+            elif adapter is not None:
+                targets[name] = adapter.target(value)
+        except (TypeError, ValueError) as error:
+            bad.append(f"  {name!r}: {error}")
+    if bad:
+        raise UnsupportedLeaf("these leaves of `like` cannot be loaded into:\n" + "\n".join(bad))
+    return targets
