@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from counts import ChunkRead, chunks_read
 from hypothesis import settings
 
 # Eight CPU devices for the tests that run JAX in this process; set before JAX starts.
@@ -140,6 +141,13 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     running = Processes(tmp_path_factory.mktemp("scripts"))
     yield running
     running.close()
+
+
+@pytest.fixture
+def chunk_reads() -> Iterator[list[ChunkRead]]:
+    """The chunks that a test reads."""
+    with chunks_read() as seen:
+        yield seen
 
 
 @pytest.fixture

@@ -1,16 +1,41 @@
-"""Counts the keys of databases that are read: by TensorStore, as it says, and past it."""
+"""Counts what is read: chunks, and keys of databases, by TensorStore, as it says, and past it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import tensorstore as ts
 
 from unickpt.backends.file import Values
+from unickpt.checkpoint import Checkpoint
+
+
+class ChunkRead(NamedTuple):
+    """A chunk: the key of its part, its number there, its bytes."""
+
+    key: str
+    number: int
+    nbytes: int
+
+
+@contextmanager
+def chunks_read() -> Iterator[list[ChunkRead]]:
+    """Lists each chunk that is read, by any thread, until the block ends."""
+    seen: list[ChunkRead] = []
+    read = Checkpoint.read_chunk
+
+    def counted(
+        self: Checkpoint, entry: Any, part: Any, number: int, row: Any, out: Any, *rest: Any
+    ) -> bool:
+        seen.append(ChunkRead(part.key, number, out.nbytes))
+        return read(self, entry, part, number, row, out, *rest)
+
+    with mock.patch.object(Checkpoint, "read_chunk", counted):
+        yield seen
 
 
 @dataclass

@@ -175,6 +175,8 @@ def test_numbers_that_leave_holes_are_asked_about(folder: Path) -> None:
     (folder / "good.rules").write_text(text)
     out = run("convert", "m", "out", "--rules", "good.rules", "--dry-run")
     assert "warning" not in out
+    found = json.loads(run("convert", "m", "out", "--rules", "good.rules", "--dry-run", "--json"))
+    assert found["doubts"] == []
     assert "layers.{0..2}.q float64[8, 4] good.rules, line 2 a part, axes moved" in " ".join(
         out.split()
     )

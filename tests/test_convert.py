@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Processes
+from counts import ChunkRead
 from rule_cases import flat_names
 
 import unickpt
 from unickpt import CheckpointCorrupt, LoadMismatch, RuleError, Rules, SaveOptions
-from unickpt.checkpoint import Checkpoint
 from unickpt.provenance import Provenance
 
 RULES = """
@@ -71,25 +71,9 @@ def test_without_rules_it_is_stored_anew(tmp_path: Path) -> None:
     assert b["a/0"].chunk == (64,)
 
 
-@pytest.fixture
-def chunk_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of each chunk that is read."""
-    seen: list[int] = []
-    read = Checkpoint.read_chunk
-
-    def read_chunk(
-        self: Checkpoint, entry: Any, part: Any, number: int, row: Any, out: Any, *rest: Any
-    ) -> bool:
-        seen.append(out.nbytes)
-        return read(self, entry, part, number, row, out, *rest)
-
-    monkeypatch.setattr(Checkpoint, "read_chunk", read_chunk)
-    return seen
-
-
 @pytest.mark.parametrize("budget", [1 << 20, 64 << 20])
 def test_a_model_larger_than_the_budget(
-    budget: int, tmp_path: Path, chunk_reads: list[int]
+    budget: int, tmp_path: Path, chunk_reads: list[ChunkRead]
 ) -> None:
     """All of it arrives; arrays that fit into a slab are read once."""
     rng = np.random.default_rng(3)
@@ -102,7 +86,7 @@ def test_a_model_larger_than_the_budget(
     rules = Rules.parse("up [l i o] <-> up.{l} [o i]\nwide [i o] <-> wide [o i]")
     options = SaveOptions(budget_bytes=budget, chunk_bytes=32 << 10, fsync=False)
     unickpt.convert(tmp_path / "a", tmp_path / "b", rules=rules, options=options, verify=False)
-    read = sum(chunk_reads)
+    read = sum(chunk.nbytes for chunk in chunk_reads)
     total = sum(x.nbytes for x in state.values())
     assert read == total if budget > total else read < 16 * total
     unickpt.convert(tmp_path / "b", tmp_path / "c", rules=rules.inverse, options=options)
@@ -290,7 +274,9 @@ def test_diff_tells_what_differs(tmp_path: Path) -> None:
     assert (value.unequal, value.max_abs, value.max_rel) == (1, 0.5, 0.2)
 
 
-def test_diff_reads_only_what_digests_leave_open(tmp_path: Path, chunk_reads: list[int]) -> None:
+def test_diff_reads_only_what_digests_leave_open(
+    tmp_path: Path, chunk_reads: list[ChunkRead]
+) -> None:
     state = {"a": np.arange(1000), "b": np.arange(500.0)}
     unickpt.save(tmp_path / "a", state)
     unickpt.save(tmp_path / "b", state)

@@ -12,12 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from counts import keys_read
+from counts import chunks_read, keys_read
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import unickpt
-from unickpt.checkpoint import Checkpoint
 
 # Chunks of either size are read in ways of their own.
 SIZES = {"small chunks": ((48, 32), 256), "large chunks": ((512, 512), 128 << 10)}
@@ -47,22 +46,13 @@ def bytes_read() -> int:
 
 
 @pytest.fixture
-def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
+def counting() -> Counting:
     """Runs something; returns its result, the chunks that were read, and the keys that were."""
-    seen: Counter[Chunk] = Counter()
-    read = Checkpoint.read_chunk
-
-    def read_chunk(self: Checkpoint, entry: Any, part: Any, number: int, *rest: Any) -> bool:
-        seen[(part.key, number)] += 1
-        return read(self, entry, part, number, *rest)
-
-    monkeypatch.setattr(Checkpoint, "read_chunk", read_chunk)
 
     def run(work: Callable[[], Any]) -> tuple[Any, Counter[Chunk], int]:
-        seen.clear()
-        with keys_read() as read:
+        with keys_read() as read, chunks_read() as seen:
             result = work()
-        return result, Counter(seen), read.keys
+        return result, Counter((key, number) for key, number, _ in seen), read.keys
 
     return run
 

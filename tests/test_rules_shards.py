@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from conftest import Processes
+from counts import ChunkRead
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import unickpt
 from unickpt import Rules, SaveOptions
-from unickpt.checkpoint import Checkpoint
 
 # A stacked left side, and a right side of single layers whose axes are split, merged and turned.
 RULES = """
@@ -49,20 +48,6 @@ def right(stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def stored(tmp_path: Path) -> Path:
     unickpt.save(tmp_path / "left", left(), options=SaveOptions(chunk_bytes=4 * E, fsync=False))
     return tmp_path / "left"
-
-
-@pytest.fixture
-def read_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of all chunks that are read."""
-    seen: list[int] = []
-    read = Checkpoint.read_chunk
-
-    def read_chunk(self: Checkpoint, *arguments: Any) -> bool:
-        seen.append(arguments[4].nbytes)
-        return read(self, *arguments)
-
-    monkeypatch.setattr(Checkpoint, "read_chunk", read_chunk)
-    return seen
 
 
 SPECS = [P("x"), P(None, "x"), P("x", "y"), P(("y", "x")), P("y"), P()]
@@ -98,7 +83,7 @@ def test_back_onto_a_mesh_of_jax(spec: P, stored: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_one_of_eight_shards_reads_about_an_eighth(
-    dim: int, stored: Path, read_bytes: list[int]
+    dim: int, stored: Path, chunk_reads: list[ChunkRead]
 ) -> None:
     """The stored rows are rows of `e`: shards of that axis need an eighth; those of the other one
     need a part of each row, and chunks are as long as a row of the smallest array."""
@@ -117,7 +102,8 @@ def test_one_of_eight_shards_reads_about_an_eighth(
     whole = sum(x.nbytes for x in expected.values())
     by_e = {name: (x.shape[dim] == E) for name, x in expected.items()}
     bound = whole / 8 if all(by_e.values()) else whole
-    assert sum(read_bytes) <= 1.05 * bound
+    read = sum(chunk.nbytes for chunk in chunk_reads)
+    assert read <= 1.05 * bound
     # Each needed chunk was read once: an independent look at which elements are needed.
     needed = 0
     checkpoint = unickpt.open(stored)
@@ -127,7 +113,7 @@ def test_one_of_eight_shards_reads_about_an_eighth(
                 chunk = part.chunk_box(number)
                 if _needs(source, chunk, dim):
                     needed += chunk.size * 4
-    assert sum(read_bytes) == needed
+    assert read == needed
 
 
 def _needs(source: str, chunk: unickpt.Box, dim: int) -> bool:
@@ -151,16 +137,10 @@ def test_dtensors_on_four_ranks(stored: Path, processes: Processes, tmp_path: Pa
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import Replicate, Shard, empty
         import unickpt
-        from unickpt.checkpoint import Checkpoint
 
-        seen = []
-        read = Checkpoint.read_chunk
-        def read_chunk(self, *arguments):
-            seen.append(arguments[4].nbytes)
-            return read(self, *arguments)
-        Checkpoint.read_chunk = read_chunk
-
-        stored, rules, expected = sys.argv[1:]
+        tests, stored, rules, expected = sys.argv[1:]
+        sys.path.insert(0, tests)
+        from counts import chunks_read
         dist.init_process_group("gloo")
         expected = np.load(expected)
         rules = unickpt.Rules.load(rules)
@@ -177,16 +157,16 @@ def test_dtensors_on_four_ranks(stored: Path, processes: Processes, tmp_path: Pa
                     n: empty(*x.shape, device_mesh=mesh, placements=placements)
                     for n, x in expected.items()
                 }
-            seen.clear()
-            made = unickpt.load(stored, like, rules=rules)
+            with chunks_read() as seen:
+                made = unickpt.load(stored, like, rules=rules)
             whole = sum(x.nbytes for x in expected.values())
             whole_made = {n: made[n].full_tensor().numpy() for n in expected}
             right = all(np.array_equal(whole_made[n], expected[n]) for n in expected)
-            told.append([right, sum(seen) / whole])
+            told.append([right, sum(chunk.nbytes for chunk in seen) / whole])
         print(json.dumps(told))
         dist.destroy_process_group()
     """
-    arguments = stored, tmp_path / "rules", tmp_path / "expected.npz"
+    arguments = Path(__file__).parent, stored, tmp_path / "rules", tmp_path / "expected.npz"
     jobs = processes.torch(4, textwrap.dedent(source), *arguments)
     for out in processes.finish(jobs):
         told = json.loads(out.splitlines()[-1])

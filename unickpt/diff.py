@@ -16,9 +16,9 @@ from unickpt.checkpoint import Checkpoint
 from unickpt.errors import RuleError
 from unickpt.index import ArrayEntry
 from unickpt.options import LoadOptions
-from unickpt.read import NewTarget, read_arrays
+from unickpt.read import read_made
 from unickpt.rules import Rules
-from unickpt.view import AsStored, Ruled, View, jobs_of, same_digests, stored_facts, through
+from unickpt.view import AsStored, Ruled, View, same_digests, stored_facts, through
 
 _MISSING = "missing"
 
@@ -203,7 +203,10 @@ def _values(
     same_dtype = mine.dtype == other.dtype
     most = max(1, options.budget_bytes // 8 // dtypes.from_name(other.dtype).itemsize)
     for box in cut(Box.whole(other.shape), most):
-        a, b = (_read(v, e, box, options) for v, e in ((ours, mine), (theirs, other)))
+        a, b = (
+            read_made(v.checkpoint, e, v.recipe(e.name), box, options)
+            for v, e in ((ours, mine), (theirs, other))
+        )
         bits = _unequal_bits(a, b) if same_dtype else None
         if bits is not None and not bits.any():
             continue
@@ -214,13 +217,6 @@ def _values(
         return None
     size = f"of {int(np.prod(other.shape))}"
     return ArrayDifference(name, "value", "", size, unequal, most_abs, most_rel)
-
-
-def _read(view: View, entry: ArrayEntry, box: Box, options: LoadOptions) -> Array:
-    target = NewTarget(entry, box)
-    jobs = jobs_of(view, {entry.name: {entry.name: target}})
-    found: Array = read_arrays(view.checkpoint, jobs, options)[entry.name]
-    return found
 
 
 def _unequal_bits(a: Array, b: Array) -> Any:

@@ -125,8 +125,7 @@ def _wanted_chunks(
     entry: ArrayEntry, wants: Sequence[Wants]
 ) -> Iterator[tuple[Part, int, int, dict[int, list[Box]]]]:
     """The chunks of an array that are needed, and of each the boxes that each process needs."""
-    first = 0
-    for part in plan.parts(entry):
+    for first, part in plan.numbered_parts(entry):
         found: dict[int, dict[int, list[Box]]] = {}
         for process, of_process in enumerate(wants):
             for box in of_process.get(entry.name, ()):
@@ -136,7 +135,6 @@ def _wanted_chunks(
                     found.setdefault(number, {}).setdefault(process, []).append(common)
         for number in sorted(found):
             yield part, number, first + number, found[number]
-        first += part.count
 
 
 @dataclass
@@ -330,11 +328,9 @@ class _Exchange:
             slots = slots_of(filling.job)
             fill(slots, filling.buffers, self._options.verify)
             for name, (entry, users) in users_of(slots, filling.buffers).items():
-                first = 0
-                for part in plan.parts(entry):
+                for first, part in plan.numbered_parts(entry):
                     for number, by in by_chunk(part, users).items():
                         filling.users[name, first + number] = by
-                    first += part.count
 
     def _users(self, chunk: _Chunk) -> Sequence[User]:
         filling = self._filling[chunk.entry.name]

@@ -168,6 +168,14 @@ def parts(entry: ArrayEntry) -> list[Part]:
     ]
 
 
+def numbered_parts(entry: ArrayEntry) -> Iterator[tuple[int, Part]]:
+    """The parts of an array, each with the row of its first chunk in the array's digest table."""
+    first = 0
+    for part in parts(entry):
+        yield first, part
+        first += part.count
+
+
 def box_part(entry: ArrayEntry, box: Box) -> Part:
     """The part that carries one box of an array of several parts; its origin is its name.
 

@@ -244,15 +244,13 @@ def _reads(
 ) -> Iterator[ChunkRead]:
     for name, (entry, of_entry) in users.items():
         table = stored.digests_of(name) if verify else None
-        first = 0
-        for part in plan.parts(entry):
+        for first, part in plan.numbered_parts(entry):
             for number, by in sorted(by_chunk(part, of_entry).items()):
                 chunk = part.chunk_box(number)
                 pieces = [piece for user in by for piece in user.pieces(chunk)]
                 if pieces:
                     row = None if table is None else table[first + number]
                     yield ChunkRead(entry, part, number, chunk, row, pieces)
-            first += part.count
 
 
 def by_chunk(part: Part, users: Iterable[User]) -> dict[int, list[User]]:
@@ -392,7 +390,14 @@ def _holds(cast: Array, source: Array) -> bool:
 
 
 def read_box(stored: Checkpoint, entry: ArrayEntry, box: Box, *, verify: bool) -> Array:
-    """A box of an array as a new NumPy array."""
-    job = Job({entry.name: NewTarget(entry, box)}, {entry.name: Recipe((Itself(entry),))})
-    found: Array = read_arrays(stored, [job], LoadOptions(verify=verify))[entry.name]
+    """A box of a stored array as a new NumPy array."""
+    return read_made(stored, entry, Recipe((Itself(entry),)), box, LoadOptions(verify=verify))
+
+
+def read_made(
+    stored: Checkpoint, entry: ArrayEntry, recipe: Recipe, box: Box, options: LoadOptions
+) -> Array:
+    """A box of an array that is made by a recipe, as a new NumPy array like an entry."""
+    job = Job({entry.name: NewTarget(entry, box)}, {entry.name: recipe})
+    found: Array = read_arrays(stored, [job], options)[entry.name]
     return found

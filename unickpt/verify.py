@@ -164,15 +164,14 @@ def _tasks(stored: Checkpoint) -> Iterator[list[_Check]]:
     task: list[_Check] = []
     size = 0
     for entry in stored.index.arrays.values():
-        table, first = stored.digests_of(entry.name), 0
-        for part in plan.parts(entry):
+        table = stored.digests_of(entry.name)
+        for first, part in plan.numbered_parts(entry):
             for number in range(part.count):
                 task.append(_Check(entry, part, number, table[first + number]))
                 size += task[-1].nbytes
                 if size >= TASK_BYTES or len(task) == TASK_CHUNKS:
                     yield task
                     task, size = [], 0
-            first += part.count
     if task:
         yield task
 

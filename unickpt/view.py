@@ -19,7 +19,7 @@ from unickpt.index import ArrayEntry, Index, PerProcessEntry
 from unickpt.layout import Layout
 from unickpt.options import LoadOptions
 from unickpt.provenance import Provenance
-from unickpt.read import Job, NewTarget, read_arrays, read_box
+from unickpt.read import Job, read_box, read_made
 from unickpt.rules import Function, Rules
 from unickpt.rules.matching import Fact
 from unickpt.rules.plan import Constant, Made, Plan, Same, Stored
@@ -182,13 +182,9 @@ class Ruled:
             else:
                 one = first.name == other.name
                 same = one or same_digests(self.checkpoint, first, self.checkpoint, other)
+            both = recipe, Recipe((Itself(other),))
             same = same or all(
-                _same_bits(
-                    *(
-                        self._read(other, r, box, options)
-                        for r in (recipe, Recipe((Itself(other),)))
-                    )
-                )
+                _same_bits(*(read_made(self.checkpoint, other, r, box, options) for r in both))
                 for box in _pieces(other, options)
             )
         if not same:
@@ -196,11 +192,6 @@ class Ruled:
                 f"{self.checkpoint.location}: {check.first!r} and {check.other!r} are to become "
                 f"one, but differ\n  {check.rule}"
             )
-
-    def _read(self, entry: ArrayEntry, recipe: Recipe, box: Box, options: LoadOptions) -> Array:
-        job = Job({entry.name: NewTarget(entry, box)}, {entry.name: recipe})
-        found: Array = read_arrays(self.checkpoint, [job], options)[entry.name]
-        return found
 
     def _check_constant(self, check: Constant, options: LoadOptions) -> None:
         index = self.checkpoint.index
@@ -224,11 +215,6 @@ class Ruled:
             return None
         return _Function(self.checkpoint, made, made.function)
 
-    @cached_property
-    def inexact(self) -> list[str]:
-        """The arrays that the other direction does not bring back bit for bit."""
-        return [name for name, made in self.plan.made.items() if not made.exact]
-
 
 @dataclass(frozen=True)
 class _Function:
@@ -242,12 +228,6 @@ class _Function:
     def name(self) -> str:
         return self.made.name
 
-    def _read(self, made: Made, box: Box, options: LoadOptions) -> Array:
-        target = NewTarget(_entry(made, self.checkpoint.index), box)
-        job = Job({made.name: target}, {made.name: Recipe(made.feeds)})
-        found: Array = read_arrays(self.checkpoint, [job], options)[made.name]
-        return found
-
     def __call__(self, box: Box, verify: bool) -> Array:
         """The elements of a box.
 
@@ -258,8 +238,9 @@ class _Function:
         regions: Sequence[Box] = [box] * len(made.inputs)
         if function.region is not None:
             regions = function.region(box, *(one.fact.shape for one in made.inputs))
+        stored, options = self.checkpoint, LoadOptions(verify=verify)
         inputs = [
-            self._read(one, region, LoadOptions(verify=verify))
+            read_made(stored, _entry(one, stored.index), Recipe(one.feeds), region, options)
             for one, region in zip(made.inputs, regions, strict=True)
         ]
         found = np.asarray(function.apply(box, *inputs))

@@ -76,9 +76,10 @@ def convert(
     wanted = read_rules(rules, inverse, size)
     if like is not None and wanted is None:
         fail("--like needs --rules")
-    found = preview(source, wanted, like)
-    for doubt in found.doubts if os.environ.get("RANK", "0") == "0" else ():
-        warn(doubt)
+    if dry_run or os.environ.get("RANK", "0") == "0":
+        found = preview(source, wanted, like)
+        for doubt in found.doubts:
+            warn(doubt)
     if dry_run:
         _print_preview(found, as_json)
         return

@@ -125,6 +125,8 @@ def leave_to_others(
         shared: the names, on both sides, of what all parameters share.
         both_known: whether the names of both sides are known.
     """
+    if not any(instance.rule.default for instance in found):
+        return
     taken: set[str] = set()
     made: set[str] = set()
     for have, want in shared:

@@ -6,13 +6,12 @@ docs/rules.md holds the grammar.
 from __future__ import annotations
 
 import re
-import textwrap
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from unickpt import dtypes
 from unickpt.errors import RuleSyntaxError
 from unickpt.rules.axes import axes_of
+from unickpt.rules.lines import Line, logical_lines
 from unickpt.rules.syntax import (
     ELLIPSIS,
     Axis,
@@ -54,18 +53,6 @@ _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\b(?![./])")
 _TARGET = re.compile(r"[^\s\"#]+")
 
 
-@dataclass(frozen=True)
-class _Line:
-    """A logical line: the physical lines that it was put together from."""
-
-    text: str
-    starts: tuple[tuple[int, int, int, str], ...]  # offset, line number, indentation, its text
-
-    def place(self, file: str, at: int) -> Place:
-        offset, number, cut, text = next(s for s in reversed(self.starts) if s[0] <= at)
-        return Place(file, number, at - offset + cut + 1, text)
-
-
 def parse(text: str, file: str = "rules") -> list[Statement]:
     """Parses a rule file.
 
@@ -80,44 +67,13 @@ def parse(text: str, file: str = "rules") -> list[Statement]:
         >>> parse("params/w [i o] <-> w [o i]")[0].left[0][0].name.items
         ('params/w',)
     """
-    return [_Parser(line, file).statement() for line in _logical_lines(text)]
-
-
-def _logical_lines(text: str) -> Iterator[_Line]:
-    """Lines without comments; one that is not complete takes the next one along."""
-    held, starts = "", []
-    pending: list[tuple[int, str]] = [
-        (number, line)
-        for number, line in enumerate(textwrap.dedent(text).splitlines(), 1)
-        if _without_comment(line).strip()
-    ]
-    for at, (number, raw) in enumerate(pending):
-        line = _without_comment(raw).rstrip()
-        stripped = line.lstrip()
-        held += " " if held else ""
-        starts.append((len(held), number, len(line) - len(stripped), raw.rstrip()))
-        held += stripped
-        following = pending[at + 1][1].lstrip() if at + 1 < len(pending) else ""
-        if following and (_is_open(held) or following.startswith(("<->", ",", "="))):
-            continue
-        yield _Line(held, tuple(starts))
-        held, starts = "", []
-
-
-def _without_comment(line: str) -> str:
-    return re.sub(r'("(?:[^"\\]|\\.)*")|(?:^|(?<=\s))#.*', lambda found: found[1] or "", line)
-
-
-def _is_open(text: str) -> bool:
-    depth = sum(text.count(c) for c in "[(") - sum(text.count(c) for c in ")]")
-    ends = (",", "+", "=") if text.startswith("include ") else ("<->", ",", "+", "=")
-    return depth > 0 or text.endswith(ends)
+    return [_Parser(line, file).statement() for line in logical_lines(text)]
 
 
 class _Parser:
     """A recursive-descent parser of one logical line."""
 
-    def __init__(self, line: _Line, file: str) -> None:
+    def __init__(self, line: Line, file: str) -> None:
         self._line, self._text, self._file, self._at = line, line.text, file, 0
 
     # --- the text ---------------------------------------------------------------------------

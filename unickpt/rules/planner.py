@@ -106,7 +106,7 @@ class _Planner:
         if self._want is None:
             keep_ties(found, self._stored.entries)
         valid = [instance for instance in found if instance.why_not is None]
-        of_all = [shared_names(lift, valid, self._have, self._want) for lift in shared]
+        of_all = (shared_names(lift, valid, self._have, self._want) for lift in shared)
         leave_to_others(found, of_all, self._want is not None)
         valid = [instance for instance in valid if instance.why_not is None]
         self._claims.settle(valid, self._have, self._want)
@@ -212,7 +212,7 @@ class _Planner:
                 if rule.says_shapes:
                     _check_shape(instance, view, name, shape)
             if any(made.source is not None for made in inputs):
-                raise Unfit("functions are for arrays")
+                raise Unfit(f"{name!r} would be made of what is no array; functions are for arrays")
             fact = Fact("array", shape, view.dtype or inputs[0].fact.dtype)
             made = Made(name, fact, str(rule), function=function, inputs=tuple(inputs), exact=False)
             self._add(plan, made)
