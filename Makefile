@@ -25,6 +25,7 @@ test: lint
 
 soak: .venv/installed
 	$(BIN)/python -m pytest -m slow --timeout=3600
+	$(BIN)/python tests/soak.py --kills 1000
 
 bench: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check orbax-checkpoint safetensors

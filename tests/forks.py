@@ -5,6 +5,7 @@ Run as a script this is that process: it takes a line of JSON per command from i
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,15 +39,18 @@ class Forks:
 
     Arguments:
         folder: where their output goes.
+        imports: modules that take long to import, besides unickpt.
+        env: further environment variables of all processes.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *imports: str, env: Mapping[str, str] | None = None) -> None:
         self._folder = folder
         self._server = subprocess.Popen(
-            [sys.executable, "-W", "ignore", __file__],
+            [sys.executable, "-W", "ignore", __file__, *imports],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env={**os.environ, **(env or {})},
         )
         self._outputs: dict[int, Path] = {}
 
@@ -60,16 +65,27 @@ class Forks:
         """Kills a process that has not been waited for, ended or not."""
         os.kill(pid, signal.SIGKILL)
 
+    def said(self, pid: int) -> str:
+        """What a process has written until now."""
+        out = self._outputs[pid]
+        return out.read_text() if out.exists() else ""
+
+    def runs(self, pid: int) -> bool:
+        """Whether a process that has not been waited for still runs."""
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+
     def wait(self, pid: int) -> Ended:
         """Waits for the end of a process; kills it if that takes too long."""
         deadline = time.monotonic() + LIMIT_S
         while (code := self._ask(poll=pid)) is None:
             if time.monotonic() > deadline:
                 self.kill(pid)
-                raise AssertionError(f"a process hangs; it said:\n{self._outputs[pid].read_text()}")
+                raise AssertionError(f"a process hangs; it said:\n{self.said(pid)}")
             time.sleep(0.005)
-        out = self._outputs.pop(pid)
-        return Ended(code, out.read_text() if out.exists() else "")
+        said = self.said(pid)
+        del self._outputs[pid]
+        return Ended(code, said)
 
     def wait_all(self, pids: list[int]) -> list[Ended]:
         return [self.wait(pid) for pid in pids]
@@ -92,8 +108,8 @@ class Forks:
 
 
 def _serve() -> None:
-    import unickpt  # noqa: F401, what takes time before the fork
-
+    for module in ("unickpt", *sys.argv[1:]):
+        importlib.import_module(module)
     for line in sys.stdin:
         command = json.loads(line)
         if "poll" in command:

@@ -1,0 +1,387 @@
+"""A soak: jobs of torch ranks and of JAX processes that are killed again and again, with kill -9.
+
+    python tests/soak.py --kills 1000
+
+Each lane is one training run in a folder of its own, some with a second tier. A round starts a job
+that resumes from the newest step, checks what it loaded bit for bit, and saves further steps while
+it changes its state in place; some of its processes, or all, are killed at a random moment. A
+reader loads the newest step all the while. After each round every committed step must be whole and
+must hold exactly the state of that step, and no step that was reported committed may be missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+
+from conftest import free_port
+from forks import Ended, Forks
+
+import unickpt
+from unickpt import Checkpointer
+
+MANY = 6  # steps that a job saves, if it lives
+_READY_S = 60.0
+
+
+def arrays(step: int) -> dict[str, np.ndarray[Any, Any]]:
+    """The state of a step: every element differs from that of other steps."""
+    rng = np.random.default_rng(step)
+    return {
+        "sharded": rng.random((301, 203), np.float32),
+        "columns": rng.integers(0, 1 << 40, (57, 64)),
+        "replicated": rng.random(70_000, np.float32),
+        "statistics": rng.random(33, np.float64),
+    }
+
+
+def check_tree(tree: Any, step: int, count: int) -> None:
+    """Raises AssertionError unless a tree of NumPy arrays is the state of a step."""
+    for name, expected in arrays(step).items():
+        found = tree[name]
+        assert found.dtype == expected.dtype, f"step {step}: {name}: {found.dtype}"
+        assert found.tobytes() == expected.tobytes(), f"step {step}: {name} differs"
+    assert tree["step"] == step, f"step {step} holds {tree['step']}"
+    mine = tuple(1000 * step + process for process in range(count))
+    assert tree["mine"].values == mine, f"step {step}: {tree['mine']}"
+
+
+_HEAD = f"""
+import json, os, sys, time
+sys.path.insert(0, {os.path.dirname(os.path.abspath(__file__))!r})
+import numpy as np
+import unickpt
+from soak import arrays
+
+root, local, index, count, port, first, many = ARGS
+
+def run(make, change, check):
+    options = unickpt.SaveOptions(timeout_s=3.0, chunk_bytes=16 << 10, fsync=False)
+    arguments = {{"keep_last": 2, "keep_every": 10, "options": options, "local": local}}
+    with unickpt.Checkpointer(root, **arguments) as checkpointer:
+        state = {{**make(first), "step": first, "mine": unickpt.PerProcess(0)}}
+        if first:
+            state = checkpointer.load(state, step=first)
+            check(state, first)
+            assert state["mine"].value == 1000 * first + index, state["mine"]
+        pending = {{}}
+        print(json.dumps("ready"), flush=True)
+        for step in range(first + 1, first + 1 + many):
+            state = change(state, step)
+            state["step"], state["mine"] = step, unickpt.PerProcess(1000 * step + index)
+            pending[step] = checkpointer.save(step, state)
+            for other in [s for s in pending if pending[s].done()]:
+                pending.pop(other).result()
+                print(json.dumps(other), flush=True)
+        state = change(state, 0)  # what is in flight must not see this
+        for other in pending:
+            pending[other].result()
+            print(json.dumps(other), flush=True)
+
+def safely(job):
+    try:
+        job()
+    except unickpt.UnickptError as error:
+        print(json.dumps(f"{{type(error).__name__}}: {{error}}"), flush=True)
+"""
+
+TORCH = (
+    _HEAD
+    + """
+import torch
+import torch.distributed as dist
+from datetime import timedelta
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+torch.set_num_threads(1)
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(index),
+               "WORLD_SIZE": str(count)}
+try:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    mesh = init_device_mesh("cpu", (2, count // 2), mesh_dim_names=("replicate", "shard"))
+except Exception as error:  # another rank was killed before it came here
+    print(json.dumps(f"gloo: {error}"), flush=True)
+    os._exit(0)
+placements = {"sharded": [Shard(0), Shard(1)], "columns": [Replicate(), Shard(1)]}
+
+def make(step):
+    whole = {name: torch.from_numpy(array) for name, array in arrays(step).items()}
+    for name, placed in placements.items():
+        whole[name] = distribute_tensor(whole[name], mesh, placed, src_data_rank=None)
+    return whole
+
+def local_part(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+def change(state, step):
+    for name, new in make(step).items():
+        local_part(state[name]).copy_(local_part(new))  # in place, as an optimizer does
+    return state
+
+def check(state, step):
+    for name, expected in make(step).items():
+        assert torch.equal(local_part(state[name]), local_part(expected)), name
+
+safely(lambda: run(make, change, check))
+"""
+)
+
+JAX = (
+    _HEAD
+    + """
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+try:
+    jax.distributed.initialize(f"127.0.0.1:{port}", count, index, initialization_timeout=20)
+    mesh = jax.make_mesh((2, 2), ("x", "y"))
+except Exception as error:  # another process was killed before it came here
+    print(json.dumps(f"jax.distributed: {error}"), flush=True)
+    os._exit(0)
+specs = {"sharded": P(None, None), "columns": P(None, ("x", "y")), "replicated": P("x"),
+         "statistics": P()}
+
+def make(step):
+    return {
+        name: jax.make_array_from_callback(
+            array.shape, NamedSharding(mesh, specs[name]), lambda at, array=array: array[at])
+        for name, array in arrays(step).items()
+    }
+
+def change(state, step):
+    for name in specs:
+        state[name].delete() if step else None  # as a step that donates its state does
+    return {**state, **make(step)}
+
+def check(state, step):
+    for name, expected in arrays(step).items():
+        for shard in state[name].addressable_shards:
+            assert np.asarray(shard.data).tobytes() == expected[shard.index].tobytes(), name
+
+safely(lambda: run(make, change, check))
+"""
+)
+
+IMPORTS = {
+    "torch": ["torch", "torch.distributed.tensor", "torch.distributed.fsdp"],
+    "jax": ["jax", "jax.experimental.multihost_utils"],
+}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    "NPROC": "32",  # XLA's threads; gloo's collectives can block all of a few
+}
+
+READER = f"""
+import json, os, sys, time
+sys.path.insert(0, {os.path.dirname(os.path.abspath(__file__))!r})
+import unickpt
+from soak import check_tree
+
+root, count, stop = ARGS
+loads = 0
+while not os.path.exists(stop):
+    checkpointer = unickpt.Checkpointer(root)
+    floor = checkpointer.latest()
+    if floor is None:
+        time.sleep(0.01)
+        continue
+    try:
+        tree = checkpointer.load(fallback=True)
+        assert checkpointer.loaded_step >= floor, (checkpointer.loaded_step, floor)
+        check_tree(tree, checkpointer.loaded_step, count)
+    except Exception as error:
+        print(json.dumps(f"{{type(error).__name__}}: {{error}}"), flush=True)
+        os._exit(1)
+    loads += 1
+    time.sleep(0.02)
+print(json.dumps(loads), flush=True)
+"""
+
+
+@dataclass
+class Tally:
+    """What a soak did."""
+
+    kills: int = 0
+    jobs: int = 0
+    steps: int = 0
+    loads: int = 0
+    ends: Counter[str] = field(default_factory=Counter)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, **more: int) -> None:
+        with self.lock:
+            for name, count in more.items():
+                setattr(self, name, getattr(self, name) + count)
+
+
+class Lane:
+    """One training run, one job after another in one folder.
+
+    Arguments:
+        folder: its own.
+        source: of a process of the job.
+        count: processes of a job.
+        tiers: 1 or 2.
+        imports: what takes a process long to import.
+    """
+
+    def __init__(
+        self, folder: Path, source: str, count: int, tiers: int, imports: list[str], tally: Tally
+    ) -> None:
+        folder.mkdir()
+        self.forks = Forks(folder, *imports, env=ENVIRONMENT)
+        self.root = folder / "root"
+        self.local = folder / "local" if tiers == 2 else None
+        self._source, self._count, self._tally, self._folder = source, count, tally, folder
+        self._committed = 0
+        self._rng = random.Random(str(folder.name))
+
+    def run(self, kills: int) -> None:
+        """Rounds until the job's processes were killed so often, then one that is left alone."""
+        try:
+            killed = rounds = 0
+            while killed < kills:
+                killed += self._round(rounds)
+                rounds += 1
+            self._round(rounds, spare=True)
+            self._check_clean()
+        finally:
+            self.forks.close()
+
+    def _round(self, number: int, *, spare: bool = False) -> int:
+        stop = self._folder / f"stop_{number}"
+        reader = self.forks.start(READER, str(self.root), self._count, str(stop))
+        port = free_port()
+        pids = [
+            self.forks.start(
+                self._source, str(self.root), self.local and str(self.local), index, self._count,
+                port, self._committed, MANY,
+            )
+            for index in range(self._count)
+        ]  # fmt: skip
+        if not spare:
+            self._kill(pids)
+        ended = self.forks.wait_all(pids)
+        stop.touch()
+        read = self.forks.wait(reader)
+        assert read.code == 0, f"{self.root}: the reader alongside: {read.out}"
+        return self._check(ended, read, spare)
+
+    def _kill(self, pids: list[int]) -> None:
+        rng = self._rng
+        if rng.random() < 0.9:  # else while the job starts
+            self._wait_ready(pids[0])
+        time.sleep(rng.uniform(0, 0.6))
+        victims = rng.choice([pids, pids, pids[:1], [rng.choice(pids)]])
+        for pid in victims:
+            self.forks.kill(pid)
+        if rng.random() < 0.8:  # as a scheduler does with the rest of a job
+            time.sleep(rng.uniform(0, 0.5))
+            for pid in pids:
+                self.forks.kill(pid)
+
+    def _wait_ready(self, pid: int) -> None:
+        deadline = time.monotonic() + _READY_S
+        while '"ready"' not in self.forks.said(pid) and self.forks.runs(pid):
+            assert time.monotonic() < deadline, f"not ready: {self.forks.said(pid)}"
+            time.sleep(0.01)
+
+    def _check(self, ended: list[Ended], read: Ended, spare: bool) -> int:
+        told = []
+        for process in ended:
+            for line in process.out.splitlines():
+                with suppress(ValueError):
+                    told.append(json.loads(line))
+            assert "AssertionError" not in process.out, process.out
+            assert not spare or process.code == 0, process.out
+            self._tally.ends[_end_of(process)] += 1
+        checkpointer = Checkpointer(self.root, local=self.local)
+        steps = checkpointer.steps()
+        newest = max(steps, default=0)
+        least = max([self._committed, *(t for t in told if isinstance(t, int))])
+        assert newest >= least, f"{self.root}: step {least} was committed, the newest is {newest}"
+        for step in steps:
+            check_tree(checkpointer.load(step=step), step, self._count)
+        if steps:
+            assert unickpt.verify(checkpointer.path(newest)).ok
+        killed = sum(process.code == -9 for process in ended)
+        self._tally.add(kills=killed, jobs=1, steps=newest - self._committed, loads=read.last)
+        self._committed = newest
+        return killed
+
+    def _check_clean(self) -> None:
+        """After a job that was not killed, only what retention keeps is left."""
+        steps = Checkpointer(self.root).steps()
+        newest = self._committed
+        assert set(steps) <= {newest - 1, newest, *range(10, newest, 10)}, steps
+        assert {newest - 1, newest} <= set(steps), steps
+        for folder in [self.root, *([self.local] if self.local else [])]:
+            for name in os.listdir(folder):
+                if name != ".unickpt.lock":
+                    assert int(name.removeprefix("step_")) in steps, f"debris: {folder}/{name}"
+                    attempts = os.listdir(folder / name / "processes")
+                    assert len(attempts) == 1, f"debris: {folder}/{name}: {attempts}"
+
+
+def _end_of(process: Ended) -> str:
+    """How a process ended, in a word or two: an error that it told, or its exit code."""
+    lines = process.out.splitlines()
+    last = lines[-1].strip('"').partition(":")[0] if lines else ""
+    names_error = last.replace(".", "").isalpha() and last != "ready"
+    return last if process.code in (0, 1) and names_error else f"exit code {process.code}"
+
+
+def soak(kills: int, folder: Path) -> Tally:
+    """Kills processes of torch and of JAX jobs, in four lanes at once."""
+    tally = Tally()
+    lanes = [
+        Lane(folder / f"{name}_{tiers}", source, count, tiers, IMPORTS[name], tally)
+        for name, source, count in (("torch", TORCH, 4), ("jax", JAX, 2))
+        for tiers in (1, 2)
+    ]
+    with ThreadPoolExecutor(len(lanes)) as pool:
+        for lane in [pool.submit(lane.run, -(-kills // len(lanes))) for lane in lanes]:
+            lane.result()
+    return tally
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=1000)
+    kills = parser.parse_args().kills
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        tally = soak(kills, Path(folder))
+    print(
+        f"{tally.kills} processes killed in {tally.jobs} jobs, {tally.steps} steps committed, "
+        f"{tally.loads} loads alongside, {time.monotonic() - started:.0f} s; nothing lost, nothing "
+        f"damaged. How processes ended: {dict(tally.ends.most_common())}"
+    )
+
+
+if __name__ == "__main__":
+    main()
