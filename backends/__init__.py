@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import tensorstore as ts
 
 from unickpt.backends import file, gcs, memory, ocdbt, s3
+from unickpt.backends.kvstore import KvStore
 from unickpt.errors import InvalidPath
 
 Path = str | os.PathLike[str]
@@ -33,11 +34,13 @@ class Location:
         spec: the JSON of TensorStore's key-value store for it; its `path` ends with `/`.
         manifest: the key-value store that holds the manifest of the folder's database, where that
             is not in the folder.
+        generation: the storage's own name for the version of the manifest that is held there.
     """
 
     url: str
     spec: Mapping[str, Any]
     manifest: Mapping[str, Any] | None = None
+    generation: bytes = b""
 
     def child(self, relative: str) -> Location:
         """A folder below this one; `relative` needs no escaping and has no leading slash."""
@@ -53,55 +56,64 @@ class Location:
         """Whether each request crosses a network, so that many should be in flight."""
         return self.spec["driver"] not in ("file", "memory")
 
-    def store(self, context: ts.Context) -> ts.KvStore:
+    def store(self, context: ts.Context) -> KvStore:
         """The plain key-value store of this folder."""
-        return ts.KvStore.open(dict(self.spec), context=context).result()
+        return KvStore.open(dict(self.spec), context)
 
     # --- databases -----------------------------------------------------------------------------
 
-    def database(self, context: ts.Context) -> ts.KvStore:
+    def database(self, context: ts.Context) -> KvStore:
         """The OCDBT database in this folder."""
-        return ts.KvStore.open(self.array_spec(""), context=context).result()
+        return KvStore.open(self.array_spec(""), context)
 
     def values(self, context: ts.Context) -> file.Values | None:
         """The values of the database in this folder, where they can be read without TensorStore."""
         if not self.is_local:
             return None
-        base = self.store(context)
-        manifest = ts.KvStore.open(dict(self.manifest or self.spec), context=context).result()
+        base, manifest = self.store(context).raw, self._manifest(context).raw
         return file.Values(self.spec["path"], ocdbt.Tree(base, manifest, context))
+
+    def _manifest(self, context: ts.Context) -> KvStore:
+        """The key-value store that holds the database's manifest."""
+        return KvStore.open(dict(self.manifest or self.spec), context)
 
     def array_spec(self, prefix: str) -> dict[str, Any]:
         """The key-value store of one array inside this folder's database."""
         database = ocdbt.spec(self.spec, manifest=self.manifest)
         return {**database, "path": prefix + "/" if prefix else ""}
 
-    def pinned(self, context: ts.Context) -> Location:
-        """The database as it is now: with a copy of its manifest in memory.
+    def pinned(self, context: ts.Context) -> Location | None:
+        """The database as it is now, with a copy of its manifest in memory; None if there is none.
 
         What is read later belongs together, even if another checkpoint takes this one's place
         meanwhile; and no chunk costs a second request, to see whether the manifest is still new.
         """
         read = self.store(context).read(ocdbt.MANIFEST).result()
         if read.state != "value":
-            return self
+            return None
         held = memory.manifest(self.url)
-        ts.KvStore.open(held, context=context).result()[ocdbt.MANIFEST] = read.value
-        return replace(self, manifest=held)
+        KvStore.open(held, context).write(ocdbt.MANIFEST, read.value).result()
+        return replace(self, manifest=held, generation=read.stamp.generation)
 
-    def was_replaced(self, context: ts.Context) -> bool:
-        """Whether this is a pinned database that the folder holds no longer."""
+    def change(self, context: ts.Context) -> str:
+        """What happened to a pinned database since: "" (nothing), "replaced", or "removed".
+
+        Who finds something missing or wrong asks this afterwards: a save that replaces a
+        checkpoint, and whoever removes one, changes the manifest first and the rest later.
+        """
         if self.manifest is None:
-            return False
-        pinned = ts.KvStore.open(dict(self.manifest), context=context).result()
+            return ""
         now = self.store(context).read(ocdbt.MANIFEST).result()
-        return bool(now.value != pinned.read(ocdbt.MANIFEST).result().value)
+        if now.state != "value":
+            return "removed"
+        # Not its bytes: those of a copy that was removed and made again are the same.
+        return "replaced" if now.stamp.generation != self.generation else ""
 
     def count_keys(self, context: ts.Context) -> int:
         """How many keys the database has, as its manifest tells; none are listed."""
-        return ocdbt.count_keys(self.store(context), context)
+        return ocdbt.count_keys(self._manifest(context).raw, context)
 
-    def draft(self, context: ts.Context, data: str) -> tuple[ts.KvStore, ts.KvStore]:
+    def draft(self, context: ts.Context, data: str) -> tuple[KvStore, KvStore]:
         """A new database that does not show: its data is in the folder, its manifest in memory.
 
         Writing that manifest into the folder makes it the folder's database, at one stroke.
@@ -116,8 +128,8 @@ class Location:
         held = memory.manifest(data)
         database = ocdbt.spec(self.spec, manifest=held, data=data)
         return (
-            ts.KvStore.open(database, context=context).result(),
-            ts.KvStore.open(held, context=context).result(),
+            KvStore.open(database, context),
+            KvStore.open(held, context),
         )
 
     # --- folders -------------------------------------------------------------------------------
@@ -132,6 +144,11 @@ class Location:
             return file.folders(self.spec["path"])
         keys = (key.decode() for key in self.store(context).list().result())
         return sorted({key.partition("/")[0] for key in keys if "/" in key})
+
+    def make(self) -> None:
+        """Makes this folder, where the storage has folders."""
+        if self.is_local:
+            file.make(self.spec["path"])
 
     def remove(self, context: ts.Context) -> None:
         """Removes this folder and all that it holds."""
@@ -173,6 +190,7 @@ def context(*, fsync: bool = True) -> ts.Context:
             "cache_pool": {"total_bytes_limit": 0},
             ocdbt.NODE_CACHE: {"total_bytes_limit": ocdbt.NODE_CACHE_BYTES},
             memory.MANIFESTS: {},
+            **s3.CREDENTIALS,
             "gcs_request_retries": gcs.retries(),
             "s3_request_retries": s3.retries(),
         },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from unickpt.backends.kvstore import Damaged, Failed, asking_system
 from unickpt.backends.ocdbt import Place, Tree
 from unickpt.errors import InvalidPath, StorageError
 
@@ -44,7 +46,9 @@ def _is_directory(existing: str, path: str) -> bool:
     try:
         if stat.S_ISDIR(os.stat(existing).st_mode):
             return True
-    except OSError:  # what cannot be looked at is found out when it is used
+    except OSError as error:  # what cannot be looked at is found out when it is used
+        if error.errno == errno.ENAMETOOLONG:
+            raise InvalidPath(f"{path!r}: {error.strerror}; give a shorter one") from None
         if not os.path.islink(existing):
             return False
     raise InvalidPath(
@@ -78,8 +82,25 @@ def folders(path: str) -> list[str]:
     """Names of the folders in a folder; none where it is a link, which may lead anywhere."""
     if os.path.islink(path.rstrip("/")) or not os.path.isdir(path):
         return []
-    with os.scandir(path) as entries:
+    with asking_system(), os.scandir(path) as entries:
         return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+
+
+def make(path: str) -> None:
+    """Makes a folder, and those above it.
+
+    Raises:
+        Failed: names the one that cannot be made.
+    """
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        above = os.path.dirname(str(error.filename or path).rstrip("/"))
+        raise Failed(
+            f"cannot make the directory {error.filename or path}: {error.strerror}. Save to a path "
+            f"where directories can be made, or make {above} one that this user may write to",
+            error.errno,
+        ) from error
 
 
 def remove(path: str) -> None:
@@ -128,15 +149,15 @@ class Values:
             look: sees all that was read, piece by piece, each while the processor's cache has it.
 
         Raises:
-            ValueError: there is no such value, or not all of it, or the database is damaged.
-            OSError: the storage failed.
+            Damaged: there is no such value, or not all of it, or the database is damaged.
+            Failed: the storage failed.
         """
         found = self._tree.find(key)
         if found is None:
-            raise ValueError(f"NOT_FOUND: no bytes stored, {length} expected")
+            raise Damaged(f"no bytes stored, {length} expected")
         stored = found.length if isinstance(found, Place) else len(found)
         if stored != length:
-            raise ValueError(f"OUT_OF_RANGE: {stored} bytes stored, {length} expected")
+            raise Damaged(f"{stored} bytes stored, {length} expected")
         if isinstance(found, Place):
             _read_into(self._folder + found.path, found.offset, out, look)
         else:
@@ -147,15 +168,17 @@ class Values:
 def _read_into(
     path: str, offset: int, out: memoryview, look: Callable[[memoryview], object]
 ) -> None:
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise ValueError(f"NOT_FOUND: no file {path}") from None
+    with asking_system():
+        try:
+            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise Damaged(f"no file {path}") from None
     try:
         while out:
-            count = os.preadv(handle, [out[:_PIECE_BYTES]], offset)
+            with asking_system():
+                count = os.preadv(handle, [out[:_PIECE_BYTES]], offset)
             if count == 0:
-                raise ValueError(f"OUT_OF_RANGE: {path} ends at byte {offset}")
+                raise Damaged(f"{path} ends at byte {offset}")
             look(out[:count])
             offset, out = offset + count, out[count:]
     finally:
@@ -170,12 +193,14 @@ def locked(path: str, timeout_s: float) -> Iterator[None]:
     appends that to what the next one writes. A lock of the operating system's ends with its holder.
     """
     name = os.path.join(path, "manifest.ocdbt" + _LOCK)
-    os.makedirs(path, exist_ok=True)
-    handle = _acquire(name, timeout_s)
+    make(path)
+    with asking_system():
+        handle = _acquire(name, timeout_s)
     try:
-        for other in os.listdir(path):
-            if other.startswith("manifest.ocdbt_") and other.endswith(_LOCK):
-                os.unlink(os.path.join(path, other))  # what a killed process had half written
+        with asking_system():
+            for other in os.listdir(path):
+                if other.startswith("manifest.ocdbt_") and other.endswith(_LOCK):
+                    os.unlink(os.path.join(path, other))  # what a killed process had half written
         yield
     finally:
         with suppress(OSError):
@@ -196,13 +221,14 @@ class Hold:
 
     Raises:
         BlockingIOError: another process holds it, or this one; with what that one wrote.
-        OSError: the storage failed.
+        Failed: the storage failed.
     """
 
     def __init__(self, path: str, name: str, text: str) -> None:
-        os.makedirs(path, exist_ok=True)
+        make(path)
         self._name = os.path.join(path, name)
-        self._handle = os.open(self._name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        with asking_system():
+            self._handle = os.open(self._name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -266,11 +292,12 @@ def sync(path: str, top: str) -> None:
     at = path.rstrip("/")
     while len(at) >= len(end):
         if os.path.isdir(at):
-            handle = os.open(at, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+            with asking_system():
+                handle = os.open(at, os.O_RDONLY)
+                try:
+                    os.fsync(handle)
+                finally:
+                    os.close(handle)
         if at == end:
             break
         at = os.path.dirname(at)

@@ -11,6 +11,8 @@ from urllib.parse import unquote
 
 import tensorstore as ts
 
+from unickpt.backends.kvstore import Damaged, dump
+
 MANIFEST = "manifest.ocdbt"
 # Without a cache of its own, every chunk that is read would read the B-tree's nodes anew.
 NODE_CACHE = "cache_pool#nodes"
@@ -79,7 +81,8 @@ class Tree:
         """A value that the tree itself holds, or where it lies; None where there is none.
 
         Raises:
-            ValueError: the tree is damaged.
+            Damaged: the tree is damaged.
+            Failed: the storage failed.
         """
         wanted = key.encode()
         with self._lock:
@@ -106,15 +109,15 @@ class Tree:
         if found is not None:
             return found
         if location is None:
-            versions = ts.ocdbt.dump(self._manifest, context=self._context).result()["versions"]
+            versions = dump(self._manifest, context=self._context)["versions"]
             if not versions or "location" not in versions[-1]["root"]:
                 return None
             start, height = versions[-1]["root"]["location"], versions[-1]["root_height"]
         else:
             start = location
-        node = ts.ocdbt.dump(self._base, start, context=self._context).result()
+        node = dump(self._base, start, context=self._context)
         if node["height"] != height:
-            raise ValueError(f"DATA_LOSS: {start} is no B-tree node of height {height}")
+            raise Damaged(f"{start} is no B-tree node of height {height}")
         keys = [prefix + entry["key"] for entry in node["entries"]]
         self._nodes[location, prefix] = _Node(node["height"], prefix, keys, node["entries"])
         return self._nodes[location, prefix]
@@ -132,18 +135,22 @@ class _Node:
 
 def _place(location: str) -> Place:
     """Parses `value:BASE:FILE:OFFSET:LENGTH`; see `tensorstore.ocdbt.dump`."""
-    _, base, name, offset, length = location.split(":")
-    path = unquote(base) + unquote(name)
+    try:
+        _, base, name, offset, length = location.split(":")
+        place = Place(unquote(base) + unquote(name), int(offset), int(length))
+    except ValueError:
+        raise Damaged(f"{location!r} names no place of a value") from None
+    path = place.path
     if path.startswith("/") or ".." in path.split("/"):
-        raise ValueError(f"DATA_LOSS: {path!r} lies outside the database")
-    return Place(path, int(offset), int(length))
+        raise Damaged(f"{path!r} lies outside the database")
+    return place
 
 
 def count_keys(base: ts.KvStore, context: ts.Context) -> int:
     """Number of keys of the database whose manifest lies in `base`, as that manifest tells.
 
     Raises:
-        ValueError: there is no such manifest, or it cannot be read.
+        Failed: there is no such manifest, or it cannot be read.
     """
-    versions = ts.ocdbt.dump(base, context=context).result()["versions"]
+    versions = dump(base, context=context)["versions"]
     return int(versions[-1]["root"]["statistics"]["num_keys"]) if versions else 0

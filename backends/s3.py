@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import http
+import http.client
 import os
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from unickpt.errors import InvalidPath
 
 _ATTEMPTS = 10
+_CREDENTIALS = "aws_credentials#"
+# Where credentials come from, as resources of a context; a spec names one of them.
+CREDENTIALS: Mapping[str, Any] = {
+    _CREDENTIALS + kind: {"type": kind}
+    for kind in ("environment", "default", "ecs", "imds", "anonymous")
+}
+_METADATA = "http://169.254.169.254"
+_METADATA_TIMEOUT_S = 1.0
 
 
 def spec(url: str) -> dict[str, Any]:
@@ -21,7 +34,52 @@ def spec(url: str) -> dict[str, Any]:
     if endpoint:
         # With an endpoint of its own TensorStore does not look the region up.
         out |= {"endpoint": endpoint.rstrip("/"), "aws_region": region or "us-east-1"}
-    return out
+    return out | {"aws_credentials": _CREDENTIALS + _source()}
+
+
+def _source() -> str:
+    """Where the credentials are, looked for in the order of the AWS SDK.
+
+    The SDK's own search writes lines to stderr for every place where there are none, in each
+    context again; so it is left to search only where this cannot tell.
+    """
+    env = os.environ
+    if env.get("AWS_ACCESS_KEY_ID") and env.get("AWS_SECRET_ACCESS_KEY"):
+        return "environment"
+    home = Path.home() / ".aws"
+    files = [
+        env.get("AWS_SHARED_CREDENTIALS_FILE") or home / "credentials",
+        env.get("AWS_CONFIG_FILE") or home / "config",
+    ]
+    if any(map(os.path.exists, files)) or env.get("AWS_WEB_IDENTITY_TOKEN_FILE"):
+        return "default"
+    if env.get("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI") or env.get(
+        "AWS_CONTAINER_CREDENTIALS_FULL_URI"
+    ):
+        return "ecs"
+    if env.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
+        return "anonymous"
+    service = env.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or _METADATA
+    return "imds" if _has_role(service) else "anonymous"
+
+
+@cache
+def _has_role(service: str) -> bool:
+    """Whether this is a machine in EC2 that has a role; asked once per process."""
+    parts = urlsplit(service)
+    metadata = http.client.HTTPConnection(parts.netloc, timeout=_METADATA_TIMEOUT_S)
+    try:
+        seconds = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
+        metadata.request("PUT", "/latest/api/token", headers=seconds)
+        token = metadata.getresponse().read().decode()
+        asked = {"X-aws-ec2-metadata-token": token}
+        metadata.request("GET", "/latest/meta-data/iam/security-credentials/", headers=asked)
+        answer = metadata.getresponse()
+        return answer.status == http.HTTPStatus.OK and bool(answer.read().strip())
+    except (OSError, http.client.HTTPException, ValueError):
+        return False
+    finally:
+        metadata.close()
 
 
 def bucket_and_path(url: str) -> tuple[str, str]:

@@ -54,7 +54,7 @@ def test_every_value_is_found(tree: Tree, tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["", "a", "params/l%y:001/c/0", "params/l%y:088/c/1", "z"])
 def test_a_missing_key_is_missing(tree: Tree, tmp_path: Path, key: str) -> None:
     assert tree.find(key) is None
-    with pytest.raises(ValueError, match="NOT_FOUND: no bytes stored, 3 expected"):
+    with pytest.raises(ValueError, match="no bytes stored, 3 expected"):
         file.Values(f"{tmp_path}/", tree).read_into(key, memoryview(bytearray(3)), 3, print)
 
 
@@ -69,7 +69,7 @@ def test_an_empty_database_has_no_values(tmp_path: Path, context: ts.Context) ->
 def test_a_value_of_another_length_is_refused(tree: Tree, tmp_path: Path, wrong: int) -> None:
     key = "params/l%y:088/c/0"
     assert len(KEYS[key]) == 969
-    with pytest.raises(ValueError, match=f"OUT_OF_RANGE: 969 bytes stored, {wrong} expected"):
+    with pytest.raises(ValueError, match=f"969 bytes stored, {wrong} expected"):
         file.Values(f"{tmp_path}/", tree).read_into(key, memoryview(bytearray(9)), wrong, print)
 
 
@@ -82,7 +82,7 @@ def test_no_value_lies_outside(base: str, monkeypatch: pytest.MonkeyPatch) -> No
         {"height": 0, "entries": [{"key": b"k", "indirect_value": f"value:{base}:passwd:0:9"}]},
     ])  # fmt: skip
     monkeypatch.setattr(ts.ocdbt, "dump", lambda *_, **__: Done(next(dumps)))
-    with pytest.raises(ValueError, match=r"DATA_LOSS: .* lies outside the database"):
+    with pytest.raises(ValueError, match=r" lies outside the database"):
         Tree(None, None, ts.Context()).find("k")  # type: ignore[arg-type]
 
 
@@ -96,7 +96,7 @@ def test_nodes_that_lead_to_each_other_end(monkeypatch: pytest.MonkeyPatch) -> N
         return Done({"height": 5, "entries": [again]})
 
     monkeypatch.setattr(ts.ocdbt, "dump", dump)
-    with pytest.raises(ValueError, match=r"DATA_LOSS: .* no B-tree node of height 4"):
+    with pytest.raises(ValueError, match=r" no B-tree node of height 4"):
         Tree(None, None, ts.Context()).find("k")  # type: ignore[arg-type]
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import tensorstore as ts
 
 from unickpt.backends import Location
+from unickpt.backends.kvstore import Future, KvStore
 from unickpt.errors import ProcessFailed, StorageError
 from unickpt.group import Group
 from unickpt.record import Record
@@ -150,7 +151,7 @@ class Board:
         reads = [(process, self._records.read(f"{process:05d}{kind}")) for process in processes]
         return [(process, self._decode(process, read)) for process, read in reads]
 
-    def _decode(self, process: int, read: ts.Future[ts.KvStore.ReadResult]) -> Record:
+    def _decode(self, process: int, read: Future[ts.KvStore.ReadResult]) -> Record:
         try:
             return Record.decode(read.result().value)
         except ValueError as error:
@@ -183,7 +184,7 @@ class Board:
         self._folder.child("records").remove(self._context)
 
 
-def _list(store: ts.KvStore) -> set[str]:
+def _list(store: KvStore) -> set[str]:
     return {key.decode(errors="replace") for key in store.list().result()}
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, ValuesView
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence, ValuesView
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import numpy as np
@@ -13,14 +14,23 @@ import tensorstore as ts
 from unickpt import backends, chunks, digests, dtypes, plan, values
 from unickpt import index as index_module
 from unickpt.adapt import Array
+from unickpt.backends.kvstore import Failed
 from unickpt.blob import blob_key
 from unickpt.box import Box
 from unickpt.chunks import ChunkStore
-from unickpt.errors import CheckpointCorrupt, CheckpointNotFound
+from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, CheckpointReplaced, UnickptError
 from unickpt.index import DIGESTS_KEY, INDEX_KEY, ArrayEntry, Index
 from unickpt.layout import Layout
+from unickpt.listing import checkpoints_below
 from unickpt.plan import Part
 from unickpt.read import read_box
+
+T = TypeVar("T")
+
+# A reader that starts again, because a save replaced what it read, has until the next save for it.
+_OPENINGS = 50
+_READINGS = 20
+_SHOWN = 8  # names of checkpoints, in a message
 
 
 def open(path: backends.Path) -> Checkpoint:
@@ -29,8 +39,11 @@ def open(path: backends.Path) -> Checkpoint:
     Arguments:
         path: a local path or a URL (file, memory, s3, gs).
 
+    Where a save replaces the checkpoint at this moment, the new one is opened.
+
     Raises:
         CheckpointNotFound: no committed checkpoint is there.
+        CheckpointReplaced: saves replaced it again and again, faster than it could be opened.
         CheckpointCorrupt: its index is damaged.
         UnsupportedFormat: it was written by a newer unickpt.
 
@@ -41,20 +54,91 @@ def open(path: backends.Path) -> Checkpoint:
         array([3, 4])
     """
     location = backends.resolve(path)
+    return again(lambda: _open(location), _OPENINGS)
+
+
+def reading(path: backends.Path, work: Callable[[Checkpoint], T]) -> T:
+    """Opens a checkpoint and reads of it, from the start again if it is replaced meanwhile.
+
+    Arguments:
+        path: as for `open`.
+        work: reads; whatever it makes is thrown away where it has to start again.
+
+    Raises:
+        CheckpointReplaced: that happened again and again.
+    """
+    return again(lambda: work(open(path)), _READINGS)
+
+
+def again(work: Callable[[], T], times: int = _READINGS) -> T:
+    """Does some work, and does it again where it raises CheckpointReplaced."""
+    replaced = None
+    for _ in range(times):
+        try:
+            return work()
+        except CheckpointReplaced as error:
+            replaced = error  # opened again it is the new one, or gone
+        except CheckpointNotFound as error:
+            if replaced is None:
+                raise
+            raise CheckpointNotFound(
+                f"{error}. It was there a moment ago, and was removed while it was being read"
+            ) from replaced
+    assert replaced is not None, "it was tried at least once"
+    raise replaced
+
+
+def _open(location: backends.Location) -> Checkpoint:
     # Its own context, and so its own memory: another save at this path changes nothing of this.
     context = backends.context()
     try:
-        location = location.pinned(context)
+        pinned = location.pinned(context)
+    except Failed as error:
+        raise chunks.translate(error, str(location)) from error
+    if pinned is None:
+        raise CheckpointNotFound(_nothing_at(location))
+    try:
+        return Checkpoint(pinned, context, _read_index(pinned, context))
+    except UnickptError as error:
+        found = chunks.unless_replaced(error, pinned, context)
+        if found is error:
+            raise
+        raise found from error
+
+
+def _read_index(location: backends.Location, context: ts.Context) -> Index:
+    try:
         read = location.database(context).read(INDEX_KEY).result()
-    except chunks.FAILURES as error:
+    except Failed as error:
         raise chunks.translate(error, str(location)) from error
     if read.state != "value":
         raise CheckpointNotFound(
-            f"no checkpoint at {location}: it has no index. Was the save committed? "
-            "`unickpt ls` lists the checkpoints below a directory."
+            f"no checkpoint at {location}: a database is there, but it has no index of unickpt's"
         )
-    index = index_module.decode(read.value, str(location))
-    return Checkpoint(location, context, index)
+    return index_module.decode(read.value, str(location))
+
+
+def _nothing_at(location: backends.Location) -> str:
+    """Why there is nothing to open, and what might have been meant."""
+    said = f"no checkpoint at {location}"
+    try:
+        below = [listed for listed in checkpoints_below(location.url) if listed.name != "."]
+    except (UnickptError, Failed):
+        below = []
+    if not below:
+        return (
+            f"{said}: nothing was committed there. `unickpt ls` lists the checkpoints below a "
+            "directory"
+        )
+    names = [listed.name for listed in below]
+    shown = ", ".join(names if len(names) <= _SHOWN else [names[0], "...", *names[1 - _SHOWN :]])
+    hint = f"give the path of one, as {below[-1].path!r}"
+    if all(name.startswith("step_") for name in names):
+        hint = (
+            f"load the newest by unickpt.Checkpointer({str(location)!r}).load(), or give the path "
+            f"of a step, as {below[-1].path!r}"
+        )
+    return f"{said}: it holds checkpoints, but is none itself ({shown}); {hint}"
 
 
 class Checkpoint(Mapping[str, "StoredArray"]):
@@ -95,6 +179,9 @@ class Checkpoint(Mapping[str, "StoredArray"]):
     def __len__(self) -> int:
         return len(self.index.arrays) + len(self.index.aliases)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopen, (self.url, self.index.attempt, self.index.created)
+
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.location)!r}, {len(self)} arrays)"
 
@@ -119,14 +206,34 @@ class Checkpoint(Mapping[str, "StoredArray"]):
             size, digest = blobs[process]
             data = self.read_key(blob_key(name, process))
             if len(data) != size or chunks.digest(np.frombuffer(data, np.uint8)) != digest:
-                raise CheckpointCorrupt(
-                    f"{self.location}: the value of process {process} for {name!r} does not match "
-                    "its digest"
+                raise self.damaged(
+                    f"the value of process {process} for {name!r} does not match its digest"
                 )
             out.append(data)
         return tuple(out)
 
     # --- for load and verify -------------------------------------------------------------------
+
+    def damaged(self, reason: str) -> Exception:
+        """What to raise where something stored is wrong: damage, unless it was replaced since."""
+        return self._chunks.unless_replaced(CheckpointCorrupt(f"{self.location}: {reason}"))
+
+    def check_unchanged(self) -> None:
+        """Makes sure that this is still the checkpoint at its path.
+
+        Raises:
+            CheckpointReplaced: it is not.
+        """
+        found = self.damaged("")
+        if not isinstance(found, CheckpointCorrupt):
+            raise found
+
+    def count_keys(self) -> int:
+        """How many keys the database has, as its manifest tells; none are listed."""
+        try:
+            return self.location.count_keys(self._chunks.context)
+        except Failed as error:
+            raise self._chunks.explained(error, str(self.location)) from error
 
     def read_key(self, key: str) -> bytes:
         """The bytes of one key of the database.
@@ -137,10 +244,10 @@ class Checkpoint(Mapping[str, "StoredArray"]):
         where = f"{self.location}: key {key!r}"
         try:
             read = self._chunks.database.read(key).result()
-        except chunks.FAILURES as error:
+        except Failed as error:
             raise self._chunks.explained(error, where) from error
         if read.state != "value":
-            raise CheckpointCorrupt(f"{where}: is missing")
+            raise self.damaged(f"key {key!r}: is missing")
         data: bytes = read.value
         return data
 
@@ -149,8 +256,8 @@ class Checkpoint(Mapping[str, "StoredArray"]):
         data = self.read_key(DIGESTS_KEY)
         try:
             table = digests.decode(data, self.index, digests.length(self.index.arrays))
-        except ValueError as error:
-            raise CheckpointCorrupt(f"{self.location}: {error}") from None
+        except digests.Mismatch as error:
+            raise self.damaged(str(error)) from None
         return table, digests.spans(self.index.arrays)
 
     def digests_of(self, name: str) -> digests.Table:
@@ -168,7 +275,7 @@ class Checkpoint(Mapping[str, "StoredArray"]):
         try:
             for part in plan.parts(entry)[:1]:
                 self._chunks.check_backed(entry, part)
-        except chunks.FAILURES as error:
+        except Failed as error:
             where = f"{self.location}: array {entry.name!r}"
             raise self._chunks.explained(error, where) from error
 
@@ -198,7 +305,26 @@ class Checkpoint(Mapping[str, "StoredArray"]):
         return not hashed or digest == row["digest"]
 
     def open_part(self, entry: ArrayEntry, part: Part) -> ts.TensorStore:
-        return self._chunks.array(entry, part)
+        try:
+            return self._chunks.array(entry, part)
+        except Failed as error:
+            where = f"{self.location}: array {entry.name!r}"
+            raise self._chunks.explained(error, where) from error
+
+
+def _reopen(url: str, attempt: str, created: str) -> Checkpoint:
+    """The checkpoint that was pickled.
+
+    Raises:
+        CheckpointReplaced: by now another one is at its path.
+    """
+    found = open(url)
+    if (found.index.attempt, found.index.created) != (attempt, created):
+        raise CheckpointReplaced(
+            f"{found.location}: the checkpoint that was pickled, of {created}, was replaced by "
+            f"one of {found.index.created}; open it again and pickle that"
+        )
+    return found
 
 
 class PlainValues(Mapping[str, values.Plain]):
@@ -285,10 +411,14 @@ class StoredArray:
         Raises:
             IndexError: the box does not lie within the array.
             CheckpointCorrupt: a chunk is damaged.
+            CheckpointReplaced: a save replaced the checkpoint since it was opened.
         """
         if len(box.start) != len(self.shape) or not Box.whole(self.shape).contains(box):
             raise IndexError(f"box {box} does not lie within {self.name!r} of shape {self.shape}")
         return read_box(self._checkpoint, self._entry, box, verify=verify)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return operator.getitem, (self._checkpoint, self.name)
 
     def __getitem__(self, key: Any) -> Array:
         box, rest = _parse(key, self.shape, self.name)

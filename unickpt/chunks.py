@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,12 +14,8 @@ import xxhash
 from unickpt import dtypes
 from unickpt.adapt import Array
 from unickpt.backends import Location
-from unickpt.errors import (
-    CheckpointCorrupt,
-    CheckpointNotFound,
-    StorageError,
-    UnickptError,
-)
+from unickpt.backends.kvstore import Damaged, Failed, Future, asking, without_status
+from unickpt.errors import CheckpointCorrupt, CheckpointReplaced, StorageError
 from unickpt.index import ArrayEntry
 from unickpt.plan import Part
 
@@ -124,13 +119,15 @@ class ChunkStore:
                 "store_data_equal_to_fill_value": True,
                 "fill_missing_data_reads": False,
             }
-            found = ts.open(spec, context=self.context, open=True, assume_metadata=True).result()
+            with asking():
+                opened = ts.open(spec, context=self.context, open=True, assume_metadata=True)
+                found = opened.result()
             self._open[part.key] = found
         return found
 
     def write(
         self, entry: ArrayEntry, part: Part, number: int, chunk: Array, transaction: ts.Transaction
-    ) -> ts.Future[Any]:
+    ) -> Future[Any]:
         """Adds a chunk to a transaction; `chunk` must stay unchanged until that is committed."""
         if self._is_raw(part, chunk.shape, entry):
             store = self.database.with_transaction(transaction)
@@ -138,9 +135,10 @@ class ChunkStore:
         box = part.chunk_box(number).relative_to(part.box.start)
         target = self.array(entry, part).with_transaction(transaction)[box.slices]
         stored = _as_stored(chunk, entry.dtype)
-        return target.write(stored, can_reference_source_data_indefinitely=True).copy
+        with asking():
+            return Future(target.write(stored, can_reference_source_data_indefinitely=True).copy)
 
-    def request(self, entry: ArrayEntry, part: Part, number: int) -> ts.Future[Any] | None:
+    def request(self, entry: ArrayEntry, part: Part, number: int) -> Future[Any] | None:
         """Starts to read a small chunk where each request takes time of its own; else None."""
         if self._values is None and self._is_raw(part, part.chunk_box(number).shape, entry):
             return self.database.read(_key(part, number))
@@ -152,7 +150,7 @@ class ChunkStore:
         part: Part,
         number: int,
         out: Array,
-        requested: ts.Future[Any] | None = None,
+        requested: Future[Any] | None = None,
         *,
         hashed: bool = False,
     ) -> int | None:
@@ -183,29 +181,26 @@ class ChunkStore:
                 result = requested.result()
                 if result.state != "value" or len(result.value) != out.nbytes:
                     found = len(result.value) if result.state == "value" else "no"
-                    raise ValueError(f"NOT_FOUND: {found} bytes stored, {out.nbytes} expected")
+                    raise Damaged(f"{found} bytes stored, {out.nbytes} expected")
                 _bytes_of(out)[:] = np.frombuffer(result.value, np.uint8)
             else:
                 local = box.relative_to(part.box.start)
                 target = ts.array(_as_stored(out, entry.dtype), context=self.context)
                 self.check_backed(entry, part)
-                target.write(self.array(entry, part)[local.slices]).result()
-        except FAILURES as error:
+                source = self.array(entry, part)[local.slices]
+                with asking():
+                    target.write(source).result()
+        except Failed as error:
             raise self.explained(error, f"{self.location}: array {entry.name!r} {box}") from error
         return digest(out) if hashed else None
 
-    def explained(self, error: Exception, where: str) -> Exception:
+    def explained(self, error: Failed, where: str) -> Exception:
         """What to raise for a failure to read: damage, the storage's fault, or another's save."""
-        try:
-            replaced = self.location.was_replaced(self.context)
-        except FAILURES:
-            replaced = False
-        if replaced:
-            return CheckpointNotFound(
-                f"{where}: another checkpoint took the place of this one since it was opened; "
-                "open it again"
-            )
-        return translate(error, where)
+        return self.unless_replaced(translate(error, where))
+
+    def unless_replaced(self, found: Exception) -> Exception:
+        """See the function of this name."""
+        return unless_replaced(found, self.location, self.context)
 
     def check_backed(self, entry: ArrayEntry, part: Part) -> None:
         """Makes sure that what is stored justifies memory for a chunk of the declared shape.
@@ -214,18 +209,18 @@ class ChunkStore:
         to read one whose size only the index vouches for. One look at the first chunk per part.
 
         Raises:
-            ValueError: the stored chunk is smaller than declared.
+            Damaged: the stored chunk is smaller than declared.
             MemoryError: the chunk is as large as declared, and too large for this machine.
         """
         nbytes = math.prod(part.chunk) * dtypes.from_name(entry.dtype).itemsize
         if nbytes <= _BELIEVED or part.key in self._backed:
             return
         if self.codecs and nbytes > COMPRESSED_MOST:
-            raise ValueError(f"DATA_LOSS: a compressed chunk of {nbytes} bytes is not allowed")
+            raise Damaged(f"a compressed chunk of {nbytes} bytes is not allowed")
         least = -(-nbytes // _MOST_PER_BYTE) if self.codecs else nbytes
         last = slice(least - 1, least)
         if self.database.read(_key(part, 0), byte_range=last).result().state != "value":
-            raise ValueError(f"NOT_FOUND: no bytes stored, {least} expected")
+            raise Damaged(f"no bytes stored, {least} expected")
         np.empty(nbytes, np.uint8)
         self._backed.add(part.key)
 
@@ -245,34 +240,42 @@ def _as_stored(chunk: Array, dtype: str) -> Array:
     return chunk if chunk.dtype == stored else chunk.view(stored)
 
 
-# What TensorStore raises, whether the data or the storage is to blame.
-FAILURES = (ValueError, OSError, NotImplementedError, IndexError)
-_DAMAGE = ("DATA_LOSS", "OUT_OF_RANGE", "FAILED_PRECONDITION", "NOT_FOUND")
-_STATUS = re.compile(r"([A-Z_]+): ")
+def unless_replaced(found: Exception, location: Location, context: ts.Context) -> Exception:
+    """An error that a reader found, unless the checkpoint was replaced or removed: then that.
+
+    Asked after the error was found, because only then it is certain that what was read before was
+    still the checkpoint.
+    """
+    # A network that fails would only fail again, after as many tries.
+    asks = CheckpointCorrupt if location.is_remote else CheckpointCorrupt | StorageError
+    if not isinstance(found, asks):
+        return found
+    try:
+        change = location.change(context)
+    except Failed as error:
+        return translate(error, str(location))
+    if not change:
+        return found
+    by = "another save" if change == "replaced" else "somebody"
+    return CheckpointReplaced(
+        f"{location}: {by} {change} this checkpoint while it was being read; open it again"
+    )
 
 
-def translate(error: Exception, where: str, *, reading: bool = True) -> Exception:
-    """An error of TensorStore as one of ours: is it the data, or the storage?
+# What calls of the storage raise; see `backends.kvstore`.
+FAILURES = (Failed,)
 
-    Errors of anybody else are returned as they are.
+
+def translate(error: Failed, where: str, *, reading: bool = True) -> Exception:
+    """A failure of the storage as one of our errors: is it the data, or the storage?
 
     Arguments:
-        error: the error.
+        error: the failure.
         where: the path and what of it, for the message.
         reading: whether the storage was asked for what a checkpoint should hold; what goes wrong
             while writing is never the fault of stored data.
     """
-    if isinstance(error, UnickptError):
-        return error
-    text, _, answer = str(error).partition(" [http_response")
-    match = _STATUS.match(text)
-    # TensorStore's INVALID_ARGUMENT carries no name of its status.
-    nameless = match is None and reading and isinstance(error, ValueError)
-    if match is None and not nameless and not isinstance(error, OSError):
-        return error
-    damaged = nameless or (match is not None and match[1] in _DAMAGE)
-    # What a server answers is no fault of stored data, except that an object is too short.
-    if reading and damaged and (not answer or text.startswith("OUT_OF_RANGE")):
-        detail = text[match.end() :] if match else text
+    if reading and error.is_of_data:
+        detail = without_status(str(error))
         return CheckpointCorrupt(f"{where}: stored data is damaged or missing: {detail}")
-    return StorageError(f"{where}: the storage failed: {text}")
+    return StorageError(f"{where}: the storage failed: {error}")

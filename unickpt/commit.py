@@ -21,6 +21,7 @@ from unickpt import chunks, digests, merge, root
 from unickpt import index as index_module
 from unickpt._version import LIBRARY
 from unickpt.backends import Location
+from unickpt.backends.kvstore import Failed
 from unickpt.board import MORE, OK, REQUEST, Board
 from unickpt.describe import Description
 from unickpt.errors import (
@@ -29,7 +30,6 @@ from unickpt.errors import (
     SaveConflict,
     SaveTimeout,
     StorageError,
-    UnickptError,
 )
 from unickpt.group import Group
 from unickpt.index import DIGESTS_KEY, INDEX_KEY, Index
@@ -107,6 +107,15 @@ class Attempt:
             )
         self._found = found
 
+    def make_folder(self) -> None:
+        """Makes this attempt's folder, where storage has folders.
+
+        Raises:
+            StorageError: names the directory that cannot be made.
+        """
+        with self._asking():
+            self._folder.make()
+
     def check_new(self) -> None:
         """Refuses an attempt's name that was used before, whose records would be taken for news.
 
@@ -130,8 +139,7 @@ class Attempt:
     def explained(self, error: Exception) -> Exception:
         """What to raise for an error: the storage's errors as ours, and a conflict where another
         job took the place meanwhile, which removes the files of those that it defeats."""
-        ours = isinstance(error, UnickptError) and not isinstance(error, StorageError)
-        if ours or not isinstance(error, chunks.FAILURES) or self._found is None:
+        if not isinstance(error, StorageError) or self._found is None:
             return error
         try:
             if self._is_hopeless or self.group.index > 0:
@@ -140,7 +148,7 @@ class Attempt:
             return conflict
         except Exception:
             pass  # the storage does not even tell that; its first error says more
-        if isinstance(error, UnickptError):
+        if not isinstance(error, Failed):
             return error
         return chunks.translate(error, f"saving to {self.location}", reading=False)
 
@@ -229,7 +237,7 @@ class Attempt:
     def _asking(self) -> Iterator[None]:
         try:
             yield
-        except chunks.FAILURES as error:
+        except Failed as error:
             raise chunks.translate(error, str(self.location), reading=False) from error
 
     @contextmanager

@@ -66,6 +66,10 @@ def spans(arrays: Mapping[str, ArrayEntry]) -> dict[str, slice]:
     return at
 
 
+class Mismatch(ValueError):
+    """The digest table and the index contradict each other; says how."""
+
+
 def decode(data: bytes, index: Index, total: int) -> Table:
     """The table of an index; both come from storage, so each is held against the other.
 
@@ -75,13 +79,13 @@ def decode(data: bytes, index: Index, total: int) -> Table:
         total: number of chunks of the index's arrays, from `length`.
 
     Raises:
-        ValueError: says how they differ.
+        Mismatch: says how they differ.
     """
     if index.chunks != total or len(data) != total * DTYPE.itemsize:
-        raise ValueError(
+        raise Mismatch(
             f"the arrays have {total} chunks, the index names {index.chunks}, and the digest table "
             f"has {len(data)} bytes"
         )
     if f"{xxhash.xxh3_64_intdigest(data):016x}" != index.digests_xxh3:
-        raise ValueError("the digest table does not match the digest of it in the index")
+        raise Mismatch("the digest table does not match the digest of it in the index")
     return np.frombuffer(data, DTYPE)

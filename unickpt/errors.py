@@ -13,6 +13,10 @@ class CheckpointNotFound(UnickptError, FileNotFoundError):
     """No committed checkpoint exists at the path."""
 
 
+class CheckpointReplaced(CheckpointNotFound):
+    """The checkpoint was replaced or removed, by a save or a person, while it was being read."""
+
+
 class CheckpointExists(UnickptError, FileExistsError):
     """The destination is taken: by a committed checkpoint, or by files that are not ours."""
 
@@ -23,6 +27,10 @@ class CheckpointCorrupt(UnickptError, ValueError):
 
 class StorageError(UnickptError, OSError):
     """The storage refused or failed: permissions, a full disk, a network error."""
+
+
+class ForkedProcess(UnickptError, RuntimeError):
+    """This process was forked from one that had used unickpt; start it by "spawn" instead."""
 
 
 class UnsupportedFormat(UnickptError, ValueError):

@@ -20,7 +20,12 @@ import numpy as np
 from unickpt import dtypes, plan
 from unickpt.adapt import Adapter, Array, current_group
 from unickpt.box import Box
-from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, ProcessFailed
+from unickpt.errors import (
+    CheckpointCorrupt,
+    CheckpointNotFound,
+    CheckpointReplaced,
+    ProcessFailed,
+)
 from unickpt.feed import Itself
 from unickpt.group import Group
 from unickpt.index import ArrayEntry
@@ -45,9 +50,9 @@ if TYPE_CHECKING:
 _ALIGN = 16  # bytes; a parcel's head has as many, the first of which says whether all is well
 _IN_FLIGHT = 4  # in the budget: of two rounds, what is sent and what is received
 
-# Who loads may go on after these, with an older checkpoint or a copy: then all must.
+# Who loads may go on after these, with the new checkpoint, an older one or a copy: then all must.
 _SAME: Mapping[str, type[Exception]] = {
-    kind.__name__: kind for kind in (CheckpointCorrupt, CheckpointNotFound)
+    kind.__name__: kind for kind in (CheckpointCorrupt, CheckpointNotFound, CheckpointReplaced)
 }
 
 Wants = Mapping[str, Sequence[Box]]
@@ -217,7 +222,7 @@ class _Exchange:
         """Tells the others, if they still wait for what this process needs."""
         if not self._has_told:
             self._error = error
-            self._tell({})
+            self._tell({}, "")
 
     def read(self, stored: Checkpoint, jobs: Sequence[Job]) -> dict[str, Any]:
         """As `read_arrays`, by all processes together.
@@ -227,7 +232,7 @@ class _Exchange:
         """
         fillings = [_Filling(job) for job in jobs]
         self._filling = {entry.name: f for f in fillings for entry in f.job.entries}
-        wants = self._tell(_wants_of(jobs))
+        wants = self._tell(_wants_of(jobs), f"{stored.index.attempt} {stored.index.created}")
         budget = max(1, self._options.budget_bytes // _IN_FLIGHT)
         rounds = list(schedule(list(stored.index.arrays.values()), wants, budget))
         for chunk in (chunk for chunks in rounds for chunk in chunks):
@@ -248,13 +253,27 @@ class _Exchange:
             self._reader.close()
         return done
 
-    def _tell(self, mine: Wants) -> list[Wants]:
-        """What each process needs; raises if one of them has failed already."""
+    def _tell(self, mine: Wants, opened: str) -> list[Wants]:
+        """What each process needs; raises if one of them has failed already.
+
+        Arguments:
+            mine: what this one needs.
+            opened: which checkpoint it opened.
+
+        Raises:
+            CheckpointReplaced: in all processes, where they did not open the same.
+        """
         self._has_told = True
         boxes = {name: [[b.start, b.stop] for b in of_name] for name, of_name in mine.items()}
+        told = self._settle([boxes, opened])
+        if len({of for _, of in told}) > 1:
+            raise CheckpointReplaced(
+                "the processes opened different checkpoints, because a save replaced the one at "
+                "this path meanwhile; load again"
+            )
         return [
             {name: [Box(tuple(a), tuple(b)) for a, b in of] for name, of in theirs.items()}
-            for theirs in self._settle(boxes)
+            for theirs, _ in told
         ]
 
     # --- a round --------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ import tensorstore as ts
 
 from unickpt import backends, chunks
 from unickpt.backends import Location, file
+from unickpt.backends.kvstore import Failed
 from unickpt.errors import SaveConflict
 from unickpt.workers import start
 
@@ -92,7 +93,7 @@ class Lease:
     def _translated(self) -> Iterator[None]:
         try:
             yield
-        except chunks.FAILURES as error:
+        except Failed as error:
             raise chunks.translate(error, str(self._location), reading=False) from error
 
 

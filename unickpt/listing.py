@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 from unickpt import backends, chunks
 from unickpt.backends import Location
+from unickpt.backends.kvstore import Failed
 from unickpt.backends.ocdbt import MANIFEST
 from unickpt.errors import CheckpointNotFound, StorageError
 
@@ -86,7 +87,7 @@ def _holds_manifest(folder: str) -> bool:
 def _stored_names(location: Location) -> list[str]:
     try:
         listed = location.store(backends.context()).list().result()
-    except (ValueError, OSError) as error:
+    except Failed as error:
         raise chunks.translate(error, str(location)) from error
     names = []
     for key in listed:

@@ -32,7 +32,9 @@ def load(
     """Loads a checkpoint onto any mesh, in any framework.
 
     Every process reads the chunks that its own part of `like` needs, and nothing else. No process
-    waits for another one, but with `LoadOptions(exchange=True)`.
+    waits for another one, but with `LoadOptions(exchange=True)`. Where a save replaces the
+    checkpoint meanwhile, loading starts again with the new one; of several processes, each opens
+    what is there when it does, and only those that exchange make sure that it is the same.
 
     Arguments:
         path: a local path or a URL (file, memory, s3, gs) of a committed checkpoint.
@@ -53,6 +55,7 @@ def load(
 
     Raises:
         CheckpointNotFound: no committed checkpoint is there.
+        CheckpointReplaced: saves replaced it again and again, faster than it could be read.
         LoadMismatch: `like` and the checkpoint differ; a table tells all differences at once.
         RuleError: the rules fit neither what is stored nor what is asked for; names all arrays.
         CheckpointCorrupt: stored bytes do not match their digest, or are no checkpoint.
@@ -66,12 +69,16 @@ def load(
     """
     options = options or LoadOptions()
     among = adapters()
-    with reading(options, among) as read:
-        stored = checkpoint.open(path)
-        if like is None:
-            view = AsStored(stored) if rules is None else through(stored, rules, strict=strict)
-            return _load_all(view, options, among, read)
-        return _load_like(stored, like, rules, strict, cast, options, among, read)
+
+    def attempt() -> Any:
+        with reading(options, among) as read:
+            stored = checkpoint.open(path)
+            if like is None:
+                view = AsStored(stored) if rules is None else through(stored, rules, strict=strict)
+                return _load_all(view, options, among, read)
+            return _load_like(stored, like, rules, strict, cast, options, among, read)
+
+    return checkpoint.again(attempt)  # all is filled anew; processes that exchange all do so
 
 
 def _load_like(

@@ -16,7 +16,7 @@ from unickpt import dtypes, plan, strided
 from unickpt.adapt import Array, ArrayTarget
 from unickpt.adapters.numpy import NumpyTarget
 from unickpt.box import Box
-from unickpt.errors import CheckpointCorrupt, LoadMismatch
+from unickpt.errors import LoadMismatch
 from unickpt.feed import Copy, Itself, Recipe, Source, Wanted
 from unickpt.index import ArrayEntry
 from unickpt.options import LoadOptions
@@ -193,7 +193,7 @@ def buffers_of(stored: Checkpoint, job: Job) -> dict[str, list[Array]]:
     for name, target in job.targets.items():
         try:
             buffers[name] = [target.buffer(i) for i in range(len(target.boxes))]
-        except (MemoryError, ValueError) as error:
+        except MemoryError as error:
             raise MemoryError(
                 f"{stored.location}: no memory for array {name!r}, "
                 f"{dtypes.name_of(target.dtype)}{list(target.shape)}: {error}"
@@ -328,9 +328,9 @@ class Reader:
     def _fetch(self, read: ChunkRead, out: Array, requested: Any) -> None:
         stored, row = self._stored, read.row
         if not stored.read_chunk(read.entry, read.part, read.number, row, out, requested):
-            raise CheckpointCorrupt(
-                f"{stored.location}: array {read.entry.name!r} {read.box}, written by process "
-                f"{row['process']}: the stored bytes do not match their digest"
+            raise stored.damaged(
+                f"array {read.entry.name!r} {read.box}, written by process {row['process']}: "
+                "the stored bytes do not match their digest"
             )
 
 

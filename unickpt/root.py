@@ -14,6 +14,7 @@ import xxhash
 
 from unickpt import chunks, plan
 from unickpt.backends import Location, ocdbt
+from unickpt.backends.kvstore import Failed, commit
 from unickpt.backends.ocdbt import MANIFEST
 from unickpt.box import Box
 from unickpt.errors import StorageError
@@ -75,8 +76,8 @@ class Root:
             copied.result()
         for write in [root.write(key, value) for key, value in extra.items()]:
             write.result()
-        transaction.commit_async().result()
-        found = ocdbt.count_keys(held, self._context) - len(extra)
+        commit(transaction).result()
+        found = ocdbt.count_keys(held.raw, self._context) - len(extra)
         if found != count:
             raise StorageError(
                 f"{self._location}: the processes told of {count} keys, but wrote {found}"
@@ -102,7 +103,7 @@ class Root:
                     raise
                 if stamp.generation:
                     return True
-        except chunks.FAILURES:
+        except Failed:
             if self.read().digest != digest(manifest):
                 raise
         # Refused, or no answer: or it was the answer to a first request that got lost.

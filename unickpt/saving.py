@@ -111,6 +111,7 @@ class Saving:
         began, attempt = self.elapsed, self._attempt
         with self.failing():
             self.check_destination()
+            attempt.make_folder()
             self._writer = writer = Writer(attempt, self.description, self.options, supply)
             record = writer.write_all(self.share)
             written()

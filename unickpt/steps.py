@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from unickpt import backends, checkpoint, chunks
 from unickpt.backends import Location
+from unickpt.backends.kvstore import Failed
 from unickpt.backends.ocdbt import MANIFEST
 from unickpt.errors import CheckpointNotFound, UnickptError
 from unickpt.index import RESERVED
@@ -83,7 +84,7 @@ class Steps:
             for attempt in attempts:
                 place.child(f"processes/{attempt}").remove(self._context)
             place.remove_empty()
-        except chunks.FAILURES as error:
+        except Failed as error:
             raise chunks.translate(error, str(place), reading=False) from error
 
     def _attempts(self, step: int) -> list[str]:

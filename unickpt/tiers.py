@@ -8,9 +8,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import tensorstore as ts
-
 from unickpt import backends, chunks
+from unickpt.backends.kvstore import Failed, Future, KvStore
 from unickpt.backends.ocdbt import MANIFEST
 from unickpt.errors import CheckpointNotFound, SaveConflict, UnickptError
 from unickpt.lease import Lease
@@ -50,7 +49,7 @@ class Tier(Steps):
         try:
             self.remove_debris(in_flight, session)
             self._is_clean = True
-        except (UnickptError, *chunks.FAILURES) as error:
+        except (UnickptError, Failed) as error:
             _log.warning("%s: debris cannot be removed now: %s", self.location, error)
 
     def copy_from(self, source: Steps, step: int, budget_bytes: int, timeout_s: float) -> None:
@@ -82,19 +81,19 @@ class Tier(Steps):
             self.lease.check()
             if not Root(destination, context).replace(found, manifest.value, timeout_s):
                 raise SaveConflict(f"{destination}: another job committed here meanwhile")
-        except chunks.FAILURES as error:
+        except Failed as error:
             where = f"copying {origin} to {destination}"
             raise chunks.translate(error, where, reading=False) from error
         _log.info("copied %s to %s", origin, destination)
-        with suppress(*chunks.FAILURES):  # what is left does no harm
+        with suppress(Failed):  # what is left does no harm
             self.remove_older(step)
 
 
-def _keys(store: ts.KvStore) -> Iterator[str]:
+def _keys(store: KvStore) -> Iterator[str]:
     return (key.decode() for key in store.list().result())
 
 
-def _copy(keys: list[str], reader: ts.KvStore, writer: ts.KvStore, budget_bytes: int) -> None:
+def _copy(keys: list[str], reader: KvStore, writer: KvStore, budget_bytes: int) -> None:
     window = Window(budget_bytes, _AT_ONCE)
     for key in keys:
         data = reader.read(key).result().value
@@ -104,5 +103,5 @@ def _copy(keys: list[str], reader: ts.KvStore, writer: ts.KvStore, budget_bytes:
     window.drain()
 
 
-def _wait(written: ts.Future[Any]) -> None:
+def _wait(written: Future[Any]) -> None:
     written.result()

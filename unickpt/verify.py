@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from unickpt import backends, checkpoint, chunks, digests, dtypes, plan, root, tree
+from unickpt import backends, checkpoint, digests, dtypes, plan, root, tree
 from unickpt.box import Box
 from unickpt.checkpoint import Checkpoint
 from unickpt.errors import CheckpointCorrupt, StorageError
@@ -32,12 +32,15 @@ def verify(
         path: a local path or a URL (file, memory, s3, gs).
         progress: called with bytes checked so far and bytes in all.
 
+    Where a save replaces the checkpoint meanwhile, it starts again with the new one.
+
     Returns:
         A report whose `damage` names array, box and writing process of each bad chunk, and
         anything else that is missing, damaged or does not belong there.
 
     Raises:
         CheckpointNotFound: no committed checkpoint is there.
+        CheckpointReplaced: saves replaced it again and again, faster than it could be read.
         UnsupportedFormat: it was written by a newer unickpt.
         StorageError: the network or the server failed, which says nothing of the data.
 
@@ -47,6 +50,10 @@ def verify(
         >>> unickpt.verify("memory://run/verify").ok
         True
     """
+    return checkpoint.again(lambda: _verify(path, progress))
+
+
+def _verify(path: backends.Path, progress: Callable[[int, int], None] | None) -> VerifyReport:
     started = time.perf_counter()
     report = progress or (lambda done, total: None)
     damage: list[Damage] = []
@@ -64,6 +71,8 @@ def verify(
                 counted[1] += nbytes
                 damage += found
                 report(counted[1], total)
+        if damage:  # looked at afterwards: what was replaced is not damaged
+            stored.check_unchanged()
     except CheckpointCorrupt as error:
         damage.append(Damage("", "", None, str(error)))
     return VerifyReport(
@@ -81,8 +90,8 @@ def _check_table(stored: Checkpoint) -> None:
     total = digests.length(stored.index.arrays)
     try:
         digests.decode(stored.read_key(DIGESTS_KEY), stored.index, total)
-    except ValueError as error:
-        raise CheckpointCorrupt(f"{stored.location}: {error}") from None
+    except digests.Mismatch as error:
+        raise stored.damaged(str(error)) from None
 
 
 def _structure(stored: Checkpoint, pool: ThreadPoolExecutor) -> Iterator[Damage]:
@@ -108,24 +117,21 @@ def _structure(stored: Checkpoint, pool: ThreadPoolExecutor) -> Iterator[Damage]
             yield Damage(name, "", None, str(error))
     blobs = sum(len(entry.blobs) for entry in index.per_process.values())
     told = len(expected) + index.chunks + blobs + len((INDEX_KEY, DIGESTS_KEY))
-    found = _count_keys(stored)
+    found = stored.count_keys()
     if found != told:
         # Not listed: a few hostile nodes that lead to each other make any number of keys.
         reason = f"the database has {found} keys, and the index tells of {told}"
         yield Damage("", "", None, reason)
 
 
-def _count_keys(stored: Checkpoint) -> int:
-    try:
-        return stored.location.count_keys(backends.context())
-    except chunks.FAILURES as error:
-        raise chunks.translate(error, str(stored.location)) from error
-
-
 def _is_stored(stored: Checkpoint, key: str, value: bytes) -> bool:
     try:
-        return bool(json.loads(stored.read_key(key)) == json.loads(value))
-    except (ValueError, RecursionError):
+        found = stored.read_key(key)
+    except CheckpointCorrupt:
+        return False
+    try:
+        return bool(json.loads(found) == json.loads(value))
+    except (ValueError, RecursionError):  # it is no JSON
         return False
 
 

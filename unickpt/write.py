@@ -13,6 +13,7 @@ import tensorstore as ts
 import xxhash
 
 from unickpt import chunks
+from unickpt.backends.kvstore import commit
 from unickpt.blob import blob_key
 from unickpt.chunks import ChunkStore
 from unickpt.commit import Attempt
@@ -147,7 +148,7 @@ class Writer:
             writes.append(self._store.write(job.entry, job.part, job.number, host, transaction))
         for write in writes:
             write.result()
-        committed = transaction.commit_async()
+        committed = commit(transaction)
         hashing = digests[begin:]
 
         def wait() -> None:

@@ -1,0 +1,214 @@
+"""TensorStore, as all of unickpt calls it; the one place that reads what its errors say.
+
+What the storage did not do becomes `Failed` here, where it arises. Any other exception is a bug
+of our own or of a caller's, and passes through unickpt as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+import tensorstore as ts
+
+from unickpt.errors import ForkedProcess, StorageError
+
+T = TypeVar("T")
+
+# All that TensorStore makes of the statuses of its operations.
+_RAISED = (ValueError, OSError, NotImplementedError, IndexError)
+_STATUS = re.compile(r"([A-Z_]+): ")
+# What follows a message: details for TensorStore's developers, as " [name='value']".
+_DETAILS = re.compile(r" \[[\w. -]+=['\"].*\Z", re.DOTALL)
+_OS_CODE = re.compile(r"\[os_error_code='(\d+)'\]")
+_HTTP_CODE = re.compile(r"\[http_response_code='(\d+)'\]")
+_DENIED = ("401", "403")
+_ESCAPED = re.compile(r"\\x([0-9a-f]{2})")
+# Statuses that speak of what is stored, where a checkpoint should be readable.
+_OF_DATA = ("DATA_LOSS", "OUT_OF_RANGE", "FAILED_PRECONDITION", "NOT_FOUND")
+
+
+class Failed(StorageError):
+    """The storage did not do what it was asked for; who knows for what says so in another error.
+
+    Arguments:
+        text: what it said.
+        errno: the operating system's number, where it gave one.
+    """
+
+    is_of_data = False
+    """Whether a reader must take what is stored for damaged."""
+
+    def __init__(self, text: str, errno: int | None = None) -> None:
+        super().__init__(text)
+        self.errno = errno
+
+
+class Damaged(Failed, ValueError):
+    """What is stored is not what a checkpoint must hold there."""
+
+    is_of_data = True
+
+
+class _Refused(Failed):
+    """An error of TensorStore's."""
+
+    def __init__(self, error: Exception) -> None:
+        full = str(error)
+        text = _DETAILS.sub("", full)
+        code, http, status = _OS_CODE.search(full), _HTTP_CODE.search(full), _STATUS.match(text)
+        if http is not None:
+            hint = ": check the credentials, and what they permit" if http[1] in _DENIED else ""
+            text += f" (the server answered {http[1]}{hint})"
+        text = _ESCAPED.sub(lambda match: chr(int(match[1], 16) or ord("/")), text)
+        super().__init__(text, int(code[1]) if code else None)
+        # TensorStore's INVALID_ARGUMENT, which bytes that it cannot decode get, has no name there.
+        nameless = status is None and isinstance(error, ValueError)
+        of_data = nameless or (status is not None and status[1] in _OF_DATA)
+        # What a server answers is no fault of stored data, except that an object is too short.
+        self.is_of_data = of_data and (http is None or text.startswith("OUT_OF_RANGE"))
+
+
+def without_status(text: str) -> str:
+    """A message without TensorStore's name of its kind."""
+    match = _STATUS.match(text)
+    return text[match.end() :] if match else text
+
+
+@contextmanager
+def asking() -> Iterator[None]:
+    """Around calls of TensorStore's, and of nothing else: what they raise becomes `Failed`."""
+    _check_not_forked()
+    try:
+        yield
+    except Failed:
+        raise
+    except _RAISED as error:
+        raise _Refused(error) from error
+
+
+@contextmanager
+def asking_system() -> Iterator[None]:
+    """Likewise around calls of the operating system's for files."""
+    try:
+        yield
+    except Failed:
+        raise
+    except OSError as error:
+        raise Failed(str(error), error.errno) from error
+
+
+class Future(Generic[T]):
+    """What TensorStore is doing; `result` waits for its end.
+
+    Arguments:
+        future: TensorStore's.
+    """
+
+    __slots__ = ("_future",)
+
+    def __init__(self, future: Any) -> None:
+        self._future = future
+
+    def result(self) -> T:
+        """What came of it.
+
+        Raises:
+            Failed: the storage did not do it.
+        """
+        try:
+            found: T = self._future.result()
+        except _RAISED as error:
+            raise _Refused(error) from error
+        return found
+
+
+class KvStore:
+    """A key-value store: TensorStore's, with futures and errors of this module's.
+
+    Arguments:
+        raw: TensorStore's.
+    """
+
+    def __init__(self, raw: ts.KvStore) -> None:
+        self.raw = raw
+
+    @classmethod
+    def open(cls, spec: Any, context: ts.Context) -> KvStore:
+        """Opens the store that a spec names."""
+        with asking():
+            return cls(ts.KvStore.open(spec, context=context).result())
+
+    def with_transaction(self, transaction: ts.Transaction) -> KvStore:
+        """This store, as a transaction sees and changes it."""
+        return KvStore(self.raw.with_transaction(transaction))
+
+    def read(self, key: str, **options: Any) -> Future[ts.KvStore.ReadResult]:
+        return _begin(self.raw.read, key, **options)
+
+    def write(
+        self, key: str, value: bytes | None, **options: Any
+    ) -> Future[ts.KvStore.TimestampedStorageGeneration]:
+        return _begin(self.raw.write, key, value, **options)
+
+    def list(self) -> Future[list[bytes]]:
+        return _begin(self.raw.list)
+
+    def delete_range(self, keys: ts.KvStore.KeyRange) -> Future[None]:
+        return _begin(self.raw.delete_range, keys)
+
+    def experimental_copy_range_to(self, other: KvStore) -> Future[None]:
+        return _begin(self.raw.experimental_copy_range_to, other.raw)
+
+
+def commit(transaction: ts.Transaction) -> Future[None]:
+    """Begins to commit a transaction."""
+    return _begin(transaction.commit_async)
+
+
+def dump(base: ts.KvStore, node: str | None = None, *, context: ts.Context) -> Any:
+    """A node of an OCDBT database, or its manifest where no node is named."""
+    if node is None:
+        return _begin(ts.ocdbt.dump, base, context=context).result()
+    return _begin(ts.ocdbt.dump, base, node, context=context).result()
+
+
+def _begin(operation: Callable[..., Any], *arguments: Any, **options: Any) -> Future[Any]:
+    with asking():
+        return Future(operation(*arguments, **options))
+
+
+# --- fork ---------------------------------------------------------------------------------------
+
+
+class _Use:
+    """Whether this process has used TensorStore, and whether it is a fork of one that had."""
+
+    began = False
+    is_over = False
+
+
+def _check_not_forked() -> None:
+    """Raises, where TensorStore would end the process: it has threads, which no fork takes along.
+
+    Importing it and opening stores start none; the first operation does.
+    """
+    if _Use.is_over:
+        raise ForkedProcess(
+            "this process was forked from one that had used unickpt already, whose threads for "
+            "reading and writing do not exist here. Start processes by "
+            'multiprocessing.get_context("spawn") (or "forkserver"); with a PyTorch DataLoader: '
+            'DataLoader(..., multiprocessing_context="spawn")'
+        )
+    _Use.began = True
+
+
+def _forked() -> None:
+    _Use.is_over = _Use.began
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
