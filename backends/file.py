@@ -95,9 +95,10 @@ def make(path: str) -> None:
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as error:
-        above = os.path.dirname(str(error.filename or path).rstrip("/"))
+        name = str(error.filename or path).rstrip("/")
+        above = os.path.dirname(name)
         raise Failed(
-            f"cannot make the directory {error.filename or path}: {error.strerror}. Save to a path "
+            f"cannot make the directory {name}: {error.strerror}. Save to a path "
             f"where directories can be made, or make {above} one that this user may write to",
             error.errno,
         ) from error

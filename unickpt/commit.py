@@ -113,8 +113,7 @@ class Attempt:
         Raises:
             StorageError: names the directory that cannot be made.
         """
-        with self._asking():
-            self._folder.make()
+        self._folder.make()
 
     def check_new(self) -> None:
         """Refuses an attempt's name that was used before, whose records would be taken for news.
