@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
@@ -18,6 +18,8 @@ from unickpt import dtypes, values
 from unickpt.box import Box, overlap
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.layout import Layout, Mesh
+
+T = TypeVar("T")
 
 FORMAT = (1, 1)
 RESERVED = "unickpt"
@@ -157,20 +159,33 @@ def decode(data: bytes, where: str, *, partial: bool = False) -> Index:
     """
     try:
         seal = _SEAL.search(data)
-        body = json.loads(data, object_pairs_hook=_object, parse_constant=_constant)
+        body = _json(data)
         if isinstance(body, dict):
             _check_version(body.get("format"), where)
         if seal is None or int(seal[1], 16) != xxhash.xxh3_64_intdigest(data[: seal.start()]):
             raise _Bad("its seal does not match its bytes")
         return _decode(_Reader(body, "index"), partial)
-    except (RecursionError, ValueError, TypeError, ArithmeticError) as error:
-        if isinstance(error, UnsupportedFormat):
-            raise
+    except (_Bad, values.BadValue) as error:
         raise CheckpointCorrupt(f"{where}: the index is damaged: {error}") from None
 
 
 class _Bad(ValueError):
     """A reason why the index is not one."""
+
+
+def _json(data: bytes) -> Any:
+    try:
+        return json.loads(data, object_pairs_hook=_object, parse_constant=_constant)
+    except (RecursionError, ValueError) as error:
+        raise _Bad(str(error)) from None
+
+
+def _made(kind: Callable[..., T], *fields: Any) -> T:
+    """A fact out of what is stored, unless its class refuses that."""
+    try:
+        return kind(*fields)
+    except ValueError as error:
+        raise _Bad(str(error)) from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -316,7 +331,7 @@ def _mesh(r: _Reader) -> Mesh:
     axes = r.get("axes", list)
     if not all(isinstance(a, str) for a in axes):
         raise _Bad(f"mesh axes are {axes}")
-    return Mesh(tuple(axes), r.ints("shape", 1), r.ints("processes", 0))
+    return _made(Mesh, tuple(axes), r.ints("shape", 1), r.ints("processes", 0))
 
 
 def _layout(r: _Reader, meshes: list[Mesh]) -> Layout:
@@ -326,7 +341,7 @@ def _layout(r: _Reader, meshes: list[Mesh]) -> Layout:
         raise _Bad(f"a layout names mesh {mesh} of {len(meshes)}")
     if not all(isinstance(d, list) and all(isinstance(a, str) for a in d) for d in dims):
         raise _Bad(f"layout dimensions are {str(dims)[:80]}")
-    return Layout(meshes[mesh], tuple(tuple(d) for d in dims))
+    return _made(Layout, meshes[mesh], tuple(tuple(d) for d in dims))
 
 
 def _array(name: str, r: _Reader, layouts: list[Layout], partial: bool) -> ArrayEntry:
@@ -370,7 +385,7 @@ def _boxes(
         start, stop, holders = _ints(item[0], 0, at), _ints(item[1], 0, at), _ints(item[2], 0, at)
         if len(start) != len(shape) or not holders:
             raise _Bad(f"{at}: {str(item)[:80]} does not fit shape {shape}")
-        boxes.append((Box(start, stop), holders))
+        boxes.append((_made(Box, start, stop), holders))
     plain = [box for box, _ in boxes]
     whole = Box.whole(shape)
     if any(b.empty or not whole.contains(b) for b in plain) or overlap(plain) is not None:

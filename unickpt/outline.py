@@ -86,7 +86,7 @@ def outline(index: Index, where: str, *, below: str = "", unfolded: bool = False
     """
     try:
         node = tree.from_json(index.tree)
-    except ValueError as error:
+    except tree.BadTree as error:
         raise CheckpointCorrupt(f"{where}: the index is damaged: {error}") from None
     root = _item(node, "", "", index, _mesh_marks(index))
     for part in below.split("/") if below else ():

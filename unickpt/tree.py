@@ -239,6 +239,10 @@ def to_json(node: Node | Leaf) -> Any:
     return {node.kind: pairs}
 
 
+class BadTree(ValueError):
+    """What is stored as a tree is none; says why."""
+
+
 def from_json(structure: Any) -> Node | Leaf:
     """A structure whose containers are Python's own; the reverse of `to_json`.
 
@@ -246,7 +250,7 @@ def from_json(structure: Any) -> Node | Leaf:
     come back as dicts, and wrappers as what they wrap. No class is ever looked up by name.
 
     Raises:
-        ValueError: says what is wrong with the structure.
+        BadTree: says what is wrong with the structure.
     """
     return _from_json(structure, "", 0)
 
@@ -283,30 +287,30 @@ def _from_json(structure: Any, name: str, depth: int) -> Node | Leaf:
     if structure == LEAF:
         return Leaf(name, None)
     if depth >= MAX_DEPTH:
-        raise ValueError(f"tree is nested deeper than {MAX_DEPTH} levels at {name[:80]!r}")
+        raise BadTree(f"tree is nested deeper than {MAX_DEPTH} levels at {name[:80]!r}")
     if not isinstance(structure, dict):
-        raise ValueError(f"tree node {name!r} is {structure!r}")
+        raise BadTree(f"tree node {name!r} is {structure!r}")
     type_name = structure.get("type", "")
     kinds = [k for k in structure if k != "type"]
     if len(kinds) != 1 or not isinstance(type_name, str):
-        raise ValueError(f"tree node {name!r} has the fields {sorted(structure)}")
+        raise BadTree(f"tree node {name!r} has the fields {sorted(structure)}")
     kind, body = kinds[0], structure[kinds[0]]
     if kind == "wrapper":
         child = _from_json(body, name, depth + 1)
         return Node(kind, (0,), (child,), lambda xs: xs[0], type_name)
     if not isinstance(body, list):
-        raise ValueError(f"tree node {name!r}: {kind} holds no list")
+        raise BadTree(f"tree node {name!r}: {kind} holds no list")
     if kind in ("list", "tuple"):
         keys: tuple[Key, ...] = tuple(range(len(body)))
         items = body
     else:
         for pair in body:
             if not (isinstance(pair, list) and len(pair) == 2):
-                raise ValueError(f"tree node {name!r}: {kind} holds {pair!r}, not a pair")
+                raise BadTree(f"tree node {name!r}: {kind} holds {pair!r}, not a pair")
         keys, items = tuple(p[0] for p in body), [p[1] for p in body]
     problem = _key_problem(keys)
     if problem:
-        raise ValueError(f"tree node {name!r}: {problem}")
+        raise BadTree(f"tree node {name!r}: {problem}")
     names = child_names(kind, keys, name)
     children = tuple(
         _from_json(item, child, depth + 1) for item, child in zip(items, names, strict=True)
@@ -326,10 +330,10 @@ def _python_container(kind: str, keys: tuple[Key, ...], type_name: str, name: st
     if kind == "namedtuple":
         fields = [k for k in keys if isinstance(k, str) and _is_field(k)]
         if len(fields) != len(keys) or not _is_name(type_name):
-            raise ValueError(f"tree node {name!r}: namedtuple {type_name!r} has fields {keys}")
+            raise BadTree(f"tree node {name!r}: namedtuple {type_name!r} has fields {keys}")
         make = namedtuple(type_name, fields)  # type: ignore[misc]
         return lambda xs: make(*xs)
-    raise ValueError(f"tree node {name!r}: unknown container {kind!r}")
+    raise BadTree(f"tree node {name!r}: unknown container {kind!r}")
 
 
 def _is_name(text: str) -> bool:

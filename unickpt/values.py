@@ -12,6 +12,11 @@ from typing import Any
 _FLOAT64 = re.compile(r"[0-9a-f]{16}")
 _INT = re.compile(r"-?0x[0-9a-f]+")
 
+
+class BadValue(ValueError):
+    """What is stored as a plain value is none; says why."""
+
+
 Plain = int | float | bool | str | bytes | None
 
 
@@ -40,7 +45,7 @@ def from_json(stored: Any) -> Plain:
     """The reverse of `to_json`.
 
     Raises:
-        ValueError: for anything that `to_json` never gives.
+        BadValue: for anything that `to_json` never gives.
     """
     if is_plain(stored):
         plain: Plain = stored
@@ -58,5 +63,5 @@ def from_json(stored: Any) -> Plain:
             if kind == "str":
                 return base64.b64decode(text, validate=True).decode("utf-8", "surrogatepass")
         except (TypeError, ValueError, binascii.Error, struct.error) as error:
-            raise ValueError(f"plain value {stored!r} is malformed: {error}") from None
-    raise ValueError(f"plain value {str(stored)[:80]!r} is of no known type")
+            raise BadValue(f"plain value {stored!r} is malformed: {error}") from None
+    raise BadValue(f"plain value {str(stored)[:80]!r} is of no known type")

@@ -99,7 +99,7 @@ def _structure(stored: Checkpoint, pool: ThreadPoolExecutor) -> Iterator[Damage]
     index = stored.index
     try:
         names = {leaf.name for leaf in tree.leaves(tree.from_json(index.tree))}
-    except ValueError as error:
+    except tree.BadTree as error:
         yield Damage("", "", None, f"the index holds a bad tree: {error}")
         return
     known = {*index.arrays, *index.aliases, *index.values, *index.per_process}

@@ -66,7 +66,7 @@ class AsStored:
         index = self.index
         try:
             node = tree.from_json(index.tree)
-        except ValueError as error:
+        except tree.BadTree as error:
             raise CheckpointCorrupt(f"{self.checkpoint.location}: {error}") from None
         in_tree = {leaf.name for leaf in tree.leaves(node)}
         in_index = {*index.arrays, *index.aliases, *index.values, *index.per_process}
