@@ -33,6 +33,7 @@ from unickpt import (
     write,
 )
 from unickpt.adapt import adapters
+from unickpt.backends.kvstore import Failed
 from unickpt.board import Board
 from unickpt.chunks import ChunkStore
 from unickpt.commit import Attempt
@@ -478,7 +479,7 @@ def test_a_failed_overwrite_keeps_the_old_checkpoint(
     unickpt.save(tmp_path, numbers(1))
 
     def fail(self: Attempt, *arguments: Any) -> None:
-        raise OSError("no more space")
+        raise Failed("no more space")
 
     monkeypatch.setattr(Attempt, fault, fail)
     with pytest.raises(StorageError, match="no more space"):

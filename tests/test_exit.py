@@ -19,6 +19,7 @@ import numpy as np
 import threading
 import unickpt
 from unickpt import chunks
+from unickpt.backends import kvstore
 
 start = threading.Thread.start
 
@@ -37,7 +38,7 @@ def slow(*arguments):
 
 def broken(*arguments):
     time.sleep(0.3)
-    raise OSError("RESOURCE_EXHAUSTED: the disk is full")
+    raise kvstore.Failed("RESOURCE_EXHAUSTED: the disk is full")
 
 def work(outcome="slow", ask=False):
     chunks.ChunkStore.write = globals()[outcome]

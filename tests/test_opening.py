@@ -281,7 +281,8 @@ def test_a_bug_is_never_told_as_damage(
     places: list[tuple[Any, str]] = [
         (read.Piece, "place"), (read, "_direct"), (read, "users_of"), (chunks, "_key"),
         (chunks, "_bytes_of"), (backends.ocdbt, "_place"),
-        (sys.modules["unickpt.load"], "jobs_of"), (unickpt.index, "_layout"), (unickpt.index, "_array"),
+        (sys.modules["unickpt.load"], "jobs_of"), (unickpt.index, "_layout"),
+        (unickpt.index, "_array"),
         (Checkpoint, "check_backed"), (chunks.ChunkStore, "read"), (unickpt.digests, "decode"),
     ]  # fmt: skip
     strided = {k: np.zeros((*s[:-1], 2 * s[-1]))[..., ::2] for k, s in SHAPES.items()}
