@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import s3_server
 from conftest import Processes
 from forks import Forks
+from test_exchange import Threads
 
 import unickpt
 from unickpt import (
@@ -23,6 +25,7 @@ from unickpt import (
     CheckpointReplaced,
     StorageError,
     backends,
+    checkpoint,
     chunks,
     read,
 )
@@ -156,6 +159,32 @@ def test_verify_of_what_is_replaced_meanwhile_tells_no_damage(
     assert not left
 
 
+@pytest.mark.parametrize("removed", [False, True])
+def test_processes_that_exchange_never_mix_two_checkpoints(
+    removed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real, opened, turn = tmp_path / "c", checkpoint.open, [], threading.Lock()
+    unickpt.save(path, tree(1))
+
+    def open_in_turn(of: Any) -> Checkpoint:
+        with turn:
+            opened.append(real(of))
+            if len(opened) == 2:  # of four
+                unickpt.save(path, tree(2), overwrite=True)
+            if removed and len(opened) == 4:
+                (path / "manifest.ocdbt").unlink()
+        return opened[-1]
+
+    monkeypatch.setattr(checkpoint, "open", open_in_turn)
+    found = Threads(4).run(lambda index, options: unickpt.load(path, tree(0), options=options))
+    if removed:
+        assert {type(error) for error in found} == {CheckpointNotFound}
+        assert all("removed while it was being read" in str(error) for error in found)
+    else:
+        assert [number_of(each) for each in found] == [2] * 4
+        assert len(opened) == 8
+
+
 def test_an_opened_array_says_that_its_checkpoint_was_replaced(place: str) -> None:
     unickpt.save(place, tree(1))
     opened = unickpt.open(place)
@@ -172,7 +201,8 @@ def test_one_that_is_replaced_at_every_look_is_told_so(
 
     def pinned(self: Location, context: Any) -> Any:
         found = real(self, context)
-        unickpt.save(tmp_path / "c", tree(len(pins) + 2), overwrite=True)
+        given = SaveOptions(fsync=False)
+        unickpt.save(tmp_path / "c", tree(len(pins) + 2), overwrite=True, options=given)
         pins.append(found)
         return found
 
@@ -374,6 +404,7 @@ def test_checkpoints_and_arrays_can_be_pickled(processes: Processes, tmp_path: P
 
 ON_S3 = """
 import sys
+import threading
 import numpy as np
 import unickpt
 for _ in range(2):
