@@ -201,7 +201,7 @@ def test_one_that_is_replaced_at_every_look_is_told_so(
 
     def pinned(self: Location, context: Any) -> Any:
         found = real(self, context)
-        given = SaveOptions(fsync=False)
+        given = unickpt.SaveOptions(fsync=False)
         unickpt.save(tmp_path / "c", tree(len(pins) + 2), overwrite=True, options=given)
         pins.append(found)
         return found
