@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -268,3 +269,21 @@ def test_a_key_that_does_not_belong_is_reported(tmp_path: Path) -> None:
         "'w/zarr.json' is not what the index says",
         "the database has 6 keys, and the index tells of 5",
     ]
+
+
+def test_many_small_arrays_are_checked_in_few_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scheduling a task costs more than a small key or chunk, of which there may be 100,000."""
+    tree = {f"w{i}": np.full(6, i, np.float32) for i in range(1000)}
+    unickpt.save("memory://many/small", tree)
+    submitted = []
+    submit = ThreadPoolExecutor.submit
+
+    def counted(self: ThreadPoolExecutor, *args: Any, **kwargs: Any) -> Any:
+        submitted.append(args[0])
+        return submit(self, *args, **kwargs)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", counted)
+    report = unickpt.verify("memory://many/small")
+    assert report.ok
+    assert report.chunks == 1000
+    assert len(submitted) < 20

@@ -235,15 +235,23 @@ class Checkpoint(Mapping[str, "StoredArray"]):
         except Failed as error:
             raise self._chunks.explained(error, str(self.location)) from error
 
-    def read_key(self, key: str) -> bytes:
+    def request_key(self, key: str) -> Any:
+        """Starts to read a key of the database; what it returns is for `read_key`."""
+        return self._chunks.database.read(key)
+
+    def read_key(self, key: str, requested: Any = None) -> bytes:
         """The bytes of one key of the database.
+
+        Arguments:
+            key: of the value.
+            requested: what `request_key` gave for it.
 
         Raises:
             CheckpointCorrupt: it is missing or unreadable.
         """
         where = f"{self.location}: key {key!r}"
         try:
-            read = self._chunks.database.read(key).result()
+            read = (requested or self.request_key(key)).result()
         except Failed as error:
             raise self._chunks.explained(error, where) from error
         if read.state != "value":

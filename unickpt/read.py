@@ -268,23 +268,23 @@ def _chunks_of(part: Part, boxes: Sequence[Box]) -> Iterable[int]:
     return {number for box in boxes for number in part.chunks_in(box)}
 
 
-class _Task:
+class Task:
     """Chunks that one thread reads, one after the other."""
 
     def __init__(self) -> None:
         self.reads: list[ChunkRead] = []
         self.nbytes = 0
-        self.future: Future[None] | None = None
+        self.future: Future[Any] | None = None
 
 
 class Reader:
     """Threads that read chunks; small chunks, of different arrays too, share a task."""
 
-    def __init__(self, stored: Checkpoint) -> None:
-        self._pool = threads_for(stored, "unickpt-load")
-        self._stored, self._scratch, self._task = stored, Scratch(), _Task()
+    def __init__(self, stored: Checkpoint, name: str = "unickpt-load") -> None:
+        self._pool = threads_for(stored, name)
+        self._stored, self._scratch, self._task = stored, Scratch(), Task()
 
-    def submit(self, read: ChunkRead) -> _Task:
+    def submit(self, read: ChunkRead) -> Task:
         """Adds a chunk to a task, which starts once it is worth a thread's while."""
         task = self._task
         task.reads.append(read)
@@ -293,12 +293,12 @@ class Reader:
             self._flush()
         return task
 
-    def wait(self, task: _Task) -> None:
-        """Waits for a task, and raises what went wrong in it."""
+    def wait(self, task: Task) -> Any:
+        """Waits for a task; gives its result, or raises what went wrong in it."""
         if task.future is None:
             self._flush()
         assert task.future is not None, "only the newest task has not started"
-        task.future.result()
+        return task.future.result()
 
     def work(self, function: Callable[[T], object], items: Sequence[T]) -> None:
         """Calls a function with each of some items, on the threads."""
@@ -309,10 +309,11 @@ class Reader:
         self._pool.shutdown(cancel_futures=True)
 
     def _flush(self) -> None:
-        task, self._task = self._task, _Task()
+        task, self._task = self._task, Task()
         task.future = self._pool.submit(self._run, task.reads)
 
-    def _run(self, reads: list[ChunkRead]) -> None:
+    def _run(self, reads: list[ChunkRead]) -> Any:
+        """Reads the chunks of one task; what it returns, `wait` gives."""
         stored = self._stored
         requests = [stored.request_chunk(r.entry, r.part, r.number) for r in reads]
         for read, requested in zip(reads, requests, strict=True):

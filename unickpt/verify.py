@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from unickpt import backends, checkpoint, digests, dtypes, plan, root, tree
-from unickpt.box import Box
 from unickpt.checkpoint import Checkpoint
 from unickpt.errors import CheckpointCorrupt, StorageError
-from unickpt.index import DIGESTS_KEY, INDEX_KEY, ArrayEntry
+from unickpt.index import DIGESTS_KEY, INDEX_KEY
 from unickpt.options import Damage, VerifyReport
-from unickpt.plan import Part
-from unickpt.read import TASK_BYTES, TASK_CHUNKS, threads_for
-from unickpt.stage import Scratch
+from unickpt.read import TASK_CHUNKS, ChunkRead, Reader, Task
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 _TASKS_AHEAD = 64
 
@@ -64,13 +64,16 @@ def _verify(path: backends.Path, progress: Callable[[int, int], None] | None) ->
         arrays = len(stored.index.arrays)
         total = stored.nbytes
         _check_table(stored)
-        with threads_for(stored, "unickpt-verify") as pool:
-            damage += _structure(stored, pool)
-            for nbytes, found in _chunks(stored, pool):
+        checker = _Checker(stored, "unickpt-verify")
+        try:
+            damage += _structure(stored, checker)
+            for nbytes, found in _chunks(stored, checker):
                 counted[0] += 1
                 counted[1] += nbytes
                 damage += found
                 report(counted[1], total)
+        finally:
+            checker.close()
         if damage:  # looked at afterwards: what was replaced is not damaged
             stored.check_unchanged()
     except CheckpointCorrupt as error:
@@ -94,7 +97,7 @@ def _check_table(stored: Checkpoint) -> None:
         raise stored.damaged(str(error)) from None
 
 
-def _structure(stored: Checkpoint, pool: ThreadPoolExecutor) -> Iterator[Damage]:
+def _structure(stored: Checkpoint, checker: _Checker) -> Iterator[Damage]:
     """All that is no chunk: the tree, the keys, the zarr metadata, the per-process values."""
     index = stored.index
     try:
@@ -106,9 +109,8 @@ def _structure(stored: Checkpoint, pool: ThreadPoolExecutor) -> Iterator[Damage]
     for name in sorted(names ^ known):
         yield Damage(name, "", None, "is in the tree or in the index, but not in both")
     expected = root.zarr_keys(index)
-    equal = pool.map(lambda item: _is_stored(stored, *item), expected.items())
-    for key, same in zip(expected, equal, strict=True):
-        if not same:
+    for different in checker.map(partial(_different, stored), _batches(expected.items())):
+        for key in different:
             yield Damage("", "", None, f"{key!r} is not what the index says")
     for name in index.per_process:
         try:
@@ -124,82 +126,82 @@ def _structure(stored: Checkpoint, pool: ThreadPoolExecutor) -> Iterator[Damage]
         yield Damage("", "", None, reason)
 
 
-def _is_stored(stored: Checkpoint, key: str, value: bytes) -> bool:
+def _batches(expected: Iterable[tuple[str, bytes]]) -> list[list[tuple[str, bytes]]]:
+    """Keys in as many as are worth a thread's while."""
+    items = iter(expected)
+    return list(iter(lambda: list(itertools.islice(items, TASK_CHUNKS)), []))
+
+
+def _different(stored: Checkpoint, expected: Sequence[tuple[str, bytes]]) -> list[str]:
+    """The keys of which something else is stored than expected."""
+    requests = [stored.request_key(key) for key, _ in expected]
+    return [
+        key
+        for (key, value), requested in zip(expected, requests, strict=True)
+        if not _is_stored(stored, key, value, requested)
+    ]
+
+
+def _is_stored(stored: Checkpoint, key: str, value: bytes, requested: Any) -> bool:
     try:
-        found = stored.read_key(key)
+        found = stored.read_key(key, requested)
     except CheckpointCorrupt:
         return False
     try:
-        return bool(json.loads(found) == json.loads(value))
+        return found == value or bool(json.loads(found) == json.loads(value))
     except (ValueError, RecursionError):  # it is no JSON
         return False
 
 
-@dataclass(frozen=True)
-class _Check:
-    """One chunk to check: `row` of the digest table says what it holds and who wrote it."""
-
-    entry: ArrayEntry
-    part: Part
-    number: int
-    row: Any
-
-    @property
-    def box(self) -> Box:
-        return self.part.chunk_box(self.number)
-
-    @property
-    def nbytes(self) -> int:
-        return self.box.size * dtypes.from_name(self.entry.dtype).itemsize
+Checked = tuple[int, list[Damage]]
+"""Bytes of a chunk, and what is wrong with it."""
 
 
-def _chunks(stored: Checkpoint, pool: ThreadPoolExecutor) -> Iterator[tuple[int, list[Damage]]]:
-    """Bytes and damage of each chunk, in order; some tasks ahead are under way."""
-    running: deque[Future[list[tuple[int, list[Damage]]]]] = deque()
-    scratch = Scratch()
-    for task in _tasks(stored):
-        running.append(pool.submit(_check, stored, task, scratch))
+class _Checker(Reader):
+    """Reads chunks as loading does, and tells of each what is wrong with it."""
+
+    def map(self, function: Callable[[T], U], items: Sequence[T]) -> Iterator[U]:
+        """Calls a function with each of some items, on the threads."""
+        return self._pool.map(function, items)
+
+    def _run(self, reads: list[ChunkRead]) -> list[Checked]:
+        requests = [self._stored.request_chunk(r.entry, r.part, r.number) for r in reads]
+        return [self._check(*item) for item in zip(reads, requests, strict=True)]
+
+    def _check(self, read: ChunkRead, requested: Any) -> Checked:
+        stored, dtype = self._stored, dtypes.from_name(read.entry.dtype)
+        nbytes = read.box.size * dtype.itemsize
+        try:
+            chunk = self._scratch.array(read.box.shape, dtype)
+            if stored.read_chunk(read.entry, read.part, read.number, read.row, chunk, requested):
+                return nbytes, []
+            reason = "the stored bytes do not match their digest"
+        except (CheckpointCorrupt, StorageError, MemoryError) as error:
+            if isinstance(error, StorageError) and stored.location.is_remote:
+                raise  # the network's fault, not the data's
+            reason = str(error)
+        process = int(read.row["process"])
+        return nbytes, [Damage(read.entry.name, str(read.box), process, reason)]
+
+
+def _chunks(stored: Checkpoint, checker: _Checker) -> Iterator[Checked]:
+    """Checks each chunk, in order; some tasks ahead are under way."""
+    running: deque[Task] = deque()
+    for read in _reads(stored):
+        task = checker.submit(read)
+        if not running or running[-1] is not task:
+            running.append(task)
         if len(running) > _TASKS_AHEAD:
-            yield from running.popleft().result()
-    for future in running:
-        yield from future.result()
+            yield from checker.wait(running.popleft())
+    for task in running:
+        yield from checker.wait(task)
 
 
-def _tasks(stored: Checkpoint) -> Iterator[list[_Check]]:
-    """All chunks, in tasks that are worth a thread's while."""
-    task: list[_Check] = []
-    size = 0
+def _reads(stored: Checkpoint) -> Iterator[ChunkRead]:
+    """All chunks of a checkpoint."""
     for entry in stored.index.arrays.values():
         table = stored.digests_of(entry.name)
         for first, part in plan.numbered_parts(entry):
             for number in range(part.count):
-                task.append(_Check(entry, part, number, table[first + number]))
-                size += task[-1].nbytes
-                if size >= TASK_BYTES or len(task) == TASK_CHUNKS:
-                    yield task
-                    task, size = [], 0
-    if task:
-        yield task
-
-
-def _check(
-    stored: Checkpoint, task: Sequence[_Check], scratch: Scratch
-) -> list[tuple[int, list[Damage]]]:
-    requested = [stored.request_chunk(c.entry, c.part, c.number) for c in task]
-    return [
-        (check.nbytes, _damage(stored, check, request, scratch))
-        for check, request in zip(task, requested, strict=True)
-    ]
-
-
-def _damage(stored: Checkpoint, check: _Check, requested: Any, scratch: Scratch) -> list[Damage]:
-    try:
-        piece = scratch.array(check.box.shape, dtypes.from_name(check.entry.dtype))
-        if stored.read_chunk(check.entry, check.part, check.number, check.row, piece, requested):
-            return []
-        reason = "the stored bytes do not match their digest"
-    except (CheckpointCorrupt, StorageError, MemoryError) as error:
-        if isinstance(error, StorageError) and stored.location.is_remote:
-            raise  # the network's fault, not the data's
-        reason = str(error)
-    return [Damage(check.entry.name, str(check.box), int(check.row["process"]), reason)]
+                box = part.chunk_box(number)
+                yield ChunkRead(entry, part, number, box, table[first + number], ())

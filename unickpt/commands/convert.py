@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 import unickpt
 from unickpt.commands.output import (
     AsJson,
+    Cell,
     Where,
     clean,
     console,
     counted,
     fail,
     new_table,
+    plain_cells,
     print_json,
+    print_rows,
     size_text,
     transfer,
     warn,
@@ -132,7 +134,8 @@ def _print_preview(found: Preview, as_json: bool) -> None:
         print_json({"plan": [row.as_dict() for row in rows], "doubts": list(found.doubts)})
         return
     out = console()
-    out.print(_table(folded(rows)))
+    table = new_table("stored", "", "made", "", "rule", "notes")
+    print_rows(out, table, map(_cells, folded(rows)))
     inexact = sum("inexact" in row.notes for row in rows)
     made = sum(row.is_made for row in rows)
     dropped = sum(not row.made for row in rows)
@@ -140,10 +143,7 @@ def _print_preview(found: Preview, as_json: bool) -> None:
     out.print(Text(summary, "bold"))
 
 
-def _table(rows: Sequence[Row]) -> Table:
-    table = new_table("stored", "", "made", "", "rule", "notes")
-    for row in rows:
-        notes = ", ".join(row.notes)
-        cells = (row.made_of, row.source, row.made, row.destination, row.rule, notes)
-        table.add_row(*(Text(clean(cell)) for cell in cells))
-    return table
+def _cells(row: Row) -> list[Cell]:
+    notes = ", ".join(row.notes)
+    texts = (row.made_of, row.source, row.made, row.destination, row.rule, notes)
+    return plain_cells(texts)

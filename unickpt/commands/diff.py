@@ -14,11 +14,12 @@ from unickpt.commands.output import (
     DIFFERENT,
     AsJson,
     Where,
-    clean,
     console,
     counted,
     new_table,
+    plain_cells,
     print_json,
+    print_rows,
     size_text,
     transfer,
 )
@@ -81,9 +82,7 @@ def _print_report(report: DiffReport) -> None:
     out = console()
     if report.differences:
         table = new_table("leaf", "differs in", "first", "second", "max abs", "max rel")
-        for row in report.differences:
-            table.add_row(*(Text(clean(cell)) for cell in _cells(row)))
-        out.print(table)
+        print_rows(out, table, (plain_cells(_cells(row)) for row in report.differences))
     compared = (
         f"{counted(report.arrays, 'array')} compared in {report.seconds:.2f} s; "
         f"{size_text(report.read_bytes)} read, the rest is equal by its digests"

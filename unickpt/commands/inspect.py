@@ -18,6 +18,7 @@ from unickpt import fragment_map, outline, values
 from unickpt.checkpoint import Checkpoint, StoredArray
 from unickpt.commands.output import (
     AsJson,
+    Cell,
     Where,
     clean,
     console,
@@ -25,7 +26,9 @@ from unickpt.commands.output import (
     date_text,
     fail,
     new_table,
+    plain_cells,
     print_json,
+    print_rows,
     shape_text,
     size_text,
 )
@@ -117,35 +120,35 @@ def _print_rows(out: Console, rows: Sequence[outline.Row]) -> None:
     table = new_table(
         "name", "shape", "dtype", "layout", "fragments", "bytes", right=("fragments", "bytes")
     )
-    for row in rows:
-        label = Text("  " * row.depth + clean(row.label), "" if row.facts else "bold")
-        if row.count > 1:
-            label.append(f"  x{row.count}", "cyan")
-        table.add_row(label, *_cells(row))
-    out.print(table)
+    print_rows(out, table, map(_cells, rows))
     if any(row.count > 1 for row in rows):
         note = "xN: N that are alike, in one row; its bytes are those of all. --all shows each."
         out.print(Text(note, "dim"))
 
 
-def _cells(row: outline.Row) -> list[Text]:
+def _cells(row: outline.Row) -> list[Cell]:
+    label = "  " * row.depth + clean(row.label) + (f"  x{row.count}" if row.count > 1 else "")
     facts = row.facts
     if facts is None:
-        return [Text()] * 4 + [Text(size_text(row.nbytes) if row.nbytes else "", "dim")]
+        nbytes = size_text(row.nbytes) if row.nbytes else ""
+        return [(label, "bold"), *[("", "")] * 4, (nbytes, "dim")]
     if facts.kind == "tie":
-        return [Text(), Text("tied", "dim")]
+        return [(label, ""), ("", ""), ("tied", "dim")]
     if facts.kind == "value":
-        return [Text(), Text(facts.dtype, "dim")]
+        return [(label, ""), ("", ""), (facts.dtype, "dim")]
     if facts.kind == "per process":
         held = counted(facts.fragments or 0, "value")
-        return [Text(held), Text(facts.dtype, "dim"), Text(), Text(), Text(size_text(facts.nbytes))]
-    return [
-        Text(shape_text(facts.shape or ())),
-        Text(clean(facts.dtype)),
-        Text(clean(facts.layout)),
-        Text(str(facts.fragments)),
-        Text(size_text(facts.nbytes)),
-    ]
+        size = size_text(facts.nbytes)
+        return [(label, ""), (held, ""), (facts.dtype, "dim"), ("", ""), ("", ""), (size, "")]
+    texts = (
+        label,
+        shape_text(facts.shape or ()),
+        clean(facts.dtype),
+        clean(facts.layout),
+        str(facts.fragments),
+        size_text(facts.nbytes),
+    )
+    return [(text, "") for text in texts]
 
 
 def _mesh(mesh: Mesh) -> str:
@@ -331,15 +334,10 @@ def _print_parts(
 ) -> None:
     shown = array.parts if everything else array.parts[:_MANY_PARTS]
     table = new_table("box", "chunk", "chunks", "TensorStore", right=("chunks",))
-    for part in shown:
-        row = (
-            str(part.box),
-            shape_text(part.chunk),
-            str(part.count),
-            _part_url(checkpoint, part.key),
-        )
-        table.add_row(*(Text(clean(cell)) for cell in row))
-    out.print(table)
+    rows = (
+        (str(p.box), shape_text(p.chunk), str(p.count), _part_url(checkpoint, p.key)) for p in shown
+    )
+    print_rows(out, table, map(plain_cells, rows))
     if len(shown) < len(array.parts):
         out.print(Text(f"{len(array.parts) - len(shown)} more parts; --all shows each", "dim"))
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
@@ -79,6 +81,44 @@ def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
         else:
             table.add_column(column, overflow="fold")
     return table
+
+
+Cell = tuple[str, str]
+"""A text, and its style."""
+
+MANY_ROWS = 500
+
+
+def print_rows(out: Console, table: Table, rows: Iterable[Sequence[Cell]]) -> None:
+    """Prints rows below the headings of a table.
+
+    Tables of rich take 0.3 ms for each row. Where there are many rows, they are printed as plain
+    lines, as they come, in columns as wide as the first of them need.
+    """
+    waiting = iter(rows)
+    first = list(itertools.islice(waiting, MANY_ROWS + 1))
+    if len(first) <= MANY_ROWS:
+        for row in first:
+            table.add_row(*(Text(text, style) for text, style in row))
+        out.print(table)
+        return
+    headings = [(str(column.header), "") for column in table.columns]
+    right = [column.justify == "right" for column in table.columns]
+    lines = [[text for text, _ in row] for row in (headings, *first)]
+    widths = [max(map(cell_len, column)) for column in itertools.zip_longest(*lines, fillvalue="")]
+    for row in itertools.chain([headings], first, waiting):
+        padded = map(_padded, (text for text, _ in row), widths, right)
+        out.file.write("  ".join(padded).rstrip() + "\n")
+
+
+def plain_cells(texts: Iterable[str]) -> list[Cell]:
+    """Cells of texts from a checkpoint."""
+    return [(clean(text), "") for text in texts]
+
+
+def _padded(text: str, width: int, right: bool) -> str:
+    space = " " * (width - cell_len(text))
+    return space + text if right else text + space
 
 
 def counted(n: int, noun: str, plural: str = "") -> str:

@@ -12,11 +12,12 @@ from unickpt.commands.output import (
     DAMAGED,
     AsJson,
     Where,
-    clean,
     console,
     counted,
     new_table,
+    plain_cells,
     print_json,
+    print_rows,
     size_text,
     transfer,
 )
@@ -56,11 +57,11 @@ def _print_report(report: VerifyReport) -> None:
         out.print(Text.assemble(("sound: ", "bold green"), checked))
         return
     table = new_table("array", "box", "process", "reason", right=("process",))
-    for found in report.damage:
-        process = "" if found.process is None else str(found.process)
-        cells = (found.array, found.box, process, found.reason)
-        table.add_row(*(Text(clean(cell)) for cell in cells))
-    out.print(table)
+    rows = (
+        (d.array, d.box, "" if d.process is None else str(d.process), d.reason)
+        for d in report.damage
+    )
+    print_rows(out, table, map(plain_cells, rows))
     places = counted(len(report.damage), "place")
     out.print(Text.assemble(("damaged: ", "bold red"), f"{places} in {checked}"))
 
