@@ -107,7 +107,10 @@ def test_there_and_back(folder: Path) -> None:
         (("--rules", "my.rules"), "nothing tells the size of _, v: give it"),
         (("--rules", "my.rules", "--size", "v"), "expected an axis and its size"),
         (("--rules", "my.rules", "--size", "vv=3"), "a size is given for 'vv', which no rule has"),
-        (("--rules", "my.rules", *SIZE, "--inverse"), "what is stored has the names of the other"),
+        (
+            ("--rules", "my.rules", *SIZE, "--inverse"),
+            "the rules are the wrong way round: what is stored has the names",
+        ),
         (("--inverse",), "--inverse and --size need --rules"),
         (("--compression", "xz"), "compression 'xz' is not one of"),
     ],

@@ -260,7 +260,7 @@ def test_layers_in_front_are_refused(family: str, tmp_path: Path) -> None:
     stored = converted(kind, kind.model().state_dict())
     moved = {n: np.moveaxis(x, 1, 0) if "/layers/" in n else x for n, x in stored.items()}
     unickpt.save(tmp_path / "maxtext", flat_tree(moved))
-    with pytest.raises(RuleError, match=r"elements, and here"):
+    with pytest.raises(RuleError, match=r"elements here, but"):
         unickpt.load(tmp_path / "maxtext", kind.model(), rules=Rules.preset(f"maxtext-{family}"))
 
 

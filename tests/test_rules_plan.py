@@ -46,7 +46,7 @@ REFUSED = {
     "a near miss": (
         "params/{m...}/kernel [i o] <-> {m...}.weight [o i]", "params/up/kernel 3x5",
         "upp.weight 5x3",
-        ["'up.weight' would belong to it, but is not asked for", "line 1"],
+        ["'up.weight', which is not asked for", "line 1"],
     ),
     "two rules that take one array": (
         "a/{m} <-> b/{m}\na/x <-> c", "a/x 2, a/y 2", None,
@@ -65,7 +65,7 @@ REFUSED = {
     ),
     "an index that is missing": (
         "w [l e] <-> w.{l} [e]", "w 3x2", "w.0 2, w.2 2",
-        ["'w.1' would belong to it, but is not asked for"],
+        ["'w.1', which is not asked for"],
     ),
     "an index too many": (
         "w [l e] <-> w.{l} [e]", "w 2x5", "w.0 5, w.1 5, w.2 5",
@@ -73,18 +73,18 @@ REFUSED = {
     ),
     "a stored index that is missing": (
         "w.{l} [e] <-> w [l e]", "w.0 2, w.2 2", None,
-        ["'w.1' would belong to it, but is not stored"],
+        ["'w.1', which is not stored"],
     ),
     "another number of dimensions": (
         "a [i o] <-> b [o i]", "a 3x5x2", None,
-        ["'a' is float32[3, 5, 2], and its axes are [i o]"],
+        ["'a' is float32[3, 5, 2], but the rule gives it the axes [i o]"],
     ),
     "an axis of two sizes": (
         "a [e] <-> b [e]", "a 3", "b 4",
-        ["'b' is float32[4]: e has 3 elements, and here 4"],
+        ["'b' is float32[4]: e has 4 elements here, but 3"],
     ),
     "a wrong order": (
-        "a [i o] <-> b [i o]", "a 3x5", "b 5x3", ["i has 3 elements, and here 5"],
+        "a [i o] <-> b [i o]", "a 3x5", "b 5x3", ["i has 5 elements here, but 3"],
     ),
     "a product that does not come out even": (
         "a [(h d)] <-> b [h d]  h=4", "a 10", None,
@@ -92,11 +92,11 @@ REFUSED = {
     ),
     "a product of another size": (
         "a [(h d)] <-> b [h d]", "a 12", "b 3x5",
-        ["(h d) has 15 elements, and here 12"],
+        ["(h d) has 12 elements here, but 15"],
     ),
     "a sum of another size": (
         "a [(q + k)] <-> b [q], c [k]", "a 12", "b 3, c 8",
-        ["(q + k) has 11 elements, and here 12"],
+        ["(q + k) has 12 elements here, but 11"],
     ),
     "pieces larger than the whole": (
         "a [(q + k)] <-> b [q], c [k]  q=13", "a 12", None, ["(q + k)"],
@@ -106,7 +106,7 @@ REFUSED = {
         ["nothing tells the size of k, q: give it, as in `k=8`"],
     ),
     "an enumeration that is not whole": (
-        "a/{q|k} [e] <-> b [({q|k} e)]", "a/q 2", None, ["'a/k' would belong to it"],
+        "a/{q|k} [e] <-> b [({q|k} e)]", "a/q 2", None, ["it needs 'a/k', which is not stored"],
     ),
     "numbers that two indices make": (
         "a [b j e] <-> a.{2*b+j} [e]  j=3", "a 2x3x5", None,
@@ -119,12 +119,12 @@ REFUSED = {
         "a/q [e h d] <-> q.w [(h d) e]  h=3\n{m...}/q [i o] <-> {m...}.q.w [o i]\n"
         "default {n} [i o] <-> {n} [o i]",
         "a/q 5x12, b/q 2x3", "q.w 12x5, b.q.w 3x2, a.q.w 12x5",
-        ["line 1: a/q [e h d] <-> q.w [(h d) e]", "'a/q' is float32[5, 12], and its axes are"],
+        ["line 1: a/q [e h d] <-> q.w [(h d) e]", "'a/q' is float32[5, 12], but the rule"],
     ),
     "a rule that fits nothing, beside a general one": (
         "a/q [e h d] <-> a.q [(h d) e]  h=3\n{m...}/q [i o] <-> {m...}.q [o i]",
         "a/q 5x12", "a.q 12x5",
-        ["1 problem\n  rules, line 1", "is about nothing: 'a/q' is float32[5, 12], and its axes"],
+        ["1 problem\n  rules, line 1", "applies to nothing: 'a/q' is float32[5, 12], but"],
     ),
     "a default beside a rule that does not fit": (
         "default {m...}/q [i o] <-> {m...}.q [o i]\n"
@@ -135,11 +135,11 @@ REFUSED = {
     ),
     "the same, without `like`": (
         "default {m...} <-> drop\n{m...}/q [x i o] <-> {m...}.q [x o i]",
-        "x/q 4x6, y/q 2x4x8", None, ["'x/q' is float32[4, 6], and its axes are [x i o]"],
+        "x/q 4x6, y/q 2x4x8", None, ["'x/q' is float32[4, 6], but the rule gives it the axes"],
     ),
     "many families that one rule does not fit": (
         "{m}/w [(h d) e] <-> {m}.w [h d e]  h=4", "a/w 6x2, b/w 6x2, c/w 6x2", None,
-        ["1 problem\n", "are no multiple of 4, where h=4 is given (about 'a/w' and 2 more)"],
+        ["1 problem\n", "are no multiple of 4, where h=4 is given (it matches 'a/w' and 2 more)"],
     ),
     "many arrays about which two rules are": (
         "{m}/w <-> {m}.w\n{m}/w <-> x.{m}", "a/w 2, b/w 2", None,
@@ -147,12 +147,51 @@ REFUSED = {
     ),
     "an enumeration of other sizes": (
         "m/{a|b} [i o] <-> m.{a|b} [o i]", "m/a 2x3, m/b 2x4", None,
-        ["o has 3 elements, and here 4", "such as {a|b} means all of its names at once"],
+        ["o has 4 elements here, but 3", "such as {a|b} means all of its names at once"],
     ),
     "a near counterpart": (
         "w [e] <-> w [e]", "w 2, norm/scale 3, up 7", "w 2, final_norm.scale 3, n 5",
         ["'norm/scale' (float32[3]) is stored, and no rule takes it\n    perhaps it belongs "
          "to 'final_norm.scale' (float32[3])"],
+    ),
+    "a name asked for twice": (
+        "a/w <-> w\nb [e] <-> b [e]", "a/w 2x3, b 2, eps", "w 2x3, b 2, eps_w 2x3",
+        ["'eps_w' (float32[2, 3]) is asked for, and nothing is left for it",
+         "as in `w [...] = eps_w [...]`, in\n    rules, line 1: a/w <-> w"],
+    ),
+    "a head that is tied": (
+        "default include transformers-llama\nembed/w [v e] <-> embed.weight [v e]",
+        "embed/w 7x3", "embed.weight 7x3, lm_head.weight 7x3",
+        ["1 problem\n  'lm_head.weight' (float32[7, 3]) is asked for, and nothing is left for it",
+         "`embed.weight [...] = lm_head.weight [...]`, in\n    rules, line 2: embed/w"],
+    ),
+    "dots for slashes": (
+        "p.a.{l}.w [e] <-> a.{l} [e]", "p/a/0/w 2, p/a/1/w 2", "a.0 2, a.1 2",
+        ["1 problem\n  rules, line 1: p.a.{l}.w [e] <-> a.{l} [e]\n                 ^\n",
+         "it needs 'p.a.0.w', which is not stored; there is 'p/a/0/w': mind where `/`"],
+    ),
+    "dots for slashes, on both sides": (
+        "p.w [e] <-> a.w [e]", "p/w 2", "a/w 2",
+        ["matches nothing; there is 'p/w': mind where `/` and where `.` stands"],
+    ),
+    "a slip of the pen": (
+        "params/embd [v e] <-> embed [v e]", "params/embed 5x2", "embed 5x2",
+        ["1 problem\n", "'params/embd', which is not stored; did you mean 'params/embed'?"],
+    ),
+    "one rule with its sides swapped": (
+        "a <-> x\nb <-> y\nz <-> c", "a 2, b 2, c 2", "x 2, y 2, z 2",
+        ["line 3: z <-> c\n    has its sides swapped: what is stored stands on the left"],
+    ),
+    "another order that would fit": (
+        "a [i o] <-> b [i o]", "a 3x5", "b 5x3",
+        ["i has 5 elements here, but 3 elsewhere (in 'a'); the order [o i] would fit"],
+    ),
+    "braces that are doubled": (
+        "a/{{l}} <-> a.{{l}}", "a/0 2", "a.0 2", ["a capture has single braces"],
+    ),
+    "rules of another model": (
+        "include transformers-llama", "p/x 2", "x 2",
+        ["none of the 11 rules applies; is it the right preset", "4 more rules match nothing"],
     ),
     "a flat tree": (
         "a/w <-> a.w", "a%2Fw 2", "a.w 2", ["keys that hold a `/` themselves"],
@@ -163,7 +202,7 @@ REFUSED = {
     ),
     "other shapes where no axes are named": (
         "{m}/w <-> {m}.w", "a/w 2x3", "a.w 3x2",
-        ["dimension 0 of those that no axis names has 2 elements, and here 3"],
+        ["dimension 0 of those that no axis names has 3 elements here, but 2"],
     ),
     "a slot of a scaled parameter": (
         "a [e] * 2 <-> b [e]\nlift m/{p} <-> v/{p}", "a 2, m/a 2", None,
@@ -183,13 +222,20 @@ def test_refused(case: str, tmp_path: Path) -> None:
         assert text in message, message
 
 
+def test_a_plain_value_has_no_axes(tmp_path: Path) -> None:
+    unickpt.save(tmp_path / "c", {"step": 3})
+    with pytest.raises(RuleError, match="'step' is a plain value, which has no axes: a rule for"):
+        unickpt.load(tmp_path / "c", {"n": np.zeros(2)}, rules=Rules.parse("step [e] <-> n [e]"))
+
+
 def test_all_problems_at_once_but_not_without_end(tmp_path: Path) -> None:
     stored = ", ".join(f"{chr(97 + i)}{'x' * i} 2" for i in range(26))
     with pytest.raises(RuleError) as raised:
         load(tmp_path / "c", "none <-> none", stored)
     message = str(raised.value)
     assert "27 problems" in message
-    assert message.endswith("... and 7 more")
+    assert len(message.splitlines()) <= 25
+    assert message.endswith(" more")
 
 
 def test_a_root_cause_is_told_once(tmp_path: Path) -> None:
@@ -576,9 +622,15 @@ def test_functions_without_a_region_move_axes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ("a [i o] <-> b [o i] via f", r"makes 'b' of shape \[2, 3\]: o has 3 elements, and here 2"),
-        ("a [i o] <-> b [(i o)] via f", r"'b' of shape \[2, 3\], and its axes are \[\(i o\)\]"),
-        ("a [i o q] <-> b [q] via f", r"'a' is float64\[2, 3\], and its axes are \[i o q\]"),
+        ("a [i o] <-> b [o i] via f", r"makes 'b' of shape \[2, 3\]: o has 2 elements here, but 3"),
+        (
+            "a [i o] <-> b [(i o)] via f",
+            r"'b' of shape \[2, 3\], but the rule gives it the axes \[\(i o\)\]",
+        ),
+        (
+            "a [i o q] <-> b [q] via f",
+            r"'a' is float64\[2, 3\], but the rule gives it the axes \[i o q\]",
+        ),
     ],
 )
 def test_what_a_function_makes_has_the_axes_that_the_rule_says(

@@ -13,13 +13,22 @@ from unickpt import Function, RuleError, Rules, RuleSyntaxError, RuleWarning
 
 # The text of a rule, where the caret stands (as the text from there on), and the message.
 WRONG = [
-    ("a [i o] <-> b [o x]", "a [i o]", "no piece with the axes i, o: it lacks i; this one lacks x"),
+    ("a [i o] <-> b [o x]", "a [i o]", "but i on this side only, and x on the other side only"),
     ("a [i i] <-> b [i]", "i] <->", "axis 'i' is used twice"),
     ("a/{l} [l e] <-> b [l e]", "l e] <->", "axis 'l' is used in the name and in the axes"),
     ("a [i o <-> b [i o]", "<->", "expected an axis"),
-    ("a i o] <-> b", "i o]", "expected `<->` between the two sides"),
-    ("a [i o] -> b", "-> b", "expected `<->` between the two sides"),
-    ("a [i o] <-> b [o i] // why", "// why", "did not expect this here"),
+    ("a [i o <-> b [o i]", "<->", "expected an axis, or `]` at the end of the axes"),
+    ("a i o] <-> b", "i o]", "expected `<->` between the two sides; axes stand in brackets"),
+    ("a [i o] -> b", "-> b", "expected `<->` between the two sides: write it in place of `->`"),
+    ("a [i o] => b", "=> b", "write it in place of `=>`"),
+    ("a [i o] ↔ b", "↔ b", "write it in place of `↔`"),
+    ("a: b", "b", "write it in place of `:`"),
+    ("a = b", "", "`=` joins several names of one array"),
+    ("mine.rules", "", "Rules.load(file) reads a file of rules"),
+    ("a/(.*)/w <-> b", "(.*)", "there are no regular expressions here"),
+    ("a/<l>/w <-> b", "<l>", "a capture stands in braces, such as {l}"),
+    ("a <-> b; c <-> d", "c <->", "each rule stands in a line of its own"),
+    ("a [i o] <-> b [o i] // why", "// why", "a comment begins with `#`"),
     ("a [i, o] <-> b [o i]", ", o]", "axes are separated by spaces"),
     ("a [d-out i] <-> b [i d]", "-out", "a space stands before `-`"),
     ("*/w [i] <-> b [i]", "*/w", "`*` means nothing in a name"),
@@ -29,26 +38,26 @@ WRONG = [
     ("{x...}/w <-> a.{x}.w", "a.{x}", "'x' stands for one component in one name, and for any"),
     ("a [_x i] <-> b [i]", "_x i", "the name of an axis begins with a letter"),
     ("include flax under a/{l}/ <-> b.", "{l}", "a prefix holds no captures"),
-    ("{m=a|b}/w <-> {n}.w", "{m=", "capture 'n' stands in another name"),
+    ("{m=a|b}/w <-> {n}.w", "{m=", "{n} stands in another name"),
     ("{m:a|b}/w [i] <-> {m}.w [i]", "{m:", "'m' is an enumeration, which counts arrays"),
     ("{m=a|b}/w <-> {m=b|a}.w", "{m=b", "'m' is one of other names elsewhere"),
     ("{m=a|a}/w <-> {m}.w", "a|a}", "a name stands twice in the enumeration"),
     ("a <->", "", "expected a name"),
-    ("<-> a", "<->", "did not expect this here"),
+    ("<-> a", "<->", "a line before this one may lack its second side"),
     ("a [q + k] <-> b [q], c [k]", "+ k]", "stand in parentheses: `(q + k)`"),
     ("a [(q + k)] <-> b [q], c [q]", "c [q]", "two pieces have the axes q"),
     ("a [(q + )] <-> b [q]", "(q", "an empty piece"),
     ("a [(q] <-> b [q]", "(q", "this parenthesis does not end"),
-    ("a/{m}/w [e] <-> b [e]", "b [e]", "capture 'm' stands in another name of the rule"),
-    ("a [e] <-> b", "b", "axes stand on one side only"),
+    ("a/{m}/w [e] <-> b [e]", "b [e]", "{m} stands in another name of the rule"),
+    ("a [e] <-> b", "b", "this name has no axes"),
     ("a + 1 <-> b", "+ 1", "arithmetic needs axes: write `a [...] + ...`"),
     ("a [e] * 0 <-> b [e]", "a [e]", "arithmetic with 0 has no inverse"),
     ("a [e] / 0**-1 <-> b [e]", "0**", "this divides by zero"),
     ("a [e] <-> b [e] as floaty", "floaty", "unknown dtype 'floaty'"),
     ("a [l e] <-> b.{l}.c.{l} [e]", "b.{l}", "capture 'l' stands twice in one name"),
     ("{a}{b} <-> {a}.{b}", "{b}", "two captures without a text between them"),
-    ("{a}_{b} <-> {a}.{b}", "{a}_", "can take one name in several ways"),
-    ("{a...}/{b...} <-> {a...}/{b...}", "{a", "can take one name in several ways"),
+    ("{a}_{b} <-> {a}.{b}", "{b} <->", "{a} and {b} stand in one component"),
+    ("{a...}/{b...} <-> {a...}/{b...}", "{b...} <->", "{a...} and {b...} both take any number"),
     ("a [(... e)] <-> b [... e]", "(...", "`...` cannot stand in parentheses"),
     ("a [3 e] <-> b [e]", "3 e]", "only 1 may stand for an axis"),
     ("a [-(x y)] <-> b [x y]", "-(x", "only an axis can be reversed"),
@@ -74,7 +83,8 @@ WRONG = [
     ("include flax z=3", "include", "no rule has an axis 'z'"),
     ("where x", "", "and the size of the axis"),
     ("where x=many", "many", "a size is a whole number"),
-    ("include nothing", "include", "neither a preset"),
+    ("include transformers-lama", "include", "Did you mean 'transformers-llama'?"),
+    ("include nothing", "include", "neither a preset nor a file"),
     ("convention rope interleaved <-> half", "interleaved", "expected `:`"),
 ]  # fmt: skip
 
@@ -96,6 +106,39 @@ def test_wrong(text: str, at: str, message: str) -> None:
     assert isinstance(raised.value, RuleError | ValueError)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a/{m}_{n}/w [i o] <-> {m}.{n}.w [o i]",
+        "{a...}/x/{b...} <-> {a...}.{b...}",
+        '"the {m} {n=up|down}" <-> "{m}/{n}"',
+    ],
+)
+def test_ambiguous_captures_come_with_a_rewrite_that_parses(text: str) -> None:
+    with pytest.raises(RuleSyntaxError) as raised:
+        Rules.parse(text)
+    said, rewritten, *_ = str(raised.value).split("\n")
+    assert said.endswith((", as in", ", write"))
+    assert rewritten.startswith("    ")
+    Rules.parse(rewritten)
+    *_, line, caret = str(raised.value).split("\n")
+    assert line == f"  {text}"
+    assert line[len(caret) - 1 :].startswith(("{n}", "{b...}", "{n=up|down}"))
+
+
+def test_a_dict_of_renames() -> None:
+    renames = {"params/{m...}/kernel [i o]": "{m...}.weight [o i]", "step": "step", "old": "drop"}
+    rules = Rules.parse(renames)
+    assert rules == Rules.parse("\n".join(f"{a} <-> {b}" for a, b in renames.items()))
+    with pytest.raises(RuleSyntaxError, match="line 2: expected an axis") as raised:
+        Rules.parse({"a": "b", "c [": "d"})
+    assert "c [ <-> d" in str(raised.value)
+    with pytest.raises(RuleError, match=r"\{'a': None\}: a rename .* give 'drop'"):
+        Rules.parse({"a": None})  # type: ignore[dict-item]
+    with pytest.raises(RuleError, match="takes a text or a dict of renames, not list"):
+        Rules.parse(["a <-> b"])  # type: ignore[arg-type]
+
+
 def test_statements_go_on_in_the_next_line() -> None:
     rules = Rules.parse("""
         qkv [e (q + k
@@ -112,8 +155,9 @@ def test_statements_go_on_in_the_next_line() -> None:
     with pytest.raises(RuleSyntaxError) as raised:
         Rules.parse("a [e\n   f g]\n  <-> b [f\n     g h]")
     assert str(raised.value) == (
-        "rules, line 1: the other side has no piece with the axes e, f, g: it lacks e; "
-        "this one lacks h\n  a [e\n  ^"
+        "rules, line 1: every axis stands on both sides under one name, but e on "
+        "this side only, and h on the other side only; it stands in brackets, or in braces "
+        "within names where it counts arrays\n  a [e\n  ^"
     )
 
 

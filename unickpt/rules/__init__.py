@@ -5,6 +5,7 @@ parse (`grammar`, `rule`) -> plan (`matching`, `planner`) -> apply (`unickpt.fee
 
 from __future__ import annotations
 
+import difflib
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -62,7 +63,7 @@ class Rules:
     @classmethod
     def parse(
         cls,
-        text: str,
+        text: str | Mapping[str, str],
         *,
         sizes: Mapping[str, int] | None = None,
         functions: Mapping[str, Function] | None = None,
@@ -71,7 +72,8 @@ class Rules:
         """Reads rules.
 
         Arguments:
-            text: in the notation of docs/rules.md.
+            text: in the notation of docs/rules.md; or a dict of renames, where each key and its
+                value are the two sides of a rule: what is stored, and what it is loaded as.
             sizes: extents of axes; they come before those in the text.
             functions: what rules call by `via`.
             name: of the text, for messages.
@@ -81,8 +83,13 @@ class Rules:
 
         Warns:
             RuleWarning: two rules exchange two names.
+
+        Example:
+            >>> print(Rules.parse({"params/{m...}/kernel": "model.{m...}.weight"}))
+            params/{m...}/kernel [...] <-> model.{m...}.weight [...]
         """
-        return _compile(text, name, Path(), sizes or {}, functions or {})
+        written = text if isinstance(text, str) else _lines_of(text)
+        return _compile(written, name, Path(), sizes or {}, functions or {})
 
     @classmethod
     def load(
@@ -167,8 +174,10 @@ def preset_text(name: str) -> str:
         RuleError: there is none of that name; the message lists them.
     """
     if name not in Rules.presets():
+        near = difflib.get_close_matches(name, Rules.presets(), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
         known = ", ".join(Rules.presets())
-        raise RuleError(f"there is no preset {name!r}; presets are {known}")
+        raise RuleError(f"there is no preset {name!r}{hint}; presets are {known}")
     return (PRESETS / f"{name}.rules").read_text(encoding="utf-8")
 
 
@@ -261,6 +270,25 @@ def _compile(
     return Rules(tuple(rules), tuple(shared), tuple(found.conventions), functions)
 
 
+def _lines_of(renames: Mapping[str, str]) -> str:
+    """A rule for each entry of a dict, on a line of its own."""
+    if not isinstance(renames, Mapping):
+        raise RuleError(
+            f"Rules.parse takes a text or a dict of renames, not {type(renames).__name__}; "
+            "Rules.load takes the path of a file"
+        )
+    lines = []
+    for stored, asked in renames.items():
+        for side in (stored, asked):
+            if not isinstance(side, str) or "\n" in side or not side.strip():
+                raise RuleError(
+                    f"{{{stored!r}: {asked!r}}}: a rename relates two names, both of type str; "
+                    "for what is not to be loaded, give 'drop'"
+                )
+        lines.append(f"{stored} <-> {asked}")
+    return "\n".join(lines)
+
+
 def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
@@ -276,7 +304,10 @@ def _open_included(line: IncludeLine, folder: Path) -> tuple[str, str, Path]:
     try:
         return str(path), _read_text(path), path.parent
     except OSError as error:
-        known = ", ".join(Rules.presets()) or "none"
+        near = difflib.get_close_matches(line.target, Rules.presets(), n=1)
+        hint = f"Did you mean {near[0]!r}? " if near else ""
         raise syntax_error(
-            f"{line.target!r} is neither a preset ({known}) nor a file: {error}", line.place
+            f"{line.target!r} is neither a preset nor a file ({path}: {error.strerror}). "
+            f"{hint}Presets are {', '.join(Rules.presets())}",
+            line.place,
         ) from None

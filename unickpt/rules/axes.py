@@ -115,6 +115,10 @@ class DoesNotFit(ValueError):
     """Why sizes do not fit."""
 
 
+def _other_size(item: Item | str, here: int, elsewhere: int) -> str:
+    return f"{item} has {here} elements here, but {elsewhere} elsewhere"
+
+
 def size_of(item: Item, sizes: Mapping[str, int]) -> int | None:
     """The extent of an item; None where it is not known yet."""
     match item:
@@ -151,14 +155,14 @@ def solve(item: Item, extent: int, sizes: dict[str, int]) -> bool:
             if known != extent:
                 if name.startswith(ELLIPSIS):
                     name = f"dimension {name.removeprefix(ELLIPSIS)} of those that no axis names"
-                raise DoesNotFit(f"{name} has {known} elements, and here {extent}")
+                raise DoesNotFit(_other_size(name, extent, known))
             return False
         case Flip(inner):
             return solve(inner, extent, sizes)
         case Group(segments):
             return _solve_sum(item, segments, extent, sizes)
     if extent != 1:
-        raise DoesNotFit(f"an extent of {extent} stands where 1 is")
+        raise DoesNotFit(f"there are {extent} elements where the rule says 1")
     return False
 
 
@@ -173,7 +177,7 @@ def _solve_sum(
         else:
             rest -= size
     if rest < 0 or (not open_segments and rest):
-        raise DoesNotFit(f"{item} has {extent - rest} elements, and here {extent}")
+        raise DoesNotFit(_other_size(item, extent, extent - rest))
     if len(open_segments) != 1:
         return False
     return _solve_product(item, open_segments[0], rest, sizes)
@@ -190,7 +194,7 @@ def _solve_product(whole: Item, items: Sequence[Item], extent: int, sizes: dict[
             known *= size
     if not unknown:
         if known != extent:
-            raise DoesNotFit(f"{whole} has {known} elements, and here {extent}")
+            raise DoesNotFit(_other_size(whole, extent, known))
         return False
     if known == 0 or len(unknown) > 1:
         return False

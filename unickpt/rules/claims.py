@@ -9,9 +9,10 @@ from unickpt.rules.matching import Instance, Names, names_of
 from unickpt.rules.syntax import Nothing
 
 _HOW_TO_TELL = (
-    "let one of them be about less, or begin the more general one with `default`, which leaves to "
-    "the others what they are about"
+    "make the names of one of them narrower, or begin the more general one with `default`: it then "
+    "applies only where no other rule does"
 )
+_JOIN = "; if two names are loaded from one stored array, join them in one rule by `=`"
 _TO_DEFAULT = "; to leave such arrays to the default, begin this rule with `optional`"
 _NAMES_TELL = "or give the names of the other side by `like` (--like)"
 
@@ -70,7 +71,8 @@ class Claims:
         for rules, clashes in self._clashes.items():
             (name, verb), count = clashes[0], sum(verb == clashes[0][1] for _, verb in clashes)
             more = f" (and {count - 1} more)" if count > 1 else ""
-            told.append("\n    ".join([f"{name!r}{more} is {verb} twice", *rules, advice]))
+            join = _JOIN if verb == "taken" else ""
+            told.append("\n    ".join([f"{name!r}{more} is {verb} twice", *rules, advice + join]))
         return told
 
     def _twice(self, name: str, verb: str, rules: Iterable[str]) -> None:

@@ -50,6 +50,11 @@ _QUOTED_LITERAL = re.compile(r'(?:[^"\\{}]|\\["\\])+')
 _ONE_OF = re.compile(r"[ \t]*([A-Za-z][A-Za-z0-9_]*)[ \t]*=")
 _OPTION = re.compile(r"[^\s|{}/\[\](),:]+")
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\b(?![./])")
+_ARROW = re.compile(r"<?[-=~]*>|<[-=~]+>?|[\u2190-\u21ff\u27f0-\u27ff]|:=?")
+_NO_PATTERN = (
+    "there are no regular expressions here: `{n}` takes one component of a name, `{m...}` any "
+    "number of them"
+)
 _TARGET = re.compile(r"[^\s\"#]+")
 
 
@@ -100,8 +105,30 @@ class _Parser:
 
     def _expect(self, text: str, why: str = "") -> None:
         if not self._take(text):
-            quote = "; a name with brackets stands in quotes" if self._sees("[") else ""
-            raise self._fail(f"expected `{text}`{why}{quote}")
+            hint = self._no_arrow() if text == "<->" else ""
+            raise self._fail(f"expected `{text}`{why}{hint}")
+
+    def _no_arrow(self) -> str:
+        """What probably went wrong where `<->` is missing."""
+        self._skip()
+        before, rest = self._text[: self._at].rstrip(), self._text[self._at :]
+        arrow = _ARROW.match(rest)
+        if arrow or before.endswith(":"):
+            wrong = arrow[0] if arrow else ":"
+            return f": write it in place of `{wrong}`; a rule serves both directions"
+        if rest.startswith("["):
+            return "; a name with brackets stands in quotes"
+        if rest.startswith(("(", "?")):
+            return f"; {_NO_PATTERN}"
+        if rest.startswith("<"):
+            return "; a capture stands in braces, such as {l}"
+        if rest:
+            return "; axes stand in brackets, as in `name [i o]`, and a name with spaces in quotes"
+        if " = " in before:
+            return "; `=` joins several names of one array, and stands within a side"
+        if before.endswith((".rules", ".txt")):
+            return "; Rules.load(file) reads a file of rules"
+        return ": a rule is `stored name <-> name to load as`"
 
     def _match(self, pattern: re.Pattern[str]) -> str | None:
         self._skip()
@@ -128,8 +155,17 @@ class _Parser:
 
     def _end(self) -> None:
         self._skip()
-        if self._at < len(self._text):
-            raise self._fail("did not expect this here")
+        rest = self._text[self._at :]
+        if not rest:
+            return
+        hint = ""
+        if rest.startswith("<->"):
+            hint = "; a rule has one `<->`: a line before this one may lack its second side"
+        elif "<->" in rest:
+            hint = "; each rule stands in a line of its own"
+        elif rest.startswith(("//", "--", "%")):
+            hint = "; a comment begins with `#`"
+        raise self._fail(f"did not expect this here{hint}")
 
     # --- statements -------------------------------------------------------------------------
 
@@ -266,7 +302,7 @@ class _Parser:
 
     def _term(self) -> Term:
         views = [self._view()]
-        while not self._sees_size() and self._take("="):
+        while not self._sees_size() and not self._sees("=>") and self._take("="):
             views.append(self._view())
         return tuple(views)
 
@@ -351,7 +387,7 @@ class _Parser:
         if not quoted and any("*" in item for item in items if isinstance(item, str)):
             raise self._fail(
                 "`*` means nothing in a name: `{n}` takes one component, `{m...}` any number of "
-                "them; a name that holds one stands in quotes",
+                "them; a name that contains `*` stands in quotes",
                 begin,
             )
         return Name(tuple(items), place)
@@ -435,7 +471,9 @@ class _Parser:
             if self._sees("+"):
                 raise self._fail("pieces that follow each other stand in parentheses: `(q + k)`")
             if self._sees(","):
-                raise self._fail("axes are separated by spaces")
+                raise self._fail("axes are separated by spaces, as in `[i o]`")
+            if self._sees("<") or self._sees("["):
+                raise self._fail("expected an axis, or `]` at the end of the axes")
             items.append(self._item())
         return tuple(items)
 
@@ -467,7 +505,11 @@ class _Parser:
         number = self._match(_INTEGER)
         if number is not None:
             if number != "1":
-                raise self._fail("only 1 may stand for an axis; name it and give its size", begin)
+                raise self._fail(
+                    "only 1 may stand for an axis: give the axis a name, and its size behind the "
+                    f"rule, as in `n={number}`",
+                    begin,
+                )
             return One()
         return Axis(self._identifier("an axis"), self._place(begin))
 

@@ -56,11 +56,19 @@ class Names:
 
 
 class Unfit(ValueError):
-    """Why a rule is not about some arrays."""
+    """Why a rule is not about some arrays, and at which of its views that shows."""
+
+    def __init__(self, why: str, view: Seen | None = None) -> None:
+        super().__init__(why)
+        self.view = view
 
 
 class Lacks(Unfit):
-    """Why a rule is not about some arrays: others of the family are not there."""
+    """Why a rule is not about some arrays: others of the family, such as `name`, do not exist."""
+
+    def __init__(self, why: str, view: Seen, name: str) -> None:
+        super().__init__(why, view)
+        self.name = name
 
 
 @dataclass(eq=False)
@@ -74,7 +82,8 @@ class Instance:
         sizes: of all axes.
         rank: how many axes `...` stands for.
         why_not: why it does not hold, where it does not.
-        lacks_names: whether that is because arrays of the family are not there.
+        fault: the view at which that shows, where it is one.
+        lacks: the first array of the family that does not exist, where that is the reason.
     """
 
     rule: Rule
@@ -84,8 +93,14 @@ class Instance:
     sizes: dict[str, int] = field(default_factory=dict)
     rank: int = 0
     why_not: str | None = None
-    lacks_names: bool = False
+    fault: Seen | None = None
+    lacks: str | None = None
     _items: dict[str, tuple[Item, ...]] = field(default_factory=dict)
+
+    @property
+    def lacks_names(self) -> bool:
+        """Whether it does not hold because arrays of the family do not exist."""
+        return self.lacks is not None
 
     def items(self, view: Seen) -> tuple[Item, ...]:
         """A view's axes with `...` spelled out; not before `rank` is known."""
@@ -141,7 +156,8 @@ def resolve(instance: Instance, have: Names, want: Names | None, *, partly: bool
     try:
         _resolve(instance, have, want, partly)
     except Unfit as error:
-        instance.why_not, instance.lacks_names = str(error), isinstance(error, Lacks)
+        instance.why_not, instance.fault = str(error), error.view
+        instance.lacks = error.name if isinstance(error, Lacks) else None
 
 
 def _resolve(instance: Instance, have: Names, want: Names | None, partly: bool) -> None:
@@ -172,7 +188,9 @@ def _resolve(instance: Instance, have: Names, want: Names | None, partly: bool) 
     inside = [(view, _within(view, found, sizes), names) for view, found, names in known]
     for view, found, _ in inside:
         if not found:
-            raise Unfit(f"the numbers in the names that match {view.pattern.name} are out of range")
+            raise Unfit(
+                f"the numbers in the names that match {view.pattern.name} are out of range", view
+            )
     _solve(instance, [(v, [(n, m) for n, m, _ in f], names) for v, f, names in inside])
     for view, found, _ in inside:
         for axis in view.pattern.axes:
@@ -191,10 +209,10 @@ def _rank(rule: Rule, known: Sequence[tuple[Seen, list[tuple[str, Match]], Names
         dots = sum(1 for a in axes.axes_of(view.items) if a.name == ELLIPSIS)
         rank = len(names.facts[found[0][0]].shape) - (len(view.items) - dots)
         if dots == 0 and rank:
-            raise Unfit(_rank_text(view, names.facts[found[0][0]], found[0][0]))
+            raise Unfit(_rank_text(view, names.facts[found[0][0]], found[0][0]), view)
         if dots:
             if rank < 0:
-                raise Unfit(_rank_text(view, names.facts[found[0][0]], found[0][0]))
+                raise Unfit(_rank_text(view, names.facts[found[0][0]], found[0][0]), view)
             ranks[rank] = found[0][0]
     if len(ranks) > 1:
         raise Unfit(f"`...` stands for {' and for '.join(map(str, ranks))} axes")
@@ -202,7 +220,11 @@ def _rank(rule: Rule, known: Sequence[tuple[Seen, list[tuple[str, Match]], Names
 
 
 def _rank_text(view: Seen, fact: Fact, name: str) -> str:
-    return f"{name!r} is {fact}, and its axes are [{' '.join(map(str, view.items))}]"
+    if fact.kind != "array":
+        return (
+            f"{name!r} is {fact}, which has no axes: a rule for it has no brackets on either side"
+        )
+    return f"{name!r} is {fact}, but the rule gives it the axes [{' '.join(map(str, view.items))}]"
 
 
 def _within(
@@ -233,7 +255,8 @@ def _solve(
             equations.setdefault((view.tag, fact.shape), (view, name, fact))
     for view, name, fact in equations.values():
         if len(instance.items(view)) != len(fact.shape):
-            raise Unfit(_rank_text(view, fact, name))
+            raise Unfit(_rank_text(view, fact, name), view)
+    origins: dict[str, str] = {}
     again = True
     while again:
         again = False
@@ -242,10 +265,26 @@ def _solve(
                 try:
                     again |= axes.solve(item, extent, instance.sizes)
                 except axes.DoesNotFit as error:
-                    own = {axis.name for axis in axes.axes_of([item])}
-                    told = [f"{a}={n}" for a, n in instance.rule.sizes.items() if a in own]
-                    given = f", where {', '.join(told)} is given" if told else ""
-                    raise Unfit(f"{name!r} is {fact}: {error}{given}") from None
+                    details = _details(instance, view, item, fact, origins)
+                    raise Unfit(f"{name!r} is {fact}: {error}{details}", view) from None
+                for axis in axes.axes_of([item]):
+                    origins.setdefault(axis.name, name)
+
+
+def _details(
+    instance: Instance, view: Seen, item: Item, fact: Fact, origins: Mapping[str, str]
+) -> str:
+    """Where the sizes come from that do not fit, and the order of axes that would fit."""
+    own = {axis.name for axis in axes.axes_of([item])}
+    given = [f"{a}={n}" for a, n in instance.rule.sizes.items() if a in own]
+    elsewhere = dict.fromkeys(repr(name) for axis, name in origins.items() if axis in own)
+    text = f", where {', '.join(given)} is given" if given else ""
+    text += f" (in {', '.join(elsewhere)})" if elsewhere and not given else ""
+    items = instance.items(view)
+    by_size = {axes.size_of(i, instance.sizes): str(i) for i in items}
+    if len(by_size) == len(items) and set(by_size) == set(fact.shape):
+        text += f"; the order [{' '.join(by_size[n] for n in fact.shape)}] would fit"
+    return text
 
 
 def _fuse(
@@ -310,4 +349,5 @@ def _check_term(
         if not missing or partly or (number and len(missing) == len(of_view)):
             continue  # of arrays that are one, the first must be there
         more, be = (f" and {len(missing) - 1} more", "are") if len(missing) > 1 else ("", "is")
-        raise Lacks(f"{missing[0]!r}{more} would belong to it, but {be} not {verb}")
+        need = "it needs" if verb == "stored" else "it would make"
+        raise Lacks(f"{need} {missing[0]!r}{more}, which {be} not {verb}", view, missing[0])

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from unickpt.rules.syntax import Capture, Choice, Linear, Name, Text, syntax_error
+from unickpt.errors import RuleSyntaxError
+from unickpt.rules.syntax import (
+    Capture,
+    Choice,
+    Linear,
+    Name,
+    Place,
+    Text,
+    item_text,
+    syntax_error,
+)
 
 Path = tuple[str, ...]
 _SEPARATORS = "/."
@@ -117,7 +127,7 @@ class Pattern:
         """Refuses patterns that could take one name in two ways.
 
         Raises:
-            RuleSyntaxError: two texts in one component, or one key twice.
+            RuleSyntaxError: two captures in one component, two with `...`, or one key twice.
         """
         keys = [i.key for i in self.name.items if isinstance(i, Text)] + sorted(
             axis for i in self.name.items if isinstance(i, Linear) for axis, _ in i.terms
@@ -125,21 +135,55 @@ class Pattern:
         for key in keys:
             if keys.count(key) > 1:
                 raise syntax_error(f"capture {key!r} stands twice in one name", self.name.place)
-        free, paths = 0, 0
+        path: Text | None = None
+        in_component: Text | None = None
         items = ("", *self.name.items, "")
         for before, item, after in zip(items, items[1:], items[2:], strict=False):
             if isinstance(item, Text) and item.path:
                 self._check_whole(item, before, after)
-            if isinstance(item, str):
-                free = 0 if any(s in item for s in _SEPARATORS) else free
+            if isinstance(item, str) and any(s in item for s in _SEPARATORS):
+                in_component = None
             elif isinstance(item, Text):
-                free, paths = free + 1, paths + item.path
-                if free > 1 or paths > 1:
-                    raise syntax_error(
-                        "two captures that share a component, or two with `...`, can take one "
-                        "name in several ways",
-                        self.name.place,
-                    )
+                if path and item.path:
+                    raise self._two_paths(path, item)
+                if in_component:
+                    raise self._one_component(in_component, item)
+                in_component, path = item, item if item.path else path
+
+    def _two_paths(self, first: Text, second: Text) -> RuleSyntaxError:
+        line = self._rewritten(second, item_text(Text(second.key)))
+        return syntax_error(
+            f"{item_text(first)} and {item_text(second)} both take any number of components, so "
+            "that one name could be read in several ways. Where the second stands for one "
+            f"component, write\n    {line}",
+            self._place_of(second),
+        )
+
+    def _one_component(self, first: Text, second: Text) -> RuleSyntaxError:
+        options = second.options or ("one", "two")
+        line = self._rewritten(second, item_text(Choice("", options)))
+        where = "" if second.options else f"\nwhere {second.key} is `one` or `two`"
+        return syntax_error(
+            f"{item_text(first)} and {item_text(second)} stand in one component, without `/` or "
+            "`.` between them, so that one name could be read in several ways. List what one of "
+            f"them stands for, as in\n    {line}{where}",
+            self._place_of(second),
+        )
+
+    def _rewritten(self, capture: Text, text: str) -> str:
+        """The line with another text for a capture, wherever it stands there."""
+        dots = r"\.\.\." if capture.path else ""
+        written = rf"\{{\s*{capture.key}\s*{dots}(?:=[^}}]*)?\}}"
+        return re.sub(written, lambda _: text, self.name.place.text).strip()
+
+    def _place_of(self, capture: Capture) -> Place:
+        """Where a capture stands; where the whole name does, if that is not certain."""
+        place = self.name.place
+        before = self.name.items[: self.name.items.index(capture)]
+        quote = place.text.startswith('"', place.column - 1)
+        column = place.column + quote + len("".join(map(item_text, before)))
+        certain = place.text.startswith("{", column - 1)
+        return replace(place, column=column) if certain else place
 
     def _check_whole(self, item: Text, before: str | Capture, after: str | Capture) -> None:
         for neighbour, end in ((before, -1), (after, 0)):

@@ -121,11 +121,14 @@ class _Planner:
             there = {*plan.made, *plan.aliases, *plan.kept}
             asked = {} if self._want is None else self._want.facts
             unmade = {name: fact for name, fact in asked.items() if name not in there}
-            problems += refusal.left_over(unused, unmade, found, shared)
-            problems += refusal.idle(rules, found, problems)
+            problems += refusal.left_over(unused, unmade, plan.made, asked, found, shared)
+            problems += refusal.idle(rules, found, problems, self._have)
         if problems:
             turned = refusal.backwards(rules, found, self._have)
-            problems = [*turned, *(problems if valid or not turned else ())]
+            first = turned or refusal.unfamiliar(rules, valid, found, self._have)
+            told = {problem.partition("\n")[0] for problem in first}
+            rest = [p for p in problems if p.partition("\n")[0] not in told]
+            problems = [*first, *(rest if valid or not turned else ())]
             raise RuleError(refusal.message(where, problems))
         if self._want is None:
             plan.nameless = _nameless(rules)
@@ -391,7 +394,7 @@ def _check_shape(instance: Instance, view: Seen, name: str, shape: tuple[int, ..
     items, sizes = instance.items(view), dict(instance.sizes)
     made = f"the function makes {name!r} of shape {list(shape)}"
     if len(items) != len(shape):
-        raise Unfit(f"{made}, and its axes are [{' '.join(map(str, items))}]")
+        raise Unfit(f"{made}, but the rule gives it the axes [{' '.join(map(str, items))}]")
     for item, extent in zip(items, shape, strict=True):
         try:
             axes.solve(item, extent, sizes)

@@ -3,53 +3,70 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 
 from unickpt.folding import skeleton
 from unickpt.rules.lift import Shared
 from unickpt.rules.matching import Fact, Instance, Names, instances
-from unickpt.rules.rule import Rule
+from unickpt.rules.names import Pattern
+from unickpt.rules.plan import Made
+from unickpt.rules.rule import Rule, Terms, views_of
 from unickpt.rules.syntax import Nothing
 
-_MOST_SHOWN = 20
+_MOST_LINES = 22
+_MOST_IDLE = 3
 _NUMBERED = re.compile(r"(^|/)state/\d+/")
 _OPTIONAL = "if that may be, begin it with `optional`"
+_LIKELY, _POSSIBLE = 0.8, 0.5  # how similar a name must be, alone and where the shape agrees
 
 
 def message(where: str, problems: Sequence[str]) -> str:
-    """All problems as one text."""
+    """All problems as one text, of which the first ones are shown."""
     count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
-    lines = [f"{where}: the rules do not fit: {count}", *(f"  {p}" for p in problems[:_MOST_SHOWN])]
-    if len(problems) > _MOST_SHOWN:
-        lines.append(f"  ... and {len(problems) - _MOST_SHOWN} more")
+    lines = [f"{where}: the rules do not fit: {count}"]
+    for shown, problem in enumerate(problems):
+        told = f"  {problem}".split("\n")
+        if shown and len(lines) + len(told) > _MOST_LINES:
+            return "\n".join([*lines, f"  ... and {len(problems) - shown} more"])
+        lines += told
     return "\n".join(lines)
 
 
 def left_over(
     unused: Mapping[str, Fact],
     unmade: Mapping[str, Fact],
+    made: Mapping[str, Made],
+    asked: Mapping[str, Fact],
     found: Sequence[Instance],
     shared: Sequence[Shared],
 ) -> list[str]:
-    """All that is neither used nor made, and why.
+    """All that is neither used nor made, and why; what says most stands first.
 
     Arguments:
         unused: of what is stored.
         unmade: of what is asked for.
+        made: what the rules make.
+        asked: all that is asked for.
         found: all families that a rule may be about.
         shared: what all parameters share.
     """
-    problems, explained = _misfits({*unused, *unmade}, found, shared)
+    ties = dict(_ties(unmade, made, asked))
+    misfits, explained = _misfits({**unused, **unmade}, ties.keys(), found, shared)
+    problems = [*ties.values(), *misfits]
+    explained |= ties.keys()
+    dropped = False
     for facts, others, told in (
         (unused, unmade, "is stored, and no rule takes it"),
         (unmade, unused, "is asked for, and no rule makes it"),
     ):
         for at, (name, like, fact) in enumerate(_alike(facts, explained)):
-            near = _nearest(name, fact, others) if at < _MOST_SHOWN else None
+            near = _nearest(name, fact, others) if at < _MOST_LINES else None
             hint = f"\n    perhaps it belongs to {near!r} ({others[near]})" if near else ""
-            if facts is unused and not near:
-                hint = f"\n    if it is to be left out: {name} <-> drop"
+            if facts is unused and not near and not dropped:
+                hint, dropped = f"\n    if it is to be left out: {name} <-> drop", True
             problems.append(f"{name!r} ({fact}){like} {told}{hint}")
     if any("%2F" in name for name in unused):
         problems.append(
@@ -64,17 +81,70 @@ def left_over(
     return problems
 
 
+def _ties(
+    unmade: Mapping[str, Fact], made: Mapping[str, Made], asked: Mapping[str, Fact]
+) -> Iterator[tuple[str, str]]:
+    """What is asked for and probably tied to what is made: no other array has this shape."""
+    like: dict[Fact, list[str]] = {}
+    for name, fact in asked.items():
+        like.setdefault(fact, []).append(name)
+    for name, fact in unmade.items():
+        if fact.kind != "array" or not fact.shape or len(like[fact]) != 2:
+            continue
+        (twin,) = (other for other in like[fact] if other != name)
+        if twin in made and skeleton(twin) != skeleton(name):
+            yield name, _tie(name, fact, twin, made[twin].rule)
+
+
+def _tie(name: str, fact: Fact, twin: str, rule: str) -> str:
+    lines = [
+        f"{name!r} ({fact}) is asked for, and nothing is left for it",
+        f"{twin!r} has the same shape. If the two are tied, or both are made of one stored array,",
+        f"join them by `=`, as in `{twin} [...] = {name} [...]`, in",
+        rule,
+    ]
+    if rule.startswith("preset "):
+        lines.append("or in a rule of your own, beside `default include ...` of that preset")
+    return "\n    ".join(lines)
+
+
 def _nearest(name: str, fact: Fact, among: Mapping[str, Fact]) -> str | None:
-    """The likeliest counterpart of a name: one with as many elements, if there is any."""
-    same = [n for n, f in among.items() if sorted(f.shape) == sorted(fact.shape)]
-    near = difflib.get_close_matches(name, (same or list(among))[:2000], n=1, cutoff=0.5)
+    """The likeliest counterpart of a name: one of its kind, with as many elements if there is."""
+    kin = {n: f for n, f in among.items() if f.kind == fact.kind}
+    same = [n for n, f in kin.items() if sorted(f.shape) == sorted(fact.shape)]
+    if same and fact.shape:
+        return _similar(name, same, _POSSIBLE)
+    return _similar(name, kin, _LIKELY)
+
+
+def _similar(name: str, among: Iterable[str], least: float) -> str | None:
+    near = difflib.get_close_matches(name, list(among)[:2000], n=1, cutoff=least)
     return near[0] if near else None
 
 
+def _respelled(name: str, among: Mapping[str, Fact]) -> tuple[str | None, str]:
+    """The name that was probably meant by one that does not exist, and what to say of it."""
+    dotted = name.replace("/", ".")
+    for other in among:
+        if other.replace("/", ".") == dotted:
+            return other, f"; there is {other!r}: mind where `/` and where `.` stands"
+    near = _similar(name, among, _LIKELY)
+    return near, f"; did you mean {near!r}?" if near else ""
+
+
 def _misfits(
-    rest: Set[str], found: Sequence[Instance], shared: Sequence[Shared]
+    rest: Mapping[str, Fact],
+    tied: Set[str],
+    found: Sequence[Instance],
+    shared: Sequence[Shared],
 ) -> tuple[list[str], set[str]]:
-    """The rules that are about what is left over, but do not fit; and those names."""
+    """The rules that match what is left over, but do not fit; and those names.
+
+    Arguments:
+        rest: what is left over.
+        tied: of these, what is explained already.
+        found, shared: as for `left_over`.
+    """
     misfits = [i for i in found if i.why_not is not None]
     best: dict[str, int] = {}  # how much speaks for the likeliest rule about a name
     for instance in misfits:
@@ -84,7 +154,7 @@ def _misfits(
     told: dict[str, tuple[Instance, list[str]]] = {}
     for instance in misfits:
         here = [n for n in instance.matched_names() if best[n] == _likelihood(instance)]
-        names = [name for name in here if name in rest]
+        names = [name for name in here if name in rest and name not in tied]
         if not names:
             continue
         explained.update(names)
@@ -101,13 +171,34 @@ def _misfits(
             if instance.why_not in reasons or str(rule.place) in lifts:
                 continue
             lifts.add(str(rule.place))
-        problems.append(f"{rule}\n    {_reason(instance)} (about {counted(names)})")
+        meant, hint = None, ""
+        if instance.lacks is not None:
+            meant, hint = _respelled(
+                instance.lacks, {n: f for n, f in rest.items() if n not in names}
+            )
+            if meant is not None:
+                explained.update(n for n in rest if skeleton(n) == skeleton(meant))
+        matched = f"(it matches {counted(names)})"
+        problems.append(f"{rule}{_caret(instance)}\n    {_reason(instance)}{hint} {matched}")
     return problems, explained
+
+
+def _caret(instance: Instance) -> str:
+    """A line with a caret below the name that does not fit, in the rule's text."""
+    if instance.fault is None or instance.rule.lifted:
+        return ""
+    rule, name = str(instance.rule), str(instance.fault.pattern.name)
+    at = rule.rfind(name) if instance.fault.tag in _tags(instance.rule.right) else rule.find(name)
+    return "" if at < 0 else f"\n  {' ' * at}^"
+
+
+def _tags(side: Terms | Nothing) -> set[str]:
+    return {view.tag for view in views_of(side)}
 
 
 def _reason(instance: Instance) -> str:
     rule, why = instance.rule, instance.why_not
-    about_sizes = instance.lacks_names or " elements, and here " in str(why)
+    about_sizes = instance.lacks_names or " elements here, but " in str(why)
     if about_sizes and any(view.pattern.choices for view in rule.views):
         return f"{why}; note that an enumeration such as {{a|b}} means all of its names at once"
     return str(why)
@@ -135,8 +226,10 @@ def _alike(facts: Mapping[str, Fact], without: Set[str]) -> Iterator[tuple[str, 
         yield names[0], f" (and {len(names) - 1} like it)" if len(names) > 1 else "", fact
 
 
-def idle(rules: Sequence[Rule], found: Sequence[Instance], problems: Sequence[str]) -> list[str]:
-    """The rules that are about nothing although they must; those of `problems` are told already."""
+def idle(
+    rules: Sequence[Rule], found: Sequence[Instance], problems: Sequence[str], have: Names
+) -> list[str]:
+    """The rules that apply to nothing although they must; those of `problems` are told already."""
     misfits: dict[int, Instance] = {}
     busy: set[int] = set()
     for instance in found:
@@ -144,19 +237,59 @@ def idle(rules: Sequence[Rule], found: Sequence[Instance], problems: Sequence[st
             busy.add(id(instance.rule))
         else:
             misfits.setdefault(id(instance.rule), instance)
-    told = []
+    told, unmatched = [], []
     for rule in rules:
         if rule.optional or id(rule) in busy or not _relates(rule):
             continue
         misfit = misfits.get(id(rule))
         if misfit is None:
-            told.append(f"{rule}\n    matches nothing; {_OPTIONAL}")
+            unmatched.append(rule)
         elif not any(problem.startswith(f"{rule}\n") for problem in problems):
             names = counted(list(misfit.matched_names()))
             told.append(
-                f"{rule}\n    is about nothing: {_reason(misfit)} (about {names}); {_OPTIONAL}"
+                f"{rule}{_caret(misfit)}\n    applies to nothing: {_reason(misfit)} "
+                f"(it matches {names}); {_OPTIONAL}"
             )
+    for rule in unmatched[:_MOST_IDLE]:
+        hint = _other_spelling(rule, have) or _OPTIONAL
+        told.append(f"{rule}\n    matches nothing; {hint}")
+    more = len(unmatched) - _MOST_IDLE
+    if more > 0:
+        told.append(f"{more} more rule{'s' * (more > 1)} match{'es' * (more == 1)} nothing")
     return told
+
+
+def _other_spelling(rule: Rule, have: Names) -> str | None:
+    """What is wrong with a rule's name of what is stored, where that can be seen."""
+    for view in views_of(rule.left):
+        name = view.pattern.name
+        if any(isinstance(item, str) and "{" in item for item in name.items):
+            return "`{{` is a brace that stands in the name itself; a capture has single braces"
+        items = tuple(i.replace("/", ".") if isinstance(i, str) else i for i in name.items)
+        dotted = Pattern(replace(name, items=items))
+        for stored in itertools.islice(have.facts, 2000):
+            if dotted.match(stored.replace("/", ".")):
+                return f"there is {stored!r}: mind where `/` and where `.` stands"
+        if view.pattern.literal and (near := _similar(str(name), have.facts, _LIKELY)):
+            return f"did you mean {near!r}?"
+    return None
+
+
+def unfamiliar(
+    rules: Sequence[Rule], valid: Sequence[Instance], found: Sequence[Instance], have: Names
+) -> list[str]:
+    """Whether these are rules for another model altogether: none matches what is stored."""
+    matching = any(instance.have for instance in found)
+    relating = [rule for rule in rules if _relates(rule) and not rule.lifted]
+    if valid or matching or len(relating) < _MOST_IDLE or not have.facts:
+        return []
+    ours, theirs = next(iter(have.facts)), views_of(relating[0].left)[0].pattern.name
+    return [
+        f"none of the {len(relating)} rules applies; is it the right preset, or the right file?\n"
+        f"    stored are names such as {ours!r}, and the rules take names such as '{theirs}';\n"
+        "    a part that all names begin with can be put before those of a preset: "
+        "include NAME under PREFIX/ <->"
+    ]
 
 
 def _relates(rule: Rule) -> bool:
@@ -170,7 +303,11 @@ def backwards(rules: Sequence[Rule], found: Sequence[Instance], have: Names) -> 
     idle = [rule for rule in rules if id(rule) not in matching and _relates(rule)]
     if not idle or not all(instances(rule.inverse, have, None) for rule in idle):
         return []
+    if 2 * len(idle) < sum(map(_relates, rules)):
+        return [
+            f"{rule}\n    has its sides swapped: what is stored stands on the left" for rule in idle
+        ]
     return [
-        "what is stored has the names of the other side: turn the rules by `Rules.inverse` (on the "
-        "command line by --inverse, or without it where it is given)"
+        "the rules are the wrong way round: what is stored has the names of their right side; use "
+        "`rules.inverse`\n    (on the command line --inverse, or leave that out where it is given)"
     ]

@@ -195,7 +195,11 @@ def compile_rule(
     ]
     bare = [view for view in written if view.items is None]
     if bare and len(bare) < len(written):
-        raise syntax_error("axes stand on one side only; give them on both", bare[0].name.place)
+        raise syntax_error(
+            "this name has no axes, and another name of the rule has: give the axes in brackets "
+            "behind every name, or behind none",
+            bare[0].name.place,
+        )
     known = {**sizes, **own, **given}
     numbers = _number_axes(written, own)
     renamed = _paired_choices(line.left, line.right, written)
@@ -386,8 +390,9 @@ def _check_sides(rule: Rule) -> None:
             )
         if missing:
             raise syntax_error(
-                f"capture {min(missing)!r} stands in another name of the rule, but not in this "
-                "one; where it counts arrays that make up one, it must be an axis of that one",
+                f"{{{min(missing)}}} stands in another name of the rule, but not in this one: add "
+                f"it here; or, where this is one array that the others are stacked into, name its "
+                f"axes, `{min(missing)}` among them",
                 view.place,
             )
     _check_blocks(*(_blocks(side) for side in sides))
@@ -467,10 +472,11 @@ def _check_blocks(
                 continue
             near = min(theirs, key=lambda k: len(k ^ key))
             here, there = _named(key - near), _named(near - key)
+            told = [f"{here} on this side only"] if key - near else []
+            told += [f"{there} on the other side only"] if near - key else []
             raise syntax_error(
-                f"the other side has no piece with the axes {_named(key)}"
-                + (f": it lacks {here}" if key - near else "")
-                + (f"; this one lacks {there}" if near - key else ""),
+                f"every axis stands on both sides under one name, but {', and '.join(told)}; it "
+                "stands in brackets, or in braces within names where it counts arrays",
                 view.place,
             )
 
