@@ -48,6 +48,16 @@ class Location:
         return Location(self.url + tail, {**self.spec, "path": self.spec["path"] + tail})
 
     @property
+    def parent(self) -> Location | None:
+        """The folder that holds this one; None where that would be more than a bucket."""
+        path = str(self.spec["path"]).rstrip("/")
+        above, _, name = path.rpartition("/")
+        if not name or (self.is_local and not above):
+            return None
+        url = self.url.rstrip("/").rpartition("/")[0] + "/"
+        return Location(url, {**self.spec, "path": above + "/" if above else ""})
+
+    @property
     def is_local(self) -> bool:
         return bool(self.spec["driver"] == "file")
 
@@ -156,6 +166,13 @@ class Location:
             file.remove(self.spec["path"])
         else:
             self.store(context).delete_range(ts.KvStore.KeyRange()).result()
+
+    def remove_file(self, name: str, context: ts.Context) -> None:
+        """Removes one file in this folder or below; never through a symbolic link."""
+        if self.is_local:
+            file.remove_file(self.spec["path"], name)
+        else:
+            self.store(context).write(name, None).result()
 
     def is_there(self) -> bool:
         """Whether this folder exists; only local ones can be removed behind one's back."""

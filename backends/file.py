@@ -109,6 +109,14 @@ def remove(path: str) -> None:
     shutil.rmtree(path.rstrip("/"), ignore_errors=True)
 
 
+def remove_file(folder: str, name: str) -> None:
+    """Removes a file below a folder, if no folder on the way is a symbolic link."""
+    above = os.path.dirname(os.path.join(folder, name))
+    if os.path.realpath(above) == os.path.join(os.path.realpath(folder), os.path.dirname(name)):
+        with suppress(FileNotFoundError):
+            os.unlink(os.path.join(folder, name))
+
+
 def exists(path: str) -> bool:
     return os.path.isdir(path)
 
@@ -243,6 +251,21 @@ class Hold:
             os.ftruncate(self._handle, 0)
             os.pwrite(self._handle, text.encode(), 0)
 
+    @staticmethod
+    def said(path: str, name: str) -> str | None:
+        """What the holder of a lock wrote; None where nobody on this machine holds it.
+
+        The lock is not tried for: that could refuse it to another process at this very moment.
+        """
+        try:
+            with open(os.path.join(path, name), "rb") as handle:
+                facts, text = os.fstat(handle.fileno()), handle.read(4096)
+            with open("/proc/locks", encoding="ascii") as locks:
+                held = any(_is_lock_of(line, facts) for line in locks)
+        except OSError:
+            return None
+        return text.decode(errors="replace") if held else None
+
     def is_valid(self) -> bool:
         """Whether the file that is locked is still the one in the folder."""
         try:
@@ -254,6 +277,12 @@ class Hold:
         if self._handle in _held:
             _held.discard(self._handle)
             os.close(self._handle)
+
+
+def _is_lock_of(line: str, facts: os.stat_result) -> bool:
+    """Whether a line of /proc/locks is of a file: `1: FLOCK ADVISORY WRITE 123 08:01:456 0 EOF`."""
+    fields = line.split()
+    return len(fields) > 5 and fields[5].rpartition(":")[2] == str(facts.st_ino)
 
 
 def _forget_held() -> None:

@@ -146,6 +146,20 @@ def _place(location: str) -> Place:
     return place
 
 
+def written(base: ts.KvStore, context: ts.Context) -> tuple[float, int]:
+    """When a database was last written (seconds since 1970), and its bytes, as its manifest tells.
+
+    Raises:
+        ValueError: there is no such manifest, or it cannot be read.
+    """
+    versions = ts.ocdbt.dump(base, context=context).result()["versions"]
+    if not versions:
+        return 0.0, 0
+    told = versions[-1]["root"]["statistics"]
+    nbytes = int(told["num_indirect_value_bytes"]) + int(told["num_tree_bytes"])
+    return int(versions[-1]["commit_time"]) / 1e9, nbytes
+
+
 def count_keys(base: ts.KvStore, context: ts.Context) -> int:
     """Number of keys of the database whose manifest lies in `base`, as that manifest tells.
 

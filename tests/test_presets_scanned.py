@@ -155,5 +155,5 @@ def test_a_layer_that_is_missing_is_told(tmp_path: Path) -> None:
     state = model.state_dict()
     del state["model.layers.3.mlp.up_proj.weight"]
     unickpt.save(tmp_path / "torch", state)
-    with pytest.raises(RuleError, match=r"it would make 'model.layers.3.mlp.up_proj.weight'"):
+    with pytest.raises(RuleError, match=r"it needs 'model.layers.3.mlp.up_proj.weight'"):
         unickpt.load(tmp_path / "torch", rules=rules.inverse)

@@ -1,4 +1,4 @@
-"""The command line `unickpt inspect | ls | verify | diff | convert | presets`; see `commands`."""
+"""The command line `unickpt inspect | ls | verify | ...`; see `commands`."""
 
 from __future__ import annotations
 

@@ -96,6 +96,40 @@ class Lease:
         except Failed as error:
             raise chunks.translate(error, str(self._location), reading=False) from error
 
+    @staticmethod
+    def was_taken(location: Location) -> bool:
+        """Whether some job has, or had, the lease on a folder."""
+        if location.is_local:
+            return os.path.isfile(os.path.join(location.spec["path"], NAME))
+        read = location.store(backends.context()).read(NAME).result()
+        return bool(read.state == "value")
+
+
+def holder(location: Location) -> str | None:
+    """Who has the lease on a folder, in words; None where nobody has it, as far as one can see.
+
+    A job on another machine that locks a local folder is not always seen.
+    """
+    if location.is_local:
+        said = file.Hold.said(location.spec["path"], NAME)
+        return None if said is None else _who(said)
+    read = location.store(backends.context()).read(NAME).result()
+    if read.state != "value":
+        return None
+    try:
+        renewed = float(json.loads(read.value)["renewed"])
+    except (ValueError, KeyError, TypeError):
+        return _who("")
+    return _who(read.value) if time.time() - renewed < _EXPIRES_S else None
+
+
+def _who(said: str | bytes) -> str:
+    try:
+        facts = json.loads(said)
+        return f"process {facts['process']} on {facts['host']}"
+    except (ValueError, KeyError, TypeError):
+        return "another process"
+
 
 class _Lock:
     """A lock of the operating system, on a file in a local folder."""
@@ -200,13 +234,8 @@ class _Claim:
                     return
 
 
-def _conflict(location: Location, holder: str) -> SaveConflict:
-    try:
-        said = json.loads(holder)
-        who = f"process {said['process']} on {said['host']}"
-    except (ValueError, KeyError, TypeError):
-        who = "another process"
+def _conflict(location: Location, said: str) -> SaveConflict:
     return SaveConflict(
-        f"{location}: another job saves here at this moment ({who}); two jobs in one folder would "
-        "mix their steps. End that one, or give this job a folder of its own"
+        f"{location}: another job saves here at this moment ({_who(said)}); two jobs in one folder "
+        "would mix their steps. End that one, or give this job a folder of its own"
     )

@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Iterable, Mapping
 
-from unickpt import backends, checkpoint, chunks
+from unickpt import backends, checkpoint, chunks, remnants
 from unickpt.backends import Location
 from unickpt.backends.kvstore import Failed
 from unickpt.backends.ocdbt import MANIFEST
@@ -89,10 +89,7 @@ class Steps:
 
     def _attempts(self, step: int) -> list[str]:
         """The attempt that made a step; all attempts, where it is too damaged to tell."""
-        try:
-            return [self.made(step)[1]]
-        except UnickptError:
-            return self.at(step).child("processes").folders(self._context)
+        return remnants.attempts_of_checkpoint(self.at(step), self._context)
 
     def remove_debris(self, in_flight: Iterable[int], session: str) -> None:
         """Removes what crashed saves and deletions left behind.
@@ -111,19 +108,12 @@ class Steps:
         for step in sorted(_numbers(names) - set(committed) - spared):
             place = self.at(step)
             attempts = place.child("processes").folders(self._context)
-            if self._is_ours(place) and not any(_is_of(name, session) for name in attempts):
+            ours = remnants.is_unfinished(place, self._context)
+            if ours and not any(_is_of(name, session) for name in attempts):
                 _log.info("removing %s, which a crashed save left behind", place)
-                for attempt in attempts:  # and nothing that another process begins meanwhile
-                    place.child(f"processes/{attempt}").remove(self._context)
-                place.remove_empty()
+                remnants.remove_attempts(place, attempts, self._context)
         if committed and committed[-1] not in spared:
             self.remove_older(committed[-1], session)
-
-    def _is_ours(self, place: Location) -> bool:
-        if place.is_local:
-            return not place.foreign_files()
-        keys = (key.decode(errors="replace") for key in place.store(self._context).list().result())
-        return all(key.startswith("processes/") for key in keys)
 
     def remove_older(self, step: int, session: str = "") -> None:
         """Removes all attempts to save a step but the one that was committed, and those of a

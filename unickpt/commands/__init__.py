@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 import unickpt
-from unickpt.commands import convert, diff, inspect, ls, presets, verify
+from unickpt.commands import clean, convert, diff, inspect, ls, presets, verify
 from unickpt.commands.output import fail, warn
 from unickpt.errors import RuleWarning, UnickptError
 
@@ -57,13 +57,22 @@ def unickpt_command(
     unickpt verify s3://bucket/llama/100     whether every byte of it is sound
     unickpt diff runs/a/100 runs/b/100       how two differ
     unickpt convert runs/jax/100 runs/torch --rules my.rules   one out of another
+    unickpt clean runs/llama                 remove what failed saves left there
     unickpt presets                          the rules that come with it
 
-    Exit codes: 0 for success, 1 where verify finds damage or diff a difference, 2 for every other
-    error.
+    Exit codes: 0 for success, 1 where verify finds damage, diff a difference, or clean is not told
+    yes, 2 for every other error.
     """
 
 
-COMMANDS = (inspect.inspect, ls.ls, verify.verify, diff.diff, convert.convert, presets.presets)
+COMMANDS = (
+    inspect.inspect,
+    ls.ls,
+    verify.verify,
+    diff.diff,
+    convert.convert,
+    clean.clean,
+    presets.presets,
+)
 for command in COMMANDS:
     app.command()(command)

@@ -2,55 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 import unickpt
+from unickpt import remnants
+from unickpt.commands.clean import print_remnants, print_spared, rows_json
 from unickpt.commands.output import (
     AsJson,
+    Cell,
     clean,
     console,
     date_text,
     new_table,
+    plain_cells,
     print_json,
+    print_rows,
     size_text,
 )
 from unickpt.errors import UnickptError
 from unickpt.listing import Listed, checkpoints_below
 
 _OPEN_AT_ONCE = 8
+_NUMERIC = ("arrays", "bytes", "processes")
 
 
 def ls(
     root: Annotated[str, typer.Argument(help="A directory, or a URL: file, s3, gs or memory.")],
     as_json: AsJson = False,
 ) -> None:
-    """List the checkpoints in a folder.
+    """List the checkpoints in a folder, and what failed saves left there.
 
-    What a crashed or running save has left behind is no checkpoint, and is not listed. One whose
-    index cannot be read is listed with the reason.
+    What a crashed or running save has left behind is no checkpoint: it is told of below the list,
+    and `unickpt clean` removes it. A checkpoint whose index cannot be read is listed with the
+    reason.
 
     \b
     unickpt ls runs/llama
     unickpt ls s3://bucket/runs/llama --json
 
-    --json prints {root, checkpoints: [{name, path, created, arrays, bytes, processes, error}]}.
-    Fields are only ever added. Where error is not null, the facts before it are null.
+    --json prints {root, checkpoints: [{name, path, created, arrays, bytes, processes, error}],
+    remnants: [{name, kind, files, bytes, age_s}], under_way: [the same], unknown_age: [the same],
+    holder}. Fields are only ever added. Where error is not null, the facts before it are null.
+    under_way may be of saves that go on; holder is the job that saves here, or null.
     """
     with ThreadPoolExecutor(_OPEN_AT_ONCE) as pool:
         found = list(pool.map(_listed_json, checkpoints_below(root)))
+    left = remnants.find(root)
     if as_json:
-        print_json({"root": root, "checkpoints": found})
+        beside = {
+            "remnants": rows_json(left.remnants),
+            "under_way": rows_json(left.under_way),
+            "unknown_age": rows_json(left.unknown),
+            "holder": left.holder,
+        }
+        print_json({"root": root, "checkpoints": found, **beside})
         return
-    if not found:
+    if found:
+        table = new_table("name", "created", *_NUMERIC, right=_NUMERIC)
+        print_rows(console(), table, map(_cells, found))
+    else:
         print(f"no checkpoints in {clean(root)}")
-        return
-    console().print(_listing_table(found))
+    if left.remnants:
+        print(f"\nleft by failed saves; `unickpt clean {clean(root)}` removes it:")
+        print_remnants(left.remnants)
+    print_spared(left)
 
 
 def _listed_json(listed: Listed) -> dict[str, Any]:
@@ -71,20 +89,15 @@ def _listed_json(listed: Listed) -> dict[str, Any]:
     }
 
 
-def _listing_table(found: Sequence[dict[str, Any]]) -> Table:
-    numeric = ("arrays", "bytes", "processes")
-    table = new_table("name", "created", *numeric, right=numeric)
-    for facts in found:
-        name = Text(clean(facts["name"]))
-        if facts["error"] is not None:
-            name.append(f"  {clean(facts['error'])}", "red")
-            table.add_row(name)
-            continue
-        table.add_row(
-            name,
-            Text(clean(date_text(facts["created"])), no_wrap=True),
-            f"{facts['arrays']:,}",
-            size_text(facts["bytes"]),
-            str(facts["processes"]),
-        )
-    return table
+def _cells(facts: dict[str, Any]) -> list[Cell]:
+    name = clean(facts["name"])
+    if facts["error"] is not None:
+        return [(f"{name}  {clean(facts['error'])}", "red")]
+    texts = (
+        name,
+        date_text(facts["created"]),
+        f"{facts['arrays']:,}",
+        size_text(facts["bytes"]),
+        str(facts["processes"]),
+    )
+    return plain_cells(texts)
