@@ -104,7 +104,7 @@ def test_there_and_back(folder: Path) -> None:
     ("arguments", "message"),
     [
         (("--rules", "none"), "none is neither a file nor a preset; presets are "),
-        (("--rules", "my.rules"), "nothing tells the size of _, v: give it"),
+        (("--rules", "my.rules"), "the size of _, v is unknown: give it"),
         (("--rules", "my.rules", "--size", "v"), "expected an axis and its size"),
         (("--rules", "my.rules", "--size", "vv=3"), "a size is given for 'vv', which no rule has"),
         (
@@ -172,7 +172,7 @@ def test_numbers_that_leave_holes_are_asked_about(folder: Path) -> None:
         gap [i l o] <-> layers.{l+1}.gap [o i]   # [l i o] was meant
     """)
     out = run("convert", "m", "out", "--rules", "slip.rules", "--dry-run")
-    assert "warning: layers.8 is made, and layers.0 is not: is that meant?" in out
+    assert "warning: layers.8 is made, but layers.0 is not: is that intended?" in out
     assert "warning: layers.4 has 1 arrays, and others under 'layers.' have up to 3: is" in out
     text = (folder / "slip.rules").read_text().replace("l+1", "l").replace("[i l o]", "[l i o]")
     (folder / "good.rules").write_text(text)
@@ -220,7 +220,7 @@ def test_exchanged_names_are_asked_about(folder: Path) -> None:
     unickpt.save("qk", {"a": {"q": np.ones(2), "k": np.ones(2)}})
     out = run("convert", "qk", "out", "--rules", "slip.rules")
     assert "warning: slip.rules, line 2: a/k [e] <-> a.q [e]" in out
-    assert "'k' becomes 'q', and 'q' 'k': is that meant?" in out
+    assert "'k' becomes 'q', and 'q' becomes 'k': is that intended?" in out
 
 
 def test_a_destination_that_is_taken(folder: Path) -> None:

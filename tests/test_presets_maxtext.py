@@ -247,7 +247,7 @@ def test_without_like(family: str, tmp_path: Path) -> None:
     model = random_model(kind)
     expected = converted(kind, model.state_dict())
     unickpt.save(tmp_path / "torch", model.state_dict())
-    with pytest.raises(RuleError, match="nothing tells the size of"):
+    with pytest.raises(RuleError, match=r"the size of .* is unknown"):
         unickpt.load(tmp_path / "torch", rules=Rules.preset(f"maxtext-{family}").inverse)
     rules = Rules.preset(f"maxtext-{family}", sizes=kind.sizes)
     assert_same(flat_names(unickpt.load(tmp_path / "torch", rules=rules.inverse)), expected)
@@ -284,7 +284,7 @@ def test_the_padding_of_gemma_is_left_out(tmp_path: Path) -> None:
     stored = converted(kind, model.state_dict())
     stored["params/params/token_embedder/embedding"][V:] = 1  # as training leaves it
     unickpt.save(tmp_path / "maxtext", flat_tree(stored))
-    with pytest.raises(RuleError, match="nothing tells the size of"):
+    with pytest.raises(RuleError, match=r"the size of .* is unknown"):
         unickpt.load(tmp_path / "maxtext", rules=Rules.preset("maxtext-gemma"))
     made = unickpt.load(tmp_path / "maxtext", rules=Rules.preset("maxtext-gemma", sizes={"v": V}))
     for name in ("model.embed_tokens.weight", "lm_head.weight"):

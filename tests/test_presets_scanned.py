@@ -143,7 +143,7 @@ def test_flax_to_torch_and_back(make: Any, tmp_path: Path) -> None:
 def test_without_like_sizes_tell_the_heads(tmp_path: Path) -> None:
     model, module, rules = qwen2()
     unickpt.save(tmp_path / "torch", randomize(model).state_dict())
-    with pytest.raises(RuleError, match=r"nothing tells the size of d, h: give it"):
+    with pytest.raises(RuleError, match=r"the size of d, h is unknown: give it"):
         unickpt.load(tmp_path / "torch", rules=rules.inverse)
     sized = Rules.parse(COMMON + QWEN2, sizes={"d": 8}).inverse
     variables = unickpt.load(tmp_path / "torch", rules=sized)

@@ -103,7 +103,7 @@ REFUSED = {
     ),
     "sizes that nothing tells": (
         "a [(q + k)] <-> b [q], c [k]", "a 12", None,
-        ["nothing tells the size of k, q: give it, as in `k=8`"],
+        ["the size of k, q is unknown: give it, as in `k=8`"],
     ),
     "an enumeration that is not whole": (
         "a/{q|k} [e] <-> b [({q|k} e)]", "a/q 2", None, ["it needs 'a/k', which is not stored"],
@@ -131,7 +131,7 @@ REFUSED = {
         "{m...}/q [e (half two)] <-> {m...}.q [(two half) e]  two=4",
         "x/q 4x6, y/q 4x8", "x.q 6x4, y.q 8x4",
         ["1 problem\n  rules, line 2", "'x/q' is float32[4, 6]: (half two): 6 elements are no mul",
-         "where two=4 is given; to leave such arrays to the default, begin this rule with `opt"],
+         "where two=4 is given; to let the default rule handle such arrays, begin this r"],
     ),
     "the same, without `like`": (
         "default {m...} <-> drop\n{m...}/q [x i o] <-> {m...}.q [x o i]",
@@ -248,7 +248,7 @@ def test_a_root_cause_is_told_once(tmp_path: Path) -> None:
     stored = "params/a/w 6x2, params/b/w 6x2, mu/a/w 6x2, mu/b/w 6x2, count"
     with pytest.raises(RuleError) as raised:
         load(tmp_path / "c", rules, stored)
-    assert str(raised.value).count("nothing tells the size of d, h") == 1
+    assert str(raised.value).count("the size of d, h is unknown") == 1
     assert "1 problem\n" in str(raised.value), str(raised.value)
 
 
@@ -610,10 +610,10 @@ def test_functions_without_a_region_move_axes(tmp_path: Path) -> None:
     unickpt.save(tmp_path / "d", unickpt.load(tmp_path / "c", rules=one_way, strict=False))
     back = flat_names(unickpt.load(tmp_path / "d", rules=one_way.inverse))
     assert all(np.allclose(back[name], stored[name]) for name in back)
-    with pytest.raises(RuleError, match="element by element, so that all of its arrays have the"):
+    with pytest.raises(RuleError, match="element by element, so that all of its arrays need the"):
         Rules.parse("a [i o] <-> b [i] via log", functions={"log": log})
     regions = Function(log.apply, region=lambda box, shape: [box], inverse=log)
-    with pytest.raises(RuleError, match="names hold no axes: it makes one array"):
+    with pytest.raises(RuleError, match="makes one array, so names hold no axes"):
         Rules.parse("a [l i] <-> b.{l} [i] via f", functions={"f": regions})
     with pytest.raises(RuleError, match="must both tell their regions, or neither"):
         _ = Rules.parse("a <-> b via f", functions={"f": regions}).inverse

@@ -38,9 +38,7 @@ def clean(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
     unknown_age: Annotated[
         bool,
-        typer.Option(
-            "--unknown-age", help="Remove that too of which nothing tells when it was written."
-        ),
+        typer.Option("--unknown-age", help="Also remove what has no known time of writing."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:

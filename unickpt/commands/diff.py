@@ -33,7 +33,7 @@ def diff(
     inverse: Inverse = False,
     size: Sizes = None,
     layout: Annotated[
-        bool, typer.Option("--layout", help="Tell of other meshes and splits too.")
+        bool, typer.Option("--layout", help="Also show different meshes and splits.")
     ] = False,
     rtol: Annotated[
         float, typer.Option("--rtol", help="Relative difference that counts as none.", min=0.0)
@@ -42,7 +42,7 @@ def diff(
 ) -> None:
     """Compare two checkpoints: names, shapes, dtypes and values.
 
-    What digests show to be equal is not read. Exits with 1 where anything but a layout differs.
+    Arrays with equal digests are not read. Exits with 1 where anything but a layout differs.
 
     \b
     unickpt diff runs/a/step_100 runs/b/step_100

@@ -35,9 +35,8 @@ def ls(
 ) -> None:
     """List the checkpoints in a folder, and what failed saves left there.
 
-    What a crashed or running save has left behind is no checkpoint: it is told of below the list,
-    and `unickpt clean` removes it. A checkpoint whose index cannot be read is listed with the
-    reason.
+    What failed saves left behind is shown below the list, and `unickpt clean` removes it. A
+    checkpoint whose index cannot be read is listed with the reason.
 
     \b
     unickpt ls runs/llama

@@ -1,4 +1,4 @@
-"""What the commands print with: tables, numbers with units, text that no terminal obeys."""
+"""Output of the commands: tables, numbers with units, text without control characters."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def fail(message: str) -> NoReturn:
 
 @contextmanager
 def transfer(what: str, *, shown: bool = True) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar, where somebody looks; gives what takes bytes done and bytes in all."""
+    """A progress bar on a terminal; gives a function that takes bytes done and bytes in all."""
     out = console(stderr=True)
     columns = (
         TaskProgressColumn(),

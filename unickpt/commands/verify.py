@@ -1,4 +1,4 @@
-"""verify: every byte of a checkpoint against its digest."""
+"""verify: compares every byte of a checkpoint with its digest."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from unickpt.options import VerifyReport
 
 
 def verify(path: Where, as_json: AsJson = False) -> None:
-    """Read a whole checkpoint and hold every byte against its digest.
+    """Read a whole checkpoint and compare every byte with its digest.
 
     Exits with 1 where anything is damaged, missing, or does not belong there.
 

@@ -1,4 +1,4 @@
-"""Claims: every array is used by one rule, and made by one."""
+"""Checks that each stored array is used by one rule, and each requested one made by one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _HOW_TO_TELL = (
     "applies only where no other rule does"
 )
 _JOIN = "; if two names are loaded from one stored array, join them in one rule by `=`"
-_TO_DEFAULT = "; to leave such arrays to the default, begin this rule with `optional`"
+_TO_DEFAULT = "; to let the default rule handle such arrays, begin this rule with `optional`"
 _NAMES_TELL = "or give the names of the other side by `like` (--like)"
 
 
 class Claims:
-    """Who uses each stored array, and who makes each that is asked for."""
+    """Which rule uses each stored array, and which makes each array that is asked for."""
 
     def __init__(self) -> None:
         self._clashes: dict[tuple[str, ...], list[tuple[str, str]]] = {}
@@ -27,9 +27,10 @@ class Claims:
         self._left: set[tuple[str, int]] = set()
 
     def settle(self, valid: Sequence[Instance], have: Names, want: Names | None) -> None:
-        """Holds the rules that fit against each other.
+        """Finds arrays that two of the rules that fit use or make.
 
-        Of several names of one array, all but the first are left to a rule that is about them.
+        Where a rule gives an array several names (tied by `=`), another rule may take all but the
+        first of them.
         """
         for right, names, claimed in ((False, have, self._taken), (True, want, self._made)):
             claims: dict[str, list[tuple[Instance, int]]] = {}
@@ -49,7 +50,7 @@ class Claims:
                     self._twice(name, "made" if right else "taken", [str(i.rule) for i in kept])
 
     def add(self, have: Iterable[str], want: Iterable[str], rule: str) -> None:
-        """Adds what a rule takes and makes that no `Instance` stands for."""
+        """Adds what a lift takes and makes; no `Instance` exists for it."""
         for names, claimed, verb in ((have, self._taken, "taken"), (want, self._made, "made")):
             for name in names:
                 other = claimed.setdefault(name, rule)
@@ -57,11 +58,11 @@ class Claims:
                     self._twice(name, verb, [other, rule])
 
     def is_left(self, name: str, instance: Instance) -> bool:
-        """Whether a rule leaves a name to another one."""
+        """Whether another rule takes this name, so that this one skips it."""
         return (name, id(instance)) in self._left
 
     def problems(self, both_known: bool) -> list[str]:
-        """What is claimed twice, told once for the same rules.
+        """Arrays that two rules use or make, as one message for each set of rules.
 
         Arguments:
             both_known: whether the names of both sides are known.
@@ -80,7 +81,7 @@ class Claims:
 
 
 def _same_constant(claims: Sequence[Instance]) -> bool:
-    """Whether all of some rules have nothing on the same side, and the same of it."""
+    """Whether all of some rules have the same `drop` or constant on the same side."""
     sides = [(i.rule.left, i.rule.right) for i in claims]
     return any(
         all(isinstance(pair[side], Nothing) and pair[side] == sides[0][side] for pair in sides)
@@ -89,9 +90,9 @@ def _same_constant(claims: Sequence[Instance]) -> bool:
 
 
 def keep_ties(found: Sequence[Instance], entries: Mapping[str, ArrayEntry]) -> None:
-    """Leaves stored arrays that are tied to the rule that says so, where nothing asks for both.
+    """Leaves stored arrays that are tied to the rule that ties them, where `like` is not given.
 
-    Else a rule for models that do not tie would make an array of its own of what is one here.
+    Otherwise a rule for models without the tie would load a second array from the shared one.
     """
     tied: dict[str, Instance] = {}
     for instance in found:
@@ -108,7 +109,7 @@ def keep_ties(found: Sequence[Instance], entries: Mapping[str, ArrayEntry]) -> N
         if instance.why_not is None and not isinstance(instance.rule.left, Nothing):
             owners = {tied.get(name) for name in names_of(instance, instance.rule.left)}
             if owners and None not in owners and instance not in owners:
-                instance.why_not = "another rule has it, tied to what it is stored as"
+                instance.why_not = "another rule takes it, as tied to another name"
 
 
 def leave_to_others(
@@ -116,14 +117,14 @@ def leave_to_others(
     shared: Iterable[tuple[Sequence[str], Sequence[str]]],
     both_known: bool,
 ) -> None:
-    """Leaves what other rules are about to those, where a rule is a default.
+    """Lets a `default` rule apply only to arrays that no other rule matches.
 
     Where the names of both sides are known, all but the first of several names of one array are
-    there for whichever rule is about them; see `Claims.settle`. A rule whose names are all there
-    is about them even if its axes do not fit: that is to be told, not hidden by a default.
+    free for another rule; see `Claims.settle`. A rule whose names all exist keeps them even if its
+    axes do not fit: that is an error to report, which a default must not hide.
 
     Arguments:
-        found: all families that a rule may be about.
+        found: all families that a rule matches.
         shared: the names, on both sides, of what all parameters share.
         both_known: whether the names of both sides are known.
     """
@@ -158,11 +159,11 @@ def leave_to_others(
         if hidden is not None and _TO_DEFAULT not in str(hidden.why_not):
             hidden.why_not = f"{hidden.why_not}{_TO_DEFAULT}"
         if hidden is not None or left & taken or right & made:
-            instance.why_not = "another rule is about it"
+            instance.why_not = "another rule applies to it"
 
 
 def choose_variants(found: Sequence[Instance]) -> None:
-    """Of the variants of one rule that all fit the same arrays, keeps the likeliest."""
+    """Of the readings of one rule that all fit the same arrays, keeps the likeliest."""
     best: dict[tuple[str, str, str], int] = {}
     valid = [i for i in found if i.why_not is None and i.rule.lifted]
     for instance in valid:

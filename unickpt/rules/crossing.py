@@ -1,4 +1,4 @@
-"""Crossings: rules that exchange two names, which shapes often cannot tell to be a slip."""
+"""Warns of rules that swap two names: a likely mistake that shapes often cannot show."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Components = tuple[str, ...]
 
 
 def crossings(rules: Sequence[Rule]) -> Iterator[str]:
-    """What to ask a person about rules that are the same but for two names, which they exchange.
+    """Questions about pairs of rules that differ only in two names, which they swap.
 
     `q_proj` of one side becomes `k_proj` of the other, and `k_proj` becomes `q_proj`.
     """
@@ -28,12 +28,13 @@ def crossings(rules: Sequence[Rule]) -> Iterator[str]:
                 other = seen.get((*rest, b, a))
                 if other is not None:
                     lines = "" if other is rule else f"\n{other}"
-                    yield f"{rule}{lines}\n  {a!r} becomes {b!r}, and {b!r} {a!r}: is that meant?"
+                    swap = f"{a!r} becomes {b!r}, and {b!r} becomes {a!r}: is that intended?"
+                    yield f"{rule}{lines}\n  {swap}"
                 seen[(*rest, a, b)] = rule
 
 
 def _names(rule: Rule) -> Iterator[tuple[Components, Components]]:
-    """The names that a rule relates, with one option of all its enumerations at a time."""
+    """The pairs of names that a rule relates, one for each option of its enumerations."""
     names = itertools.product(views_of(rule.left), views_of(rule.right))
     for ours, theirs in names if not rule.lifted else ():
         options = {c.axis: len(c.options) for c in ours.pattern.choices}

@@ -1,4 +1,4 @@
-"""Functions: the escape hatch for what the notation cannot say, with its input region declared."""
+"""Functions in Python for what the notation cannot express; they declare their input region."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def _same_shape(*shapes: Shape) -> Shape:
 class Function:
     """A function of arrays that a rule names: `a [v e] <-> b [v e] via name`.
 
-    Without `region`, it goes element by element: axes are moved as the rule says, and the function
-    gets what has arrived. With it, the function gets parts of the stored arrays as they lie there,
+    Without `region`, it works element by element: axes are moved as the rule says, and the function
+    gets the result. With it, the function gets parts of the stored arrays as they lie there,
     and the axes of the rule only say what shapes there are.
 
     Arguments:

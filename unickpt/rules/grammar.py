@@ -197,7 +197,7 @@ class _Parser:
         self._expect("<->", " between the two sides")
         right = self._side()
         if isinstance(left, Nothing) and isinstance(right, Nothing):
-            raise self._fail("no side names an array", 0)
+            raise self._fail("neither side names an array", 0)
         function = self._identifier("the name of a function") if self._word("via") else None
         sizes = self._sizes() if self._word("where") or self._sees_size() else ()
         optional, default = keyword == "optional", keyword == "default"
@@ -376,12 +376,12 @@ class _Parser:
                 self._at += 2
             elif self._text.startswith("{", self._at):
                 if items and not isinstance(items[-1], str):
-                    raise self._fail("two captures without a text between them")
+                    raise self._fail("two captures need a text between them, such as `/`")
                 items.append(self._capture())
             else:
                 break
         if quoted and not self._take('"'):
-            raise self._fail("the quoted name does not end", begin)
+            raise self._fail("this quoted name has no closing quote", begin)
         if not items and not quoted:
             raise self._fail("expected a name")
         if not quoted and any("*" in item for item in items if isinstance(item, str)):
@@ -397,7 +397,7 @@ class _Parser:
         self._expect("{")
         body_end = self._text.find("}", self._at)
         if body_end < 0:
-            raise self._fail("this capture does not end", begin)
+            raise self._fail("this capture has no closing `}`", begin)
         body = self._text[self._at : body_end]
         capture: Capture
         if found := _ONE_OF.match(self._text, self._at):
@@ -518,13 +518,13 @@ class _Parser:
         segments: list[list[Item]] = [[]]
         while not self._take(")"):
             if self._at >= len(self._text) or self._sees("]"):
-                raise self._fail("this parenthesis does not end", begin)
+                raise self._fail("this parenthesis is not closed", begin)
             if self._take("+"):
                 segments.append([])
             else:
                 segments[-1].append(self._item())
         if not all(segments):
-            raise self._fail("an empty piece", begin)
+            raise self._fail("a piece of the sum is empty", begin)
         if any(ELLIPSIS in map(str, axes_of(segment)) for segment in segments):
             raise self._fail("`...` cannot stand in parentheses", begin)
         return Group(tuple(map(tuple, segments)))

@@ -1,4 +1,4 @@
-"""Which arrays each rule is about: names matched, indices read out of them, sizes found."""
+"""Which arrays each rule matches: names, the indices in them, and sizes of axes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Names:
 
 
 class Unfit(ValueError):
-    """Why a rule is not about some arrays, and at which of its views that shows."""
+    """Why a rule does not apply to the arrays it matches, and which of its names shows it."""
 
     def __init__(self, why: str, view: Seen | None = None) -> None:
         super().__init__(why)
@@ -64,7 +64,7 @@ class Unfit(ValueError):
 
 
 class Lacks(Unfit):
-    """Why a rule is not about some arrays: others of the family, such as `name`, do not exist."""
+    """Why a rule does not apply: an array of the family, such as `name`, does not exist."""
 
     def __init__(self, why: str, view: Seen, name: str) -> None:
         super().__init__(why, view)
@@ -81,8 +81,8 @@ class Instance:
         have, want: the arrays of each view that match, with what their names hold.
         sizes: of all axes.
         rank: how many axes `...` stands for.
-        why_not: why it does not hold, where it does not.
-        fault: the view at which that shows, where it is one.
+        why_not: why it does not apply; None where it does.
+        fault: the view that does not fit, where it is one.
         lacks: the first array of the family that does not exist, where that is the reason.
     """
 
@@ -99,7 +99,7 @@ class Instance:
 
     @property
     def lacks_names(self) -> bool:
-        """Whether it does not hold because arrays of the family do not exist."""
+        """Whether it does not apply because arrays of the family do not exist."""
         return self.lacks is not None
 
     def items(self, view: Seen) -> tuple[Item, ...]:
@@ -129,7 +129,7 @@ class Instance:
 
 
 def instances(rule: Rule, have: Names, want: Names | None) -> list[Instance]:
-    """The families of arrays that a rule may be about, not resolved yet."""
+    """The families of arrays that a rule matches, not resolved yet."""
     found: dict[tuple[tuple[str, Path], ...], Instance] = {}
     for side, names, attribute in ((rule.left, have, "have"), (rule.right, want, "want")):
         for view in views_of(side) if names is not None else []:
@@ -183,7 +183,7 @@ def _resolve(instance: Instance, have: Names, want: Names | None, partly: bool) 
         for pad in axes.axes_of(instance.items(view)):
             if axes.is_pad(pad.name) and axes.PAD in given:
                 sizes[pad.name] = given[axes.PAD]
-    # First from arrays whose names hold no index: these are certainly of the family.
+    # First from arrays without an index in their names: these certainly belong to the family.
     _solve(instance, [k for k in known if not k[0].pattern.axes])
     inside = [(view, _within(view, found, sizes), names) for view, found, names in known]
     for view, found, _ in inside:
@@ -247,7 +247,7 @@ def _within(
 def _solve(
     instance: Instance, known: Sequence[tuple[Seen, Sequence[tuple[str, Match]], Names]]
 ) -> None:
-    """Finds sizes from shapes until nothing more comes out, then holds all shapes against them."""
+    """Finds sizes from shapes until nothing new follows, then compares all shapes with them."""
     equations: dict[tuple[str, tuple[int, ...]], tuple[Seen, str, Fact]] = {}
     for view, found, names in known:
         for name, _ in found:
@@ -290,7 +290,7 @@ def _details(
 def _fuse(
     instance: Instance, known: Sequence[tuple[Seen, Sequence[tuple[str, Match]], Names]]
 ) -> None:
-    """Counts axes that always stand together as one, where nothing tells their single sizes."""
+    """Treats axes that always appear together as one, where nothing gives their single sizes."""
     views = instance.rule.views
     while True:
         unknown = sorted(
@@ -315,7 +315,7 @@ def _fuse(
         else:
             names = ", ".join(a if not axes.is_pad(a) else axes.PAD for a in unknown)
             one = next((a for a in unknown if not axes.is_pad(a)), axes.PAD)
-            raise Unfit(f"nothing tells the size of {names}: give it, as in `{one}=8`")
+            raise Unfit(f"the size of {names} is unknown: give it, as in `{one}=8`")
         _solve(instance, known)
 
 

@@ -1,4 +1,4 @@
-"""Numbering: layers that are made, whose numbers look as if a rule meant others."""
+"""Warns of layer numbers that look as if a rule has them wrong."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from unickpt.rules.syntax import Linear
 
 
 def doubts(rules: Sequence[Rule], made: Iterable[str]) -> Iterator[str]:
-    """What to ask a person about the numbers in the names of all that is made.
+    """Questions about the numbers in the names of all that is made.
 
-    Where the names of the other side are known, they tell; here only holes do, and layers that have
-    far fewer arrays than others, as those have of which a rule takes the wrong axis for the layers.
+    Used where the names of the other side are not known. Gaps in the numbers are suspicious, and so
+    are layers with far fewer arrays than others: a rule may take the wrong axis for the layers.
     """
     prefixes = {prefix for rule in rules for prefix in _prefixes(rule)}
     names = list(made)
@@ -26,13 +26,13 @@ def doubts(rules: Sequence[Rule], made: Iterable[str]) -> Iterator[str]:
                 layers.setdefault(int(found[1]), set()).add(skeleton(found[2]))
         holes = sorted(set(range(max(layers, default=-1) + 1)) - layers.keys())
         if holes:
-            yield f"{prefix}{max(layers)} is made, and {_named(prefix, holes)}: is that meant?"
+            yield f"{prefix}{max(layers)} is made, but {_named(prefix, holes)}: is that intended?"
         most = max(map(len, layers.values()), default=0)
         poor = sorted(n for n, arrays in layers.items() if 2 * len(arrays) < most)
         if poor:
             yield (
                 f"{prefix}{poor[0]} has {len(layers[poor[0]])} arrays, and others under {prefix!r} "
-                f"have up to {most}: is that meant?"
+                f"have up to {most}: is that intended?"
             )
 
 

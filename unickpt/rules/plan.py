@@ -20,7 +20,7 @@ class Made:
         fact: what it is.
         rule: what makes it, as text.
         feeds: where its elements come from.
-        fills: its elements that come from nowhere.
+        fills: its elements that are constants.
         source: of what is carried over whole (a plain value, a PerProcess), its name.
         function: makes it out of `inputs`.
         exact: whether the other direction brings every bit back.
@@ -43,7 +43,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Same:
-    """Stored arrays that must hold the same, because only the first of them is read.
+    """Two stored arrays that must be equal, because only the first of them is read.
 
     `made` is the other one made of the first, where its axes or its arithmetic are not the same.
     """
@@ -56,7 +56,7 @@ class Same:
 
 @dataclass(frozen=True)
 class Constant:
-    """A stored array that must hold a constant, because the other side has no array for it."""
+    """A stored array that must hold one value everywhere: the other side has no array for it."""
 
     name: str
     value: float
@@ -70,9 +70,9 @@ class Plan:
     Arguments:
         made: by name.
         aliases: further names of arrays that are made.
-        kept: names that are asked for, and that no rule makes on purpose.
+        kept: names that are asked for and that the rules leave as they are (`drop` on the left).
         dropped: what is stored and not carried over, with the rule that says so.
-        checks: what must be so for nothing to get lost.
+        checks: what must hold so that no stored data is lost.
         nameless: constants that are not made, because only what is asked for would tell their
             names; with their rules.
     """

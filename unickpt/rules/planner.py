@@ -1,7 +1,7 @@
-"""Planner: rules + what is stored (+ what is asked for) -> a `Plan`, or a refusal.
+"""Planner: rules + what is stored (+ what is asked for) -> a `Plan`, or an error.
 
-A plan is refused unless every array that is stored is used once or dropped, and every array that
-is asked for is made once. Within an array, every element has exactly one counterpart: that was
+A plan is an error unless every stored array is used once or dropped, and every array that is
+asked for is made once. Within an array, every element has exactly one counterpart: that was
 checked when the rule was read (`unickpt.rules.rule`).
 """
 
@@ -52,7 +52,7 @@ def make_plan(
         where: the checkpoint, for messages.
 
     Raises:
-        RuleError: all reasons against it at once.
+        RuleError: lists all reasons at once.
     """
     planner = _Planner(functions, stored, want, strict)
     return planner.plan(rules, shared, where)
@@ -83,7 +83,7 @@ def offers(
 
 
 class _Planner:
-    """What is common to the steps of one plan."""
+    """The state that the steps of one plan share."""
 
     def __init__(
         self,
@@ -363,12 +363,14 @@ class _Planner:
         return entry
 
     def _add(self, plan: Plan, made: Made) -> None:
-        plan.made.setdefault(made.name, made)  # two that make it were reported as claims
+        plan.made.setdefault(
+            made.name, made
+        )  # a second rule that makes it was reported by `Claims`
 
-    # --- what all parameters share ------------------------------------------------------------
+    # --- values shared by all parameters ------------------------------------------------------
 
     def share(self, shared: Sequence[Shared], found: Sequence[Instance], plan: Plan) -> None:
-        """Adds what stands once on one side, and once for each parameter on the other."""
+        """Adds values that one side has once and the other once per parameter."""
         valid = [instance for instance in found if instance.why_not is None]
         for lift in shared:
             have, want = shared_names(lift, valid, self._have, self._want)
@@ -390,7 +392,7 @@ class _Planner:
 
 
 def _check_shape(instance: Instance, view: Seen, name: str, shape: tuple[int, ...]) -> None:
-    """Holds the shape that a function makes against the axes of its rule."""
+    """Compares the shape that a function makes with the axes of its rule."""
     items, sizes = instance.items(view), dict(instance.sizes)
     made = f"the function makes {name!r} of shape {list(shape)}"
     if len(items) != len(shape):

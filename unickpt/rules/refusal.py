@@ -1,4 +1,4 @@
-"""Refusals: what speaks against a plan, told so that a person finds the rule to mend."""
+"""Error messages for rules that do not fit: they show the rule at fault and the likely cause."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def left_over(
     found: Sequence[Instance],
     shared: Sequence[Shared],
 ) -> list[str]:
-    """All that is neither used nor made, and why; what says most stands first.
+    """All that is neither used nor made, and why; the likeliest cause first.
 
     Arguments:
         unused: of what is stored.
         unmade: of what is asked for.
         made: what the rules make.
         asked: all that is asked for.
-        found: all families that a rule may be about.
+        found: all families that a rule matches.
         shared: what all parameters share.
     """
     ties = dict(_ties(unmade, made, asked))
@@ -146,7 +146,7 @@ def _misfits(
         found, shared: as for `left_over`.
     """
     misfits = [i for i in found if i.why_not is not None]
-    best: dict[str, int] = {}  # how much speaks for the likeliest rule about a name
+    best: dict[str, int] = {}  # the score of the likeliest rule for a name
     for instance in misfits:
         for name in instance.matched_names():
             best[name] = max(best.get(name, 0), _likelihood(instance))
@@ -167,7 +167,7 @@ def _misfits(
     problems = []
     for instance, names in told.values():
         rule = instance.rule
-        if rule.lifted:  # told by the parameter's own rule, or once for all slots of the lift
+        if rule.lifted:  # reported for the parameter's own rule, or once for all slots of the lift
             if instance.why_not in reasons or str(rule.place) in lifts:
                 continue
             lifts.add(str(rule.place))
@@ -210,14 +210,14 @@ def counted(names: Sequence[str]) -> str:
 
 
 def _likelihood(instance: Instance) -> int:
-    """How likely a rule was meant for what its names match: those of both sides say most, then
-    that nothing but a name is missing."""
+    """A score of how likely a rule was meant for the names it matches: a match on both sides counts
+    most, then that only a name is missing."""
     both = bool(instance.have and instance.want)
     return 4 * both + 2 * instance.lacks_names + (not instance.rule.optional)
 
 
 def _alike(facts: Mapping[str, Fact], without: Set[str]) -> Iterator[tuple[str, str, Fact]]:
-    """The first of all names that differ in numbers alone, and a text of how many they are."""
+    """One name for all that differ in numbers alone, and a text that says how many they are."""
     groups: dict[tuple[str, Fact], list[str]] = {}
     for name, fact in facts.items():
         if name not in without:
@@ -229,7 +229,7 @@ def _alike(facts: Mapping[str, Fact], without: Set[str]) -> Iterator[tuple[str, 
 def idle(
     rules: Sequence[Rule], found: Sequence[Instance], problems: Sequence[str], have: Names
 ) -> list[str]:
-    """The rules that apply to nothing although they must; those of `problems` are told already."""
+    """The rules that apply to nothing although they must; those in `problems` are left out."""
     misfits: dict[int, Instance] = {}
     busy: set[int] = set()
     for instance in found:
@@ -298,7 +298,7 @@ def _relates(rule: Rule) -> bool:
 
 
 def backwards(rules: Sequence[Rule], found: Sequence[Instance], have: Names) -> list[str]:
-    """Whether the rules were meant the other way round: all that match nothing would match so."""
+    """Whether the rules are the wrong way round: all that match nothing would match if turned."""
     matching = {id(instance.rule) for instance in found}
     idle = [rule for rule in rules if id(rule) not in matching and _relates(rule)]
     if not idle or not all(instances(rule.inverse, have, None) for rule in idle):

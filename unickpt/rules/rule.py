@@ -112,7 +112,7 @@ class Rule:
         left, right: terms, each with the names that are one array; or nothing.
         sizes: of axes, as given.
         optional: whether it may match nothing.
-        default: whether it leaves what other rules are about to those, be it all.
+        default: whether it applies only to arrays that no other rule matches.
         function: the name of the function that relates the sides.
         moves: whether axes are moved as the rule says; some functions do that themselves.
         parameter: of a rule for an optimizer's slots, that of their parameters, as text.
@@ -273,7 +273,7 @@ def _options_of(views: Iterable[View]) -> dict[str, Options]:
         for item in restricted:
             if found.setdefault(item.key, item.options) != item.options:
                 raise syntax_error(
-                    f"{item.key!r} is one of other names elsewhere in the rule", view.name.place
+                    f"{item.key!r} has other options elsewhere in the rule", view.name.place
                 )
     return found
 
@@ -334,7 +334,7 @@ def _check_view(pattern: Pattern, items: tuple[Item, ...]) -> None:
 def _check_arithmetic(view: Seen) -> None:
     for op, operand in view.arithmetic:
         if op in "*/" and operand.value == 0:
-            raise syntax_error("arithmetic with 0 has no inverse", view.place)
+            raise syntax_error("multiplication by 0 cannot be undone", view.place)
 
 
 def _all_axes(sides: Sequence[Terms | Nothing]) -> set[str]:
@@ -369,7 +369,7 @@ def _check_sides(rule: Rule) -> None:
     if len(sides) < 2:
         for view in views_of(sides[0]):
             if axes.has_pad(view.items):
-                raise syntax_error("a pad needs an array on the other side", view.place)
+                raise syntax_error("padding (`_`) needs an array on the other side", view.place)
         return
     left, right = (_texts(side) for side in sides)
     paths: dict[str, bool] = {}
@@ -406,20 +406,20 @@ def _check_function(rule: Rule) -> None:
     for view in rule.views:
         if view.arithmetic or axes.has_pad(view.items):
             raise syntax_error(
-                "where a function makes an array, there is neither padding nor arithmetic",
+                "a rule with a function (via) has neither padding nor arithmetic",
                 view.place,
             )
         if view.pattern.texts != first.pattern.texts:
             raise syntax_error("all names of a function need the same captures", view.place)
         if rule.moves and set(block_keys(view)) != set(block_keys(first)):
             raise syntax_error(
-                "without a region, a function goes element by element, so that all of its arrays "
-                "have the same axes; see Function(region=)",
+                "a function without a region works element by element, so that all of its arrays "
+                "need the same axes; see Function(region=)",
                 view.place,
             )
         if not rule.moves and view.pattern.axes:
             raise syntax_error(
-                "where a function tells its regions, names hold no axes: it makes one array",
+                "a function with a region makes one array, so names hold no axes",
                 view.place,
             )
     if len(views_of(rule.right)) > 1:
@@ -437,10 +437,10 @@ def _blocks(side: Terms) -> dict[frozenset[str], Seen]:
         for view in term:
             keys = set(block_keys(view))
             if of_term is not None and keys != of_term:
-                raise syntax_error("arrays that are one must have the same axes", view.place)
+                raise syntax_error("names joined by `=` must have the same axes", view.place)
             padded = axes.has_pad(view.items) or axes.has_pad(term[0].items)
             if padded and view.form != term[0].form:
-                raise syntax_error("arrays that are one must have the same padding", view.place)
+                raise syntax_error("names joined by `=` must have the same padding", view.place)
             of_term = keys
         for key in block_keys(term[0]):
             if key in found:

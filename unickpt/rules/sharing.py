@@ -1,4 +1,4 @@
-"""Sharing: what stands once on one side and once for each parameter on the other (step counts)."""
+"""Values that one side has once and the other once per parameter, such as step counts."""
 
 from __future__ import annotations
 
