@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -192,3 +193,21 @@ def test_a_reshard_reads_no_byte_twice(tmp_path: Path) -> None:
         rest = bytes_read() - before - data.nbytes
         assert np.asarray(found["x"]).tobytes() == data.tobytes()
         assert 0 <= rest < 64 << 10, f"{target}: {rest} bytes beside the chunks"
+
+
+def test_diff_starts_threads_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for each array that differs, of which there may be 20,000."""
+    for seed in (0, 1):
+        tree = {f"w{i}": np.full(5, i + seed, np.float32) for i in range(50)}
+        unickpt.save(f"memory://diff/threads/{seed}", tree)
+    made = []
+    init = ThreadPoolExecutor.__init__
+
+    def counted(self: ThreadPoolExecutor, *args: Any, **kwargs: Any) -> None:
+        made.append(self)
+        init(self, *args, **kwargs)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "__init__", counted)
+    report = unickpt.diff("memory://diff/threads/0", "memory://diff/threads/1")
+    assert len(report.differences) == 50
+    assert len(made) == 2

@@ -16,7 +16,7 @@ from unickpt.checkpoint import Checkpoint
 from unickpt.errors import RuleError
 from unickpt.index import ArrayEntry
 from unickpt.options import LoadOptions
-from unickpt.read import read_made
+from unickpt.read import Reader, read_made
 from unickpt.rules import Rules
 from unickpt.view import AsStored, Ruled, View, same_digests, stored_facts, through
 
@@ -114,17 +114,23 @@ def diff(
     both = [name for name in right if name in left]
     done, read = 0, 0
     total = sum(right[name].nbytes for name in both)
-    for name in both:
-        mine, other = left[name], right[name]
-        if layout and not isinstance(ours, Ruled) and mine.layout != other.layout:
-            rows.append(ArrayDifference(name, "layout", str(mine.layout), str(other.layout)))
-        if mine.shape == other.shape and not _equal(ours, mine, theirs, other):
-            row = _values(ours, mine, theirs, other, name, options)
-            read += other.nbytes
-            if row is not None and not (rtol and row.max_rel is not None and row.max_rel <= rtol):
-                rows.append(row)
-        done += other.nbytes
-        report(done, total)
+    readers = Reader(a), Reader(b)
+    try:
+        for name in both:
+            mine, other = left[name], right[name]
+            if layout and not isinstance(ours, Ruled) and mine.layout != other.layout:
+                rows.append(ArrayDifference(name, "layout", str(mine.layout), str(other.layout)))
+            if mine.shape == other.shape and not _equal(ours, mine, theirs, other):
+                row = _values((ours, mine), (theirs, other), name, options, readers)
+                read += other.nbytes
+                small = rtol and row is not None and row.max_rel is not None and row.max_rel <= rtol
+                if row is not None and not small:
+                    rows.append(row)
+            done += other.nbytes
+            report(done, total)
+    finally:
+        for reader in readers:
+            reader.close()
     order = {name: at for at, name in enumerate(dict.fromkeys([*_shown(ours), *_shown(theirs)]))}
     rows.sort(key=lambda row: order.get(row.name, -1))
     return DiffReport(tuple(rows), len(both), read, time.perf_counter() - started)
@@ -197,15 +203,20 @@ def _equal(ours: View, mine: ArrayEntry, theirs: View, other: ArrayEntry) -> boo
 
 
 def _values(
-    ours: View, mine: ArrayEntry, theirs: View, other: ArrayEntry, name: str, options: LoadOptions
+    ours: tuple[View, ArrayEntry],
+    theirs: tuple[View, ArrayEntry],
+    name: str,
+    options: LoadOptions,
+    readers: tuple[Reader, Reader],
 ) -> ArrayDifference | None:
+    mine, other = ours[1], theirs[1]
     unequal, most_abs, most_rel = 0, 0.0, 0.0
     same_dtype = mine.dtype == other.dtype
     most = max(1, options.budget_bytes // 8 // dtypes.from_name(other.dtype).itemsize)
     for box in cut(Box.whole(other.shape), most):
         a, b = (
-            read_made(v.checkpoint, e, v.recipe(e.name), box, options)
-            for v, e in ((ours, mine), (theirs, other))
+            read_made(v.checkpoint, e, v.recipe(e.name), box, options, reader)
+            for (v, e), reader in zip((ours, theirs), readers, strict=True)
         )
         bits = _unequal_bits(a, b) if same_dtype else None
         if bits is not None and not bits.any():

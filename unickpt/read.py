@@ -147,19 +147,32 @@ class ChunkRead:
     pieces: Sequence[Piece]
 
 
-def read_arrays(stored: Checkpoint, jobs: Sequence[Job], options: LoadOptions) -> dict[str, Any]:
-    """Reads arrays; every chunk that any box of a job needs is read exactly once."""
+def read_arrays(
+    stored: Checkpoint,
+    jobs: Sequence[Job],
+    options: LoadOptions,
+    reader: Reader | None = None,
+) -> dict[str, Any]:
+    """Reads arrays; every chunk that any box of a job needs is read exactly once.
+
+    Arguments:
+        stored: the checkpoint.
+        jobs: what to read.
+        options: see `LoadOptions`.
+        reader: of this checkpoint, for one who reads many times; starting threads takes a while.
+    """
     done: dict[str, Any] = {}
     window = Window(options.budget_bytes)
-    reader = Reader(stored)
+    own = reader or Reader(stored)
     try:
         for job in jobs:
             nbytes = job.nbytes
             window.make_room(nbytes)
-            window.add(nbytes, _start(stored, job, options.verify, reader, done))
+            window.add(nbytes, _start(stored, job, options.verify, own, done))
         window.drain()
     finally:
-        reader.close()
+        if reader is None:
+            own.close()
     return done
 
 
@@ -396,9 +409,14 @@ def read_box(stored: Checkpoint, entry: ArrayEntry, box: Box, *, verify: bool) -
 
 
 def read_made(
-    stored: Checkpoint, entry: ArrayEntry, recipe: Recipe, box: Box, options: LoadOptions
+    stored: Checkpoint,
+    entry: ArrayEntry,
+    recipe: Recipe,
+    box: Box,
+    options: LoadOptions,
+    reader: Reader | None = None,
 ) -> Array:
     """A box of an array that is made by a recipe, as a new NumPy array like an entry."""
     job = Job({entry.name: NewTarget(entry, box)}, {entry.name: recipe})
-    found: Array = read_arrays(stored, [job], options)[entry.name]
+    found: Array = read_arrays(stored, [job], options, reader)[entry.name]
     return found

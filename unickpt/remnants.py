@@ -22,7 +22,8 @@ from unickpt.errors import UnickptError
 from unickpt.lease import Lease, holder
 from unickpt.listing import natural
 
-RECENT_S = 600.0
+# Longer than processes wait for each other, by default, without writing anything.
+RECENT_S = 900.0
 """How long after its last write a save may still be under way."""
 
 _LOCK = ".__lock"

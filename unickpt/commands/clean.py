@@ -46,7 +46,7 @@ def clean(
 
     Shows what it would remove, asks, and removes exactly that: folders in which a save never
     committed a checkpoint, attempts that no checkpoint uses, and leftover lock files. It never
-    removes a checkpoint, a file that no save has written, what was written in the last 10 minutes,
+    removes a checkpoint, a file that no save has written, what was written in the last 15 minutes,
     or anything behind a symbolic link, and nothing while a job saves there.
 
     \b
