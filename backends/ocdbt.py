@@ -150,9 +150,9 @@ def written(base: ts.KvStore, context: ts.Context) -> tuple[float, int]:
     """When a database was last written (seconds since 1970), and its bytes, as its manifest tells.
 
     Raises:
-        ValueError: there is no such manifest, or it cannot be read.
+        Failed: there is no such manifest, or it cannot be read.
     """
-    versions = ts.ocdbt.dump(base, context=context).result()["versions"]
+    versions = dump(base, context=context)["versions"]
     if not versions:
         return 0.0, 0
     told = versions[-1]["root"]["statistics"]

@@ -308,7 +308,7 @@ def _remnant(
             for part in parts:
                 if _DATABASE.fullmatch(part.name):
                     database = place.child(f"processes/{attempt}/{part.name.partition('/')[0]}")
-                    at, size = written(database.store(context), context)
+                    at, size = written(database.store(context).raw, context)
                     times.append(at)
                     sizes.append(size)
         # A process without a manifest may have begun just now.
