@@ -124,6 +124,30 @@ def remove_empty(path: str) -> None:
             os.rmdir(folder)
 
 
+def count_missing(path: str) -> int:
+    """How many folders must be made for this one to exist, itself included."""
+    at, count = path.rstrip("/"), 0
+    while at and not os.path.lexists(at):
+        at, count = os.path.dirname(at), count + 1
+    return count
+
+
+def remove_made(path: str, count: int) -> None:
+    """Removes what a failed save made of a checkpoint's folder and those above it, if empty.
+
+    Arguments:
+        path: of the checkpoint.
+        count: how many folders were made for it, as `count_missing` told.
+    """
+    at = path.rstrip("/")
+    with suppress(OSError):
+        os.rmdir(os.path.join(at, "processes"))
+    with suppress(OSError):
+        for _ in range(count):
+            os.rmdir(at)
+            at = os.path.dirname(at)
+
+
 class Values:
     """The values of a database in a local folder, read straight into memory that is there.
 

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable
 from enum import Enum, auto
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -165,7 +166,8 @@ def _lazily(fragment: Fragment) -> Fragment | None:
     except _NoView:
         return None
     each = max(1, round(_SAMPLES ** (1 / max(1, memory.ndim))))
-    sample = memory[(*(slice(None, None, max(1, n // each)) for n in memory.shape), ...)]
+    grid: list[Any] = [slice(None, None, max(1, n // each)) for n in memory.shape]
+    sample = memory[(*grid, ...)]
     before, told = sample.tobytes(), fragment.memory.changed
 
     def changed() -> bool:
