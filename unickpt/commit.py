@@ -409,12 +409,15 @@ class Attempt:
     def _write_root(self, manifest: bytes) -> None:
         """The commit: one write, which the storage refuses if the root is no longer as found."""
         assert self._found is not None
-        self._hopeless = False
-        if not self._root.replace(self._found, manifest, self.timeout_s):
+
+        def begun() -> None:
+            self._hopeless = False
+
+        if not self._root.replace(self._found, manifest, self.timeout_s, begun):
             self._hopeless = True
             raise self._conflict("meanwhile")
         if not all(self.database(process).is_there() for process in range(self.group.count)):
-            self._root.retract(manifest)
+            self._root.retract(manifest, self.timeout_s)
             self._hopeless = True
             raise self._gone()
 

@@ -14,7 +14,7 @@ import tensorstore as ts
 import xxhash
 
 from unickpt import chunks
-from unickpt.backends.kvstore import commit
+from unickpt.backends.kvstore import Future, commit
 from unickpt.blob import blob_key
 from unickpt.chunks import ChunkStore
 from unickpt.commit import Attempt
@@ -56,7 +56,7 @@ class Writer:
         self._store = ChunkStore(location, attempt.context, description.index.codecs)
         self._supply = supply
         self._batch_bytes = min(_TRANSACTION_BYTES, max(1, options.budget_bytes // 4))
-        self._committing: list[ts.Future[None]] = []
+        self._committing: list[Future[None]] = []
         self.nbytes, self.count = 0, 0
 
     def write_all(self, jobs: Sequence[ChunkJob]) -> Record:
@@ -157,11 +157,12 @@ class Writer:
         for write in writes:
             write.result()
         committed = commit(transaction)
-        self._committing = [c for c in self._committing if not c.done()] + [committed]
+        self._committing.append(committed)
         hashing = digests[begin:]
 
         def wait() -> None:
             committed.result()
+            self._committing.remove(committed)
             for result in hashing:
                 result()  # a digest that comes late must not be that of what is staged next
             for chunk in staged:  # TensorStore refers to this memory until the commit
