@@ -59,7 +59,10 @@ def _memory(pieces: Mapping[Box, Any], sharding: Sharding) -> Memory:
     """A donated array is deleted. On CPU, JAX does not reuse its memory while a view is held
     (tested); elsewhere it does, so that it must be read, or cloned, before."""
     if _on_cpu(sharding):
-        return Memory(mutable=False, keep=lambda: partial(_gather, _map(np.asarray, pieces)))
+        views = partial(_map, np.asarray, pieces)
+        return Memory(
+            mutable=False, keep=lambda: partial(_gather, views()), spans=partial(_spans, pieces)
+        )
 
     def deleted() -> bool:
         return any(data.is_deleted() for data in pieces.values())
@@ -68,6 +71,13 @@ def _memory(pieces: Mapping[Box, Any], sharding: Sharding) -> Memory:
         return partial(_gather, _map(_clone, pieces))
 
     return Memory(mutable=False, on_device=True, keep=clone, changed=deleted)
+
+
+def _spans(pieces: Mapping[Box, Any]) -> list[tuple[int, int]]:
+    """Where arrays lie on the host; `device_put` and dlpack take over memory of NumPy or torch
+    that begins at a multiple of 64 bytes, and nothing tells later that they did."""
+    found = [(data.unsafe_buffer_pointer(), data.nbytes) for data in pieces.values()]
+    return [(begin, begin + nbytes) for begin, nbytes in found]
 
 
 def _map(do: Callable[[Any], Any], pieces: Mapping[Box, Any]) -> dict[Box, Any]:

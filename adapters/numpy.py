@@ -14,8 +14,6 @@ from unickpt.group import Group
 from unickpt.layout import Layout
 from unickpt.tree import Expansion
 
-_HOST = Memory()
-
 
 def is_array(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray | np.generic)
@@ -27,7 +25,8 @@ def source(leaf: Any, group: Group) -> ArraySource:
     def read(box: Box, room: Any) -> Array:
         return array[box.slices]
 
-    return whole_source(array.shape, array.dtype, group, read, _tie(leaf))
+    memory = Memory(spans=lambda: [_span(array)])
+    return whole_source(array.shape, array.dtype, group, read, _tie(leaf), memory)
 
 
 def whole_source(
@@ -36,7 +35,7 @@ def whole_source(
     group: Group,
     read: Read,
     identity: Hashable,
-    memory: Memory = _HOST,
+    memory: Memory,
 ) -> ArraySource:
     """An array that every process of the job holds whole, if it has it in its tree."""
     box = Box.whole(shape)
@@ -96,6 +95,14 @@ def _checked(leaf: Any) -> Array:
     array: Array = np.asarray(leaf)
     dtypes.name_of(array.dtype)
     return array
+
+
+def _span(array: Array) -> tuple[int, int]:
+    """From which address up to which the elements of an array lie, which is not empty."""
+    steps = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]
+    first = array.__array_interface__["data"][0]
+    low, high = (sum(limit(0, step) for step in steps) for limit in (min, max))
+    return first + low, first + high + array.itemsize
 
 
 def _tie(leaf: Any) -> Hashable:

@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from unickpt.adapt import Array, ArraySource, Fence, Fragment, Memory, Read
 from unickpt.adapters.numpy import whole_source
-from unickpt.adapters.torch_dtypes import BITS, TO_NUMPY
+from unickpt.adapters.torch_dtypes import TO_NUMPY
 from unickpt.adapters.torch_layout import Place, is_dtensor, place_of
 from unickpt.adapters.torch_optimizer import NamedOptimizer, OptimizerFence, expand_optimizer
 from unickpt.box import Box
-from unickpt.errors import LoadMismatch
+from unickpt.errors import LoadMismatch, StateChanged
 from unickpt.group import Group, new_session
 from unickpt.tree import Expansion
 
@@ -60,11 +60,24 @@ def _reader(tensor: torch.Tensor, start: tuple[int, ...]) -> Read:
     """What reads a tensor whose first element is at `start` of the global array."""
     then = _moment(tensor.device)
 
+    held = _where(tensor)
+
     def read(wanted: Box, room: Callable[[], Array]) -> Array:
+        if _where(tensor) != held:
+            raise StateChanged("its memory was freed, resized or replaced")
         whole = wanted.shape == tensor.shape  # which is asked for while a caller waits
-        return _host(tensor if whole else tensor[wanted.relative_to(start).slices], room, then)
+        found = _host(tensor if whole else tensor[wanted.relative_to(start).slices], room, then)
+        if tensor.device.type != "cpu" and _where(tensor) != held:
+            raise StateChanged("its memory was freed, resized or replaced")
+        return found
 
     return read
+
+
+def _where(tensor: torch.Tensor) -> tuple[int, int]:
+    """Address and size of a tensor's storage, which whoever resizes or frees it changes."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
 
 
 def _facts(
@@ -72,7 +85,7 @@ def _facts(
 ) -> Memory:
     owner = tensor.untyped_storage()._cdata
     if tensor.device.type == "cpu":
-        return Memory(changed=changed, owner=owner)
+        return Memory(changed=changed, owner=owner, spans=lambda: [_span(tensor)])
 
     def clone() -> Read:
         try:
@@ -82,6 +95,11 @@ def _facts(
 
     allocate = _pinned if tensor.is_cuda else None
     return Memory(True, True, clone, changed, owner, allocate)
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    begin, nbytes = _where(tensor)
+    return begin, begin + nbytes
 
 
 def _changed(tensor: torch.Tensor) -> Callable[[], bool] | None:
@@ -290,13 +308,9 @@ def _memory(leaf: torch.Tensor) -> torch.Tensor:
     kind = type(leaf).__name__
     if hasattr(type(leaf), "__tensor_flatten__"):
         raise TypeError(f"a {kind} wraps other tensors; save those")
-    reach = count = leaf.numel()
-    if not leaf.is_contiguous():
-        reach = sum((n - 1) * s for n, s in zip(leaf.shape, leaf.stride(), strict=True)) + 1
-    need = (leaf.storage_offset() + reach) * leaf.dtype.itemsize if count else 0
     try:
         storage = leaf.untyped_storage()
-        if storage.device.type != leaf.device.type or storage.nbytes() < need:
+        if storage.device.type != leaf.device.type or storage.nbytes() < _reach(leaf):
             raise TypeError(f"a {kind} without data (fake, or its storage was freed)")
         storage.data_ptr()
     except RuntimeError:
@@ -340,12 +354,47 @@ def _host(
     return out
 
 
+class _HostMemory:
+    """A tensor's memory, as NumPy takes it over; NumPy then keeps the tensor alive.
+
+    `Tensor.numpy` would forbid for good to resize the storage, as FSDP2 does with each step.
+    """
+
+    def __init__(self, tensor: torch.Tensor, bits: str) -> None:
+        size = tensor.dtype.itemsize
+        self.tensor = tensor
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": bits,
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * size for stride in tensor.stride()),
+            "data": (tensor.data_ptr(), False),
+        }
+
+
 def _as_numpy(tensor: torch.Tensor) -> Array:
+    """The memory of a tensor on the host, neither conjugated nor negated lazily.
+
+    Raises:
+        StateChanged: its storage was freed, or is too small for it.
+    """
     dtype = TO_NUMPY[tensor.dtype]
-    if tensor.dtype in (torch.bfloat16,) or tensor.dtype.itemsize == 1:
-        # NumPy does not know the type: hand over the bits.
-        return tensor.view(BITS[tensor.dtype.itemsize]).numpy().view(dtype)
-    return tensor.numpy()
+    if tensor.numel() == 0:
+        return np.empty(tuple(tensor.shape), dtype)
+    if tensor.untyped_storage().nbytes() < _reach(tensor):
+        raise StateChanged("its memory was freed or made smaller")
+    # The bits of types that NumPy does not know by itself.
+    bits = dtype.str if dtype.isbuiltin == 1 else f"<u{dtype.itemsize}"
+    return np.asarray(_HostMemory(tensor, bits)).view(dtype)
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """How many bytes of its storage a tensor needs."""
+    count: int = tensor.numel()
+    if count and not tensor.is_contiguous():
+        strides = zip(tensor.shape, tensor.stride(), strict=True)
+        count = sum((n - 1) * stride for n, stride in strides) + 1
+    return (int(tensor.storage_offset()) + count) * tensor.dtype.itemsize if count else 0
 
 
 def _as_torch(array: Array, dtype: torch.dtype) -> torch.Tensor:

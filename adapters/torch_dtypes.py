@@ -12,4 +12,3 @@ TO_NUMPY: dict[torch.dtype, dtypes.DType] = {
     if isinstance(getattr(torch, name, None), torch.dtype)
     and not name.startswith(("int4", "int2", "float4"))  # shells without operations
 }
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

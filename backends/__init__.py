@@ -183,6 +183,19 @@ class Location:
         if self.is_local:
             file.remove_empty(self.spec["path"])
 
+    def count_missing(self) -> int:
+        """How many folders must be made for this one to exist; none where there are no folders."""
+        return file.count_missing(self.spec["path"]) if self.is_local else 0
+
+    def remove_made(self, count: int) -> None:
+        """Removes the folders that were made for a checkpoint here, those that are empty.
+
+        Arguments:
+            count: what `count_missing` told before.
+        """
+        if self.is_local:
+            file.remove_made(self.spec["path"], count)
+
     def locked(self, timeout_s: float) -> AbstractContextManager[None]:
         """Lets one process at a time replace the manifest, where the storage does not see to it."""
         return file.locked(self.spec["path"], timeout_s) if self.is_local else nullcontext()

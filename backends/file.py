@@ -7,8 +7,10 @@ import fcntl
 import logging
 import os
 import shutil
+import socket
 import stat
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,7 +24,11 @@ from unickpt.errors import InvalidPath, StorageError
 _log = logging.getLogger("unickpt")
 _LOCK = ".__lock"
 _OURS = ("processes", "manifest.ocdbt")
+_EXCLUSIVE = "manifest.ocdbt.exclusive" + _LOCK
+_EXCLUSIVE_S = 60.0  # how long to wait for a lock that is a file
 _LOCK_PAUSE_S = 0.02
+# What `flock` answers on file systems without locks: NFS mounted so, and some in user space.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 _PIECE_BYTES = 2 << 20  # measured: a verified load is 7 % faster than with whole chunks of 8 MiB
 
 
@@ -132,6 +138,30 @@ def remove_empty(path: str) -> None:
             os.rmdir(folder)
 
 
+def count_missing(path: str) -> int:
+    """How many folders must be made for this one to exist, itself included."""
+    at, count = path.rstrip("/"), 0
+    while at and not os.path.lexists(at):
+        at, count = os.path.dirname(at), count + 1
+    return count
+
+
+def remove_made(path: str, count: int) -> None:
+    """Removes what a failed save made of a checkpoint's folder and those above it, if empty.
+
+    Arguments:
+        path: of the checkpoint.
+        count: how many folders were made for it, as `count_missing` told.
+    """
+    at = path.rstrip("/")
+    with suppress(OSError):
+        os.rmdir(os.path.join(at, "processes"))
+    with suppress(OSError):
+        for _ in range(count):
+            os.rmdir(at)
+            at = os.path.dirname(at)
+
+
 class Values:
     """The values of a database in a local folder, read straight into memory that is there.
 
@@ -199,12 +229,17 @@ def locked(path: str, timeout_s: float) -> Iterator[None]:
     """Lets one process at a time compare a folder's manifest with what it expects and replace it.
 
     TensorStore has such a lock too, but one that keeps what a killed process had half written, and
-    appends that to what the next one writes. A lock of the operating system's ends with its holder.
+    appends that to what the next one writes. A lock of the operating system's ends with its holder;
+    where the file system has none, a file is the lock, and whoever made it removes it.
     """
     name = os.path.join(path, "manifest.ocdbt" + _LOCK)
     make(path)
     with asking_system():
         handle = _acquire(name, timeout_s)
+    if handle is None:
+        with _exclusive(os.path.join(path, _EXCLUSIVE), timeout_s):
+            yield
+        return
     try:
         with asking_system():
             for other in os.listdir(path):
@@ -245,7 +280,16 @@ class Hold:
             os.close(self._handle)
             raise BlockingIOError(said) from None
         except OSError as error:
-            _log.warning("%s: this file system has no locks: %s", path, error)
+            if error.errno not in _NO_LOCKS:
+                os.close(self._handle)
+                raise Failed(f"{self._name}: {error}", error.errno) from error
+            message = (
+                f"{path}: this file system has no locks ({error.strerror}), so that nothing keeps "
+                "a second job from saving into this folder, whose steps would then mix. Make sure "
+                "that no other job does"
+            )
+            _log.warning("%s", message)
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
         _held.add(self._handle)
         with suppress(OSError):  # on a full disk the text is missing, but not the lock
             os.ftruncate(self._handle, 0)
@@ -296,7 +340,8 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_held)
 
 
-def _acquire(name: str, timeout_s: float) -> int:
+def _acquire(name: str, timeout_s: float) -> int | None:
+    """A handle of a file that is locked by it; None where the file system has no locks."""
     deadline = time.monotonic() + timeout_s
     while True:
         handle = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -309,10 +354,59 @@ def _acquire(name: str, timeout_s: float) -> int:
             if time.monotonic() > deadline:
                 os.close(handle)
                 raise StorageError(f"{name}: another process holds this lock") from None
-        except OSError:
-            return handle  # a file system without locks; the comparison must do
+        except OSError as error:
+            os.close(handle)
+            if error.errno not in _NO_LOCKS:
+                raise
+            with suppress(FileNotFoundError):
+                os.unlink(name)
+            return None
         os.close(handle)
         time.sleep(_LOCK_PAUSE_S)
+
+
+@contextmanager
+def _exclusive(name: str, timeout_s: float) -> Iterator[None]:
+    """A lock that is there as long as a file is, which a killed process leaves behind.
+
+    Raises:
+        StorageError: another process has it, and keeps it for long; says which.
+    """
+    with asking_system():
+        handle = _make_exclusively(name, timeout_s)
+    who = f"process {os.getpid()} on {socket.gethostname()}"
+    try:
+        with suppress(OSError):  # on a full disk the text is missing, but not the lock
+            os.pwrite(handle, who.encode(), 0)
+        yield
+    finally:
+        with suppress(OSError):  # somebody may have removed it, and a third process made it
+            if os.path.samestat(os.fstat(handle), os.stat(name)):
+                os.unlink(name)
+        os.close(handle)
+
+
+def _make_exclusively(name: str, timeout_s: float) -> int:
+    deadline = time.monotonic() + min(timeout_s, _EXCLUSIVE_S)
+    while True:
+        try:
+            return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except FileExistsError:
+            if time.monotonic() > deadline:
+                raise StorageError(_why_held(name)) from None
+        time.sleep(_LOCK_PAUSE_S)
+
+
+def _why_held(name: str) -> str:
+    who, age = "another process", 0.0
+    with suppress(OSError):
+        age = time.time() - os.stat(name).st_mtime
+        who = Path(name).read_text(errors="replace")[:200] or who
+    return (
+        f"{name}: this file system has no locks (flock), so this file is the lock on the "
+        f"checkpoint, and {who} has held it for {age:.0f} s. A commit takes moments. If that "
+        "process is not running any more, delete the file and save again; else wait for it"
+    )
 
 
 def sync(path: str, top: str) -> None:

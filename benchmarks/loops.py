@@ -189,7 +189,7 @@ def torch_savers(names: Iterable[str], training: Any, root: Path) -> dict[str, L
 
     made: dict[str, Callable[[Path], LoopSaver]] = {
         UnickptTorchCopy.name: lambda at: UnickptLoop(at, training, objects, "copy", False),
-        UnickptTorchLazy.name: lambda at: UnickptLoop(at, training, objects, "auto", True),
+        UnickptTorchLazy.name: lambda at: UnickptLoop(at, training, objects, "lazy", True),
         DcpAsync.name: lambda at: DcpLoop(at, training, states, DcpAsync()),
         DcpKeptStaging.name: lambda at: DcpLoop(at, training, states, DcpKeptStaging()),
         DcpAsyncStaging.name: lambda at: DcpLoop(at, training, states, DcpAsyncStaging()),

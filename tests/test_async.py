@@ -425,7 +425,7 @@ def test_a_change_without_a_trace_is_found(
     weight = distribute_tensor(start, lonely, [Shard(0)]) if kind == "dtensor" else start
     param = torch.nn.Parameter(weight)
     optimizer = torch.optim.SGD([param], lr=0.1)
-    with unickpt.Checkpointer(tmp_path, optimizers=[optimizer]) as checkpointer:
+    with unickpt.Checkpointer(tmp_path, optimizers=[optimizer], options=LAZY) as checkpointer:
         pending = checkpointer.save(1, {"w": param})
         assert copying.reached.wait(30)
         version, old = param._version, param.detach().clone()
@@ -476,9 +476,8 @@ def test_an_optimizers_step_waits_at_the_fence(
         return real(fragment, box, *rest, **named)
 
     monkeypatch.setattr(staging, "stage", slow)
-    options = SaveOptions(fsync=False)
     with unickpt.Checkpointer(
-        tmp_path / "run", optimizers=[optimizer], options=options
+        tmp_path / "run", optimizers=[optimizer], options=LAZY
     ) as checkpointer:
         pending = checkpointer.save(1, tree)
         train()

@@ -41,6 +41,7 @@ class Memory:
             can tell.
         owner: what a `Fence` knows it by.
         allocate: makes host memory of so many bytes, for fast transfers from this device.
+        spans: the host's addresses of what it lies in, each from and up to; None on a device.
     """
 
     mutable: bool = True
@@ -49,10 +50,13 @@ class Memory:
     changed: Callable[[], bool] | None = None
     owner: Hashable = None
     allocate: Callable[[int], Array] | None = None
+    spans: Callable[[], Sequence[tuple[int, int]]] | None = None
 
     def watched(self, changed: Callable[[], bool] | None) -> Memory:
         """The same memory with another way to see changes."""
-        return Memory(self.mutable, self.on_device, self.keep, changed, self.owner, self.allocate)
+        return Memory(
+            self.mutable, self.on_device, self.keep, changed, self.owner, self.allocate, self.spans
+        )
 
 
 @dataclass(slots=True, eq=False)

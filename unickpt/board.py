@@ -24,8 +24,9 @@ from unickpt.record import Record
 
 OK, MORE = ".ok", ".more"
 REQUEST = "request"
-_COMMIT, _ERROR = "commit", "error-"
+_COMMIT, _ERROR, _LEFT = "commit", "error-", "left-"
 _ERROR_NAME = re.compile(_ERROR + r"(\d{5,9})")
+_LEFT_NAME = re.compile(_LEFT + r"(\d{5,9})-(\d{1,4})")
 
 
 class Board:
@@ -86,6 +87,21 @@ class Board:
             if self._unsaid:
                 self._notes.write(f"{_ERROR}{self._group.index:05d}", self._unsaid).result()
                 self._unsaid = b""
+
+    def leave(self, made: int) -> tuple[set[int], int]:
+        """Says that this process, which gave up, neither writes nor reads here any more.
+
+        Arguments:
+            made: how many folders did not exist when this process began.
+
+        Returns:
+            The processes that have left so far, this one included, and the largest such number.
+        """
+        self._notes.write(f"{_LEFT}{self._group.index:05d}-{made}", b"").result()
+        with suppress(ProcessFailed):  # tells whether anybody can commit; see `settled`
+            self.look()
+        matches = [match for name in _list(self._notes) if (match := _LEFT_NAME.fullmatch(name))]
+        return {int(match[1]) for match in matches}, max(int(match[2]) for match in matches)
 
     def _own(self, kind: str) -> str:
         return f"{self._group.index:05d}{kind}"

@@ -63,11 +63,11 @@ class Checkpointer:
         local: a path on fast storage that all processes of the job see, such as
             "/dev/shm/<run>". Checkpoints are committed there first, and copied to `root` in the
             background; the newest stays there.
-        optimizers: torch optimizers; with `SaveOptions(staging="auto")` or "lazy", what they own
-            is copied while forward and backward go on, and their next `step` waits for that. Until
-            then nothing else may change it. Such a change is an error (`StateChanged`); it is found
-            by torch's version counters and, on the host, by a sample of the data. On an accelerator
-            changes of DTensors, or through `.data`, would leave no trace.
+        optimizers: torch optimizers. What they own on an accelerator (with
+            `SaveOptions(staging="lazy")` on the host, too) is copied while forward and backward go
+            on, and their next `step` waits for that. Until then nothing else may change it. A
+            change that torch's version counters tell of is an error (`StateChanged`); those through
+            `.data`, and of DTensors outside of `step`, are not found on an accelerator.
         options: of all saves, see `SaveOptions`.
 
     Raises:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
@@ -75,6 +75,7 @@ class Attempt:
         self._folder = location.child(f"processes/{name}")
         self._root = Root(location, context)
         self._board = Board(self._folder, group, context, timeout_s)
+        self._missing = location.count_missing()
         self._found: root.State | None = None
         self._hopeless = True
         self._totals: Totals | None = None
@@ -215,13 +216,35 @@ class Attempt:
             return self._commit(description, serve, check)
 
     def discard(self) -> None:
-        """Removes what this process wrote, if it is certain that no checkpoint will need it."""
-        if self._is_hopeless:
-            with suppress(Exception):
-                self.database(self.group.index).remove(self.context)
-                if self.group.index == 0:
-                    self._folder.child("root").remove(self.context)
+        """Ends a failed save: removes what was written, where no checkpoint can need it any more.
+
+        Every process removes its own data, and that of those that left before it. The last one to
+        leave removes the rest; until then the others look for notes. Where a process died, the rest
+        stays until the next save at this path, or the next `Checkpointer`.
+        """
+        with suppress(Exception):
+            if self._is_hopeless:
+                self._remove_data({self.group.index})
         self._board.say_again()  # a full disk may have room for a note now
+        with suppress(Exception):
+            left, made = {self.group.index}, self._missing
+            if self.group.count > 1:
+                if self.location.foreign_files():
+                    return  # as in `publish_error`: nothing was written
+                left, made = self._board.leave(self._missing)
+            if not self._is_hopeless:
+                return
+            if len(left) < self.group.count:
+                self._remove_data(left)
+                return
+            self._folder.remove(self.context)
+            self.location.remove_made(made)
+
+    def _remove_data(self, processes: Iterable[int]) -> None:
+        for process in processes:
+            self.database(process).remove(self.context)
+            if process == 0:
+                self._folder.child("root").remove(self.context)
 
     @property
     def _is_hopeless(self) -> bool:
@@ -386,12 +409,15 @@ class Attempt:
     def _write_root(self, manifest: bytes) -> None:
         """The commit: one write, which the storage refuses if the root is no longer as found."""
         assert self._found is not None
-        self._hopeless = False
-        if not self._root.replace(self._found, manifest, self.timeout_s):
+
+        def begun() -> None:
+            self._hopeless = False
+
+        if not self._root.replace(self._found, manifest, self.timeout_s, begun):
             self._hopeless = True
             raise self._conflict("meanwhile")
         if not all(self.database(process).is_there() for process in range(self.group.count)):
-            self._root.retract(manifest)
+            self._root.retract(manifest, self.timeout_s)
             self._hopeless = True
             raise self._gone()
 

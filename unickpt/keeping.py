@@ -5,16 +5,22 @@ Lazy copies, while the caller goes on, are an idea of DataStates-LLM (Maurya et 
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Hashable
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Iterable
 from enum import Enum, auto
 from functools import partial
+from typing import Any
 
 import numpy as np
 
+from unickpt import peek
 from unickpt.adapt import Array, ArraySource, Fragment, Memory, Read
+from unickpt.box import Box
 from unickpt.chunks import SMALL
 from unickpt.dtypes import DType
+from unickpt.errors import StateChanged
 from unickpt.options import SaveOptions
 from unickpt.stage import stage
 
@@ -42,10 +48,17 @@ class Keeping:
     Arguments:
         options: of the save.
         owners: what optimizers own whose steps wait for this; None where there is no such guard.
+        sources: all arrays of the save.
     """
 
-    def __init__(self, options: SaveOptions, owners: set[Hashable] | None) -> None:
+    def __init__(
+        self,
+        options: SaveOptions,
+        owners: set[Hashable] | None,
+        sources: Iterable[ArraySource],
+    ) -> None:
         self._mode, self._budget, self._owners = options.staging, options.budget_bytes, owners
+        self._written = _Written(sources)
         self._reads: dict[int, Read] = {}
         self.ways: dict[int, Way] = {}
         """How fragments are kept, by `id`."""
@@ -68,15 +81,16 @@ class Keeping:
         if fragment.memory.on_device:
             return self._decide_on_device(fragment, nbytes)
         memory = fragment.memory
-        if self._mode != "copy" and not memory.mutable and memory.keep is not None:
+        immutable = not memory.mutable and not self._written.shares(memory)
+        if self._mode != "copy" and immutable and memory.keep is not None:
             return Way.REFERENCE, _read_by(fragment, self._kept_read(memory), memory)
         if nbytes <= SMALL and self.copied_bytes + nbytes <= self._budget // 16:
             self.copied_bytes += nbytes
             private = Memory(mutable=False)
             return Way.REFERENCE, _read_by(fragment, _copied(fragment, dtype), private)
-        if self._is_lazy(memory, nbytes):
-            return Way.LATER, _sampled(fragment)
-        return Way.NOW, fragment
+        lazily = memory.mutable and self._is_lazy(memory, nbytes)
+        lazy = _lazily(fragment) if lazily else None
+        return (Way.NOW, fragment) if lazy is None else (Way.LATER, lazy)
 
     def _decide_on_device(self, fragment: Fragment, nbytes: int) -> tuple[Way, Fragment]:
         memory = fragment.memory
@@ -104,30 +118,78 @@ class Keeping:
         if not memory.mutable:  # on a device; what is deleted is seen
             return self._mode in ("reference", "lazy")
         if self._owners is not None:
-            return self._mode in ("auto", "lazy") and memory.owner in self._owners
+            # On the host nothing would tell of all changes, and a copy costs little.
+            lazy = self._mode == "lazy" or (self._mode == "auto" and memory.on_device)
+            return lazy and memory.owner in self._owners
         traced = memory.changed is not None and nbytes >= _LAZY_BYTES
         return self._mode == "lazy" and traced
+
+
+class _Written:
+    """The host memory of arrays that their owners may write to.
+
+    Arguments:
+        sources: all arrays of a save.
+    """
+
+    def __init__(self, sources: Iterable[ArraySource]) -> None:
+        memories = [fragment.memory for source in sources for fragment in source.fragments]
+        spans = sorted(span for m in memories if m.mutable and m.spans for span in m.spans())
+        self._begins = [begin for begin, _ in spans]
+        self._ends = list(itertools.accumulate((end for _, end in spans), max))
+
+    def shares(self, memory: Memory) -> bool:
+        """Whether some of it is the memory of one of them."""
+        if not self._begins or memory.spans is None:
+            return False
+        for begin, end in memory.spans():
+            before = bisect_left(self._begins, end)
+            if before and self._ends[before - 1] > begin:
+                return True
+        return False
 
 
 def _read_by(fragment: Fragment, read: Read, memory: Memory) -> Fragment:
     return Fragment(fragment.box, fragment.replicas, read, memory)
 
 
-def _sampled(fragment: Fragment) -> Fragment:
-    """A fragment in host memory of which a sample also tells that it changed: through `.data`, or
-    in an optimizer's step on DTensors, it does so without any other trace."""
+def _lazily(fragment: Fragment) -> Fragment | None:
+    """A fragment in host memory to be copied in the background; None where it cannot be.
+
+    That it was freed is found always; that it was changed, by the version counters of torch, and
+    by a sample of its elements, because `.data`, NumPy and steps on DTensors count no versions.
+    """
+    if not peek.is_possible():
+        return None
     try:
         memory = fragment.read(fragment.box, _no_room)
     except _NoView:
-        return fragment
+        return None
     each = max(1, round(_SAMPLES ** (1 / max(1, memory.ndim))))
-    grid = tuple(slice(None, None, max(1, n // each)) for n in memory.shape)
-    before, told = memory[grid].tobytes(), fragment.memory.changed
+    grid: list[Any] = [slice(None, None, max(1, n // each)) for n in memory.shape]
+    sample = memory[(*grid, ...)]
+    before, told = sample.tobytes(), fragment.memory.changed
 
     def changed() -> bool:
-        return (told is not None and told()) or memory[grid].tobytes() != before
+        if told is not None and told():
+            return True
+        now = np.empty(sample.shape, sample.dtype)
+        try:
+            fragment.read(fragment.box, _no_room)  # raises where the memory is another one
+            peek.copy(sample, now)
+        except (peek.Freed, StateChanged):
+            return True
+        return now.tobytes() != before
 
-    return _read_by(fragment, fragment.read, fragment.memory.watched(changed))
+    def read(box: Box, room: Callable[[], Array]) -> Array:
+        part, out = fragment.read(box, room), room()
+        try:
+            peek.copy(part, out)
+        except peek.Freed:
+            raise StateChanged("its memory was freed") from None
+        return out
+
+    return _read_by(fragment, read, fragment.memory.watched(changed))
 
 
 class _NoView(Exception):

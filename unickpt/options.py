@@ -18,18 +18,27 @@ class SaveOptions:
 
     Arguments:
         staging: how `save_async` keeps the state as it is now; `save` needs none of it.
+            "auto": the loop may change anything at once. On the host JAX's arrays are kept by
+            reference, and all else is copied before the call returns. (A JAX array made of memory
+            of NumPy or torch by `device_put` or dlpack may share it. It is copied where that memory
+            is in the tree, too; else nobody writes there before `PendingSave.result`.) On an
+            accelerator everything is copied before the call returns; with
+            `Checkpointer(optimizers=...)`, what they own is copied in the background, see there,
+            and all else is cloned on the device, where it has room.
             "copy": everything is copied to host memory before the call returns.
             "reference": arrays that nobody writes to (JAX's) are kept by reference. Those on an
             accelerator are read in the background, and must not be donated before
-            `PendingSave.wait_staged`. All else is copied before the call returns.
-            "lazy": copied in the background; nothing may be changed before
+            `PendingSave.wait_staged`. All else is copied before the call returns, as with "auto".
+            "lazy": copied in the background; nothing may be changed or freed before
             `PendingSave.wait_staged`. Small arrays, NumPy's, and DTensors that no optimizer of
             `Checkpointer(optimizers=...)` guards are copied before the call returns. A change that
-            comes too early is an error where it leaves a trace, see there.
+            comes too early is an error (`StateChanged`) where it is found: always what torch's
+            version counters tell of, and memory on the host that is freed. What they do not tell of
+            (changes through `.data` or NumPy, and of DTensors) is found on the host only if it
+            touches one of about 64 elements of each array, so that a changed row is most often not
+            found; on an accelerator it is never found.
             "device": arrays on an accelerator are cloned there, where it has room, and copied to
             the host in the background.
-            "auto": by reference where nothing can go wrong with it (JAX on CPU), lazily what
-            `Checkpointer(optimizers=...)` guards, else "copy".
         fsync: whether files and directories are on the disk when the save returns.
         budget_bytes: bytes of host memory that saves may use beyond the state itself: for chunks
             that are being written, and, in `save_async`, as much again for staged copies of all

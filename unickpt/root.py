@@ -6,7 +6,7 @@ root's B-tree is built with its manifest in memory, and that manifest is then wr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import tensorstore as ts
@@ -85,16 +85,24 @@ class Root:
         manifest: bytes = held.read(MANIFEST).result().value
         return manifest
 
-    def replace(self, expected: State, manifest: bytes, timeout_s: float) -> bool:
+    def replace(
+        self,
+        expected: State,
+        manifest: bytes,
+        timeout_s: float,
+        begun: Callable[[], None] = lambda: None,
+    ) -> bool:
         """Puts a manifest in place; False where what is there is not what was expected.
 
         Arguments:
             expected: what `read` gave.
             manifest: from `build`.
             timeout_s: how long to wait for another process that does the same.
+            begun: called before it is written; until then nothing can have been put in place.
         """
         try:
             with self._location.locked(timeout_s):
+                begun()
                 written = self._store.write(MANIFEST, manifest, if_equal=expected.generation)
                 try:
                     stamp = written.result()
@@ -109,11 +117,16 @@ class Root:
         # Refused, or no answer: or it was the answer to a first request that got lost.
         return self.read().digest == digest(manifest)
 
-    def retract(self, manifest: bytes) -> None:
-        """Takes back what `replace` put in place, if it is still there."""
-        found = self._store.read(MANIFEST).result()
-        if found.value == manifest:
-            self._store.write(MANIFEST, None, if_equal=found.stamp.generation).result()
+    def retract(self, manifest: bytes, timeout_s: float) -> None:
+        """Takes back what `replace` put in place, if it is still there.
+
+        Arguments:
+            manifest, timeout_s: as for `replace`.
+        """
+        with self._location.locked(timeout_s):  # else it could be another job's by then
+            found = self._store.read(MANIFEST).result()
+            if found.value == manifest:
+                self._store.write(MANIFEST, None, if_equal=found.stamp.generation).result()
 
 
 def digest(manifest: bytes) -> str:

@@ -90,6 +90,8 @@ class Saving:
                 error = self._attempt.explained(raised)
             self._attempt.publish_error(error, refused=refused)
             if self._writer is not None:
+                self._writer.settle()
+            if self._writer is not None or self.group.count > 1:
                 self._attempt.discard()
             if error is raised:
                 raise

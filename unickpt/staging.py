@@ -17,7 +17,7 @@ from unickpt.keeping import BACKGROUND, Keeping, Way
 from unickpt.saving import Saving
 from unickpt.share import ChunkJob
 from unickpt.stage import HostBuffers, stage
-from unickpt.supply import Direct, Staged
+from unickpt.supply import Direct, Staged, naming
 
 _log = logging.getLogger("unickpt")
 _THREADS = 4  # that copy, at most
@@ -104,8 +104,9 @@ class Staging:
         self.may_write = threading.Event()
         """Set when writing would not slow the caller down, or when the caller waits for it."""
         self._safe, self._complete = threading.Event(), threading.Event()
-        keeping = Keeping(saving.options, owners)
-        sources = {n: keeping.keep(source) for n, source in saving.description.sources.items()}
+        described = saving.description.sources
+        keeping = Keeping(saving.options, owners, described.values())
+        sources = {name: keeping.keep(source) for name, source in described.items()}
         saving.description = replace(saving.description, sources=sources)
         self._ways, self.nbytes = keeping.ways, keeping.copied_bytes
         """How much was copied to host memory."""
@@ -279,7 +280,8 @@ class Staging:
         try:
             if lazy:
                 self._check(job)
-            data = stage(job.fragment, job.box, job.dtype, take, copied=not memory.on_device)
+            with naming(job):
+                data = stage(job.fragment, job.box, job.dtype, take, copied=not memory.on_device)
             if lazy:  # it may have changed for a while, as for an evaluation with averaged weights
                 self._check(job)
         except BaseException as error:

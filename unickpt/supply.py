@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 from unickpt.adapt import Array
+from unickpt.errors import StateChanged
 from unickpt.share import ChunkJob
 from unickpt.stage import HostBuffers, stage
 
@@ -67,5 +69,19 @@ class Direct:
             for buffer in taken:
                 self._buffers.give(buffer)
 
-        data = stage(job.fragment, job.box, job.dtype, take)
+        with naming(job):
+            data = stage(job.fragment, job.box, job.dtype, take)
         return Staged(data, data.nbytes if taken else 0, release)
+
+
+@contextmanager
+def naming(job: ChunkJob) -> Iterator[None]:
+    """Names the array whose memory turns out to be gone while a chunk of it is read."""
+    try:
+        yield
+    except StateChanged as error:
+        raise StateChanged(
+            f"array {job.entry.name!r} {job.box}: {error} after the save was asked for and before "
+            "it was read. Nothing of it was saved. Call PendingSave.wait_staged() before that, or "
+            'save with SaveOptions(staging="copy")'
+        ) from None

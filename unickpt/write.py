@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ import tensorstore as ts
 import xxhash
 
 from unickpt import chunks
-from unickpt.backends.kvstore import commit
+from unickpt.backends.kvstore import Future, commit
 from unickpt.blob import blob_key
 from unickpt.chunks import ChunkStore
 from unickpt.commit import Attempt
@@ -55,6 +56,7 @@ class Writer:
         self._store = ChunkStore(location, attempt.context, description.index.codecs)
         self._supply = supply
         self._batch_bytes = min(_TRANSACTION_BYTES, max(1, options.budget_bytes // 4))
+        self._committing: list[Future[None]] = []
         self.nbytes, self.count = 0, 0
 
     def write_all(self, jobs: Sequence[ChunkJob]) -> Record:
@@ -79,6 +81,12 @@ class Writer:
     def write_more(self, jobs: Sequence[ChunkJob]) -> Record:
         """Writes chunks that the coordinator asked for after all shares were written."""
         return Record(description=self._description.digest, chunks=self._write(jobs, {}))
+
+    def settle(self) -> None:
+        """Waits, after a failure, until nothing more is written of what was begun."""
+        for committed in self._committing:
+            with suppress(Exception):
+                committed.result()
 
     def _write(self, jobs: Sequence[ChunkJob], rest: dict[str, bytes]) -> Any:
         # The rest of the budget is for what TensorStore needs beside the data.
@@ -149,10 +157,12 @@ class Writer:
         for write in writes:
             write.result()
         committed = commit(transaction)
+        self._committing.append(committed)
         hashing = digests[begin:]
 
         def wait() -> None:
             committed.result()
+            self._committing.remove(committed)
             for result in hashing:
                 result()  # a digest that comes late must not be that of what is staged next
             for chunk in staged:  # TensorStore refers to this memory until the commit
