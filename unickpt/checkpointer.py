@@ -451,21 +451,22 @@ class Checkpointer:
     ) -> tuple[Any, Exception | None]:
         """Loads a step from the fastest tier that has it whole; or says why that fails."""
         damage: list[str] = []
+        gone: CheckpointNotFound | None = None
         for tier in self._tiers:
             if not self._branch.has(tier, step):
                 continue
             try:
                 return load(tier.path(step), like, **arguments), None
-            except CheckpointNotFound:
-                continue
+            except CheckpointNotFound as error:
+                gone = error
             except CheckpointCorrupt as error:
                 _log.warning("%s is damaged: %s", tier.path(step), error)
                 damage.append(str(error))
             except Exception as error:
                 return None, error
         steps = self.steps()
-        if not damage:
-            return None, self._not_found(step, steps)
+        if not damage:  # where it is there, it was replaced while it was read
+            return None, (gone if step in steps else None) or self._not_found(step, steps)
         older = max((s for s in steps if s < step), default=None)
         hint = "there is no older step"
         if older is not None:
