@@ -113,8 +113,16 @@ def link(path: str) -> str | None:
 
 
 def unlink(path: str) -> None:
-    """Removes a symbolic link, not what it leads to."""
-    os.unlink(path.rstrip("/"))
+    """Removes a symbolic link, not what it leads to.
+
+    Raises:
+        Failed: it cannot be removed.
+    """
+    try:
+        os.unlink(path.rstrip("/"))
+    except OSError as error:
+        why = f"{path.rstrip('/')}: the link cannot be removed: {error.strerror}"
+        raise Failed(why, error.errno) from error
 
 
 def remove(path: str) -> None:

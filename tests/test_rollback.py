@@ -341,6 +341,18 @@ def test_a_link_in_a_run_is_not_followed(removal: str, relative: bool, tmp_path:
     assert same(unickpt.load(target), numbers(77))
 
 
+def test_a_link_that_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link_to(elsewhere(tmp_path), tmp_path / "run" / "step_0", relative=False)
+
+    def fail(path: str) -> None:
+        raise PermissionError(1, "Operation not permitted", path)
+
+    with Checkpointer(tmp_path / "run", options=FAST) as checkpointer, monkeypatch.context() as m:
+        m.setattr(os, "unlink", fail)
+        with pytest.raises(StorageError, match="step_0: the link cannot be removed: Operation"):
+            checkpointer.delete(0)
+
+
 @pytest.mark.parametrize("what", ["processes", "attempt"])
 def test_a_link_inside_of_a_step_is_not_followed(what: str, tmp_path: Path) -> None:
     root, target = tmp_path / "run", tmp_path / "elsewhere"
