@@ -174,6 +174,15 @@ class Location:
         else:
             self.store(context).write(name, None).result()
 
+    @property
+    def link(self) -> str | None:
+        """Where this folder leads, if it is a symbolic link; None where it is none."""
+        return file.link(self.spec["path"]) if self.is_local else None
+
+    def unlink(self) -> None:
+        """Removes the symbolic link that this folder is, and nothing of what it leads to."""
+        file.unlink(self.spec["path"])
+
     def is_there(self) -> bool:
         """Whether this folder exists; only local ones can be removed behind one's back."""
         return not self.is_local or file.exists(self.spec["path"])

@@ -110,6 +110,27 @@ def make(path: str) -> None:
         ) from error
 
 
+def link(path: str) -> str | None:
+    """Where a symbolic link leads, as it says itself; None where there is none."""
+    try:
+        return os.readlink(path.rstrip("/"))
+    except OSError:
+        return None
+
+
+def unlink(path: str) -> None:
+    """Removes a symbolic link, not what it leads to.
+
+    Raises:
+        Failed: it cannot be removed.
+    """
+    try:
+        os.unlink(path.rstrip("/"))
+    except OSError as error:
+        why = f"{path.rstrip('/')}: the link cannot be removed: {error.strerror}"
+        raise Failed(why, error.errno) from error
+
+
 def remove(path: str) -> None:
     """Removes a folder and all below it, and follows no links on the way down."""
     shutil.rmtree(path.rstrip("/"), ignore_errors=True)
@@ -132,6 +153,8 @@ def remove_empty(path: str) -> None:
     for name in ("processes", ""):
         folder = os.path.join(path, name)
         with suppress(OSError):
+            if os.path.islink(folder.rstrip("/")):
+                break  # what it leads to is not ours
             for entry in os.listdir(folder):
                 if entry.endswith(_LOCK):
                     os.unlink(os.path.join(folder, entry))

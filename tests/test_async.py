@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import Processes
 from jax.sharding import NamedSharding, PartitionSpec
 from saving import numbers, same
 from torch.distributed.device_mesh import init_device_mesh
@@ -678,6 +679,162 @@ def test_metrics_are_told_and_may_fail(tmp_path: Path, caplog: pytest.LogCapture
     assert report.writers[0]["chunks"] == report.chunks
     assert "the dashboard is down" in caplog.text
     assert "saved file://" in caplog.text
+
+
+# --- metrics that save and wait ------------------------------------------------------------------
+
+
+class Telling:
+    """A function for `SaveOptions.metrics`, and what it did and raised, save by save."""
+
+    def __init__(self, work: Callable[[unickpt.SaveReport], object]) -> None:
+        self._work = work
+        self.urls: list[str] = []
+        self.errors: list[BaseException | None] = []
+
+    def __call__(self, report: unickpt.SaveReport) -> None:
+        error: BaseException | None = None
+        try:
+            self._work(report)
+        except BaseException as raised:
+            error = raised
+        self.urls.append(report.url.rstrip("/").rpartition("_")[2])
+        self.errors.append(error)
+        if error is not None:
+            raise error
+
+
+def within(seconds: float, work: Callable[[], Any]) -> Any:
+    """What some work returns, unless it hangs."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), "it hangs"
+    return found[0]
+
+
+def test_metrics_may_wait_for_their_own_save(tmp_path: Path) -> None:
+    pending: list[unickpt.PendingSave] = []
+    begun = threading.Event()
+
+    def look(report: unickpt.SaveReport) -> None:
+        assert begun.wait(30)
+        pending[0].wait_staged()
+        assert pending[0].done()
+        assert pending[0].result() is report
+
+    telling = Telling(look)
+    options = SaveOptions(metrics=telling, fsync=False)
+    pending.append(unickpt.save_async(tmp_path / "c_1", numbers(1), options=options))
+    begun.set()
+    within(60, pending[0].result)
+    assert telling.errors == [None]
+
+
+def test_who_waits_for_a_save_waits_for_its_metrics(tmp_path: Path) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    def stop(report: unickpt.SaveReport) -> None:
+        reached.set()
+        assert go_on.wait(30)
+
+    queue, options = SaveQueue(), SaveOptions(metrics=stop, fsync=False)
+    arguments = {"overwrite": False, "metadata": lambda: None}
+    first = queue.save(tmp_path / "1", numbers(1), options=options, **arguments)
+    assert reached.wait(30)
+    assert not first.done()
+    with pytest.raises(unickpt.SaveTimeout):
+        first.result(0.01)
+    good(queue, tmp_path / "2")
+    second = queue._pending[-1]
+    assert second._ended.wait(30), "a save waits for the metrics of the one before it"
+    good(queue, tmp_path / "3")  # though two are told of yet
+    assert not second.done(), "reports come one after another"
+    go_on.set()
+    queue.wait()
+    assert first.done()
+    assert second.done()
+
+
+@pytest.mark.parametrize("verb", ["save", "wait", "close", "load", "delete", "unickpt.save"])
+def test_metrics_may_use_the_checkpointer(verb: str, tmp_path: Path) -> None:
+    """While the loop has as many saves in flight as there may be, and then waits for them."""
+
+    def work(report: unickpt.SaveReport) -> None:
+        step = int(report.url.rstrip("/").rpartition("_")[2])
+        if verb == "save":
+            if step < 1000:
+                last = checkpointer.latest() or 0
+                checkpointer.save(1000 + last, {"w": 1}, overwrite=True).wait_staged()
+        elif verb == "load":
+            assert checkpointer.load(step=step)["step"] == step
+        elif verb == "delete":
+            if step == 0:
+                checkpointer.delete(step)
+        elif verb == "unickpt.save":
+            options = SaveOptions(metrics=lambda _: checkpointer.wait(), fsync=False)
+            unickpt.save(tmp_path / f"best_{step}", {"w": 1}, options=options)
+        else:
+            getattr(checkpointer, verb)()
+
+    telling = Telling(work)
+    options = SaveOptions(metrics=telling, fsync=False)
+    checkpointer = unickpt.Checkpointer(tmp_path / "run", options=options)
+
+    def loop() -> list[int]:
+        saved = []
+        for step in range(6):
+            try:
+                checkpointer.save(step, {"w": np.ones(9), "step": step})
+                saved.append(step)
+            except unickpt.LaterStepsExist:
+                assert verb == "save"
+            except ValueError:
+                assert verb == "close"
+        checkpointer.close()
+        return saved
+
+    saved = within(60, loop)
+    assert len(saved) > 0
+    assert [url for url in telling.urls if int(url) < 1000] == [str(step) for step in saved]
+    assert [e for e in telling.errors if not isinstance(e, unickpt.LaterStepsExist | None)] == []
+
+
+def test_metrics_that_raise_anything_hold_up_nothing(tmp_path: Path) -> None:
+    def leave(report: unickpt.SaveReport) -> None:
+        raise SystemExit(3)
+
+    options = SaveOptions(metrics=Telling(leave), fsync=False)
+    with unickpt.Checkpointer(tmp_path, options=options) as checkpointer:
+        pending = [checkpointer.save(step, {"w": 1}) for step in range(4)]
+        for one in pending:
+            assert within(60, one.result).arrays == 0
+        assert checkpointer.steps() == [0, 1, 2, 3]
+
+
+def test_the_program_waits_for_metrics(processes: Processes, tmp_path: Path) -> None:
+    source = (
+        "import sys, time, unickpt\n"
+        "def tell(report):\n"
+        "    time.sleep(0.3)\n"
+        "    print('told', pending.result().url == report.url, flush=True)\n"
+        "options = unickpt.SaveOptions(metrics=tell, fsync=False)\n"
+        "pending = unickpt.save_async(sys.argv[1], {'w': 1}, options=options)\n"
+    )
+    assert processes.finish([processes.start(source, tmp_path / "c")]) == ["told True\n"]
+
+
+def test_metrics_of_a_save_that_is_waited_for(tmp_path: Path) -> None:
+    def again(report: unickpt.SaveReport) -> None:
+        if not (tmp_path / "b").exists():
+            unickpt.save_async(tmp_path / "b", unickpt.load(report.url)).result()
+
+    telling = Telling(again)
+    options = SaveOptions(metrics=telling, fsync=False)
+    within(60, lambda: unickpt.save(tmp_path / "a", {"w": 1}, options=options))
+    assert telling.errors == [None]
+    assert unickpt.load(tmp_path / "b") == {"w": 1}
 
 
 def test_an_unknown_staging_is_refused() -> None:

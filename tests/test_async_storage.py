@@ -55,13 +55,25 @@ def folders(root: Path) -> list[str]:
     return sorted(name for name in os.listdir(root) if name != ".unickpt.lock")
 
 
+def after_commit(patch: pytest.MonkeyPatch, work: Callable[[str], object]) -> None:
+    """Has something done right after each commit, before the save ends; with the URL."""
+    real = commit.Attempt._remove_debris
+
+    def then(self: commit.Attempt, older: Any) -> None:
+        real(self, older)
+        work(self.location.url)
+
+    patch.setattr(commit.Attempt, "_remove_debris", then)
+
+
 class Stop:
     """Keeps a save from ending after its commit, so that the next one waits in the queue."""
 
-    def __init__(self) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.reached, self.go_on = threading.Event(), threading.Event()
+        after_commit(patch, self._stop)
 
-    def __call__(self, report: unickpt.SaveReport) -> None:
+    def _stop(self, url: str) -> None:
         self.reached.set()
         assert self.go_on.wait(LONG_S)
 
@@ -311,9 +323,11 @@ def test_a_root_that_is_not_there_is_made(tmp_path: Path) -> None:
     assert same(unickpt.load(tmp_path / "other" / "run" / "c"), numbers(2))
 
 
-def test_a_root_that_is_removed_while_a_save_waits(tmp_path: Path) -> None:
-    root, stop = tmp_path / "run", Stop()
-    with Checkpointer(root, options=SaveOptions(fsync=False, metrics=stop)) as checkpointer:
+def test_a_root_that_is_removed_while_a_save_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, stop = tmp_path / "run", Stop(monkeypatch)
+    with Checkpointer(root, options=FAST) as checkpointer:
         checkpointer.save(1, numbers(1))
         assert stop.reached.wait(LONG_S)
         checkpointer.save(2, numbers(2))
@@ -376,10 +390,9 @@ def test_a_folder_that_is_removed_under_a_save(
     assert folders(root) == [f"step_{n}" for n in (*kept, 3, 4)]
 
 
-def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:
-    root, stop = tmp_path / "run", Stop()
-    options = SaveOptions(fsync=False, metrics=stop)
-    with Checkpointer(root, options=options) as checkpointer:
+def test_a_file_in_place_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, stop = tmp_path / "run", Stop(monkeypatch)
+    with Checkpointer(root, options=FAST) as checkpointer:
         checkpointer.save(1, numbers(1))
         assert stop.reached.wait(LONG_S)
         pending = checkpointer.save(2, numbers(2))
@@ -851,13 +864,14 @@ def test_s3_that_fails_while_a_step_is_copied(
 ) -> None:
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
 
-    def break_down(report: unickpt.SaveReport) -> None:
+    def break_down(url: str) -> None:
         """Between the local commit and the copy."""
-        if report.url.endswith("step_2/"):
+        if url.endswith("step_2/"):
             s3.break_down(kind, method=method, key=key)
 
-    local, options = tmp_path / "local", SaveOptions(fsync=False, metrics=break_down)
-    checkpointer = Checkpointer(run, local=local, keep_last=5, options=options)
+    after_commit(monkeypatch, break_down)
+    local = tmp_path / "local"
+    checkpointer = Checkpointer(run, local=local, keep_last=5, options=FAST)
     try:
         checkpointer.save(1, numbers(1))
         checkpointer.wait()

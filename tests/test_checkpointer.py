@@ -24,6 +24,7 @@ from unickpt import (
     CheckpointExists,
     CheckpointNotFound,
     InvalidPath,
+    LaterStepsExist,
     LoadMismatch,
     ProcessFailed,
     ProcessGroup,
@@ -345,7 +346,7 @@ def test_two_jobs_in_one_folder_are_an_error(
         second = Checkpointer(where, options=FAST)
         assert same(second.load(), numbers(1)), "reading needs no lease"
         pending = second.save(2, numbers(2))
-        message = rf"another job saves here at this moment \(process {os.getpid()} on "
+        message = "another Checkpointer of this same process saves here and is not closed"
         with pytest.raises(SaveConflict, match=message):
             pending.result(30)
         first.save(3, numbers(3), wait=True)
@@ -525,6 +526,8 @@ def test_two_tiers(root: str, tmp_path: Path) -> None:
         checkpointer.wait()
         assert same(unickpt.load(Steps(where).path(4)), numbers(44))
         with pytest.raises(CheckpointExists):
+            checkpointer.save(4, numbers(4), wait=True)
+        with pytest.raises(LaterStepsExist, match="below what is there already: step 4"):
             checkpointer.save(3, numbers(3), wait=True)
     shutil.rmtree(local)
     assert same(Checkpointer(where, local=local).load(), numbers(44))

@@ -171,6 +171,19 @@ def test_being_stopped() -> None:
         assert checkpointer.load() == {"n": 4}
 
 
+def test_going_back() -> None:
+    with unickpt.Checkpointer("ckpt/run") as checkpointer:
+        for step in (100, 150, 160, 200):
+            checkpointer.save(step, {"n": step})
+    run("after=150", unickpt=unickpt, train_step=lambda state: {"n": state["n"] + 1})
+    with unickpt.Checkpointer("ckpt/run") as checkpointer:
+        assert checkpointer.steps() == [100, 150]
+        checkpointer.save(200, {"n": 200})
+    text = block("after=150").replace("    ckpt.drop_later_steps()", "    pass")
+    exec(text, {"unickpt": unickpt, "train_step": lambda state: {"n": state["n"] + 1}})
+    assert unickpt.Checkpointer("ckpt/run").load() == {"n": 151}
+
+
 def test_two_tiers(tmp_path: Path) -> None:
     text = block('local="/dev/shm/run"').replace("s3://bucket", "bucket")
     names: dict[str, Any] = {"unickpt": unickpt}

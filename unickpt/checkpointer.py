@@ -6,7 +6,8 @@ import logging
 import math
 import operator
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -14,18 +15,20 @@ from typing import Any, Literal, Self
 
 from unickpt import backends
 from unickpt.adapt import Fence, adapters, current_group
+from unickpt.branch import Branch
 from unickpt.errors import (
     CheckpointCorrupt,
     CheckpointNotFound,
     InvalidPath,
     ProcessFailed,
+    SaveConflict,
     UnsupportedLeaf,
 )
 from unickpt.group import Group
 from unickpt.index import RESERVED
 from unickpt.load import load
 from unickpt.options import LoadOptions, SaveOptions
-from unickpt.pending import Hooks, PendingSave, SaveQueue
+from unickpt.pending import PendingSave, SaveQueue
 from unickpt.policy import Policy, SigtermHandler
 from unickpt.retention import Retention
 from unickpt.rules import Rules
@@ -33,7 +36,8 @@ from unickpt.tiers import Tier
 from unickpt.upkeep import Upkeep
 
 _log = logging.getLogger("unickpt")
-_FINE, _DAMAGED, _FAILED = 0, 1, 2
+_FINE, _DAMAGED, _GONE, _FAILED = range(4)
+_TRIES = 50  # to load the newest step, while others are committed and it is removed
 
 
 class Checkpointer:
@@ -55,7 +59,12 @@ class Checkpointer:
         metric: the name of one of the `metrics` given to `save`.
         best: whether the least ("min") or the largest ("max") value is the best.
         keep: called with a step; whether to keep it. A step is kept if any rule keeps it; without
-            rules, all are. The newest is never removed.
+            rules, all are. The newest is never removed, nor is the one that was just saved.
+        after: go on after this step, from which there may be later ones in the run, of jobs that
+            are to be forgotten: `steps`, `latest` and `load` do not see them, and the first `save`
+            removes them. A job that is restarted with the same argument sees what it had saved
+            itself; to go back to the same step once more, call `drop_later_steps`. In a job of
+            several processes, they must be able to agree (see `ProcessGroup`).
         save_every: `should_save` says yes at steps that are multiples of it.
         save_every_s: and when so many seconds have passed since the last save.
         preemption: handle SIGTERM: `should_save` says yes once more, on all processes, and
@@ -99,6 +108,7 @@ class Checkpointer:
         metric: str | None = None,
         best: Literal["min", "max"] = "min",
         keep: Callable[[int], bool] | None = None,
+        after: int | None = None,
         save_every: int | None = None,
         save_every_s: float | None = None,
         preemption: bool = False,
@@ -117,8 +127,12 @@ class Checkpointer:
         self._queue = SaveQueue()
         self._fences = _fences(optimizers, self._queue.fence)
         self._sigterm = SigtermHandler(self._policy.tell) if preemption else None
-        self._upkeep = Upkeep(self._root, self._local, retention, self._options, self._queue.fail)
-        self._closed = self._shared = False
+        self._branch = Branch(after if after is None else _number(after, "after="))
+        self._upkeep = Upkeep(
+            self._root, self._local, retention, self._options, self._branch, self._queue.fail
+        )
+        self._closed = self._shared = self._left = False
+        self._closing = threading.Lock()
         self.loaded_step: int | None = None
         """The step that `load` gave."""
 
@@ -171,6 +185,9 @@ class Checkpointer:
         Raises:
             UnsupportedLeaf: something cannot be stored; nothing was begun.
             CheckpointExists: the step exists. On remote storage found in the background.
+            LaterStepsExist: later ones exist, also with `overwrite`; says how to go back. On remote
+                storage found in the background.
+            CheckpointNotFound: there is no step `after` to go on from.
             SaveConflict: another job saves into this folder; found in the background.
             UnickptError: what went wrong in the background before, if nobody has asked for that
                 yet; this save was not begun.
@@ -182,14 +199,18 @@ class Checkpointer:
         owners = None
         if self._fences:
             owners = {owner for fence in self._fences for owner in fence.owners()}
-        hooks = Hooks()
-        if group.index == 0:
-            hooks = self._upkeep.hooks(step, metrics or {}, overwrite)
+        self._leave_behind(group)
+        hooks = (
+            self._upkeep.hooks(step, metrics or {}, overwrite)
+            if group.index == 0
+            else self._upkeep.hooks_of_others(step, overwrite)
+        )
+        shown = metrics if group.index == 0 else None
         pending = self._queue.save(
             self._tiers[0].path(step),
             tree,
             overwrite=overwrite,
-            metadata=partial(_metadata, step, metrics if group.index == 0 else None, metadata),
+            metadata=partial(_metadata, step, shown, metadata, self._branch.recorded),
             options=self._options,
             owners=owners,
             hooks=hooks,
@@ -214,10 +235,11 @@ class Checkpointer:
         Raises:
             UnickptError: as `wait`.
         """
-        if self._closed:
-            return
         self._drain()
-        self._closed = True
+        with self._closing:  # `SaveOptions.metrics` may have closed it meanwhile
+            if self._closed:
+                return
+            self._closed = True
         for fence in self._fences:
             fence.remove()
         if self._sigterm is not None:
@@ -241,15 +263,103 @@ class Checkpointer:
                 raise
             error.add_note(f"unickpt: {type(failed).__name__} in the background: {failed}")
 
+    # --- removing ------------------------------------------------------------------------------
+
+    def drop_later_steps(self, step: int | None = None) -> list[int]:
+        """Removes what is later than a step, to go on from there.
+
+        All processes of a job call this; process 0 removes, and the others wait for it. Saves that
+        are in flight are waited for.
+
+        Arguments:
+            step: a step that is there; without it, the one that was loaded.
+
+        Returns:
+            The steps that were removed, ascending; they go one by one, the newest first.
+
+        Raises:
+            ValueError: no step is given, and none was loaded; or the processes have no way to agree
+                (see `ProcessGroup`).
+            CheckpointNotFound: there is no such step, so nothing was removed.
+            SaveConflict: another job saves into this folder.
+            StorageError: the storage failed.
+
+        Example:
+            >>> import numpy as np, unickpt
+            >>> with unickpt.Checkpointer("memory://run/drop") as ckpt:
+            ...     for step in (100, 150, 200):
+            ...         _ = ckpt.save(step, {"w": np.ones(3)}, wait=True)
+            ...     _ = ckpt.load(step=150)
+            ...     ckpt.drop_later_steps()
+            [200]
+        """
+        self._check_open()
+        if step is None and self.loaded_step is None:
+            raise ValueError("no step was loaded; name the step: drop_later_steps(step)")
+        kept = _number(self.loaded_step if step is None else step)
+        group = self._group()
+        self._drain()
+        self._meet(group)
+        there = self._all_steps()
+        later = [s for s in there if s > kept]
+        if kept not in there:
+            raise self._not_found(kept, there)
+        self._on_process_0(group, f"remove the steps after {kept}", partial(self._remove, later))
+        return later
+
+    def delete(self, step: int) -> None:
+        """Removes a step, whatever the rules say.
+
+        All processes of a job call this; process 0 removes, and the others wait for it.
+
+        Arguments:
+            step: its number.
+
+        Raises:
+            CheckpointNotFound: there is no such step.
+            SaveConflict: it is being saved; or another job saves into this folder.
+            ValueError: the processes have no way to agree (see `ProcessGroup`).
+            StorageError: the storage failed.
+        """
+        self._check_open()
+        step, group = _number(step), self._group()
+        if self._upkeep.is_in_flight(step):
+            raise SaveConflict(f"{self.path(step)} is being saved; wait() for that first")
+        self._drain()
+        self._meet(group)
+        there = self._all_steps()
+        if step not in there:
+            raise self._not_found(step, there)
+        self._on_process_0(group, f"remove step {step}", partial(self._remove, [step]))
+
+    def _remove(self, steps: Collection[int]) -> None:
+        self._upkeep.remove(steps)
+
+    def _leave_behind(self, group: Group) -> None:
+        """Removes, before the first save, what `after` leaves behind."""
+        if self._branch.after is None or self._left:
+            return
+        self._check_after()
+        gone = {step for tier in self._tiers for step in self._branch.abandoned(tier)}
+        after = self._branch.after
+        self._on_process_0(group, f"remove the steps after {after}", partial(self._remove, gone))
+        self._left = True
+
+    def _check_after(self) -> None:
+        """Raises CheckpointNotFound where there is nothing to go on from."""
+        after = self._branch.after
+        if after is not None and not any(step >= after for step in self.steps()):
+            raise CheckpointNotFound(f"after={after}: {self._not_found(after, self._all_steps())}")
+
     # --- finding and loading -------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """The steps that are committed, in either tier, ascending.
+        """The steps that are committed, in either tier, ascending; see `after` for exceptions.
 
         Raises:
             StorageError: the storage failed.
         """
-        return sorted({step for tier in self._tiers for step in tier.committed()})
+        return sorted({s for t in self._tiers for s in self._branch.steps(t, steady=True)})
 
     def latest(self) -> int | None:
         """The newest committed step; None where there is none."""
@@ -286,38 +396,54 @@ class Checkpointer:
             CheckpointNotFound: there is no such step, or none at all.
             CheckpointCorrupt: it is damaged; the message names the next older one.
         """
+        self._check_after()
         group = self._group(options)
         options = replace(options or LoadOptions(), group=group)
         arguments = {"rules": rules, "strict": strict, "cast": cast, "options": options}
-        wanted = self._newest(group) if step is None else step
+        together = group.count > 1 and (fallback or step is None)
+        damaged: set[int] = set()
+        tries = 0
         while True:
+            listed = step is None or step in damaged
+            wanted = self._newest(group, step, damaged) if listed or step is None else step
             tree, error = self._try(wanted, like, arguments)
-            outcome = _FINE if error is None else _FAILED
-            if isinstance(error, CheckpointCorrupt):
-                outcome = _DAMAGED
-            if fallback and group.count > 1:
+            outcome = _outcome(error, listed)
+            if together:
                 outcome = group.agree(outcome)
             if outcome == _FINE:
-                self.loaded_step = wanted
+                self._has_loaded(wanted, group)
                 return tree
-            if outcome == _FAILED or not fallback:
+            tries += outcome == _GONE
+            if outcome == _DAMAGED and fallback:
+                _log.warning("step %d is damaged, falling back to an older one: %s", wanted, error)
+                damaged.add(wanted)
+            elif outcome != _GONE or tries > _TRIES:
                 raise error or ProcessFailed(f"{self.path(wanted)}: another process cannot load it")
-            older = self._newest(group, below=wanted)
-            _log.warning("step %d is damaged, falling back to step %d: %s", wanted, older, error)
-            wanted = older
 
-    def _newest(self, group: Group, below: int | None = None) -> int:
-        """The newest step, or the newest below one, as the coordinator sees it."""
-        steps = [step for step in self.steps() if below is None or step < below]
+    def _has_loaded(self, step: int, group: Group) -> None:
+        self.loaded_step = self._upkeep.loaded = step
+        if group.index == 0:
+            tier = next((t for t in self._tiers if step in t.committed()), self._root)
+            self._branch.goes_on_from(tier, step)
+
+    def _newest(self, group: Group, below: int | None, damaged: Collection[int]) -> int:
+        """The newest step that is not known to be damaged, as the coordinator sees it.
+
+        Arguments:
+            group: the processes.
+            below: it must be below this one; None if any will do.
+            damaged: what was tried before.
+        """
+        steps = [s for s in self.steps() if s not in damaged and (below is None or s < below)]
         found = max(steps, default=-1)
         if group.count > 1:
             found = group.agree(found + 1 if group.index == 0 else 0) - 1
-        if found < 0:
+        if found < 0 and damaged:
             raise CheckpointNotFound(
-                f"no step is committed in {self._root.location}"
-                if below is None
-                else f"{self.path(below)} is damaged, and there is no older step to fall back to"
+                f"{self.path(min(damaged))} is damaged, and there is no older step to fall back to"
             )
+        if found < 0:
+            raise CheckpointNotFound(f"no step is committed in {self._root.location}")
         return found
 
     def _try(
@@ -325,22 +451,22 @@ class Checkpointer:
     ) -> tuple[Any, Exception | None]:
         """Loads a step from the fastest tier that has it whole; or says why that fails."""
         damage: list[str] = []
+        gone: CheckpointNotFound | None = None
         for tier in self._tiers:
+            if not self._branch.has(tier, step):
+                continue
             try:
                 return load(tier.path(step), like, **arguments), None
-            except CheckpointNotFound:
-                continue
+            except CheckpointNotFound as error:
+                gone = error
             except CheckpointCorrupt as error:
                 _log.warning("%s is damaged: %s", tier.path(step), error)
                 damage.append(str(error))
             except Exception as error:
                 return None, error
         steps = self.steps()
-        if not damage:
-            have = ", ".join(map(str, steps[-10:])) or "none"
-            return None, CheckpointNotFound(
-                f"step {step} is not in {self._root.location}; committed are: {have}"
-            )
+        if not damage:  # where it is there, it was replaced while it was read
+            return None, (gone if step in steps else None) or self._not_found(step, steps)
         older = max((s for s in steps if s < step), default=None)
         hint = "there is no older step"
         if older is not None:
@@ -352,6 +478,36 @@ class Checkpointer:
     def _group(self, options: LoadOptions | None = None) -> Group:
         given = options.group if options is not None and options.group else self._options.group
         return given or current_group(adapters())
+
+    def _all_steps(self) -> list[int]:
+        """The committed steps, also those that `after` leaves behind."""
+        return sorted({step for tier in self._tiers for step in tier.steady()})
+
+    def _not_found(self, step: int, steps: Sequence[int]) -> CheckpointNotFound:
+        have = ", ".join(map(str, steps[-10:])) or "none"
+        return CheckpointNotFound(
+            f"step {step} is not in {self._root.location}; committed are: {have}"
+        )
+
+    def _meet(self, group: Group) -> None:
+        """Waits until all processes are here."""
+        if group.count > 1:
+            group.agree(0)
+
+    def _on_process_0(self, group: Group, what: str, work: Callable[[], object]) -> None:
+        """Has process 0 do something that concerns the run, while the others wait for it."""
+        self._meet(group)
+        error: Exception | None = None
+        if group.index == 0:
+            try:
+                work()
+            except Exception as raised:
+                error = raised
+        failed = group.agree(int(error is not None)) if group.count > 1 else error is not None
+        if failed:
+            raise error or ProcessFailed(
+                f"{self._root.location}: process 0 could not {what}; its own error says why"
+            )
 
     def _drain(self) -> None:
         self._queue.wait()
@@ -383,14 +539,28 @@ class Checkpointer:
         self._shared = True
 
 
-def _number(step: object) -> int:
+def _outcome(error: Exception | None, listed: bool) -> int:
+    """What came of loading a step, as a number of which the largest counts among all processes.
+
+    Arguments:
+        error: what was raised; None if nothing.
+        listed: whether it was just listed, so that a step that is not there was removed meanwhile.
+    """
+    if error is None:
+        return _FINE
+    if isinstance(error, CheckpointCorrupt):
+        return _DAMAGED
+    return _GONE if listed and isinstance(error, CheckpointNotFound) else _FAILED
+
+
+def _number(step: object, what: str = "step ") -> int:
     """A step given as any kind of integer, NumPy's too."""
     try:
         number = -1 if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
     except TypeError:
         number = -1
     if number < 0:
-        raise ValueError(f"step {step!r} must be an integer, at least 0")
+        raise ValueError(f"{what}{step!r} must be an integer, at least 0")
     return number
 
 
@@ -410,7 +580,10 @@ def _fences(optimizers: Sequence[Any], wait: Callable[[], None]) -> list[Fence]:
 
 
 def _metadata(
-    step: int, metrics: Mapping[str, float] | None, metadata: Mapping[str, Any] | None
+    step: int,
+    metrics: Mapping[str, float] | None,
+    metadata: Mapping[str, Any] | None,
+    after: int | None,
 ) -> dict[str, Any]:
     """What is stored beside a step.
 
@@ -424,4 +597,5 @@ def _metadata(
     except (TypeError, ValueError) as error:
         raise UnsupportedLeaf(f"metrics must be numbers: {error}") from error
     shown = {n: v if math.isfinite(v) else str(v) for n, v in numbers.items()}  # JSON lacks nan
-    return {**(metadata or {}), RESERVED: {"step": step, "metrics": shown}}
+    own = {"step": step, "metrics": shown}
+    return {**(metadata or {}), RESERVED: own if after is None else {**own, "after": after}}

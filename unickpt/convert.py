@@ -23,7 +23,7 @@ from unickpt.options import LoadOptions, SaveOptions, SaveReport
 from unickpt.read import NewTarget, read_arrays
 from unickpt.rules import Rules
 from unickpt.rules.matching import Fact
-from unickpt.saving import Saving
+from unickpt.saving import Saving, tell
 from unickpt.share import ChunkJob
 from unickpt.stage import HostBuffers
 from unickpt.supply import Staged
@@ -108,6 +108,7 @@ def convert(
         report = saving.run(supply)
     finally:
         supply.close()
+    tell(options, report)
     if verify and saving.group.index == 0:
         found = verification.verify(destination)
         if not found.ok:

@@ -21,6 +21,10 @@ class CheckpointExists(UnickptError, FileExistsError):
     """The destination is taken: by a committed checkpoint, or by files that are not ours."""
 
 
+class LaterStepsExist(UnickptError, FileExistsError):
+    """The run has later steps than the one to be saved; the message tells how to go back."""
+
+
 class CheckpointCorrupt(UnickptError, ValueError):
     """Stored bytes contradict the format or their digest."""
 

@@ -30,6 +30,8 @@ _RENEW_S = 10.0
 _EXPIRES_S = 40.0
 # A write that a job began before it lost its lease may be tried again and again for so long.
 _SETTLES_S = 900.0
+# Names this process among all of the world; two containers may have the same host and number.
+_PROGRAM = secrets.token_hex(8)
 
 
 class Lease:
@@ -44,13 +46,17 @@ class Lease:
         self._holder = {
             "host": socket.gethostname(),
             "process": os.getpid(),
+            "program": _PROGRAM,
             "session": secrets.token_hex(8),
         }
         self._held: _Lock | _Claim | None = None
         self._settled_at = 0.0
 
-    def take(self) -> None:
+    def take(self) -> bool:
         """Takes the lease, if this job does not have it yet, or lost it.
+
+        Returns:
+            Whether it did not have it; another job may have saved here.
 
         Raises:
             SaveConflict: another job has it.
@@ -59,12 +65,14 @@ class Lease:
         with self._translated():
             if self._held is not None and not self._held.is_valid():
                 self.give_back()
-            if self._held is None:
-                kind = _Lock if self._location.is_local else _Claim
-                held = kind(self._location, self._holder)
-                if held.take():
-                    self._settled_at = time.monotonic() + _SETTLES_S
-                self._held = held
+            if self._held is not None:
+                return False
+            kind = _Lock if self._location.is_local else _Claim
+            held = kind(self._location, self._holder)
+            if held.take():
+                self._settled_at = time.monotonic() + _SETTLES_S
+            self._held = held
+            return True
 
     @property
     def is_settled(self) -> bool:
@@ -235,6 +243,14 @@ class _Claim:
 
 
 def _conflict(location: Location, said: str) -> SaveConflict:
+    with suppress(ValueError, KeyError, TypeError):
+        holder = json.loads(said)
+        if (holder["process"], holder["program"]) == (os.getpid(), _PROGRAM):
+            return SaveConflict(
+                f"{location}: another Checkpointer of this same process saves here and is not "
+                "closed. Call its close(), or make it in a `with` statement, before the next one "
+                "saves"
+            )
     return SaveConflict(
         f"{location}: another job saves here at this moment ({_who(said)}); two jobs in one folder "
         "would mix their steps. End that one, or give this job a folder of its own"

@@ -51,7 +51,11 @@ class SaveOptions:
         group: the processes that save together; found by itself under `torch.distributed` and
             `jax.distributed`.
         metrics: called with the report of each save that succeeds, on every process, on the thread
-            that saves. What it raises is logged and does no harm to the save.
+            that saves, for one save after another. `PendingSave.result` and the program's exit wait
+            for it; later saves do not. It may itself save, load and wait for saves, which for it
+            are over when they are committed; but in a job of several processes, what all of them
+            must call in the same order belongs on one thread. What it raises is logged and does no
+            harm to the save.
 
     Raises:
         ValueError: an option is out of range.

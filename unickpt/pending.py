@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from unickpt import backends
 from unickpt.errors import ProcessFailed, SaveTimeout
 from unickpt.options import SaveOptions, SaveReport
-from unickpt.saving import Saving
+from unickpt.saving import Saving, tell
 from unickpt.staging import Abandoned, HostArea, Staging
 from unickpt.workers import step_back
 
@@ -50,7 +50,11 @@ class PendingSave:
         """Where the checkpoint will be."""
         self._queue, self._hooks = queue, hooks
         self._saving, self._staging, self._previous = saving, staging, previous
-        self._returned, self._finished = threading.Event(), threading.Event()
+        self._returned = threading.Event()
+        self._ended = threading.Event()
+        """The save is over, and the next one may go on."""
+        self._finished = threading.Event()
+        """And its `SaveOptions.metrics` was called."""
         self._report: SaveReport | None = None
         self._failure: Failure | None = None
         self._process = os.getpid()
@@ -86,7 +90,7 @@ class PendingSave:
             UnickptError: whatever made the save fail, as for `unickpt.save`.
         """
         self._check_process()
-        if not self._finished.wait(timeout):
+        if not self._over.wait(timeout):
             raise SaveTimeout(f"{self.url}: not committed within {timeout:g} s; it goes on")
         if self._failure is not None:
             self._queue._ask([self._failure])
@@ -95,7 +99,16 @@ class PendingSave:
 
     def done(self) -> bool:
         """Whether the save has ended, in a checkpoint or in an error."""
-        return self._finished.is_set()
+        return self._over.is_set()
+
+    @property
+    def _over(self) -> threading.Event:
+        """What those wait for who want this save to be over.
+
+        A function that was given as `SaveOptions.metrics` waits only for saves to end, never for
+        such a function to return: that could be itself, or one that waits for it.
+        """
+        return self._ended if _telling.active else self._finished
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:
@@ -121,7 +134,7 @@ class PendingSave:
             pass  # the writer failed; its error is told like any other
         except BaseException:
             self._let_go()
-            self._finished.wait()
+            self._ended.wait()
             self._queue._forget(self._failure)
             raise
         saving.phases["stage"] = saving.elapsed - saving.phases["describe"]
@@ -144,12 +157,28 @@ class PendingSave:
         self._staging.stage_later()
 
     def _run(self) -> None:
+        previous, self._previous = self._previous, None
+        options = self._saving.options
+        try:
+            self._write(previous)
+            if previous is not None:
+                previous._finished.wait()  # one report after another
+            if self._report is not None and self._failure is None:
+                with _telling:
+                    tell(options, self._report)
+        except BaseException:  # such as SystemExit, which would end this thread without a word
+            _log.exception("SaveOptions.metrics raised; the checkpoint %s is there", self.url)
+        finally:
+            _unfinished.discard(self)
+            self._finished.set()
+            _leave_child()
+
+    def _write(self, previous: PendingSave | None) -> None:
         saving, staging = self._saving, self._staging
         staging.may_write.wait()
         asked = saving.elapsed
-        if self._previous is not None:
-            self._previous._finished.wait()
-        self._previous = None
+        if previous is not None:
+            previous._ended.wait()
         saving.phases["queue"] = saving.elapsed - asked
         try:
             with saving.failing():
@@ -159,19 +188,33 @@ class PendingSave:
             self._hooks.committed()
         except BaseException as error:
             self._failure = self._queue.fail(f"the save of {self.url}", error)
+            self._hooks.failed(error)
         finally:
             del self._saving
             staging.close()
             self._hooks.ended()
             del self._hooks
-            _unfinished.discard(self)
-            self._finished.set()
-            _leave_child()
+            self._ended.set()
 
     def _before_commit(self) -> None:
         self._returned.wait()
         self._staging.settle()
         self._saving.staged_bytes = self._staging.nbytes
+
+
+class _Telling(threading.local):
+    """Whether this thread calls `SaveOptions.metrics` at the moment."""
+
+    active = False
+
+    def __enter__(self) -> None:
+        self.active = True
+
+    def __exit__(self, *_: object) -> None:
+        self.active = False
+
+
+_telling = _Telling()
 
 
 @dataclass(frozen=True)
@@ -193,20 +236,24 @@ def _nothing(*_: object) -> None:
 
 @dataclass(frozen=True)
 class Hooks:
-    """What else belongs to a save, on the thread that saves.
+    """What else belongs to a save; on the thread that saves, where nothing else is said.
 
     Arguments:
+        begin: in the call, before anything of the save is begun; what it raises fails the save.
         prepare: before this process writes anything, with the name of the attempt; what it raises
             fails the save.
         check: right before the commit, on the coordinator; likewise.
         committed: after the commit; raises nothing.
+        failed: with what made the save fail; likewise.
         ended: at the end of the save, whatever came of it, even if it never began; likewise.
     """
 
+    begin: Callable[[], None] = _nothing
     prepare: Callable[[str], None] = _nothing
     check: Callable[[], None] = _nothing
     committed: Callable[[], None] = _nothing
-    ended: Callable[[], None] = _nothing
+    failed: Callable[[BaseException], None] = _nothing
+    ended: Callable[[], object] = _nothing
 
 
 class SaveQueue:
@@ -214,6 +261,7 @@ class SaveQueue:
 
     def __init__(self) -> None:
         self._process = os.getpid()
+        self._beginning = threading.RLock()  # `SaveOptions.metrics` may save on another thread
         self._area = HostArea()
         self._pending: list[PendingSave] = []
         self._failures: list[Failure] = []
@@ -244,30 +292,44 @@ class SaveQueue:
             raise RuntimeError(
                 f"{path}: this Checkpointer belongs to another process, which forked; make one here"
             )
-        while len(unfinished := self._unfinished()) >= _MOST:
-            unfinished[0]._finished.wait()
-        with ExitStack() as undo:
+        with self._beginning, ExitStack() as undo:
             undo.callback(hooks.ended)
-            saving = Saving(path, overwrite, options)
-            with saving.failing(refused=True):  # so that the other processes hear of it
-                self._refuse()
-            with saving.failing():
-                described = metadata()
-            saving.describe(tree, described)
-            # Early, where that costs the caller no time; and again when it is this save's turn.
-            if not saving.location.is_remote and saving.location.is_there():
-                with saving.failing():
-                    saving.check_destination()
-            previous = self._pending[-1] if self._pending else None
-            if previous is not None:
-                previous._staging.wait_complete()
-            with saving.failing():
-                staging = Staging(saving, self._area, owners)
-                pending = PendingSave(self, saving, staging, previous, hooks)
-                pending._begin()
+            pending = self._begin(path, tree, overwrite, metadata, options, owners, hooks)
             undo.pop_all()
-        self._pending = [*self._unfinished(), pending]
-        pending._stage()
+            pending._stage()
+        return pending
+
+    def _begin(
+        self,
+        path: backends.Path,
+        tree: Any,
+        overwrite: bool,
+        metadata: Callable[[], Mapping[str, Any] | None],
+        options: SaveOptions,
+        owners: set[Hashable] | None,
+        hooks: Hooks,
+    ) -> PendingSave:
+        while len(unended := [p for p in self._pending if not p._ended.is_set()]) >= _MOST:
+            unended[0]._ended.wait()
+        saving = Saving(path, overwrite, options)
+        with saving.failing(refused=True):  # so that the other processes hear of it
+            self._refuse()
+        with saving.failing():
+            hooks.begin()
+            described = metadata()
+        saving.describe(tree, described)
+        # Early, where that costs the caller no time; and again when it is this save's turn.
+        if not saving.location.is_remote and saving.location.is_there():
+            with saving.failing():
+                saving.check_destination()
+        previous = self._pending[-1] if self._pending else None
+        if previous is not None:
+            previous._staging.wait_complete()
+        with saving.failing():
+            staging = Staging(saving, self._area, owners)
+            pending = PendingSave(self, saving, staging, previous, hooks)
+            pending._begin()
+        self._pending = [*(p for p in self._pending if not p._finished.is_set()), pending]
         return pending
 
     def fence(self) -> None:
@@ -277,8 +339,8 @@ class SaveQueue:
 
     def wait(self) -> None:
         """Waits for all saves; raises nothing."""
-        for pending in self._pending:
-            pending._finished.wait()
+        while unfinished := self._unfinished():  # meanwhile another thread may begin one
+            unfinished[0]._over.wait()
 
     def fail(self, what: str, error: BaseException) -> Failure:
         """Keeps what went wrong in the background until somebody asks."""

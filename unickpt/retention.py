@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,11 +53,12 @@ class Retention:
         rules = (self.keep_last, self.keep_every, self.keep_best, self.keep)
         return all(rule is None for rule in rules)
 
-    def expendable(self, steps: Mapping[int, Metrics]) -> list[int]:
+    def expendable(self, steps: Mapping[int, Metrics], spared: Collection[int] = ()) -> list[int]:
         """Steps that no rule keeps, ascending; never the newest.
 
         Arguments:
             steps: all committed steps with their metrics.
+            spared: steps that are kept whatever the rules say, as what was just saved.
         """
         if self.keeps_all:
             return []
@@ -67,7 +68,7 @@ class Retention:
             kept |= {step for step in ordered if step % self.keep_every == 0}
         if self.keep is not None:
             kept |= {step for step in ordered if self.keep(step)}
-        return [step for step in ordered if step not in kept]
+        return [step for step in ordered if step not in kept and step not in spared]
 
     def _best(self, steps: Mapping[int, Metrics]) -> list[int]:
         if self.keep_best is None or self.metric is None:

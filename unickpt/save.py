@@ -7,7 +7,7 @@ from typing import Any
 
 from unickpt import backends
 from unickpt.options import SaveOptions, SaveReport
-from unickpt.saving import Saving
+from unickpt.saving import Saving, tell
 from unickpt.supply import Direct
 
 
@@ -55,4 +55,6 @@ def save(
     saving = Saving(path, overwrite, options)
     saving.describe(tree, metadata)
     saving.plan()
-    return saving.run(Direct(options.budget_bytes))
+    report = saving.run(Direct(options.budget_bytes))
+    tell(options, report)
+    return report

@@ -148,12 +148,17 @@ class Saving:
             "saved %s: %.3g GB in %.2f s (%.2f GB/s), the caller was kept for %.3f s",
             *(report.url, report.bytes / 1e9, report.seconds, report.gb_per_s, report.blocked_s),
         )
-        if self.options.metrics is not None:
-            try:
-                self.options.metrics(report)
-            except Exception:
-                _log.exception("SaveOptions.metrics raised; the checkpoint %s is there", report.url)
         return report
+
+
+def tell(options: SaveOptions, report: SaveReport) -> None:
+    """Calls `SaveOptions.metrics`, once all else of a save is done: it may save, wait or load."""
+    if options.metrics is None:
+        return
+    try:
+        options.metrics(report)
+    except Exception:
+        _log.exception("SaveOptions.metrics raised; the checkpoint %s is there", report.url)
 
 
 def _serve(writer: Writer, held: Sequence[ChunkJob], request: Mapping[str, list[int]]) -> Record:

@@ -10,11 +10,12 @@ from unickpt import backends, checkpoint, chunks, remnants
 from unickpt.backends import Location
 from unickpt.backends.kvstore import Failed
 from unickpt.backends.ocdbt import MANIFEST
-from unickpt.errors import CheckpointNotFound, UnickptError
+from unickpt.errors import CheckpointExists, CheckpointNotFound, UnickptError
 from unickpt.index import RESERVED
 from unickpt.listing import checkpoints_below
 
 _log = logging.getLogger("unickpt")
+_LISTINGS = 50
 _NAME = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 
 
@@ -49,6 +50,33 @@ class Steps:
             return []
         return sorted(_numbers(names))
 
+    def steady(self) -> list[int]:
+        """As `committed`, beside another job that commits and removes steps.
+
+        A step can be removed and the next one committed between two looks of one listing, which
+        then has neither. So it is made until nothing has changed meanwhile.
+        """
+        before: tuple[list[int], set[str]] | None = None
+        for _ in range(_LISTINGS):
+            now = self.committed(), set[str]()
+            if self.location.is_local:  # also the folders whose manifests are gone
+                now = now[0], set(self.location.folders(self._context))
+            if now == before:
+                break
+            before = now
+        return now[0]
+
+    def after(self, step: int) -> int | None:
+        """After which step the job went on that saved a step; None if after the newest.
+
+        Raises:
+            CheckpointNotFound, CheckpointCorrupt, UnsupportedFormat: it cannot be opened.
+            StorageError: the storage failed.
+        """
+        own = checkpoint.open(self.path(step)).metadata.get(RESERVED)
+        found = own.get("after") if isinstance(own, dict) else None
+        return found if type(found) is int else None
+
     def made(self, step: int) -> tuple[str, str]:
         """When a step was made, as text that sorts, and by which attempt.
 
@@ -70,26 +98,53 @@ class Steps:
     def remove(self, step: int) -> None:
         """Removes a step: first it is no checkpoint any more, at one stroke, then its files go.
 
-        Another attempt to save this step, which may be under way, is left alone.
+        Another attempt to save this step, which may be under way, is left alone. Symbolic links are
+        not followed: of a step that is one, or has one in it, the link alone is removed.
 
         Raises:
             StorageError: it could not be removed; what is left, `remove_debris` recognises.
         """
         place = self.at(step)
         try:
+            if place.link is not None:
+                place.unlink()
+                return
             attempts = self._attempts(step)
             place.store(self._context).write(MANIFEST, None).result()
             if place.is_local:
                 place.sync(place)
             for attempt in attempts:
-                place.child(f"processes/{attempt}").remove(self._context)
+                self._remove_attempt(place, attempt)
             place.remove_empty()
         except Failed as error:
             raise chunks.translate(error, str(place), reading=False) from error
 
+    def _remove_attempt(self, place: Location, attempt: str) -> None:
+        if "/" in attempt or attempt in ("", ".", ".."):
+            return  # no name that a save gives; an index can say anything
+        folder = place.child("processes")
+        for part in (folder, folder.child(attempt)):
+            if part.link is not None:
+                part.unlink()
+                return
+        folder.child(attempt).remove(self._context)
+
     def _attempts(self, step: int) -> list[str]:
         """The attempt that made a step; all attempts, where it is too damaged to tell."""
         return remnants.attempts_of_checkpoint(self.at(step), self._context)
+
+    def check_no_link(self, step: int) -> None:
+        """Refuses to save a step where a symbolic link leads elsewhere.
+
+        Raises:
+            CheckpointExists: names the link, and where it leads.
+        """
+        leads = self.at(step).link
+        if leads is not None:
+            raise CheckpointExists(
+                f"{self.path(step)} is a symbolic link to {leads}; a run saves only into folders "
+                "of its own: remove the link, or save another step"
+            )
 
     def remove_debris(self, in_flight: Iterable[int], session: str) -> None:
         """Removes what crashed saves and deletions left behind.
@@ -117,7 +172,9 @@ class Steps:
 
     def remove_older(self, step: int, session: str = "") -> None:
         """Removes all attempts to save a step but the one that was committed, and those of a
-        session; see `remove_debris`."""
+        session; see `remove_debris`. Not in a step that is a symbolic link."""
+        if self.at(step).link is not None:
+            return
         folder, kept = self.at(step).child("processes"), self._attempts(step)
         for attempt in folder.folders(self._context):
             if attempt not in kept and not _is_of(attempt, session):
