@@ -33,8 +33,9 @@ class Location:
         url: how a person writes it; ends with `/`.
         spec: the JSON of TensorStore's key-value store for it; its `path` ends with `/`.
         manifest: the key-value store that holds the manifest of the folder's database, where that
-            is not in the folder.
-        generation: the storage's own name for the version of the manifest that is held there.
+            is not read from the folder.
+        generation: the storage's own name for the version of that manifest in the folder; empty
+            where it is not there, or not yet.
     """
 
     url: str
@@ -101,9 +102,18 @@ class Location:
         read = self.store(context).read(ocdbt.MANIFEST).result()
         if read.state != "value":
             return None
+        return replace(self.with_manifest(read.value, context), generation=read.stamp.generation)
+
+    def with_manifest(self, manifest: bytes, context: ts.Context) -> Location:
+        """The database that a manifest, which is held in memory, finds in this folder.
+
+        Arguments:
+            manifest: its bytes, which the folder itself may lack.
+            context: what keeps them; as for `database`.
+        """
         held = memory.manifest(self.url)
-        KvStore.open(held, context).write(ocdbt.MANIFEST, read.value).result()
-        return replace(self, manifest=held, generation=read.stamp.generation)
+        KvStore.open(held, context).write(ocdbt.MANIFEST, manifest).result()
+        return replace(self, manifest=held)
 
     def change(self, context: ts.Context) -> str:
         """What happened to a pinned database since: "" (nothing), "replaced", or "removed".
@@ -111,7 +121,7 @@ class Location:
         Who finds something missing or wrong asks this afterwards: a save that replaces a
         checkpoint, and whoever removes one, changes the manifest first and the rest later.
         """
-        if self.manifest is None:
+        if not self.generation:
             return ""
         now = self.store(context).read(ocdbt.MANIFEST).result()
         if now.state != "value":
@@ -122,6 +132,14 @@ class Location:
     def count_keys(self, context: ts.Context) -> int:
         """How many keys the database has, as its manifest tells; none are listed."""
         return ocdbt.count_keys(self._manifest(context).raw, context)
+
+    def root_node(self, context: ts.Context) -> str:
+        """The file with the root of the database's B-tree, relative to this folder.
+
+        Raises:
+            Failed: the manifest is damaged.
+        """
+        return ocdbt.root_node(self._manifest(context).raw, context)
 
     def draft(self, context: ts.Context, data: str) -> tuple[KvStore, KvStore]:
         """A new database that does not show: its data is in the folder, its manifest in memory.

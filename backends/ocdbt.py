@@ -168,3 +168,15 @@ def count_keys(base: ts.KvStore, context: ts.Context) -> int:
     """
     versions = dump(base, context=context)["versions"]
     return int(versions[-1]["root"]["statistics"]["num_keys"]) if versions else 0
+
+
+def root_node(base: ts.KvStore, context: ts.Context) -> str:
+    """The file with the root of the B-tree of the database whose manifest lies in `base`.
+
+    Raises:
+        Failed: there is no such manifest, it cannot be read, or its tree is empty.
+    """
+    versions = dump(base, context=context)["versions"]
+    if not versions or "location" not in versions[-1]["root"]:
+        raise Damaged("the manifest names no B-tree")
+    return _place(versions[-1]["root"]["location"]).path

@@ -141,6 +141,7 @@ def test_a_job_killed_at_any_step_loses_nothing(
     steps = [*(STEPS if doomed else COORDINATORS_STEPS)]
     if tiers == 2 and doomed == 0:
         steps += [("tiers:_copy", "during"), ("root.Root:replace", "before")]
+        steps += [("tiers:_check_copy", "after")]
     runs = []
     for number, (step, when) in enumerate(steps):
         local = tmp_path / f"local_{number}" if tiers == 2 else None

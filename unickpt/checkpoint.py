@@ -97,10 +97,15 @@ def _open(location: backends.Location) -> Checkpoint:
         raise chunks.translate(error, str(location)) from error
     if pinned is None:
         raise CheckpointNotFound(_nothing_at(location))
+    return open_at(pinned, context)
+
+
+def open_at(location: backends.Location, context: ts.Context) -> Checkpoint:
+    """As `open`, where its manifest is held already; see `Location.pinned`."""
     try:
-        return Checkpoint(pinned, context, _read_index(pinned, context))
+        return Checkpoint(location, context, _read_index(location, context))
     except UnickptError as error:
-        found = chunks.unless_replaced(error, pinned, context)
+        found = chunks.unless_replaced(error, location, context)
         if found is error:
             raise
         raise found from error

@@ -32,7 +32,7 @@ from unickpt.pending import PendingSave, SaveQueue
 from unickpt.policy import Policy, SigtermHandler
 from unickpt.retention import Retention
 from unickpt.rules import Rules
-from unickpt.tiers import Tier
+from unickpt.tiers import Newer, Tier, compare
 from unickpt.upkeep import Upkeep
 
 _log = logging.getLogger("unickpt")
@@ -71,7 +71,11 @@ class Checkpointer:
             `preempted` becomes true, so that the loop can end. Call it at every step then.
         local: a path on fast storage that all processes of the job see, such as
             "/dev/shm/<run>". Checkpoints are committed there first, and copied to `root` in the
-            background; the newest stays there.
+            background; the newest stays there. A copy is read again and held against its digests
+            before it counts, so a step in `root` is whole or not there. What a job leaves uncopied,
+            the next one copies after its first save. Where the tiers have different versions of a
+            step, the one that was saved later counts, whatever the clocks say; a step that a run
+            without `local` replaced in `root` is not brought back.
         optimizers: torch optimizers. What they own on an accelerator (with
             `SaveOptions(staging="lazy")` on the host, too) is copied while forward and backward go
             on, and their next `step` waits for that. Until then nothing else may change it. A
@@ -366,10 +370,31 @@ class Checkpointer:
         return max(self.steps(), default=None)
 
     def path(self, step: int) -> str:
-        """Where a step is, or will be; the local tier only where `root` does not have it."""
-        if self._local is None or step in self._root.committed():
+        """Where a step is, or will be; the local tier only where `root` has not the same yet.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        if self._local is None:
             return self._root.path(step)
-        return (self._local if step in self._local.committed() else self._root).path(step)
+        is_local = compare(self._local, self._root, step).newer is Newer.LOCAL
+        return (self._local if is_local else self._root).path(step)
+
+    def _holders(self, step: int) -> list[Tier]:
+        """The tiers that have the version of a step that counts, the fastest first."""
+        if self._local is None:
+            return [self._root]
+        standing = compare(self._local, self._root, step)
+        if standing.newer is Newer.SAME:
+            return [self._local, self._root]
+        if standing.newer is Newer.LOCAL:
+            return [self._local]
+        if standing.local is not None:
+            _log.warning(
+                "%s is stale: another run replaced the step in %s",
+                *(self._local.path(step), self._root.location),
+            )
+        return [self._root]
 
     def load(
         self,
@@ -452,18 +477,20 @@ class Checkpointer:
         """Loads a step from the fastest tier that has it whole; or says why that fails."""
         damage: list[str] = []
         gone: CheckpointNotFound | None = None
-        for tier in self._tiers:
-            if not self._branch.has(tier, step):
-                continue
-            try:
-                return load(tier.path(step), like, **arguments), None
-            except CheckpointNotFound as error:
-                gone = error
-            except CheckpointCorrupt as error:
-                _log.warning("%s is damaged: %s", tier.path(step), error)
-                damage.append(str(error))
-            except Exception as error:
-                return None, error
+        try:
+            holders, before = self._holders(step), list[Tier]()
+            while holders != before and not damage:  # else it went to the other tier meanwhile
+                for tier in holders:
+                    try:
+                        return load(tier.path(step), like, **arguments), None
+                    except CheckpointNotFound as error:
+                        gone = error
+                    except CheckpointCorrupt as error:
+                        _log.warning("%s is damaged: %s", tier.path(step), error)
+                        damage.append(str(error))
+                holders, before = self._holders(step), holders
+        except Exception as error:
+            return None, error
         steps = self.steps()
         if not damage:  # where it is there, it was replaced while it was read
             return None, (gone if step in steps else None) or self._not_found(step, steps)

@@ -22,6 +22,7 @@ from unickpt.index import ArrayEntry
 from unickpt.options import LoadOptions
 from unickpt.plan import Part
 from unickpt.stage import Scratch, Window
+from unickpt.workers import Pool, step_back
 
 if TYPE_CHECKING:
     from unickpt.checkpoint import Checkpoint
@@ -34,11 +35,11 @@ TASK_BYTES = 1 << 20
 TASK_CHUNKS = 256
 
 
-def threads_for(stored: Checkpoint, name: str) -> ThreadPoolExecutor:
+def threads_for(stored: Checkpoint, name: str, *, behind: bool = False) -> ThreadPoolExecutor:
     """Threads that read chunks: many where each request crosses a network."""
     local = max(4, 2 * (os.cpu_count() or 1))
     count = _REMOTE_THREADS if stored.location.is_remote else local
-    return ThreadPoolExecutor(count, thread_name_prefix=name)
+    return Pool(count, thread_name_prefix=name, initializer=step_back if behind else None)
 
 
 @dataclass(frozen=True)
@@ -293,8 +294,10 @@ class Task:
 class Reader:
     """Threads that read chunks; small chunks, of different arrays too, share a task."""
 
-    def __init__(self, stored: Checkpoint, name: str = "unickpt-load") -> None:
-        self._pool = threads_for(stored, name)
+    def __init__(
+        self, stored: Checkpoint, name: str = "unickpt-load", *, behind: bool = False
+    ) -> None:
+        self._pool = threads_for(stored, name, behind=behind)
         self._stored, self._scratch, self._task = stored, Scratch(), Task()
 
     def submit(self, read: ChunkRead) -> Task:

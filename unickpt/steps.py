@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
-from unickpt import backends, checkpoint, chunks, remnants
+from unickpt import backends, checkpoint, chunks, lineage, remnants
 from unickpt.backends import Location
 from unickpt.backends.kvstore import Failed
 from unickpt.backends.ocdbt import MANIFEST
-from unickpt.errors import CheckpointExists, CheckpointNotFound, UnickptError
+from unickpt.errors import (
+    CheckpointCorrupt,
+    CheckpointExists,
+    CheckpointNotFound,
+    CheckpointReplaced,
+    UnickptError,
+)
 from unickpt.index import RESERVED
+from unickpt.lineage import Version
 from unickpt.listing import checkpoints_below
 
 _log = logging.getLogger("unickpt")
@@ -77,14 +85,48 @@ class Steps:
         found = own.get("after") if isinstance(own, dict) else None
         return found if type(found) is int else None
 
-    def made(self, step: int) -> tuple[str, str]:
-        """When a step was made, as text that sorts, and by which attempt.
+    def version(self, step: int) -> Version | None:
+        """Which version of a step is committed; None where there is none. Costs one small read.
 
         Raises:
-            CheckpointNotFound, CheckpointCorrupt, StorageError: it cannot be opened.
+            StorageError: the storage failed.
         """
-        index = checkpoint.open(self.path(step)).index
-        return index.created, index.attempt
+        with self._asking(step):
+            return lineage.version_at(self.at(step))
+
+    def superseded(self, step: int, version: Version) -> list[str]:
+        """The names of the versions of a step that one of them superseded, oldest first.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        with self._asking(step):
+            return lineage.superseded(self.at(step), version.attempt)
+
+    def supersede(self, step: int, attempt: str, names: list[str], *, fsync: bool) -> None:
+        """Notes which versions of a step an attempt supersedes; see `lineage.supersede`.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        with self._asking(step):
+            lineage.supersede(self.at(step), attempt, names, fsync=fsync)
+
+    def damage(self, step: int) -> str:
+        """Why a step that is committed cannot be opened; empty where it can.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        try:
+            checkpoint.open(self.path(step))
+        except CheckpointReplaced:
+            return ""
+        except CheckpointCorrupt as error:
+            return str(error)
+        except CheckpointNotFound as error:
+            return "" if self.version(step) is None else str(error)
+        return ""
 
     def metrics(self, step: int) -> Mapping[str, float]:
         """The metrics that a step was saved with; none where they cannot be read."""
@@ -169,6 +211,13 @@ class Steps:
                 remnants.remove_attempts(place, attempts, self._context)
         if committed and committed[-1] not in spared:
             self.remove_older(committed[-1], session)
+
+    @contextmanager
+    def _asking(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except Failed as error:
+            raise chunks.translate(error, self.path(step), reading=False) from error
 
     def remove_older(self, step: int, session: str = "") -> None:
         """Removes all attempts to save a step but the one that was committed, and those of a

@@ -3,22 +3,82 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any
 
-from unickpt import backends, chunks
+from unickpt import backends, checkpoint, chunks
+from unickpt.backends import Location
 from unickpt.backends.kvstore import Failed, Future, KvStore
-from unickpt.backends.ocdbt import MANIFEST
-from unickpt.errors import CheckpointNotFound, SaveConflict, UnickptError
+from unickpt.errors import (
+    CheckpointCorrupt,
+    CheckpointNotFound,
+    SaveConflict,
+    StorageError,
+    UnickptError,
+)
 from unickpt.lease import Lease
+from unickpt.lineage import Version
 from unickpt.root import Root
 from unickpt.stage import Window
 from unickpt.steps import Steps
+from unickpt.verify import verify_opened
 
 _log = logging.getLogger("unickpt")
 _AT_ONCE = 4
+# What the processes of a save told each other, beside the databases of an attempt.
+_TALK = (b"records/", b"notes/")
+
+
+class Newer(Enum):
+    """Which tier has the version of a step that counts."""
+
+    SAME = "both have the same one"
+    LOCAL = "the local tier"
+    ROOT = "the root"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The versions of a step in both tiers.
+
+    Arguments:
+        local, root: those that are committed, if any.
+        newer: which of them counts.
+    """
+
+    local: Version | None
+    root: Version | None
+    newer: Newer
+
+
+def compare(local: Steps, root: Steps, step: int) -> Standing:
+    """Which of two versions of a step counts, by what each superseded.
+
+    The local one counts if it is known to have superseded that of the root, or if that is damaged.
+    Else somebody replaced the root's since, and what the local tier has is stale.
+
+    Raises:
+        StorageError: a storage failed.
+    """
+    here, there = local.version(step), root.version(step)
+    if here is None:
+        newer = Newer.ROOT
+    elif there is None:
+        newer = Newer.LOCAL
+    elif here.name == there.name:
+        newer = Newer.SAME
+    elif there.name in local.superseded(step, here):
+        newer = Newer.LOCAL
+    elif damage := root.damage(step):
+        _log.warning("%s; the version in %s takes its place", damage, local.path(step))
+        newer = Newer.LOCAL
+    else:
+        newer = Newer.ROOT
+    return Standing(here, there, newer)
 
 
 class Tier(Steps):
@@ -32,6 +92,7 @@ class Tier(Steps):
         super().__init__(root)
         self.lease = Lease(self.location)
         self._is_clean = False
+        self._offered: set[str] = set()  # versions whose manifest was written, or may have been
 
     def open(self, in_flight: Sequence[int], session: str) -> None:
         """Takes the lease, and once removes what crashed jobs left behind.
@@ -52,56 +113,149 @@ class Tier(Steps):
         except (UnickptError, Failed) as error:
             _log.warning("%s: debris cannot be removed now: %s", self.location, error)
 
-    def copy_from(self, source: Steps, step: int, budget_bytes: int, timeout_s: float) -> None:
-        """Copies a step, file by file; it appears here at one stroke, and may replace another.
+    def copy_from(
+        self,
+        source: Steps,
+        step: int,
+        version: Version,
+        replaced: Version | None,
+        budget_bytes: int,
+        timeout_s: float,
+    ) -> bool:
+        """Copies one version of a step, all of it or nothing.
+
+        It appears here at one stroke, once what was copied has been read again and held against
+        its digests. Until then, a version that is here already stays as it is.
 
         Arguments:
             source: where it is committed.
             step: its number.
+            version: what to copy.
+            replaced: the version here that it may replace, if any.
             budget_bytes: host memory to use, at least that of the largest file.
             timeout_s: how long to wait for another process that writes here.
 
+        Returns:
+            Whether it is here; false where the source has another version by now, or none.
+
         Raises:
-            CheckpointNotFound: there is none to copy.
+            CheckpointCorrupt: it is damaged where it is committed.
             StorageError: a storage failed.
             SaveConflict: another job saved here meanwhile, or has the lease.
         """
         origin, destination = source.at(step), self.at(step)
-        context = backends.context()
+        where = f"copying {origin} to {destination}"
+        if not version.attempt:
+            raise CheckpointCorrupt(f"{where}: its manifest is damaged; nothing was copied")
         try:
-            found = Root(destination, context).read()
-            reader, writer = origin.store(context), destination.store(context)
-            manifest = reader.read(MANIFEST).result()
-            if manifest.state != "value":
-                raise CheckpointNotFound(f"no checkpoint at {origin}")
-            keys = sorted(key for key in _keys(reader) if key.startswith("processes/"))
-            _copy(keys, reader, writer, budget_bytes)
-            for folder in sorted({key.rpartition("/")[0] for key in keys}):
-                destination.child(folder).sync(destination)
-            self.lease.check()
-            if not Root(destination, context).replace(found, manifest.value, timeout_s):
+            root = Root(destination, backends.context())
+            found = root.read()
+            if found.digest != (replaced.name if replaced else ""):
                 raise SaveConflict(f"{destination}: another job committed here meanwhile")
         except Failed as error:
-            where = f"copying {origin} to {destination}"
+            raise chunks.translate(error, where, reading=False) from error
+        try:
+            _copy_attempt(origin, destination, version.attempt, budget_bytes)
+            _check_copy(origin, destination, version.manifest)
+            is_current = source.version(step) == version
+            self.lease.check()
+        except Exception as error:
+            self._undo(step, version, replaced)
+            if not _is_current(source, step, version):
+                return False
+            if isinstance(error, CheckpointCorrupt):
+                raise CheckpointCorrupt(f"{where}: {error}; nothing was copied") from error
+            if isinstance(error, Failed):
+                raise chunks.translate(error, where, reading=False) from error
+            raise
+        if not is_current:
+            self._undo(step, version, replaced)
+            return False
+        self._offered.add(version.name)
+        try:
+            if not root.replace(found, version.manifest, timeout_s):
+                raise SaveConflict(f"{destination}: another job committed here meanwhile")
+        except Failed as error:
             raise chunks.translate(error, where, reading=False) from error
         _log.info("copied %s to %s", origin, destination)
         with suppress(Failed):  # what is left does no harm
             self.remove_older(step)
+        return True
+
+    def _undo(self, step: int, version: Version, replaced: Version | None) -> None:
+        """Removes what a copy wrote that failed, where it is certain that nothing needs it."""
+        if replaced is not None and replaced.attempt == version.attempt:
+            return  # it wrote a damaged version anew, in its place
+        if version.name in self._offered:
+            return  # an earlier try got no answer, and may yet turn out to be committed
+        with suppress(Exception):
+            self.at(step).child(f"processes/{version.attempt}").remove(backends.context())
+            if replaced is None:
+                self.at(step).remove_empty()
 
 
-def _keys(store: KvStore) -> Iterator[str]:
-    return (key.decode() for key in store.list().result())
+def _is_current(source: Steps, step: int, version: Version) -> bool:
+    """Whether a version is still committed, as far as the storage tells."""
+    try:
+        return source.version(step) == version
+    except UnickptError:
+        return True
+
+
+def _copy_attempt(origin: Location, destination: Location, name: str, budget_bytes: int) -> None:
+    """Copies the databases of an attempt."""
+    context = backends.context()
+    source, copied = (place.child(f"processes/{name}") for place in (origin, destination))
+    reader, writer = source.store(context), copied.store(context)
+    keys = sorted(key.decode() for key in reader.list().result() if not key.startswith(_TALK))
+    _copy(keys, reader, writer, budget_bytes)
+    for folder in sorted({key.rpartition("/")[0] for key in keys}):
+        copied.child(folder).sync(destination)
 
 
 def _copy(keys: list[str], reader: KvStore, writer: KvStore, budget_bytes: int) -> None:
     window = Window(budget_bytes, _AT_ONCE)
-    for key in keys:
-        data = reader.read(key).result().value
-        window.make_room(len(data))
-        written = writer.write(key, data)
-        window.add(len(data), partial(_wait, written))
-    window.drain()
+    try:
+        for key in keys:
+            read = reader.read(key).result()
+            if read.state != "value":
+                raise CheckpointCorrupt(f"its file {key!r} is missing")
+            window.make_room(len(read.value))
+            window.add(len(read.value), partial(_wait, writer.write(key, read.value)))
+        window.drain()
+    finally:
+        _settle(window)
+
+
+def _settle(window: Window) -> None:
+    """Waits for what goes on after an error, which else would write behind what comes next."""
+    while True:
+        with suppress(Failed):
+            if not window.wait_oldest():
+                return
 
 
 def _wait(written: Future[Any]) -> None:
     written.result()
+
+
+def _check_copy(origin: Location, destination: Location, manifest: bytes) -> None:
+    """Reads a copy, whose manifest is not there yet, and holds it against its digests."""
+    damage = _damage(destination, manifest)
+    if damage:
+        at_origin = _damage(origin, manifest)
+        if at_origin:
+            raise CheckpointCorrupt(f"it is damaged: {at_origin}")
+        raise StorageError(f"{destination}: what was written reads differently: {damage}")
+
+
+def _damage(place: Location, manifest: bytes) -> str:
+    """What is wrong with the data at a place that a manifest refers to; empty if nothing is."""
+    context = backends.context()
+    draft = place.with_manifest(manifest, context)
+    try:
+        opened = partial(checkpoint.open_at, draft, context)
+        report = verify_opened(place.url, opened, behind=True)
+    except CheckpointNotFound as error:
+        return str(error)
+    return "; ".join(map(str, report.damage[:3]))

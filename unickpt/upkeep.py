@@ -6,22 +6,30 @@ Only process 0 of a job does this work; the others let it.
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 
-from unickpt.backends import Location
 from unickpt.branch import Branch
 from unickpt.chores import Chores
-from unickpt.errors import CheckpointExists, LaterStepsExist, StorageError
+from unickpt.errors import (
+    CheckpointCorrupt,
+    CheckpointExists,
+    CheckpointNotFound,
+    LaterStepsExist,
+    SaveConflict,
+    StorageError,
+)
 from unickpt.lease import Lease
+from unickpt.lineage import Version
 from unickpt.merge import some
 from unickpt.options import SaveOptions
 from unickpt.pending import Hooks
 from unickpt.retention import Retention
-from unickpt.tiers import Tier
+from unickpt.tiers import Newer, Standing, Tier, compare
 
 _log = logging.getLogger("unickpt")
 _COPIES = 2  # checkpoints that wait to be copied from the local tier; a further save waits
@@ -54,20 +62,26 @@ class Upkeep:
         self._first = local or root  # where saves go
         self._tiers = [self._first] if local is None else [self._first, root]
         self._cleaning = Chores("unickpt clean", lambda e: _log.warning("cleaning up: %s", e))
-        self._copy_errors: list[Exception] = []
-        self._copying = Chores(
-            "unickpt copy", partial(_copy_failed, self._copy_errors, failed, root.location)
-        )
+        self._tell = failed
+        self._copying = Chores("unickpt copy", partial(failed, f"copying steps to {root.location}"))
         self._metrics: dict[int, Mapping[str, float]] = {}
         self._session = ""
-        self._flights: dict[object, int] = {}  # saves that are under way, and their steps
         self._saved: int | None = None
-        self._failed: dict[int, BaseException] = {}  # steps whose last save failed
+        self._failed: dict[int, BaseException] = {}  # steps whose last save, or copy, failed
         self._newest: dict[Tier, int] = {}  # as far as this process knows
         self.loaded: int | None = None
         """The step that was loaded last."""
-        self._uncopied: dict[int, bool] = {}  # and whether a copy may replace another step
-        self._compared = False
+        # Steps that are being saved, that are copied or wait for that, and that are being removed.
+        # None of the first two kinds is removed, and no save begins of one of the third.
+        self._changed = threading.Condition()
+        self._flights: dict[object, int] = {}  # by the save
+        self._held: set[int] = set()
+        self._removed: set[int] = set()
+        self._supersedes: dict[int, tuple[str, list[str]]] = {}  # of saves in flight; see `_check`
+        self._own: set[str] = set()  # attempts of this process that were committed
+        self._unseen: set[str] = set()  # attempts to replace what the root has, whatever that is
+        self._copied: set[str] = set()  # versions that are whole in the root
+        self._refused: set[str] = set()  # versions that cannot be copied, about which was told
         for tier in {self._first, root}:
             weakref.finalize(self, Lease.give_back, tier.lease)
 
@@ -81,8 +95,8 @@ class Upkeep:
         return replace(
             self.hooks_of_others(step, overwrite),
             prepare=lambda attempt: self._prepare(step, overwrite, attempt),
-            check=self._first.lease.check,
-            committed=lambda: self._committed(step, metrics, overwrite),
+            check=lambda: self._check(step),
+            committed=lambda: self._committed(step, metrics),
         )
 
     def hooks_of_others(self, step: int, overwrite: bool) -> Hooks:
@@ -92,7 +106,7 @@ class Upkeep:
             begin=lambda: self._begin(save, step, overwrite),
             committed=lambda: self._is_newest(step),
             failed=lambda error: self._failed.__setitem__(step, error),
-            ended=lambda: self._flights.pop(save, None),
+            ended=lambda: self._ended(save, step),
         )
 
     def is_in_flight(self, step: int) -> bool:
@@ -101,7 +115,8 @@ class Upkeep:
 
     @property
     def _in_flight(self) -> list[int]:
-        return list(self._flights.values())
+        with self._changed:
+            return list(self._flights.values())
 
     def remove(self, steps: Iterable[int]) -> None:
         """Removes steps from both tiers, the newest first; nothing else may be under way.
@@ -119,7 +134,7 @@ class Upkeep:
                     _log.info("removing %s", tier.path(step))
                     tier.remove(step)
             self._metrics.pop(step, None)
-            self._uncopied.pop(step, None)
+            self._failed.pop(step, None)
             self._branch.forget(step)
         self._newest.clear()
 
@@ -144,7 +159,8 @@ class Upkeep:
                     self._check_newest(step, tier)
         if not self._first.location.is_remote:
             self._check_failed(step, overwrite)
-        self._flights[save] = step
+        with self._changed:
+            self._flights[save] = step
 
     def _prepare(self, step: int, overwrite: bool, attempt: str) -> None:
         """Before anything of a step is written."""
@@ -153,6 +169,8 @@ class Upkeep:
         if is_news or not self._first.location.is_remote:
             self._newest.pop(self._first, None)
         self._first.open(self._in_flight, self._session)
+        with self._changed:
+            self._changed.wait_for(lambda: step not in self._removed)
         self._check_newest(step, self._first)
         self._check_failed(step, overwrite)
         if self._local is None:
@@ -160,10 +178,7 @@ class Upkeep:
         self._copying.wait(_COPIES - 1)
         with suppress(StorageError):  # it may be away; then copying finds out
             self._check_newest(step, self._root)
-            if not overwrite and step in self._root.committed():
-                raise CheckpointExists(
-                    f"{self._root.path(step)} already holds a checkpoint; pass overwrite=True"
-                )
+        self._supersedes[step] = attempt, self._superseded(step, overwrite, attempt)
 
     def _check_failed(self, step: int, overwrite: bool) -> None:
         """Tells who saves a step again, because that failed, why it failed; that it is there now
@@ -173,8 +188,6 @@ class Upkeep:
             CheckpointExists: a save failed, but only after it had committed the step.
         """
         error = self._failed.get(step)
-        if error is None and step in self._uncopied and self._copy_errors:
-            error = self._copy_errors[-1]
         if error is not None and not overwrite and step in self._first.committed():
             raise CheckpointExists(
                 f"step {step} was saved before, and that failed: {error}. Yet it had been "
@@ -217,61 +230,180 @@ class Upkeep:
         if self._first in self._newest:
             self._newest[self._first] = max(step, self._newest[self._first])
 
-    def _committed(self, step: int, metrics: Mapping[str, float], overwrite: bool) -> None:
+    def _superseded(self, step: int, overwrite: bool, attempt: str) -> list[str]:
+        """The versions of a step that an attempt to save it into the local tier supersedes."""
+        assert self._local is not None
+        here, names = self._local.version(step), list[str]()
+        if here is not None:
+            names = [*self._local.superseded(step, here), here.name]
+        try:
+            there = self._root.version(step)
+        except StorageError:  # it may be away; then copying finds out
+            if overwrite:
+                self._unseen.add(attempt)
+            return names
+        if there is None:
+            return names
+        if not overwrite:
+            raise CheckpointExists(
+                f"{self._root.path(step)} already holds a checkpoint; pass overwrite=True"
+            )
+        # Those before the root's are gone from both tiers.
+        known = names.index(there.name) if there.name in names else 0
+        return list(dict.fromkeys([there.name, *names[known:]]))
+
+    def _check(self, step: int) -> None:
+        """Right before its commit."""
+        attempt, names = self._supersedes.get(step, ("", []))
+        if names:
+            self._first.supersede(step, attempt, names, fsync=self._options.fsync)
+        self._first.lease.check()
+
+    def _committed(self, step: int, metrics: Mapping[str, float]) -> None:
         """After its commit."""
         self._is_newest(step)
         self._metrics[step] = metrics
         if self._local is None:
             self._cleaning.add(self._clean)
         else:
-            self._uncopied[step] = overwrite
+            self._own.add(self._supersedes[step][0])
             self._copying.add(self._copy)
+
+    def _ended(self, save: object, step: int) -> None:
+        """At the end of its save, whatever came of it."""
+        self._supersedes.pop(step, None)
+        with self._changed:
+            self._flights.pop(save, None)
+
+    # --- copying -------------------------------------------------------------------------------
 
     def _copy(self) -> None:
         """Copies what the local tier has and the root lacks, unless it need not be kept."""
         assert self._local is not None
         self._root.open(self._in_flight, self._session)
         there, here = self._root.committed(), self._local.committed()
-        if not self._compared:  # an earlier run may have replaced a step, but not its copy
-            both = set(there).intersection(here)
-            newer = {s for s in both if self._local.made(s) > self._root.made(s)}
-            self._uncopied = {**dict.fromkeys(newer, True), **self._uncopied}
-            self._compared = True
         expendable = self._expendable(there, here)
-        for step in here:
-            if step in there and step not in self._uncopied:
-                continue
-            if step not in expendable or step == here[-1]:
-                self._copy_step(step, there, self._uncopied.get(step, False))
-            self._uncopied.pop(step, None)
+        with self._holding([s for s in here if s not in expendable or s == here[-1]]) as steps:
+            for step in steps:
+                try:
+                    self._copy_step(self._local, step)
+                except Exception as error:
+                    self._failed[step] = error
+                    self._tell(f"copying a step to {self._root.path(step)}", error)
         self._cleaning.add(self._clean)
 
-    def _copy_step(self, step: int, there: Sequence[int], overwrite: bool) -> None:
-        assert self._local is not None
-        if step in there:
-            if self._root.made(step) == self._local.made(step):
-                return  # by a try that was cut short when all was done
-            if not overwrite:
-                raise CheckpointExists(f"{self._root.path(step)} already holds another checkpoint")
+    def _copy_step(self, local: Tier, step: int) -> None:
+        """Copies a step, where that is due; again, if it is replaced meanwhile."""
         budget_bytes, timeout_s = self._options.budget_bytes, self._options.timeout_s
-        self._root.copy_from(self._local, step, budget_bytes, timeout_s)
+        while True:
+            standing = compare(local, self._root, step)
+            version = standing.local
+            if version is None:
+                raise CheckpointNotFound(
+                    f"{local.path(step)} was removed, by somebody else, before it was copied to "
+                    f"{self._root.location}"
+                )
+            if version.name in self._refused or not self._is_due(step, version, standing):
+                return
+            try:
+                arguments = local, step, version, standing.root, budget_bytes, timeout_s
+                if self._root.copy_from(*arguments):
+                    self._copied.add(version.name)
+            except CheckpointCorrupt:
+                self._refused.add(version.name)  # else each further save would try it again
+                raise
+
+    def _is_due(self, step: int, version: Version, standing: Standing) -> bool:
+        """Whether a version in the local tier must be copied.
+
+        Raises:
+            SaveConflict: this run saved it, and it does not supersede what the root has.
+        """
+        if standing.newer is Newer.LOCAL:
+            return True
+        if standing.newer is Newer.SAME:
+            damage = "" if version.name in self._copied else self._root.damage(step)
+            if damage:
+                _log.warning("%s; it is copied again", damage)
+            else:
+                self._copied.add(version.name)
+            return bool(damage)
+        if version.attempt in self._unseen:
+            return True
+        if version.attempt in self._own:
+            self._refused.add(version.name)
+            raise SaveConflict(
+                f"{self._root.path(step)} holds a version that was saved by another job, or that "
+                "could not be seen when this job saved the step. It stays there, and this job's "
+                f"stays in {self._first.path(step)}; copy it from there to where you want it"
+            )
+        return False
+
+    @contextmanager
+    def _holding(self, steps: Sequence[int]) -> Iterator[list[int]]:
+        """Keeps steps from being removed; gives those of them that are not being removed now."""
+        with self._changed:
+            held = [step for step in steps if step not in self._removed]
+            self._held.update(held)
+        try:
+            yield held
+        finally:
+            with self._changed:
+                self._held.difference_update(held)
+
+    # --- cleaning up ---------------------------------------------------------------------------
 
     def _clean(self) -> None:
-        """Removes the steps that no rule keeps."""
-        committed = self._root.committed()
-        here = [] if self._local is None else self._local.committed()
-        expendable = self._expendable(committed, here)
-        for step in here[:-1]:
-            copied = step in committed and step not in self._uncopied
-            if (copied or step in expendable) and step not in self._in_flight:
-                assert self._local is not None
-                self._local.remove(step)
-        for step in expendable:
-            # The newest of the root stays even if the local tier has a newer one.
-            if step in committed[:-1] and step not in self._in_flight:
-                _log.info("removing %s", self._root.path(step))
-                self._root.remove(step)
-                self._metrics.pop(step, None)
+        """Removes the steps that no rule keeps, and from the local tier those that are copied."""
+        there = self._root.committed()
+        if self._local is not None:
+            self._clean_local(self._local, there)
+        # By what the root has: what is not copied yet is no reason to remove anything there.
+        for step in self._expendable(there, []):
+            with self._removing(step) as is_free:
+                if is_free:
+                    _log.info("removing %s", self._root.path(step))
+                    self._root.remove(step)
+                    self._metrics.pop(step, None)
+
+    def _clean_local(self, local: Tier, there: Sequence[int]) -> None:
+        here = local.committed()
+        expendable = self._expendable(there, here)
+        for step in here:
+            with self._removing(step) as is_free:
+                if is_free and self._may_go(local, step, step in expendable, step == here[-1]):
+                    local.remove(step)
+
+    def _may_go(self, local: Tier, step: int, is_expendable: bool, is_newest: bool) -> bool:
+        """Whether the local tier need not have a step any more."""
+        standing = compare(local, self._root, step)
+        version = standing.local
+        if version is None:
+            return False
+        if standing.newer is Newer.ROOT and version.attempt not in self._own:
+            _log.warning(
+                "removing %s, which is stale: another run replaced the step in %s",
+                local.path(step),
+                self._root.location,
+            )
+            return True
+        is_copied = standing.newer is Newer.SAME and version.name in self._copied
+        return not is_newest and (is_copied or is_expendable)
+
+    @contextmanager
+    def _removing(self, step: int) -> Iterator[bool]:
+        """Keeps saves and copies of a step waiting, unless one is under way, which it tells."""
+        with self._changed:
+            is_free = step not in self._held and step not in self._in_flight
+            if is_free:
+                self._removed.add(step)
+        try:
+            yield is_free
+        finally:
+            with self._changed:
+                if is_free:
+                    self._removed.discard(step)
+                    self._changed.notify_all()
 
     def _expendable(self, there: Sequence[int], here: Sequence[int]) -> list[int]:
         """The steps that no rule keeps, of those in the root and in the local tier."""
@@ -283,13 +415,3 @@ class Upkeep:
         metrics = {step: self._metrics.get(step, {}) for step in tiers}
         # What was just saved stays, even if something that is not of this run has a higher number.
         return self._retention.expendable(metrics, () if self._saved is None else (self._saved,))
-
-
-def _copy_failed(
-    errors: list[Exception],
-    failed: Callable[[str, Exception], object],
-    root: Location,
-    error: Exception,
-) -> None:
-    errors[:] = [error]
-    failed(f"copying a step to {root}", error)

@@ -50,21 +50,36 @@ def verify(
         >>> unickpt.verify("memory://run/verify").ok
         True
     """
-    return checkpoint.again(lambda: _verify(path, progress))
+    url = backends.resolve(path).url
+    return checkpoint.again(lambda: verify_opened(url, lambda: checkpoint.open(path), progress))
 
 
-def _verify(path: backends.Path, progress: Callable[[int, int], None] | None) -> VerifyReport:
+def verify_opened(
+    url: str,
+    opened: Callable[[], Checkpoint],
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    behind: bool = False,
+) -> VerifyReport:
+    """As `verify`, for a checkpoint that may not be at its path yet.
+
+    Arguments:
+        url: its name in the report.
+        opened: opens it.
+        progress: as for `verify`.
+        behind: whether this goes on behind a training loop, see `workers.step_back`.
+    """
     started = time.perf_counter()
     report = progress or (lambda done, total: None)
     damage: list[Damage] = []
     counted = [0, 0]
     arrays = 0
     try:
-        stored = checkpoint.open(path)
+        stored = opened()
         arrays = len(stored.index.arrays)
         total = stored.nbytes
         _check_table(stored)
-        checker = _Checker(stored, "unickpt-verify")
+        checker = _Checker(stored, "unickpt-verify", behind=behind)
         try:
             damage += _structure(stored, checker)
             for nbytes, found in _chunks(stored, checker):
@@ -79,7 +94,7 @@ def _verify(path: backends.Path, progress: Callable[[int, int], None] | None) ->
     except CheckpointCorrupt as error:
         damage.append(Damage("", "", None, str(error)))
     return VerifyReport(
-        url=backends.resolve(path).url,
+        url=url,
         arrays=arrays,
         chunks=counted[0],
         bytes=counted[1],

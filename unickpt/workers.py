@@ -10,11 +10,13 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import Generic, ParamSpec, Self, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
 _NICENESS = 10
 
@@ -44,6 +46,22 @@ def start(
     except RuntimeError:
         return None
     return thread
+
+
+class Pool(ThreadPoolExecutor):
+    """A `ThreadPoolExecutor` that does work itself, on the thread that submits it, when it takes
+    none any more."""
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        try:
+            return super().submit(fn, *args, **kwargs)
+        except RuntimeError:
+            done: Future[T] = Future()
+        try:
+            done.set_result(fn(*args, **kwargs))
+        except BaseException as error:
+            done.set_exception(error)
+        return done
 
 
 class Workers:
