@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -66,16 +67,30 @@ class Location:
         """The OCDBT database in this folder."""
         return KvStore.open(self.array_spec(""), context)
 
-    def values(self, context: ts.Context) -> file.Values | None:
-        """The values of the database in this folder, where they can be read without TensorStore."""
-        if not self.is_local:
-            return None
-        base, manifest = self.store(context).raw, self._manifest(context).raw
-        return file.Values(self.spec["path"], ocdbt.Tree(base, manifest, context))
+    def values(self, context: ts.Context) -> ocdbt.Values:
+        """The values of the database in this folder, whoever wrote it."""
+        store = self.store(context)
+        if self.is_local:
+            files = file.Files(self.spec["path"])
+            return file.Values(
+                store, files, ocdbt.Tree(partial(self._manifest, context), files.read)
+            )
+        fetch = partial(ocdbt.fetch, store)
+        return ocdbt.Values(store, ocdbt.Tree(partial(self._manifest, context), fetch))
 
-    def _manifest(self, context: ts.Context) -> KvStore:
-        """The key-value store that holds the database's manifest."""
-        return KvStore.open(dict(self.manifest or self.spec), context)
+    def _manifest(self, context: ts.Context) -> bytes | None:
+        """The manifest of the database: the pinned one, or that in the folder."""
+        if self.manifest is None:
+            read = self.read_manifest(context)
+        else:
+            read = KvStore.open(dict(self.manifest), context).read(ocdbt.MANIFEST).result()
+        return read.value if read.state == "value" else None
+
+    def read_manifest(self, context: ts.Context) -> ts.KvStore.ReadResult:
+        """The manifest in the folder, and the storage's name for its version."""
+        if self.is_local:
+            file.Files(self.spec["path"]).check_manifest()
+        return self.store(context).read(ocdbt.MANIFEST).result()
 
     def array_spec(self, prefix: str) -> dict[str, Any]:
         """The key-value store of one array inside this folder's database."""
@@ -88,7 +103,7 @@ class Location:
         What is read later belongs together, even if another checkpoint takes this one's place
         meanwhile; and no chunk costs a second request, to see whether the manifest is still new.
         """
-        read = self.store(context).read(ocdbt.MANIFEST).result()
+        read = self.read_manifest(context)
         if read.state != "value":
             return None
         held = memory.manifest(self.url)
@@ -103,7 +118,7 @@ class Location:
         """
         if self.manifest is None:
             return ""
-        now = self.store(context).read(ocdbt.MANIFEST).result()
+        now = self.read_manifest(context)
         if now.state != "value":
             return "removed"
         # Not its bytes: those of a copy that was removed and made again are the same.
@@ -111,7 +126,7 @@ class Location:
 
     def count_keys(self, context: ts.Context) -> int:
         """How many keys the database has, as its manifest tells; none are listed."""
-        return ocdbt.count_keys(self._manifest(context).raw, context)
+        return ocdbt.count_keys(self._manifest(context))
 
     def draft(self, context: ts.Context, data: str) -> tuple[KvStore, KvStore]:
         """A new database that does not show: its data is in the folder, its manifest in memory.

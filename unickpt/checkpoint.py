@@ -14,6 +14,7 @@ import tensorstore as ts
 from unickpt import backends, chunks, digests, dtypes, plan, values
 from unickpt import index as index_module
 from unickpt.adapt import Array
+from unickpt.backends import ocdbt
 from unickpt.backends.kvstore import Failed
 from unickpt.blob import blob_key
 from unickpt.box import Box
@@ -23,6 +24,7 @@ from unickpt.index import DIGESTS_KEY, INDEX_KEY, ArrayEntry, Index
 from unickpt.layout import Layout
 from unickpt.listing import checkpoints_below
 from unickpt.plan import Part
+from unickpt.quoting import shortened
 from unickpt.read import read_box
 
 T = TypeVar("T")
@@ -98,7 +100,8 @@ def _open(location: backends.Location) -> Checkpoint:
     if pinned is None:
         raise CheckpointNotFound(_nothing_at(location))
     try:
-        return Checkpoint(pinned, context, _read_index(pinned, context))
+        contents = pinned.values(context)
+        return Checkpoint(pinned, context, _read_index(pinned, contents), contents)
     except UnickptError as error:
         found = chunks.unless_replaced(error, pinned, context)
         if found is error:
@@ -106,16 +109,16 @@ def _open(location: backends.Location) -> Checkpoint:
         raise found from error
 
 
-def _read_index(location: backends.Location, context: ts.Context) -> Index:
+def _read_index(location: backends.Location, contents: ocdbt.Values) -> Index:
     try:
-        read = location.database(context).read(INDEX_KEY).result()
+        found = contents.read(INDEX_KEY)
     except Failed as error:
         raise chunks.translate(error, str(location)) from error
-    if read.state != "value":
+    if found is None:
         raise CheckpointNotFound(
             f"no checkpoint at {location}: a database is there, but it has no index of unickpt's"
         )
-    return index_module.decode(read.value, str(location))
+    return index_module.decode(found, str(location))
 
 
 def _nothing_at(location: backends.Location) -> str:
@@ -147,9 +150,15 @@ class Checkpoint(Mapping[str, "StoredArray"]):
     `metadata` is what `save` was given, `values` the plain values by name, `index` all the rest.
     """
 
-    def __init__(self, location: backends.Location, context: ts.Context, index: Index) -> None:
+    def __init__(
+        self,
+        location: backends.Location,
+        context: ts.Context,
+        index: Index,
+        contents: ocdbt.Values | None = None,
+    ) -> None:
         self.location, self.index = location, index
-        self._chunks = ChunkStore(location, context, index.codecs)
+        self._chunks = ChunkStore(location, context, index.codecs, contents)
 
     @property
     def url(self) -> str:
@@ -204,8 +213,8 @@ class Checkpoint(Mapping[str, "StoredArray"]):
         out = []
         for process in range(len(blobs)) if of is None else of:
             size, digest = blobs[process]
-            data = self.read_key(blob_key(name, process))
-            if len(data) != size or chunks.digest(np.frombuffer(data, np.uint8)) != digest:
+            data = self.read_key(blob_key(name, process), size)
+            if chunks.digest(np.frombuffer(data, np.uint8)) != digest:
                 raise self.damaged(
                     f"the value of process {process} for {name!r} does not match its digest"
                 )
@@ -235,30 +244,46 @@ class Checkpoint(Mapping[str, "StoredArray"]):
         except Failed as error:
             raise self._chunks.explained(error, str(self.location)) from error
 
-    def read_key(self, key: str) -> bytes:
+    def read_key(self, key: str, length: int | None = None) -> bytes:
         """The bytes of one key of the database.
 
+        Arguments:
+            key: of the database.
+            length: how many bytes it must have, where the index tells.
+
         Raises:
-            CheckpointCorrupt: it is missing or unreadable.
+            CheckpointCorrupt: it is missing or unreadable, or has another length.
         """
         where = f"{self.location}: key {key!r}"
         try:
-            read = self._chunks.database.read(key).result()
+            data = self._chunks.values.read(key, length)
         except Failed as error:
             raise self._chunks.explained(error, where) from error
-        if read.state != "value":
+        if data is None:
             raise self.damaged(f"key {key!r}: is missing")
-        data: bytes = read.value
         return data
+
+    def read_digests(self) -> digests.Table:
+        """The digest table, whose length must fit the index before it is read.
+
+        Raises:
+            CheckpointCorrupt: it is missing, or does not belong to the index.
+        """
+        try:
+            nbytes = self._chunks.values.length(DIGESTS_KEY)
+        except Failed as error:
+            raise self._chunks.explained(error, f"{self.location}: key {DIGESTS_KEY!r}") from error
+        if nbytes is None:
+            raise self.damaged(f"key {DIGESTS_KEY!r}: is missing")
+        try:
+            digests.check(nbytes, self.index, digests.length(self.index.arrays))
+            return digests.decode(self.read_key(DIGESTS_KEY, nbytes), self.index)
+        except digests.Mismatch as error:
+            raise self.damaged(str(error)) from None
 
     @cached_property
     def _digests(self) -> tuple[digests.Table, dict[str, slice]]:
-        data = self.read_key(DIGESTS_KEY)
-        try:
-            table = digests.decode(data, self.index, digests.length(self.index.arrays))
-        except digests.Mismatch as error:
-            raise self.damaged(str(error)) from None
-        return table, digests.spans(self.index.arrays)
+        return self.read_digests(), digests.spans(self.index.arrays)
 
     def digests_of(self, name: str) -> digests.Table:
         """The rows of an array's chunks, part by part."""
@@ -306,6 +331,7 @@ class Checkpoint(Mapping[str, "StoredArray"]):
 
     def open_part(self, entry: ArrayEntry, part: Part) -> ts.TensorStore:
         try:
+            self._chunks.values.check(part.key)
             return self._chunks.array(entry, part)
         except Failed as error:
             where = f"{self.location}: array {entry.name!r}"
@@ -489,4 +515,7 @@ def _parse(key: Any, shape: tuple[int, ...], name: str) -> tuple[Box, tuple[Any,
 
 def _first_names(checkpoint: Checkpoint) -> str:
     names = list(checkpoint)
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") or "none"
+    return (
+        ", ".join(shortened(name, 120) for name in names[:5]) + (", ..." if len(names) > 5 else "")
+        or "none"
+    )

@@ -48,7 +48,7 @@ class Root:
 
     def read(self) -> State:
         """What is there now."""
-        read = self._store.read(MANIFEST).result()
+        read = self._location.read_manifest(self._context)
         return State(digest(read.value) if read.state == "value" else "", read.stamp.generation)
 
     def build(
@@ -77,7 +77,7 @@ class Root:
         for write in [root.write(key, value) for key, value in extra.items()]:
             write.result()
         commit(transaction).result()
-        found = ocdbt.count_keys(held.raw, self._context) - len(extra)
+        found = ocdbt.count_keys(held.read(MANIFEST).result().value) - len(extra)
         if found != count:
             raise StorageError(
                 f"{self._location}: the processes told of {count} keys, but wrote {found}"
