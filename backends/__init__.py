@@ -6,13 +6,14 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 import tensorstore as ts
 
-from unickpt.backends import file, gcs, memory, ocdbt, s3
-from unickpt.backends.kvstore import KvStore
+from unickpt.backends import file, gcs, memory, nodes, ocdbt, s3
+from unickpt.backends.kvstore import Damaged, KvStore
 from unickpt.errors import InvalidPath
 
 Path = str | os.PathLike[str]
@@ -77,16 +78,30 @@ class Location:
         """The OCDBT database in this folder."""
         return KvStore.open(self.array_spec(""), context)
 
-    def values(self, context: ts.Context) -> file.Values | None:
-        """The values of the database in this folder, where they can be read without TensorStore."""
-        if not self.is_local:
-            return None
-        base, manifest = self.store(context).raw, self._manifest(context).raw
-        return file.Values(self.spec["path"], ocdbt.Tree(base, manifest, context))
+    def values(self, context: ts.Context) -> ocdbt.Values:
+        """The values of the database in this folder, whoever wrote it."""
+        store = self.store(context)
+        if self.is_local:
+            files = file.Files(self.spec["path"])
+            return file.Values(
+                store, files, ocdbt.Tree(partial(self._manifest, context), files.read)
+            )
+        fetch = partial(ocdbt.fetch, store)
+        return ocdbt.Values(store, ocdbt.Tree(partial(self._manifest, context), fetch))
 
-    def _manifest(self, context: ts.Context) -> KvStore:
-        """The key-value store that holds the database's manifest."""
-        return KvStore.open(dict(self.manifest or self.spec), context)
+    def _manifest(self, context: ts.Context) -> bytes | None:
+        """The manifest of the database: the pinned one, or that in the folder."""
+        if self.manifest is None:
+            read = self.read_manifest(context)
+        else:
+            read = KvStore.open(dict(self.manifest), context).read(ocdbt.MANIFEST).result()
+        return read.value if read.state == "value" else None
+
+    def read_manifest(self, context: ts.Context) -> ts.KvStore.ReadResult:
+        """The manifest in the folder, and the storage's name for its version."""
+        if self.is_local:
+            file.Files(self.spec["path"]).check_manifest()
+        return self.store(context).read(ocdbt.MANIFEST).result()
 
     def array_spec(self, prefix: str) -> dict[str, Any]:
         """The key-value store of one array inside this folder's database."""
@@ -99,7 +114,7 @@ class Location:
         What is read later belongs together, even if another checkpoint takes this one's place
         meanwhile; and no chunk costs a second request, to see whether the manifest is still new.
         """
-        read = self.store(context).read(ocdbt.MANIFEST).result()
+        read = self.read_manifest(context)
         if read.state != "value":
             return None
         return replace(self.with_manifest(read.value, context), generation=read.stamp.generation)
@@ -123,23 +138,22 @@ class Location:
         """
         if not self.generation:
             return ""
-        now = self.store(context).read(ocdbt.MANIFEST).result()
+        now = self.read_manifest(context)
         if now.state != "value":
             return "removed"
         # Not its bytes: those of a copy that was removed and made again are the same.
         return "replaced" if now.stamp.generation != self.generation else ""
 
-    def count_keys(self, context: ts.Context) -> int:
-        """How many keys the database has, as its manifest tells; none are listed."""
-        return ocdbt.count_keys(self._manifest(context).raw, context)
-
-    def root_node(self, context: ts.Context) -> str:
-        """The file with the root of the database's B-tree, relative to this folder.
+    def database_facts(self, context: ts.Context) -> nodes.Manifest:
+        """What the database's manifest tells, of which nothing else is read.
 
         Raises:
-            Failed: the manifest is damaged.
+            Failed: there is no manifest, or it is damaged.
         """
-        return ocdbt.root_node(self._manifest(context).raw, context)
+        manifest = self._manifest(context)
+        if manifest is None:
+            raise Damaged("there is no manifest")
+        return nodes.manifest(manifest)
 
     def draft(self, context: ts.Context, data: str) -> tuple[KvStore, KvStore]:
         """A new database that does not show: its data is in the folder, its manifest in memory.

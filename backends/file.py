@@ -13,12 +13,15 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from unickpt.backends.kvstore import Damaged, Failed, asking_system
-from unickpt.backends.ocdbt import Place, Tree
+from unickpt.backends import ocdbt
+from unickpt.backends.kvstore import Damaged, Failed, KvStore, asking_system
+from unickpt.backends.nodes import MOST_MANIFEST_BYTES, Place
+from unickpt.backends.ocdbt import MANIFEST
 from unickpt.errors import InvalidPath, StorageError
 
 _log = logging.getLogger("unickpt")
@@ -29,6 +32,7 @@ _EXCLUSIVE_S = 60.0  # how long to wait for a lock that is a file
 _LOCK_PAUSE_S = 0.02
 # What `flock` answers on file systems without locks: NFS mounted so, and some in user space.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+_HOLE_BYTES = 1 << 20
 _PIECE_BYTES = 2 << 20  # measured: a verified load is 7 % faster than with whole chunks of 8 MiB
 
 
@@ -185,19 +189,169 @@ def remove_made(path: str, count: int) -> None:
             at = os.path.dirname(at)
 
 
-class Values:
+class Files:
+    """The files of one folder that are files: read without hanging on anything else.
+
+    A checkpoint that somebody sent may hold a FIFO, which never answers, or a link to a device or
+    to a file elsewhere on this machine, whose bytes must not get into arrays. The folder itself may
+    be a link or lie below one.
+
+    Arguments:
+        folder: ends with `/`.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self._known: dict[str, tuple[int, int]] = {}
+
+    @cached_property
+    def _top(self) -> str:
+        return os.path.realpath(self.folder).rstrip("/") + "/"
+
+    def check(self, path: str) -> None:
+        """Makes sure that TensorStore may open a file.
+
+        Arguments:
+            path: below the folder.
+
+        Raises:
+            Damaged: it is missing, or no regular file, or not in the folder.
+            Failed: the storage failed.
+        """
+        self._known[path] = _identity(self._look(path))
+
+    def _look(self, path: str) -> os.stat_result:
+        at = self.folder + path
+        with asking_system():
+            real = os.path.realpath(at)
+            try:
+                found = os.stat(at)
+            except FileNotFoundError:
+                raise Damaged(f"no file {at}") from None
+        if not real.startswith(self._top):
+            raise Damaged(
+                f"{at} is {real}, outside of the checkpoint's folder: a link may not lead out of it"
+            )
+        _check_regular(found, at)
+        return found
+
+    @contextmanager
+    def opened(self, path: str) -> Iterator[int]:
+        """Opens a file of the folder for reading.
+
+        Raises:
+            Damaged: it is missing, or no regular file, or not in the folder.
+            Failed: the storage failed.
+        """
+        if path not in self._known:
+            self.check(path)
+        at = self.folder + path
+        with asking_system():
+            try:
+                handle = os.open(at, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            except FileNotFoundError:
+                raise Damaged(f"no file {at}") from None
+        try:
+            found = os.fstat(handle)
+            _check_regular(found, at)
+            if _identity(found) != self._known[path]:
+                self.check(path)
+                if _identity(found) != self._known[path]:
+                    raise Damaged(f"{at} was changed while it was opened")
+            yield handle
+        finally:
+            os.close(handle)
+
+    def read(self, place: Place) -> bytes:
+        """The bytes at a place; for what is read at once, as nodes and the index are.
+
+        Raises:
+            Damaged: they are not all there.
+            Failed: the storage failed.
+        """
+        with self.opened(place.path) as handle:
+            size, end = os.fstat(handle).st_size, place.offset + place.length
+            # What was never written takes no space, and reads as zeros, of which such bytes have
+            # no thousands in a row. So gigabytes of them are refused before they take memory.
+            if size < end or _has_hole(handle, place.offset, end):
+                raise Damaged(
+                    f"{self.folder + place.path} has no bytes {place.offset} to "
+                    f"{end}: {size} are there, or it has a hole"
+                )
+            parts, at = [], place.offset
+            while at < end:
+                with asking_system():
+                    part = os.pread(handle, end - at, at)
+                if not part:
+                    raise Damaged(f"{self.folder + place.path} ends at byte {at}")
+                parts.append(part)
+                at += len(part)
+        return b"".join(parts)
+
+    def check_manifest(self) -> None:
+        """Makes sure that TensorStore may read the manifest, if there is one.
+
+        Raises:
+            Damaged: it is no file, or larger than that of any checkpoint.
+            Failed: the storage failed.
+        """
+        with asking_system():
+            try:
+                os.lstat(self.folder + MANIFEST)
+            except FileNotFoundError:
+                return
+        size = self._look(MANIFEST).st_size
+        if size > MOST_MANIFEST_BYTES:
+            raise Damaged(f"{self.folder}{MANIFEST} has {size} bytes: no manifest is so large")
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
+
+
+def _check_regular(found: os.stat_result, at: str) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        kinds = {
+            stat.S_IFIFO: "a FIFO",
+            stat.S_IFSOCK: "a socket",
+            stat.S_IFDIR: "a directory",
+            stat.S_IFCHR: "a device",
+            stat.S_IFBLK: "a device",
+        }
+        kind = kinds.get(stat.S_IFMT(found.st_mode), "something else")
+        raise Damaged(f"{at} is {kind}, not a file")
+
+
+def _has_hole(handle: int, start: int, end: int) -> bool:
+    if end - start < _HOLE_BYTES or not hasattr(os, "SEEK_HOLE"):
+        return False
+    try:
+        return os.lseek(handle, start, os.SEEK_HOLE) < end
+    except OSError:  # a file system that does not tell
+        return False
+
+
+class Values(ocdbt.Values):
     """The values of a database in a local folder, read straight into memory that is there.
 
     TensorStore reads a value into new memory or maps it, and copies that: measured at two thirds
     of this one's speed; and a file that is cut short while it is mapped ends the process.
 
     Arguments:
-        folder: of the database.
-        tree: its B-tree.
+        store: the key-value store of the folder.
+        files: those of the folder.
+        tree: the database's B-tree.
     """
 
-    def __init__(self, folder: str, tree: Tree) -> None:
-        self._folder, self._tree = folder, tree
+    def __init__(self, store: KvStore, files: Files, tree: ocdbt.Tree) -> None:
+        super().__init__(store, tree)
+        self._files = files
+
+    def _bytes(self, place: Place) -> bytes:
+        return self._files.read(place)
+
+    def _check_file(self, path: str) -> None:
+        self._files.check(path)
 
     def read_into(
         self, key: str, out: memoryview, length: int, look: Callable[[memoryview], object]
@@ -214,37 +368,31 @@ class Values:
             Damaged: there is no such value, or not all of it, or the database is damaged.
             Failed: the storage failed.
         """
-        found = self._tree.find(key)
+        found = self.tree.find(key)
         if found is None:
             raise Damaged(f"no bytes stored, {length} expected")
         stored = found.length if isinstance(found, Place) else len(found)
         if stored != length:
             raise Damaged(f"{stored} bytes stored, {length} expected")
         if isinstance(found, Place):
-            _read_into(self._folder + found.path, found.offset, out, look)
+            self._read_into(found, out, look)
         else:
             out[:] = found[: len(out)]
             look(out)
 
-
-def _read_into(
-    path: str, offset: int, out: memoryview, look: Callable[[memoryview], object]
-) -> None:
-    with asking_system():
-        try:
-            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            raise Damaged(f"no file {path}") from None
-    try:
-        while out:
-            with asking_system():
-                count = os.preadv(handle, [out[:_PIECE_BYTES]], offset)
-            if count == 0:
-                raise Damaged(f"{path} ends at byte {offset}")
-            look(out[:count])
-            offset, out = offset + count, out[count:]
-    finally:
-        os.close(handle)
+    def _read_into(
+        self, place: Place, out: memoryview, look: Callable[[memoryview], object]
+    ) -> None:
+        offset = place.offset
+        with self._files.opened(place.path) as handle:
+            while out:
+                with asking_system():
+                    count = os.preadv(handle, [out[:_PIECE_BYTES]], offset)
+                if count == 0:
+                    path = self._files.folder + place.path
+                    raise Damaged(f"{path} ends at byte {offset}")
+                look(out[:count])
+                offset, out = offset + count, out[count:]
 
 
 @contextmanager
@@ -295,7 +443,7 @@ class Hold:
         make(path)
         self._name = os.path.join(path, name)
         with asking_system():
-            self._handle = os.open(self._name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._handle = _open_lock(self._name)
         try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -363,11 +511,30 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_held)
 
 
+def _open_lock(name: str) -> int:
+    """Opens the file of a lock, which is made if need be.
+
+    Raises:
+        StorageError: it is a link, which may lead to any file, or no file at all.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+    try:
+        handle = os.open(name, flags, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise StorageError(f"{name} is no file; remove it") from None
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise StorageError(f"{name} is no file; remove it")
+    return handle
+
+
 def _acquire(name: str, timeout_s: float) -> int | None:
     """A handle of a file that is locked by it; None where the file system has no locks."""
     deadline = time.monotonic() + timeout_s
     while True:
-        handle = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        handle = _open_lock(name)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with suppress(FileNotFoundError):

@@ -169,13 +169,6 @@ def commit(transaction: ts.Transaction) -> Future[None]:
     return _begin(transaction.commit_async)
 
 
-def dump(base: ts.KvStore, node: str | None = None, *, context: ts.Context) -> Any:
-    """A node of an OCDBT database, or its manifest where no node is named."""
-    if node is None:
-        return _begin(ts.ocdbt.dump, base, context=context).result()
-    return _begin(ts.ocdbt.dump, base, node, context=context).result()
-
-
 def _begin(operation: Callable[..., Any], *arguments: Any, **options: Any) -> Future[Any]:
     with asking():
         return Future(operation(*arguments, **options))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
-from urllib.parse import unquote
 
+import numpy as np
 import tensorstore as ts
 
-from unickpt.backends.kvstore import Damaged, dump
+from unickpt.backends import nodes
+from unickpt.backends.kvstore import Damaged, Future, KvStore
+from unickpt.backends.nodes import Place
 
 MANIFEST = "manifest.ocdbt"
 # Without a cache of its own, every chunk that is read would read the B-tree's nodes anew.
@@ -48,135 +49,209 @@ def spec(
     return out
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a value lies.
-
-    Arguments:
-        path: of the file, below the database's folder.
-        offset: of the first byte.
-        length: in bytes.
-    """
-
-    path: str
-    offset: int
-    length: int
-
-
 class Tree:
     """Finds where the values of a database lie; its nodes are read when they are needed.
 
     Arguments:
-        base: the database's folder.
-        manifest: the key-value store that holds its manifest.
-        context: as for the database.
+        manifest: gives the database's manifest, or None where there is none.
+        fetch: gives the bytes at a place.
     """
 
-    def __init__(self, base: ts.KvStore, manifest: ts.KvStore, context: ts.Context) -> None:
-        self._base, self._manifest, self._context = base, manifest, context
-        self._nodes: dict[tuple[Any, bytes], _Node] = {}
+    def __init__(
+        self, manifest: Callable[[], bytes | None], fetch: Callable[[Place], bytes]
+    ) -> None:
+        self._manifest, self._fetch = manifest, fetch
+        self._nodes: dict[tuple[Place | None, bytes], nodes.Node | None] = {}
+        self._top: set[str] = set()
+        self._budget, self._stored = nodes.Budget(), set[Place]()
         self._lock = threading.Lock()
 
     def find(self, key: str) -> bytes | Place | None:
         """A value that the tree itself holds, or where it lies; None where there is none.
 
         Raises:
-            Damaged: the tree is damaged.
+            Damaged: the tree is damaged, or would take far more memory than is stored of it.
             Failed: the storage failed.
         """
         wanted = key.encode()
         with self._lock:
-            node = self._node(None, b"", None)
+            node = self._root()
             while node is not None and node.height > 0:
                 at = bisect_right(node.keys, wanted) - 1
                 if at < 0:
                     return None
-                entry = node.entries[at]
-                prefix = node.prefix + entry["subtree_common_prefix"]
-                node = self._node(entry["location"], prefix, node.height - 1)
+                node = self._below(node, at)
         if node is None:
             return None
         at = bisect_left(node.keys, wanted)
         if at == len(node.keys) or node.keys[at] != wanted:
             return None
-        entry = node.entries[at]
-        inline = entry.get("inline_value")
-        return inline if inline is not None else _place(entry["indirect_value"])
+        return node.find(at)
 
-    def _node(self, location: str | None, prefix: bytes, height: int | None) -> _Node | None:
-        """A node, or the root where no location is given; None where the tree is empty."""
-        found = self._nodes.get((location, prefix))
+    def files(self, prefix: str) -> set[str]:
+        """The files that hold the values of all keys with a prefix, and the nodes that lead there.
+
+        Raises:
+            Damaged: as for `find`.
+        """
+        first = prefix.encode()
+        after = _after(first)
+        with self._lock:
+            root = self._root()
+            named = set(self._top)
+            ahead, seen = [] if root is None else [root], set[int]()
+            while ahead:
+                node = ahead.pop()
+                seen.add(id(node))  # a few hostile nodes that lead to each other make many paths
+                low = bisect_left(node.keys, first)
+                high = len(node.keys) if after is None else bisect_left(node.keys, after)
+                if node.height > 0 and low > 0 and first not in node.keys[low : low + 1]:
+                    low -= 1
+                which = np.unique(node.which[low:high])
+                named |= {node.files[at][0] for at in which[which >= 0].tolist()}
+                if node.height > 0:
+                    below = [self._below(node, at) for at in range(low, high)]
+                    ahead += {id(each): each for each in below if id(each) not in seen}.values()
+        return named
+
+    def _root(self) -> nodes.Node | None:
+        if (None, b"") not in self._nodes:
+            data = self._manifest()
+            found = nodes.manifest(data) if data is not None else None
+            root = found.root if found is not None else None
+            if found is not None and root is not None:
+                self._top.add(root.path)
+                self._nodes[None, b""] = self._node(root, found.height, b"")
+            else:
+                self._nodes[None, b""] = None
+        return self._nodes[None, b""]
+
+    def _below(self, node: nodes.Node, at: int) -> nodes.Node:
+        """The node that an entry of an inner node leads to."""
+        place = node.find(at)
+        assert isinstance(place, Place), "inner nodes hold no values"
+        return self._node(place, node.height - 1, node.keys[at][: node.common[at]])
+
+    def _node(self, place: Place, height: int, prefix: bytes) -> nodes.Node:
+        found = self._nodes.get((place, prefix))
         if found is not None:
             return found
-        if location is None:
-            versions = dump(self._manifest, context=self._context)["versions"]
-            if not versions or "location" not in versions[-1]["root"]:
-                return None
-            start, height = versions[-1]["root"]["location"], versions[-1]["root_height"]
-        else:
-            start = location
-        node = dump(self._base, start, context=self._context)
-        if node["height"] != height:
-            raise Damaged(f"{start} is no B-tree node of height {height}")
-        keys = [prefix + entry["key"] for entry in node["entries"]]
-        self._nodes[location, prefix] = _Node(node["height"], prefix, keys, node["entries"])
-        return self._nodes[location, prefix]
+        data = self._fetch(place)
+        if place not in self._stored:
+            self._stored.add(place)
+            self._budget.earn(len(data))
+        found = nodes.node(data, place, height, prefix, self._budget)
+        self._nodes[place, prefix] = found
+        return found
 
 
-@dataclass(frozen=True)
-class _Node:
-    """A B-tree node; the keys of its entries are whole."""
-
-    height: int
-    prefix: bytes
-    keys: list[bytes]
-    entries: list[dict[str, Any]]
+def _after(prefix: bytes) -> bytes | None:
+    """The first key behind all that begin with a prefix; None where there is none."""
+    kept = prefix.rstrip(b"\xff")
+    return kept[:-1] + bytes([kept[-1] + 1]) if kept else None
 
 
-def _place(location: str) -> Place:
-    """Parses `value:BASE:FILE:OFFSET:LENGTH`; see `tensorstore.ocdbt.dump`."""
-    try:
-        _, base, name, offset, length = location.split(":")
-        place = Place(unquote(base) + unquote(name), int(offset), int(length))
-    except ValueError:
-        raise Damaged(f"{location!r} names no place of a value") from None
-    path = place.path
-    if path.startswith("/") or ".." in path.split("/"):
-        raise Damaged(f"{path!r} lies outside the database")
-    return place
+class Values:
+    """The values of a database that somebody else may have written.
+
+    TensorStore is asked for bytes of files only: what leads to them is looked at here first.
+
+    Arguments:
+        store: the key-value store of the database's folder.
+        tree: its B-tree.
+    """
+
+    def __init__(self, store: KvStore, tree: Tree) -> None:
+        self._store, self.tree = store, tree
+        self._checked: set[str] = set()
+
+    def request(self, key: str) -> Future[ts.KvStore.ReadResult] | Found:
+        """Starts to read a value."""
+        found = self.tree.find(key)
+        if isinstance(found, Place):
+            return self._store.read(found.path, byte_range=_range(found))
+        return Found(found)
+
+    def read(self, key: str, length: int | None = None) -> bytes | None:
+        """A value, or None where there is none.
+
+        Arguments:
+            key: of the value.
+            length: that the value must have, in bytes, where that is known.
+
+        Raises:
+            Damaged: it has another length, or not all of it is there, or the tree is damaged.
+        """
+        found, stored = self.tree.find(key), self.length(key)
+        if length is not None and found is not None and stored != length:
+            raise Damaged(f"{stored} bytes stored, {length} expected")
+        return self._bytes(found) if isinstance(found, Place) else found
+
+    def length(self, key: str) -> int | None:
+        """How many bytes a value has, as the tree tells; None where there is none."""
+        found = self.tree.find(key)
+        if found is None:
+            return None
+        return found.length if isinstance(found, Place) else len(found)
+
+    def has(self, key: str, length: int) -> bool:
+        """Whether a value is stored that has at least so many bytes, the last of them included."""
+        found = self.tree.find(key)
+        if not isinstance(found, Place):
+            return found is not None and len(found) >= length
+        if found.length < length:
+            return False
+        self._bytes(Place(found.path, found.offset + length - 1, 1))
+        return True
+
+    def check(self, prefix: str) -> None:
+        """Looks at all nodes that lead to keys with a prefix, before TensorStore does.
+
+        Raises:
+            Damaged: they are damaged, or would take far more memory than is stored of them.
+        """
+        if prefix not in self._checked:
+            for path in self.tree.files(prefix):
+                self._check_file(path)
+            self._checked.add(prefix)
+
+    def _bytes(self, place: Place) -> bytes:
+        return fetch(self._store, place)
+
+    def _check_file(self, path: str) -> None:
+        """Nothing but objects is stored where there are no folders."""
 
 
-def written(base: ts.KvStore, context: ts.Context) -> tuple[float, int]:
-    """When a database was last written (seconds since 1970), and its bytes, as its manifest tells.
+class Found:
+    """A value that needs no waiting for; looks like TensorStore's future of one."""
+
+    def __init__(self, value: bytes | None) -> None:
+        self._value = value
+
+    def result(self) -> Found:
+        return self
+
+    @property
+    def state(self) -> str:
+        return "missing" if self._value is None else "value"
+
+    @property
+    def value(self) -> bytes:
+        return self._value or b""
+
+
+def fetch(store: KvStore, place: Place) -> bytes:
+    """The bytes at a place below a folder.
 
     Raises:
-        Failed: there is no such manifest, or it cannot be read.
+        Damaged: they are not all there.
     """
-    versions = dump(base, context=context)["versions"]
-    if not versions:
-        return 0.0, 0
-    told = versions[-1]["root"]["statistics"]
-    nbytes = int(told["num_indirect_value_bytes"]) + int(told["num_tree_bytes"])
-    return int(versions[-1]["commit_time"]) / 1e9, nbytes
+    read = store.read(place.path, byte_range=_range(place)).result()
+    if read.state != "value":
+        raise Damaged(f"no file {place.path}")
+    data: bytes = read.value
+    return data
 
 
-def count_keys(base: ts.KvStore, context: ts.Context) -> int:
-    """Number of keys of the database whose manifest lies in `base`, as that manifest tells.
-
-    Raises:
-        Failed: there is no such manifest, or it cannot be read.
-    """
-    versions = dump(base, context=context)["versions"]
-    return int(versions[-1]["root"]["statistics"]["num_keys"]) if versions else 0
-
-
-def root_node(base: ts.KvStore, context: ts.Context) -> str:
-    """The file with the root of the B-tree of the database whose manifest lies in `base`.
-
-    Raises:
-        Failed: there is no such manifest, it cannot be read, or its tree is empty.
-    """
-    versions = dump(base, context=context)["versions"]
-    if not versions or "location" not in versions[-1]["root"]:
-        raise Damaged("the manifest names no B-tree")
-    return _place(versions[-1]["root"]["location"]).path
+def _range(place: Place) -> slice:
+    return slice(place.offset, place.offset + place.length)

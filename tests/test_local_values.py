@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import tensorstore as ts
+from nodes import Away, inner, leaf, manifest
 
 import unickpt
-from unickpt.backends import file
+from unickpt.backends import file, resolve
 from unickpt.backends.ocdbt import Place, Tree
 
 KEYS = {f"params/l%y:{i:03d}/c/0": bytes([i]) * (1 + 11 * i) for i in range(0, 90, 2)}
@@ -35,11 +34,18 @@ def tree(request: pytest.FixtureRequest, tmp_path: Path, context: ts.Context) ->
     with ts.Transaction(atomic=True) as transaction:
         for key, value in KEYS.items():
             database.with_transaction(transaction)[key] = value
-    return Tree(database.base, database.base, context)
+    return of(tmp_path).tree
+
+
+def of(path: Path) -> file.Values:
+    """The values of the database in a folder."""
+    found = resolve(path).values(ts.Context())
+    assert isinstance(found, file.Values)
+    return found
 
 
 def test_every_value_is_found(tree: Tree, tmp_path: Path) -> None:
-    values = file.Values(f"{tmp_path}/", tree)
+    values = of(tmp_path)
     for key, value in KEYS.items():
         out = bytearray(len(value))
         seen = bytearray()
@@ -55,14 +61,14 @@ def test_every_value_is_found(tree: Tree, tmp_path: Path) -> None:
 def test_a_missing_key_is_missing(tree: Tree, tmp_path: Path, key: str) -> None:
     assert tree.find(key) is None
     with pytest.raises(ValueError, match="no bytes stored, 3 expected"):
-        file.Values(f"{tmp_path}/", tree).read_into(key, memoryview(bytearray(3)), 3, print)
+        of(tmp_path).read_into(key, memoryview(bytearray(3)), 3, print)
 
 
 def test_an_empty_database_has_no_values(tmp_path: Path, context: ts.Context) -> None:
     database = ts.KvStore.open(f"file://{tmp_path}/|ocdbt:", context=context).result()
     database["a"] = b"1"
     del database["a"]
-    assert Tree(database.base, database.base, context).find("a") is None
+    assert of(tmp_path).tree.find("a") is None
 
 
 @pytest.mark.parametrize("wrong", [989, 991])
@@ -70,42 +76,25 @@ def test_a_value_of_another_length_is_refused(tree: Tree, tmp_path: Path, wrong:
     key = "params/l%y:088/c/0"
     assert len(KEYS[key]) == 969
     with pytest.raises(ValueError, match=f"969 bytes stored, {wrong} expected"):
-        file.Values(f"{tmp_path}/", tree).read_into(key, memoryview(bytearray(9)), wrong, print)
+        of(tmp_path).read_into(key, memoryview(bytearray(9)), wrong, print)
 
 
-@pytest.mark.parametrize("base", ["../", "/etc/", "a/../../", "%2E%2E/"])
-def test_no_value_lies_outside(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", ["../passwd", "/etc/passwd", "a/../../passwd", "..", "a\0b"])
+def test_no_value_lies_outside(path: str) -> None:
     """Reading a checkpoint that somebody sent must not copy this machine's files into arrays."""
-    root = {"location": "btreenode::d/x:0:9"}
-    dumps: Iterator[Any] = iter([
-        {"versions": [{"root": root, "root_height": 0}]},
-        {"height": 0, "entries": [{"key": b"k", "indirect_value": f"value:{base}:passwd:0:9"}]},
-    ])  # fmt: skip
-    monkeypatch.setattr(ts.ocdbt, "dump", lambda *_, **__: Done(next(dumps)))
-    with pytest.raises(ValueError, match=r" lies outside the database"):
-        Tree(None, None, ts.Context()).find("k")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="lies outside the database"):
+        forged(leaf({"k": Away(path, 0, 9)})).find("k")
 
 
-def test_nodes_that_lead_to_each_other_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    root = {"location": "btreenode::d/x:0:9"}
-    again = {"key": b"", "location": root["location"], "subtree_common_prefix": b""}
-
-    def dump(base: object, node: str | None = None, **_: object) -> Done:
-        if node is None:
-            return Done({"versions": [{"root": root, "root_height": 5}]})
-        return Done({"height": 5, "entries": [again]})
-
-    monkeypatch.setattr(ts.ocdbt, "dump", dump)
-    with pytest.raises(ValueError, match=r" no B-tree node of height 4"):
-        Tree(None, None, ts.Context()).find("k")  # type: ignore[arg-type]
+def test_nodes_that_lead_to_each_other_end() -> None:
+    loop = inner([(b"", b"", "x", 0, 0)], height=5)
+    with pytest.raises(ValueError, match="has not the height 4"):
+        forged(loop, height=5).find("k")
 
 
-class Done:
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def result(self) -> Any:
-        return self.value
+def forged(node: bytes, height: int = 0) -> Tree:
+    """A tree whose manifest, and each of whose nodes, leads to one node."""
+    return Tree(lambda: manifest("x", 0, len(node), height), lambda place: node)
 
 
 @pytest.fixture

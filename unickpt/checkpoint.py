@@ -14,6 +14,7 @@ import tensorstore as ts
 from unickpt import backends, chunks, digests, dtypes, plan, values
 from unickpt import index as index_module
 from unickpt.adapt import Array
+from unickpt.backends import ocdbt
 from unickpt.backends.kvstore import Failed
 from unickpt.blob import blob_key
 from unickpt.box import Box
@@ -23,6 +24,7 @@ from unickpt.index import DIGESTS_KEY, INDEX_KEY, ArrayEntry, Index
 from unickpt.layout import Layout
 from unickpt.listing import checkpoints_below
 from unickpt.plan import Part
+from unickpt.quoting import shortened
 from unickpt.read import read_box
 
 T = TypeVar("T")
@@ -103,7 +105,8 @@ def _open(location: backends.Location) -> Checkpoint:
 def open_at(location: backends.Location, context: ts.Context) -> Checkpoint:
     """As `open`, where its manifest is held already; see `Location.pinned`."""
     try:
-        return Checkpoint(location, context, _read_index(location, context))
+        contents = location.values(context)
+        return Checkpoint(location, context, _read_index(location, contents), contents)
     except UnickptError as error:
         found = chunks.unless_replaced(error, location, context)
         if found is error:
@@ -111,16 +114,16 @@ def open_at(location: backends.Location, context: ts.Context) -> Checkpoint:
         raise found from error
 
 
-def _read_index(location: backends.Location, context: ts.Context) -> Index:
+def _read_index(location: backends.Location, contents: ocdbt.Values) -> Index:
     try:
-        read = location.database(context).read(INDEX_KEY).result()
+        found = contents.read(INDEX_KEY)
     except Failed as error:
         raise chunks.translate(error, str(location)) from error
-    if read.state != "value":
+    if found is None:
         raise CheckpointNotFound(
             f"no checkpoint at {location}: a database is there, but it has no index of unickpt's"
         )
-    return index_module.decode(read.value, str(location))
+    return index_module.decode(found, str(location))
 
 
 def _nothing_at(location: backends.Location) -> str:
@@ -152,9 +155,15 @@ class Checkpoint(Mapping[str, "StoredArray"]):
     `metadata` is what `save` was given, `values` the plain values by name, `index` all the rest.
     """
 
-    def __init__(self, location: backends.Location, context: ts.Context, index: Index) -> None:
+    def __init__(
+        self,
+        location: backends.Location,
+        context: ts.Context,
+        index: Index,
+        contents: ocdbt.Values | None = None,
+    ) -> None:
         self.location, self.index = location, index
-        self._chunks = ChunkStore(location, context, index.codecs)
+        self._chunks = ChunkStore(location, context, index.codecs, contents)
 
     @property
     def url(self) -> str:
@@ -209,8 +218,8 @@ class Checkpoint(Mapping[str, "StoredArray"]):
         out = []
         for process in range(len(blobs)) if of is None else of:
             size, digest = blobs[process]
-            data = self.read_key(blob_key(name, process))
-            if len(data) != size or chunks.digest(np.frombuffer(data, np.uint8)) != digest:
+            data = self.read_key(blob_key(name, process), size)
+            if chunks.digest(np.frombuffer(data, np.uint8)) != digest:
                 raise self.damaged(
                     f"the value of process {process} for {name!r} does not match its digest"
                 )
@@ -236,42 +245,55 @@ class Checkpoint(Mapping[str, "StoredArray"]):
     def count_keys(self) -> int:
         """How many keys the database has, as its manifest tells; none are listed."""
         try:
-            return self.location.count_keys(self._chunks.context)
+            return self.location.database_facts(self._chunks.context).keys
         except Failed as error:
             raise self._chunks.explained(error, str(self.location)) from error
 
     def request_key(self, key: str) -> Any:
         """Starts to read a key of the database; what it returns is for `read_key`."""
-        return self._chunks.database.read(key)
+        return self._chunks.request_key(key)
 
-    def read_key(self, key: str, requested: Any = None) -> bytes:
+    def read_key(self, key: str, length: int | None = None, requested: Any = None) -> bytes:
         """The bytes of one key of the database.
 
         Arguments:
-            key: of the value.
+            key: of the database.
+            length: how many bytes it must have, where the index tells.
             requested: what `request_key` gave for it.
 
         Raises:
-            CheckpointCorrupt: it is missing or unreadable.
+            CheckpointCorrupt: it is missing or unreadable, or has another length.
         """
         where = f"{self.location}: key {key!r}"
         try:
-            read = (requested or self.request_key(key)).result()
+            data = self._chunks.read_key(key, length, requested)
         except Failed as error:
             raise self._chunks.explained(error, where) from error
-        if read.state != "value":
+        if data is None:
             raise self.damaged(f"key {key!r}: is missing")
-        data: bytes = read.value
         return data
+
+    def read_digests(self) -> digests.Table:
+        """The digest table, whose length must fit the index before it is read.
+
+        Raises:
+            CheckpointCorrupt: it is missing, or does not belong to the index.
+        """
+        try:
+            nbytes = self._chunks.values.length(DIGESTS_KEY)
+        except Failed as error:
+            raise self._chunks.explained(error, f"{self.location}: key {DIGESTS_KEY!r}") from error
+        if nbytes is None:
+            raise self.damaged(f"key {DIGESTS_KEY!r}: is missing")
+        try:
+            digests.check(nbytes, self.index, digests.length(self.index.arrays))
+            return digests.decode(self.read_key(DIGESTS_KEY, nbytes), self.index)
+        except digests.Mismatch as error:
+            raise self.damaged(str(error)) from None
 
     @cached_property
     def _digests(self) -> tuple[digests.Table, dict[str, slice]]:
-        data = self.read_key(DIGESTS_KEY)
-        try:
-            table = digests.decode(data, self.index, digests.length(self.index.arrays))
-        except digests.Mismatch as error:
-            raise self.damaged(str(error)) from None
-        return table, digests.spans(self.index.arrays)
+        return self.read_digests(), digests.spans(self.index.arrays)
 
     def digests_of(self, name: str) -> digests.Table:
         """The rows of an array's chunks, part by part."""
@@ -319,6 +341,7 @@ class Checkpoint(Mapping[str, "StoredArray"]):
 
     def open_part(self, entry: ArrayEntry, part: Part) -> ts.TensorStore:
         try:
+            self._chunks.values.check(part.key)
             return self._chunks.array(entry, part)
         except Failed as error:
             where = f"{self.location}: array {entry.name!r}"
@@ -502,4 +525,7 @@ def _parse(key: Any, shape: tuple[int, ...], name: str) -> tuple[Box, tuple[Any,
 
 def _first_names(checkpoint: Checkpoint) -> str:
     names = list(checkpoint)
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") or "none"
+    return (
+        ", ".join(shortened(name, 120) for name in names[:5]) + (", ..." if len(names) > 5 else "")
+        or "none"
+    )

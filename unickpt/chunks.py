@@ -13,7 +13,7 @@ import xxhash
 
 from unickpt import dtypes
 from unickpt.adapt import Array
-from unickpt.backends import Location
+from unickpt.backends import Location, file, ocdbt
 from unickpt.backends.kvstore import Damaged, Failed, Future, asking, without_status
 from unickpt.errors import CheckpointCorrupt, CheckpointReplaced, StorageError
 from unickpt.index import ArrayEntry
@@ -98,12 +98,20 @@ class ChunkStore:
         location: the database's folder.
         context: the TensorStore context that all databases of a checkpoint share.
         codecs: the checkpoint's compression.
+        values: what reads the database, where there is one already.
     """
 
-    def __init__(self, location: Location, context: ts.Context, codecs: Codecs) -> None:
+    def __init__(
+        self,
+        location: Location,
+        context: ts.Context,
+        codecs: Codecs,
+        values: ocdbt.Values | None = None,
+    ) -> None:
         self.location, self.context, self.codecs = location, context, codecs
         self.database = location.database(context)
-        self._values = location.values(context)  # here, so that threads share one
+        self.values = values or location.values(context)  # here, so that threads share one
+        self._local = self.values if isinstance(self.values, file.Values) else None
         self._open: dict[str, ts.TensorStore] = {}
         self._backed: set[str] = set()
 
@@ -138,11 +146,31 @@ class ChunkStore:
         with asking():
             return Future(target.write(stored, can_reference_source_data_indefinitely=True).copy)
 
-    def request(self, entry: ArrayEntry, part: Part, number: int) -> Future[Any] | None:
+    def request(self, entry: ArrayEntry, part: Part, number: int) -> Any:
         """Starts to read a small chunk where each request takes time of its own; else None."""
-        if self._values is None and self._is_raw(part, part.chunk_box(number).shape, entry):
-            return self.database.read(_key(part, number))
+        if self._local is None and self._is_raw(part, part.chunk_box(number).shape, entry):
+            return self.values.request(_key(part, number))
         return None
+
+    def request_key(self, key: str) -> Any:
+        """Likewise for any key."""
+        return self.values.request(key) if self._local is None else None
+
+    def read_key(self, key: str, length: int | None = None, requested: Any = None) -> bytes | None:
+        """The bytes of a key; None where there is none.
+
+        Arguments:
+            key: of the database.
+            length: how many bytes it must have, where that is known.
+            requested: what `request_key` gave for it.
+
+        Raises:
+            Failed: it has another length, or cannot be read.
+        """
+        if requested is None:
+            return self.values.read(key, length)
+        found = requested.result()
+        return found.value if found.state == "value" else None
 
     def read(
         self,
@@ -150,7 +178,7 @@ class ChunkStore:
         part: Part,
         number: int,
         out: Array,
-        requested: Future[Any] | None = None,
+        requested: Any = None,
         *,
         hashed: bool = False,
     ) -> int | None:
@@ -172,10 +200,10 @@ class ChunkStore:
         whole = math.prod(part.chunk) * out.itemsize
         try:
             requested = requested or self.request(entry, part, number)
-            if self._values is not None and not self.codecs and out.shape[1:] == part.chunk[1:]:
+            if self._local is not None and not self.codecs and out.shape[1:] == part.chunk[1:]:
                 hasher, key = xxhash.xxh3_64(), _key(part, number)
                 look = hasher.update if hashed else lambda _: None
-                self._values.read_into(key, _bytes_of(out).data, whole, look)
+                self._local.read_into(key, _bytes_of(out).data, whole, look)
                 return hasher.intdigest() if hashed else None
             if requested is not None:
                 result = requested.result()
@@ -187,6 +215,7 @@ class ChunkStore:
                 local = box.relative_to(part.box.start)
                 target = ts.array(_as_stored(out, entry.dtype), context=self.context)
                 self.check_backed(entry, part)
+                self.values.check(part.key)
                 source = self.array(entry, part)[local.slices]
                 with asking():
                     target.write(source).result()
@@ -218,8 +247,7 @@ class ChunkStore:
         if self.codecs and nbytes > COMPRESSED_MOST:
             raise Damaged(f"a compressed chunk of {nbytes} bytes is not allowed")
         least = -(-nbytes // _MOST_PER_BYTE) if self.codecs else nbytes
-        last = slice(least - 1, least)
-        if self.database.read(_key(part, 0), byte_range=last).result().state != "value":
+        if not self.values.has(_key(part, 0), least):
             raise Damaged(f"no bytes stored, {least} expected")
         np.empty(nbytes, np.uint8)
         self._backed.add(part.key)

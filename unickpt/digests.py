@@ -70,22 +70,34 @@ class Mismatch(ValueError):
     """The digest table and the index contradict each other; says how."""
 
 
-def decode(data: bytes, index: Index, total: int) -> Table:
-    """The table of an index; both come from storage, so each is held against the other.
+def check(nbytes: int, index: Index, total: int) -> None:
+    """Holds the length of the table against the index, before it is read.
 
     Arguments:
-        data: the stored table; untrusted.
+        nbytes: of the stored table; untrusted, as the index is.
         index: the index.
         total: number of chunks of the index's arrays, from `length`.
 
     Raises:
         Mismatch: says how they differ.
     """
-    if index.chunks != total or len(data) != total * DTYPE.itemsize:
+    if index.chunks != total or nbytes != total * DTYPE.itemsize:
         raise Mismatch(
             f"the arrays have {total} chunks, the index names {index.chunks}, and the digest table "
-            f"has {len(data)} bytes"
+            f"has {nbytes} bytes"
         )
+
+
+def decode(data: bytes, index: Index) -> Table:
+    """The table of an index, whose length `check` found right.
+
+    Arguments:
+        data: the stored table; untrusted.
+        index: the index.
+
+    Raises:
+        Mismatch: says how they differ.
+    """
     if f"{xxhash.xxh3_64_intdigest(data):016x}" != index.digests_xxh3:
         raise Mismatch("the digest table does not match the digest of it in the index")
     return np.frombuffer(data, DTYPE)

@@ -1,8 +1,22 @@
 """Every error unickpt raises; each also derives from the built-in that a person would catch."""
 
+from unickpt.quoting import shortened
+
+# What is stored, and what a server answers, may be long; nobody reads more of it than this.
+_MOST_OF_LINE = 1000
+
 
 class UnickptError(Exception):
-    """Base of all errors raised on purpose by unickpt."""
+    """Base of all errors raised on purpose by unickpt. No line of a message is endless."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(_readable(a) if isinstance(a, str) else a for a in args))
+
+
+def _readable(text: str) -> str:
+    if len(text) <= _MOST_OF_LINE:
+        return text
+    return "\n".join(shortened(line, _MOST_OF_LINE) for line in text.split("\n"))
 
 
 class InvalidPath(UnickptError, ValueError):

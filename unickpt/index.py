@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 import xxhash
 
 from unickpt import dtypes, values
-from unickpt.box import Box, overlap
+from unickpt.box import Box, fill_exactly, overlap
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.layout import Layout, Mesh
+from unickpt.quoting import quoted
 
 T = TypeVar("T")
 
@@ -202,7 +203,7 @@ def _constant(name: str) -> Any:
 def _check_version(version: Any, where: str) -> None:
     match = re.fullmatch(r"(\d{1,6})\.(\d{1,6})", version) if isinstance(version, str) else None
     if match is None:
-        raise _Bad(f"its format version is {version!r}")
+        raise _Bad(f"its format version is {quoted(version)}")
     if int(match[1]) < 1:
         raise _Bad(f"its format version is {version}, and none below 1.0 exists")
     if int(match[1]) > FORMAT[0]:
@@ -223,20 +224,20 @@ class _Reader:
     def get(self, key: str, kind: type, default: Any = None) -> Any:
         value = self.body.get(key, default)
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise _Bad(f"{self.at}: {key!r} is {str(value)[:80]!r}, not {kind.__name__}")
+            raise _Bad(f"{self.at}: {quoted(key)} is {quoted(value)}, not {kind.__name__}")
         return value
 
     def ints(self, key: str, low: int) -> tuple[int, ...]:
-        return _ints(self.get(key, list), low, f"{self.at}: {key!r}")
+        return _ints(self.get(key, list), low, f"{self.at}: {quoted(key)}")
 
 
 def _ints(items: Any, low: int, at: str) -> tuple[int, ...]:
     if not isinstance(items, list):
-        raise _Bad(f"{at} is {str(items)[:80]!r}, not a list")
+        raise _Bad(f"{at} is {quoted(items)}, not a list")
     if any(kind is not int for kind in map(type, items)) or (
         items and not low <= min(items) <= max(items) < _MAX_EXTENT
     ):
-        raise _Bad(f"{at} holds {_first_bad(items, low)[:80]!r}")
+        raise _Bad(f"{at} holds {quoted(_first_bad(items, low))}")
     return tuple(items)
 
 
@@ -252,16 +253,16 @@ def _decode(r: _Reader, partial: bool) -> Index:
     meshes = [_mesh(_Reader(m, "mesh")) for m in r.get("meshes", list)]
     layouts = [_layout(_Reader(x, "layout"), meshes) for x in r.get("layouts", list)]
     arrays = {
-        name: _array(name, _Reader(a, f"array {name!r}"), layouts, partial)
+        name: _array(name, _Reader(a, f"array {quoted(name)}"), layouts, partial)
         for name, a in r.get("arrays", dict).items()
     }
     aliases = r.get("aliases", dict)
     for alias, target in aliases.items():
         if not isinstance(target, str) or target not in arrays:
-            raise _Bad(f"alias {alias!r} names {str(target)[:80]!r}, which is no array")
+            raise _Bad(f"alias {quoted(alias)} names {quoted(target)}, which is no array")
     plain = r.get("values", dict)
     per_process = {
-        name: _per_process(blobs, f"per-process leaf {name!r}")
+        name: _per_process(blobs, f"per-process leaf {quoted(name)}")
         for name, blobs in r.get("per_process", dict).items()
     }
     _check_names([*arrays, *aliases, *plain, *per_process])
@@ -290,7 +291,7 @@ def _check_names(names: list[str]) -> None:
         try:
             name.encode()
         except UnicodeEncodeError:
-            raise _Bad(f"the name {name!r} is not valid Unicode") from None
+            raise _Bad(f"the name {quoted(name)} is not valid Unicode") from None
 
 
 def _check_processes(
@@ -307,10 +308,14 @@ def _check_processes(
     for name, entry in arrays.items():
         for box, holders in entry.boxes or ():
             if max(holders) >= processes:
-                raise _Bad(f"array {name!r}: process {max(holders)} of {processes} holds {box}")
+                raise _Bad(
+                    f"array {quoted(name)}: process {max(holders)} of {processes} holds {box}"
+                )
     for name, own in per_process.items():
         if not partial and len(own.blobs) != processes:
-            raise _Bad(f"per-process leaf {name!r} has {len(own.blobs)} values of {processes}")
+            raise _Bad(
+                f"per-process leaf {quoted(name)} has {len(own.blobs)} values of {processes}"
+            )
 
 
 def _codecs(items: list[Any]) -> tuple[Mapping[str, Any], ...]:
@@ -318,10 +323,10 @@ def _codecs(items: list[Any]) -> tuple[Mapping[str, Any], ...]:
         known = CODECS.get(str(item.get("name"))) if isinstance(item, dict) else None
         settings = item.get("configuration") if isinstance(item, dict) else None
         if known is None or not isinstance(settings, dict) or item.keys() - {*_CODEC_FIELDS}:
-            raise _Bad(f"its codecs hold {str(item)[:80]!r}")
+            raise _Bad(f"its codecs hold {quoted(item)}")
         for key, value in settings.items():
             if type(value) is not known.get(key):
-                raise _Bad(f"its codecs hold {str(item)[:80]!r}")
+                raise _Bad(f"its codecs hold {quoted(item)}")
     if len(items) > 1:
         raise _Bad("it names more than one codec")
     return tuple(items)
@@ -330,7 +335,9 @@ def _codecs(items: list[Any]) -> tuple[Mapping[str, Any], ...]:
 def _mesh(r: _Reader) -> Mesh:
     axes = r.get("axes", list)
     if not all(isinstance(a, str) for a in axes):
-        raise _Bad(f"mesh axes are {axes}")
+        raise _Bad(f"mesh axes are {quoted(axes)}")
+    if len(axes) > _MAX_RANK:
+        raise _Bad(f"a mesh has {len(axes)} axes, more than {_MAX_RANK}")
     return _made(Mesh, tuple(axes), r.ints("shape", 1), r.ints("processes", 0))
 
 
@@ -340,7 +347,7 @@ def _layout(r: _Reader, meshes: list[Mesh]) -> Layout:
     if not 0 <= mesh < len(meshes):
         raise _Bad(f"a layout names mesh {mesh} of {len(meshes)}")
     if not all(isinstance(d, list) and all(isinstance(a, str) for a in d) for d in dims):
-        raise _Bad(f"layout dimensions are {str(dims)[:80]}")
+        raise _Bad(f"layout dimensions are {quoted(dims)}")
     return _made(Layout, meshes[mesh], tuple(tuple(d) for d in dims))
 
 
@@ -350,26 +357,28 @@ def _array(name: str, r: _Reader, layouts: list[Layout], partial: bool) -> Array
     try:
         dtypes.from_name(dtype)
     except TypeError as error:
-        raise _Bad(f"array {name!r}: {error}") from None
+        raise _Bad(f"array {quoted(name)}: {error}") from None
     itemsize = dtypes.from_name(dtype).itemsize
     sizes = [math.prod(map(max, extents, (1,) * len(extents))) for extents in (shape, chunk)]
     if len(chunk) != len(shape) or max(sizes) * itemsize >= _MAX_EXTENT or len(shape) > _MAX_RANK:
-        raise _Bad(f"array {name!r}: shape {shape} and chunk {chunk} do not fit")
+        raise _Bad(
+            f"array {quoted(name)}: shape {quoted(shape)} and chunk {quoted(chunk)} do not fit"
+        )
     layout, boxes = None, None
     cut: tuple[int, ...] = ()
     if "layout" in r.body:
         at = r.get("layout", int)
         if not 0 <= at < len(layouts) or len(layouts[at].dims) != len(shape):
-            raise _Bad(f"array {name!r}: layout {at} does not fit shape {shape}")
+            raise _Bad(f"array {quoted(name)}: layout {at} does not fit shape {quoted(shape)}")
         layout = layouts[at]
     if "cut" in r.body:
         cut = r.ints("cut", 0)
         if layout is None or list(cut) != sorted(set(cut)) or cut[-1:] >= (len(shape),):
-            raise _Bad(f"array {name!r}: is cut along dimensions {cut}")
+            raise _Bad(f"array {quoted(name)}: is cut along dimensions {quoted(cut)}")
     if "boxes" in r.body:
         boxes = _boxes(name, r.get("boxes", list), shape, partial)
     if (layout is None) == (boxes is None):
-        raise _Bad(f"array {name!r}: needs either a layout or boxes")
+        raise _Bad(f"array {quoted(name)}: needs either a layout or boxes")
     prng = r.get("prng", str) if "prng" in r.body else None
     return ArrayEntry(name, shape, dtype, chunk, layout, cut, boxes, prng)
 
@@ -378,20 +387,24 @@ def _boxes(
     name: str, items: list[Any], shape: tuple[int, ...], partial: bool
 ) -> tuple[tuple[Box, tuple[int, ...]], ...]:
     boxes = []
-    at = f"array {name!r}: boxes"
+    at = f"array {quoted(name)}: boxes"
     for item in items:
         if not isinstance(item, list) or len(item) != 3:
-            raise _Bad(f"{at} hold {str(item)[:80]!r}")
+            raise _Bad(f"{at} hold {quoted(item)}")
         start, stop, holders = _ints(item[0], 0, at), _ints(item[1], 0, at), _ints(item[2], 0, at)
         if len(start) != len(shape) or not holders:
-            raise _Bad(f"{at}: {str(item)[:80]} does not fit shape {shape}")
+            raise _Bad(f"{at}: {quoted(item)} does not fit shape {quoted(shape)}")
         boxes.append((_made(Box, start, stop), holders))
     plain = [box for box, _ in boxes]
     whole = Box.whole(shape)
-    if any(b.empty or not whole.contains(b) for b in plain) or overlap(plain) is not None:
-        raise _Bad(f"{at} are empty, overlap, or lie outside shape {shape}")
-    if not partial and sum(b.size for b in plain) != whole.size:
+    size = sum(b.size for b in plain)
+    if any(b.empty or not whole.contains(b) for b in plain):
+        raise _Bad(f"{at} are empty or lie outside shape {shape}")
+    if not partial and size < whole.size:
         raise _Bad(f"{at} do not cover shape {shape}")
+    # What fills a shape and has its size does not overlap.
+    if overlap(plain) is not None if partial else not fill_exactly(whole, plain):
+        raise _Bad(f"{at} overlap")
     return tuple(boxes)
 
 
@@ -401,7 +414,7 @@ def _per_process(blobs: Any, at: str) -> PerProcessEntry:
     out = []
     for blob in blobs:
         if not (isinstance(blob, list) and len(blob) == 2 and _is_digest(blob[1])):
-            raise _Bad(f"{at} holds {str(blob)[:80]!r}")
+            raise _Bad(f"{at} holds {quoted(blob)}")
         (size,) = _ints(blob[:1], 0, at)
         out.append((size, int(blob[1], 16)))
     return PerProcessEntry(tuple(out))

@@ -54,10 +54,12 @@ def version_at(place: Location) -> Version | None:
 def _attempt(place: Location, context: ts.Context) -> str:
     """Whose `processes/<attempt>/root/` holds the root of the B-tree."""
     try:
-        processes, attempt, folder, _ = place.root_node(context).split("/")
-    except (Failed, ValueError):
+        root_node = place.database_facts(context).root
+    except Failed:
         return ""
-    return attempt if (processes, folder) == ("processes", "root") else ""
+    parts = root_node.path.split("/") if root_node is not None else []
+    is_own = len(parts) == 4 and (parts[0], parts[2]) == ("processes", "root")
+    return parts[1] if is_own else ""
 
 
 def supersede(place: Location, attempt: str, names: list[str], *, fsync: bool) -> None:

@@ -17,7 +17,7 @@ import tensorstore as ts
 
 from unickpt import backends, checkpoint, chunks
 from unickpt.backends import Location
-from unickpt.backends.ocdbt import MANIFEST, written
+from unickpt.backends.ocdbt import MANIFEST
 from unickpt.errors import UnickptError
 from unickpt.lease import Lease, holder
 from unickpt.listing import natural
@@ -308,9 +308,9 @@ def _remnant(
             for part in parts:
                 if _DATABASE.fullmatch(part.name):
                     database = place.child(f"processes/{attempt}/{part.name.partition('/')[0]}")
-                    at, size = written(database.store(context).raw, context)
-                    times.append(at)
-                    sizes.append(size)
+                    facts = database.database_facts(context)
+                    times.append(facts.committed)
+                    sizes.append(facts.nbytes)
         # A process without a manifest may have begun just now.
         processes = {(a, f.name.partition("/")[0]) for a, p in attempts.items() for f in p}
         known = len(times) == sum(part.isdigit() for _, part in processes) and times

@@ -13,7 +13,7 @@ import tensorstore as ts
 import xxhash
 
 from unickpt import chunks, plan
-from unickpt.backends import Location, ocdbt
+from unickpt.backends import Location, nodes
 from unickpt.backends.kvstore import Failed, commit
 from unickpt.backends.ocdbt import MANIFEST
 from unickpt.box import Box
@@ -48,7 +48,7 @@ class Root:
 
     def read(self) -> State:
         """What is there now."""
-        read = self._store.read(MANIFEST).result()
+        read = self._location.read_manifest(self._context)
         return State(digest(read.value) if read.state == "value" else "", read.stamp.generation)
 
     def build(
@@ -77,12 +77,12 @@ class Root:
         for write in [root.write(key, value) for key, value in extra.items()]:
             write.result()
         commit(transaction).result()
-        found = ocdbt.count_keys(held.raw, self._context) - len(extra)
+        manifest: bytes = held.read(MANIFEST).result().value
+        found = nodes.manifest(manifest).keys - len(extra)
         if found != count:
             raise StorageError(
                 f"{self._location}: the processes told of {count} keys, but wrote {found}"
             )
-        manifest: bytes = held.read(MANIFEST).result().value
         return manifest
 
     def replace(

@@ -8,13 +8,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 import keyword
+import unicodedata
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
 
 from unickpt.errors import UnsupportedLeaf
+from unickpt.quoting import quoted
 
 Key = str | int
 Rebuild = Callable[[list[Any]], Any]
@@ -59,11 +62,15 @@ IsLeaf = Callable[[Any], bool]
 Expand = Callable[[Any, str], Expansion | None]
 
 
-def component(key: Key, siblings: frozenset[Key] = frozenset()) -> str:
-    """One component of a name, so escaped that different keys among siblings stay different.
+def component(key: Key, numbers: Set[str] = frozenset()) -> str:
+    """One component of a name, so escaped that different keys of a container stay different.
+
+    Arguments:
+        key: of a child.
+        numbers: the decimal forms of the container's integer keys.
 
     Example:
-        >>> component("a/b"), component(3), component("3", frozenset({3, "3"}))
+        >>> component("a/b"), component(3), component("3", {"3"})
         ('a%2Fb', '3', '%33')
     """
     if isinstance(key, int):
@@ -73,8 +80,7 @@ def component(key: Key, siblings: frozenset[Key] = frozenset()) -> str:
     text = key.replace("%", "%25").replace("/", "%2F")
     if not text.strip("."):
         return text.replace(".", "%2E")
-    clashes = any(isinstance(other, int) and str(other) == key for other in siblings)
-    if clashes or text.startswith("__"):  # zarr v3 reserves names that start with "__"
+    if key in numbers or text.startswith("__"):  # zarr v3 reserves names that start with "__"
         return f"%{ord(text[0]):02X}{text[1:]}"
     return text
 
@@ -107,7 +113,7 @@ def flatten(tree: Any, is_leaf: IsLeaf, expand: Expand) -> Node | Leaf:
 def _flatten(
     obj: Any, name: str, is_leaf: IsLeaf, expand: Expand, bad: list[str], stack: tuple[int, ...]
 ) -> Node | Leaf:
-    where = repr(name) if name else "the root"
+    where = quoted(name) if name else "the root"
     if is_leaf(obj):
         return Leaf(name, obj)
     if id(obj) in stack:
@@ -125,6 +131,8 @@ def _flatten(
         )
         return Leaf(name, obj)
     problem = _key_problem(level.keys)
+    if level.kind == "namedtuple" and not problem:
+        problem = _namedtuple_problem(level.keys, level.type_name)
     if problem:
         bad.append(f"{where}: {problem}")
         return Leaf(name, obj)
@@ -139,12 +147,12 @@ def _flatten(
 def _key_problem(keys: tuple[Any, ...]) -> str | None:
     for key in keys:
         if isinstance(key, bool) or not isinstance(key, str | int):
-            return f"key {key!r} is a {type(key).__name__}; keys must be str or int"
+            return f"key {quoted(key)} is a {type(key).__name__}; keys must be str or int"
         if isinstance(key, str):
             try:
                 key.encode()
             except UnicodeEncodeError:
-                return f"key {key!r} is not valid Unicode text"
+                return f"key {quoted(key)} is not valid Unicode text"
     return "a key stands twice" if len(set(keys)) != len(keys) else None
 
 
@@ -152,8 +160,8 @@ def child_names(kind: str, keys: tuple[Key, ...], name: str) -> list[str]:
     """Names of a container's children."""
     if kind == "wrapper":
         return [name]
-    siblings = frozenset(k for k in keys if isinstance(k, int))
-    return [join(name, component(key, siblings)) for key in keys]
+    numbers = {str(key) for key in keys if isinstance(key, int)}
+    return [join(name, component(key, numbers)) for key in keys]
 
 
 def _expand_builtin(obj: Any) -> Expansion | None:
@@ -268,9 +276,9 @@ def from_names(names: Iterable[str]) -> Node | Leaf:
         for parent in parents:
             level = level.setdefault(parent, {})
             if not isinstance(level, dict):
-                raise ValueError(f"{name!r} lies below a name that is a leaf itself")
+                raise ValueError(f"{quoted(name)} lies below a name that is a leaf itself")
         if last in level:
-            raise ValueError(f"{name!r} is a leaf, and other names lie below it")
+            raise ValueError(f"{quoted(name)} is a leaf, and other names lie below it")
         level[last] = Leaf(name, None)
     return _nested(root)
 
@@ -287,30 +295,32 @@ def _from_json(structure: Any, name: str, depth: int) -> Node | Leaf:
     if structure == LEAF:
         return Leaf(name, None)
     if depth >= MAX_DEPTH:
-        raise BadTree(f"tree is nested deeper than {MAX_DEPTH} levels at {name[:80]!r}")
+        raise BadTree(f"tree is nested deeper than {MAX_DEPTH} levels at {quoted(name)}")
     if not isinstance(structure, dict):
-        raise BadTree(f"tree node {name!r} is {structure!r}")
+        raise BadTree(f"tree node {quoted(name)} is {quoted(structure)}")
     type_name = structure.get("type", "")
     kinds = [k for k in structure if k != "type"]
     if len(kinds) != 1 or not isinstance(type_name, str):
-        raise BadTree(f"tree node {name!r} has the fields {sorted(structure)}")
+        raise BadTree(f"tree node {quoted(name)} has the fields {quoted(list(structure))}")
     kind, body = kinds[0], structure[kinds[0]]
     if kind == "wrapper":
         child = _from_json(body, name, depth + 1)
         return Node(kind, (0,), (child,), lambda xs: xs[0], type_name)
     if not isinstance(body, list):
-        raise BadTree(f"tree node {name!r}: {kind} holds no list")
+        raise BadTree(f"tree node {quoted(name)}: {quoted(kind)} holds no list")
     if kind in ("list", "tuple"):
         keys: tuple[Key, ...] = tuple(range(len(body)))
         items = body
     else:
         for pair in body:
             if not (isinstance(pair, list) and len(pair) == 2):
-                raise BadTree(f"tree node {name!r}: {kind} holds {pair!r}, not a pair")
+                raise BadTree(
+                    f"tree node {quoted(name)}: {quoted(kind)} holds {quoted(pair)}, not a pair"
+                )
         keys, items = tuple(p[0] for p in body), [p[1] for p in body]
     problem = _key_problem(keys)
     if problem:
-        raise BadTree(f"tree node {name!r}: {problem}")
+        raise BadTree(f"tree node {quoted(name)}: {problem}")
     names = child_names(kind, keys, name)
     children = tuple(
         _from_json(item, child, depth + 1) for item, child in zip(items, names, strict=True)
@@ -328,20 +338,42 @@ def _python_container(kind: str, keys: tuple[Key, ...], type_name: str, name: st
     if kind in ("dict", "object"):
         return lambda xs: dict(zip(keys, xs, strict=True))
     if kind == "namedtuple":
-        fields = [k for k in keys if isinstance(k, str) and _is_field(k)]
-        if len(fields) != len(keys) or not _is_name(type_name):
-            raise BadTree(f"tree node {name!r}: namedtuple {type_name!r} has fields {keys}")
-        make = namedtuple(type_name, fields)  # type: ignore[misc]
+        problem = _namedtuple_problem(keys, type_name)
+        if problem:
+            raise BadTree(f"tree node {quoted(name)}: {problem}")
+        make = _namedtuple(type_name, keys)
         return lambda xs: make(*xs)
-    raise BadTree(f"tree node {name!r}: unknown container {kind!r}")
+    raise BadTree(f"tree node {quoted(name)}: unknown container {quoted(kind)}")
+
+
+@lru_cache(maxsize=256)
+def _namedtuple(type_name: str, fields: tuple[str, ...]) -> Callable[..., Any]:
+    return namedtuple(type_name, fields)
+
+
+def _namedtuple_problem(fields: tuple[Any, ...], type_name: str) -> str | None:
+    """Why Python has no namedtuple with these fields, or one that differs from what was stored.
+
+    Python takes two spellings of an identifier for one if they have the same NFKC form, as those of
+    "fi" with and without a ligature do.
+    """
+    if not _is_name(type_name):
+        return f"namedtuple {quoted(type_name)} has fields {quoted(fields)}, and a bad name"
+    forms = [unicodedata.normalize("NFKC", f) for f in fields if isinstance(f, str) and _is_name(f)]
+    if len(forms) != len(fields) or any(form.startswith("_") for form in forms):
+        return (
+            f"namedtuple {quoted(type_name)} has fields {quoted(fields)}, which are not all "
+            "identifiers of Python that do not begin with '_'"
+        )
+    if len(set(forms)) != len(forms):
+        return f"namedtuple: two of its fields {quoted(fields)} are one identifier to Python"
+    return None
 
 
 def _is_name(text: str) -> bool:
-    return text.isidentifier() and not keyword.iskeyword(text)
-
-
-def _is_field(text: str) -> bool:
-    return _is_name(text) and not text.startswith("_")
+    """Whether Python takes a text for an identifier, however it is normalized."""
+    form = unicodedata.normalize("NFKC", text)
+    return all(t.isidentifier() and not keyword.iskeyword(t) for t in (text, form))
 
 
 def merge(ours: Any, theirs: Any, name: str = "") -> Any:
@@ -360,4 +392,4 @@ def merge(ours: Any, theirs: Any, name: str = "") -> Any:
                 inner = join(name, component(key))
                 mine[at] = merge(mine[at], child, inner) if at in mine else child
             return {kind: [[key, child] for (_, key), child in mine.items()]}
-    raise ValueError(f"the trees differ at {name!r}")
+    raise ValueError(f"the trees differ at {quoted(name)}")

@@ -9,6 +9,8 @@ import re
 import struct
 from typing import Any
 
+from unickpt.quoting import quoted
+
 _FLOAT64 = re.compile(r"[0-9a-f]{16}")
 _INT = re.compile(r"-?0x[0-9a-f]+")
 
@@ -63,5 +65,5 @@ def from_json(stored: Any) -> Plain:
             if kind == "str":
                 return base64.b64decode(text, validate=True).decode("utf-8", "surrogatepass")
         except (TypeError, ValueError, binascii.Error, struct.error) as error:
-            raise BadValue(f"plain value {stored!r} is malformed: {error}") from None
-    raise BadValue(f"plain value {str(stored)[:80]!r} is of no known type")
+            raise BadValue(f"plain value {quoted(stored)} is malformed: {error}") from None
+    raise BadValue(f"plain value {quoted(stored)} is of no known type")

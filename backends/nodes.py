@@ -1,0 +1,386 @@
+"""OCDBT's manifests and B-tree nodes, decoded as untrusted input and within bounds.
+
+TensorStore's own decoder believes what it reads: a node of a few kilobytes can unpack to gigabytes,
+and once more where each key repeats most of the key before it. So every node is decoded here
+before TensorStore may see it. TensorStore's documentation describes the format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from unickpt.backends import unpack
+from unickpt.backends.kvstore import Damaged
+
+MOST_MANIFEST_BYTES = 1 << 20
+_MANIFEST_MAGIC = bytes.fromhex("0cdb3a2a")
+_NODE_MAGIC = bytes.fromhex("0cdb20de")
+_HEADER_BYTES = 4 + 8 + 2
+_ENDING_BYTES = 4
+_MOST_ENTRIES = 1 << 20  # as TensorStore
+_MOST_LENGTH = (1 << 16) - 1  # of a key, and of a file's path; as TensorStore
+_MOST_OFFSET = (1 << 63) - 1
+_MISSING = (1 << 64) - 1
+_FEW = 32  # below this, NumPy's calls take longer than they save
+# What an entry, and a file's name, take in memory beside their bytes.
+_ENTRY_BYTES = 128
+_FREE_BYTES = 32 << 20
+_PER_STORED_BYTE = 64  # measured: 4 to 25 for the nodes of checkpoints
+
+Numbers = np.ndarray[Any, Any]
+
+
+class Budget:
+    """Holds what the nodes of a database take in memory against what is stored of them."""
+
+    def __init__(self) -> None:
+        self._most, self._taken = _FREE_BYTES, 0
+
+    @property
+    def left(self) -> int:
+        return self._most - self._taken
+
+    def earn(self, stored: int) -> None:
+        """Takes note of a node that was found in the storage, once.
+
+        Arguments:
+            stored: its bytes there.
+        """
+        self._most += _PER_STORED_BYTE * stored
+
+    def take(self, nbytes: int) -> None:
+        """Takes note of memory that is about to be used.
+
+        Raises:
+            Damaged: there is too much of it for what is stored.
+        """
+        self._taken += nbytes
+        if self._taken > self._most:
+            raise Damaged(
+                f"the nodes of the B-tree take more than {self._most >> 20} MiB when unpacked, "
+                "which is far more than so few stored bytes should hold"
+            )
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value, or a node, lies.
+
+    Arguments:
+        path: of the file, below the database's folder.
+        offset: of the first byte.
+        length: in bytes.
+        base: of a node: how much of `path` begins all paths that it names.
+    """
+
+    path: str
+    offset: int
+    length: int
+    base: int = 0
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a manifest says of the newest version of a database.
+
+    Arguments:
+        root: where the root node lies; None where the database is empty.
+        height: of the root node.
+        keys: number of keys, as the manifest claims.
+        nbytes: of all nodes and values in files, likewise.
+        committed: when it was committed, in seconds since 1970, likewise.
+    """
+
+    root: Place | None = None
+    height: int = 0
+    keys: int = 0
+    nbytes: int = 0
+    committed: float = 0.0
+
+
+@dataclass(frozen=True)
+class Node:
+    """A B-tree node.
+
+    Arguments:
+        height: 0 for a leaf.
+        keys: of the entries, ascending, whole.
+        files: the paths of all files that the node names, and how much of each is its base.
+        which: of each entry: the position of its file in `files`; -1 for a value in the node.
+        offsets: of each entry: in bytes; in `inline` for a value in the node.
+        lengths: of each entry: in bytes.
+        common: of each entry of an inner node: how much of its key begins all keys below it.
+        inline: the values in the node, joined.
+    """
+
+    height: int
+    keys: list[bytes]
+    files: list[tuple[str, int]]
+    which: Numbers
+    offsets: Numbers
+    lengths: Numbers
+    common: list[int]
+    inline: bytes
+
+    def find(self, entry: int) -> bytes | Place:
+        """The value of an entry, or where it lies, or where its node does."""
+        offset, length = int(self.offsets[entry]), int(self.lengths[entry])
+        if self.which[entry] < 0:
+            return self.inline[offset : offset + length]
+        path, base = self.files[self.which[entry]]
+        return Place(path, offset, length, base)
+
+
+def manifest(data: bytes) -> Manifest:
+    """Decodes a manifest.
+
+    Raises:
+        Damaged: it is none, or of a kind that no checkpoint has.
+    """
+    if len(data) > MOST_MANIFEST_BYTES:
+        raise Damaged(
+            f"the manifest has {len(data)} bytes, and that of a checkpoint at most "
+            f"{MOST_MANIFEST_BYTES}"
+        )
+    budget = Budget()
+    body = _open(data, _MANIFEST_MAGIC, "the manifest", budget)
+    body.take(16)  # the database's name
+    if body.byte() != 0:
+        raise Damaged("the manifest does not hold the database's versions")
+    body.number()
+    body.number()
+    body.byte()
+    if body.number() != 0:
+        body.take(4)
+    files = _files(body, "", budget)
+    count = body.number()
+    if not 0 < count <= _MOST_ENTRIES:
+        raise Damaged(f"the manifest names {count} versions")
+    budget.take(count * _ENTRY_BYTES)
+    body.numbers(count)
+    heights = body.take(count)
+    which, offset, length, keys, *nbytes = (int(body.numbers(count)[-1]) for _ in range(6))
+    committed = int.from_bytes(body.take(8 * count)[-8:], "little") / 1e9
+    if offset == length == _MISSING:
+        return Manifest(committed=committed)
+    _check_places(which, offset, length, files)
+    path, base = files[which]
+    place = Place(path, offset, length, base)
+    return Manifest(place, heights[-1], keys, sum(nbytes), committed)
+
+
+def node(data: bytes, where: Place, height: int, prefix: bytes, budget: Budget) -> Node:
+    """Decodes a B-tree node.
+
+    Arguments:
+        data: the stored bytes.
+        where: they lie.
+        height: that the node must have.
+        prefix: what all its keys begin with.
+        budget: of the database.
+
+    Raises:
+        Damaged: it is none, or of another height, or too large for what is stored.
+    """
+    at = f"the B-tree node at byte {where.offset} of {where.path}"
+    body = _open(data, _NODE_MAGIC, at, budget)
+    if body.byte() != height:
+        raise Damaged(f"{at} has not the height {height}")
+    files = _files(body, where.path[: where.base], budget)
+    count = body.number()
+    if not 0 < count <= _MOST_ENTRIES:
+        raise Damaged(f"{at} has {count} entries")
+    budget.take(count * _ENTRY_BYTES)
+    keys, common = _keys(body, count, prefix, height > 0, budget)
+    if height:
+        which, offsets, lengths = (body.numbers(count) for _ in range(3))
+        _check_places(which, offsets, lengths, files)
+        common = [len(prefix) + n for n in common]
+        return Node(height, keys, files, which.astype(np.int64), offsets, lengths, common, b"")
+    lengths = body.numbers(count)
+    apart = np.frombuffer(body.take(count), np.uint8) != 0
+    there = int(apart.sum())
+    found, starts = body.numbers(there), body.numbers(there)
+    _check_places(found, starts, lengths[apart], files)
+    which = np.full(count, -1, np.int64)
+    which[apart] = found
+    within = np.where(apart, np.uint64(0), lengths)
+    if int(within.max()) > budget.left:
+        raise body.too_short()
+    offsets = np.cumsum(within) - within
+    offsets[apart] = starts
+    inline = body.take(int(within.sum()))
+    return Node(0, keys, files, which, offsets, lengths, [], inline)
+
+
+def _open(data: bytes, magic: bytes, at: str, budget: Budget) -> _Body:
+    """Checks what encloses a manifest or a node."""
+    length = int.from_bytes(data[4:12], "little")
+    if data[:4] != magic or length != len(data) or len(data) < _HEADER_BYTES + _ENDING_BYTES:
+        raise Damaged(f"{at} does not begin like one")
+    if data[12] != 0 or data[13] > 1:
+        raise Damaged(f"{at} is of version {data[12]}, compression {data[13]}; known are 0 to 0, 1")
+    if not unpack.is_sound(data):
+        raise Damaged(f"{at} does not match its checksum")
+    return _Body(data[_HEADER_BYTES:-_ENDING_BYTES], data[13] == 1, at, budget)
+
+
+class _Body:
+    """The inside of a manifest or node, read from its front; unpacked as far as is needed.
+
+    Arguments:
+        stored: the bytes.
+        packed: whether they are a zstd stream.
+        at: what they are, for messages.
+        budget: for what is unpacked.
+    """
+
+    def __init__(self, stored: bytes, packed: bool, at: str, budget: Budget) -> None:
+        self._stored, self._packed, self._name, self._budget = stored, packed, at, budget
+        self._data = b"" if packed else stored
+        self._at = 0
+        # How much to unpack next; and no more than that comes out of the stream.
+        self._guess, self._most = unpack.zstd_sizes(stored) if packed else (0, len(stored))
+
+    def too_short(self) -> Exception:
+        return Damaged(f"{self._name} ends early, or is too large when unpacked")
+
+    def _need(self, end: int) -> None:
+        """Unpacks at least up to a position."""
+        if end <= len(self._data):
+            return
+        if not self._packed or end > self._most:
+            raise self.too_short()
+        self._budget.take(end - len(self._data))
+        more = min(max(end, self._guess), end + self._budget.left)
+        found = unpack.zstd_prefix(self._stored, more)
+        if found is None and more > end:
+            self._most = more - 1
+            found = unpack.zstd_prefix(self._stored, end)
+        if found is None:
+            raise self.too_short()
+        self._budget.take(len(found) - end)
+        self._data = found
+        self._guess = len(found) + (self._most - len(found) + 1) // 2
+
+    def take(self, count: int) -> bytes:
+        """The next bytes."""
+        self._need(self._at + count)
+        found = self._data[self._at : self._at + count]
+        self._at += count
+        return found
+
+    def byte(self) -> int:
+        self._need(self._at + 1)
+        self._at += 1
+        return self._data[self._at - 1]
+
+    def number(self) -> int:
+        """The next number, of seven bits per byte, all bytes but its last above 127."""
+        value = 0
+        for shift in range(0, 70, 7):
+            byte = self.byte()
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value
+        raise Damaged(f"{self._name} holds a number of more than 64 bits")
+
+    def numbers(self, count: int) -> Numbers:
+        """The next numbers, as `number` gives them."""
+        if count < _FEW:
+            few = [self.number() for _ in range(count)]
+            if any(n > _MISSING for n in few):
+                raise Damaged(f"{self._name} holds a number of more than 64 bits")
+            return np.array(few, np.uint64)
+        self._need(self._at + count)
+        end = min(self._at + 10 * count, len(self._data))
+        while True:
+            raw = np.frombuffer(self._data, np.uint8, end - self._at, self._at)
+            ends = np.flatnonzero(raw < 128)[:count]
+            if len(ends) == count:
+                break
+            end += count - len(ends)
+            self._need(end)
+        starts = np.concatenate([[0], ends[:-1] + 1])
+        widths = ends - starts + 1
+        if widths.max() > 10:
+            raise Damaged(f"{self._name} holds a number of more than 64 bits")
+        out = np.zeros(count, np.uint64)
+        for k in range(int(widths.max())):
+            some = widths > k
+            out[some] |= (raw[starts[some] + k].astype(np.uint64) & np.uint64(127)) << np.uint64(
+                7 * k
+            )
+        self._at += int(ends[-1]) + 1
+        return out
+
+    def lengths(self, count: int) -> list[int]:
+        """The next numbers, which are lengths of keys or paths."""
+        found = self.numbers(count)
+        if count and int(found.max()) > _MOST_LENGTH:
+            raise Damaged(f"{self._name} holds a key or a path of {found.max()} bytes")
+        return [int(n) for n in found.tolist()]
+
+
+def _files(body: _Body, base: str, budget: Budget) -> list[tuple[str, int]]:
+    """The table of files: their paths, and how much of each is the base of what lies there."""
+    count = body.number()
+    if count > _MOST_ENTRIES:
+        raise Damaged(f"a node of the B-tree names {count} files")
+    if count == 0:
+        return []
+    shared, rest, bases = [0, *body.lengths(count - 1)], body.lengths(count), body.lengths(count)
+    budget.take(count * (_ENTRY_BYTES + len(base)) + sum(shared) + sum(rest))
+    out, path, at = [], b"", 0
+    ends = body.take(sum(rest))
+    for again, more, own in zip(shared, rest, bases, strict=True):
+        if again > len(path) or own > again + more:
+            raise Damaged("the paths of files in a node of the B-tree contradict each other")
+        path, at = path[:again] + ends[at : at + more], at + more
+        name = _text(path)
+        out.append((base + name, len(base) + len(_text(path[:own]))))
+        if name.startswith("/") or "\0" in name or ".." in out[-1][0].split("/"):
+            raise Damaged(f"{out[-1][0][:200]!r} lies outside the database")
+    return out
+
+
+def _text(path: bytes) -> str:
+    try:
+        return path.decode()
+    except UnicodeDecodeError:
+        raise Damaged(f"a path of a file in the B-tree is {path[:200]!r}") from None
+
+
+def _keys(
+    body: _Body, count: int, prefix: bytes, is_inner: bool, budget: Budget
+) -> tuple[list[bytes], list[int]]:
+    """The keys of a node; for an inner one also what the keys below each begin with."""
+    shared, rest = [0, *body.lengths(count - 1)], body.lengths(count)
+    common = body.lengths(count) if is_inner else []
+    budget.take(sum(shared) + sum(rest) + count * len(prefix))
+    ends = body.take(sum(rest))
+    out: list[bytes] = []
+    key, at = b"", 0
+    for again, more in zip(shared, rest, strict=True):
+        before = key
+        key, at = before[:again] + ends[at : at + more], at + more
+        if again > len(before) or (out and key <= before) or len(key) > _MOST_LENGTH:
+            raise Damaged("the keys of a node of the B-tree are not in order")
+        out.append(prefix + key)
+    if any(n + len(prefix) > len(key) for n, key in zip(common, out, strict=False)):
+        raise Damaged("the keys of a node of the B-tree are shorter than what they share")
+    return out, common
+
+
+def _check_places(which: Any, offsets: Any, lengths: Any, files: Sequence[object]) -> None:
+    """That bytes which a node names lie in a file of its table, where a file can have them."""
+    if np.size(which) == 0:
+        return
+    if int(np.max(which)) >= len(files):
+        raise Damaged(f"a node of the B-tree names file {np.max(which)} of {len(files)}")
+    if int(np.max(offsets)) > _MOST_OFFSET or int(np.max(lengths)) > _MOST_OFFSET:
+        raise Damaged("a node of the B-tree names bytes that no file has")
