@@ -242,7 +242,7 @@ def test_what_tensorstore_writes_is_found(
     for key, i in list(keys.items())[::97]:
         assert values.read(key) == str(i).encode() * (1 + i % 40)
         assert values.read(key + "x") is None
-    assert resolve(tmp_path).count_keys(ts.Context()) == count
+    assert resolve(tmp_path).database_facts(ts.Context()).keys == count
     found = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
     assert values.tree.files("") == found - {"manifest.ocdbt"}
 

@@ -382,19 +382,19 @@ class Checkpointer:
 
     def _holders(self, step: int) -> list[Tier]:
         """The tiers that have the version of a step that counts, the fastest first."""
-        if self._local is None:
-            return [self._root]
-        standing = compare(self._local, self._root, step)
-        if standing.newer is Newer.SAME:
-            return [self._local, self._root]
-        if standing.newer is Newer.LOCAL:
-            return [self._local]
-        if standing.local is not None:
-            _log.warning(
-                "%s is stale: another run replaced the step in %s",
-                *(self._local.path(step), self._root.location),
-            )
-        return [self._root]
+        found = [self._root]
+        if self._local is not None:
+            standing = compare(self._local, self._root, step)
+            if standing.newer is Newer.SAME:
+                found = [self._local, self._root]
+            elif standing.newer is Newer.LOCAL:
+                found = [self._local]
+            elif standing.local is not None:
+                _log.warning(
+                    "%s is stale: another run replaced the step in %s",
+                    *(self._local.path(step), self._root.location),
+                )
+        return [tier for tier in found if self._branch.has(tier, step)]
 
     def load(
         self,
@@ -448,8 +448,8 @@ class Checkpointer:
     def _has_loaded(self, step: int, group: Group) -> None:
         self.loaded_step = self._upkeep.loaded = step
         if group.index == 0:
-            tier = next((t for t in self._tiers if step in t.committed()), self._root)
-            self._branch.goes_on_from(tier, step)
+            for tier in self._holders(step)[:1]:
+                self._branch.goes_on_from(tier, step)
 
     def _newest(self, group: Group, below: int | None, damaged: Collection[int]) -> int:
         """The newest step that is not known to be damaged, as the coordinator sees it.
