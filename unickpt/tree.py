@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import unquote
 
+from unickpt import values
 from unickpt.errors import UnsupportedLeaf
 
 Key = str | int
@@ -120,8 +121,8 @@ def _flatten(
     if level is None:
         bad.append(
             f"{where}: {type(obj).__module__}.{type(obj).__qualname__} is neither an array, a "
-            "plain value (int, float, bool, str, bytes, None) nor a container; convert it or "
-            "leave it out"
+            "plain value (int, float, bool, str, bytes, None) nor a container; "
+            f"{values.hint(obj)}"
         )
         return Leaf(name, obj)
     problem = _key_problem(level.keys)
