@@ -31,7 +31,7 @@ def _wrappers_in(module: torch.nn.Module) -> dict[type, str]:
     """The types of wrappers among the modules within a module, and where they hold what they
     wrap."""
     there = {type(part) for part in module.modules()}
-    found = {}
+    found: dict[type, str] = {}
     for where, name, held in _WRAPPERS:
         wrapper = getattr(sys.modules.get(where), name, None)
         if isinstance(wrapper, type):
