@@ -1,4 +1,7 @@
-"""Plain numbers and arrays without dimensions serve for each other, exactly."""
+"""Plain numbers and arrays without dimensions serve for each other, exactly.
+
+torch_ranks.py has the case of several processes.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
 import unickpt
-from unickpt import LoadMismatch, LoadOptions, Rules
+from unickpt import LoadMismatch, Rules
 
 PATH = "memory://numbers/c"
 
@@ -168,9 +171,3 @@ def test_within_a_value_of_one_process() -> None:
     assert (got["n"].dtype, got["n"], got["a"], type(got["a"])) == (np.int8, 5, 6, int)
     with pytest.raises(LoadMismatch, match="'n': stored is a int"):
         unickpt.load(PATH, {"r": unickpt.PerProcess({"n": np.zeros(()), "a": 0})})
-
-
-def test_nothing_is_read_for_a_number() -> None:
-    """Also where processes read together."""
-    options = LoadOptions(exchange=True)
-    assert load(3, np.zeros((), np.int32), options=options) == 3

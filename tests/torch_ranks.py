@@ -703,11 +703,23 @@ def wrapped_modules_have_the_names_of_the_module(folder: Path) -> None:
         if official:  # rank 0 alone has the full one of FSDP1
             assert set(official) == set(plain().state_dict())
     for at in range(3):
-        for make in (plain, ddp):
+        for make in (plain, ddp, fsdp):
             other = fill(make())
             unickpt.load(folder / f"c{at}", {"m": other})
             values = zip(other.state_dict().values(), plain().state_dict().values(), strict=True)
             assert all(torch.equal(a, b) for a, b in values)
+
+
+@ranks(4)
+def numbers_become_arrays_in_every_process(folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    save(folder / "c", {"step": 7, "lr": 0.5, "w": spread(numbers(8), mesh, [Shard(0)])})
+    for exchange in (False, True):
+        step = spread(torch.zeros((), dtype=torch.int32), mesh, [Replicate()])
+        like = {"step": step, "lr": torch.empty((), device="meta"), "w": torch.zeros(8)}
+        got = unickpt.load(folder / "c", like, options=unickpt.LoadOptions(exchange=exchange))
+        assert (step.to_local().item(), got["lr"].item()) == (7, 0.5)
+        assert torch.equal(got["w"], numbers(8))
 
 
 @ranks(4)
