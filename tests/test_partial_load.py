@@ -155,7 +155,7 @@ STORED = {"a": np.arange(60, dtype=np.float32).reshape(4, 3, 5), "b": np.ones(2)
 
 def test_rules_do_not_swallow_shapes() -> None:
     like = {"w.1": np.zeros((5, 3), np.float32), "c": np.full(7, 9.0)}
-    with pytest.raises(RuleError, match=r"b \[n\] <-> c \[n\]\n +'c' is float64\[7\]"):
+    with pytest.raises(RuleError, match=r"b \[n\] <-> c \[n\][\s^]+'c' is float64\[7\]"):
         load(STORED, like, rules=Rules.parse(RULES), strict=False)
     got, report = load(STORED, like, rules=Rules.parse(RULES), strict=False, mismatched="keep")
     assert report.mismatched == (("c", (2,), (7,)),)
