@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import sys
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -17,7 +19,13 @@ from unickpt.adapt import Array, ArraySource, Fence, Fragment, Memory, Read
 from unickpt.adapters.numpy import whole_source
 from unickpt.adapters.torch_dtypes import TO_NUMPY
 from unickpt.adapters.torch_layout import Place, is_dtensor, place_of
-from unickpt.adapters.torch_optimizer import NamedOptimizer, OptimizerFence, expand_optimizer
+from unickpt.adapters.torch_modules import canonical_names, is_wrapped
+from unickpt.adapters.torch_optimizer import (
+    NamedOptimizer,
+    OptimizerFence,
+    expand_optimizer,
+    is_optimizer,
+)
 from unickpt.box import Box
 from unickpt.errors import LoadMismatch, StateChanged
 from unickpt.group import Group, new_session
@@ -143,17 +151,33 @@ def target(leaf: Any) -> TorchTarget:
 
 
 def expand(obj: Any, name: str, stored: Mapping[str, Any] | None) -> Expansion | None:
-    """Optimizers and, to load into, modules with parameters on the meta device."""
-    if isinstance(obj, torch.optim.Optimizer | NamedOptimizer):
+    """Optimizers, and modules that differ from other objects with a `state_dict`."""
+    if isinstance(obj, NamedOptimizer) or is_optimizer(obj):
         return expand_optimizer(obj, name, stored)
-    if stored is None or not isinstance(obj, torch.nn.Module):
-        return None
-    state = obj.state_dict(keep_vars=True)
-    if not any(isinstance(v, torch.Tensor) and v.is_meta for v in state.values()):
-        return None
+    if isinstance(obj, torch.nn.Module):
+        return _expand_module(obj, name, stored is not None)
+    return None
+
+
+def _expand_module(obj: torch.nn.Module, name: str, loading: bool) -> Expansion | None:
+    """Modules with wrappers, which have canonical names; and, to load into, modules with parameters
+    on the meta device."""
+    state = obj.state_dict(keep_vars=True) if loading else {}
+    meta = any(isinstance(v, torch.Tensor) and v.is_meta for v in state.values())
+    if not meta:
+        if not is_wrapped(obj):
+            return None
+        state = obj.state_dict()
+    if not isinstance(state, dict):
+        return None  # not as torch's own; stored as it is
+    names = canonical_names(obj, state)
+    given = {new: old for old, new in names.items()}
 
     def rebuild(children: list[Any]) -> Any:
-        loaded = children[0]
+        loaded = _renamed(children[0], given)
+        if not meta:
+            obj.load_state_dict(loaded)
+            return obj
         first: dict[int, str] = {}
         for key, old in state.items():
             other = first.setdefault(id(old), key) if isinstance(old, torch.Tensor) else key
@@ -165,7 +189,20 @@ def expand(obj: Any, name: str, stored: Mapping[str, Any] | None) -> Expansion |
         obj.load_state_dict(loaded, assign=True)
         return obj
 
-    return Expansion("wrapper", ("state_dict",), (state,), rebuild, type(obj).__name__)
+    shown = _renamed(state, names)
+    return Expansion("wrapper", ("state_dict",), (shown,), rebuild, type(obj).__name__)
+
+
+def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> Mapping[str, Any]:
+    """A `state_dict` with other keys."""
+    items = ((names[key], value) for key, value in state.items())
+    if not isinstance(state, OrderedDict):
+        return dict(items)
+    renamed: Any = OrderedDict(items)
+    if hasattr(state, "_metadata"):  # versions of modules, which load_state_dict asks for
+        renamed._metadata = state._metadata
+    found: Mapping[str, Any] = renamed
+    return found
 
 
 def group() -> Group | None:
@@ -175,7 +212,7 @@ def group() -> Group | None:
 
 
 def fence(optimizer: Any, wait: Callable[[], None]) -> Fence | None:
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if not is_optimizer(optimizer):
         return None
     return OptimizerFence(optimizer, wait)
 
@@ -284,6 +321,13 @@ class TorchTarget:
 
 
 def _check(leaf: Any) -> None:
+    if _is_sharded_tensor(leaf):
+        raise TypeError(
+            "a ShardedTensor, as FSDP1 makes them for sharded state_dicts, has no layout that "
+            "others know; save torch.distributed.checkpoint.state_dict.get_model_state_dict("
+            "model, options=StateDictOptions(full_state_dict=True)), use FSDP2 (fully_shard), or "
+            "hold each local shard in unickpt.LocalFragments"
+        )
     if torch.nn.parameter.is_lazy(leaf):
         raise TypeError("an uninitialized (lazy) parameter has no shape; run the module once")
     if leaf.is_nested or leaf.layout != torch.strided:
@@ -297,6 +341,11 @@ def _check(leaf: Any) -> None:
     if leaf.dtype not in TO_NUMPY:
         names = ", ".join(str(d).removeprefix("torch.") for d in TO_NUMPY)
         raise TypeError(f"dtype {leaf.dtype} has no framework-neutral form; supported are {names}")
+
+
+def _is_sharded_tensor(leaf: Any) -> bool:
+    module = sys.modules.get("torch.distributed._shard.sharded_tensor.api")
+    return module is not None and isinstance(leaf, module.ShardedTensor)
 
 
 def _memory(leaf: torch.Tensor) -> torch.Tensor:

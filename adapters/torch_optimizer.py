@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 from urllib.parse import unquote
@@ -12,8 +12,31 @@ import torch
 from unickpt import dtypes
 from unickpt.adapters.torch_dtypes import TO_NUMPY
 from unickpt.adapters.torch_layout import is_dtensor
+from unickpt.adapters.torch_modules import canonical_names
 from unickpt.errors import LoadMismatch, UnsupportedLeaf
 from unickpt.tree import Expansion, component
+from unickpt.wrapped import without_wrappers
+
+# Where wrappers, such as accelerate's AcceleratedOptimizer, hold the optimizer that they wrap.
+_HELD = ("optimizer", "optim", "_optimizer")
+
+
+def optimizers_of(obj: Any) -> list[Any]:
+    """An optimizer and, if it is a wrapper, those that it wraps, from the outermost on; empty for
+    anything else. Schedulers hold an optimizer as well, but have no `param_groups`."""
+    if isinstance(obj, torch.nn.Module) or not hasattr(type(obj), "step"):
+        return []
+    found: list[Any] = []
+    while hasattr(obj, "param_groups") and not any(obj is outer for outer in found):
+        found.append(obj)
+        held = (getattr(obj, "__dict__", {}).get(name) for name in _HELD)
+        obj = next((h for h in held if isinstance(h, torch.optim.Optimizer)), None)
+    return found if found and isinstance(found[-1], torch.optim.Optimizer) else []
+
+
+def is_optimizer(obj: Any) -> bool:
+    """Whether an object is a torch optimizer, or a wrapper of one."""
+    return bool(optimizers_of(obj))
 
 
 class NamedOptimizer:
@@ -23,7 +46,8 @@ class NamedOptimizer:
 
     Arguments:
         optimizer: as it is used for training.
-        module: whose parameters it has; `module.named_parameters()` gives their names.
+        module: whose parameters it has; `module.named_parameters()` gives their names, without
+            what wrappers (DDP, torch.compile, FSDP1, activation checkpointing) add.
 
     Raises:
         ValueError: the optimizer has a parameter that the module lacks.
@@ -36,7 +60,9 @@ class NamedOptimizer:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> None:
-        known = {id(parameter): name for name, parameter in module.named_parameters()}
+        parameters_of = dict(module.named_parameters())
+        canonical = canonical_names(module, parameters_of)
+        known = {id(parameter): canonical[name] for name, parameter in parameters_of.items()}
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         strange = [tuple(p.shape) for p in parameters if id(p) not in known]
         if strange:
@@ -47,20 +73,22 @@ class NamedOptimizer:
         self.optimizer, self.names = optimizer, [known[id(p)] for p in parameters]
 
 
-def expand_optimizer(
-    obj: torch.optim.Optimizer | NamedOptimizer, name: str, stored: Mapping[str, Any] | None
-) -> Expansion | None:
-    """An optimizer as the container of its `state_dict`; see `Adapter.expand`."""
+def expand_optimizer(obj: Any, name: str, stored: Mapping[str, Any] | None) -> Expansion | None:
+    """An optimizer, a wrapper of one or a `NamedOptimizer` as the container of its `state_dict`;
+    see `Adapter.expand`."""
     optimizer = obj.optimizer if isinstance(obj, NamedOptimizer) else obj
+    inner = optimizers_of(optimizer)[-1]
+    if not hasattr(optimizer, "state_dict"):
+        optimizer = inner
     names = obj.names if isinstance(obj, NamedOptimizer) else None
     state = optimizer.state_dict()
     if not isinstance(state.get("state"), dict):
         return None  # not as torch's own; its state_dict is stored as it is
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    count = sum(len(group["params"]) for group in inner.param_groups)
     keys: Sequence[str | int] = range(count) if names is None else names
     if stored is not None:
         prefix = f"{name}/state/" if name else "state/"
-        state["state"] |= _fresh_state(optimizer, keys, state["state"], prefix, stored)
+        state["state"] |= _fresh_state(inner, keys, state["state"], prefix, stored)
     numbered = state
     if names is not None:
         state = _renumbered(state, dict(enumerate(names)))
@@ -68,13 +96,21 @@ def expand_optimizer(
     def rebuild(children: list[Any]) -> Any:
         loaded = children[0]
         if names is not None:
-            loaded = _renumbered(loaded, {key: at for at, key in enumerate(names)})
+            loaded = _renumbered(loaded, _numbers(names, loaded))
             loaded = _regrouped(name, numbered["param_groups"], loaded)
         optimizer.load_state_dict(loaded)
-        _undo_casts(optimizer, loaded["state"])
+        _undo_casts(inner, loaded["state"])
         return obj
 
     return Expansion("wrapper", ("state_dict",), (state,), rebuild, type(optimizer).__name__)
+
+
+def _numbers(names: Sequence[str], state: Mapping[str, Any]) -> dict[Any, int]:
+    """The number of each parameter by the name that a loaded `state_dict` has for it."""
+    numbers = {name: at for at, name in enumerate(names)}
+    told = {p for group in state["param_groups"] for p in group["params"] if isinstance(p, str)}
+    old = without_wrappers([n for n in names if n not in told], told - {*names})
+    return {**numbers, **{stored: numbers[name] for name, stored in old.items()}}
 
 
 def _renumbered(state: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str, Any]:
@@ -119,21 +155,43 @@ def _fresh_state(
             "and make the optimizer afterwards"
         )
     places = {component(key): at for at, key in enumerate(keys)}
-    state: dict[int, dict[str, Any]] = {}
+    slots_of: dict[str, dict[str, Any]] = {}
     for name, entry in stored.items():
         key, _, slot = name.removeprefix(prefix).partition("/")
-        at = places.get(key) if name.startswith(prefix) else None
-        if at is None or not slot or at in present:
+        if name.startswith(prefix) and slot:
+            slots_of.setdefault(key, {})[slot] = entry
+    old = without_wrappers(
+        [key for key in places if key not in slots_of], [k for k in slots_of if k not in places]
+    )
+    places |= {stored_key: places[key] for key, stored_key in old.items()}
+    state: dict[int, dict[str, Any]] = {}
+    for key, slots in slots_of.items():
+        at = places.get(key)
+        if at is None or at in present or not _may_belong(params[at], slots.values()):
             continue
         # LBFGS keeps lists, and empty ones leave no trace among the names.
-        if "/" in slot or isinstance(optimizer, torch.optim.LBFGS):
+        nested = [slot for slot in slots if "/" in slot]
+        if nested or isinstance(optimizer, torch.optim.LBFGS):
+            where = f"{prefix}{key}/{[*nested, *slots][0]}"
             raise UnsupportedLeaf(
-                f"{name!r}: nested optimizer state cannot be made; let the optimizer take one step "
-                "before loading into it"
+                f"{where!r}: nested optimizer state cannot be made; let the optimizer take one "
+                "step before loading into it"
             )
-        slots = state.setdefault(at, {})
-        slots[unquote(slot)] = _fresh_slot(params[at], slot, entry)
+        state[at] = {unquote(s): _fresh_slot(params[at], s, e) for s, e in slots.items()}
     return state
+
+
+def _may_belong(param: torch.Tensor, slots: Iterable[Any]) -> bool:
+    """Whether stored slots are of a parameter of this shape: of another one, a fresh optimizer
+    makes its own. Some slots have dimensions of 1, or fewer, or are counters."""
+    shape = tuple(param.shape)
+    shapes = [tuple(slot.shape) for slot in slots if hasattr(slot, "shape")]
+    return all(
+        n in (1, size)
+        for found in shapes
+        if len(found) == len(shape)
+        for n, size in zip(found, shape, strict=True)
+    )
 
 
 def _fresh_slot(param: torch.Tensor, slot: str, entry: Any) -> Any:
@@ -161,11 +219,13 @@ def _undo_casts(optimizer: torch.optim.Optimizer, loaded: Mapping[Any, Any]) -> 
 
 
 class OptimizerFence:
-    """Stands before every step of an optimizer; see `unickpt.adapt.Fence`."""
+    """Stands before every step of an optimizer, or of what a wrapper of one wraps; see
+    `unickpt.adapt.Fence`."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, wait: Callable[[], None]) -> None:
-        self._optimizer = optimizer
-        self._hook = optimizer.register_step_pre_hook(lambda *_: wait())
+    def __init__(self, optimizer: Any, wait: Callable[[], None]) -> None:
+        # The innermost one changes the parameters: wrappers call its step, or need not have hooks.
+        self._optimizer: torch.optim.Optimizer = optimizers_of(optimizer)[-1]
+        self._hook = self._optimizer.register_step_pre_hook(lambda *_: wait())
 
     def owners(self) -> set[Hashable]:
         params = [p for group in self._optimizer.param_groups for p in group["params"]]

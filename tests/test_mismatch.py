@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 
 import unickpt
+from unickpt import likely
 
 
 def message(stored: Any, like: Any, **options: Any) -> str:
@@ -28,7 +32,7 @@ def test_all_differences_in_one_table() -> None:
     assert ["b", "dtype", "float32", "float64"] in rows
     assert ["new", "missing", "-", "float64[1]"] in rows
     assert ["old", "unexpected", "float64[1]", "-"] in rows
-    assert ["step", "kind", "plain", "int", "float64[2]"] in rows
+    assert ["step", "kind", "plain", "int", "3", "float64[2]"] in rows
     assert "5 differences" in text
     assert "cast=True" in text
     assert "strict=False" in text
@@ -81,3 +85,138 @@ def test_a_plain_value_comes_back_as_it_was_stored_whatever_plain_value_is_asked
     path = "memory://mismatch/plain"
     unickpt.save(path, {"lr": 0.5, "fused": None}, overwrite=True)
     assert unickpt.load(path, {"lr": 1, "fused": True}) == {"lr": 0.5, "fused": None}
+
+
+# --- likely causes -------------------------------------------------------------------------------
+
+
+def layers(count: int, **leaves: Any) -> dict[str, Any]:
+    return {"layers": {str(i): dict(leaves) for i in range(count)}}
+
+
+PAIR = {"q": np.zeros((2, 3)), "k": np.zeros(3)}
+
+
+def test_one_renamed_component_is_told_first_and_once() -> None:
+    text = message(
+        {"model": {"encodr": layers(35, **PAIR)}, "step": 1, "old": np.zeros(7)},
+        {"model": {"encoder": layers(35, **PAIR)}, "step": 1},
+    )
+    lines = text.splitlines()
+    assert lines[0].endswith("141 differences")
+    assert lines[1].startswith(
+        "likely cause: asked 'encoder/', stored 'encodr/'? (70 leaves): asked "
+        "'model/encoder/layers/0/k', stored 'model/encodr/layers/0/k'. Rename it in `like`"
+    )
+    assert [line.split()[0] for line in lines[2:]] == ["unexpected:", "leaf", "old"]
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "cause"),
+    [
+        ({"model": layers(3, **PAIR)}, layers(3, **PAIR), "stored under 'model/', and asked for"),
+        (layers(3, **PAIR), {"p": layers(3, **PAIR)}, "asked for under 'p/', and stored without"),
+        ({"a": layers(3, w=np.ones(2))}, {"b": layers(3, w=np.ones(2))}, "asked 'b/', stored 'a/'"),
+        (layers(3, kernel=np.ones(2)), layers(3, weight=np.ones(2)), "asked 'weight', stored 'ker"),
+        (
+            {"m": {f"l.{i}.w": np.zeros(2) for i in range(3)}},
+            {"m": {"l": [{"w": np.zeros(2)}] * 3}},
+            "dots and slashes alone (3 leaves): asked 'm/l/0/w', stored 'm/l.0.w'",
+        ),
+        (
+            {"l": [{"w": np.zeros(2)}] * 3},
+            {f"l.{i}.w": np.zeros(2) for i in range(3)},
+            "dots and slashes alone (3 leaves): asked 'l.0.w', stored 'l/0/w'",
+        ),
+        (
+            {f"l/{i}": np.zeros(2) for i in range(3)},
+            {"l": [np.zeros(2)] * 3},
+            "dots and slashes alone (3 leaves): asked 'l/0', stored 'l%2F0'",
+        ),
+        (
+            {f"l.{i}.w": np.zeros(2) for i in range(3)},
+            {f"module.l.{i}.w": np.zeros(2) for i in range(3)},
+            "what a wrapper (DDP, torch.compile) adds (3 leaves): asked 'module.l.0.w'",
+        ),
+        (
+            {"a": np.zeros((2, 3)), "b": np.zeros((4, 5))},
+            {"a": np.zeros((3, 2)), "b": np.zeros((5, 4))},
+            "2 arrays are stored transposed, such as 'a': [2, 3] instead of [3, 2]",
+        ),
+    ],
+)  # fmt: skip
+def test_the_likely_cause_stands_first(stored: Any, asked: Any, cause: str) -> None:
+    first = message(stored, asked).splitlines()[1]
+    assert first.startswith("likely cause: ")
+    assert cause in first
+
+
+def test_the_rule_for_transposed_arrays_works() -> None:
+    stored = {"a": np.arange(6.0).reshape(2, 3)}
+    text = message(stored, {"a": np.zeros((3, 2))})
+    rule = text.partition("such as `")[2].partition("`")[0]
+    got = unickpt.load(
+        "memory://mismatch/table", {"a": np.zeros((3, 2))}, rules=unickpt.Rules.parse(rule)
+    )
+    assert np.array_equal(got["a"], stored["a"].T)
+
+
+def test_what_has_another_shape_is_no_renamed_leaf() -> None:
+    text = message({"old": [np.zeros(2)] * 3}, {"new": [np.zeros(5)] * 3})
+    assert "likely cause" not in text
+
+
+def test_the_table_is_sorted_and_short() -> None:
+    names = [f"{kind}{i * 7919 % 101}" for i in range(90) for kind in "zy"]
+    stored = {name: np.zeros(at) for at, name in enumerate(names)}
+    text = message(stored, {})
+    lines = text.splitlines()
+    assert len(lines) <= 40
+    assert lines[-1] == "  ... and 144 more rows"
+    shown = [line.split()[0] for line in lines[3:-1]]
+    assert shown == sorted(names, key=lambda name: (name[0], int(name[1:])))[: len(shown)]
+
+
+def test_every_process_prints_the_same_table() -> None:
+    """Whatever the seed of its hashes."""
+    program = """
+import numpy as np, unickpt
+stored = {f"{i * 7}/a": np.zeros(i) for i in range(20)} | {"r": unickpt.PerProcess(1)}
+unickpt.save("memory://c", stored)
+try:
+    unickpt.load("memory://c", {f"{i * 5}/b": np.zeros(i) for i in range(20)} | {"x": 1})
+except unickpt.LoadMismatch as error:
+    print(error)
+"""
+    texts = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(texts) == 1
+    assert "difference" in texts.pop()
+
+
+def test_many_names_take_no_quadratic_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted by how many pairs of names are looked at."""
+    looked = []
+    difference = likely._difference
+    monkeypatch.setattr(likely, "_difference", lambda a, b: looked.append(1) or difference(a, b))
+    rows = {f"{{}}/{i}/{j}/w": "float32[2]" for i in range(50) for j in range(40)}
+    found = likely.causes(
+        {name.format("params"): text for name, text in rows.items()},
+        {name.format("model"): text for name, text in rows.items()},
+    )
+    assert [len(cause.pairs) for cause in found] == [2000]
+    assert len(looked) <= 10 * 2000
+    looked.clear()
+    one = {f"l/{i}/w": "float32[2]" for i in range(2000)}
+    assert (
+        likely.causes(one, {f"l/{i + 2000}/w": text for i, text in enumerate(one.values())}) == []
+    )
+    assert len(looked) <= 10 * 2000

@@ -72,6 +72,28 @@ def test_a_model_and_its_optimizer() -> None:
     assert len(again.state_dict()["state"]) == 2
 
 
+def test_a_part_into_another_model() -> None:
+    torch = pytest.importorskip("torch")
+
+    def model(width: int) -> Any:
+        layers = {"body": torch.nn.Linear(3, 3), "head": torch.nn.Linear(3, width)}
+        return torch.nn.ModuleDict(layers)
+
+    old = model(4)
+    optimizer = torch.optim.AdamW(old.parameters())
+    for parameter in old.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    unickpt.save("ckpt/step_1", {"model": old, "optim": optimizer, "step": 1})
+    new = model(2)
+    fresh = torch.optim.AdamW(new.parameters())
+    found = run("return_report=True", with_another_head=new, fresh_optimizer=fresh, unickpt=unickpt)
+    assert len(found["report"].mismatched) == 2
+    assert found["state"]["step"] == 1
+    assert torch.equal(new["body"].weight, old["body"].weight)
+    assert len(fresh.state) == 2
+
+
 def test_into_jax_on_another_mesh() -> None:
     jax = pytest.importorskip("jax")
     from jax.sharding import NamedSharding, PartitionSpec

@@ -19,19 +19,23 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 import unickpt
 
 Case = Callable[[Path], None]
 CASES: dict[int, list[Case]] = {}
+CPU = torch.device("cpu")
 SMALL = unickpt.SaveOptions(chunk_bytes=48, fsync=False, timeout_s=20)
 
 
@@ -666,6 +670,75 @@ def a_leaf_that_one_rank_has(folder: Path) -> None:
     save(folder / "c", tree)
     check(folder / "c", "v", numbers(5))
     check(folder / "c", "w", numbers(7))
+
+
+# --- wrapped modules ------------------------------------------------------------------------------
+
+
+@ranks(4)
+def wrapped_modules_have_the_names_of_the_module(folder: Path) -> None:
+    def plain() -> Any:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4))
+
+    def fill(model: Any) -> Any:
+        with torch.no_grad():
+            for value in model.state_dict(keep_vars=True).values():
+                value.fill_(7)
+        return model
+
+    def ddp() -> Any:
+        return torch.compile(DistributedDataParallel(checkpoint_wrapper(plain())), backend="eager")
+
+    def fsdp() -> Any:
+        inner = plain()
+        inner[0] = FullyShardedDataParallel(checkpoint_wrapper(inner[0]), device_id=CPU)
+        return FullyShardedDataParallel(inner, device_id=CPU)
+
+    for at, make in enumerate((plain, ddp, fsdp)):
+        save(folder / f"c{at}", {"m": make()})
+        names = list(unickpt.open(folder / f"c{at}"))
+        assert names == [f"m/{key}" for key in plain().state_dict()], names
+        official = get_model_state_dict(make(), options=StateDictOptions(full_state_dict=True))
+        if official:  # rank 0 alone has the full one of FSDP1
+            assert set(official) == set(plain().state_dict())
+    for at in range(3):
+        for make in (plain, ddp, fsdp):
+            other = fill(make())
+            unickpt.load(folder / f"c{at}", {"m": other})
+            values = zip(other.state_dict().values(), plain().state_dict().values(), strict=True)
+            assert all(torch.equal(a, b) for a, b in values)
+
+
+@ranks(4)
+def numbers_become_arrays_in_every_process(folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    save(folder / "c", {"step": 7, "lr": 0.5, "w": spread(numbers(8), mesh, [Shard(0)])})
+    for exchange in (False, True):
+        step = spread(torch.zeros((), dtype=torch.int32), mesh, [Replicate()])
+        like = {"step": step, "lr": torch.empty((), device="meta"), "w": torch.zeros(8)}
+        got = unickpt.load(folder / "c", like, options=unickpt.LoadOptions(exchange=exchange))
+        assert (step.to_local().item(), got["lr"].item()) == (7, 0.5)
+        assert torch.equal(got["w"], numbers(8))
+
+
+@ranks(4)
+def a_sharded_tensor_is_refused_by_name(folder: Path) -> None:
+    model = FullyShardedDataParallel(torch.nn.Linear(8, 8), device_id=CPU)
+    FullyShardedDataParallel.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    fails(
+        unickpt.UnsupportedLeaf,
+        lambda: save(folder / "c", {"m": model}),
+        "'m/weight': a ShardedTensor",
+        "get_model_state_dict",
+        "fully_shard",
+    )
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    state = state or {"weight": torch.zeros(8, 8), "bias": torch.zeros(8)}
+    for value in state.values():
+        dist.broadcast(value, 0)
+    save(folder / "d", {"m": state})
+    check(folder / "d", "m/weight", state["weight"])
 
 
 # --- the group ------------------------------------------------------------------------------------

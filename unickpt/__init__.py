@@ -37,6 +37,7 @@ from unickpt.load import load
 from unickpt.marks import LocalFragments, PerProcess, PerProcessValues
 from unickpt.options import Damage, LoadOptions, SaveOptions, SaveReport, VerifyReport
 from unickpt.pending import PendingSave
+from unickpt.report import LoadReport
 from unickpt.rules import Function, Rules
 from unickpt.save import save
 from unickpt.verify import verify
@@ -61,6 +62,7 @@ __all__ = [
     "Layout",
     "LoadMismatch",
     "LoadOptions",
+    "LoadReport",
     "LocalFragments",
     "Mesh",
     "PendingSave",

@@ -107,13 +107,21 @@ def _array(stored: dict[str, Any]) -> Any:
 
 def _into(template: Any, value: Any, prng: str | None, name: str, among: Sequence[Adapter]) -> Any:
     adapter = adapter_of(template, among)
-    if adapter is None or not isinstance(value, np.ndarray):
-        if type(template) is not type(value):
+    target = None if adapter is None else adapter.target(template)
+    if target is not None and target.shape == () and values.is_plain(value):
+        number = values.as_array(value, target.dtype)
+        value = value if number is None else number
+    elif target is None and isinstance(value, np.ndarray) and value.shape == ():
+        value = value.item() if values.is_kind(values.plain(template), value.dtype) else value
+    if target is None or not isinstance(value, np.ndarray):
+        if type(values.plain(template)) is not type(value):
             raise ValueError(
                 f"{name!r}: stored is a {type(value).__name__}, asked a {type(template).__name__}"
             )
-        return value
-    target = adapter.target(template)
+        try:
+            return values.as_asked(value, template)
+        except ValueError as error:
+            raise ValueError(f"{name!r}: {error}") from None
     stored = (value.shape, value.dtype, prng)
     if stored != (target.shape, target.dtype, target.prng):
         raise ValueError(

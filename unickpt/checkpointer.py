@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, overload
 
 from unickpt import backends
 from unickpt.adapt import Fence, adapters, current_group
@@ -30,6 +30,7 @@ from unickpt.load import load
 from unickpt.options import LoadOptions, SaveOptions
 from unickpt.pending import PendingSave, SaveQueue
 from unickpt.policy import Policy, SigtermHandler
+from unickpt.report import LoadReport
 from unickpt.retention import Retention
 from unickpt.rules import Rules
 from unickpt.tiers import Newer, Tier, compare
@@ -396,6 +397,7 @@ class Checkpointer:
                 )
         return [tier for tier in found if self._branch.has(tier, step)]
 
+    @overload
     def load(
         self,
         like: Any = None,
@@ -404,18 +406,49 @@ class Checkpointer:
         fallback: bool = False,
         rules: Rules | None = None,
         strict: bool = True,
+        mismatched: Literal["error", "keep"] = "error",
         cast: bool = False,
+        return_report: Literal[False] = False,
+        options: LoadOptions | None = None,
+    ) -> Any: ...
+
+    @overload
+    def load(
+        self,
+        like: Any = None,
+        *,
+        step: int | None = None,
+        fallback: bool = False,
+        rules: Rules | None = None,
+        strict: bool = True,
+        mismatched: Literal["error", "keep"] = "error",
+        cast: bool = False,
+        return_report: Literal[True],
+        options: LoadOptions | None = None,
+    ) -> tuple[Any, LoadReport]: ...
+
+    def load(
+        self,
+        like: Any = None,
+        *,
+        step: int | None = None,
+        fallback: bool = False,
+        rules: Rules | None = None,
+        strict: bool = True,
+        mismatched: Literal["error", "keep"] = "error",
+        cast: bool = False,
+        return_report: bool = False,
         options: LoadOptions | None = None,
     ) -> Any:
         """Loads a step, the newest where none is given; `loaded_step` then tells which.
 
         Arguments:
-            like, rules, strict, cast, options: as for `unickpt.load`.
+            like, rules, strict, mismatched, cast, return_report, options: as for `unickpt.load`.
             step: its number.
             fallback: where a step is damaged, take the next older one, on all processes alike.
 
         Returns:
-            The tree, as `unickpt.load`.
+            The tree, and with `return_report` the report, as `unickpt.load`.
 
         Raises:
             CheckpointNotFound: there is no such step, or none at all.
@@ -424,7 +457,14 @@ class Checkpointer:
         self._check_after()
         group = self._group(options)
         options = replace(options or LoadOptions(), group=group)
-        arguments = {"rules": rules, "strict": strict, "cast": cast, "options": options}
+        arguments = {
+            "rules": rules,
+            "strict": strict,
+            "mismatched": mismatched,
+            "cast": cast,
+            "return_report": return_report,
+            "options": options,
+        }
         together = group.count > 1 and (fallback or step is None)
         damaged: set[int] = set()
         tries = 0

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from unickpt import dtypes, mismatch, values
 from unickpt.adapt import ArrayTarget
 from unickpt.errors import LoadMismatch
+from unickpt.folding import natural
 from unickpt.index import ArrayEntry
 from unickpt.marks import PerProcess
 from unickpt.mismatch import Difference
-from unickpt.view import View, same_digests
+from unickpt.report import LoadReport
+from unickpt.view import View, same_digests, shown, stored_leaf, stored_names
+
+Shape = tuple[int, ...]
+
+
+@dataclass
+class _Found:
+    """What a comparison finds; as in `LoadReport`, beside the rows of what speaks against it."""
+
+    rows: list[Difference] = field(default_factory=list)
+    loaded: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    mismatched: list[tuple[str, Shape, Shape]] = field(default_factory=list)
+    cast: list[tuple[str, str, str]] = field(default_factory=list)
 
 
 def compare(
@@ -23,41 +37,85 @@ def compare(
     *,
     strict: bool,
     cast: bool,
-) -> None:
+    keep_mismatched: bool = False,
+) -> LoadReport:
     """Holds all leaves of `like` against the checkpoint, before anything is read.
+
+    Arguments:
+        view: the checkpoint.
+        wanted: the leaves of `like` by name.
+        targets: the arrays among them.
+        strict, cast: as for `load`.
+        keep_mismatched: whether leaves of another shape than what is stored keep what they hold.
+
+    Returns:
+        What will be loaded, and what not.
 
     Raises:
         LoadMismatch: one table of all differences.
     """
     index = view.index
-    have = {*index.arrays, *index.aliases, *index.values, *index.per_process}
-    rows: list[Difference] = []
-    for name, value in wanted.items():
-        found = _stored_fact(view, name)
-        if name not in have:
-            if (strict and name not in view.kept) or _abstract(value, targets.get(name)):
-                rows.append(Difference(name, "missing", "-", _asked(value, targets.get(name))))
-        elif name in targets and isinstance(found, ArrayEntry):
-            rows += _compare_array(name, found, targets[name], cast)
-        elif not _same_kind(value, found, name in index.per_process):
-            rows.append(Difference(name, "kind", _shown(found), _asked(value, targets.get(name))))
-    if strict:
-        rows += [
-            Difference(name, "unexpected", _shown(_stored_fact(view, name)), "-")
-            for name in have
-            if name not in wanted
-        ]
-    rows += _shared_memory(view, targets)
+    have = stored_names(index)
+    found = _Found()
+    for name in sorted(wanted, key=natural):
+        value, target, leaf = wanted[name], targets.get(name), stored_leaf(index, name)
+        keeps = not _abstract(value, target)
+        if name in view.misfits and keeps:
+            source = stored_leaf(view.checkpoint.index, view.misfits[name])
+            found.mismatched.append((name, _shape(source), _shape(target)))
+        elif name not in have:
+            if keeps and (not strict or name in view.kept):
+                found.kept.append(name)
+            else:
+                found.rows.append(Difference(name, "missing", "-", _asked(value, target)))
+        elif target is not None and isinstance(leaf, ArrayEntry):
+            _compare_array(view, name, leaf, target, cast, keep_mismatched and keeps, found)
+        else:
+            found.loaded.append(name)
+            problem = _problem(value, leaf, target, name in index.per_process)
+            if problem is not None:
+                found.rows.append(Difference(name, problem, shown(leaf), _asked(value, target)))
+    skipped = sorted(view.unused, key=natural)
+    unexpected = [Difference(name, "unexpected", view.shown(name), "-") for name in skipped]
+    rows = [*found.rows, *(unexpected if strict else ()), *_shared_memory(view, targets)]
+    where = str(view.checkpoint.location)
     if rows:
-        raise LoadMismatch(mismatch.message(str(view.checkpoint.location), rows))
+        raise LoadMismatch(mismatch.message(where, rows))
+    if _nothing_fits(view, targets, found, skipped):
+        lost = [
+            Difference(n, "missing", "-", _asked(wanted[n], targets.get(n))) for n in found.kept
+        ]
+        raise LoadMismatch(mismatch.nothing_fits(where, [*lost, *unexpected]))
+    return LoadReport(
+        where,
+        tuple(found.loaded),
+        tuple(found.kept),
+        tuple(skipped),
+        tuple(found.mismatched),
+        tuple(found.cast),
+        tuple((stored, name) for name, stored in sorted(view.renamed.items())),
+    )
 
 
-def _stored_fact(view: View, name: str) -> Any:
-    index = view.index
-    target = index.aliases.get(name, name)
-    if target in index.arrays:
-        return index.arrays[target]
-    return PerProcess() if name in index.per_process else index.values.get(name)
+def _nothing_fits(
+    view: View, targets: Mapping[str, ArrayTarget], found: _Found, skipped: Sequence[str]
+) -> bool:
+    """Whether nothing of `like` is loaded; or none of its arrays, although there are some to load.
+
+    A step counter has the same name everywhere: that it is there does not mean that `like` fits.
+    """
+    there = {*found.loaded, *(name for name, _, _ in found.mismatched)}
+    lost = [name for name in found.kept if name not in view.kept]
+    if not lost:
+        return False
+    if not there:
+        return True
+    index = view.checkpoint.index
+    return (
+        any(name in targets for name in lost)
+        and any(isinstance(stored_leaf(index, name), ArrayEntry) for name in skipped)
+        and not any(name in targets for name in there)
+    )
 
 
 def _abstract(value: Any, target: ArrayTarget | None) -> bool:
@@ -67,12 +125,20 @@ def _abstract(value: Any, target: ArrayTarget | None) -> bool:
     return target is not None and target.abstract
 
 
-def _same_kind(value: Any, found: Any, per_process: bool) -> bool:
+def _problem(value: Any, leaf: Any, target: ArrayTarget | None, per_process: bool) -> str | None:
+    """Why a stored leaf that is no array, or that is not asked for as one, cannot be loaded."""
     if per_process or isinstance(value, PerProcess):
-        return per_process and isinstance(value, PerProcess)
-    if isinstance(found, ArrayEntry):
-        return is_number(value, found)
-    return values.is_plain(value) and values.is_plain(found)
+        return None if per_process and isinstance(value, PerProcess) else "kind"
+    if isinstance(leaf, ArrayEntry):
+        return None if is_number(value, leaf) else "kind"
+    if target is not None:
+        scalar = tuple(target.shape) == () and values.is_kind(leaf, target.dtype)
+        return "value" if scalar else "kind"
+    try:
+        values.as_asked(leaf, value)
+    except ValueError:
+        return "member"
+    return None
 
 
 def is_number(value: Any, entry: ArrayEntry) -> bool:
@@ -82,25 +148,33 @@ def is_number(value: Any, entry: ArrayEntry) -> bool:
     """
     if entry.shape != () or entry.prng is not None:
         return False
-    dtype = dtypes.from_name(entry.dtype)
-    kinds = {int: "integer", float: "float", bool: "other"}
-    return kinds.get(type(value)) == dtypes.kind(dtype) and (
-        type(value) is not bool or dtype == np.bool_
-    )
+    return values.is_kind(value, dtypes.from_name(entry.dtype))
 
 
 def _compare_array(
-    name: str, entry: ArrayEntry, target: ArrayTarget, cast: bool
-) -> list[Difference]:
-    rows = []
+    view: View,
+    name: str,
+    entry: ArrayEntry,
+    target: ArrayTarget,
+    cast: bool,
+    keep: bool,
+    found: _Found,
+) -> None:
     have, want = dtypes.from_name(entry.dtype), target.dtype
-    if tuple(entry.shape) != tuple(target.shape):
-        rows.append(Difference(name, "shape", str(list(entry.shape)), str(list(target.shape))))
-    if have != want and not (cast and dtypes.castable(have, want)):
-        rows.append(Difference(name, "dtype", entry.dtype, dtypes.name_of(want)))
+    shapes = _shape(entry), _shape(target)
+    if shapes[0] != shapes[1] and keep:
+        found.mismatched.append((name, *shapes))
+        return
+    found.loaded.append(name)
+    if shapes[0] != shapes[1]:
+        found.rows.append(Difference(name, "shape", *(str(list(s)) for s in shapes)))
+    if have != want and cast and dtypes.castable(have, want):
+        found.cast.append((name, entry.dtype, dtypes.name_of(want)))
+    elif have != want:
+        stored = shown(view.numbers[name]) if name in view.numbers else entry.dtype
+        found.rows.append(Difference(name, "dtype", stored, dtypes.name_of(want)))
     if target.prng is not None and target.prng != entry.prng:
-        rows.append(Difference(name, "PRNG key", str(entry.prng), target.prng))
-    return rows
+        found.rows.append(Difference(name, "PRNG key", str(entry.prng), target.prng))
 
 
 def _shared_memory(view: View, targets: Mapping[str, ArrayTarget]) -> list[Difference]:
@@ -109,7 +183,7 @@ def _shared_memory(view: View, targets: Mapping[str, ArrayTarget]) -> list[Diffe
     rows = []
     for name, target in targets.items():
         other = first.setdefault(target.identity, name) if target.identity is not None else name
-        entry, one = _stored_fact(view, name), _stored_fact(view, other)
+        entry, one = (stored_leaf(view.index, n) for n in (name, other))
         if other == name or not (isinstance(entry, ArrayEntry) and isinstance(one, ArrayEntry)):
             continue
         if entry.name != one.name and not _same_data(view, entry, one):
@@ -125,13 +199,12 @@ def _same_data(view: View, a: ArrayEntry, b: ArrayEntry) -> bool:
     return ours is not None and other is not None and same_digests(stored, ours, stored, other)
 
 
+def _shape(array: Any) -> Shape:
+    """The shape of an entry or a target; a plain value has no dimensions."""
+    return tuple(getattr(array, "shape", ()))
+
+
 def _asked(value: Any, target: ArrayTarget | None) -> str:
     if target is not None:
         return f"{dtypes.name_of(target.dtype)}{list(target.shape)}"
     return "a PerProcess" if isinstance(value, PerProcess) else f"plain {type(value).__name__}"
-
-
-def _shown(found: Any) -> str:
-    if isinstance(found, ArrayEntry):
-        return f"{found.dtype}{list(found.shape)}"
-    return "a PerProcess" if isinstance(found, PerProcess) else f"plain {type(found).__name__}"

@@ -105,7 +105,7 @@ def describe(
                 blobs[name] = blob.encode(value.value, among)
                 continue
             if values.is_plain(value):
-                plain[name] = value
+                plain[name] = values.plain(value)
                 continue
             source = _source(value, group, among)
             if source.identity is not None and source.identity in first:

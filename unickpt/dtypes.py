@@ -42,6 +42,15 @@ _ML_DTYPES = [
 _STORED_AS = {"float8_e4m3": "uint8"}
 
 DType = np.dtype[Any]
+# What to store instead of NumPy's other kinds of arrays and scalars.
+_HINTS = {
+    "U": ", store x.tolist()",
+    "S": ", store x.tolist()",
+    "O": ", store x.tolist(), if it holds plain values",
+    "V": ", store each of its fields as an array",
+    "f": ", store x.astype(numpy.float64), which is less precise",
+    "c": ", store x.astype(numpy.complex128), which is less precise",
+}
 
 
 def _named() -> dict[str, DType]:
@@ -71,8 +80,8 @@ def name_of(dtype: DType) -> str:
     if dtype.kind in "mM":
         return little.name
     raise TypeError(
-        f"dtype {dtype} cannot be stored; supported are {', '.join(supported())}, "
-        "datetime64 and timedelta64"
+        f"dtype {dtype} cannot be stored{_HINTS.get(dtype.kind, '')}; supported are "
+        f"{', '.join(supported())}, datetime64 and timedelta64"
     )
 
 

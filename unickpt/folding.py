@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 _NUMBER = re.compile(r"(\d+)")
 
@@ -17,6 +17,24 @@ def skeleton(name: str) -> str:
         'layers_0/w'
     """
     return _NUMBER.sub("0", name)
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """A key that sorts names with numbers as a person would: layers_2 before layers_10."""
+    return [(int(part) if part.isdecimal() else 0, part) for part in _NUMBER.split(name)]
+
+
+def fold_all(names: Iterable[str]) -> list[str]:
+    """Names of any skeletons, folded and sorted.
+
+    Example:
+        >>> fold_all(["h.1.w", "b", "h.0.w"])
+        ['b', 'h.{0..1}.w']
+    """
+    groups: dict[str, list[str]] = {}
+    for name in sorted(names, key=natural):
+        groups.setdefault(skeleton(name), []).append(name)
+    return [folded for group in groups.values() for folded in fold(group)]
 
 
 def fold(names: Sequence[str]) -> list[str]:

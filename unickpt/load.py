@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
-from unickpt import backends, blob, checkpoint, tree
+from unickpt import backends, blob, checkpoint, tree, values
 from unickpt.adapt import Adapter, ArrayTarget, adapters, current_group
 from unickpt.checkpoint import Checkpoint
 from unickpt.compare import compare, is_number
@@ -15,9 +16,40 @@ from unickpt.index import Index
 from unickpt.marks import PerProcess, PerProcessValues
 from unickpt.options import LoadOptions
 from unickpt.read import NewTarget, NumberTarget
+from unickpt.report import LoadReport
 from unickpt.rules import Rules
 from unickpt.view import AsStored, Ruled, View, jobs_of, through, wanted_through
 from unickpt.wanted import Wanted
+
+_log = logging.getLogger("unickpt")
+
+
+@overload
+def load(
+    path: backends.Path,
+    like: Any = None,
+    *,
+    rules: Rules | None = None,
+    strict: bool = True,
+    mismatched: Literal["error", "keep"] = "error",
+    cast: bool = False,
+    return_report: Literal[False] = False,
+    options: LoadOptions | None = None,
+) -> Any: ...
+
+
+@overload
+def load(
+    path: backends.Path,
+    like: Any = None,
+    *,
+    rules: Rules | None = None,
+    strict: bool = True,
+    mismatched: Literal["error", "keep"] = "error",
+    cast: bool = False,
+    return_report: Literal[True],
+    options: LoadOptions | None = None,
+) -> tuple[Any, LoadReport]: ...
 
 
 def load(
@@ -26,7 +58,9 @@ def load(
     *,
     rules: Rules | None = None,
     strict: bool = True,
+    mismatched: Literal["error", "keep"] = "error",
     cast: bool = False,
+    return_report: bool = False,
     options: LoadOptions | None = None,
 ) -> Any:
     """Loads a checkpoint onto any mesh, in any framework.
@@ -41,17 +75,25 @@ def load(
         like: a tree that says what is wanted: JAX arrays or `jax.ShapeDtypeStruct`s with
             shardings (new arrays are made), torch tensors, DTensors and NumPy arrays (filled in
             place; meta tensors are materialised), plain values, `PerProcess`, `LocalFragments`,
-            objects with `load_state_dict`. Without `like`, the stored tree with NumPy arrays.
+            objects with `load_state_dict`. Without `like`, the stored tree with NumPy arrays. A
+            number that is stored as a plain int, float or bool loads into an array without
+            dimensions of its kind, if that holds it exactly, and the other way round.
         rules: how names and axes of `like` (the right side of the rules) follow from those that
             are stored (the left side); `Rules.inverse` is the other direction.
         strict: whether the names must be the same; if not, leaves that are not stored keep what
-            `like` holds, and stored ones that `like` lacks are skipped.
+            `like` holds, and stored ones that `like` lacks are skipped. That nothing of `like` is
+            stored, or none of its arrays, is an error even so.
+        mismatched: what to do with an array of another shape than what is stored: "error", or
+            "keep" what `like` holds.
         cast: whether a stored dtype may become another of the same kind: floats to floats,
             integers to integers that hold all values. Never from one kind to another.
+        return_report: whether to return a `LoadReport` too. Its text goes to the logger "unickpt"
+            at level INFO in any case.
         options: see `LoadOptions`.
 
     Returns:
-        A tree of `like`'s containers, or of the stored ones.
+        A tree of `like`'s containers, or of the stored ones; with `return_report`, a pair of the
+        tree and the report.
 
     Raises:
         CheckpointNotFound: no committed checkpoint is there.
@@ -67,18 +109,25 @@ def load(
         >>> unickpt.load("memory://run/load")
         {'w': array([0, 1, 2]), 'step': 7}
     """
+    if mismatched not in ("error", "keep"):
+        raise ValueError(f'mismatched={mismatched!r} is neither "error" nor "keep"')
     options = options or LoadOptions()
     among = adapters()
 
-    def attempt() -> Any:
+    def attempt() -> tuple[Any, LoadReport]:
         with reading(options, among) as read:
             stored = checkpoint.open(path)
             if like is None:
                 view = AsStored(stored) if rules is None else through(stored, rules, strict=strict)
                 return _load_all(view, options, among, read)
-            return _load_like(stored, like, rules, strict, cast, options, among, read)
+            keep = mismatched == "keep"
+            return _load_like(stored, like, rules, strict, keep, cast, options, among, read)
 
-    return checkpoint.again(attempt)  # all is filled anew; processes that exchange all do so
+    # All is filled anew; processes that exchange all do so.
+    found, report = checkpoint.again(attempt)
+    if _log.isEnabledFor(logging.INFO):
+        _log.info("%s", report)
+    return (found, report) if return_report else found
 
 
 def _load_like(
@@ -86,32 +135,47 @@ def _load_like(
     like: Any,
     rules: Rules | None,
     strict: bool,
+    keep: bool,
     cast: bool,
     options: LoadOptions,
     among: Sequence[Adapter],
     read: ReadArrays,
-) -> Any:
+) -> tuple[Any, LoadReport]:
     view: View
     if rules is None:
-        asked, view = Wanted.of(like, among, _facts(stored.index)), AsStored(stored)
+        asked = Wanted.of(like, among, _facts(stored.index))
+        view = AsStored(stored, asked.facts)
     else:
         asked = wanted_through(like, stored, rules, among)
-        view = through(stored, rules, asked.facts, strict=strict)
-    wanted, targets = asked.leaves, dict(asked.targets)
-    compare(view, wanted, targets, strict=strict, cast=cast)
+        view = through(stored, rules, asked.facts, strict=strict, keep_misfits=keep)
+    report = compare(
+        view, asked.leaves, asked.targets, strict=strict, cast=cast, keep_mismatched=keep
+    )
     if isinstance(view, Ruled):
         view.check(options)
+    return _read_like(view, asked, report, options, among, read), report
+
+
+def _read_like(
+    view: View,
+    asked: Wanted,
+    report: LoadReport,
+    options: LoadOptions,
+    among: Sequence[Adapter],
+    read: ReadArrays,
+) -> Any:
+    left = {*report.kept, *(name for name, _, _ in report.mismatched)}
+    wanted = {name: value for name, value in asked.leaves.items() if name not in left}
+    targets = {name: target for name, target in asked.targets.items() if name not in left}
     index = view.index
     facts = _facts(index)
     group = options.group or (current_group(among) if index.per_process else None)
-    done: dict[str, Any] = {}
+    done: dict[str, Any] = {name: asked.leaves[name] for name in left}
     for name, value in wanted.items():
         if isinstance(value, PerProcess) and name in index.per_process:
             done[name] = _own_value(view, name, value, group, among)
         elif name in index.values:
-            done[name] = index.values[name]
-        elif name not in facts:
-            done[name] = value  # not strict, or on purpose: keep it
+            done[name] = values.as_asked(index.values[name], value)
     targets |= {
         name: NumberTarget(facts[name])
         for name, value in wanted.items()
@@ -126,7 +190,7 @@ def _load_like(
             same[name] = first.setdefault((array, id(wanted[name])), name)
             if same[name] == name:
                 by_array.setdefault(array, {})[name] = target
-    found = read(stored, jobs_of(view, by_array))
+    found = read(view.checkpoint, jobs_of(view, by_array))
     done |= {name: found[maker] for name, maker in same.items()}
     return tree.rebuild(asked.node, done.__getitem__)
 
@@ -139,7 +203,7 @@ def _facts(index: Index) -> dict[str, Any]:
 
 def _load_all(
     view: AsStored | Ruled, options: LoadOptions, among: Sequence[Adapter], read: ReadArrays
-) -> Any:
+) -> tuple[Any, LoadReport]:
     index, node = view.index, view.node()
     if isinstance(view, Ruled):
         view.check(options)
@@ -151,7 +215,9 @@ def _load_all(
     wanted = {name: {name: NewTarget(entry)} for name, entry in index.arrays.items()}
     done |= {**read(view.checkpoint, jobs_of(view, wanted)), **index.values}
     done |= {alias: done[name] for alias, name in index.aliases.items()}
-    return tree.rebuild(node, done.__getitem__)
+    skipped = view.unused if isinstance(view, Ruled) else ()
+    report = LoadReport(str(view.checkpoint.location), tuple(done), skipped=tuple(skipped))
+    return tree.rebuild(node, done.__getitem__), report
 
 
 def _decode(view: View, name: str, data: bytes, like: Any, among: Sequence[Adapter]) -> Any:

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from unickpt.folding import fold, skeleton
+from unickpt.folding import fold, natural, skeleton
+from unickpt.likely import Cause, causes
 
-_MOST_ROWS = 40
+_MOST_LINES, _FEWEST_ROWS = 40, 10
 _ADVICE = {
     "missing": "`like` has leaves that the checkpoint lacks: strict=False keeps what they hold; "
     "abstract ones hold nothing, so leave them out or give them memory",
     "unexpected": "the checkpoint has leaves that `like` lacks: strict=False skips them",
     "dtype": "cast=True casts within one kind (float to float, integer to integer)",
-    "shape": "a shape is never changed by loading",
-    "kind": "an array, a plain value and a PerProcess are loaded only into their like",
+    "shape": 'loading never changes a shape: mismatched="keep" keeps what `like` holds there; '
+    "rules transpose, split and join axes",
+    "kind": "an array, a plain value and a PerProcess are loaded only into their like; a plain "
+    "number also into an array of such numbers (int, float or bool) without dimensions",
+    "value": "a plain int that the dtype does not hold: ask for a wider dtype, or a plain 0",
+    "member": "the enumeration of the leaf of `like` has no member of the stored value: ask for a "
+    "plain value",
     "PRNG key": "a typed key is loaded only into one of the same implementation",
     "tied": "two leaves of `like` share memory; untie them before loading",
 }
+_TRANSPOSED = (
+    "{count} stored transposed, such as {name!r}: {stored} instead of {asked}. Flax has kernels "
+    "[in, out], torch weights [out, in]; load with rules such as `{name} [i o] <-> {name} [o i]`"
+)
 
 
 @dataclass(frozen=True)
@@ -32,31 +41,84 @@ class Difference:
 
 
 def message(where: str, rows: Sequence[Difference]) -> str:
-    """All differences as a text table; names that differ in numbers alone share a row."""
+    """All differences: likely causes, what can be done, and a table of what the causes leave open,
+    in which names that differ in numbers alone share a row; the same in every process."""
+    count = f"{len(rows)} difference{'s' if len(rows) > 1 else ''}"
+    return _text(f"{where} does not fit `like`: {count}", rows, _ADVICE)
+
+
+def nothing_fits(where: str, rows: Sequence[Difference]) -> str:
+    """As `message`, for a load with strict=False that finds nothing to load.
+
+    Arguments:
+        rows: of all leaves that are missing or unexpected.
+    """
+    head = (
+        f"{where}: no leaf of `like` that is an array is stored, so strict=False would load nothing"
+        if any("[" in row.asked for row in rows)
+        else f"{where}: no leaf of `like` is stored, so strict=False would load nothing"
+    )
+    return _text(head, rows, {})
+
+
+def _text(head: str, rows: Sequence[Difference], advice: Mapping[str, str]) -> str:
+    rows = sorted(rows, key=lambda row: (natural(row.name), row.problem))
+    likely = causes(
+        {row.name: row.asked for row in rows if row.problem == "missing"},
+        {row.name: row.stored for row in rows if row.problem == "unexpected"},
+    )
+    lines = [head, *(f"likely cause: {cause.text}" for cause in likely), *_transposed(rows)]
+    rows = _unexplained(rows, likely)
+    problems = dict.fromkeys(row.problem for row in rows)
+    lines += [f"{problem}: {advice[problem]}" for problem in problems if problem in advice]
+    return "\n".join([*lines, *_table(rows, len(lines))])
+
+
+def _transposed(rows: Sequence[Difference]) -> list[str]:
+    """Whether kernels have the axes of another framework."""
+    turned = [
+        row
+        for row in rows
+        if row.problem == "shape" and _dims(row.stored) == _dims(row.asked)[::-1]
+    ]
+    if not turned:
+        return []
+    count = "1 array is" if len(turned) == 1 else f"{len(turned)} arrays are"
+    one = turned[0]
+    told = _TRANSPOSED.format(count=count, name=one.name, stored=one.stored, asked=one.asked)
+    return [f"likely cause: {told}"]
+
+
+def _dims(shape: str) -> list[str]:
+    return shape.strip("[]").split(", ")
+
+
+def _unexplained(rows: Sequence[Difference], likely: Sequence[Cause]) -> list[Difference]:
+    """The rows without those that the change of a name would mend."""
+    of_missing = {row.name: row.asked for row in rows if row.problem == "missing"}
+    of_unexpected = {row.name: row.stored for row in rows if row.problem == "unexpected"}
+    mended: set[tuple[str, str]] = set()
+    for cause in likely:
+        for asked, stored in cause.pairs if len(cause.pairs) > 1 else ():
+            if of_missing[asked].split()[:2] == of_unexpected[stored].split()[:2]:
+                mended |= {("missing", asked), ("unexpected", stored)}
+    return [row for row in rows if (row.problem, row.name) not in mended]
+
+
+def _table(rows: Sequence[Difference], lines_before: int) -> list[str]:
     folded = _fold(rows)
-    shown = [("leaf", "problem", "stored", "asked"), *folded[:_MOST_ROWS]]
+    if not folded:
+        return []
+    most = max(_FEWEST_ROWS, _MOST_LINES - lines_before - 2)
+    shown = [("leaf", "problem", "stored", "asked"), *folded[:most]]
     widths = [max(len(row[column]) for row in shown) for column in range(4)]
     lines = [
         "  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
         for row in shown
     ]
-    if len(folded) > _MOST_ROWS:
-        lines.append(f"  ... and {len(folded) - _MOST_ROWS} more rows")
-    problems = dict.fromkeys(row.problem for row in rows)
-    lines += [f"{problem}: {_ADVICE[problem]}" for problem in problems]
-    lines += _near_misses(rows)
-    head = f"{where} does not fit `like`: {len(rows)} difference{'s' if len(rows) > 1 else ''}"
-    return "\n".join([head, *lines])
-
-
-def _near_misses(rows: Sequence[Difference]) -> list[str]:
-    missing = [row.name for row in rows if row.problem == "missing"]
-    unexpected = [row.name for row in rows if row.problem == "unexpected"]
-    for name in missing[:50]:
-        near = difflib.get_close_matches(name, unexpected[:500], n=1, cutoff=0.7)
-        if near:
-            return [f"did you mean: asked {name!r}, stored {near[0]!r}?"]
-    return []
+    if len(folded) > most:
+        lines.append(f"  ... and {len(folded) - most} more rows")
+    return lines
 
 
 def _fold(rows: Sequence[Difference]) -> list[tuple[str, str, str, str]]:

@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
 
+from unickpt import values
 from unickpt.errors import UnsupportedLeaf
 from unickpt.quoting import quoted
 
@@ -126,8 +127,8 @@ def _flatten(
     if level is None:
         bad.append(
             f"{where}: {type(obj).__module__}.{type(obj).__qualname__} is neither an array, a "
-            "plain value (int, float, bool, str, bytes, None) nor a container; convert it or "
-            "leave it out"
+            "plain value (int, float, bool, str, bytes, None) nor a container; "
+            f"{values.hint(obj)}"
         )
         return Leaf(name, obj)
     problem = _key_problem(level.keys)

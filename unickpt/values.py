@@ -1,14 +1,30 @@
-"""Plain values, which live in the index: int, float, bool, str, bytes and None as JSON, exactly."""
+"""Plain values, which live in the index: int, float, bool, str, bytes and None as JSON, exactly.
+
+Members of enumerations that are ints or strings (IntEnum, IntFlag, StrEnum) are stored as these.
+"""
 
 from __future__ import annotations
 
 import base64
 import binascii
+import datetime
+import decimal
+import enum
+import fractions
 import math
 import re
 import struct
+import types
+import uuid
+from collections import deque
+from collections.abc import Iterator, Mapping, Set
+from pathlib import PurePath
 from typing import Any
 
+import ml_dtypes
+import numpy as np
+
+from unickpt import dtypes
 from unickpt.quoting import quoted
 
 _FLOAT64 = re.compile(r"[0-9a-f]{16}")
@@ -23,12 +39,102 @@ Plain = int | float | bool | str | bytes | None
 
 
 def is_plain(obj: object) -> bool:
-    """Whether a value is of exactly a plain type; subclasses (enums, NumPy scalars) are not."""
-    return obj is None or type(obj) in (int, float, bool, str, bytes)
+    """Whether a value is of exactly a plain type, or a member of an enumeration of ints or strings;
+    other subclasses are not."""
+    return (
+        obj is None
+        or type(obj) in (int, float, bool, str, bytes)
+        or (isinstance(obj, enum.Enum) and isinstance(obj, int | str))
+    )
+
+
+def plain(obj: Any) -> Plain:
+    """What is stored of a value that `is_plain`: of a member of an enumeration, the int or str.
+
+    Example:
+        >>> plain(enum.IntEnum("Color", "RED GREEN").GREEN)
+        2
+    """
+    if isinstance(obj, enum.Enum):  # not `.value`, which may be anything
+        return int.__int__(obj) if isinstance(obj, int) else str.__str__(obj)
+    value: Plain = obj
+    return value
+
+
+def as_asked(stored: Plain, like: Any) -> Any:
+    """A stored value as the leaf of `like` asks for it: a member of its enumeration, else as it is.
+
+    Raises:
+        ValueError: the enumeration has no such member.
+    """
+    if isinstance(like, enum.Enum) and type(stored) is type(plain(like)):
+        return type(like)(stored)
+    return stored
+
+
+def as_array(value: Plain, dtype: dtypes.DType) -> np.ndarray[Any, Any] | None:
+    """A number as a 0-d array of its own kind that holds it exactly; None where there is none.
+
+    Example:
+        >>> as_array(7, np.dtype("int8")), as_array(300, np.dtype("int8"))
+        (array(7, dtype=int8), None)
+    """
+    if not is_kind(value, dtype):
+        return None
+    if type(value) is int:
+        limits: Any = ml_dtypes.iinfo
+        if not limits(dtype).min <= value <= limits(dtype).max:
+            return None
+        return np.asarray(value, np.uint64 if value > 0 else np.int64).astype(dtype)
+    with np.errstate(all="ignore"):
+        array = np.asarray(value).astype(dtype)
+        back = array.astype(np.asarray(value).dtype)
+    return array if back.tobytes() == np.asarray(value).tobytes() else None
+
+
+def is_kind(value: Plain, dtype: dtypes.DType) -> bool:
+    """Whether a plain value is a number of the kind of a dtype: int, float or bool."""
+    kinds = {int: "integer", float: "float", bool: "other"}
+    return kinds.get(type(value)) == dtypes.kind(dtype) and (
+        type(value) is not bool or dtype == np.bool_
+    )
+
+
+def hint(obj: object) -> str:
+    """What to store instead of an object that is neither a leaf nor a container."""
+    if isinstance(obj, enum.Enum):
+        return "store x.name, from which Type[name] makes it again"
+    for kinds, told in _HINTS:
+        if isinstance(obj, kinds):
+            return told
+    return "convert it, leave it out, or give it state_dict() and load_state_dict()"
+
+
+_CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
+_HINTS: tuple[tuple[tuple[type, ...], str], ...] = (
+    ((complex,), "store numpy.complex128(x)"),
+    ((PurePath, decimal.Decimal, uuid.UUID), "store str(x)"),
+    ((datetime.date, datetime.time), "store x.isoformat()"),
+    ((datetime.timedelta,), "store (x.days, x.seconds, x.microseconds)"),
+    ((fractions.Fraction,), "store (x.numerator, x.denominator)"),
+    ((range,), "store (x.start, x.stop, x.step)"),
+    ((Set,), "store sorted(x), which has the same order in every process"),
+    ((deque,), "store list(x)"),
+    ((Mapping,), "store dict(x)"),
+    ((bytearray, memoryview), "store bytes(x)"),
+    ((int,), "store int(x)"),
+    ((float,), "store float(x)"),
+    ((str,), "store str(x)"),
+    ((bytes,), "store bytes(x)"),
+    (_CODE, "leave it out: code is not stored"),
+    ((type(...), type(NotImplemented)), "leave it out"),
+    ((Iterator,), "store list(x), which uses it up"),
+)
 
 
 def to_json(value: Plain) -> Any:
     """A plain value as JSON: itself where JSON keeps it exactly, else an object with its type."""
+    value = plain(value)
     if isinstance(value, bytes):
         return {"bytes": base64.b64encode(value).decode()}
     if isinstance(value, float) and not math.isfinite(value):
@@ -50,8 +156,7 @@ def from_json(stored: Any) -> Plain:
         BadValue: for anything that `to_json` never gives.
     """
     if is_plain(stored):
-        plain: Plain = stored
-        return plain
+        return plain(stored)
     if isinstance(stored, dict) and len(stored) == 1:
         kind, text = next(iter(stored.items()))
         try:

@@ -17,6 +17,7 @@ from unickpt.errors import CheckpointCorrupt, LoadMismatch
 from unickpt.feed import Fill, Itself, Recipe, whole_dims
 from unickpt.index import ArrayEntry, Index, PerProcessEntry
 from unickpt.layout import Layout
+from unickpt.marks import PerProcess
 from unickpt.options import LoadOptions
 from unickpt.provenance import Provenance
 from unickpt.read import Job, read_box, read_made
@@ -25,6 +26,7 @@ from unickpt.rules.matching import Fact
 from unickpt.rules.plan import Constant, Made, Plan, Same, Stored
 from unickpt.rules.planner import make_plan, offers
 from unickpt.wanted import Wanted
+from unickpt.wrapped import without_wrappers
 
 
 class View(Protocol):
@@ -41,6 +43,26 @@ class View(Protocol):
     def kept(self) -> frozenset[str]:
         """What may be asked for and is not there, on purpose."""
 
+    @property
+    def misfits(self) -> Mapping[str, str]:
+        """What is asked for and is not there, because the stored leaf has another shape: by name
+        what that is."""
+
+    @property
+    def renamed(self) -> Mapping[str, str]:
+        """The stored names of leaves that are asked for under others, where no rule says so."""
+
+    @property
+    def unused(self) -> Sequence[str]:
+        """The names of what is stored and serves nothing that is asked for."""
+
+    @property
+    def numbers(self) -> Mapping[str, values.Plain]:
+        """The arrays of the index that are stored as plain numbers."""
+
+    def shown(self, name: str) -> str:
+        """What is stored under a name, as text."""
+
     def node(self) -> tree.Node | tree.Leaf:
         """The structure that a load without `like` gives."""
 
@@ -55,12 +77,46 @@ class View(Protocol):
 
 
 class AsStored:
-    """A checkpoint as it is stored."""
+    """A checkpoint as it is stored; or, where something is asked for, as that needs it.
+
+    Numbers that are asked for as arrays are arrays, and names with the components of torch's
+    wrappers are names without them (see `unickpt.wrapped`).
+
+    Arguments:
+        checkpoint: what is stored.
+        asked: what is asked for, where that is known.
+    """
 
     kept: frozenset[str] = frozenset()
+    misfits: Mapping[str, str] = {}
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, asked: Mapping[str, Fact] | None = None) -> None:
         self.checkpoint, self.index = checkpoint, checkpoint.index
+        self.renamed: Mapping[str, str] = {}
+        self._asked, self.numbers = asked or {}, dict[str, values.Plain]()
+        if asked is not None:
+            self._serve(asked)
+
+    def _serve(self, asked: Mapping[str, Fact]) -> None:
+        have = stored_names(self.index)
+        self.renamed = without_wrappers(
+            [name for name in asked if name not in have],
+            [name for name in have if name not in asked],
+        )
+        index = _with_names(self.index, self.renamed)
+        entries = {name: _as_array(name, v, asked.get(name)) for name, v in index.values.items()}
+        numbers = {name: entry for name, entry in entries.items() if entry is not None}
+        self.numbers = {name: index.values[name] for name in numbers}
+        plain = {name: v for name, v in index.values.items() if name not in numbers}
+        self.index = replace(index, arrays={**index.arrays, **numbers}, values=plain)
+
+    @property
+    def unused(self) -> Sequence[str]:
+        served = {*self._asked, *self.renamed.values()}
+        return [name for name in stored_names(self.checkpoint.index) if name not in served]
+
+    def shown(self, name: str) -> str:
+        return shown(stored_leaf(self.checkpoint.index, name))
 
     def node(self) -> tree.Node | tree.Leaf:
         index = self.index
@@ -69,7 +125,7 @@ class AsStored:
         except tree.BadTree as error:
             raise CheckpointCorrupt(f"{self.checkpoint.location}: {error}") from None
         in_tree = {leaf.name for leaf in tree.leaves(node)}
-        in_index = {*index.arrays, *index.aliases, *index.values, *index.per_process}
+        in_index = set(stored_names(index))
         if in_tree != in_index:
             name = min(in_tree ^ in_index)
             raise CheckpointCorrupt(
@@ -79,13 +135,15 @@ class AsStored:
         return node
 
     def recipe(self, name: str) -> Recipe:
+        if name in self.numbers:
+            return _number_recipe(self.numbers[name])
         return Recipe((Itself(self.index.arrays[name]),))
 
     def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[bytes, ...]:
-        return self.checkpoint.per_process(name, of)
+        return self.checkpoint.per_process(self.renamed.get(name, name), of)
 
     def twin(self, name: str) -> ArrayEntry | None:
-        return self.index.arrays[name]
+        return None if name in self.numbers else self.index.arrays[name]
 
 
 class Ruled:
@@ -98,6 +156,8 @@ class Ruled:
         asked: what is asked for, where that is known.
     """
 
+    renamed: Mapping[str, str] = {}
+
     def __init__(
         self,
         checkpoint: Checkpoint,
@@ -107,6 +167,7 @@ class Ruled:
     ) -> None:
         self.checkpoint, self.plan, self.provenance = checkpoint, plan, provenance
         self._recipes: dict[str, Recipe] = {}
+        self.numbers: dict[str, values.Plain] = {}
         arrays: dict[str, ArrayEntry] = {}
         plain: dict[str, values.Plain] = {}
         self._sources: dict[str, str] = {}
@@ -123,21 +184,23 @@ class Ruled:
             else:
                 assert made.source is not None, "likewise"
                 value = stored.values[made.source]
-                entry = _as_array(made, value, (asked or {}).get(name))
+                entry = _as_array(name, value, (asked or {}).get(name), made)
                 if entry is None:
                     plain[name] = value
                 else:
-                    arrays[name] = entry
-                    fill = Fill((), whole_dims(()), value)  # type: ignore[arg-type]
-                    self._recipes[name] = Recipe((), (fill,))
+                    arrays[name], self.numbers[name] = entry, value
+                    self._recipes[name] = _number_recipe(value)
         self.index = replace(
             stored, tree=None, arrays=arrays, aliases=plan.aliases, values=plain, per_process=blobs
         )
-        self.kept = frozenset(plan.kept)
+        self.kept, self.misfits = frozenset(plan.kept), plan.misfits
+        self.unused: Sequence[str] = plan.unused
+
+    def shown(self, name: str) -> str:
+        return shown(stored_leaf(self.checkpoint.index, name))
 
     def node(self) -> tree.Node | tree.Leaf:
-        index = self.index
-        return tree.from_names([*index.arrays, *index.aliases, *index.values, *index.per_process])
+        return tree.from_names(stored_names(self.index))
 
     def keep(self, plain: Mapping[str, values.Plain]) -> None:
         """Adds values that no rule makes."""
@@ -276,6 +339,7 @@ def through(
     asked: Mapping[str, Fact] | None = None,
     *,
     strict: bool = True,
+    keep_misfits: bool = False,
 ) -> Ruled:
     """A checkpoint through rules.
 
@@ -283,7 +347,7 @@ def through(
         checkpoint: what is stored.
         rules: the rules.
         asked: what is asked for; None where the rules alone decide.
-        strict: see `make_plan`.
+        strict, keep_misfits: see `make_plan`.
 
     Raises:
         RuleError: the rules do not fit what is stored, or what is asked for.
@@ -304,6 +368,7 @@ def through(
         replace(stored_facts(checkpoint), sizes=recorded.sizes),
         asked,
         strict=strict,
+        keep_misfits=keep_misfits,
         where=where,
     )
     return Ruled(checkpoint, plan, recorded.after(rules, plan, where), asked)
@@ -377,25 +442,82 @@ def _entry(made: Made, stored: Index) -> ArrayEntry:
     return ArrayEntry(made.name, shape, made.fact.dtype, chunk, layout, prng=prng)
 
 
-def _as_array(made: Made, value: values.Plain, asked: Fact | None) -> ArrayEntry | None:
-    """The entry of a plain number that becomes an array, where it is asked for as one."""
-    target = asked if asked is not None and asked.kind == "array" else None
-    name = made.fact.dtype or (target.dtype if target is not None else "")
-    if not name or not isinstance(value, bool | int | float):
+def _as_array(
+    name: str, value: values.Plain, asked: Fact | None, made: Made | None = None
+) -> ArrayEntry | None:
+    """The entry of a plain number that becomes an array, where it is asked for as one.
+
+    A float that the dtype which is asked for does not hold exactly is a float64, as Python has it:
+    it is for `cast=True` to round it.
+    """
+    told = made.fact.dtype if made is not None else ""
+    target = asked.dtype if asked is not None and asked.kind == "array" else ""
+    if not (told or target) or not isinstance(value, bool | int | float):
         return None
-    dtype = dtypes.from_name(name)
-    if target is not None and target.shape != ():
+    if target and asked is not None and asked.shape != ():
         return None
-    kinds = {bool: "other", int: "integer", float: "float"}
-    if not made.fact.dtype and dtypes.kind(dtype) != kinds[type(value)]:
-        return None
-    array = np.asarray(value).astype(dtype)
-    if type(value) is not float and array.item() != value:
-        raise LoadMismatch(
-            f"value {made.source!r}: {value} is no {dtypes.name_of(dtype)} exactly\n  {made.rule}"
-        )
-    layout = Layout.replicated(0, 1)
-    return ArrayEntry(made.name, (), dtypes.name_of(dtype), (), layout)
+    dtype = dtypes.from_name(told or target)
+    if made is not None and told:
+        array = np.asarray(value).astype(dtype)
+        if type(value) is not float and array.item() != value:
+            raise LoadMismatch(
+                f"value {made.source!r}: {value} is no {dtypes.name_of(dtype)} exactly\n"
+                f"  {made.rule}"
+            )
+    elif values.as_array(value, dtype) is None:
+        if not (isinstance(value, float) and values.is_kind(value, dtype)):
+            return None
+        dtype = np.dtype(np.float64)
+    return ArrayEntry(name, (), dtypes.name_of(dtype), (), Layout.replicated(0, 1))
+
+
+def _number_recipe(value: Any) -> Recipe:
+    """What makes a 0-d array out of a number; nothing is read."""
+    return Recipe((), (Fill((), whole_dims(()), value),))
+
+
+def stored_names(index: Index) -> dict[str, None]:
+    """All names of an index, in its order."""
+    return dict.fromkeys([*index.arrays, *index.aliases, *index.values, *index.per_process])
+
+
+def stored_leaf(index: Index, name: str) -> Any:
+    """What an index has under a name: the entry of an array, a `PerProcess`, or a plain value."""
+    target = index.aliases.get(name, name)
+    if target in index.arrays:
+        return index.arrays[target]
+    return PerProcess() if name in index.per_process else index.values.get(name)
+
+
+def shown(found: Any) -> str:
+    """What is stored, as text."""
+    if isinstance(found, ArrayEntry):
+        return f"{found.dtype}{list(found.shape)}"
+    if isinstance(found, PerProcess):
+        return "a PerProcess"
+    number = f" {found}" if isinstance(found, bool | int | float) else ""
+    return f"plain {type(found).__name__}{number}"
+
+
+def _with_names(index: Index, renamed: Mapping[str, str]) -> Index:
+    """An index whose leaves have other names.
+
+    Arguments:
+        index: as it is stored.
+        renamed: the stored names by the new ones.
+    """
+    if not renamed:
+        return index
+    new = {old: name for name, old in renamed.items()}
+    aliases = {new.get(alias, alias): target for alias, target in index.aliases.items()}
+    # The entry of an array tells where its chunks are: it stays, and gets another name.
+    aliases |= {name: old for name, old in renamed.items() if old in index.arrays}
+    return replace(
+        index,
+        aliases=aliases,
+        values={new.get(name, name): v for name, v in index.values.items()},
+        per_process={new.get(name, name): p for name, p in index.per_process.items()},
+    )
 
 
 def _stored_entry(index: Index, name: str) -> ArrayEntry:

@@ -63,6 +63,10 @@ class Unfit(ValueError):
         self.view = view
 
 
+class Misshapen(Unfit):
+    """Why a rule does not apply: arrays have other shapes than it says."""
+
+
 class Lacks(Unfit):
     """Why a rule does not apply: an array of the family, such as `name`, does not exist."""
 
@@ -84,6 +88,7 @@ class Instance:
         why_not: why it does not apply; None where it does.
         fault: the view that does not fit, where it is one.
         lacks: the first array of the family that does not exist, where that is the reason.
+        misshapen: whether the reason is that arrays have other shapes.
     """
 
     rule: Rule
@@ -95,6 +100,7 @@ class Instance:
     why_not: str | None = None
     fault: Seen | None = None
     lacks: str | None = None
+    misshapen: bool = False
     _items: dict[str, tuple[Item, ...]] = field(default_factory=dict)
 
     @property
@@ -158,6 +164,7 @@ def resolve(instance: Instance, have: Names, want: Names | None, *, partly: bool
     except Unfit as error:
         instance.why_not, instance.fault = str(error), error.view
         instance.lacks = error.name if isinstance(error, Lacks) else None
+        instance.misshapen = isinstance(error, Misshapen)
 
 
 def _resolve(instance: Instance, have: Names, want: Names | None, partly: bool) -> None:
@@ -209,10 +216,10 @@ def _rank(rule: Rule, known: Sequence[tuple[Seen, list[tuple[str, Match]], Names
         dots = sum(1 for a in axes.axes_of(view.items) if a.name == ELLIPSIS)
         rank = len(names.facts[found[0][0]].shape) - (len(view.items) - dots)
         if dots == 0 and rank:
-            raise Unfit(_rank_text(view, names.facts[found[0][0]], found[0][0]), view)
+            raise Misshapen(_rank_text(view, names.facts[found[0][0]], found[0][0]), view)
         if dots:
             if rank < 0:
-                raise Unfit(_rank_text(view, names.facts[found[0][0]], found[0][0]), view)
+                raise Misshapen(_rank_text(view, names.facts[found[0][0]], found[0][0]), view)
             ranks[rank] = found[0][0]
     if len(ranks) > 1:
         raise Unfit(f"`...` stands for {' and for '.join(map(str, ranks))} axes")
@@ -255,7 +262,7 @@ def _solve(
             equations.setdefault((view.tag, fact.shape), (view, name, fact))
     for view, name, fact in equations.values():
         if len(instance.items(view)) != len(fact.shape):
-            raise Unfit(_rank_text(view, fact, name), view)
+            raise Misshapen(_rank_text(view, fact, name), view)
     origins: dict[str, str] = {}
     again = True
     while again:
@@ -266,7 +273,7 @@ def _solve(
                     again |= axes.solve(item, extent, instance.sizes)
                 except axes.DoesNotFit as error:
                     details = _details(instance, view, item, fact, origins)
-                    raise Unfit(f"{name!r} is {fact}: {error}{details}", view) from None
+                    raise Misshapen(f"{name!r} is {fact}: {error}{details}", view) from None
                 for axis in axes.axes_of([item]):
                     origins.setdefault(axis.name, name)
 
@@ -329,8 +336,9 @@ def _check_all_there(instance: Instance, have: Names, want: Names | None, partly
             continue
         for term in side:
             _check_term(instance, term, names, verb, partly and names is want)
-        if partly and names is want and not any(n in names.facts for n in names_of(instance, side)):
-            raise Unfit("nothing of what it makes is asked for")
+        makes = list(names_of(instance, side)) if partly and names is want else []
+        if makes and not any(name in names.facts for name in makes):
+            raise Lacks("nothing of what it makes is asked for", views_of(side)[0], makes[0])
 
 
 def names_of(instance: Instance, side: Terms | Nothing) -> Iterator[str]:

@@ -75,6 +75,9 @@ class Plan:
         checks: what must hold so that no stored data is lost.
         nameless: constants that are not made, because only what is asked for would tell their
             names; with their rules.
+        unused: the names of what is stored and neither used nor dropped.
+        misfits: what is asked for and not made, because its rule finds another shape stored: by
+            name the name of what is stored.
     """
 
     made: dict[str, Made] = field(default_factory=dict)
@@ -83,6 +86,8 @@ class Plan:
     dropped: dict[str, str] = field(default_factory=dict)
     checks: list[Same | Constant] = field(default_factory=list)
     nameless: dict[str, str] = field(default_factory=dict)
+    unused: list[str] = field(default_factory=list)
+    misfits: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ def make_plan(
     want: Mapping[str, Fact] | None,
     *,
     strict: bool = True,
+    keep_misfits: bool = False,
     where: str = "",
 ) -> Plan:
     """Works out what every array is made of.
@@ -48,13 +49,15 @@ def make_plan(
         stored: what is stored.
         want: what is asked for; None where rules alone decide.
         strict: whether all that is stored must be used, all that rules make must be asked for,
-            and every rule must match.
+            and every rule must match both sides; if not, only what is stored.
+        keep_misfits: whether what is asked for in another shape than its rule finds is left alone,
+            and told as `Plan.misfits`, instead of refused.
         where: the checkpoint, for messages.
 
     Raises:
         RuleError: lists all reasons at once.
     """
-    planner = _Planner(functions, stored, want, strict)
+    planner = _Planner(functions, stored, want, strict, keep_misfits=keep_misfits)
     return planner.plan(rules, shared, where)
 
 
@@ -92,7 +95,10 @@ class _Planner:
         want: Mapping[str, Fact] | None,
         strict: bool,
         sizes: Mapping[tuple[str, str], Mapping[str, int]] | None = None,
+        *,
+        keep_misfits: bool = False,
     ) -> None:
+        self._keep_misfits = keep_misfits
         self.sizes = dict(sizes or {})  # of families of parameters, which their slots have too
         self._functions, self._stored, self._strict = functions, stored, strict
         self._have = Names(stored.facts)
@@ -115,14 +121,25 @@ class _Planner:
             self.try_to_make(instance, plan)
         self.share(shared, valid, plan)
         problems = [*self._claims.problems(self._want is not None), *self._problems]
+        used = _used(plan, valid)
+        unused = {name: f for name, f in self._stored.facts.items() if name not in used}
+        there = {*plan.made, *plan.aliases, *plan.kept}
+        asked = {} if self._want is None else self._want.facts
+        unmade = {name: fact for name, fact in asked.items() if name not in there}
+        kept = refusal.misshapen(found, unused, unmade) if self._keep_misfits else []
+        for instance in kept:
+            source = next(name for name in instance.names_there() if name in unused)
+            plan.misfits |= {n: source for n in instance.names_asked() if n in unmade}
+            unused = {n: f for n, f in unused.items() if n not in set(instance.names_there())}
+            unmade = {n: f for n, f in unmade.items() if n not in plan.misfits}
+        plan.unused = list(unused)
+        others = [rule for rule in rules if not any(rule is instance.rule for instance in kept)]
         if self._strict:
-            used = _used(plan, valid)
-            unused = {name: f for name, f in self._stored.facts.items() if name not in used}
-            there = {*plan.made, *plan.aliases, *plan.kept}
-            asked = {} if self._want is None else self._want.facts
-            unmade = {name: fact for name, fact in asked.items() if name not in there}
             problems += refusal.left_over(unused, unmade, plan.made, asked, found, shared)
-            problems += refusal.idle(rules, found, problems, self._have)
+            problems += refusal.idle(others, found, problems, self._have)
+        else:
+            problems += refusal.misfits(unused, unmade, found, shared)
+            problems += refusal.matching_nothing(others, found, self._have)
         if problems:
             turned = refusal.backwards(rules, found, self._have)
             first = turned or refusal.unfamiliar(rules, valid, found, self._have)

@@ -108,6 +108,38 @@ def _tie(name: str, fact: Fact, twin: str, rule: str) -> str:
     return "\n    ".join(lines)
 
 
+def misfits(
+    unused: Mapping[str, Fact],
+    unmade: Mapping[str, Fact],
+    found: Sequence[Instance],
+    shared: Sequence[Shared],
+) -> list[str]:
+    """The rules that do not fit what is on both sides; what only one side has is no problem.
+
+    Arguments: as for `left_over`.
+    """
+    both = [i for i in found if not i.lacks_names and _is_left_over(i, unused, unmade)]
+    return _misfits({**unused, **unmade}, set(), both, shared)[0]
+
+
+def misshapen(
+    found: Sequence[Instance], unused: Mapping[str, Fact], unmade: Mapping[str, Fact]
+) -> list[Instance]:
+    """The families that are asked for in another shape than what is stored gives."""
+    return [i for i in found if i.misshapen and _is_left_over(i, unused, unmade)]
+
+
+def _is_left_over(
+    instance: Instance, unused: Mapping[str, Fact], unmade: Mapping[str, Fact]
+) -> bool:
+    """Whether a rule holds for nothing here, and no other one does on either side."""
+    return (
+        instance.why_not is not None
+        and any(name in unused for name in instance.names_there())
+        and any(name in unmade for name in instance.names_asked())
+    )
+
+
 def _nearest(name: str, fact: Fact, among: Mapping[str, Fact]) -> str | None:
     """The likeliest counterpart of a name: one of its kind, with as many elements if there is."""
     kin = {n: f for n, f in among.items() if f.kind == fact.kind}
@@ -289,6 +321,16 @@ def unfamiliar(
         f"    stored are names such as {ours!r}, and the rules take names such as '{theirs}';\n"
         "    a part that all names begin with can be put before those of a preset: "
         "include NAME under PREFIX/ <->"
+    ]
+
+
+def matching_nothing(rules: Sequence[Rule], found: Sequence[Instance], have: Names) -> list[str]:
+    """The rules that match nothing stored although they must; slots of optimizers may be absent."""
+    there = {id(instance.rule) for instance in found if instance.have}
+    return [
+        f"{rule}\n    matches nothing that is stored; {_other_spelling(rule, have) or _OPTIONAL}"
+        for rule in rules
+        if not (rule.optional or rule.lifted or id(rule) in there) and _relates(rule)
     ]
 
 

@@ -1,0 +1,195 @@
+"""Likely causes: why names that are asked for and names that are stored do not meet."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from unickpt.folding import natural
+from unickpt.wrapped import bare
+
+_SEPARATORS = re.compile(r"%2F|[/.]")
+_SHAPE = re.compile(r"\[(.*)\]")
+_MOST_CAUSES = 5
+_MOST_ALIKE = 8  # stored names with one ending that are considered for an asked one
+_SIMILAR = 0.7  # of difflib's ratio: a single pair of names is told only if it looks like a typo
+
+Tokens = tuple[str, ...]
+Change = tuple[Tokens, Tokens]
+"""What stands in the asked names, and what in the stored ones instead."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What one change of names would mend.
+
+    Arguments:
+        text: one line.
+        pairs: the asked name and the stored one of each leaf.
+    """
+
+    text: str
+    pairs: tuple[tuple[str, str], ...]
+
+
+def causes(missing: Mapping[str, str], unexpected: Mapping[str, str]) -> list[Cause]:
+    """The likeliest reasons why leaves are not found, those of most leaves first.
+
+    Arguments:
+        missing: what is asked for and not stored: a text of its dtype and shape by name.
+        unexpected: what is stored and not asked for, likewise.
+    """
+    left, rest = dict(missing), dict(unexpected)
+    found: list[Cause] = []
+    for pair_up, tell in ((_same_tokens, _tell_separators), (_same_bare, _tell_wrappers)):
+        pairs = tuple(pair_up(left, rest))
+        if pairs:
+            found.append(Cause(tell(pairs), pairs))
+            _without(left, rest, pairs)
+    while left and rest and len(found) < _MOST_CAUSES:
+        best = _best_change(left, rest)
+        if best is None:
+            break
+        found.append(best)
+        _without(left, rest, best.pairs)
+    return found
+
+
+def _without(left: dict[str, str], rest: dict[str, str], pairs: Sequence[tuple[str, str]]) -> None:
+    for asked, stored in pairs:
+        left.pop(asked, None)
+        rest.pop(stored, None)
+
+
+def _tokens(name: str) -> Tokens:
+    return tuple(_SEPARATORS.split(name))
+
+
+def _same_tokens(left: Mapping[str, str], rest: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    by_tokens = {_tokens(name): name for name in rest}
+    for name in left:
+        stored = by_tokens.get(_tokens(name))
+        if stored is not None:
+            yield name, stored
+
+
+def _tell_separators(pairs: Sequence[tuple[str, str]]) -> str:
+    return (
+        f"names differ in dots and slashes alone{_such_as(pairs)}. A slash stands between the keys "
+        "of nested containers, a dot is a part of a key (as in state_dict()), %2F is a slash "
+        "within a key: nest `like` as the stored tree is, or relate the names by rules"
+    )
+
+
+def _same_bare(left: Mapping[str, str], rest: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    by_name = {bare(name): name for name in rest}
+    for name in left:
+        stored = by_name.get(bare(name))
+        if stored is not None:
+            yield name, stored
+
+
+def _tell_wrappers(pairs: Sequence[tuple[str, str]]) -> str:
+    return (
+        f"names differ in what a wrapper (DDP, torch.compile) adds{_such_as(pairs)}. Put the "
+        "module itself into `like`, not its state_dict(): then its wrappers do not count"
+    )
+
+
+def _such_as(pairs: Sequence[tuple[str, str]]) -> str:
+    count = f" ({len(pairs)} leaves)" if len(pairs) > 1 else ""
+    return f"{count}: asked {pairs[0][0]!r}, stored {pairs[0][1]!r}"
+
+
+# --- one component, or the beginning of the names, is another one ------------------------------
+
+
+def _best_change(left: Mapping[str, str], rest: Mapping[str, str]) -> Cause | None:
+    votes: dict[Change, list[tuple[str, str]]] = {}
+    for asked, stored, change in _changes(left, rest):
+        votes.setdefault(change, []).append((asked, stored))
+    ranked = sorted(votes.items(), key=lambda vote: (-len(vote[1]), natural(vote[1][0][0])))
+    for change, pairs in ranked:
+        if len(pairs) > 1:
+            return Cause(_tell_change(change, pairs), tuple(pairs))
+    near = [(_ratio(*pairs[0]), pairs[0]) for _, pairs in ranked[:200]]
+    likeliest = max(near, key=lambda pair: pair[0], default=(0.0, ("", "")))
+    if likeliest[0] < _SIMILAR:
+        return None
+    asked, stored = likeliest[1]
+    return Cause(f"did you mean: asked {asked!r}, stored {stored!r}?", (likeliest[1],))
+
+
+def _ratio(a: str, b: str) -> float:
+    return difflib.SequenceMatcher(None, a, b).ratio()
+
+
+def _changes(left: Mapping[str, str], rest: Mapping[str, str]) -> Iterator[tuple[str, str, Change]]:
+    """All pairs of names that differ in one component, or in how they begin."""
+    by_ending: dict[Tokens, list[tuple[str, Tokens]]] = {}
+    by_others: dict[tuple[Tokens, Tokens], list[tuple[str, Tokens]]] = {}
+    for name in rest:
+        tokens = _tokens(name)
+        for at in range(len(tokens)):
+            by_ending.setdefault(tokens[at:], []).append((name, tokens))
+            by_others.setdefault((tokens[:at], tokens[at + 1 :]), []).append((name, tokens))
+    for name in left:
+        tokens = _tokens(name)
+        near: dict[str, Tokens] = {}
+        for at in range(len(tokens)):
+            near |= by_others.get((tokens[:at], tokens[at + 1 :]), [])[:_MOST_ALIKE]
+        ending = next((tokens[at:] for at in range(len(tokens)) if tokens[at:] in by_ending), None)
+        if ending is not None:
+            near |= by_ending[ending][:_MOST_ALIKE]
+        told = set()
+        for stored, other in near.items():
+            change = _difference(tokens, other)
+            if change not in told and _may_be_one(left[name], rest[stored]) and _says(change):
+                told.add(change)
+                yield name, stored, change
+
+
+def _difference(asked: Tokens, stored: Tokens) -> Change:
+    """What is left of two names without the components with which both begin, and both end."""
+    head = 0
+    while head < min(len(asked), len(stored)) and asked[head] == stored[head]:
+        head += 1
+    a, b = asked[head:], stored[head:]
+    while a and b and a[-1] == b[-1]:
+        a, b = a[:-1], b[:-1]
+    return a, b
+
+
+def _says(change: Change) -> bool:
+    """Whether a change tells more than that numbers differ: layers that are missing are that."""
+    return not all(part.isdecimal() for part in (*change[0], *change[1]))
+
+
+def _may_be_one(asked: str, stored: str) -> bool:
+    """Whether what is asked and what is stored could be one leaf: arrays of as many elements along
+    as many dimensions."""
+    shapes = [_SHAPE.search(text) for text in (asked, stored)]
+    if shapes[0] is None or shapes[1] is None:
+        return shapes == [None, None]
+    one, other = (sorted(shape[1].split(", ")) for shape in shapes if shape is not None)
+    return one == other
+
+
+def _tell_change(change: Change, pairs: Sequence[tuple[str, str]]) -> str:
+    asked, stored = (_shown(part, name) for part, name in zip(change, pairs[0], strict=True))
+    if not change[0]:
+        what = f"stored under {stored!r}, and asked for without it"
+    elif not change[1]:
+        what = f"asked for under {asked!r}, and stored without it"
+    else:
+        what = f"asked {asked!r}, stored {stored!r}?"
+    return f"{what}{_such_as(pairs)}. Rename it in `like`, or relate the names by rules"
+
+
+def _shown(part: Tokens, name: str) -> str:
+    """Components as they stand in a name, with its separators."""
+    text = r"(?:%2F|[/.])".join(map(re.escape, part))
+    found = re.search(rf"(?:^|(?<=[/.])|(?<=%2F)){text}(?:$|%2F|[/.])", name)
+    return found[0] if found is not None else "/".join(part)

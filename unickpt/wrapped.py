@@ -1,0 +1,65 @@
+"""Names that hold the components of torch's module wrappers, which no canonical name has.
+
+Modules are saved under canonical names; older checkpoints, and plain dicts of a wrapped module's
+`state_dict()`, have the wrappers' components in their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+# Of DistributedDataParallel, torch.compile, activation checkpointing and FSDP1.
+WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+def bare(name: str) -> str:
+    """A name without any component of a wrapper; the same for names that may mean one leaf.
+
+    Example:
+        >>> bare("optim/state/module.layers.0.weight/exp_avg")
+        'optim/state/layers.0.weight/exp_avg'
+    """
+    return "/".join(map(_bare_part, name.split("/")))
+
+
+def _bare_part(part: str) -> str:
+    *path, last = part.split(".")
+    return ".".join([*(p for p in path if p not in WRAPPERS), last])
+
+
+def without_wrappers(asked: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
+    """The stored names that are asked for without the components of wrappers.
+
+    Arguments:
+        asked: names that are not stored as they are.
+        stored: names that are not asked for as they are.
+
+    Returns:
+        By asked name the stored one, where exactly one of either may mean the other.
+
+    Example:
+        >>> without_wrappers(["enc.module.w", "b"], ["module.enc.module.w"])
+        {'enc.module.w': 'module.enc.module.w'}
+    """
+    wrapped = _by_bare_name(name for name in stored if bare(name) != name)
+    sources: dict[str, list[str]] = {}
+    meant: dict[str, list[str]] = {}
+    for name in asked if wrapped else ():
+        sources[name] = [s for s in wrapped.get(bare(name), ()) if _leaves_out(name, s)]
+        for source in sources[name]:
+            meant.setdefault(source, []).append(name)
+    pairs = ((name, found[0]) for name, found in sources.items() if len(found) == 1)
+    return {name: source for name, source in pairs if len(meant[source]) == 1}
+
+
+def _by_bare_name(names: Iterable[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(bare(name), []).append(name)
+    return found
+
+
+def _leaves_out(short: str, long: str) -> bool:
+    """Whether a name is another one that lacks some components."""
+    rest = iter(long.replace("/", ".").split("."))
+    return all(part in rest for part in short.replace("/", ".").split("."))
