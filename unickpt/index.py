@@ -224,11 +224,11 @@ class _Reader:
     def get(self, key: str, kind: type, default: Any = None) -> Any:
         value = self.body.get(key, default)
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise _Bad(f"{self.at}: {quoted(key)} is {quoted(value)}, not {kind.__name__}")
+            raise _Bad(f"{self.at}: {key!r} is {quoted(value)}, not {kind.__name__}")
         return value
 
     def ints(self, key: str, low: int) -> tuple[int, ...]:
-        return _ints(self.get(key, list), low, f"{self.at}: {quoted(key)}")
+        return _ints(self.get(key, list), low, f"{self.at}: {key!r}")
 
 
 def _ints(items: Any, low: int, at: str) -> tuple[int, ...]:
