@@ -21,7 +21,7 @@ from unickpt.errors import (
     ProcessFailed,
     UnsupportedLeaf,
 )
-from unickpt.group import Group
+from unickpt.group import Group, within
 from unickpt.index import RESERVED
 from unickpt.load import load
 from unickpt.options import LoadOptions, SaveOptions
@@ -351,7 +351,7 @@ class Checkpointer:
 
     def _group(self, options: LoadOptions | None = None) -> Group:
         given = options.group if options is not None and options.group else self._options.group
-        return given or current_group(adapters())
+        return within(given or current_group(adapters()), self._options.timeout_s)
 
     def _drain(self) -> None:
         self._queue.wait()

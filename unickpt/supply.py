@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from unickpt import chunks
 from unickpt.adapt import Array
 from unickpt.share import ChunkJob
 from unickpt.stage import HostBuffers, stage
@@ -40,6 +41,9 @@ class Supply(Protocol):
     def fetch(self, job: ChunkJob) -> Staged:
         """A chunk, as soon as it is staged."""
 
+    def digest(self, job: ChunkJob) -> int:
+        """The digest of a chunk that may still be fetched afterwards."""
+
 
 class Direct:
     """Stages chunks at the moment when they are written, from memory that stays unchanged.
@@ -69,3 +73,10 @@ class Direct:
 
         data = stage(job.fragment, job.box, job.dtype, take)
         return Staged(data, data.nbytes if taken else 0, release)
+
+    def digest(self, job: ChunkJob) -> int:
+        staged = self.fetch(job)
+        try:
+            return chunks.digest(staged.data)
+        finally:
+            staged.release()
