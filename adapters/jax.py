@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 from typing import Any
 
@@ -13,14 +14,16 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from unickpt import dtypes
-from unickpt.adapt import Array, ArraySource, Fence, Fragment, Memory, Read
+from unickpt.adapt import Array, ArraySource, Fence, Fragment, Memory, Read, Sample
 from unickpt.adapters.numpy import whole_source
 from unickpt.box import Box, overlap
-from unickpt.errors import UnsupportedLeaf
-from unickpt.group import Group, new_session
+from unickpt.errors import ProcessFailed, SaveTimeout, UnsupportedLeaf
+from unickpt.group import BoundedGroup, Group, new_session
 from unickpt.layout import Layout, Mesh
 from unickpt.tree import Expansion
 
+_A_DAY_S = 86400.0
+_SESSION_KEY = "unickpt/session"
 _ALIGNMENT = 64  # XLA takes host memory over without a copy from this alignment on
 
 
@@ -44,7 +47,7 @@ def source(leaf: Any, group: Group) -> ArraySource:
     read, memory = partial(_gather, pieces), _memory(pieces, leaf.sharding)
     if leaf.is_fully_addressable and group.count > 1:
         # Without a mesh over processes it is like a NumPy array: every process has its own copy.
-        whole = whole_source(shape, dtype, group, read, identity, memory)
+        whole = whole_source(shape, dtype, group, read, identity, memory, _sampler(pieces))
         return replace(whole, prng=prng)
     layout, boxes = _layout(leaf.sharding, shape)
     if leaf.is_fully_addressable and jax.process_index() > 0:
@@ -78,6 +81,32 @@ def _spans(pieces: Mapping[Box, Any]) -> list[tuple[int, int]]:
     that begins at a multiple of 64 bytes, and nothing tells later that they did."""
     found = [(data.unsafe_buffer_pointer(), data.nbytes) for data in pieces.values()]
     return [(begin, begin + nbytes) for begin, nbytes in found]
+
+
+def _sampler(pieces: Mapping[Box, Any]) -> Sample:
+    """What gathers elements where the pieces are, and brings them to the host later."""
+
+    def sample(at: tuple[Array, ...]) -> Callable[[], Array]:
+        parts = []
+        for box, data in pieces.items():
+            start, stop = box.start or (0,), box.stop or (1,)
+            bounds = list(zip(at, start, stop, strict=True))
+            inside = np.all([(a <= i) & (i < b) for i, a, b in bounds], axis=0)
+            where = tuple(i[inside] - a for i, a, _ in bounds)
+            if _on_cpu(data.sharding):
+                parts.append((inside, np.atleast_1d(np.asarray(data))[where]))
+            else:
+                parts.append((inside, jax.numpy.atleast_1d(data)[where]))
+
+        def bring() -> Array:
+            out = np.empty(len(at[0]), np.dtype(parts[0][1].dtype))
+            for inside, found in parts:
+                out[inside] = np.asarray(found)
+            return out
+
+        return bring
+
+    return sample
 
 
 def _map(do: Callable[[Any], Any], pieces: Mapping[Box, Any]) -> dict[Box, Any]:
@@ -176,19 +205,66 @@ def fence(optimizer: Any, wait: Callable[[], None]) -> Fence | None:
     return None
 
 
-class _JaxGroup:
-    def __init__(self) -> None:
+class _JaxGroup(BoundedGroup):
+    """All processes of jax.distributed.
+
+    They agree through its key-value store: a computation would wait for the devices, could not be
+    given up, and does not tell which process is missing.
+
+    Arguments:
+        timeout_s: how long to wait for other processes.
+    """
+
+    def __init__(self, timeout_s: float = _A_DAY_S) -> None:
         self.index, self.count = jax.process_index(), jax.process_count()
+        self._timeout_s = timeout_s
+
+    def within(self, timeout_s: float) -> _JaxGroup:
+        return _JaxGroup(timeout_s)
 
     def next_attempt(self) -> str:
-        return f"{_session()}-{next(_attempts()):06d}"
+        client = _client()
+        talk = _talk(client)
+        if not talk.session and self.index == 0:
+            talk.session = new_session()
+            client.key_value_set(_SESSION_KEY, talk.session)
+        elif not talk.session:
+            with self._waiting("for process 0, which did not begin to save"):
+                talk.session = client.blocking_key_value_get(_SESSION_KEY, self._timeout_ms)
+        return f"{talk.session}-{next(talk.attempts):06d}"
 
     def agree(self, value: int) -> int:
-        from jax.experimental import multihost_utils
+        client = _client()
+        number = next(_talk(client).agreements)
+        place = f"unickpt/agree/{number}"
+        client.key_value_set(f"{place}/{self.index}", str(value))
+        with self._waiting("for the others, and not all of them called the Checkpointer"):
+            client.wait_at_barrier(place, self._timeout_ms)
+        if self.index > 0:
+            with self._waiting("for process 0, which did not tell what was agreed"):
+                return int(client.blocking_key_value_get(f"{place}/largest", self._timeout_ms))
+        largest = max(int(found) for _, found in client.key_value_dir_get(f"{place}/"))
+        client.key_value_set(f"{place}/largest", str(largest))
+        if number:
+            client.key_value_delete(f"unickpt/agree/{number - 1}")  # all have read it
+        return largest
 
-        mine = np.frombuffer(value.to_bytes(8, "big"), np.uint8)  # JAX may lack 64-bit integers
-        every = np.asarray(multihost_utils.process_allgather(mine))
-        return max(int.from_bytes(bytes(one), "big") for one in every)
+    @property
+    def _timeout_ms(self) -> int:
+        return max(1, int(self._timeout_s * 1000))
+
+    @contextmanager
+    def _waiting(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise ProcessFailed(f"another process has ended, it seems: {error}") from error
+            raise SaveTimeout(
+                f"process {self.index} of {self.count} waited {what} within {self._timeout_s:g} s "
+                "(SaveOptions.timeout_s); all processes must do so, at the same steps. "
+                f"jax.distributed says: {error}"
+            ) from error
 
     def exchange(self, data: Array, sent: Sequence[int], received: Sequence[int]) -> Array:
         # Of one shape, so that XLA compiles it once; as often as the longest part needs.
@@ -231,17 +307,25 @@ def _resharder(sharding: Sharding) -> Callable[[Any], Any]:
     return jax.jit(lambda x: x, out_shardings=sharding)
 
 
-@cache
-def _session() -> str:
-    from jax.experimental import multihost_utils
+@dataclass
+class _Talk:
+    """What the processes have told each other through one client of jax.distributed."""
 
-    mine = np.frombuffer(bytes.fromhex(new_session()), np.uint8)
-    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(mine))).hex()
+    session: str = ""
+    attempts: Iterator[int] = field(default_factory=itertools.count)
+    agreements: Iterator[int] = field(default_factory=itertools.count)
 
 
-@cache
-def _attempts() -> itertools.count[int]:
-    return itertools.count()
+@lru_cache(maxsize=1)
+def _talk(client: Any) -> _Talk:
+    return _Talk()
+
+
+def _client() -> Any:
+    """The client of the job's key-value store; JAX has no public name for it."""
+    from jax._src import distributed
+
+    return distributed.global_state.client
 
 
 class JaxTarget:

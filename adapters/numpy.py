@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from unickpt import dtypes
-from unickpt.adapt import Array, ArraySource, Fence, Fragment, Memory, Read
+from unickpt.adapt import Array, ArraySource, Fence, Fragment, Memory, Read, Sample
 from unickpt.box import Box
 from unickpt.group import Group
 from unickpt.layout import Layout
@@ -36,11 +36,12 @@ def whole_source(
     read: Read,
     identity: Hashable,
     memory: Memory,
+    sample: Sample | None = None,
 ) -> ArraySource:
     """An array that every process of the job holds whole, if it has it in its tree."""
     box = Box.whole(shape)
     holders = tuple(range(group.count))
-    fragments = () if 0 in shape else (Fragment(box, holders, read, memory),)
+    fragments = () if 0 in shape else (Fragment(box, holders, read, memory, sample),)
     layout = Layout.replicated(len(shape), group.count)
     assumed = group.count > 1
     return ArraySource(shape, dtype, fragments, layout, identity=identity, assumed=assumed)

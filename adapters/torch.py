@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import sys
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from unickpt.adapt import Array, ArraySource, Fence, Fragment, Memory, Read
+from unickpt.adapt import Array, ArraySource, Fence, Fragment, Memory, Read, Sample
 from unickpt.adapters.numpy import whole_source
 from unickpt.adapters.torch_dtypes import TO_NUMPY
 from unickpt.adapters.torch_layout import Place, is_dtensor, place_of
@@ -27,8 +29,8 @@ from unickpt.adapters.torch_optimizer import (
     is_optimizer,
 )
 from unickpt.box import Box
-from unickpt.errors import LoadMismatch, StateChanged
-from unickpt.group import Group, new_session
+from unickpt.errors import LoadMismatch, ProcessFailed, SaveTimeout, StateChanged
+from unickpt.group import BoundedGroup, Group, new_session
 from unickpt.tree import Expansion
 
 
@@ -45,7 +47,8 @@ def source(leaf: Any, group: Group) -> ArraySource:
         shape, start = tuple(leaf.shape), (0,) * leaf.ndim
         read, memory = _reader(tensor, start), _facts(tensor, start, _changed(tensor))
         dtype, identity = TO_NUMPY[leaf.dtype], _tie(tensor)
-        return whole_source(shape, dtype, group, read, identity, memory)
+        sample = None if tensor.device.type == "cpu" else _sampler(tensor)
+        return whole_source(shape, dtype, group, read, identity, memory, sample)
     if (group.index, group.count) != (dist.get_rank(), dist.get_world_size()):
         raise TypeError(
             f"a DTensor's mesh counts the {dist.get_world_size()} ranks of torch.distributed, but "
@@ -86,6 +89,24 @@ def _where(tensor: torch.Tensor) -> tuple[int, int]:
     """Address and size of a tensor's storage, which whoever resizes or frees it changes."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.nbytes()
+
+
+def _sampler(tensor: torch.Tensor) -> Sample:
+    """What gathers elements on a device, and brings them to the host later."""
+
+    def sample(at: tuple[Array, ...]) -> Callable[[], Array]:
+        where = tuple(torch.from_numpy(index).to(tensor.device) for index in at)
+        bits = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+        found = (bits if bits.ndim else bits.reshape(1))[where]
+        then, dtype = _moment(tensor.device), TO_NUMPY[tensor.dtype]
+
+        def bring() -> Array:
+            out = np.empty(tuple(found.shape), TO_NUMPY[found.dtype])
+            return _host(found, lambda: out, then).view(dtype)
+
+        return bring
+
+    return sample
 
 
 def _facts(
@@ -217,10 +238,20 @@ def fence(optimizer: Any, wait: Callable[[], None]) -> Fence | None:
     return OptimizerFence(optimizer, wait)
 
 
-class _TorchGroup:
-    def __init__(self, world: Any) -> None:
+class _TorchGroup(BoundedGroup):
+    """All ranks of torch.distributed.
+
+    Arguments:
+        world: its process group.
+        timeout_s: how long to wait for other ranks; as long as torch does where it is None.
+    """
+
+    def __init__(self, world: Any, timeout_s: float | None = None) -> None:
         self.index, self.count = dist.get_rank(), dist.get_world_size()
-        self._world = world
+        self._world, self._timeout_s = world, timeout_s
+
+    def within(self, timeout_s: float) -> _TorchGroup:
+        return _TorchGroup(self._world, timeout_s)
 
     def next_attempt(self) -> str:
         if self._world not in _sessions:
@@ -230,7 +261,7 @@ class _TorchGroup:
 
     def agree(self, value: int) -> int:
         largest = torch.tensor(value, dtype=torch.int64, device=self._device())
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        self._finish(dist.all_reduce(largest, dist.ReduceOp.MAX, async_op=True))
         return int(largest.item())
 
     def exchange(self, data: Array, sent: Sequence[int], received: Sequence[int]) -> Array:
@@ -241,15 +272,90 @@ class _TorchGroup:
         return _as_numpy(found.cpu())
 
     def _new_session(self) -> str:
-        mine = list(bytes.fromhex(new_session()))
-        shared = torch.tensor(mine, dtype=torch.uint8, device=self._device())
-        dist.broadcast(shared, src=0)
+        """Rank 0 makes the session's name and leaves it in the job's key-value store."""
+        # Not by a collective: one that a rank does not take part in leaves the others' process
+        # group useless, and does not tell which rank that was.
+        store, name = _store(), new_session()
+        if store is None:  # MPI has none
+            return self._broadcast(name)
+        if self.index == 0:
+            for rank in range(1, self.count):
+                store.set(_SESSION_KEY.format(rank), name)
+            return name
+        key = _SESSION_KEY.format(self.index)
+        wait = () if self._timeout_s is None else (timedelta(seconds=self._timeout_s),)
+        try:
+            store.wait([key], *wait)
+            name = str(store.get(key).decode())
+            # Read once, so that a later process group with this store never finds an older name.
+            store.delete_key(key)
+        except dist.DistNetworkError as error:
+            raise ProcessFailed(f"rank 0 keeps the job's store, and seems gone: {error}") from error
+        except RuntimeError as error:  # DistStoreError; some stores raise its base
+            raise SaveTimeout(
+                f"process {self.index} of {self.count} waited for process 0, which did not begin "
+                f"to save within {self._told_timeout}; all ranks must call save"
+            ) from error
+        return name
+
+    def _broadcast(self, name: str) -> str:
+        shared = torch.tensor(list(bytes.fromhex(name)), dtype=torch.uint8, device=self._device())
+        self._finish(dist.broadcast(shared, src=0, async_op=True))
         return bytes(shared.tolist()).hex()
+
+    def _finish(self, work: Any) -> None:
+        """Waits for a collective.
+
+        Raises:
+            SaveTimeout: it takes longer than this group waits.
+        """
+        if self._timeout_s is None:
+            work.wait()
+            return
+        if self._device() == "cpu":
+            try:
+                work.wait(timedelta(seconds=self._timeout_s))
+                return
+            except RuntimeError as error:
+                if work.is_completed():
+                    raise ProcessFailed(f"another rank has ended, it seems: {error}") from error
+                raise self._late() from error
+        # NCCL's `wait` is for the device alone.
+        deadline, pause = time.monotonic() + self._timeout_s, 50e-6
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                raise self._late()
+            time.sleep(pause)
+            pause = min(2 * pause, 5e-3)
+        work.wait()
+
+    def _late(self) -> SaveTimeout:
+        others = [rank for rank in range(self.count) if rank != self.index]
+        shown = ", ".join(map(str, others[:8])) + ", ..." * (len(others) > 8)
+        return SaveTimeout(
+            f"process {self.index} of {self.count} waited for process{'es' * (len(others) > 1)} "
+            f"{shown}, and not all of them took part within {self._told_timeout}; all ranks must "
+            "call the Checkpointer at the same steps"
+        )
+
+    @property
+    def _told_timeout(self) -> str:
+        if self._timeout_s is None:
+            return "the time that torch.distributed waits"
+        return f"{self._timeout_s:g} s (SaveOptions.timeout_s)"
 
     def _device(self) -> str:
         backends = str(dist.get_backend_config(self._world)).split(",")  # e.g. cpu:gloo,cuda:nccl
         devices = [backend.partition(":")[0] for backend in backends]
         return "cpu" if "cpu" in devices else devices[0]
+
+
+_SESSION_KEY = "unickpt/session/{}"
+
+
+def _store() -> Any:
+    """The key-value store of the job; torch has no public name for it."""
+    return dist.distributed_c10d._get_default_store()
 
 
 # A session lives as long as its process group; keyed weakly, so that a new group agrees anew.

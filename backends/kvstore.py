@@ -160,8 +160,8 @@ class KvStore:
     def delete_range(self, keys: ts.KvStore.KeyRange) -> Future[None]:
         return _begin(self.raw.delete_range, keys)
 
-    def experimental_copy_range_to(self, other: KvStore) -> Future[None]:
-        return _begin(self.raw.experimental_copy_range_to, other.raw)
+    def experimental_copy_range_to(self, other: KvStore, keys: ts.KvStore.KeyRange) -> Future[None]:
+        return _begin(self.raw.experimental_copy_range_to, other.raw, keys)
 
 
 def commit(transaction: ts.Transaction) -> Future[None]:

@@ -21,6 +21,7 @@ from unickpt.tree import Expansion
 
 Array = np.ndarray[Any, Any]
 Read = Callable[[Box, Callable[[], Array]], Array]
+Sample = Callable[[tuple[Array, ...]], Callable[[], Array]]
 
 # These classes are facts, which nobody changes. They are not frozen, because that makes them three
 # times as slow to make (and `dataclasses.replace` four times), and a save makes some for each array
@@ -70,12 +71,16 @@ class Fragment:
             filled memory that a call of the second argument gave, of that shape and of the array's
             dtype.
         memory: where it lies.
+        sample: keeps the elements at some indices (along each dimension an array of them; a scalar
+            counts as one-dimensional) as they are now, without waiting for a device, and returns
+            what gives them; None where `read` gives a view of the whole box.
     """
 
     box: Box
     replicas: tuple[int, ...]
     read: Read
     memory: Memory = field(default_factory=Memory)
+    sample: Sample | None = None
 
 
 @dataclass(slots=True, eq=False)

@@ -40,6 +40,7 @@ def save_async(
         CheckpointExists: the path is taken. Where that costs a request over a network, it is found
             in the background.
         InvalidPath: the path names no storage.
+        SaveTimeout: process 0 does not call this too.
         UnickptError: what made an earlier call fail, if nobody has asked for that yet; this save
             was not begun.
 

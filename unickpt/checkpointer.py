@@ -24,7 +24,7 @@ from unickpt.errors import (
     SaveConflict,
     UnsupportedLeaf,
 )
-from unickpt.group import Group
+from unickpt.group import Group, within
 from unickpt.index import RESERVED
 from unickpt.load import load
 from unickpt.options import LoadOptions, SaveOptions
@@ -544,7 +544,7 @@ class Checkpointer:
 
     def _group(self, options: LoadOptions | None = None) -> Group:
         given = options.group if options is not None and options.group else self._options.group
-        return given or current_group(adapters())
+        return within(given or current_group(adapters()), self._options.timeout_s)
 
     def _all_steps(self) -> list[int]:
         """The committed steps, also those that `after` leaves behind."""

@@ -34,6 +34,7 @@ from unickpt.errors import (
 from unickpt.group import Group
 from unickpt.index import DIGESTS_KEY, INDEX_KEY, Index
 from unickpt.record import Record
+from unickpt.replicas import Difference, Replicas
 from unickpt.root import Root
 
 # After a process gives up, how long it may take the coordinator to finish a commit that was
@@ -81,6 +82,8 @@ class Attempt:
         self._totals: Totals | None = None
         self.writers: tuple[Mapping[str, float], ...] = ()
         """What each process told in its record, once the coordinator has committed."""
+        self.differences: Sequence[Difference] = ()
+        """The arrays that were taken to be replicas, and differ; likewise."""
 
     def check_destination(self, overwrite: bool) -> None:
         """Refuses a place that is taken.
@@ -324,8 +327,8 @@ class Attempt:
         for process, record in records:
             if record.replaces != self._digest_found:
                 raise self._conflict(f"between the start of process 0 and of process {process}")
-        index, table = self._merge(description, records, serve)
-        manifest = self._build_root(index, table)
+        index, table, without = self._merge(description, records, serve)
+        manifest = self._build_root(index, table, without)
         totals = Totals.of(index)
         older = self.location.child("processes").folders(self.context)
         if self.group.count > 1:
@@ -341,17 +344,25 @@ class Attempt:
 
     def _merge(
         self, ours: Description, records: list[tuple[int, Record]], serve: Serve
-    ) -> tuple[Index, digests.Table]:
+    ) -> tuple[Index, digests.Table, Mapping[int, Sequence[str]]]:
+        """What all wrote, and of which arrays what some processes wrote does not count."""
         described = self._descriptions(ours, records)
         arrays = {id(index): list(index.arrays) for index in described}
         names = [arrays[id(index)] for index in described]
         index = merge.with_boxes(merge.unite(described), records, names)
-        table = merge.digest_table(index, records, names)
-        requests = merge.requests(index, table, names)
+        replicas = Replicas(records, names)
+        assumed, winners = replicas.names, dict[str, int]()
+        table, contested = merge.digest_table(index, records, names, assumed)
+        self.differences = replicas.differences(contested)
+        if self.differences:
+            winners = {found.name: found.stored for found in self.differences}
+            table, _ = merge.digest_table(index, records, names, assumed, winners)
+        requests = merge.requests(index, table, names, winners)
         if requests:
-            table = merge.digest_table(index, records + self._request(requests, serve), names)
+            more = records + self._request(requests, serve)
+            table, _ = merge.digest_table(index, more, names, assumed, winners)
             merge.requests(index, table, [])
-        return replace(
+        index = replace(
             index,
             per_process=merge.per_process(index, records),
             attempt=self.name,
@@ -359,7 +370,8 @@ class Attempt:
             library=LIBRARY,
             chunks=len(table),
             digests_xxh3=f"{xxhash.xxh3_64_intdigest(table.tobytes()):016x}",
-        ), table
+        )
+        return index, table, merge.losers(records, names, winners)
 
     def _request(self, requests: merge.Requests, serve: Serve) -> list[tuple[int, Record]]:
         """Has processes write chunks that their planned writers do not hold."""
@@ -392,7 +404,9 @@ class Attempt:
 
     # --- the root ------------------------------------------------------------------------------
 
-    def _build_root(self, index: Index, table: digests.Table) -> bytes:
+    def _build_root(
+        self, index: Index, table: digests.Table, without: Mapping[int, Sequence[str]]
+    ) -> bytes:
         """Writes the root's B-tree, which refers to the processes' data; returns its manifest."""
         extra = {
             **root.zarr_keys(index),
@@ -402,7 +416,7 @@ class Attempt:
         databases = [self.database(process) for process in range(self.group.count)]
         blobs = sum(len(entry.blobs) for entry in index.per_process.values())
         folder = f"processes/{self.name}/root/"
-        manifest = self._root.build(folder, databases, extra, len(table) + blobs)
+        manifest = self._root.build(folder, databases, extra, len(table) + blobs, without)
         self._sync(self._folder.child("root"))
         return manifest
 

@@ -236,6 +236,9 @@ class _Reread:
     def ready(self, jobs: Sequence[ChunkJob]) -> bool:
         return True
 
+    def digest(self, job: ChunkJob) -> int:
+        raise AssertionError("asked of assumed replicas, and a view has none")
+
     def fetch(self, job: ChunkJob) -> Staged:
         if id(job) not in self._ready:
             at = self._slab_of.pop(id(job), None)

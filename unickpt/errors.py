@@ -88,6 +88,10 @@ class StateChanged(UnickptError, RuntimeError):
     """An array was changed, donated or deleted before an asynchronous save had staged it."""
 
 
+class ReplicasDiffer(UserWarning):
+    """A plain array was not the same on all processes; the checkpoint has it from one of them."""
+
+
 class RuleError(UnickptError, ValueError):
     """Rules do not fit the arrays that they are to relate, or each other."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -26,6 +27,9 @@ class Group(Protocol):
         """A name for the next try, the same on all processes and never used before.
 
         Called once at the start of every save, by every process, on the calling thread.
+
+        Raises:
+            SaveTimeout: the others did not do so in time (see `BoundedGroup`).
         """
 
     def agree(self, value: int) -> int:
@@ -33,6 +37,9 @@ class Group(Protocol):
 
         Arguments:
             value: at least 0, and less than 2 to the power of 62.
+
+        Raises:
+            SaveTimeout: the others did not do so in time (see `BoundedGroup`).
         """
 
     def exchange(self, data: Bytes, sent: Sequence[int], received: Sequence[int]) -> Bytes:
@@ -51,6 +58,25 @@ class Group(Protocol):
         Raises:
             RuntimeError: a process has ended.
         """
+
+
+class BoundedGroup(ABC):
+    """A group that does not wait for its processes for ever; those of the adapters are.
+
+    Groups of a user's own need not be: then nobody but they can end their waiting.
+    """
+
+    index: int
+    count: int
+
+    @abstractmethod
+    def within(self, timeout_s: float) -> Group:
+        """The same group; `next_attempt` and `agree` raise `SaveTimeout` after so many seconds."""
+
+
+def within(group: Group, timeout_s: float) -> Group:
+    """A group that waits no longer than so many seconds, if it is one that can know that."""
+    return group.within(timeout_s) if isinstance(group, BoundedGroup) else group
 
 
 class ProcessGroup:

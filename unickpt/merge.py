@@ -6,7 +6,7 @@ The proof that a checkpoint is complete, and without contradiction. Nothing here
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -194,12 +194,30 @@ def check_boxes(entry: ArrayEntry, boxes: Sequence[tuple[Box, tuple[int, ...]]])
 # --- chunks -------------------------------------------------------------------------------------
 
 
-def digest_table(index: Index, records: Records, names: Names) -> digests.Table:
+def digest_table(
+    index: Index,
+    records: Records,
+    names: Names,
+    assumed: Collection[str] = (),
+    winners: Mapping[str, int] | None = None,
+) -> tuple[digests.Table, dict[str, list[int]]]:
     """The digest table, as far as the records fill it; no chunk has two writers.
 
+    Arguments:
+        index: of all processes.
+        records: what they wrote.
+        names: for each process the arrays that it has.
+        assumed: arrays whose replication is only assumed.
+        winners: arrays of which only what one process wrote counts, with that process.
+
+    Returns:
+        The table, and the assumed arrays of which two processes wrote different data for one chunk,
+        with those two.
+
     Raises:
-        CoverageError: two processes wrote different data for one chunk.
+        CoverageError: that happened to another array.
     """
+    contested: dict[str, list[int]] = {}
     spans = digests.spans(index.arrays)
     table = np.zeros(max((span.stop for span in spans.values()), default=0), digests.DTYPE)
     table["process"] = _NOBODY
@@ -208,15 +226,44 @@ def digest_table(index: Index, records: Records, names: Names) -> digests.Table:
         if not len(record.chunks):
             continue
         where = _positions(index, told, names[process], record)
+        rows = record.chunks
+        lost = _lost_rows(record, names[process], process, winners or {})
+        if lost.any():
+            where, rows = where[~lost], rows[~lost]
+        if not len(rows):
+            continue
         if where.max() >= len(table) or len(np.unique(where)) != len(where):
             raise CoverageError(f"process {process} names chunks that there are not, or one twice")
         taken = table["process"][where] != _NOBODY
         if taken.any():
-            _refuse_second_writer(index, table, where[taken], process, record.chunks[taken])
+            again, other = where[taken], rows["digest"][taken]
+            for position in again[table["digest"][again] != other].tolist():
+                name, box = chunk_at(index, position)
+                first = int(table["process"][position])
+                if name not in assumed:
+                    raise _two_writers(name, box, first, process)
+                contested.setdefault(name, [first, process])
         fresh = where[~taken]
-        table["digest"][fresh] = record.chunks["digest"][~taken]
+        table["digest"][fresh] = rows["digest"][~taken]
         table["process"][fresh] = process
-    return table
+    return table, contested
+
+
+def _lost_rows(
+    record: Record, names: Sequence[str], process: int, winners: Mapping[str, int]
+) -> Any:
+    lost = [n for n, name in enumerate(names) if winners.get(name, process) != process]
+    return np.isin(record.chunks["array"], lost)
+
+
+def losers(records: Records, names: Names, winners: Mapping[str, int]) -> dict[int, list[str]]:
+    """Which processes wrote something of an array of which another's data count."""
+    found: dict[int, list[str]] = {}
+    for process, record in records:
+        lost = _lost_rows(record, names[process], process, winners)
+        for number in np.unique(record.chunks["array"][lost]).tolist():
+            found.setdefault(process, []).append(names[process][number])
+    return found
 
 
 def _positions(index: Index, told: dict[str, int], names: Sequence[str], record: Record) -> Any:
@@ -233,18 +280,11 @@ def _positions(index: Index, told: dict[str, int], names: Sequence[str], record:
     return base[numbers] + record.chunks["chunk"].astype(np.int64)
 
 
-def _refuse_second_writer(
-    index: Index, table: digests.Table, where: Any, process: int, rows: Any
-) -> None:
-    """Two writers of a chunk are tolerated only where replicas did not know of each other."""
-    differ = np.flatnonzero(table["digest"][where] != rows["digest"])
-    if differ.size:
-        position = int(where[differ[0]])
-        name, box = chunk_at(index, position)
-        raise CoverageError(
-            f"array {name!r}: processes {table['process'][position]} and {process} hold "
-            f"different data for {box}"
-        )
+def _two_writers(name: str, box: Box, first: int, second: int) -> CoverageError:
+    """Tolerated only where they wrote the same, as replicas may that do not know of each other."""
+    return CoverageError(
+        f"array {name!r}: processes {first} and {second} hold different data for {box}"
+    )
 
 
 def chunk_at(index: Index, position: int) -> tuple[str, Box]:
@@ -257,11 +297,19 @@ def chunk_at(index: Index, position: int) -> tuple[str, Box]:
     raise IndexError(position)
 
 
-def requests(index: Index, table: digests.Table, names: Names) -> Requests:
+def requests(
+    index: Index, table: digests.Table, names: Names, winners: Mapping[str, int] | None = None
+) -> Requests:
     """For chunks that nobody wrote: who does hold them, and so has to write them.
 
     A plain tensor is taken to be on all processes. Where it is on some only (pipeline stages),
     its planned writer may lack it, which shows here, when all have told what they have.
+
+    Arguments:
+        index: of all processes.
+        table: what they wrote.
+        names: for each process the arrays that it has.
+        winners: arrays that one process is to write whole, with that process.
 
     Returns:
         For each process the positions of chunks by array name.
@@ -277,6 +325,7 @@ def requests(index: Index, table: digests.Table, names: Names) -> Requests:
     for process, own in enumerate(names):
         for name in own:
             having.setdefault(name, []).append(process)
+    having |= {name: [process] for name, process in (winners or {}).items()}
     first = 0
     for name, entry in index.arrays.items():
         start = first
@@ -284,15 +333,17 @@ def requests(index: Index, table: digests.Table, names: Names) -> Requests:
             low, high = np.searchsorted(holes, (first, first + part.count))
             for position in holes[low:high].tolist():
                 box = part.chunk_box(position - first)
-                chosen = _holder(entry, box, having.get(name, []), position)
+                # Spread over those that have it; but what is little comes from the first.
+                turn = 0 if plan.is_little(entry, part) else position
+                chosen = _holder(entry, box, having.get(name, []), turn)
                 found.setdefault(chosen, {}).setdefault(name, []).append(position - start)
             first += part.count
     return found
 
 
-def _holder(entry: ArrayEntry, box: Box, having: Sequence[int], position: int) -> int:
-    """A process that holds a box; which one depends on `position`, to spread the work."""
-    turn = position % max(1, len(having))
+def _holder(entry: ArrayEntry, box: Box, having: Sequence[int], turn: int) -> int:
+    """A process that holds a box, the next one where that of this turn does not."""
+    turn %= max(1, len(having))
     for process in [*having[turn:], *having[:turn]]:
         if _holds(entry, process, box):
             return process

@@ -47,7 +47,12 @@ class SaveOptions:
         chunk_shape: wanted chunk extents for all arrays of this rank, lowered where they would
             cross a fragment's boundary; the other arrays follow `chunk_bytes`.
         compression: None, or one of "zstd", "gzip", "blosc". Digests do not depend on it.
-        timeout_s: seconds after its own part is written that a process waits for the others.
+        timeout_s: seconds that a process waits for the others: to begin to save, and again to end
+            their part after its own is written.
+        check_replicas: whether every byte of plain tensors and arrays is compared between the
+            processes, which are taken to hold the same, and the save is refused if they do not.
+            Without it a sample of each is compared; where that differs, one process's data is
+            stored whole, with a warning (`ReplicasDiffer`).
         group: the processes that save together; found by itself under `torch.distributed` and
             `jax.distributed`.
         metrics: called with the report of each save that succeeds, on every process, on the thread
@@ -68,6 +73,7 @@ class SaveOptions:
     chunk_shape: tuple[int, ...] | None = None
     compression: str | None = None
     timeout_s: float = 600.0
+    check_replicas: bool = False
     group: Group | None = None
     metrics: Callable[[SaveReport], None] | None = None
 
@@ -130,6 +136,8 @@ class SaveReport:
         staged_bytes: bytes that were copied to host memory, in the call or behind it.
         writers: what each process tells of its part, on the coordinator alone: `bytes` and
             `chunks` written, `seconds` of that, `blocked_s`, `staged_bytes`.
+        replicas_differ: on the coordinator alone, names of plain arrays that were not the same on
+            all processes, and are stored as one of them held them; see `ReplicasDiffer`.
     """
 
     url: str
@@ -144,6 +152,7 @@ class SaveReport:
     blocked_s: float = 0.0
     staged_bytes: int = 0
     writers: tuple[Mapping[str, float], ...] = ()
+    replicas_differ: tuple[str, ...] = ()
 
     @property
     def gb_per_s(self) -> float:

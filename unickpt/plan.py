@@ -19,6 +19,8 @@ from unickpt.layout import Layout
 
 # A grid is left for parts where it would need chunks this much smaller than the fragments ask.
 _TOLERANCE = 4
+# Statistics and biases are smaller. All weights from one process would unbalance the writing.
+_LITTLE_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -207,3 +209,34 @@ def share(name: str, box: Box, process: int, replicas: Sequence[int], count: int
     return [
         k for k in range(count) if replicas[(first + k * n // max(count, n)) % n] == replicas[me]
     ]
+
+
+def is_little(entry: ArrayEntry, part: Part) -> bool:
+    """Whether an array, of which this is a part, is left to one process together with the like."""
+    return part.count == 1 and part.box.shape == entry.shape and entry.nbytes <= _LITTLE_BYTES
+
+
+def share_assumed(sizes: Sequence[int], little: Sequence[bool], processes: int) -> list[int]:
+    """Which process writes each chunk of the arrays that all processes are taken to hold.
+
+    What is little comes from process 0, so that what belongs together stays together even where the
+    processes differ. Of the rest each process has a run of chunks, so that all write as much.
+
+    Arguments:
+        sizes: bytes of each chunk.
+        little: for each chunk whether it is all of a little array.
+        processes: how many there are.
+    """
+    total = sum(sizes)
+    at = sum(size for size, small in zip(sizes, little, strict=True) if small)
+    first = 0
+    if at * processes >= total and processes > 1:  # process 0 has enough to do
+        first, processes, total, at = 1, processes - 1, total - at, 0
+    writers = []
+    for size, small in zip(sizes, little, strict=True):
+        if small:
+            writers.append(0)
+            continue
+        writers.append(first + (2 * at + size) * processes // (2 * total))
+        at += size
+    return writers

@@ -15,6 +15,8 @@ from unickpt.box import Box
 # `array` counts the arrays of the process's own description, `chunk` the chunks of the array's
 # parts in order (for arrays with boxes of their own: of this process's boxes).
 CHUNK_DTYPE = np.dtype([("array", "<u4"), ("chunk", "<u8"), ("digest", "<u8")])
+# A fingerprint of an array that this process is taken to hold like others.
+REPLICA_DTYPE = np.dtype([("array", "<u4"), ("fingerprint", "<u8")])
 _SEAL_BYTES = 8
 
 
@@ -29,6 +31,8 @@ class Record:
         blobs: per-process values by name: size in bytes and xxh3-64.
         statistics: bytes and seconds, for the report.
         replaces: xxh3-64 of the root manifest that the process found, empty where it found none.
+        replicas: one element of `REPLICA_DTYPE` for each array whose replication is assumed.
+        checked: whether those are of every byte; else of a sample.
     """
 
     description: int
@@ -37,13 +41,15 @@ class Record:
     blobs: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     statistics: Mapping[str, float] = field(default_factory=dict)
     replaces: str = ""
+    replicas: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, REPLICA_DTYPE))
+    checked: bool = False
 
     def with_statistics(self, more: Mapping[str, float]) -> Record:
         """The same with more statistics."""
         return replace(self, statistics={**self.statistics, **more})
 
     def encode(self) -> bytes:
-        """A line of JSON, the chunks as they are in memory, and the xxh3-64 of all that."""
+        """A line of JSON, chunks and replicas as they are in memory, and the xxh3-64 of it all."""
         head = {
             "description": self.description,
             "boxes": [
@@ -52,8 +58,11 @@ class Record:
             "blobs": self.blobs,
             "statistics": self.statistics,
             "replaces": self.replaces,
+            "chunks": len(self.chunks),
+            "checked": self.checked,
         }
-        body = json.dumps(head, separators=(",", ":")).encode() + b"\n" + self.chunks.tobytes()
+        line = json.dumps(head, separators=(",", ":")).encode() + b"\n"
+        body = line + self.chunks.tobytes() + self.replicas.tobytes()
         return body + xxhash.xxh3_64_intdigest(body).to_bytes(_SEAL_BYTES, "little")
 
     @classmethod
@@ -65,13 +74,16 @@ class Record:
         head_bytes, _, payload = body.partition(b"\n")
         try:
             head = json.loads(head_bytes)
+            end = head["chunks"] * CHUNK_DTYPE.itemsize
             return cls(
                 head["description"],
-                np.frombuffer(payload, CHUNK_DTYPE),
+                np.frombuffer(payload[:end], CHUNK_DTYPE),
                 {n: tuple(Box(tuple(a), tuple(b)) for a, b in bs) for n, bs in head["boxes"]},
                 {name: (size, digest) for name, (size, digest) in head["blobs"].items()},
                 head["statistics"],
                 head["replaces"],
+                np.frombuffer(payload[end:], REPLICA_DTYPE),
+                head["checked"],
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"the record is malformed: {error!r}") from None

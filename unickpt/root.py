@@ -52,7 +52,12 @@ class Root:
         return State(digest(read.value) if read.state == "value" else "", read.stamp.generation)
 
     def build(
-        self, folder: str, parts: Sequence[Location], extra: Mapping[str, bytes], count: int
+        self,
+        folder: str,
+        parts: Sequence[Location],
+        extra: Mapping[str, bytes],
+        count: int,
+        without: Mapping[int, Sequence[str]] | None = None,
     ) -> bytes:
         """Writes a B-tree that refers to the values of other databases; it does not show yet.
 
@@ -61,6 +66,7 @@ class Root:
             parts: the databases.
             extra: values of its own, by key.
             count: how many keys the databases must have, together.
+            without: arrays whose chunks are not taken from a database, by its number in `parts`.
 
         Returns:
             The manifest that makes it the database at the path.
@@ -71,7 +77,11 @@ class Root:
         draft, held = self._location.draft(self._context, folder)
         transaction = ts.Transaction(atomic=True)
         root = draft.with_transaction(transaction)
-        work = [part.database(self._context).experimental_copy_range_to(root) for part in parts]
+        work = [
+            part.database(self._context).experimental_copy_range_to(root, keys)
+            for number, part in enumerate(parts)
+            for keys in _all_but((without or {}).get(number, ()))
+        ]
         for copied in work:
             copied.result()
         for write in [root.write(key, value) for key, value in extra.items()]:
@@ -127,6 +137,15 @@ class Root:
             found = self._store.read(MANIFEST).result()
             if found.value == manifest:
                 self._store.write(MANIFEST, None, if_equal=found.stamp.generation).result()
+
+
+def _all_but(arrays: Sequence[str]) -> list[ts.KvStore.KeyRange]:
+    """The keys before, between and after those of the chunks of single-part arrays."""
+    bounds = [""]
+    for first in sorted(_join(name, "c") for name in arrays):
+        bounds += [first, first + "0"]  # "0" follows the "/" that is part of a chunk's key
+    bounds.append("")
+    return [ts.KvStore.KeyRange(a, b) for a, b in zip(bounds[::2], bounds[1::2], strict=True)]
 
 
 def digest(manifest: bytes) -> str:

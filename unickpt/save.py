@@ -42,7 +42,7 @@ def save(
         InvalidPath: the path names no storage.
         CoverageError: the processes' fragments do not cover an array exactly once.
         ProcessFailed: another process failed; its message is in this one.
-        SaveTimeout: another process did not finish in time.
+        SaveTimeout: another process did not begin, or did not finish, in time.
         StorageError: the storage failed.
 
     Example:

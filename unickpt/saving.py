@@ -6,13 +6,16 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
-from unickpt import backends
+from unickpt import backends, replicas
 from unickpt.adapt import adapters, current_group
 from unickpt.commit import Attempt
 from unickpt.describe import Description, describe
+from unickpt.errors import SaveTimeout
+from unickpt.group import within
 from unickpt.options import SaveOptions, SaveReport
 from unickpt.record import Record
 from unickpt.share import ChunkJob, check_alone, held_chunks, own_share
@@ -29,7 +32,7 @@ class Saving:
         path, overwrite, options: as for `save`.
 
     Raises:
-        InvalidPath: see `save`.
+        InvalidPath, SaveTimeout: see `save`.
     """
 
     description: Description
@@ -38,11 +41,15 @@ class Saving:
         self._started = time.perf_counter()
         self._overwrite, self.options = overwrite, options
         self.location = backends.resolve(path)
-        self.group = options.group or current_group(adapters())
-        self.attempt = self.group.next_attempt()
+        self.group = within(options.group or current_group(adapters()), options.timeout_s)
+        try:
+            self.attempt = self.group.next_attempt()
+        except SaveTimeout as error:
+            raise SaveTimeout(f"{self.location}: {error}. Nothing was written.") from None
         self._writer: Writer | None = None
         self.blocked_s, self.staged_bytes = 0.0, 0
         self.phases: dict[str, float] = {}
+        self._samples: dict[int, Callable[[], int]] = {}
         self.held: Sequence[ChunkJob] = []
         self.share: Sequence[ChunkJob] = []
 
@@ -56,6 +63,12 @@ class Saving:
             self.description = describe(tree, metadata, self.group, self.options, adapters())
             if self.group.count == 1:
                 check_alone(self.description)
+            if not self.options.check_replicas:
+                self._samples = {
+                    number: replicas.keep_sample(source)
+                    for number, source in enumerate(self.description.sources.values())
+                    if source.assumed and source.fragments
+                }
         self.phases["describe"] = self.elapsed
 
     @cached_property
@@ -115,7 +128,7 @@ class Saving:
             self.check_destination()
             attempt.make_folder()
             self._writer = writer = Writer(attempt, self.description, self.options, supply)
-            record = writer.write_all(self.share)
+            record = self._with_replicas(writer.write_all(self.share), supply)
             written()
             told = {
                 "chunks": writer.count,
@@ -143,12 +156,23 @@ class Saving:
             blocked_s=self.blocked_s or self.elapsed,
             staged_bytes=self.staged_bytes,
             writers=attempt.writers,
+            replicas_differ=tuple(found.name for found in attempt.differences),
         )
         _log.info(
             "saved %s: %.3g GB in %.2f s (%.2f GB/s), the caller was kept for %.3f s",
             *(report.url, report.bytes / 1e9, report.seconds, report.gb_per_s, report.blocked_s),
         )
+        if attempt.differences:
+            replicas.warn(attempt.differences)
         return report
+
+    def _with_replicas(self, record: Record, supply: Supply) -> Record:
+        """A record that also tells what this process has of what others are taken to have too."""
+        if self.options.check_replicas:
+            rows = replicas.whole(self.held, record, supply.digest)
+        else:
+            rows = replicas.sampled(self._samples)
+        return replace(record, replicas=rows, checked=self.options.check_replicas)
 
 
 def tell(options: SaveOptions, report: SaveReport) -> None:

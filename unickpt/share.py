@@ -27,6 +27,7 @@ class ChunkJob:
         position: its number among the chunks of all parts (see `unickpt.record`).
         box: its box in the global array.
         fragment: where its data is.
+        assumed: as `ArraySource.assumed`.
     """
 
     array: int
@@ -36,6 +37,7 @@ class ChunkJob:
     position: int
     box: Box
     fragment: Fragment
+    assumed: bool = False
 
     @property
     def dtype(self) -> dtypes.DType:
@@ -49,7 +51,8 @@ class ChunkJob:
 def held_chunks(description: Description) -> Iterator[ChunkJob]:
     """All chunks that this process could write, in the order of the description."""
     for array, (name, entry) in enumerate(description.index.arrays.items()):
-        fragments = description.sources[name].fragments
+        source = description.sources[name]
+        fragments, assumed = source.fragments, source.assumed
         told = entry.boxes == ()
         parts = [plan.box_part(entry, f.box) for f in fragments] if told else plan.parts(entry)
         first = 0
@@ -58,19 +61,32 @@ def held_chunks(description: Description) -> Iterator[ChunkJob]:
                 for number in part.chunks_in(fragment.box):
                     box = part.chunk_box(number)
                     assert fragment.box.contains(box), f"chunk {box} crosses {fragment.box}"
-                    yield ChunkJob(array, entry, part, number, first + number, box, fragment)
+                    at = first + number
+                    yield ChunkJob(array, entry, part, number, at, box, fragment, assumed)
             first += part.count
 
 
 def own_share(held: Sequence[ChunkJob], process: int) -> list[ChunkJob]:
     """The chunks that a process writes, where it shares fragments with others."""
-    mine: list[ChunkJob] = []
-    for _, run in itertools.groupby(held, lambda j: (j.array, j.part.key, j.fragment.box)):
+    assumed = [job for job in held if job.assumed]
+    mine = _own_assumed(assumed, process) if assumed else []
+    known = (job for job in held if not job.assumed)
+    for _, run in itertools.groupby(known, lambda j: (j.array, j.part.key, j.fragment.box)):
         jobs = list(run)
         name, fragment = jobs[0].entry.name, jobs[0].fragment
         share = plan.share(name, fragment.box, process, fragment.replicas, len(jobs))
         mine += [jobs[k] for k in share]
-    return mine
+    return sorted(mine, key=lambda job: job.array)
+
+
+def _own_assumed(held: Sequence[ChunkJob], process: int) -> list[ChunkJob]:
+    """The same for arrays that all processes are taken to hold, so that all share in all."""
+    # By name: a dict may have another order elsewhere.
+    jobs = sorted(held, key=lambda job: (job.entry.name, job.number))
+    sizes = [job.nbytes for job in jobs]
+    little = [plan.is_little(job.entry, job.part) for job in jobs]
+    writers = plan.share_assumed(sizes, little, len(jobs[0].fragment.replicas))
+    return [job for job, writer in zip(jobs, writers, strict=True) if writer == process]
 
 
 def check_alone(description: Description) -> None:

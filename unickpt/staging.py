@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
+from unickpt import chunks
 from unickpt.adapt import Array, Memory
 from unickpt.errors import CoverageError, StateChanged
 from unickpt.keeping import BACKGROUND, Keeping, Way
@@ -133,10 +134,7 @@ class Staging:
     def _plan_spare(self, jobs: dict[Way, list[ChunkJob]]) -> None:
         """Adds chunks that another process should write, if it has them; else this one must."""
         own = {_key(job) for job in self._saving.share}
-        sources = list(self._saving.description.sources.values())
-        spare = [
-            job for job in self._saving.held if sources[job.array].assumed and _key(job) not in own
-        ]
+        spare = [job for job in self._saving.held if job.assumed and _key(job) not in own]
         own_copies = {Way.NOW, Way.LATER}
         copied = [job for job in spare if self._ways[id(job.fragment)] in own_copies]
         # They are held until the commit. Where that is too much, the caller waits for the commit.
@@ -333,12 +331,25 @@ class Staging:
         key = _key(job)
         if key in self._references:
             return self._fetch_reference(self._references[key])
+        return replace(self._fetch_copy(job), release=partial(self._release, key))
+
+    def digest(self, job: ChunkJob) -> int:
+        if _key(job) not in self._references:
+            return chunks.digest(self._fetch_copy(job).data)
+        staged = self._fetch_reference(self._references[_key(job)])
+        try:
+            return chunks.digest(staged.data)
+        finally:
+            staged.release()
+
+    def _fetch_copy(self, job: ChunkJob) -> Staged:
+        key = _key(job)
         with self._told:
             while key not in self._staged and self._error is None and not self._complete.is_set():
                 self._told.wait()
             found = self._staged.get(key)
             if found is not None:
-                return replace(found, release=partial(self._release, key))
+                return found
             if self._error is not None:
                 raise self._error
         raise CoverageError(

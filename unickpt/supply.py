@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+from unickpt import chunks
 from unickpt.adapt import Array
 from unickpt.errors import StateChanged
 from unickpt.share import ChunkJob
@@ -42,6 +43,9 @@ class Supply(Protocol):
     def fetch(self, job: ChunkJob) -> Staged:
         """A chunk, as soon as it is staged."""
 
+    def digest(self, job: ChunkJob) -> int:
+        """The digest of a chunk that may still be fetched afterwards."""
+
 
 class Direct:
     """Stages chunks at the moment when they are written, from memory that stays unchanged.
@@ -72,6 +76,13 @@ class Direct:
         with naming(job):
             data = stage(job.fragment, job.box, job.dtype, take)
         return Staged(data, data.nbytes if taken else 0, release)
+
+    def digest(self, job: ChunkJob) -> int:
+        staged = self.fetch(job)
+        try:
+            return chunks.digest(staged.data)
+        finally:
+            staged.release()
 
 
 @contextmanager

@@ -1,0 +1,235 @@
+"""Replicas that are only assumed: a fingerprint of each, and what to do where they differ.
+
+A framework says of a sharded array which processes hold the same; of a plain array nobody does.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from math import gcd, prod
+
+import numpy as np
+import xxhash
+
+from unickpt import chunks, dtypes, folding
+from unickpt.adapt import Array, ArraySource, Fragment
+from unickpt.errors import CoverageError, ReplicasDiffer
+from unickpt.record import REPLICA_DTYPE, Record
+from unickpt.share import ChunkJob
+
+_log = logging.getLogger("unickpt")
+_WHOLE_BYTES = 4 << 10  # up to here all elements count
+_SAMPLES = 512
+_SHOWN = 8
+
+_ADVICE = (
+    "Plain tensors and arrays are taken to be the same on every process that has them. Values that "
+    "differ by process belong in unickpt.PerProcess; shards in a DTensor, an array with a "
+    "NamedSharding, or unickpt.LocalFragments. If they should be the same, find out why they are "
+    "not"
+)
+
+
+# --- fingerprints -------------------------------------------------------------------------------
+
+
+def keep_sample(source: ArraySource) -> Callable[[], int]:
+    """Keeps some elements of an assumed replica as they are now.
+
+    They are spread over the whole array, and all of a little one. A device is not waited for.
+
+    Returns:
+        What gives their fingerprint, which is the same on all processes that hold the same.
+    """
+    (fragment,) = source.fragments
+    at = spots(source.shape, source.dtype.itemsize)
+    kept = _sample(fragment, source.dtype, at) if fragment.sample is None else fragment.sample(at)
+    return lambda: _fingerprint(kept(), source)
+
+
+@lru_cache(maxsize=256)
+def spots(shape: tuple[int, ...], itemsize: int) -> tuple[Array, ...]:
+    """Which elements are sampled: along each dimension their indices; one index for a scalar."""
+    count = prod(shape)
+    step = 1
+    if count * itemsize > _WHOLE_BYTES:
+        step = max(1, count // _SAMPLES)
+        while gcd(step, shape[-1]) > 1:  # else all lie in few columns
+            step += 1
+    return np.unravel_index(np.arange(0, count, step), shape or (1,))
+
+
+def _sample(fragment: Fragment, dtype: dtypes.DType, at: tuple[Array, ...]) -> Callable[[], Array]:
+    view = fragment.read(fragment.box, lambda: np.empty(fragment.box.shape, dtype))
+    found: Array = np.atleast_1d(view)[at]  # a copy
+    return lambda: found
+
+
+def _fingerprint(found: Array, source: ArraySource) -> int:
+    native = source.dtype.newbyteorder("=")
+    if native == np.bool_:  # which may be any byte in memory
+        found = np.not_equal(np.ascontiguousarray(found).view(np.uint8), 0)
+    what = f"{dtypes.name_of(native)} {source.shape} {chunks.digest(found.astype(native)):x}"
+    return xxhash.xxh3_64_intdigest(what.encode())
+
+
+def sampled(samples: Mapping[int, Callable[[], int]]) -> Array:
+    """What a record tells of samples: fingerprints by the number of the array."""
+    return _rows((number, fingerprint()) for number, fingerprint in samples.items())
+
+
+def whole(held: Sequence[ChunkJob], record: Record, digest: Callable[[ChunkJob], int]) -> Array:
+    """What a record tells of every byte of the assumed replicas.
+
+    Arguments:
+        held: all chunks that this process holds.
+        record: tells of those that it wrote.
+        digest: gives the digest of another chunk.
+    """
+    written = record.chunks
+    known = dict(
+        zip(
+            zip(written["array"].tolist(), written["chunk"].tolist(), strict=True),
+            written["digest"].tolist(),
+            strict=True,
+        )
+    )
+
+    def rows() -> Iterator[tuple[int, int]]:
+        assumed = (job for job in held if job.assumed)
+        for number, jobs in groupby(assumed, lambda job: job.array):
+            hashed = xxhash.xxh3_64()
+            for job in jobs:
+                own = known.get((job.array, job.position))
+                found = digest(job) if own is None else own
+                hashed.update(found.to_bytes(8, "little"))
+            yield number, hashed.intdigest()
+
+    return _rows(rows())
+
+
+def _rows(rows: Iterable[tuple[int, int]]) -> Array:
+    return np.array(list(rows), REPLICA_DTYPE)
+
+
+# --- comparing ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Difference:
+    """An array that processes were taken to hold alike, and do not.
+
+    Arguments:
+        name: of the array.
+        stored: the process whose data is stored: the lowest that has the array.
+        others: processes with other data.
+    """
+
+    name: str
+    stored: int
+    others: tuple[int, ...]
+
+
+class Replicas:
+    """What all processes tell of the replicas that are only assumed.
+
+    Arguments:
+        records: of all processes.
+        names: for each process the arrays that it has.
+
+    Raises:
+        CoverageError: some compared every byte, and others did not.
+    """
+
+    def __init__(
+        self, records: Sequence[tuple[int, Record]], names: Sequence[Sequence[str]]
+    ) -> None:
+        self.checked = records[0][1].checked
+        for process, record in records:
+            if record.checked != self.checked:
+                raise CoverageError(
+                    "the processes save with different SaveOptions.check_replicas: process 0 with "
+                    f"{self.checked}, process {process} with {record.checked}"
+                )
+        # Most processes tell the same, which is looked at once.
+        alike: dict[tuple[int, bytes], list[int]] = {}
+        for process, record in records:
+            key = (id(names[process]), record.replicas.tobytes())
+            alike.setdefault(key, []).append(process)
+        self._told: dict[str, dict[int, list[int]]] = {}
+        for (_, data), processes in alike.items():
+            own, rows = names[processes[0]], np.frombuffer(data, REPLICA_DTYPE)
+            for number, fingerprint in rows.tolist():
+                found = self._told.setdefault(own[number], {})
+                found.setdefault(fingerprint, []).extend(processes)
+
+    @property
+    def names(self) -> set[str]:
+        """The arrays whose replication is only assumed."""
+        return set(self._told)
+
+    def differences(self, contested: Mapping[str, Sequence[int]]) -> list[Difference]:
+        """The arrays that differ.
+
+        Arguments:
+            contested: arrays of which processes wrote different data, with those processes.
+
+        Raises:
+            CoverageError: there are some, and every byte was compared because nothing shall be
+                stored then.
+        """
+        found = []
+        for name, told in self._told.items():
+            if len(told) > 1 or name in contested:
+                stored = min(process for processes in told.values() for process in processes)
+                others = {p for ps in told.values() if stored not in ps for p in ps}
+                others |= set(contested.get(name, ())) - {stored}
+                found.append(Difference(name, stored, tuple(sorted(others))))
+        if found and self.checked:
+            raise CoverageError(
+                f"arrays differ between processes (SaveOptions.check_replicas): {_list(found)}. "
+                f"{_ADVICE}. Nothing was saved."
+            )
+        return found
+
+
+def warn(differences: Sequence[Difference]) -> None:
+    """Tells, after the commit, that arrays differ; raises nothing, because the checkpoint is there.
+
+    The text is the same at every save, so that Python shows it once.
+    """
+    text = (
+        f"arrays differ between processes: {_list(differences)}. Stored is what the process named "
+        f"last has. {_ADVICE}; if that is as it should be (BatchNorm's statistics under DDP), "
+        "ignore this warning. SaveOptions(check_replicas=True) refuses such a save"
+    )
+    _log.warning("%s", text)
+    with suppress(ReplicasDiffer):  # where a filter makes errors of warnings
+        warnings.warn(text, ReplicasDiffer, stacklevel=2)
+
+
+def _list(differences: Sequence[Difference]) -> str:
+    groups: dict[tuple[int, tuple[int, ...]], dict[str, list[str]]] = {}
+    for found in differences:
+        alike = groups.setdefault((found.stored, found.others), {})
+        alike.setdefault(folding.skeleton(found.name), []).append(found.name)
+    return "; ".join(
+        f"{_some(shown)} (on {_processes(others)} another than on process {stored})"
+        for (stored, others), alike in groups.items()
+        for shown in [[repr(name) for names in alike.values() for name in folding.fold(names)]]
+    )
+
+
+def _some(items: Sequence[object]) -> str:
+    more = f" and {len(items) - _SHOWN} more" * (len(items) > _SHOWN)
+    return ", ".join(map(str, items[:_SHOWN])) + more
+
+
+def _processes(numbers: Sequence[int]) -> str:
+    return f"process{'es' * (len(numbers) > 1)} {_some(numbers)}"
