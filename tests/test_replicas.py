@@ -258,7 +258,7 @@ TREES = {
 @pytest.mark.parametrize("count", [2, 4, 8])
 @pytest.mark.parametrize("tree", TREES)
 def test_the_processes_write_as_much_each(tree: str, count: int) -> None:
-    sizes, little = [], []
+    sizes, whole = [], []
     for name, shape in sorted(TREES[tree].items()):
         layout = unickpt.Layout.replicated(len(shape), count)
         chunk, _ = plan.chunk_grid(shape, 4, layout, 8 << 20)
@@ -266,9 +266,12 @@ def test_the_processes_write_as_much_each(tree: str, count: int) -> None:
         (part,) = plan.parts(entry)
         for number in range(part.count):
             sizes.append(part.chunk_box(number).size * 4)
-            little.append(plan.is_little(entry, part))
-    writers = plan.share_assumed(sizes, little, count)
-    assert all(w == 0 for w, small in zip(writers, little, strict=True) if small)
+            whole.append(plan.is_whole(entry, part))
+    writers = plan.share_assumed(sizes, whole, count)
+    first = [size for w, size, one in zip(writers, sizes, whole, strict=True) if one and not w]
+    others = [size for w, size, one in zip(writers, sizes, whole, strict=True) if one and w]
+    assert max(first, default=0) <= min(others, default=1 << 60), "the smallest come first"
+    assert min(others, default=1 << 60) > 64 << 10
     written = np.bincount(writers, sizes, count)
     balance = written.max() / written.mean()
     print(f"{tree}, {count} processes: busiest over mean {balance:.3f}")
@@ -278,6 +281,8 @@ def test_the_processes_write_as_much_each(tree: str, count: int) -> None:
 def test_all_of_what_is_little_comes_from_process_0() -> None:
     assert plan.share_assumed([8] * 5, [True] * 5, 4) == [0] * 5
     assert plan.share_assumed([8, 4, 4, 4], [True, False, False, False], 4) == [0, 1, 2, 3]
+    assert plan.share_assumed([1 << 20] * 8, [True] * 8, 4) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert plan.share_assumed([1 << 20, 9 << 20], [True, False], 2) == [0, 1]
     assert plan.share_assumed([7], [False], 1) == [0]
 
 

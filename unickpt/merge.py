@@ -334,7 +334,7 @@ def requests(
             for position in holes[low:high].tolist():
                 box = part.chunk_box(position - first)
                 # Spread over those that have it; but what is little comes from the first.
-                turn = 0 if plan.is_little(entry, part) else position
+                turn = 0 if plan.is_little(entry.nbytes) else position
                 chosen = _holder(entry, box, having.get(name, []), turn)
                 found.setdefault(chosen, {}).setdefault(name, []).append(position - start)
             first += part.count

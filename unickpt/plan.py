@@ -211,32 +211,39 @@ def share(name: str, box: Box, process: int, replicas: Sequence[int], count: int
     ]
 
 
-def is_little(entry: ArrayEntry, part: Part) -> bool:
-    """Whether an array, of which this is a part, is left to one process together with the like."""
-    return part.count == 1 and part.box.shape == entry.shape and entry.nbytes <= _LITTLE_BYTES
+def is_whole(entry: ArrayEntry, part: Part) -> bool:
+    """Whether an array, of which this is a part, is a single chunk."""
+    return part.count == 1 and part.box.shape == entry.shape
 
 
-def share_assumed(sizes: Sequence[int], little: Sequence[bool], processes: int) -> list[int]:
+def is_little(nbytes: int) -> bool:
+    """Whether an array has so few bytes that who writes it does not matter for the balance."""
+    return nbytes <= _LITTLE_BYTES
+
+
+def share_assumed(sizes: Sequence[int], whole: Sequence[bool], processes: int) -> list[int]:
     """Which process writes each chunk of the arrays that all processes are taken to hold.
 
-    What is little comes from process 0, so that what belongs together stays together even where the
-    processes differ. Of the rest each process has a run of chunks, so that all write as much.
+    Arrays of a single chunk come from process 0, so that what belongs together stays together even
+    where the processes differ: the smallest first, as many as are its equal share of all bytes, and
+    all little ones. Of the rest each process has a run of chunks, so that all write as much.
 
     Arguments:
         sizes: bytes of each chunk.
-        little: for each chunk whether it is all of a little array.
+        whole: for each chunk whether it is all of its array.
         processes: how many there are.
     """
-    total = sum(sizes)
-    at = sum(size for size, small in zip(sizes, little, strict=True) if small)
-    first = 0
+    total, at = sum(sizes), 0
+    first, writers = 0, [-1] * len(sizes)
+    for number in sorted((n for n, is_all in enumerate(whole) if is_all), key=sizes.__getitem__):
+        if not is_little(sizes[number]) and (at + sizes[number]) * processes > total:
+            break
+        writers[number] = 0
+        at += sizes[number]
     if at * processes >= total and processes > 1:  # process 0 has enough to do
         first, processes, total, at = 1, processes - 1, total - at, 0
-    writers = []
-    for size, small in zip(sizes, little, strict=True):
-        if small:
-            writers.append(0)
-            continue
-        writers.append(first + (2 * at + size) * processes // (2 * total))
-        at += size
+    for number, size in enumerate(sizes):
+        if writers[number] < 0:
+            writers[number] = first + (2 * at + size) * processes // (2 * total)
+            at += size
     return writers

@@ -84,8 +84,8 @@ def _own_assumed(held: Sequence[ChunkJob], process: int) -> list[ChunkJob]:
     # By name: a dict may have another order elsewhere.
     jobs = sorted(held, key=lambda job: (job.entry.name, job.number))
     sizes = [job.nbytes for job in jobs]
-    little = [plan.is_little(job.entry, job.part) for job in jobs]
-    writers = plan.share_assumed(sizes, little, len(jobs[0].fragment.replicas))
+    whole = [plan.is_whole(job.entry, job.part) for job in jobs]
+    writers = plan.share_assumed(sizes, whole, len(jobs[0].fragment.replicas))
     return [job for job, writer in zip(jobs, writers, strict=True) if writer == process]
 
 
