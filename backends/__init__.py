@@ -211,6 +211,10 @@ class Location:
         """Where this folder leads, if it is a symbolic link; None where it is none."""
         return file.link(self.spec["path"]) if self.is_local else None
 
+    def links(self) -> list[str]:
+        """Names of the symbolic links in this folder."""
+        return file.links(self.spec["path"]) if self.is_local else []
+
     def unlink(self) -> None:
         """Removes the symbolic link that this folder is, and nothing of what it leads to."""
         file.unlink(self.spec["path"])

@@ -122,6 +122,14 @@ def link(path: str) -> str | None:
         return None
 
 
+def links(path: str) -> list[str]:
+    """Names of the symbolic links in a folder."""
+    if not os.path.isdir(path):
+        return []
+    with asking_system(), os.scandir(path) as entries:
+        return [entry.name for entry in entries if entry.is_symlink()]
+
+
 def unlink(path: str) -> None:
     """Removes a symbolic link, not what it leads to.
 

@@ -155,21 +155,21 @@ class Steps:
             place.store(self._context).write(MANIFEST, None).result()
             if place.is_local:
                 place.sync(place)
-            for attempt in attempts:
-                self._remove_attempt(place, attempt)
+            self._remove_attempts(place.child("processes"), attempts)
             place.remove_empty()
         except Failed as error:
             raise chunks.translate(error, str(place), reading=False) from error
 
-    def _remove_attempt(self, place: Location, attempt: str) -> None:
-        if "/" in attempt or attempt in ("", ".", ".."):
-            return  # no name that a save gives; an index can say anything
-        folder = place.child("processes")
-        for part in (folder, folder.child(attempt)):
-            if part.link is not None:
-                part.unlink()
-                return
-        folder.child(attempt).remove(self._context)
+    def _remove_attempts(self, folder: Location, attempts: Iterable[str]) -> None:
+        """Removes attempts, and symbolic links in place of some, or of all."""
+        if folder.link is not None:
+            folder.unlink()
+            return
+        for name in folder.links():
+            folder.child(name).unlink()
+        for attempt in attempts:
+            if "/" not in attempt and attempt not in ("", ".", ".."):  # an index can say anything
+                folder.child(attempt).remove(self._context)
 
     def _attempts(self, step: int) -> list[str]:
         """The attempt that made a step; all attempts, where it is too damaged to tell."""
