@@ -12,6 +12,8 @@ from typing import Any
 
 import tensorstore as ts
 
+from unickpt.backends.kvstore import Failed, KvStore, asking
+
 _ZSTD_IN_ZIP = 93
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _ZSTD_BLOCK = 128 << 10
@@ -53,11 +55,12 @@ def is_sound(data: bytes) -> bool:
         },
     }
     context = ts.Context({"memory_key_value_store": {}})
-    ts.KvStore.open("memory://", context=context).result()["c/0"] = data
-    array = ts.open(spec, context=context, open=True, assume_metadata=True).result()
+    KvStore.open("memory://", context).write("c/0", data).result()
     try:
-        array.read().result()
-    except ValueError:
+        with asking():
+            array = ts.open(spec, context=context, open=True, assume_metadata=True).result()
+            array.read().result()
+    except Failed:
         return False
     return True
 
@@ -79,13 +82,12 @@ def zstd_prefix(stream: bytes, size: int) -> bytes | None:
         "<IHHHHIIH", 0x06054B50, 0, 0, 1, 1, len(listed) + 1, len(entry) + len(stream), 0
     )
     context = ts.Context({"memory_key_value_store": {}})
-    ts.KvStore.open("memory://", context=context).result()["zip"] = b"".join(
-        [entry, stream, listed, b"x", end]
-    )
+    whole = b"".join([entry, stream, listed, b"x", end])
+    KvStore.open("memory://", context).write("zip", whole).result()
     archive = {"driver": "zip", "base": {"driver": "memory", "path": "zip"}}
     try:
-        read = ts.KvStore.open(archive, context=context).result().read("x").result()
-    except (ValueError, OSError):
+        read = KvStore.open(archive, context).read("x").result()
+    except Failed:
         return None
     found: bytes = read.value
     return found if len(found) == size else None

@@ -10,7 +10,8 @@ from unittest import mock
 
 import tensorstore as ts
 
-from unickpt.backends.file import Values
+from unickpt.backends import file
+from unickpt.backends.ocdbt import Values
 from unickpt.checkpoint import Checkpoint
 
 
@@ -46,14 +47,21 @@ class Count:
 @contextmanager
 def keys_read() -> Iterator[Count]:
     """Counts each time a key is read; the count stands when the block ends."""
-    count, before, read_into = Count(), _by_tensorstore(), Values.read_into
+    count, before = Count(), _by_tensorstore()
     past: list[str] = []
 
-    def counted(self: Values, key: str, *rest: Any) -> None:
-        past.append(key)  # from several threads
-        read_into(self, key, *rest)
+    def counted(real: Any) -> Any:
+        def read(self: Values, key: str, *rest: Any) -> Any:
+            past.append(key)  # from several threads
+            return real(self, key, *rest)
 
-    with mock.patch.object(Values, "read_into", counted):
+        return read
+
+    with (
+        mock.patch.object(file.Values, "read_into", counted(file.Values.read_into)),
+        mock.patch.object(Values, "read", counted(Values.read)),
+        mock.patch.object(Values, "request", counted(Values.request)),
+    ):
         yield count
     count.keys = _by_tensorstore() - before + len(past)
 
