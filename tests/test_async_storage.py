@@ -574,7 +574,7 @@ def test_s3_of_two_jobs_the_second_is_refused(run: str, monkeypatch: pytest.Monk
     with Checkpointer(run, options=FAST) as first, Checkpointer(run, options=FAST) as second:
         first.save(1, numbers(1), wait=True)
         pending = second.save(2, numbers(2))
-        with pytest.raises(SaveConflict, match=rf"\(process {os.getpid()} on "):
+        with pytest.raises(SaveConflict, match="another Checkpointer of this same process"):
             pending.result(LONG_S)
         first.save(3, numbers(3), wait=True)
         first.close()

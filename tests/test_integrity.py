@@ -224,11 +224,11 @@ def test_load_names_array_box_and_process_of_a_bad_chunk(checkpoint: Path, tmp_p
         if "/d/" in name:
             file = folder / name
             data = bytearray(file.read_bytes())
-            at = data.find(tree(0)["table"][:15].tobytes())
+            at = data.find(tree(0)["table"][10:11].tobytes())
             if at >= 0:
                 data[at + 5] ^= 4
             file.write_bytes(data)
-    reason = r"c: array 'table' \[0:\d+, 0:25\], written by process [01]: the stored bytes"
+    reason = r"c: array 'table' \[\d+:\d+, 0:25\], written by process [01]: the stored bytes"
     with pytest.raises(CheckpointCorrupt, match=reason):
         unickpt.load(folder)
 

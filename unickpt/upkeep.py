@@ -63,7 +63,9 @@ class Upkeep:
         self._tiers = [self._first] if local is None else [self._first, root]
         self._cleaning = Chores("unickpt clean", lambda e: _log.warning("cleaning up: %s", e))
         self._tell = failed
-        self._copying = Chores("unickpt copy", partial(failed, f"copying steps to {root.location}"))
+        self._copying = Chores(
+            "unickpt copy", partial(failed, f"copying a step to {root.location}")
+        )
         self._metrics: dict[int, Mapping[str, float]] = {}
         self._session = ""
         self._saved: int | None = None
