@@ -24,7 +24,7 @@ from unickpt.tree import Expansion
 
 _A_DAY_S = 86400.0
 _SESSION_KEY = "unickpt/session"
-_ALIGNMENT = 64  # XLA takes host memory over without a copy from this alignment on
+_ALIGNMENT = 64  # XLA uses host memory of at least this alignment without a copy
 
 
 def is_array(leaf: Any) -> bool:
@@ -60,7 +60,7 @@ def source(leaf: Any, group: Group) -> ArraySource:
 
 def _memory(pieces: Mapping[Box, Any], sharding: Sharding) -> Memory:
     """A donated array is deleted. On CPU, JAX does not reuse its memory while a view is held
-    (tested); elsewhere it does, so that it must be read, or cloned, before."""
+    (tested); on other devices it does, so the array must be read or cloned before."""
     if _on_cpu(sharding):
         views = partial(_map, np.asarray, pieces)
         return Memory(
@@ -77,14 +77,14 @@ def _memory(pieces: Mapping[Box, Any], sharding: Sharding) -> Memory:
 
 
 def _spans(pieces: Mapping[Box, Any]) -> list[tuple[int, int]]:
-    """Where arrays lie on the host; `device_put` and dlpack take over memory of NumPy or torch
-    that begins at a multiple of 64 bytes, and nothing tells later that they did."""
+    """The host address ranges of arrays; `device_put` and dlpack may share memory of NumPy or torch
+    that begins at a multiple of 64 bytes, and JAX does not record that they did."""
     found = [(data.unsafe_buffer_pointer(), data.nbytes) for data in pieces.values()]
     return [(begin, begin + nbytes) for begin, nbytes in found]
 
 
 def _sampler(pieces: Mapping[Box, Any]) -> Sample:
-    """What gathers elements where the pieces are, and brings them to the host later."""
+    """Gathers elements on the devices of the pieces, and copies them to the host later."""
 
     def sample(at: tuple[Array, ...]) -> Callable[[], Array]:
         parts = []
@@ -145,9 +145,9 @@ def _check_source(leaf: Any, group: Group) -> None:
         )
     owners = () if leaf.addressable_shards else {_process(d) for d in leaf.sharding.device_set}
     if len(owners) == 1:
-        # There it looks like one of many copies, of which each process writes a share.
+        # To that process it looks like a replica, of which each process writes a share.
         raise TypeError(
-            f"the array lives on devices of process {min(owners)} alone; leave it out of the "
+            f"the array is on devices of process {min(owners)} only; leave it out of the "
             "trees of the other processes"
         )
 
@@ -177,14 +177,14 @@ def expand(obj: Any, name: str, stored: Mapping[str, Any] | None) -> Expansion |
 
     def rebuild(values: list[Any]) -> Any:
         given = dict(zip(shown, values, strict=True))
-        # What is not shown has no leaves: it is made anew, so that nobody shares it.
+        # Children that are not shown have no leaves; they are copied, so that they are not shared.
         fresh = [
             given[i] if i in given else jax.tree_util.tree_map(lambda x: x, child)
             for i, child in enumerate(children)
         ]
         return jax.tree_util.tree_unflatten(treedef, fresh)
 
-    # Boxes around one value (nnx.Variable, flax.linen.Partitioned) are no part of the name.
+    # Wrappers of one value (nnx.Variable, flax.linen.Partitioned) are not part of the name.
     return Expansion(
         "wrapper" if keys == ["value"] else "object",
         tuple(keys[i] for i in shown),
@@ -195,7 +195,7 @@ def expand(obj: Any, name: str, stored: Mapping[str, Any] | None) -> Expansion |
 
 
 def group() -> Group | None:
-    # Asked this way, JAX does not start its backends.
+    # In this order, JAX does not start its backends without need.
     if not jax.distributed.is_initialized() or jax.process_count() == 1:
         return None
     return _JaxGroup()
@@ -209,7 +209,7 @@ class _JaxGroup(BoundedGroup):
     """All processes of jax.distributed.
 
     They agree through its key-value store: a computation would wait for the devices, could not be
-    given up, and does not tell which process is missing.
+    cancelled, and does not report which process is missing.
 
     Arguments:
         timeout_s: how long to wait for other processes.
@@ -229,7 +229,7 @@ class _JaxGroup(BoundedGroup):
             talk.session = new_session()
             client.key_value_set(_SESSION_KEY, talk.session)
         elif not talk.session:
-            with self._waiting("for process 0, which did not begin to save"):
+            with self._waiting("for process 0, which did not start to save"):
                 talk.session = client.blocking_key_value_get(_SESSION_KEY, self._timeout_ms)
         return f"{talk.session}-{next(talk.attempts):06d}"
 
@@ -238,10 +238,10 @@ class _JaxGroup(BoundedGroup):
         number = next(_talk(client).agreements)
         place = f"unickpt/agree/{number}"
         client.key_value_set(f"{place}/{self.index}", str(value))
-        with self._waiting("for the others, and not all of them called the Checkpointer"):
+        with self._waiting("for the others, but not all of them called the Checkpointer"):
             client.wait_at_barrier(place, self._timeout_ms)
         if self.index > 0:
-            with self._waiting("for process 0, which did not tell what was agreed"):
+            with self._waiting("for process 0, which did not send what was agreed"):
                 return int(client.blocking_key_value_get(f"{place}/largest", self._timeout_ms))
         largest = max(int(found) for _, found in client.key_value_dir_get(f"{place}/"))
         client.key_value_set(f"{place}/largest", str(largest))
@@ -259,15 +259,15 @@ class _JaxGroup(BoundedGroup):
             yield
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
-                raise ProcessFailed(f"another process has ended, it seems: {error}") from error
+                raise ProcessFailed(f"another process has probably ended: {error}") from error
             raise SaveTimeout(
                 f"process {self.index} of {self.count} waited {what} within {self._timeout_s:g} s "
-                "(SaveOptions.timeout_s); all processes must do so, at the same steps. "
+                "(SaveOptions.timeout_s); all processes must do so at the same steps. "
                 f"jax.distributed says: {error}"
             ) from error
 
     def exchange(self, data: Array, sent: Sequence[int], received: Sequence[int]) -> Array:
-        # Of one shape, so that XLA compiles it once; as often as the longest part needs.
+        # One shape, so that XLA compiles once; repeated until the longest part is sent.
         extent = max(_LEAST_SLICE, _SLICES // self.count)
         times = self.agree(-(-max(*sent, *received) // extent))
         starts, ends = ([0, *itertools.accumulate(sizes)] for sizes in (sent, received))
@@ -284,12 +284,12 @@ class _JaxGroup(BoundedGroup):
         return found
 
 
-# Bytes that a process sends to all others at once, and the least of it to each.
+# Bytes that a process sends to all others at once, and the minimum of it to each.
 _SLICES, _LEAST_SLICE = 32 << 20, 64 << 10
 
 
 def _swap(slices: Array) -> Array:
-    """One slice of each process out of this one's slices for each process."""
+    """Sends a slice to each process; returns the slices from each process."""
     by_process = {device.process_index: device for device in reversed(jax.devices())}
     devices = [by_process[process] for process in sorted(by_process)]
     mesh = jax.sharding.Mesh(np.asarray(devices), ("process",))
@@ -309,7 +309,7 @@ def _resharder(sharding: Sharding) -> Callable[[Any], Any]:
 
 @dataclass
 class _Talk:
-    """What the processes have told each other through one client of jax.distributed."""
+    """The state of the communication through one client of jax.distributed."""
 
     session: str = ""
     attempts: Iterator[int] = field(default_factory=itertools.count)
@@ -331,14 +331,14 @@ def _client() -> Any:
 class JaxTarget:
     """A new array with the sharding of `like`; without one, on JAX's default device.
 
-    JAX takes the buffers over without a copy where it can. It never writes into such memory, not
-    even for donated arrays, so that replicas on several devices may share a buffer.
+    JAX uses the buffers without a copy where it can. It never writes to such memory, not even for
+    donated arrays, so that replicas on several devices may share a buffer.
     """
 
     def __init__(self, leaf: Any) -> None:
         self.prng: str | None = None
         self.abstract = isinstance(leaf, jax.ShapeDtypeStruct)
-        self.identity: Hashable = None  # arrays are made anew, so two leaves never share memory
+        self.identity: Hashable = None  # new arrays, so two leaves never share memory
         shape, dtype, self._impl = tuple(leaf.shape), leaf.dtype, None
         if _is_key(dtype):
             self._impl, words, dtype = _implementation(dtype)
@@ -385,7 +385,7 @@ class JaxTarget:
 
 
 def _wanted_sharding(leaf: Any) -> Sharding | None:
-    """Where an array like `leaf` goes; None where nobody decided, as for uncommitted arrays."""
+    """The sharding of an array like `leaf`; None if unspecified, as for uncommitted arrays."""
     sharding: Sharding | None = leaf.sharding
     if sharding is None or not getattr(leaf, "committed", True):
         return None
@@ -418,7 +418,7 @@ def _check_reduced(sharding: Any) -> None:
 
 @lru_cache(maxsize=64)
 def _weakener(sharding: Sharding | None) -> Callable[[Any], Any]:
-    """What makes an array weakly typed, as those that come from Python scalars are."""
+    """A function that makes an array weakly typed, like those from Python scalars."""
 
     def weaken(x: Any) -> Any:
         zeros = jax.numpy.broadcast_to(x.dtype.type(0).item(), x.shape)
@@ -490,7 +490,7 @@ Holders = tuple[tuple[Box, tuple[int, ...]], ...]
 
 
 def _of_one_process(layout: Layout | None, boxes: Holders) -> tuple[Layout | None, Holders]:
-    """The same for a process that saves alone, where it is the first, whoever it is to JAX."""
+    """The same for a process that saves alone, as process 0, whatever its index in JAX."""
     if layout is not None:
         mesh = layout.mesh
         layout = replace(layout, mesh=replace(mesh, processes=(0,) * len(mesh.processes)))
@@ -499,7 +499,7 @@ def _of_one_process(layout: Layout | None, boxes: Holders) -> tuple[Layout | Non
 
 @lru_cache(maxsize=4096)
 def _layout(sharding: Sharding, shape: tuple[int, ...]) -> tuple[Layout | None, Holders]:
-    """The layout of a sharding; where none says it, all boxes with their processes instead."""
+    """The layout of a sharding; if none describes it, all boxes with their processes instead."""
     if isinstance(sharding, NamedSharding):
         layout = _named(sharding, len(shape))
         coordinates = np.ndindex(sharding.mesh.devices.shape)

@@ -1,4 +1,4 @@
-"""NumPy arrays and scalars: the same on every process, filled in place."""
+"""NumPy arrays and scalars: assumed equal on every process, filled in place."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _checked(leaf: Any) -> Array:
 
 
 def _span(array: Array) -> tuple[int, int]:
-    """From which address up to which the elements of an array lie, which is not empty."""
+    """The address range (begin, end) of the elements of an array that is not empty."""
     steps = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]
     first = array.__array_interface__["data"][0]
     low, high = (sum(limit(0, step) for step in steps) for limit in (min, max))

@@ -51,14 +51,14 @@ def source(leaf: Any, group: Group) -> ArraySource:
         return whole_source(shape, dtype, group, read, identity, memory, sample)
     if (group.index, group.count) != (dist.get_rank(), dist.get_world_size()):
         raise TypeError(
-            f"a DTensor's mesh counts the {dist.get_world_size()} ranks of torch.distributed, but "
+            f"a DTensor's mesh spans the {dist.get_world_size()} ranks of torch.distributed, but "
             f"{group.count} processes save here; save its full_tensor() or to_local()"
         )
     place = place_of(leaf)
     local = _local(leaf, place)
     fragments: tuple[Fragment, ...] = ()
     if place.box is not None and not place.box.empty:
-        # Optimizers change local tensors without a trace in any version counter.
+        # Optimizers change local tensors without incrementing any version counter.
         memory = _facts(local, place.box.start, None)
         read = _reader(local, place.box.start)
         fragments = (Fragment(place.box, place.replicas, read, memory),)
@@ -68,7 +68,7 @@ def source(leaf: Any, group: Group) -> ArraySource:
 
 
 def _reader(tensor: torch.Tensor, start: tuple[int, ...]) -> Read:
-    """What reads a tensor whose first element is at `start` of the global array."""
+    """A function that reads a tensor whose first element is at `start` of the global array."""
     then = _moment(tensor.device)
 
     held = _where(tensor)
@@ -76,7 +76,7 @@ def _reader(tensor: torch.Tensor, start: tuple[int, ...]) -> Read:
     def read(wanted: Box, room: Callable[[], Array]) -> Array:
         if _where(tensor) != held:
             raise StateChanged("its memory was freed, resized or replaced")
-        whole = wanted.shape == tensor.shape  # which is asked for while a caller waits
+        whole = wanted.shape == tensor.shape  # the fast path, used while a caller waits
         found = _host(tensor if whole else tensor[wanted.relative_to(start).slices], room, then)
         if tensor.device.type != "cpu" and _where(tensor) != held:
             raise StateChanged("its memory was freed, resized or replaced")
@@ -86,13 +86,13 @@ def _reader(tensor: torch.Tensor, start: tuple[int, ...]) -> Read:
 
 
 def _where(tensor: torch.Tensor) -> tuple[int, int]:
-    """Address and size of a tensor's storage, which whoever resizes or frees it changes."""
+    """Address and size of a tensor's storage; resizing or freeing it changes them."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.nbytes()
 
 
 def _sampler(tensor: torch.Tensor) -> Sample:
-    """What gathers elements on a device, and brings them to the host later."""
+    """A function that gathers elements on a device, and copies them to the host later."""
 
     def sample(at: tuple[Array, ...]) -> Callable[[], Array]:
         where = tuple(torch.from_numpy(index).to(tensor.device) for index in at)
@@ -133,7 +133,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 def _changed(tensor: torch.Tensor) -> Callable[[], bool] | None:
     if tensor.is_inference():
-        return None  # it counts no versions
+        return None  # it has no version counter
     version = tensor._version
     return lambda: tensor._version != version
 
@@ -149,8 +149,8 @@ def _stream(device: torch.device) -> Any:
 
 
 def _moment(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """A context in which a CUDA device works apart from the training, but after all that the
-    training has asked of it until now."""
+    """A context that uses a CUDA stream apart from the training's, but after all work that the
+    training has queued until now."""
     if device.type != "cuda":
         return nullcontext
     event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -172,7 +172,7 @@ def target(leaf: Any) -> TorchTarget:
 
 
 def expand(obj: Any, name: str, stored: Mapping[str, Any] | None) -> Expansion | None:
-    """Optimizers, and modules that differ from other objects with a `state_dict`."""
+    """Expands optimizers, and modules that differ from other objects with a `state_dict`."""
     if isinstance(obj, NamedOptimizer) or is_optimizer(obj):
         return expand_optimizer(obj, name, stored)
     if isinstance(obj, torch.nn.Module):
@@ -181,8 +181,8 @@ def expand(obj: Any, name: str, stored: Mapping[str, Any] | None) -> Expansion |
 
 
 def _expand_module(obj: torch.nn.Module, name: str, loading: bool) -> Expansion | None:
-    """Modules with wrappers, which have canonical names; and, to load into, modules with parameters
-    on the meta device."""
+    """Expands modules with wrappers, under canonical names; and, to load into, modules with
+    parameters on the meta device."""
     state = obj.state_dict(keep_vars=True) if loading else {}
     meta = any(isinstance(v, torch.Tensor) and v.is_meta for v in state.values())
     if not meta:
@@ -190,7 +190,7 @@ def _expand_module(obj: torch.nn.Module, name: str, loading: bool) -> Expansion 
             return None
         state = obj.state_dict()
     if not isinstance(state, dict):
-        return None  # not as torch's own; stored as it is
+        return None  # not torch's own format; stored as it is
     names = canonical_names(obj, state)
     given = {new: old for old, new in names.items()}
 
@@ -220,7 +220,7 @@ def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> Mapping[str,
     if not isinstance(state, OrderedDict):
         return dict(items)
     renamed: Any = OrderedDict(items)
-    if hasattr(state, "_metadata"):  # versions of modules, which load_state_dict asks for
+    if hasattr(state, "_metadata"):  # versions of modules, which load_state_dict reads
         renamed._metadata = state._metadata
     found: Mapping[str, Any] = renamed
     return found
@@ -243,7 +243,7 @@ class _TorchGroup(BoundedGroup):
 
     Arguments:
         world: its process group.
-        timeout_s: how long to wait for other ranks; as long as torch does where it is None.
+        timeout_s: how long to wait for other ranks; None waits as long as torch does.
     """
 
     def __init__(self, world: Any, timeout_s: float | None = None) -> None:
@@ -272,9 +272,9 @@ class _TorchGroup(BoundedGroup):
         return _as_numpy(found.cpu())
 
     def _new_session(self) -> str:
-        """Rank 0 makes the session's name and leaves it in the job's key-value store."""
-        # Not by a collective: one that a rank does not take part in leaves the others' process
-        # group useless, and does not tell which rank that was.
+        """Rank 0 creates the session's name and writes it to the job's key-value store."""
+        # Not by a collective: if a rank does not take part, the process group of the others becomes
+        # unusable, and nothing reports which rank that was.
         store, name = _store(), new_session()
         if store is None:  # MPI has none
             return self._broadcast(name)
@@ -287,13 +287,13 @@ class _TorchGroup(BoundedGroup):
         try:
             store.wait([key], *wait)
             name = str(store.get(key).decode())
-            # Read once, so that a later process group with this store never finds an older name.
+            # Deleted, so that a later process group with this store never finds an older name.
             store.delete_key(key)
         except dist.DistNetworkError as error:
-            raise ProcessFailed(f"rank 0 keeps the job's store, and seems gone: {error}") from error
+            raise ProcessFailed(f"rank 0 hosts the store, and may have ended: {error}") from error
         except RuntimeError as error:  # DistStoreError; some stores raise its base
             raise SaveTimeout(
-                f"process {self.index} of {self.count} waited for process 0, which did not begin "
+                f"process {self.index} of {self.count} waited for process 0, which did not start "
                 f"to save within {self._told_timeout}; all ranks must call save"
             ) from error
         return name
@@ -318,9 +318,9 @@ class _TorchGroup(BoundedGroup):
                 return
             except RuntimeError as error:
                 if work.is_completed():
-                    raise ProcessFailed(f"another rank has ended, it seems: {error}") from error
+                    raise ProcessFailed(f"another rank has probably ended: {error}") from error
                 raise self._late() from error
-        # NCCL's `wait` is for the device alone.
+        # NCCL's `wait` does not block the host.
         deadline, pause = time.monotonic() + self._timeout_s, 50e-6
         while not work.is_completed():
             if time.monotonic() > deadline:
@@ -334,14 +334,14 @@ class _TorchGroup(BoundedGroup):
         shown = ", ".join(map(str, others[:8])) + ", ..." * (len(others) > 8)
         return SaveTimeout(
             f"process {self.index} of {self.count} waited for process{'es' * (len(others) > 1)} "
-            f"{shown}, and not all of them took part within {self._told_timeout}; all ranks must "
+            f"{shown}, but not all of them took part within {self._told_timeout}; all ranks must "
             "call the Checkpointer at the same steps"
         )
 
     @property
     def _told_timeout(self) -> str:
         if self._timeout_s is None:
-            return "the time that torch.distributed waits"
+            return "the timeout of torch.distributed"
         return f"{self._timeout_s:g} s (SaveOptions.timeout_s)"
 
     def _device(self) -> str:
@@ -358,7 +358,7 @@ def _store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-# A session lives as long as its process group; keyed weakly, so that a new group agrees anew.
+# A session lasts as long as its process group; weak keys, so that a new group gets a new one.
 _sessions: WeakKeyDictionary[Any, tuple[str, Iterator[int]]] = WeakKeyDictionary()
 
 
@@ -393,7 +393,7 @@ class TorchTarget:
         kind = self.leaf.device_mesh.device_type if sharded else "cpu"
         self._local = self._filled = torch.empty_like(self._local, device=kind)
         if sharded:
-            # As `DTensor.from_local`, which would forget the order of the shards.
+            # Like `DTensor.from_local`, which would lose the order of the shards.
             make = type(self.leaf.detach())
             self._filled = make(self._local, self.leaf._spec, requires_grad=False)
 
@@ -417,7 +417,7 @@ class TorchTarget:
             with torch.inference_mode() if self._local.is_inference() else torch.no_grad():
                 for buffer in buffers if self._local.numel() else ():
                     self._local.copy_(_as_torch(buffer, self.leaf.dtype))
-        elif not new.is_inference():  # autograd did not see NumPy write
+        elif not new.is_inference():  # autograd does not see writes of NumPy
             torch.autograd.graph.increment_version(new)
         if not self.abstract:
             return new
@@ -429,10 +429,10 @@ class TorchTarget:
 def _check(leaf: Any) -> None:
     if _is_sharded_tensor(leaf):
         raise TypeError(
-            "a ShardedTensor, as FSDP1 makes them for sharded state_dicts, has no layout that "
-            "others know; save torch.distributed.checkpoint.state_dict.get_model_state_dict("
+            "a ShardedTensor, as in FSDP1's sharded state_dicts, has no layout that unickpt can "
+            "store; save torch.distributed.checkpoint.state_dict.get_model_state_dict("
             "model, options=StateDictOptions(full_state_dict=True)), use FSDP2 (fully_shard), or "
-            "hold each local shard in unickpt.LocalFragments"
+            "put each local shard into unickpt.LocalFragments"
         )
     if torch.nn.parameter.is_lazy(leaf):
         raise TypeError("an uninitialized (lazy) parameter has no shape; run the module once")
@@ -455,7 +455,7 @@ def _is_sharded_tensor(leaf: Any) -> bool:
 
 
 def _memory(leaf: torch.Tensor) -> torch.Tensor:
-    """A tensor's own memory, outside of autograd and of any subclass's ways.
+    """A tensor's own memory, without autograd and without a subclass's behaviour.
 
     Raises:
         TypeError: it has none.
@@ -466,12 +466,12 @@ def _memory(leaf: torch.Tensor) -> torch.Tensor:
     try:
         storage = leaf.untyped_storage()
         if storage.device.type != leaf.device.type or storage.nbytes() < _reach(leaf):
-            raise TypeError(f"a {kind} without data (fake, or its storage was freed)")
+            raise TypeError(f"a {kind} has no data (it is fake, or its storage was freed)")
         storage.data_ptr()
     except RuntimeError:
         raise TypeError(
             f"a {kind} has no memory of its own (a wrapper, or inside torch.func); save the "
-            "tensors it stands for"
+            "tensors it is made of"
         ) from None
     plain = leaf.detach()
     return plain if type(plain) is torch.Tensor else plain.as_subclass(torch.Tensor)
@@ -500,7 +500,7 @@ def _host(
     room: Callable[[], Array],
     then: Callable[[], AbstractContextManager[None]],
 ) -> Array:
-    """Host memory of a tensor: its own where it is there as it is."""
+    """Host memory of a tensor: its own memory if that is on the host and can be used as is."""
     if tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg():
         return _as_numpy(tensor)
     out = room()
@@ -510,9 +510,9 @@ def _host(
 
 
 class _HostMemory:
-    """A tensor's memory, as NumPy takes it over; NumPy then keeps the tensor alive.
+    """Exposes a tensor's memory to NumPy, which then keeps the tensor alive.
 
-    `Tensor.numpy` would forbid for good to resize the storage, as FSDP2 does with each step.
+    `Tensor.numpy` would make the storage non-resizable, and FSDP2 resizes it at each step.
     """
 
     def __init__(self, tensor: torch.Tensor, bits: str) -> None:
@@ -538,7 +538,7 @@ def _as_numpy(tensor: torch.Tensor) -> Array:
         return np.empty(tuple(tensor.shape), dtype)
     if tensor.untyped_storage().nbytes() < _reach(tensor):
         raise StateChanged("its memory was freed or made smaller")
-    # The bits of types that NumPy does not know by itself.
+    # Unsigned integers stand for dtypes that NumPy does not know.
     bits = dtype.str if dtype.isbuiltin == 1 else f"<u{dtype.itemsize}"
     return np.asarray(_HostMemory(tensor, bits)).view(dtype)
 
@@ -574,7 +574,7 @@ def _tie(tensor: torch.Tensor) -> Hashable:
 
 
 def _may_overlap(tensor: torch.Tensor) -> bool:
-    """Whether elements share memory; also true for dimensions that interleave in strange ways."""
+    """Whether elements share memory; also True for some strides that interleave dimensions."""
     reach = 0
     for stride, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if n > 1 and stride <= reach:

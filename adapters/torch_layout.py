@@ -21,7 +21,7 @@ def _types() -> tuple[type, ...]:
     return (DTensor,)
 
 
-_DTENSOR = _types()  # not at the first save: this import takes half a second
+_DTENSOR = _types()  # imported here, not at the first save: it takes half a second
 
 
 def is_dtensor(leaf: object) -> bool:
@@ -33,7 +33,7 @@ class Place(NamedTuple):
 
     Arguments:
         layout: of the global array.
-        box: what this rank holds, which may be empty; None where it is not in the mesh.
+        box: what this rank holds, which may be empty; None if it is not in the mesh.
         replicas: the ranks that hold the same box, ascending.
     """
 
@@ -49,19 +49,19 @@ def place_of(leaf: Any) -> Place:
         TypeError: its placements give no box.
     """
     placements = tuple(leaf.placements)
-    # Since torch 2.10 plain Shards may have been applied in another order; only the spec tells.
+    # Since torch 2.10 plain Shards may be applied in another order, which only the spec records.
     told = tuple(getattr(leaf._spec, "shard_order", None) or ())
     shape, kinds = tuple(leaf.shape), tuple(map(type, placements))
     return _place(leaf.device_mesh, dist.get_rank(), shape, placements, kinds, told)
 
 
-@lru_cache(maxsize=4096)  # a model has few, and a save asks for that of every tensor
+@lru_cache(maxsize=4096)  # a model has few, and a save looks it up for every tensor
 def _place(
     mesh: Any,
     rank: int,
     shape: tuple[int, ...],
     placements: tuple[Any, ...],
-    kinds: tuple[type, ...],  # because a placement can be equal to one of another kind
+    kinds: tuple[type, ...],  # because placements of different types can compare equal
     told: tuple[Any, ...],
 ) -> Place:
     grid, at = _grid(mesh, rank)
@@ -74,10 +74,10 @@ def _place(
 
 @lru_cache(maxsize=64)
 def _grid(mesh: Any, rank: int) -> tuple[Mesh, tuple[int, ...] | None]:
-    """A device mesh in the order of its process groups, and where `rank` stands in it.
+    """A device mesh in the order of its process groups, and the coordinates of `rank` in it.
 
     Process groups sort their ranks, so collectives and FSDP2, and with them `full_tensor`, order
-    the shards along a mesh dimension by rank, even where the mesh lists them otherwise.
+    the shards along a mesh dimension by rank, even if the mesh lists them in another order.
     """
     names = tuple(mesh.mesh_dim_names or (f"dim_{i}" for i in range(mesh.ndim)))
     listed = mesh.mesh.numpy()
@@ -98,9 +98,9 @@ def _shard_order(
 ) -> list[tuple[int, ...]]:
     """For each tensor dimension the mesh dimensions that split it, outermost first.
 
-    Mesh dimensions split from left to right, but for `_StridedShard`, whose split factor is the
-    number of pieces into which mesh dimensions to its right have cut the dimension before, and
-    where the DTensor tells the order itself.
+    Mesh dimensions split from left to right, except for `_StridedShard`, whose split factor is the
+    number of pieces into which mesh dimensions to its right have split the dimension before, and
+    if the DTensor states the order itself.
     """
     order: list[list[int]] = [[] for _ in range(rank)]
     strided = False
@@ -122,7 +122,7 @@ def _shard_order(
         if factor not in before:
             raise TypeError(
                 f"placement {placement!r} of {placements} on a mesh of {sizes} leaves this rank "
-                "with pieces that do not adjoin; redistribute the DTensor to Shard or Replicate"
+                "with pieces that are not adjacent; redistribute the DTensor to Shard or Replicate"
             )
         dims.insert(before.index(factor), mesh_dim)
     for dim, mesh_dims in () if strided else told:

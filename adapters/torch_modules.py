@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-# Where the types of wrappers live, and the name under which they hold what they wrap. A module can
-# only be of such a type if somebody has imported it: none of these is imported for that.
+# Where the types of wrappers are defined, and their attribute that holds the wrapped module. These
+# are not imported: a module can only be of such a type if that was imported before.
 _WRAPPERS = (
     ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
     ("torch.nn.parallel.data_parallel", "DataParallel", "module"),
@@ -28,8 +28,8 @@ _WRAPPERS = (
 
 
 def _wrappers_in(module: torch.nn.Module) -> dict[type, str]:
-    """The types of wrappers among the modules within a module, and where they hold what they
-    wrap."""
+    """The types of wrappers among the modules within a module, and the attribute of each that holds
+    the wrapped module."""
     there = {type(part) for part in module.modules()}
     found: dict[type, str] = {}
     for where, name, held in _WRAPPERS:
@@ -47,15 +47,15 @@ def is_wrapped(module: torch.nn.Module) -> bool:
 def canonical_names(module: torch.nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Names of parameters, buffers or keys of a `state_dict`, without what wrappers add.
 
-    As torch's `get_model_state_dict` does, this goes by the types of the modules along a name: a
-    module of one's own that is called "module" keeps its name.
+    Like torch's `get_model_state_dict`, this checks the types of the modules along a name: a user's
+    module that is called "module" keeps its name.
 
     Arguments:
-        module: the outermost one.
-        names: as it gives them.
+        module: the outermost module.
+        names: as that module returns them.
 
     Returns:
-        The canonical names by the given ones. Names that would become one stay as they are.
+        The canonical names by the given ones. Names that would collide stay as they are.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.DataParallel(torch.nn.Linear(2, 3)))
@@ -78,7 +78,7 @@ def _canonical(module: torch.nn.Module, name: str, kinds: dict[type, str]) -> st
     here: Any = module
     for part in name.split("."):
         held = kinds.get(type(here))
-        while held is not None and part != held:  # some wrappers take their own part away
+        while held is not None and part != held:  # some wrappers remove their own part
             here = here._modules.get(held)
             held = kinds.get(type(here))
         if held is None:

@@ -1,4 +1,4 @@
-"""torch optimizers: their state as a container, under numbers or under the parameters' names."""
+"""torch optimizers: their state as a container, keyed by numbers or by the parameters' names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HELD = ("optimizer", "optim", "_optimizer")
 
 
 def optimizers_of(obj: Any) -> list[Any]:
-    """An optimizer and, if it is a wrapper, those that it wraps, from the outermost on; empty for
+    """An optimizer and, if it is a wrapper, those that it wraps, outermost first; empty for
     anything else. Schedulers hold an optimizer as well, but have no `param_groups`."""
     if isinstance(obj, torch.nn.Module) or not hasattr(type(obj), "step"):
         return []
@@ -40,13 +40,13 @@ def is_optimizer(obj: Any) -> bool:
 
 
 class NamedOptimizer:
-    """An optimizer whose state lies under the names of its parameters instead of their numbers.
+    """An optimizer whose state is stored by the names of its parameters instead of their numbers.
 
-    Rules relate names, and a run with other parameters, or in another order, keeps its state.
+    Rules use names, and a run with other parameters, or in another order, keeps its state.
 
     Arguments:
         optimizer: as it is used for training.
-        module: whose parameters it has; `module.named_parameters()` gives their names, without
+        module: has its parameters; `module.named_parameters()` gives their names, without
             what wrappers (DDP, torch.compile, FSDP1, activation checkpointing) add.
 
     Raises:
@@ -83,7 +83,7 @@ def expand_optimizer(obj: Any, name: str, stored: Mapping[str, Any] | None) -> E
     names = obj.names if isinstance(obj, NamedOptimizer) else None
     state = optimizer.state_dict()
     if not isinstance(state.get("state"), dict):
-        return None  # not as torch's own; its state_dict is stored as it is
+        return None  # not torch's own format; its state_dict is stored as it is
     count = sum(len(group["params"]) for group in inner.param_groups)
     keys: Sequence[str | int] = range(count) if names is None else names
     if stored is not None:
@@ -121,17 +121,17 @@ def _renumbered(state: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str, 
 
 
 def _regrouped(name: str, ours: Sequence[Any], loaded: Mapping[str, Any]) -> dict[str, Any]:
-    """A loaded `state_dict` with its groups' parameters in our order, by which torch goes.
+    """A loaded `state_dict` with its groups' parameters in our order, which torch relies on.
 
     Raises:
-        LoadMismatch: hyper-parameters would come to other parameters than they were saved for.
+        LoadMismatch: hyper-parameters would apply to other parameters than when saved.
     """
     groups = []
     for at, (own, found) in enumerate(zip(ours, loaded["param_groups"], strict=True)):
         if set(own["params"]) != set(found["params"]):
             raise LoadMismatch(
                 f"{name or 'the optimizer'}: group {at} had other parameters when it was saved; "
-                "make the groups alike, or drop param_groups by a rule"
+                "make the groups equal, or drop param_groups by a rule"
             )
         groups.append({**found, "params": own["params"]})
     return {**loaded, "param_groups": groups}
@@ -144,15 +144,15 @@ def _fresh_state(
     prefix: str,
     stored: Mapping[str, Any],
 ) -> dict[int, dict[str, Any]]:
-    """Slots as the checkpoint has them, not filled yet, sharded like their parameters.
+    """Slots as in the checkpoint, not filled yet, sharded like their parameters.
 
-    Only for parameters that the optimizer has no state of.
+    Only for parameters for which the optimizer has no state.
     """
     params = [p.detach() for group in optimizer.param_groups for p in group["params"]]
     if any(p.is_meta for p in params):
         raise UnsupportedLeaf(
             f"{prefix}: the optimizer's parameters are on the meta device; load the module first "
-            "and make the optimizer afterwards"
+            "and create the optimizer afterwards"
         )
     places = {component(key): at for at, key in enumerate(keys)}
     slots_of: dict[str, dict[str, Any]] = {}
@@ -169,12 +169,12 @@ def _fresh_state(
         at = places.get(key)
         if at is None or at in present or not _may_belong(params[at], slots.values()):
             continue
-        # LBFGS keeps lists, and empty ones leave no trace among the names.
+        # LBFGS keeps lists, and empty ones have no stored names.
         nested = [slot for slot in slots if "/" in slot]
         if nested or isinstance(optimizer, torch.optim.LBFGS):
             where = f"{prefix}{key}/{[*nested, *slots][0]}"
             raise UnsupportedLeaf(
-                f"{where!r}: nested optimizer state cannot be made; let the optimizer take one "
+                f"{where!r}: nested optimizer state cannot be created; let the optimizer take one "
                 "step before loading into it"
             )
         state[at] = {unquote(s): _fresh_slot(params[at], s, e) for s, e in slots.items()}
@@ -182,8 +182,8 @@ def _fresh_state(
 
 
 def _may_belong(param: torch.Tensor, slots: Iterable[Any]) -> bool:
-    """Whether stored slots are of a parameter of this shape: of another one, a fresh optimizer
-    makes its own. Some slots have dimensions of 1, or fewer, or are counters."""
+    """Whether stored slots are of a parameter of this shape; if not, a fresh optimizer creates its
+    own. Some slots have dimensions of size 1, or fewer dimensions, or are counters."""
     shape = tuple(param.shape)
     shapes = [tuple(slot.shape) for slot in slots if hasattr(slot, "shape")]
     return all(
@@ -208,7 +208,7 @@ def _fresh_slot(param: torch.Tensor, slot: str, entry: Any) -> Any:
 
 
 def _undo_casts(optimizer: torch.optim.Optimizer, loaded: Mapping[Any, Any]) -> None:
-    """Puts back what `Optimizer.load_state_dict` cast to the dtype of the parameter."""
+    """Restores what `Optimizer.load_state_dict` cast to the dtype of the parameter."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for at, slots in loaded.items():
         held = optimizer.state.get(params[at], {}) if at in range(len(params)) else {}
@@ -219,11 +219,11 @@ def _undo_casts(optimizer: torch.optim.Optimizer, loaded: Mapping[Any, Any]) -> 
 
 
 class OptimizerFence:
-    """Stands before every step of an optimizer, or of what a wrapper of one wraps; see
+    """A hook before every step of an optimizer, or of the one that a wrapper holds; see
     `unickpt.adapt.Fence`."""
 
     def __init__(self, optimizer: Any, wait: Callable[[], None]) -> None:
-        # The innermost one changes the parameters: wrappers call its step, or need not have hooks.
+        # The innermost one changes the parameters; wrappers call its step, and may have no hooks.
         self._optimizer: torch.optim.Optimizer = optimizers_of(optimizer)[-1]
         self._hook = self._optimizer.register_step_pre_hook(lambda *_: wait())
 
@@ -235,7 +235,7 @@ class OptimizerFence:
             if not isinstance(tensor, torch.Tensor):
                 continue
             local: Any = tensor
-            with torch.no_grad(), suppress(RuntimeError):  # without memory there is none to guard
+            with torch.no_grad(), suppress(RuntimeError):  # no memory, nothing to guard
                 local = local.to_local() if is_dtensor(tensor) else local
                 found.add(local.untyped_storage()._cdata)
         return found

@@ -584,7 +584,7 @@ def test_an_error_while_staging_reaches_the_caller(
 
 def test_waiting_may_take_too_long(writing: Gate, tmp_path: Path) -> None:
     pending = unickpt.save_async(tmp_path / "c", {"w": np.ones(3)})
-    with pytest.raises(SaveTimeout, match=r"not committed within 0\.01 s; it goes on"):
+    with pytest.raises(SaveTimeout, match=r"not committed within 0\.01 s; it continues"):
         pending.result(0.01)
     assert not pending.done()
     writing.opened.set()

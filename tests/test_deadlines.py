@@ -69,7 +69,7 @@ def alone(processes: Processes, kind: str, root: Path, world: int, rank: int, wh
 def test_process_0_saves_alone(kind: str, what: str, processes: Processes, tmp_path: Path) -> None:
     world = 4 if kind == "torch" else 2
     error = alone(processes, kind, tmp_path, world, 0, what)
-    late = "processes 1, 2, 3 wrote nothing" if world == 4 else "process 1 wrote nothing"
+    late = "processes 1, 2, 3 did not finish" if world == 4 else "process 1 did not finish"
     assert late in error
     with pytest.raises(unickpt.CheckpointNotFound):
         unickpt.open(tmp_path / "c")
@@ -78,7 +78,7 @@ def test_process_0_saves_alone(kind: str, what: str, processes: Processes, tmp_p
 @pytest.mark.parametrize("kind", ["torch", "jax"])
 def test_another_process_saves_alone(kind: str, processes: Processes, tmp_path: Path) -> None:
     error = alone(processes, kind, tmp_path, 2, 1, "save")
-    assert "process 1 of 2 waited for process 0, which did not begin to save" in error
+    assert "process 1 of 2 waited for process 0, which did not start to save" in error
     assert str(tmp_path / "c") in error
     assert "Nothing was written" in error
     assert not (tmp_path / "c").exists()

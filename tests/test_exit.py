@@ -101,7 +101,7 @@ print("the loop is over")
     code, out, err = end(processes.start(text, tmp_path))
     assert code == 1
     assert out == "the loop is over\nregistered by others\n"
-    assert f"unickpt: the save of {(tmp_path / 'c').as_uri()}/ failed, and nobody asked" in err
+    assert f"unickpt: the save of {(tmp_path / 'c').as_uri()}/ failed, and its result" in err
     assert "StorageError" in err
     assert "the disk is full" in err
     assert not is_there(tmp_path)
@@ -161,7 +161,7 @@ if __name__ == "__main__":
     code, out, err = end(processes.start(text, tmp_path))
     assert code == 0, err
     assert out == "[1, 0]\n"
-    assert "and nobody asked for its result" in err
+    assert "and its result was not requested" in err
     assert is_there(tmp_path)
 
 
@@ -195,7 +195,7 @@ os.kill(os.getpid(), 9)  # the child lives on, and must not keep the lease
         assert checkpointer.steps() == [0, 1, 5]
     out, err = process.communicate(timeout=60)
     assert out.count("refused: ") == 2, err
-    assert out.count("another process") == 2
+    assert out.count("belongs to the parent process") == 2
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])

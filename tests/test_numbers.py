@@ -169,5 +169,5 @@ def test_within_a_value_of_one_process() -> None:
     like = unickpt.PerProcess({"n": np.zeros((), np.int8), "a": 0})
     got = unickpt.load(PATH, {"r": like})["r"].value
     assert (got["n"].dtype, got["n"], got["a"], type(got["a"])) == (np.int8, 5, 6, int)
-    with pytest.raises(LoadMismatch, match="'n': stored is a int"):
+    with pytest.raises(LoadMismatch, match="'n': stored int"):
         unickpt.load(PATH, {"r": unickpt.PerProcess({"n": np.zeros(()), "a": 0})})

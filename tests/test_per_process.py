@@ -514,5 +514,5 @@ def test_a_key_keeps_its_implementation(tmp_path: Path) -> None:
 
 
 def test_a_mark_inside_a_mark_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedLeaf, match=r"'b': a PerProcess cannot stand inside"):
+    with pytest.raises(UnsupportedLeaf, match=r"'b': a PerProcess cannot be inside"):
         unickpt.save(tmp_path / "c", {"a": PerProcess({"b": PerProcess(3)})})

@@ -68,4 +68,4 @@ def test_stages_that_contradict_each_other_all_say_so(
 def test_a_session_is_never_used_twice(processes: Processes, tmp_path: Path) -> None:
     run(processes, tmp_path / "c", 3)
     for _, err in run(processes, tmp_path / "c", 3):
-        assert "attempt 'run-000000' was made before" in err
+        assert "attempt 'run-000000' was used before" in err

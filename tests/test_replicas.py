@@ -144,18 +144,18 @@ def test_four_torch_ranks(processes: Processes, tmp_path: Path) -> None:
         with pytest.raises(unickpt.CheckpointNotFound):
             unickpt.open(tmp_path / name)
 
-    warned("filled", "'w' (on processes 1, 2, 3 another than on process 0)", differ=["w"])
+    warned("filled", "'w' (different on processes 1, 2, 3 than on process 0)", differ=["w"])
     found = every(tmp_path, "filled")
     assert (found["w"] == 0).all()
     assert np.array_equal(found["ok"], arange)
     table = unickpt.open(tmp_path / "filled")
     assert table["w"].shape == (large,)
 
-    warned("sampled", "'w' (on process 2 another than on process 0)", differ=["w"])
+    warned("sampled", "'w' (different on process 2 than on process 0)", differ=["w"])
     assert np.array_equal(every(tmp_path, "sampled")["w"], arange.reshape(256, 4096))
     silent("unseen")  # a sample is a sample
-    refused("checked", "'w' (on process 2 another than on process 0)")
-    refused("checked little", "'a/{0..3}' (on process 3 another than on process 0)")
+    refused("checked", "'w' (different on process 2 than on process 0)")
+    refused("checked little", "'a/{0..3}' (different on process 3 than on process 0)")
     for name in ("checked equal", "equal", "transposed", "bools"):
         silent(name)
     for name in ("checked equal", "equal"):
@@ -172,8 +172,8 @@ def test_four_torch_ranks(processes: Processes, tmp_path: Path) -> None:
     warned("async tight", "'w'", differ=["w"])
     assert not every(tmp_path, "async tight")["w"].any()
 
-    warned("stages", "'b0', 'c0' (on process 1 another than on process 0)",
-           "(on process 3 another than on process 2)",
+    warned("stages", "'b0', 'c0' (different on process 1 than on process 0)",
+           "(different on process 3 than on process 2)",
            differ=["b0", "c0", "b1", "c1", "d"])  # fmt: skip
     found = every(tmp_path, "stages")
     assert np.array_equal(found["shared"], arange)
@@ -225,7 +225,7 @@ def test_two_jax_processes_with_arrays_of_their_own(processes: Processes, tmp_pa
     for kind in ("save", "save_async"):
         differ, (text,) = told[0][f"differ_{kind}"]
         assert sorted(differ) == ["key", "scalar", "split", "w"]
-        assert "(on process 1 another than on process 0)" in text
+        assert "(different on process 1 than on process 0)" in text
         assert told[1][f"differ_{kind}"] == [[], []]
         found = every(tmp_path, f"differ_{kind}")
         assert not any(np.asarray(found[name]).any() for name in ("w", "split", "scalar"))

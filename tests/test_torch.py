@@ -249,7 +249,7 @@ REFUSED = {
     r"uninitialized \(lazy\) parameter": torch.nn.UninitializedParameter,
     "TwoTensor wraps other tensors": two_tensors,
     "Wrapper has no memory of its own": lambda: Wrapper(torch.ones(3)),
-    r"FakeTensor without data \(fake": fake,
+    r"FakeTensor has no data \(it is fake": fake,
     "storage was freed": freed,
 }
 

@@ -624,9 +624,9 @@ def shards_of_other_sizes_are_refused(folder: Path) -> None:
     fails(error, lambda: save(folder / "odd", {"w": odd}), "'w'", "_StridedShard", "has shape")
     save(folder / "even", {"w": spread(numbers(12, 4), mesh, strided)})
     assert check(folder / "even", "w", numbers(12, 4)).layout.spec == (("tp", "dp"), None)
-    # Pieces of one rank that do not adjoin are no box.
+    # Pieces of one rank that are not adjacent are no box.
     torn = spread(numbers(12, 4), mesh, [_StridedShard(0, split_factor=2), Replicate()])
-    words = ("'w'", "_StridedShard", "do not adjoin")
+    words = ("'w'", "_StridedShard", "are not adjacent")
     fails(unickpt.UnsupportedLeaf, lambda: save(folder / "torn", {"w": torn}), *words)
 
 

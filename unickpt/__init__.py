@@ -97,4 +97,4 @@ __all__ = [
     "verify",
 ]
 
-_logging.getLogger("unickpt").addHandler(_logging.NullHandler())  # silent unless asked
+_logging.getLogger("unickpt").addHandler(_logging.NullHandler())  # silent by default

@@ -23,26 +23,26 @@ Array = np.ndarray[Any, Any]
 Read = Callable[[Box, Callable[[], Array]], Array]
 Sample = Callable[[tuple[Array, ...]], Callable[[], Array]]
 
-# These classes are facts, which nobody changes. They are not frozen, because that makes them three
-# times as slow to make (and `dataclasses.replace` four times), and a save makes some for each array
+# Objects of these classes are never modified. They are not frozen, because that makes creating them
+# three times as slow (and `dataclasses.replace` four times), and a save creates some for each array
 # while its caller waits.
 
 
 @dataclass(slots=True, eq=False)
 class Memory:
-    """Where a fragment lies, and what its framework tells of changes to it.
+    """The memory of a fragment, and how its framework reports changes to it.
 
     Arguments:
-        mutable: whether its owner may write to it; what is immutable may still be deleted.
-        on_device: whether an accelerator has it, so that what is read is a copy already.
-        keep: keeps the data as it is now, without host memory (references to what never changes,
-            or a clone on the device), and returns what reads it; None where there is no such way.
-            Raises `MemoryError` where the device has no room.
-        changed: whether the data was changed or deleted since it was described; None where nobody
-            can tell.
-        owner: what a `Fence` knows it by.
-        allocate: makes host memory of so many bytes, for fast transfers from this device.
-        spans: the host's addresses of what it lies in, each from and up to; None on a device.
+        mutable: whether its owner may write to it; immutable memory may still be deleted.
+        on_device: whether it is on an accelerator, so that reading it already makes a copy.
+        keep: keeps the data as it is now, without host memory (references to immutable data, or a
+            clone on the device), and returns a function that reads it; None if that is impossible.
+            Raises `MemoryError` if the device has no room.
+        changed: whether the data was changed or deleted since it was described; None if that
+            cannot be known.
+        owner: the key by which a `Fence` identifies it.
+        allocate: allocates this many bytes of host memory, for fast transfers from this device.
+        spans: the host address ranges that it lies in, as (begin, end); None on a device.
     """
 
     mutable: bool = True
@@ -54,7 +54,7 @@ class Memory:
     spans: Callable[[], Sequence[tuple[int, int]]] | None = None
 
     def watched(self, changed: Callable[[], bool] | None) -> Memory:
-        """The same memory with another way to see changes."""
+        """The same memory with another way to detect changes."""
         return Memory(
             self.mutable, self.on_device, self.keep, changed, self.owner, self.allocate, self.spans
         )
@@ -67,13 +67,12 @@ class Fragment:
     Arguments:
         box: in global coordinates, not empty.
         replicas: all processes that hold the same box, ascending.
-        read: host memory of a sub-box, given in global coordinates: a view where possible, else
-            filled memory that a call of the second argument gave, of that shape and of the array's
-            dtype.
-        memory: where it lies.
-        sample: keeps the elements at some indices (along each dimension an array of them; a scalar
+        read: returns host memory of a sub-box in global coordinates: a view where possible, else
+            memory that the second argument allocates (of that shape and the array's dtype), filled.
+        memory: the memory that holds it.
+        sample: keeps the elements at some indices (an array of indices per dimension; a scalar
             counts as one-dimensional) as they are now, without waiting for a device, and returns
-            what gives them; None where `read` gives a view of the whole box.
+            a function that returns them; None if `read` returns a view of the whole box.
     """
 
     box: Box
@@ -85,18 +84,18 @@ class Fragment:
 
 @dataclass(slots=True, eq=False)
 class ArraySource:
-    """What an adapter says of a leaf to be saved.
+    """An adapter's description of a leaf to save.
 
     Arguments:
         shape: global shape.
         dtype: NumPy dtype of the stored elements.
         fragments: the distinct boxes of this process.
-        layout: how all processes hold the array; None where no layout says it.
-        boxes: without a layout, all fragments of all processes, where this process knows them.
-        identity: equal for leaves that are one array (tied parameters).
+        layout: how all processes hold the array; None if no layout describes it.
+        boxes: without a layout, all fragments of all processes, if this process knows them.
+        identity: equal for leaves that are the same array (tied parameters).
         prng: implementation of a typed PRNG key.
-        assumed: whether `layout` only assumes that all processes hold the array, because they
-            would if they have it at all.
+        assumed: whether `layout` only assumes that all processes hold the array; a process that
+            has it in its tree holds it whole.
     """
 
     shape: tuple[int, ...]
@@ -117,13 +116,13 @@ class ArraySource:
 
 
 class ArrayTarget(Protocol):
-    """What an adapter says of a leaf to be loaded.
+    """An adapter's description of a leaf to load into.
 
-    `boxes` are the distinct, possibly overlapping boxes that this process wants. `buffer(i)` gives
-    writable host memory of the shape of `boxes[i]`, the destination itself where that is possible.
-    `finish` gets these buffers, filled, and returns the leaf. `identity` is equal for leaves that
-    share memory, and None where loading makes new memory; `abstract` leaves hold no data that they
-    could keep; `prng` is the implementation of a typed PRNG key.
+    `boxes` are the distinct, possibly overlapping boxes that this process needs. `buffer(i)`
+    returns writable host memory of the shape of `boxes[i]`, the destination itself if possible.
+    `finish` takes these buffers, filled, and returns the leaf. `identity` is equal for leaves that
+    share memory, and None if loading allocates new memory; `abstract` leaves hold no data to keep;
+    `prng` is the implementation of a typed PRNG key.
     """
 
     shape: tuple[int, ...]
@@ -139,45 +138,45 @@ class ArrayTarget(Protocol):
 
 
 class Fence(Protocol):
-    """Stands before every update that an optimizer makes to the memory it owns."""
+    """A hook before every update that an optimizer makes to the memory it owns."""
 
     def owners(self) -> set[Hashable]:
-        """`Memory.owner` of all that the optimizer, and nothing else, changes."""
+        """`Memory.owner` of all memory that only the optimizer changes."""
 
     def remove(self) -> None:
-        """Takes the fence away."""
+        """Removes the hook."""
 
 
 class Adapter(Protocol):
-    """What a module under `unickpt.adapters` offers."""
+    """The interface of a module under `unickpt.adapters`."""
 
     def is_array(self, leaf: Any) -> bool:
-        """Whether `source` and `target` are for this leaf."""
+        """Whether `source` and `target` handle this leaf."""
 
     def source(self, leaf: Any, group: Group) -> ArraySource:
         """Describes an array to save.
 
         Raises:
-            TypeError: the dtype or the layout cannot be stored; the message needs no name.
+            TypeError: the dtype or the layout cannot be stored; the message need not name the leaf.
         """
 
     def target(self, leaf: Any) -> ArrayTarget:
         """Describes an array to load into. Raises as `source`."""
 
     def expand(self, obj: Any, name: str, stored: Mapping[str, Any] | None) -> Expansion | None:
-        """One level of a container of this framework; None where it is none.
+        """Expands one level of a container of this framework; None for other objects.
 
         Arguments:
-            obj: any object that is no leaf and no builtin container.
+            obj: an object that is neither a leaf nor a builtin container.
             name: its name in the tree.
             stored: while loading, the stored arrays and values by name; else None.
         """
 
     def group(self) -> Group | None:
-        """This framework's job, where it has been initialised with more than one process."""
+        """This framework's job, if it is initialised with more than one process."""
 
     def fence(self, optimizer: Any, wait: Callable[[], None]) -> Fence | None:
-        """Has `wait` called before every step of an optimizer; None where it is none of ours."""
+        """Calls `wait` before every step of an optimizer; None if it is of another framework."""
 
 
 _FRAMEWORKS = ("jax", "torch")
@@ -191,7 +190,7 @@ def adapters() -> list[Adapter]:
 
 
 def adapter_of(leaf: Any, among: Sequence[Adapter]) -> Adapter | None:
-    """The adapter that knows a leaf."""
+    """The adapter that handles a leaf, if any."""
     for adapter in among:
         if adapter.is_array(leaf):
             return adapter
@@ -199,10 +198,10 @@ def adapter_of(leaf: Any, among: Sequence[Adapter]) -> Adapter | None:
 
 
 def current_group(among: Sequence[Adapter]) -> Group:
-    """The job of this process, as its frameworks know it.
+    """The job of this process, as its frameworks report it.
 
     Raises:
-        ValueError: two frameworks each know a different job.
+        ValueError: two frameworks each report a job.
     """
     groups = [g for g in (a.group() for a in among) if g is not None]
     if len(groups) > 1:

@@ -1,4 +1,4 @@
-"""The verb save_async: save, while the caller goes on."""
+"""The function save_async: save in the background."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ def save_async(
     """Saves a tree of arrays and values in the background.
 
     Returns when the state is safe to change, or earlier if `SaveOptions.staging` says so; then
-    `PendingSave.wait_staged` tells when it is. Saves are written in the order in which they were
-    asked for, at most two are in flight, and a further one waits. A program that ends waits for
-    them. What goes wrong in the background is raised by `PendingSave.result`, else by the next
-    call of this function, else it makes the program exit with status 1.
+    call `PendingSave.wait_staged` before changing it. Saves are written in the order of the
+    calls. At most two are in flight; a further call waits. The program waits for them before it
+    exits. An error in the background is raised by `PendingSave.result`, else by the next call of
+    this function, else it makes the program exit with status 1.
 
     Arguments:
         path, tree, overwrite, metadata: as for `save`.
-        options: see `SaveOptions`, above all its `staging` and `budget_bytes`.
+        options: see `SaveOptions`, especially `staging` and `budget_bytes`.
 
     Returns:
-        The save, to wait for.
+        The pending save, to wait for.
 
     Raises:
-        UnsupportedLeaf: something in the tree cannot be stored; nothing was begun.
-        CheckpointExists: the path is taken. Where that costs a request over a network, it is found
-            in the background.
-        InvalidPath: the path names no storage.
-        SaveTimeout: process 0 does not call this too.
-        UnickptError: what made an earlier call fail, if nobody has asked for that yet; this save
-            was not begun.
+        UnsupportedLeaf: something in the tree cannot be stored; nothing was written.
+        CheckpointExists: the path holds a checkpoint or other files. On remote storage this is
+            checked in the background.
+        InvalidPath: the path is not a storage location.
+        SaveTimeout: process 0 did not call this in time.
+        UnickptError: the error of an earlier save, if it was not raised before; this save was not
+            started.
 
     Example:
         >>> import numpy as np, unickpt
@@ -64,5 +64,5 @@ def save_async(
 
 @cache
 def _queue(process: int) -> SaveQueue:
-    """The queue of this process; one that forked has its own."""
+    """The queue of this process; a forked process has its own."""
     return SaveQueue()

@@ -40,7 +40,7 @@ def encode(value: Any, among: Sequence[Adapter]) -> bytes:
         source = adapter.source(leaf.value, alone())
         whole = Box.whole(source.shape)
         if source.fragments and source.fragments[0].box != whole:
-            raise TypeError(f"{leaf.name!r}: a sharded array is no per-process value")
+            raise TypeError(f"{leaf.name!r}: a sharded array cannot be a per-process value")
         dtype = source.dtype.newbyteorder("=")
         data = b""
         if source.fragments:
@@ -56,7 +56,7 @@ def encode(value: Any, among: Sequence[Adapter]) -> bytes:
 
 
 def decode(data: bytes, like: Any, among: Sequence[Adapter]) -> Any:
-    """The reverse of `encode`; arrays come back as those of `like`, or as NumPy's.
+    """The inverse of `encode`; arrays are returned as those of `like`, or as NumPy arrays.
 
     Raises:
         ValueError: the bytes are malformed, or `like` has another structure.
@@ -68,7 +68,7 @@ def decode(data: bytes, like: Any, among: Sequence[Adapter]) -> Any:
         prngs = {name: a.get("prng") for name, a in body["arrays"].items()}
         root = tree.from_json(body["tree"])
         if {leaf.name for leaf in tree.leaves(root)} != set(found):
-            raise ValueError("its tree and its leaves do not fit together")
+            raise ValueError("its tree and its leaves do not match")
     except (KeyError, TypeError, AttributeError, RecursionError, ValueError) as error:
         raise ValueError(f"a per-process value is malformed: {error!r}") from None
     if like is not None:
@@ -76,7 +76,7 @@ def decode(data: bytes, like: Any, among: Sequence[Adapter]) -> Any:
         templates = {leaf.name: leaf.value for leaf in tree.leaves(root)}
         if set(templates) != set(found):
             differ = ", ".join(sorted(set(templates) ^ set(found))[:5])
-            raise ValueError(f"the per-process value stored and `like` differ in: {differ}")
+            raise ValueError(f"the stored per-process value and `like` differ in: {differ}")
         found = {
             name: _into(templates[name], value, prngs.get(name), name, among)
             for name, value in found.items()
@@ -90,7 +90,7 @@ def _is_leaf(x: Any, among: Sequence[Adapter]) -> bool:
 
 def _refuse_marks(obj: Any, name: str) -> None:
     if isinstance(obj, PerProcess | LocalFragments):
-        raise TypeError(f"{name!r}: a {type(obj).__name__} cannot stand inside a PerProcess")
+        raise TypeError(f"{name!r}: a {type(obj).__name__} cannot be inside a PerProcess")
 
 
 def _shown(shape: tuple[int, ...], dtype: dtypes.DType, prng: str | None) -> str:
@@ -101,7 +101,7 @@ def _array(stored: dict[str, Any]) -> Any:
     dtype, shape = dtypes.from_name(stored["dtype"]), tuple(stored["shape"])
     raw = base64.b64decode(stored["data"], validate=True)
     if len(raw) != math.prod(shape) * dtype.itemsize:
-        raise ValueError("an array's data does not have its size")
+        raise ValueError("an array's data has the wrong size")
     return np.frombuffer(bytearray(raw), np.uint8).view(dtype).reshape(shape)
 
 
@@ -116,7 +116,7 @@ def _into(template: Any, value: Any, prng: str | None, name: str, among: Sequenc
     if target is None or not isinstance(value, np.ndarray):
         if type(values.plain(template)) is not type(value):
             raise ValueError(
-                f"{name!r}: stored is a {type(value).__name__}, asked a {type(template).__name__}"
+                f"{name!r}: stored {type(value).__name__}, asked for {type(template).__name__}"
             )
         try:
             return values.as_asked(value, template)
@@ -126,7 +126,7 @@ def _into(template: Any, value: Any, prng: str | None, name: str, among: Sequenc
     if stored != (target.shape, target.dtype, target.prng):
         raise ValueError(
             f"{name!r}: stored {_shown(*stored)}, "
-            f"asked {_shown(target.shape, target.dtype, target.prng)}"
+            f"asked for {_shown(target.shape, target.dtype, target.prng)}"
         )
     buffers = [target.buffer(i) for i in range(len(target.boxes))]
     for box, buffer in zip(target.boxes, buffers, strict=True):

@@ -1,7 +1,7 @@
-"""What the processes of one attempt tell each other: small objects in the storage, nothing else.
+"""Communication between the processes of one attempt, only through small objects in the storage.
 
-Each process ends its part with a record. Errors and announcements are notes, which lie apart from
-the records, because every process lists them, often.
+Each process ends its part with a record. Errors and announcements are notes, which are stored apart
+from the records, because every process lists them often.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Board:
     """Records and notes of one attempt.
 
     Arguments:
-        folder: the attempt's.
+        folder: the attempt's folder.
         group: the processes.
         context: the TensorStore context of this save.
         timeout_s: how long to wait for other processes.
@@ -49,32 +49,32 @@ class Board:
         self._unsaid = b""
         self._looked = time.monotonic()
         self.settled = False
-        """Whether a process that gave up said that nobody can commit any more."""
+        """Whether a process that gave up reported that no process can commit any more."""
 
     # --- this process --------------------------------------------------------------------------
 
     def check_reachable(self) -> None:
-        """Raises what the storage answers to a list of what is, as yet, not there."""
+        """Lists the notes, which do not exist yet; raises the storage's error."""
         self._notes.list().result()
 
     def was_used(self) -> bool:
-        """Whether this process, or the coordinator, has told anything here before."""
+        """Whether this process, or the coordinator, has published anything here before."""
         notes = _list(self._notes)
         if not notes.isdisjoint((_COMMIT, f"{_ERROR}{self._group.index:05d}")):
             return True
         return bool(self._records.read(self._own(OK)).result().state == "value")
 
     def publish(self, record: Record, kind: str) -> None:
-        """Ends this process's part."""
+        """Writes this process's record, which ends its part."""
         self._records.write(self._own(kind), record.encode()).result()
 
     def publish_error(self, error: BaseException, *, settles: bool, refused: bool) -> None:
-        """Tells the others why this process gives up; tries again in `say_again`.
+        """Reports to the others why this process gives up; `say_again` retries.
 
         Arguments:
             error: what happened.
-            settles: whether it is certain that nobody can commit any more.
-            refused: whether this process did not begin, because of an earlier error.
+            settles: whether it is certain that no process can commit any more.
+            refused: whether this process did not start, because of an earlier error.
         """
         message = str(error) or type(error).__name__
         note = {"message": message, "hopeless": settles, "refused": refused}
@@ -89,16 +89,16 @@ class Board:
                 self._unsaid = b""
 
     def leave(self, made: int) -> tuple[set[int], int]:
-        """Says that this process, which gave up, neither writes nor reads here any more.
+        """Reports that this process, which gave up, neither writes nor reads here any more.
 
         Arguments:
-            made: how many folders did not exist when this process began.
+            made: how many folders did not exist when this process started.
 
         Returns:
             The processes that have left so far, this one included, and the largest such number.
         """
         self._notes.write(f"{_LEFT}{self._group.index:05d}-{made}", b"").result()
-        with suppress(ProcessFailed):  # tells whether anybody can commit; see `settled`
+        with suppress(ProcessFailed):  # it updates `settled`
             self.look()
         matches = [match for name in _list(self._notes) if (match := _LEFT_NAME.fullmatch(name))]
         return {int(match[1]) for match in matches}, max(int(match[2]) for match in matches)
@@ -110,7 +110,7 @@ class Board:
 
     @property
     def pause_s(self) -> float:
-        """The longest pause between two looks; the more processes, the less often each looks."""
+        """The longest pause between two polls; the more processes, the less often each polls."""
         count = self._group.count
         return max(1.0, count / 1000) if self._folder.is_remote else max(0.1, count / 4000)
 
@@ -139,7 +139,7 @@ class Board:
         return notes
 
     def wait(self, ready: Callable[[set[str]], bool]) -> set[str]:
-        """Looks until the notes, or anything else, make it `ready`; returns the notes.
+        """Polls until `ready` returns True; returns the names of the notes.
 
         Raises:
             ProcessFailed: as `look`.
@@ -154,12 +154,12 @@ class Board:
         return notes
 
     def late(self, processes: Iterable[int], kind: str) -> list[int]:
-        """Those of some processes whose records are not there."""
+        """The processes, among the given ones, whose records are missing."""
         there = _list(self._records)
         return [process for process in processes if f"{process:05d}{kind}" not in there]
 
     def records(self, processes: Iterable[int], kind: str) -> list[tuple[int, Record]]:
-        """The records of some processes, which are there.
+        """The records of some processes, which must exist.
 
         Raises:
             StorageError: one cannot be decoded.
@@ -176,27 +176,27 @@ class Board:
     # --- announcements of the coordinator ------------------------------------------------------
 
     def request(self, requests: Mapping[int, Mapping[str, list[int]]]) -> None:
-        """Asks processes for chunks: for each process, arrays and the positions of their chunks."""
+        """Requests chunks: for each process, arrays and the positions of their chunks."""
         self._notes.write(REQUEST, json.dumps(requests).encode()).result()
 
     def requested(self) -> dict[str, list[int]]:
-        """What the coordinator asks of this process."""
+        """The chunks that the coordinator requests from this process."""
         requests = json.loads(self._notes.read(REQUEST).result().value)
         mine: dict[str, list[int]] = requests.get(str(self._group.index), {})
         return mine
 
     def announce(self, commit: dict[str, Any]) -> None:
-        """Says what is about to be committed."""
+        """Announces what is about to be committed."""
         self._notes.write(_COMMIT, json.dumps(commit).encode()).result()
 
     def announced(self) -> dict[str, Any] | None:
-        """What `announce` was given, where that is visible already."""
+        """What was announced, if that is visible already."""
         read = self._notes.read(_COMMIT).result()
         found: dict[str, Any] | None = json.loads(read.value) if read.state == "value" else None
         return found
 
     def clear_records(self) -> None:
-        """Removes the records, which nobody needs after the commit."""
+        """Removes the records, which are not needed after the commit."""
         self._folder.child("records").remove(self._context)
 
 
@@ -206,7 +206,7 @@ def _list(store: KvStore) -> set[str]:
 
 @dataclass(frozen=True)
 class _ErrorNote:
-    """What a process says that gave up; see `Board.publish_error`."""
+    """The note of a process that gave up; see `Board.publish_error`."""
 
     message: str
     settles: bool = False
@@ -219,4 +219,4 @@ def _error_note(data: bytes) -> _ErrorNote:
         settles, refused = note["hopeless"] is True, note.get("refused") is True
         return _ErrorNote(str(note["message"]), settles, refused)
     except (ValueError, KeyError, TypeError, AttributeError):
-        return _ErrorNote("for a reason that cannot be read")
+        return _ErrorNote("its error message cannot be read")

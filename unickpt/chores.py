@@ -1,4 +1,4 @@
-"""Chores: work behind the training loop, one piece after another, which no exit cuts short."""
+"""Chores: work in the background, one piece after another, all done before the program exits."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from unickpt.workers import start
 
 
 class Chores:
-    """Runs pieces of work in order, on a thread that lives only while there are any.
+    """Runs pieces of work in order, on a thread that exists only while there are any.
 
-    The thread is no daemon, so that Python waits for it before it exits. Where there can be none
-    any more, who adds work does it.
+    The thread is not a daemon, so that Python waits for it before it exits. If no thread can be
+    started, `add` runs the work.
 
     Arguments:
         name: of the thread.
-        failed: gets what a piece of work raises.
+        failed: called with the error that a piece of work raises.
     """
 
     def __init__(self, name: str, failed: Callable[[Exception], object]) -> None:
@@ -27,7 +27,7 @@ class Chores:
         self._running = False
 
     def add(self, work: Callable[[], None]) -> None:
-        """Has a piece of work done after all that was added before."""
+        """Runs a piece of work after all that were added before."""
         with self._changed:
             self._work.append(work)
             if self._running:
@@ -37,7 +37,7 @@ class Chores:
             self._run()
 
     def wait(self, most: int = 0) -> None:
-        """Waits until at most so many pieces of work are left."""
+        """Waits until at most this many pieces of work remain."""
         with self._changed:
             while len(self._work) + self._running > most:
                 self._changed.wait()

@@ -1,9 +1,9 @@
-"""Commit: the processes' databases -> one atomic root, agreed on through the storage alone.
+"""Commit: the processes' databases -> one atomic root, coordinated through the storage alone.
 
 Every process ends its part with a record in the attempt's folder, or with an error note. The
-coordinator reads the records, proves that each chunk was written exactly once, builds the root
-database beside them, and then writes its manifest, if the root is still what all processes found
-when they began. No process talks to another in any other way.
+coordinator reads the records, checks that each chunk was written exactly once, builds the root
+database next to them, and then writes its manifest, if the root is still what all processes found
+when they started. The processes do not communicate in any other way.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from unickpt.record import Record
 from unickpt.replicas import Difference, Replicas
 from unickpt.root import Root
 
-# After a process gives up, how long it may take the coordinator to finish a commit that was
-# already under way when it last looked for such a process.
+# After a process gives up, how long the coordinator may take to finish a commit that was in
+# progress when it last checked for such a process.
 _GRACE_S = 1.0
 
 
@@ -58,7 +58,7 @@ Serve = Callable[[Mapping[str, list[int]]], Record]
 
 
 class Attempt:
-    """One try of a group of processes to save one checkpoint.
+    """One attempt of a group of processes to save one checkpoint.
 
     Arguments:
         location: the checkpoint's folder.
@@ -81,27 +81,27 @@ class Attempt:
         self._hopeless = True
         self._totals: Totals | None = None
         self.writers: tuple[Mapping[str, float], ...] = ()
-        """What each process told in its record, once the coordinator has committed."""
+        """The statistics in each process's record, once the coordinator has committed."""
         self.differences: Sequence[Difference] = ()
-        """The arrays that were taken to be replicas, and differ; likewise."""
+        """The arrays that were assumed to be replicas but differ; likewise."""
 
     def check_destination(self, overwrite: bool) -> None:
-        """Refuses a place that is taken.
+        """Refuses a destination that is in use.
 
         Raises:
-            CheckpointExists: by a checkpoint (without `overwrite`) or by foreign files.
+            CheckpointExists: it holds a checkpoint (without `overwrite`) or foreign files.
             StorageError: the storage cannot be read.
         """
         foreign = self.location.foreign_files()
         if foreign:
             raise CheckpointExists(
-                f"{self.location} holds other files ({', '.join(foreign[:3])}, ...); give a new "
-                "or empty directory"
+                f"{self.location} holds other files ({', '.join(foreign[:3])}, ...); choose a "
+                "new or empty directory"
             )
         with self._asking():
             found = self._root.read()
-            # S3 says of a bucket that does not exist only that it lacks the object; if OCDBT then
-            # writes there, TensorStore ends the process. A list tells.
+            # For a bucket that does not exist, S3 only reports that the object is missing; if OCDBT
+            # then writes there, TensorStore ends the process. Listing reports the missing bucket.
             self._board.check_reachable()
         if found.digest and not overwrite:
             raise CheckpointExists(
@@ -112,15 +112,15 @@ class Attempt:
         self._found = found
 
     def make_folder(self) -> None:
-        """Makes this attempt's folder, where storage has folders.
+        """Creates this attempt's folder, if the storage has folders.
 
         Raises:
-            StorageError: names the directory that cannot be made.
+            StorageError: names the directory that cannot be created.
         """
         self._folder.make()
 
     def check_new(self) -> None:
-        """Refuses an attempt's name that was used before, whose records would be taken for news.
+        """Refuses an attempt name that was used before: its old records would be taken for new.
 
         Raises:
             SaveConflict: names the session.
@@ -131,7 +131,7 @@ class Attempt:
             used = self._board.was_used()
         if used:
             raise SaveConflict(
-                f"{self.location}: attempt {self.name!r} was made before; the session of a "
+                f"{self.location}: attempt {self.name!r} was used before; the session of a "
                 "ProcessGroup must be new for every run of the job"
             )
 
@@ -140,8 +140,8 @@ class Attempt:
         return self._folder.child(f"{process:05d}")
 
     def explained(self, error: Exception) -> Exception:
-        """What to raise for an error: the storage's errors as ours, and a conflict where another
-        job took the place meanwhile, which removes the files of those that it defeats."""
+        """The error to raise: the storage's errors as ours, or `SaveConflict` if another job
+        committed here meanwhile, which removes the files of attempts that lost."""
         if not isinstance(error, StorageError) or self._found is None:
             return error
         try:
@@ -150,23 +150,23 @@ class Attempt:
         except SaveConflict as conflict:
             return conflict
         except Exception:
-            pass  # the storage does not even tell that; its first error says more
+            pass  # reading the storage fails too; its first error is more useful
         if not isinstance(error, Failed):
             return error
         return chunks.translate(error, f"saving to {self.location}", reading=False)
 
     def publish(self, record: Record, kind: str = OK) -> None:
-        """Ends this process's part."""
+        """Publishes this process's record, which ends its part."""
         self._sync(self.database(self.group.index).child("d"))
-        self._hopeless = self.group.index == 0  # the coordinator itself has yet to commit
+        self._hopeless = self.group.index == 0  # the coordinator has not committed yet
         self._board.publish(replace(record, replaces=self._digest_found), kind)
 
     def publish_error(self, error: BaseException, *, refused: bool = False) -> None:
-        """Tells the others why this process gives up; does nothing in a job of one.
+        """Reports to the others why this process gives up; does nothing in a job of one.
 
         Arguments:
             error: what happened.
-            refused: whether this process did not begin, because an earlier save of its failed.
+            refused: whether this process did not start, because an earlier save failed on it.
         """
         with suppress(Exception):  # the storage itself may be what failed
             if self.group.count > 1 and not self.location.foreign_files():
@@ -180,7 +180,7 @@ class Attempt:
         """Waits, in all processes but the coordinator, until the checkpoint exists.
 
         Arguments:
-            serve: writes more chunks, should the coordinator ask for them.
+            serve: writes more chunks, if the coordinator requests them.
 
         Raises:
             ProcessFailed: another process gave up.
@@ -202,12 +202,12 @@ class Attempt:
         serve: Serve,
         check: Callable[[], None] = lambda: None,
     ) -> Totals:
-        """Merges what all processes wrote; the coordinator's work.
+        """Merges and commits what all processes wrote; only for the coordinator.
 
         Arguments:
             description: the coordinator's own.
-            serve: writes more chunks of the coordinator's own.
-            check: called right before the commit; raises what speaks against it.
+            serve: writes more of the coordinator's own chunks.
+            check: called right before the commit; an error prevents it.
 
         Raises:
             ProcessFailed, SaveTimeout: another process gave up, or is late.
@@ -219,11 +219,11 @@ class Attempt:
             return self._commit(description, serve, check)
 
     def discard(self) -> None:
-        """Ends a failed save: removes what was written, where no checkpoint can need it any more.
+        """Ends a failed save: removes what was written, if no checkpoint can need it any more.
 
-        Every process removes its own data, and that of those that left before it. The last one to
-        leave removes the rest; until then the others look for notes. Where a process died, the rest
-        stays until the next save at this path, or the next `Checkpointer`.
+        Every process removes its own data, and that of processes that left before it. The last one
+        to leave removes the rest, because until then the others read notes. If a process died, the
+        rest stays until the next save at this path, or the next `Checkpointer`.
         """
         with suppress(Exception):
             if self._is_hopeless:
@@ -251,7 +251,7 @@ class Attempt:
 
     @property
     def _is_hopeless(self) -> bool:
-        """Whether it is certain that nobody commits what this process wrote."""
+        """Whether it is certain that no process commits what this process wrote."""
         return self._hopeless or self._board.settled
 
     def _sync(self, folder: Location) -> None:
@@ -290,7 +290,7 @@ class Attempt:
             if self.group.index in late:
                 raise self._gone()
             if self._root.read().digest != self._digest_found:
-                raise self._conflict("meanwhile")
+                raise self._conflict("during this save")
             return False
 
         self._until(all_there, processes, kind)
@@ -308,14 +308,14 @@ class Attempt:
     def _until(
         self, ready: Callable[[set[str]], bool], processes: Sequence[int], kind: str
     ) -> set[str]:
-        """Waits until `ready`; if that takes too long, says whose records there are not."""
+        """Waits until `ready`; on timeout, names the processes whose records are missing."""
         try:
             return self._board.wait(ready)
         except TimeoutError:
             late = self._board.late(processes, kind)
         what = "process 0 did not commit"
         if late:
-            what = f"process{'es' * (len(late) > 1)} {merge.some(late)} wrote nothing"
+            what = f"process{'es' * (len(late) > 1)} {merge.some(late)} did not finish"
         raise SaveTimeout(
             f"{self.location}: {what} within {self.timeout_s:g} s (SaveOptions.timeout_s) after "
             f"process {self.group.index} of {self.group.count} was done; it may have died. No "
@@ -345,7 +345,7 @@ class Attempt:
     def _merge(
         self, ours: Description, records: list[tuple[int, Record]], serve: Serve
     ) -> tuple[Index, digests.Table, Mapping[int, Sequence[str]]]:
-        """What all wrote, and of which arrays what some processes wrote does not count."""
+        """The merged index and digests, and the arrays of each process whose chunks are dropped."""
         described = self._descriptions(ours, records)
         arrays = {id(index): list(index.arrays) for index in described}
         names = [arrays[id(index)] for index in described]
@@ -374,7 +374,7 @@ class Attempt:
         return index, table, merge.losers(records, names, winners)
 
     def _request(self, requests: merge.Requests, serve: Serve) -> list[tuple[int, Record]]:
-        """Has processes write chunks that their planned writers do not hold."""
+        """Requests chunks that their planned writers do not hold from other processes."""
         self._board.request(requests)
         ours = self.group.index
         own = [(ours, serve(requests[ours]))] if ours in requests else []
@@ -383,7 +383,7 @@ class Attempt:
     def _descriptions(
         self, ours: Description, records: Sequence[tuple[int, Record]]
     ) -> list[Index]:
-        """Each process's description; equal ones are read once and are one object."""
+        """Each process's description; equal ones are read once and share one object."""
         first: dict[int, int] = {}
         for process, record in records:
             if record.description != ours.digest:
@@ -421,7 +421,7 @@ class Attempt:
         return manifest
 
     def _write_root(self, manifest: bytes) -> None:
-        """The commit: one write, which the storage refuses if the root is no longer as found."""
+        """The commit: one write, which the storage refuses if the root has changed."""
         assert self._found is not None
 
         def begun() -> None:
@@ -429,7 +429,7 @@ class Attempt:
 
         if not self._root.replace(self._found, manifest, self.timeout_s, begun):
             self._hopeless = True
-            raise self._conflict("meanwhile")
+            raise self._conflict("during this save")
         if not all(self.database(process).is_there() for process in range(self.group.count)):
             self._root.retract(manifest, self.timeout_s)
             self._hopeless = True
@@ -444,17 +444,17 @@ class Attempt:
         if note is not None and note["root"] == found:
             self._totals = Totals(**note["totals"])
             return True
-        # A network file system may still hide the note. The root itself leaves no doubt.
+        # A network file system may not show the note yet. The root itself is conclusive.
         data = self.location.database(self.context).read(INDEX_KEY).result().value
         index = index_module.decode(data, str(self.location))
         if index.attempt == self.name:
             self._totals = Totals.of(index)
             return True
         self._hopeless = True
-        raise self._conflict("meanwhile")
+        raise self._conflict("during this save")
 
     def _was_committed_after_all(self, error: Exception) -> bool:
-        """Says that this process gives up, then looks whether the coordinator was faster."""
+        """Reports that this process gives up, then checks whether the coordinator was faster."""
         self.publish_error(error)
         time.sleep(_GRACE_S)
         return self._is_committed()
@@ -464,15 +464,15 @@ class Attempt:
 
     def _gone(self) -> StorageError:
         return StorageError(
-            f"{self.location}: what was written for this checkpoint is gone; the folder was "
-            "removed while the save was under way"
+            f"{self.location}: the files written for this checkpoint are gone; the folder was "
+            "removed during the save"
         )
 
     def _remove_debris(self, older: Sequence[str]) -> None:
-        """Removes what no committed checkpoint needs; a failure here does no harm.
+        """Removes what no committed checkpoint needs; errors here are ignored.
 
         Arguments:
-            older: the attempts that had begun before this one committed. None of them can commit
+            older: the attempts that started before this one committed. None of them can commit
                 any more, because their processes found another root.
         """
         with suppress(Exception):

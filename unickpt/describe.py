@@ -1,4 +1,4 @@
-"""The first step of a save: what every leaf is, and all that can be wrong with the request."""
+"""The first step of a save: describes every leaf, and checks the request."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Description:
 
     @cached_property
     def encoded(self) -> bytes:
-        """The index as it stands in this process's database until the commit."""
+        """The index as stored in this process's database until the commit."""
         return index_module.encode(self.index)
 
     @cached_property
@@ -81,7 +81,7 @@ def describe(
     options: SaveOptions,
     among: Sequence[Adapter],
 ) -> Description:
-    """Looks at every leaf of a tree, taken apart already or not, without any side effect.
+    """Describes every leaf of a tree, flattened already or not, without side effects.
 
     Raises:
         UnsupportedLeaf: names every leaf that cannot be stored, and why.
@@ -160,7 +160,7 @@ def _entry(name: str, source: ArraySource, options: SaveOptions) -> ArrayEntry:
     nbytes = math.prod(chunk) * source.dtype.itemsize
     if options.compression is not None and nbytes > chunks.COMPRESSED_MOST:
         raise ValueError(
-            f"its chunks would have {nbytes} bytes, and compressed ones hold at most "
+            f"its chunks would have {nbytes} bytes, but compressed ones hold at most "
             f"{chunks.COMPRESSED_MOST}; lower SaveOptions.chunk_bytes, or do not compress"
         )
     boxes = source.boxes if source.boxes is not None else () if source.layout is None else None
@@ -174,7 +174,7 @@ def _checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise UnsupportedLeaf(f"metadata is not JSON: {error}") from None
     if not same:
-        raise UnsupportedLeaf("metadata would not survive JSON: use str keys and lists")
+        raise UnsupportedLeaf("metadata would change in JSON: use str keys, and lists for tuples")
     return checked
 
 

@@ -1,13 +1,13 @@
-"""Every error unickpt raises; each also derives from the built-in that a person would catch."""
+"""All errors that unickpt raises; each also derives from the matching built-in exception."""
 
 from unickpt.quoting import shortened
 
-# What is stored, and what a server answers, may be long; nobody reads more of it than this.
+# Stored text and responses of servers may be long; longer lines of a message are cut.
 _MOST_OF_LINE = 1000
 
 
 class UnickptError(Exception):
-    """Base of all errors raised on purpose by unickpt. No line of a message is endless."""
+    """Base class of all errors of unickpt. Long lines of a message are shortened."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(_readable(a) if isinstance(a, str) else a for a in args))
@@ -20,7 +20,7 @@ def _readable(text: str) -> str:
 
 
 class InvalidPath(UnickptError, ValueError):
-    """The path or URL names no storage that unickpt can use."""
+    """The path or URL is not a storage location that unickpt can use."""
 
 
 class CheckpointNotFound(UnickptError, FileNotFoundError):
@@ -32,23 +32,23 @@ class CheckpointReplaced(CheckpointNotFound):
 
 
 class CheckpointExists(UnickptError, FileExistsError):
-    """The destination is taken: by a committed checkpoint, or by files that are not ours."""
+    """The destination already holds a committed checkpoint, or files that are not unickpt's."""
 
 
 class LaterStepsExist(UnickptError, FileExistsError):
-    """The run has later steps than the one to be saved; the message tells how to go back."""
+    """The run has later steps than the one to save; the message says how to roll back."""
 
 
 class CheckpointCorrupt(UnickptError, ValueError):
-    """Stored bytes contradict the format or their digest."""
+    """Stored bytes violate the format or do not match their digest."""
 
 
 class StorageError(UnickptError, OSError):
-    """The storage refused or failed: permissions, a full disk, a network error."""
+    """A storage operation failed: permissions, a full disk, a network error."""
 
 
 class ForkedProcess(UnickptError, RuntimeError):
-    """This process was forked from one that had used unickpt; start it by "spawn" instead."""
+    """This process was forked from one that had used unickpt; start it with "spawn" instead."""
 
 
 class UnsupportedFormat(UnickptError, ValueError):
@@ -56,28 +56,28 @@ class UnsupportedFormat(UnickptError, ValueError):
 
 
 class UnsupportedLeaf(UnickptError, TypeError):
-    """The tree holds something that cannot be stored, or whose layout has no boxes."""
+    """A leaf of the tree cannot be stored, or its shards are not boxes."""
 
 
 class LoadMismatch(UnickptError, ValueError):
-    """What is asked for differs from what is stored; the message holds one row per difference."""
+    """The requested tree differs from the stored one; the message has one row per difference."""
 
 
 class CoverageError(UnickptError, ValueError):
-    """The fragments of the processes leave a hole in an array, or overlap."""
+    """The processes' fragments of an array leave a gap, or overlap."""
 
 
 class ProcessFailed(UnickptError, RuntimeError):
-    """Another process of the job failed during the save, or the load; the message is its message.
+    """Another process of the job failed during the save or load; the message includes its message.
 
-    `refused` is true where that process did not even begin, because an earlier save of its failed.
+    `refused` is True if that process did not start, because one of its earlier saves failed.
     """
 
     refused = False
 
 
 class SaveConflict(UnickptError, RuntimeError):
-    """Another job committed a checkpoint at the same path meanwhile."""
+    """Another job committed a checkpoint at the same path during the save."""
 
 
 class SaveTimeout(UnickptError, TimeoutError):
@@ -85,20 +85,20 @@ class SaveTimeout(UnickptError, TimeoutError):
 
 
 class StateChanged(UnickptError, RuntimeError):
-    """An array was changed, donated or deleted before an asynchronous save had staged it."""
+    """An array was changed, donated or deleted before an asynchronous save staged it."""
 
 
 class ReplicasDiffer(UserWarning):
-    """A plain array was not the same on all processes; the checkpoint has it from one of them."""
+    """A plain array differs between processes; the checkpoint stores one process's data."""
 
 
 class RuleError(UnickptError, ValueError):
-    """Rules do not fit the arrays that they are to relate, or each other."""
+    """Rules do not fit the arrays they apply to, or contradict each other."""
 
 
 class RuleWarning(UserWarning):
-    """Rules that may not be what was meant, although nothing speaks against them."""
+    """Rules that are valid, but may not be what was meant."""
 
 
 class RuleSyntaxError(RuleError):
-    """The text of a rule is wrong; the message shows the line with a caret."""
+    """The syntax of a rule is invalid; the message shows the line with a caret."""

@@ -1,4 +1,4 @@
-"""The processes of a job, and the name that they agree on for each try to save."""
+"""The processes of a job, and the name that they agree on for each attempt to save."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ class Group(Protocol):
     count: int
 
     def next_attempt(self) -> str:
-        """A name for the next try, the same on all processes and never used before.
+        """A name for the next attempt, the same on all processes and never used before.
 
         Called once at the start of every save, by every process, on the calling thread.
 
         Raises:
-            SaveTimeout: the others did not do so in time (see `BoundedGroup`).
+            SaveTimeout: the other processes did not call it in time (see `BoundedGroup`).
         """
 
     def agree(self, value: int) -> int:
-        """The largest of the values that all processes call this with, at the same point.
+        """The maximum of the values that all processes pass, at the same point.
 
         Arguments:
             value: at least 0, and less than 2 to the power of 62.
 
         Raises:
-            SaveTimeout: the others did not do so in time (see `BoundedGroup`).
+            SaveTimeout: the other processes did not call it in time (see `BoundedGroup`).
         """
 
     def exchange(self, data: Bytes, sent: Sequence[int], received: Sequence[int]) -> Bytes:
-        """Gives every process its part of the bytes of each, as MPI's `Alltoallv`.
+        """Sends a part of this process's bytes to each process, as MPI's `Alltoallv`.
 
         Called by all processes at the same point, on the calling thread.
 
         Arguments:
-            data: one part for each process after the other.
+            data: the parts for all processes, in the order of the processes.
             sent: how many bytes each process gets.
             received: how many bytes come from each process.
 
         Returns:
-            What came from each process, one after the other.
+            The parts from all processes, in the order of the processes.
 
         Raises:
             RuntimeError: a process has ended.
@@ -61,9 +61,9 @@ class Group(Protocol):
 
 
 class BoundedGroup(ABC):
-    """A group that does not wait for its processes for ever; those of the adapters are.
+    """A group whose waiting has a time limit, such as those of the adapters.
 
-    Groups of a user's own need not be: then nobody but they can end their waiting.
+    User-defined groups need not be one; unickpt cannot limit how long those wait.
     """
 
     index: int
@@ -71,27 +71,27 @@ class BoundedGroup(ABC):
 
     @abstractmethod
     def within(self, timeout_s: float) -> Group:
-        """The same group; `next_attempt` and `agree` raise `SaveTimeout` after so many seconds."""
+        """The same group; `next_attempt` and `agree` raise `SaveTimeout` after `timeout_s`."""
 
 
 def within(group: Group, timeout_s: float) -> Group:
-    """A group that waits no longer than so many seconds, if it is one that can know that."""
+    """The group with a time limit, if it supports one (see `BoundedGroup`)."""
     return group.within(timeout_s) if isinstance(group, BoundedGroup) else group
 
 
 class ProcessGroup:
-    """A group of processes that know each other by other means (MPI, a scheduler, ssh).
+    """A group of processes that were started by other means (MPI, a scheduler, ssh).
 
     Arguments:
         index: index of this process, 0 to `count - 1`.
         count: number of processes.
-        session: a text that all processes of this run share and that no other run uses, such as
+        session: a string that all processes of this run share and that no other run uses, such as
             the scheduler's job id with its restart count.
-        agree: gives every process the largest of the values that all of them call it with, as
-            MPI's `allreduce(value, MAX)`. Only what processes must decide alike needs it:
-            `Checkpointer`'s saving by time, preemption, and falling back to an older step.
-        exchange: gives every process its part of the bytes of each, as MPI's `Alltoallv`; see
-            `Group.exchange`. Only `LoadOptions(exchange=True)` needs it.
+        agree: returns, on every process, the maximum of the values that all of them pass, as MPI's
+            `allreduce(value, MAX)`. Needed only for joint decisions: `Checkpointer`'s saving by
+            time, preemption, and falling back to an older step.
+        exchange: sends a part of each process's bytes to each process, as MPI's `Alltoallv`; see
+            `Group.exchange`. Needed only for `LoadOptions(exchange=True)`.
 
     Example:
         >>> group = ProcessGroup(0, 4, session="job-8231-restart-2")
@@ -108,9 +108,9 @@ class ProcessGroup:
         exchange: Callable[[Bytes, Sequence[int], Sequence[int]], Bytes] | None = None,
     ) -> None:
         if not 0 <= index < count:
-            raise ValueError(f"process index {index} is not among {count} processes")
+            raise ValueError(f"process index {index} is out of range for {count} processes")
         if not session or not all(c.isalnum() or c in "-_." for c in session):
-            raise ValueError(f"session {session!r} must be of letters, digits and '-', '_', '.'")
+            raise ValueError(f"session {session!r} must consist of letters, digits, '-', '_', '.'")
         self.index, self.count, self._session = index, count, session
         self._counter = itertools.count()
         self._agree, self._exchange = agree, exchange
@@ -123,22 +123,22 @@ class ProcessGroup:
             return value
         if self._agree is None:
             raise ValueError(
-                "the processes must decide this alike: give ProcessGroup(..., agree=) what takes "
-                "the largest of their values, as MPI's allreduce(value, MAX) does"
+                "the processes must agree on this: give ProcessGroup(..., agree=) a function that "
+                "returns the maximum of their values, such as MPI's allreduce(value, MAX)"
             )
         return self._agree(value)
 
     def exchange(self, data: Bytes, sent: Sequence[int], received: Sequence[int]) -> Bytes:
         if self._exchange is None:
             raise ValueError(
-                "to exchange what they read, the processes need a way: give ProcessGroup(..., "
-                "exchange=) what MPI's Alltoallv does"
+                "LoadOptions(exchange=True) needs communication: give ProcessGroup(..., "
+                "exchange=) a function that does what MPI's Alltoallv does"
             )
         return self._exchange(data, sent, received)
 
 
 def new_session() -> str:
-    """A session name that nobody else has."""
+    """A session name that is unique."""
     return secrets.token_hex(8)
 
 

@@ -1,6 +1,6 @@
-"""How the state is kept as it is until it is written: by reference, or copied, now or later.
+"""How the state is kept unchanged until it is written: by reference, or copied, now or later.
 
-Lazy copies, while the caller goes on, are an idea of DataStates-LLM (Maurya et al., HPDC 2024).
+Lazy copies, in the background, are an idea of DataStates-LLM (Maurya et al., HPDC 2024).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from unickpt.options import SaveOptions
 from unickpt.stage import stage
 
 _log = logging.getLogger("unickpt")
-# Smaller arrays are not worth a risk: batch norm's statistics change without a trace in forward.
+# Smaller arrays are not worth the risk: changes of batch norm's statistics are not detectable.
 _LAZY_BYTES = 1 << 20
 _SAMPLES = 64
 
@@ -35,7 +35,7 @@ class Way(Enum):
 
     REFERENCE = auto()
     NOW = auto()
-    LATER = auto()  # and it must not change before that
+    LATER = auto()  # it must not change before that
     BEHIND = auto()  # a clone of it is copied later
 
 
@@ -43,11 +43,11 @@ BACKGROUND = {Way.LATER, Way.BEHIND}
 
 
 class Keeping:
-    """Decides how each fragment of one save is kept, and keeps what need not be copied in chunks.
+    """Decides how each fragment of one save is kept; keeps those that are not copied in chunks.
 
     Arguments:
         options: of the save.
-        owners: what optimizers own whose steps wait for this; None where there is no such guard.
+        owners: what the optimizers own whose steps wait for this; None if no steps wait.
         sources: all arrays of the save.
     """
 
@@ -63,7 +63,7 @@ class Keeping:
         self.ways: dict[int, Way] = {}
         """How fragments are kept, by `id`."""
         self.copied_bytes = 0
-        """How much was copied, in fragments too small to wait."""
+        """Bytes that were copied at once, in fragments too small to defer."""
 
     def keep(self, source: ArraySource) -> ArraySource:
         """An array with fragments that stay as they are, or that are copied before they change."""
@@ -96,7 +96,7 @@ class Keeping:
         memory = fragment.memory
         if self._is_lazy(memory, nbytes):
             return Way.LATER, fragment
-        # A copy to the host would wait for all that the device still has to do.
+        # A copy to the host would wait for all work that is queued on the device.
         lazily = self._mode == "lazy" or (self._mode == "auto" and self._owners is not None)
         if (lazily or self._mode == "device") and memory.keep is not None:
             try:
@@ -108,17 +108,17 @@ class Keeping:
         return Way.NOW, fragment
 
     def _kept_read(self, memory: Memory) -> Read:
-        """What reads the data as it is now; the fragments of an array are kept together."""
-        assert memory.keep is not None, "asked only where there is a way to keep it"
+        """A function that reads the data as it is now; fragments of an array are kept together."""
+        assert memory.keep is not None, "called only if there is a way to keep it"
         if id(memory) not in self._reads:
             self._reads[id(memory)] = memory.keep()
         return self._reads[id(memory)]
 
     def _is_lazy(self, memory: Memory, nbytes: int) -> bool:
-        if not memory.mutable:  # on a device; what is deleted is seen
+        if not memory.mutable:  # on a device; deletion is detected
             return self._mode in ("reference", "lazy")
         if self._owners is not None:
-            # On the host nothing would tell of all changes, and a copy costs little.
+            # On the host some changes cannot be detected, and a copy costs little.
             lazy = self._mode == "lazy" or (self._mode == "auto" and memory.on_device)
             return lazy and memory.owner in self._owners
         traced = memory.changed is not None and nbytes >= _LAZY_BYTES
@@ -139,7 +139,7 @@ class _Written:
         self._ends = list(itertools.accumulate((end for _, end in spans), max))
 
     def shares(self, memory: Memory) -> bool:
-        """Whether some of it is the memory of one of them."""
+        """Whether it overlaps the memory of one of them."""
         if not self._begins or memory.spans is None:
             return False
         for begin, end in memory.spans():
@@ -154,10 +154,10 @@ def _read_by(fragment: Fragment, read: Read, memory: Memory) -> Fragment:
 
 
 def _lazily(fragment: Fragment) -> Fragment | None:
-    """A fragment in host memory to be copied in the background; None where it cannot be.
+    """A fragment in host memory to copy in the background; None if that is not possible.
 
-    That it was freed is found always; that it was changed, by the version counters of torch, and
-    by a sample of its elements, because `.data`, NumPy and steps on DTensors count no versions.
+    Freed memory is always detected; changes by the version counters of torch, and by a sample of
+    the elements, because `.data`, NumPy and steps on DTensors do not increment versions.
     """
     if not peek.is_possible():
         return None
@@ -175,7 +175,7 @@ def _lazily(fragment: Fragment) -> Fragment | None:
             return True
         now = np.empty(sample.shape, sample.dtype)
         try:
-            fragment.read(fragment.box, _no_room)  # raises where the memory is another one
+            fragment.read(fragment.box, _no_room)  # raises if the memory was replaced
             peek.copy(sample, now)
         except (peek.Freed, StateChanged):
             return True
@@ -193,7 +193,7 @@ def _lazily(fragment: Fragment) -> Fragment | None:
 
 
 class _NoView(Exception):
-    """What is read is a copy."""
+    """Reading makes a copy."""
 
 
 def _no_room() -> Array:
@@ -201,7 +201,7 @@ def _no_room() -> Array:
 
 
 def _copied(fragment: Fragment, dtype: DType) -> Read:
-    """What reads a private copy of a fragment."""
+    """Copies a fragment; returns a function that reads the copy."""
     native, start = dtype.newbyteorder("="), fragment.box.start
     copied = stage(fragment, fragment.box, native, partial(np.empty, dtype=np.uint8), copied=True)
     return lambda box, room: copied[box.relative_to(start).slices]

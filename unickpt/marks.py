@@ -1,4 +1,4 @@
-"""Leaves that say what no framework can: `PerProcess` and `LocalFragments`."""
+"""Leaves for what no framework can describe: `PerProcess` and `LocalFragments`."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from unickpt.group import Group
 class PerProcess:
     """A leaf whose value differs by process, such as RNG or data-loader state.
 
-    It is loaded by as many processes as saved it, each of which gets its own value back; or, in
-    `like`, it says how other numbers of processes share the values out.
+    If as many processes load it as saved it, each gets its own value back; for another number of
+    processes, `redistribute` in `like` computes the values.
 
     Arguments:
-        value: any nesting of containers, plain values and host arrays. In `like` it says into
-            what arrays are loaded; with None they come back as NumPy arrays.
+        value: any nesting of containers, plain values and host arrays. In `like`, its arrays are
+            the ones to load into; with None, arrays are returned as NumPy arrays.
         redistribute: in `like`, called on every process if their number has changed, with the
-            values of all processes that saved (arrays as NumPy's), the index of this process and
-            the number of processes now; gives this process's value.
+            values of all processes that saved (arrays as NumPy arrays), the index of this process
+            and the current number of processes; returns this process's value.
 
     Example:
         >>> tree = {"rng": PerProcess({"seed": 7, "offset": 120})}
@@ -55,7 +55,7 @@ class PerProcessValues:
 
 
 class Described(ABC):
-    """A leaf that says itself what it is, instead of an adapter."""
+    """A leaf that describes itself, without an adapter."""
 
     @abstractmethod
     def source(self, group: Group) -> ArraySource:
@@ -63,10 +63,10 @@ class Described(ABC):
 
 
 class LocalFragments(Described):
-    """Elements of a global array that this process holds, in any trainer's own partitioning.
+    """Elements of a global array that this process holds, in any partitioning.
 
-    Other processes hold the rest, each saying so itself; nothing is communicated. The processes'
-    fragments must cover the array exactly once, which the coordinator proves before it commits.
+    Other processes hold the rest, and declare it themselves; nothing is communicated. The fragments
+    of all processes must cover the array exactly once; the coordinator checks it before the commit.
     In `like`, the given memory is filled in place.
 
     Arguments:
@@ -129,7 +129,7 @@ class LocalFragments(Described):
 
     @classmethod
     def whole(cls, data: Any) -> LocalFragments:
-        """This process, and no other, holds the whole of an array."""
+        """Declares that this process alone holds a whole array."""
         return cls(tuple(data.shape), [(Box.whole(tuple(data.shape)), data)])
 
     def source(self, group: Group) -> ArraySource:
@@ -138,7 +138,7 @@ class LocalFragments(Described):
         for box, data in self.fragments:
             inner = _adapter(data).source(data, group)
             if inner.layout is None or any(inner.layout.dims):
-                raise TypeError("LocalFragments hold NumPy arrays or plain torch tensors")
+                raise TypeError("LocalFragments can only hold NumPy arrays and plain torch tensors")
             dtype = self._agree(dtype, inner.dtype)
             for held in inner.fragments:
                 read, memory = _shifted(held.read, box), _shifted_memory(held.memory, box)

@@ -1,6 +1,6 @@
-"""Merge: what all processes say they hold and wrote -> one index and one digest table.
+"""Merge: the descriptions and records of all processes -> one index and one digest table.
 
-The proof that a checkpoint is complete, and without contradiction. Nothing here does I/O.
+Checks that a checkpoint is complete and consistent. Nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def unite(described: Sequence[Index]) -> Index:
         described: for each process its description; the same object where they are equal.
 
     Raises:
-        CoverageError: two contradict each other; names the leaf and what each says.
+        CoverageError: two contradict each other; names the leaf and what each process has.
     """
     first: dict[int, int] = {}
     for process, index in enumerate(described):
@@ -58,8 +58,8 @@ def unite(described: Sequence[Index]) -> Index:
     unnamed = sorted(names ^ {name for table in tables.values() for name in table})
     if unnamed:
         raise CoverageError(
-            f"the processes' trees do not fit together at {unnamed[0]!r}: a key is a str on some "
-            "and an int on others"
+            f"the processes' trees differ at {unnamed[0]!r}: a key is a str on some processes and "
+            "an int on others"
         )
     return replace(described[0], tree=structure, **tables)
 
@@ -111,7 +111,7 @@ def _agree(mine: Any, other: Any) -> bool:
 
 
 def _agree_but_for_processes(mine: ArrayEntry, other: ArrayEntry) -> bool:
-    """Whether two arrays are the same on a mesh per replica (tensor parallelism without data)."""
+    """Whether two arrays differ only in the processes of their meshes (one mesh per replica)."""
     a, b = mine.layout, other.layout
     if a is None or b is None or replace(mine, layout=b) != other:
         return False
@@ -128,7 +128,7 @@ def _show(kind: str, fact: Any) -> str:
 
 
 def _trees(items: list[tuple[int, Any]]) -> Any:
-    """Joins trees two by two, so that large ones are not walked once per process."""
+    """Joins trees pairwise, so that large ones are not walked once per process."""
     while len(items) > 1:
         items = [_pair(items[i : i + 2]) for i in range(0, len(items), 2)]
     return items[0][1]
@@ -150,7 +150,7 @@ def _pair(items: Sequence[tuple[int, Any]]) -> tuple[int, Any]:
 
 
 def with_boxes(index: Index, records: Records, names: Names) -> Index:
-    """The index with the boxes of arrays whose fragments the processes told one by one.
+    """The index with the boxes of arrays whose fragments each process declares itself.
 
     Raises:
         CoverageError: they do not cover an array exactly once.
@@ -170,10 +170,10 @@ def with_boxes(index: Index, records: Records, names: Names) -> Index:
 
 
 def check_boxes(entry: ArrayEntry, boxes: Sequence[tuple[Box, tuple[int, ...]]]) -> None:
-    """Proves that boxes cover an array exactly once.
+    """Checks that boxes cover an array exactly once.
 
     Raises:
-        CoverageError: names the array, and a hole or two boxes that overlap.
+        CoverageError: names the array, and a gap or two boxes that overlap.
     """
     plain = [box for box, _ in boxes]
     pair = overlap(plain)
@@ -181,7 +181,7 @@ def check_boxes(entry: ArrayEntry, boxes: Sequence[tuple[Box, tuple[int, ...]]])
         (first, by_first), (second, by_second) = boxes[pair[0]], boxes[pair[1]]
         raise CoverageError(
             f"array {entry.name!r} of shape {list(entry.shape)}: {first} of process {by_first[0]} "
-            f"overlaps {second} of process {by_second[0]}; let one process alone give each element"
+            f"overlaps {second} of process {by_second[0]}; only one process may hold each element"
         )
     whole = Box.whole(entry.shape)
     if sum(box.size for box in plain) != whole.size:
@@ -208,14 +208,14 @@ def digest_table(
         records: what they wrote.
         names: for each process the arrays that it has.
         assumed: arrays whose replication is only assumed.
-        winners: arrays of which only what one process wrote counts, with that process.
+        winners: arrays of which only the chunks of one process count, with that process.
 
     Returns:
-        The table, and the assumed arrays of which two processes wrote different data for one chunk,
+        The table, and the assumed arrays for which two processes wrote different data for a chunk,
         with those two.
 
     Raises:
-        CoverageError: that happened to another array.
+        CoverageError: two processes wrote different data for a chunk of another array.
     """
     contested: dict[str, list[int]] = {}
     spans = digests.spans(index.arrays)
@@ -233,7 +233,7 @@ def digest_table(
         if not len(rows):
             continue
         if where.max() >= len(table) or len(np.unique(where)) != len(where):
-            raise CoverageError(f"process {process} names chunks that there are not, or one twice")
+            raise CoverageError(f"process {process} lists chunks that do not exist, or one twice")
         taken = table["process"][where] != _NOBODY
         if taken.any():
             again, other = where[taken], rows["digest"][taken]
@@ -257,7 +257,7 @@ def _lost_rows(
 
 
 def losers(records: Records, names: Names, winners: Mapping[str, int]) -> dict[int, list[str]]:
-    """Which processes wrote something of an array of which another's data count."""
+    """For each process, the arrays that it wrote chunks of, but another process's data counts."""
     found: dict[int, list[str]] = {}
     for process, record in records:
         lost = _lost_rows(record, names[process], process, winners)
@@ -267,8 +267,8 @@ def losers(records: Records, names: Names, winners: Mapping[str, int]) -> dict[i
 
 
 def _positions(index: Index, told: dict[str, int], names: Sequence[str], record: Record) -> Any:
-    """Where in the table the chunks of a record stand; moves `told` on past this process's boxes,
-    which follow each other in the order of the processes."""
+    """The positions of a record's chunks in the table; advances `told` past this process's boxes,
+    which are in the order of the processes."""
     numbers = record.chunks["array"]
     base = np.zeros(len(names), np.int64)
     for number in np.unique(numbers).tolist():
@@ -281,7 +281,7 @@ def _positions(index: Index, told: dict[str, int], names: Sequence[str], record:
 
 
 def _two_writers(name: str, box: Box, first: int, second: int) -> CoverageError:
-    """Tolerated only where they wrote the same, as replicas may that do not know of each other."""
+    """Allowed only if they wrote the same, as replicas that were not declared may."""
     return CoverageError(
         f"array {name!r}: processes {first} and {second} hold different data for {box}"
     )
@@ -300,16 +300,16 @@ def chunk_at(index: Index, position: int) -> tuple[str, Box]:
 def requests(
     index: Index, table: digests.Table, names: Names, winners: Mapping[str, int] | None = None
 ) -> Requests:
-    """For chunks that nobody wrote: who does hold them, and so has to write them.
+    """For chunks that no process wrote: which processes hold them, and so have to write them.
 
-    A plain tensor is taken to be on all processes. Where it is on some only (pipeline stages),
-    its planned writer may lack it, which shows here, when all have told what they have.
+    A plain tensor is assumed to be on all processes. If only some have it (pipeline stages), its
+    planned writer may lack it, which is known only here, from the records of all processes.
 
     Arguments:
         index: of all processes.
         table: what they wrote.
         names: for each process the arrays that it has.
-        winners: arrays that one process is to write whole, with that process.
+        winners: arrays that one process must write whole, with that process.
 
     Returns:
         For each process the positions of chunks by array name.
@@ -333,7 +333,7 @@ def requests(
             low, high = np.searchsorted(holes, (first, first + part.count))
             for position in holes[low:high].tolist():
                 box = part.chunk_box(position - first)
-                # Spread over those that have it; but what is little comes from the first.
+                # Spread over the processes that have it; but small arrays come from the first.
                 turn = 0 if plan.is_little(entry.nbytes) else position
                 chosen = _holder(entry, box, having.get(name, []), turn)
                 found.setdefault(chosen, {}).setdefault(name, []).append(position - start)
@@ -342,7 +342,7 @@ def requests(
 
 
 def _holder(entry: ArrayEntry, box: Box, having: Sequence[int], turn: int) -> int:
-    """A process that holds a box, the next one where that of this turn does not."""
+    """A process that holds a box: that of this turn, or the next one that does."""
     turn %= max(1, len(having))
     for process in [*having[turn:], *having[:turn]]:
         if _holds(entry, process, box):

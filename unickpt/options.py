@@ -17,50 +17,50 @@ class SaveOptions:
     """How to save.
 
     Arguments:
-        staging: how `save_async` keeps the state as it is now; `save` needs none of it.
-            "auto": the loop may change anything at once. On the host JAX's arrays are kept by
-            reference, and all else is copied before the call returns. (A JAX array made of memory
-            of NumPy or torch by `device_put` or dlpack may share it. It is copied where that memory
-            is in the tree, too; else nobody writes there before `PendingSave.result`.) On an
-            accelerator everything is copied before the call returns; with
-            `Checkpointer(optimizers=...)`, what they own is copied in the background, see there,
-            and all else is cloned on the device, where it has room.
+        staging: how `save_async` keeps the state as it is at the call; `save` ignores it.
+            "auto": the loop may change anything after the call returns. On the host, JAX arrays are
+            kept by reference, and all others are copied before the call returns. (A JAX array made
+            from NumPy or torch memory by `device_put` or dlpack may share it. It is copied if that
+            memory is also in the tree; otherwise do not write to that memory before
+            `PendingSave.result`.) On an accelerator, everything is copied before the call returns;
+            with `Checkpointer(optimizers=...)`, arrays that the optimizers own are copied in the
+            background (see there), and all others are cloned on the device if it has room.
             "copy": everything is copied to host memory before the call returns.
-            "reference": arrays that nobody writes to (JAX's) are kept by reference. Those on an
-            accelerator are read in the background, and must not be donated before
-            `PendingSave.wait_staged`. All else is copied before the call returns, as with "auto".
+            "reference": immutable arrays (JAX's) are kept by reference. Those on an accelerator
+            are read in the background, and must not be donated before
+            `PendingSave.wait_staged`. All others are copied before the call returns, as by "auto".
             "lazy": copied in the background; nothing may be changed or freed before
-            `PendingSave.wait_staged`. Small arrays, NumPy's, and DTensors that no optimizer of
-            `Checkpointer(optimizers=...)` guards are copied before the call returns. A change that
-            comes too early is an error (`StateChanged`) where it is found: always what torch's
-            version counters tell of, and memory on the host that is freed. What they do not tell of
-            (changes through `.data` or NumPy, and of DTensors) is found on the host only if it
-            touches one of about 64 elements of each array, so that a changed row is most often not
-            found; on an accelerator it is never found.
-            "device": arrays on an accelerator are cloned there, where it has room, and copied to
-            the host in the background.
-        fsync: whether files and directories are on the disk when the save returns.
+            `PendingSave.wait_staged`. Small arrays, NumPy arrays, and DTensors that no optimizer of
+            `Checkpointer(optimizers=...)` guards are copied before the call returns. An earlier
+            change raises `StateChanged` if it is detected. Always detected: changes that torch's
+            version counters record, and host memory that is freed. Other changes (through `.data`
+            or NumPy, and of DTensors) are detected on the host only if they touch one of about 64
+            sampled elements of each array, so a changed row is usually not detected; on an
+            accelerator they are never detected.
+            "device": arrays on an accelerator are cloned there if it has room, and copied to the
+            host in the background.
+        fsync: whether to flush files and directories to disk before the save returns.
         budget_bytes: bytes of host memory that saves may use beyond the state itself: for chunks
-            that are being written, and, in `save_async`, as much again for staged copies of all
-            saves in flight. Where a state is larger, staging waits for what is being written.
-        chunk_bytes: wanted size of a chunk: the unit of writing, reading and checking.
-        chunk_shape: wanted chunk extents for all arrays of this rank, lowered where they would
-            cross a fragment's boundary; the other arrays follow `chunk_bytes`.
+            that are being written, and, in `save_async`, the same again for staged copies of all
+            saves in flight. For a larger state, staging waits for writes to finish.
+        chunk_bytes: target size of a chunk, the unit of writing, reading and checking.
+        chunk_shape: chunk shape for all arrays with this number of dimensions, reduced where a
+            chunk would cross a fragment's boundary; other arrays use `chunk_bytes`.
         compression: None, or one of "zstd", "gzip", "blosc". Digests do not depend on it.
-        timeout_s: seconds that a process waits for the others: to begin to save, and again to end
-            their part after its own is written.
-        check_replicas: whether every byte of plain tensors and arrays is compared between the
-            processes, which are taken to hold the same, and the save is refused if they do not.
-            Without it a sample of each is compared; where that differs, one process's data is
-            stored whole, with a warning (`ReplicasDiffer`).
-        group: the processes that save together; found by itself under `torch.distributed` and
-            `jax.distributed`.
-        metrics: called with the report of each save that succeeds, on every process, on the thread
-            that saves, for one save after another. `PendingSave.result` and the program's exit wait
-            for it; later saves do not. It may itself save, load and wait for saves, which for it
-            are over when they are committed; but in a job of several processes, what all of them
-            must call in the same order belongs on one thread. What it raises is logged and does no
-            harm to the save.
+        timeout_s: seconds to wait for the other processes: to start the save, and again to finish
+            their part after this process has written its own.
+        check_replicas: whether to compare every byte of plain tensors and arrays, which are assumed
+            to be equal on all processes, and to refuse the save if they differ. By default only a
+            sample of each is compared; if it differs, one process's data is stored whole, with a
+            warning (`ReplicasDiffer`).
+        group: the processes that save together; detected automatically under `torch.distributed`
+            and `jax.distributed`.
+        metrics: called with the report of each successful save, on every process, on the saving
+            thread, for one save at a time. `PendingSave.result` and the program's exit wait for it;
+            later saves do not. It may save, load and wait for saves; its own wait for a save ends
+            at the commit. In a job of several processes, calls that all processes must make in the
+            same order belong on one thread. An error that it raises is logged, and does not affect
+            the save.
 
     Raises:
         ValueError: an option is out of range.
@@ -95,13 +95,13 @@ class LoadOptions:
     """How to load.
 
     Arguments:
-        verify: whether each chunk that is read is checked against its digest.
+        verify: whether to check each chunk that is read against its digest.
         budget_bytes: bytes of host memory that a load may use beyond the destination.
-        exchange: whether the processes of a job read together: each chunk once in all, by one that
-            needs it, which sends the others what they need of it. For a storage that is slower than
-            the network, where processes need parts of the same chunks: replicas, or shards along
-            another axis than those that were saved. All of them must then call `load` alike.
-        group: as in `SaveOptions`; matters for `exchange`, and for `PerProcess` leaves.
+        exchange: whether the processes of a job read together: one process reads each chunk, and
+            sends the others the parts that they need. Use it if the storage is slower than the
+            network and processes need parts of the same chunks: replicas, or shards along another
+            axis than the saved ones. All processes must then call `load` in the same way.
+        group: as in `SaveOptions`; used for `exchange` and for `PerProcess` leaves.
 
     Raises:
         ValueError: an option is out of range.
@@ -129,15 +129,15 @@ class SaveReport:
         chunks: number of chunks that this process wrote.
         processes: number of processes that took part.
         seconds: wall time in this process, from the call to the commit.
-        phases: seconds of its phases. `describe`, `stage` (in the call), `queue` (waiting for saves
-            before it), `write` and `commit`, which includes waiting for the other processes.
+        phases: seconds per phase: `describe`, `stage` (in the call), `queue` (waiting for earlier
+            saves), `write` and `commit`, which includes waiting for the other processes.
         process: index of this process.
-        blocked_s: how long the call kept the caller, in seconds.
-        staged_bytes: bytes that were copied to host memory, in the call or behind it.
-        writers: what each process tells of its part, on the coordinator alone: `bytes` and
-            `chunks` written, `seconds` of that, `blocked_s`, `staged_bytes`.
-        replicas_differ: on the coordinator alone, names of plain arrays that were not the same on
-            all processes, and are stored as one of them held them; see `ReplicasDiffer`.
+        blocked_s: seconds for which the call blocked the caller.
+        staged_bytes: bytes that were copied to host memory, in the call or in the background.
+        writers: on the coordinator only, the statistics of each process: `bytes` and `chunks`
+            written, `seconds` that took, `blocked_s`, `staged_bytes`.
+        replicas_differ: on the coordinator only, names of plain arrays that differ between
+            processes, and are stored as one of them held them; see `ReplicasDiffer`.
     """
 
     url: str
@@ -162,12 +162,12 @@ class SaveReport:
 
 @dataclass(frozen=True)
 class Damage:
-    """One thing that `verify` found.
+    """One problem that `verify` found.
 
     Arguments:
-        array: name of the array; empty where the damage is not in one.
-        box: the bad chunk's box in the global array, as text; empty where it is not in a chunk.
-        process: index of the process that wrote it; None where it is not in a chunk.
+        array: name of the array; empty if the damage is not in an array.
+        box: the bad chunk's box in the global array, as text; empty if it is not in a chunk.
+        process: index of the process that wrote it; None if it is not in a chunk.
         reason: what is wrong.
     """
 
@@ -183,7 +183,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What `verify` found; `ok` where all is well."""
+    """The result of `verify`; `ok` is True if it found no damage."""
 
     url: str
     arrays: int

@@ -1,7 +1,7 @@
-"""Copies of memory that may be freed at any moment: an error then, and no segmentation fault.
+"""Copies memory that may be freed at any moment, with an error instead of a segmentation fault.
 
-What a background thread copies belongs to a training loop, which should not free it meanwhile, but
-may. The kernel copies it (`process_vm_readv`), and answers with an error where there is none.
+A background thread copies memory of the training loop, which should not free it meanwhile, but
+may. The kernel copies it (`process_vm_readv`), and returns an error if the memory is gone.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import numpy as np
 
 from unickpt.adapt import Array
 
-# What the kernel takes at once, at most: so many runs, and somewhat less than 2 GiB.
+# Limits of one call of the kernel: this many runs, and somewhat less than 2 GiB.
 _RUNS, _BYTES = 1024, 1 << 30
 _IOVEC = np.dtype([("base", np.uintp), ("length", np.uintp)])
 
 
 class Freed(Exception):
-    """Memory that was to be copied is not there any more."""
+    """The memory to copy no longer exists."""
 
 
 @cache
@@ -42,16 +42,16 @@ def copy(source: Array, out: Array) -> None:
     """Copies an array whose memory may be freed.
 
     Arguments:
-        source: of any strides; what it holds is looked at only by the kernel.
+        source: of any strides; only the kernel reads its data.
         out: contiguous, of the same shape and dtype.
 
     Raises:
-        Freed: memory of `source` is not there.
+        Freed: memory of `source` was freed.
         OSError: the system forbids this; see `is_possible`.
     """
     starts, lengths = _runs(source)
     at, process, read = out.ctypes.data, os.getpid(), _function()
-    assert read is not None, "the caller has asked `is_possible`"
+    assert read is not None, "the caller checked `is_possible`"
     assert out.flags.c_contiguous, f"strides {out.strides}"
     together = max(1, min(_RUNS, _BYTES // max(1, int(lengths[0])))) if len(starts) else 1
     for first in range(0, len(starts), together):
@@ -69,7 +69,7 @@ def copy(source: Array, out: Array) -> None:
 
 
 def _runs(array: Array) -> tuple[Array, Array]:
-    """Where runs of contiguous bytes begin that make up an array, and how long they are."""
+    """Start addresses and lengths of the contiguous runs of bytes that make up an array."""
     length, outer = array.itemsize, array.ndim
     while outer and (array.strides[outer - 1] == length or array.shape[outer - 1] == 1):
         outer -= 1

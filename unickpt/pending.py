@@ -1,7 +1,7 @@
-"""Saves in flight: one after another, each on a thread of its own, none lost and none hidden.
+"""Saves in flight: one after another, each on its own thread; no save and no error is lost.
 
-The threads are not daemons, so that Python waits for them before it exits; and an error that nobody
-asked for makes the program fail in the end.
+The threads are not daemons, so that Python waits for them before it exits. An error that was never
+raised makes the program exit with status 1.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST = 2  # saves in flight: one is written while the next is staged
 
 
 class PendingSave:
-    """A save that goes on in the background, as `unickpt.save_async` returns it.
+    """A save that runs in the background, as `unickpt.save_async` returns it.
 
     Example:
         >>> import numpy as np, unickpt
@@ -52,77 +52,77 @@ class PendingSave:
         self._saving, self._staging, self._previous = saving, staging, previous
         self._returned = threading.Event()
         self._ended = threading.Event()
-        """The save is over, and the next one may go on."""
+        """The save is over, and the next one may start."""
         self._finished = threading.Event()
-        """And its `SaveOptions.metrics` was called."""
+        """The save is over, and its `SaveOptions.metrics` was called."""
         self._report: SaveReport | None = None
         self._failure: Failure | None = None
         self._process = os.getpid()
 
     def wait_staged(self, timeout: float | None = None) -> None:
-        """Waits until the state that was given to the save may be changed.
+        """Waits until the state that is being saved may be changed.
 
         Arguments:
-            timeout: seconds; without it, as long as it takes.
+            timeout: seconds; None waits without limit.
 
         Raises:
-            StateChanged: the state was changed before; the save fails.
-            SaveTimeout: it takes longer; the save goes on.
+            StateChanged: the state was changed too early; the save fails.
+            SaveTimeout: it takes longer; the save continues.
         """
         self._check_process()
         try:
             if not self._staging.wait_safe(timeout):
-                raise SaveTimeout(f"{self.url}: not staged within {timeout:g} s; it goes on")
+                raise SaveTimeout(f"{self.url}: not staged within {timeout:g} s; it continues")
         except Abandoned:
-            pass  # the save has failed otherwise, so nothing needs the state any more
+            pass  # the save failed for another reason, and no longer needs the state
 
     def result(self, timeout: float | None = None) -> SaveReport:
         """Waits until the checkpoint is committed, or the save has failed.
 
         Arguments:
-            timeout: seconds; without it, as long as it takes.
+            timeout: seconds; None waits without limit.
 
         Returns:
             What was written.
 
         Raises:
-            SaveTimeout: it takes longer; the save goes on.
-            UnickptError: whatever made the save fail, as for `unickpt.save`.
+            SaveTimeout: it takes longer; the save continues.
+            UnickptError: the error that made the save fail, as for `unickpt.save`.
         """
         self._check_process()
         if not self._over.wait(timeout):
-            raise SaveTimeout(f"{self.url}: not committed within {timeout:g} s; it goes on")
+            raise SaveTimeout(f"{self.url}: not committed within {timeout:g} s; it continues")
         if self._failure is not None:
             self._queue._ask([self._failure])
         assert self._report is not None, "a save ends with a report or with an error"
         return self._report
 
     def done(self) -> bool:
-        """Whether the save has ended, in a checkpoint or in an error."""
+        """Whether the save has ended, with a checkpoint or with an error."""
         return self._over.is_set()
 
     @property
     def _over(self) -> threading.Event:
-        """What those wait for who want this save to be over.
+        """The event to wait for until this save is over.
 
-        A function that was given as `SaveOptions.metrics` waits only for saves to end, never for
-        such a function to return: that could be itself, or one that waits for it.
+        A `SaveOptions.metrics` function waits only for saves to end, never for such a function to
+        return: that could be itself, or one that waits for it.
         """
         return self._ended if _telling.active else self._finished
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:
-            raise RuntimeError(f"{self.url}: this save belongs to another process, which forked")
+            raise RuntimeError(f"{self.url}: this save belongs to the parent process")
 
     # --- on the thread of the caller -----------------------------------------------------------
 
     def _begin(self) -> None:
-        """Has a thread wait for its turn to write."""
+        """Starts the thread that waits for its turn to write."""
         threading.Thread(target=self._run, name=f"unickpt save {self.url}").start()
         _unfinished.add(self)
 
     def _stage(self) -> None:
-        """Stages what must be staged while the caller waits, and has the rest go on."""
+        """Stages what must be staged while the caller waits; starts the rest in the background."""
         saving, staging = self._saving, self._staging
         try:
             with staging.failing():
@@ -131,7 +131,7 @@ class PendingSave:
                     threading.Thread(target=self._stage_later, name=name).start()
                 staging.stage_now()
         except Abandoned:
-            pass  # the writer failed; its error is told like any other
+            pass  # the writer failed; its error is reported like any other
         except BaseException:
             self._let_go()
             self._ended.wait()
@@ -145,11 +145,11 @@ class PendingSave:
             self.wait_staged()
 
     def _let_go(self) -> None:
-        """Lets the threads of this save begin; before, they would only keep the caller."""
+        """Lets the threads of this save start; earlier they would only slow the caller down."""
         self._returned.set()
         self._staging.may_write.set()
 
-    # --- on threads of its own -----------------------------------------------------------------
+    # --- on its own threads --------------------------------------------------------------------
 
     def _stage_later(self) -> None:
         step_back()
@@ -166,8 +166,8 @@ class PendingSave:
             if self._report is not None and self._failure is None:
                 with _telling:
                     tell(options, self._report)
-        except BaseException:  # such as SystemExit, which would end this thread without a word
-            _log.exception("SaveOptions.metrics raised; the checkpoint %s is there", self.url)
+        except BaseException:  # such as SystemExit, which would end this thread silently
+            _log.exception("SaveOptions.metrics failed; the checkpoint %s is committed", self.url)
         finally:
             _unfinished.discard(self)
             self._finished.set()
@@ -203,7 +203,7 @@ class PendingSave:
 
 
 class _Telling(threading.local):
-    """Whether this thread calls `SaveOptions.metrics` at the moment."""
+    """Whether this thread is calling `SaveOptions.metrics`."""
 
     active = False
 
@@ -219,11 +219,11 @@ _telling = _Telling()
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong in the background.
+    """An error in the background.
 
     Arguments:
-        what: did not succeed.
-        error: the reason.
+        what: the operation that failed.
+        error: why it failed.
     """
 
     what: str
@@ -236,16 +236,16 @@ def _nothing(*_: object) -> None:
 
 @dataclass(frozen=True)
 class Hooks:
-    """What else belongs to a save; on the thread that saves, where nothing else is said.
+    """Callbacks of a save; called on the thread that saves, unless stated otherwise.
 
     Arguments:
-        begin: in the call, before anything of the save is begun; what it raises fails the save.
-        prepare: before this process writes anything, with the name of the attempt; what it raises
-            fails the save.
-        check: right before the commit, on the coordinator; likewise.
+        begin: in the call, before the save starts; an error fails the save.
+        prepare: before this process writes anything, with the name of the attempt; an error fails
+            the save.
+        check: right before the commit, on the coordinator; an error fails the save.
         committed: after the commit; raises nothing.
-        failed: with what made the save fail; likewise.
-        ended: at the end of the save, whatever came of it, even if it never began; likewise.
+        failed: with the error that made the save fail; raises nothing.
+        ended: at the end of the save, failed or not, even if it never started; raises nothing.
     """
 
     begin: Callable[[], None] = _nothing
@@ -257,7 +257,7 @@ class Hooks:
 
 
 class SaveQueue:
-    """Saves one after another: ordered, and at most two at once."""
+    """Runs saves one after another, in order, with at most two in flight."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
@@ -277,20 +277,20 @@ class SaveQueue:
         owners: set[Hashable] | None = None,
         hooks: Hooks = Hooks(),
     ) -> PendingSave:
-        """Begins to save, as `save_async`.
+        """Starts a save, as `save_async`.
 
         Arguments:
             path, tree, overwrite, options: as for `save_async`.
-            metadata: gives what `save_async` is given; what it raises fails the save.
-            owners: what optimizers own whose steps wait until that is staged.
-            hooks: what else belongs to this save.
+            metadata: returns the metadata; an error fails the save.
+            owners: what the optimizers own whose steps wait for staging.
+            hooks: callbacks of this save.
 
         Raises:
-            Exception: also what made an earlier save fail, if nobody has asked for that yet.
+            Exception: also the error of an earlier save, if it was not raised before.
         """
         if os.getpid() != self._process:
             raise RuntimeError(
-                f"{path}: this Checkpointer belongs to another process, which forked; make one here"
+                f"{path}: this Checkpointer belongs to the parent process; create one in this fork"
             )
         with self._beginning, ExitStack() as undo:
             undo.callback(hooks.ended)
@@ -312,13 +312,13 @@ class SaveQueue:
         while len(unended := [p for p in self._pending if not p._ended.is_set()]) >= _MOST:
             unended[0]._ended.wait()
         saving = Saving(path, overwrite, options)
-        with saving.failing(refused=True):  # so that the other processes hear of it
+        with saving.failing(refused=True):  # so that the other processes are notified
             self._refuse()
         with saving.failing():
             hooks.begin()
             described = metadata()
         saving.describe(tree, described)
-        # Early, where that costs the caller no time; and again when it is this save's turn.
+        # Early, if that costs the caller no time; and again when it is this save's turn.
         if not saving.location.is_remote and saving.location.is_there():
             with saving.failing():
                 saving.check_destination()
@@ -333,7 +333,7 @@ class SaveQueue:
         return pending
 
     def fence(self) -> None:
-        """Waits until the state of all saves may change; their errors are told elsewhere."""
+        """Waits until the state of all saves may change; their errors are reported elsewhere."""
         for pending in self._pending:
             pending._staging.wait_fence()
 
@@ -343,7 +343,7 @@ class SaveQueue:
             unfinished[0]._over.wait()
 
     def fail(self, what: str, error: BaseException) -> Failure:
-        """Keeps what went wrong in the background until somebody asks."""
+        """Keeps an error in the background until it can be raised."""
         _log.error("%s failed: %s", what, error)
         failure = Failure(what, error)
         self._failures.append(failure)
@@ -351,13 +351,13 @@ class SaveQueue:
         return failure
 
     def raise_failed(self) -> None:
-        """Raises what went wrong in the background, if nobody has asked for that yet."""
+        """Raises the first error in the background that was not raised before."""
         if self._failures:
             self._ask(self._failures)
 
     def _refuse(self) -> None:
-        """As `raise_failed`; but a save that failed only because another process refused it is no
-        reason to refuse the next one, else two processes could refuse in turns for ever."""
+        """As `raise_failed`, except for saves that failed only because another process refused
+        them; otherwise two processes could refuse each other's saves forever."""
         errors = [failure.error for failure in self._failures]
         if not all(isinstance(error, ProcessFailed) and error.refused for error in errors):
             self.raise_failed()
@@ -369,7 +369,7 @@ class SaveQueue:
         first, *others = failures
         for failure in list(failures):
             self._forget(failure)
-        notes = [f"unickpt: {first.what} failed with this, in the background"]
+        notes = [f"unickpt: {first.what} failed with this error, in the background"]
         notes += [f"unickpt: {other.what} failed too: {other.error}" for other in others]
         for note in notes:
             if note not in getattr(first.error, "__notes__", ()):
@@ -389,7 +389,7 @@ _unasked: list[Failure] = []
 
 
 def _leave() -> None:
-    """Ends the program with an error, if something failed and nobody asked.
+    """Ends the program with status 1, if an error was never raised.
 
     Python offers no other way to change the exit status this late. Handlers that were registered
     before this module was imported are not called.
@@ -399,19 +399,19 @@ def _leave() -> None:
     for failure in _unasked:
         kind = type(failure.error).__name__
         print(
-            f"unickpt: {failure.what} failed, and nobody asked for its result:\n"
+            f"unickpt: {failure.what} failed, and its result was not requested:\n"
             f"{kind}: {failure.error}",
             file=sys.stderr,
         )
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # it may be closed, or none
+        with suppress(Exception):  # it may be closed, or None
             stream.flush()
     os._exit(1)
 
 
 def _leave_child() -> None:
-    """The same in a process of `multiprocessing`, which calls no handlers of `atexit`."""
+    """The same in a process of `multiprocessing`, which does not call `atexit` handlers."""
     multiprocessing = sys.modules.get("multiprocessing")
     if multiprocessing is None or multiprocessing.parent_process() is None:
         return

@@ -1,4 +1,4 @@
-"""Policy: whether it is time to save, decided alike by all processes of a job."""
+"""Policy: whether to save now; all processes of a job decide the same."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _DUE, _PREEMPTED = 1, 2
 
 
 class Policy:
-    """When to save, as one process sees it.
+    """Decides, on one process, when to save.
 
     Arguments:
-        save_every: at steps that are multiples of it.
-        save_every_s: when so many seconds have passed since the last save, by the coordinator's
-            clock.
-        preemption: also when a process was told to stop.
+        save_every: save at steps that are multiples of this.
+        save_every_s: save when this many seconds have passed since the last save, by the
+            coordinator's clock.
+        preemption: also save when a process was told to stop.
 
     Raises:
-        ValueError: a rule makes no sense.
+        ValueError: a value is not positive.
     """
 
     def __init__(
@@ -44,22 +44,22 @@ class Policy:
         self._told = threading.Event()
         self._done = False
         self.preempted = False
-        """Whether the processes agreed that they were told to stop."""
+        """Whether the processes agreed that one of them was told to stop."""
 
     def tell(self) -> None:
-        """Says that this process was told to stop."""
+        """Records that this process was told to stop."""
         self._told.set()
 
     def saved(self) -> None:
-        """Says that a save has begun."""
+        """Records that a save has started."""
         self._saved = time.monotonic()
         self._done = self._done or self.preempted
 
     def is_due(self, step: int, group: Group) -> bool:
-        """Whether to save now; where that takes more than arithmetic, the processes agree on it.
+        """Whether to save now; unless the step alone decides, the processes agree on it.
 
         Raises:
-            ValueError: they have no way to agree.
+            ValueError: the processes have no way to agree.
         """
         by_step = self._save_every is not None and step % self._save_every == 0
         late = False
@@ -70,19 +70,19 @@ class Policy:
             told = group.agree(told)
         elif told == _PREEMPTED and group.count > 1:
             raise ValueError(
-                "only this process was told to stop, and the others do not ask: make the "
-                "Checkpointer with preemption=True on all of them"
+                "this process was told to stop, but the others do not check for that: create the "
+                "Checkpointer with preemption=True on all processes"
             )
         if told == _PREEMPTED and not self.preempted:
             self.preempted = True
-            _log.info("told to stop: saving a last time, at step %d", step)
+            _log.info("told to stop: saving a last checkpoint, at step %d", step)
         if self.preempted:
             return not self._done
         return by_step or told == _DUE
 
 
 class SigtermHandler:
-    """Calls a function when the process is told to end, instead of ending it.
+    """Calls a function when the process receives SIGTERM, instead of ending it.
 
     Arguments:
         tell: the function.
@@ -98,7 +98,7 @@ class SigtermHandler:
             _log.warning("only the main thread can handle SIGTERM; call Checkpointer.preempt()")
 
     def remove(self) -> None:
-        """Puts back the handler that was there before."""
+        """Restores the previous handler."""
         if self._installed and signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
 

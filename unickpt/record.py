@@ -12,10 +12,10 @@ import xxhash
 
 from unickpt.box import Box
 
-# `array` counts the arrays of the process's own description, `chunk` the chunks of the array's
-# parts in order (for arrays with boxes of their own: of this process's boxes).
+# `array` is the number of the array in the process's own description, `chunk` that of the chunk in
+# the array's parts, in order (for arrays with boxes instead of a layout: in this process's boxes).
 CHUNK_DTYPE = np.dtype([("array", "<u4"), ("chunk", "<u8"), ("digest", "<u8")])
-# A fingerprint of an array that this process is taken to hold like others.
+# A fingerprint of an array that is assumed to be equal on all processes that have it.
 REPLICA_DTYPE = np.dtype([("array", "<u4"), ("fingerprint", "<u8")])
 _SEAL_BYTES = 8
 
@@ -30,9 +30,9 @@ class Record:
         boxes: for arrays that no layout describes, this process's boxes by array number.
         blobs: per-process values by name: size in bytes and xxh3-64.
         statistics: bytes and seconds, for the report.
-        replaces: xxh3-64 of the root manifest that the process found, empty where it found none.
+        replaces: xxh3-64 of the root manifest that the process found, empty if it found none.
         replicas: one element of `REPLICA_DTYPE` for each array whose replication is assumed.
-        checked: whether those are of every byte; else of a sample.
+        checked: whether `replicas` cover every byte; else only a sample.
     """
 
     description: int
@@ -49,7 +49,7 @@ class Record:
         return replace(self, statistics={**self.statistics, **more})
 
     def encode(self) -> bytes:
-        """A line of JSON, chunks and replicas as they are in memory, and the xxh3-64 of it all."""
+        """A line of JSON, chunks and replicas as they are in memory, and the xxh3-64 of it."""
         head = {
             "description": self.description,
             "boxes": [
@@ -67,10 +67,10 @@ class Record:
 
     @classmethod
     def decode(cls, data: bytes) -> Record:
-        """Raises ValueError where the bytes are no record."""
+        """Decodes a record; raises ValueError if the bytes are not one."""
         body, seal = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
         if xxhash.xxh3_64_intdigest(body).to_bytes(_SEAL_BYTES, "little") != seal:
-            raise ValueError("the record does not match its seal")
+            raise ValueError("the record does not match its checksum")
         head_bytes, _, payload = body.partition(b"\n")
         try:
             head = json.loads(head_bytes)

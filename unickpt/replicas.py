@@ -1,6 +1,6 @@
-"""Replicas that are only assumed: a fingerprint of each, and what to do where they differ.
+"""Replicas that are only assumed: a fingerprint of each, and what to do if they differ.
 
-A framework says of a sharded array which processes hold the same; of a plain array nobody does.
+For a sharded array the framework says which processes hold replicas; for a plain array it does not.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from unickpt.record import REPLICA_DTYPE, Record
 from unickpt.share import ChunkJob
 
 _log = logging.getLogger("unickpt")
-_WHOLE_BYTES = 4 << 10  # up to here all elements count
+_WHOLE_BYTES = 4 << 10  # up to this size all elements are compared
 _SAMPLES = 512
 _SHOWN = 8
 
 _ADVICE = (
-    "Plain tensors and arrays are taken to be the same on every process that has them. Values that "
+    "Plain tensors and arrays are assumed to be equal on every process that has them. Values that "
     "differ by process belong in unickpt.PerProcess; shards in a DTensor, an array with a "
-    "NamedSharding, or unickpt.LocalFragments. If they should be the same, find out why they are "
-    "not"
+    "NamedSharding, or unickpt.LocalFragments. If they should be equal, find out why they are not"
 )
 
 
@@ -42,10 +41,10 @@ _ADVICE = (
 def keep_sample(source: ArraySource) -> Callable[[], int]:
     """Keeps some elements of an assumed replica as they are now.
 
-    They are spread over the whole array, and all of a little one. A device is not waited for.
+    They are spread over the whole array; of a small one all are kept. Does not wait for a device.
 
     Returns:
-        What gives their fingerprint, which is the same on all processes that hold the same.
+        A function that returns their fingerprint, which is equal for equal arrays.
     """
     (fragment,) = source.fragments
     at = spots(source.shape, source.dtype.itemsize)
@@ -55,12 +54,12 @@ def keep_sample(source: ArraySource) -> Callable[[], int]:
 
 @lru_cache(maxsize=256)
 def spots(shape: tuple[int, ...], itemsize: int) -> tuple[Array, ...]:
-    """Which elements are sampled: along each dimension their indices; one index for a scalar."""
+    """The indices of the sampled elements, an array per dimension; one index for a scalar."""
     count = prod(shape)
     step = 1
     if count * itemsize > _WHOLE_BYTES:
         step = max(1, count // _SAMPLES)
-        while gcd(step, shape[-1]) > 1:  # else all lie in few columns
+        while gcd(step, shape[-1]) > 1:  # otherwise all lie in few columns
             step += 1
     return np.unravel_index(np.arange(0, count, step), shape or (1,))
 
@@ -73,24 +72,24 @@ def _sample(fragment: Fragment, dtype: dtypes.DType, at: tuple[Array, ...]) -> C
 
 def _fingerprint(found: Array, source: ArraySource) -> int:
     native = source.dtype.newbyteorder("=")
-    if native == np.bool_:  # which may be any byte in memory
+    if native == np.bool_:  # a bool may be any byte in memory
         found = np.not_equal(np.ascontiguousarray(found).view(np.uint8), 0)
     what = f"{dtypes.name_of(native)} {source.shape} {chunks.digest(found.astype(native)):x}"
     return xxhash.xxh3_64_intdigest(what.encode())
 
 
 def sampled(samples: Mapping[int, Callable[[], int]]) -> Array:
-    """What a record tells of samples: fingerprints by the number of the array."""
+    """The rows of a record for samples: fingerprints by the number of the array."""
     return _rows((number, fingerprint()) for number, fingerprint in samples.items())
 
 
 def whole(held: Sequence[ChunkJob], record: Record, digest: Callable[[ChunkJob], int]) -> Array:
-    """What a record tells of every byte of the assumed replicas.
+    """The rows of a record for every byte of the assumed replicas.
 
     Arguments:
         held: all chunks that this process holds.
-        record: tells of those that it wrote.
-        digest: gives the digest of another chunk.
+        record: lists those that it wrote.
+        digest: returns the digest of another chunk.
     """
     written = record.chunks
     known = dict(
@@ -123,7 +122,7 @@ def _rows(rows: Iterable[tuple[int, int]]) -> Array:
 
 @dataclass(frozen=True)
 class Difference:
-    """An array that processes were taken to hold alike, and do not.
+    """An array that was assumed to be equal on all processes, and is not.
 
     Arguments:
         name: of the array.
@@ -137,7 +136,7 @@ class Difference:
 
 
 class Replicas:
-    """What all processes tell of the replicas that are only assumed.
+    """What all processes report about the replicas that are only assumed.
 
     Arguments:
         records: of all processes.
@@ -157,7 +156,7 @@ class Replicas:
                     "the processes save with different SaveOptions.check_replicas: process 0 with "
                     f"{self.checked}, process {process} with {record.checked}"
                 )
-        # Most processes tell the same, which is looked at once.
+        # Most processes report the same; equal reports are decoded once.
         alike: dict[tuple[int, bytes], list[int]] = {}
         for process, record in records:
             key = (id(names[process]), record.replicas.tobytes())
@@ -178,11 +177,10 @@ class Replicas:
         """The arrays that differ.
 
         Arguments:
-            contested: arrays of which processes wrote different data, with those processes.
+            contested: arrays for which processes wrote different data, with those processes.
 
         Raises:
-            CoverageError: there are some, and every byte was compared because nothing shall be
-                stored then.
+            CoverageError: some differ, and `SaveOptions.check_replicas` refuses that.
         """
         found = []
         for name, told in self._told.items():
@@ -200,17 +198,17 @@ class Replicas:
 
 
 def warn(differences: Sequence[Difference]) -> None:
-    """Tells, after the commit, that arrays differ; raises nothing, because the checkpoint is there.
+    """Warns, after the commit, that arrays differ; raises nothing, because it is committed.
 
     The text is the same at every save, so that Python shows it once.
     """
     text = (
-        f"arrays differ between processes: {_list(differences)}. Stored is what the process named "
-        f"last has. {_ADVICE}; if that is as it should be (BatchNorm's statistics under DDP), "
-        "ignore this warning. SaveOptions(check_replicas=True) refuses such a save"
+        f"arrays differ between processes: {_list(differences)}. The data of the process named "
+        f"last was saved. {_ADVICE}; if they are expected to differ (BatchNorm statistics under "
+        "DDP), ignore this warning. SaveOptions(check_replicas=True) refuses such a save"
     )
     _log.warning("%s", text)
-    with suppress(ReplicasDiffer):  # where a filter makes errors of warnings
+    with suppress(ReplicasDiffer):  # if a filter turns warnings into errors
         warnings.warn(text, ReplicasDiffer, stacklevel=2)
 
 
@@ -220,7 +218,7 @@ def _list(differences: Sequence[Difference]) -> str:
         alike = groups.setdefault((found.stored, found.others), {})
         alike.setdefault(folding.skeleton(found.name), []).append(found.name)
     return "; ".join(
-        f"{_some(shown)} (on {_processes(others)} another than on process {stored})"
+        f"{_some(shown)} (different on {_processes(others)} than on process {stored})"
         for (stored, others), alike in groups.items()
         for shown in [[repr(name) for names in alike.values() for name in folding.fold(names)]]
     )

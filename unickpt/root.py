@@ -1,7 +1,7 @@
-"""The root database, which makes a checkpoint exist: built beside what is there, then put in place.
+"""The root database, which makes a checkpoint exist: built next to the old one, then put in place.
 
 OCDBT writes an empty manifest before it commits, and a path with a manifest is a checkpoint. So the
-root's B-tree is built with its manifest in memory, and that manifest is then written at one stroke.
+root's B-tree is built with its manifest in memory, and that manifest is then written atomically.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class State:
     """The root manifest at one moment.
 
     Arguments:
-        digest: of its bytes; empty where there is none.
-        generation: the storage's own name for this version of it.
+        digest: of its bytes; empty if there is none.
+        generation: the storage's identifier of this version of it.
     """
 
     digest: str
@@ -47,7 +47,7 @@ class Root:
         self._store = location.store(context)
 
     def read(self) -> State:
-        """What is there now."""
+        """The current state."""
         read = self._location.read_manifest(self._context)
         return State(digest(read.value) if read.state == "value" else "", read.stamp.generation)
 
@@ -59,20 +59,20 @@ class Root:
         count: int,
         without: Mapping[int, Sequence[str]] | None = None,
     ) -> bytes:
-        """Writes a B-tree that refers to the values of other databases; it does not show yet.
+        """Writes a B-tree that refers to the values of other databases; it is not visible yet.
 
         Arguments:
-            folder: where below the path its nodes go, ending with `/`; used only once.
+            folder: where its nodes go, relative to the path, ending with `/`; used only once.
             parts: the databases.
-            extra: values of its own, by key.
-            count: how many keys the databases must have, together.
+            extra: additional values, by key.
+            count: how many keys the databases must have in total.
             without: arrays whose chunks are not taken from a database, by its number in `parts`.
 
         Returns:
             The manifest that makes it the database at the path.
 
         Raises:
-            StorageError: there are more keys, or fewer.
+            StorageError: the number of keys differs.
         """
         draft, held = self._location.draft(self._context, folder)
         transaction = ts.Transaction(atomic=True)
@@ -91,7 +91,7 @@ class Root:
         found = nodes.manifest(manifest).keys - len(extra)
         if found != count:
             raise StorageError(
-                f"{self._location}: the processes told of {count} keys, but wrote {found}"
+                f"{self._location}: the processes reported {count} keys, but wrote {found}"
             )
         return manifest
 
@@ -102,13 +102,13 @@ class Root:
         timeout_s: float,
         begun: Callable[[], None] = lambda: None,
     ) -> bool:
-        """Puts a manifest in place; False where what is there is not what was expected.
+        """Puts a manifest in place; False if the current one is not the expected one.
 
         Arguments:
-            expected: what `read` gave.
+            expected: what `read` returned.
             manifest: from `build`.
             timeout_s: how long to wait for another process that does the same.
-            begun: called before it is written; until then nothing can have been put in place.
+            begun: called right before the write; earlier nothing can have been put in place.
         """
         try:
             with self._location.locked(timeout_s):
@@ -117,23 +117,23 @@ class Root:
                 try:
                     stamp = written.result()
                 except KeyboardInterrupt:
-                    written.result()  # it goes on, and must end before the lock does
+                    written.result()  # it continues, and must end before the lock is released
                     raise
                 if stamp.generation:
                     return True
         except Failed:
             if self.read().digest != digest(manifest):
                 raise
-        # Refused, or no answer: or it was the answer to a first request that got lost.
+        # Refused, or no answer. A retry is also refused after a success whose answer was lost.
         return self.read().digest == digest(manifest)
 
     def retract(self, manifest: bytes, timeout_s: float) -> None:
-        """Takes back what `replace` put in place, if it is still there.
+        """Removes what `replace` put in place, if it is still there.
 
         Arguments:
             manifest, timeout_s: as for `replace`.
         """
-        with self._location.locked(timeout_s):  # else it could be another job's by then
+        with self._location.locked(timeout_s):  # otherwise it could be another job's by then
             found = self._store.read(MANIFEST).result()
             if found.value == manifest:
                 self._store.write(MANIFEST, None, if_equal=found.stamp.generation).result()

@@ -1,4 +1,4 @@
-"""The verb save: describe, plan, stage, write, commit, one after the other."""
+"""The function save: describe, plan, stage, write, commit, one after the other."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def save(
     """Saves a tree of arrays and values as one checkpoint.
 
     In a job of several processes (`torch.distributed`, `jax.distributed`), all of them call this
-    with the same arguments; each writes its own part, and the checkpoint appears at once when the
-    last one is done, or not at all.
+    with the same arguments. Each writes its own part, and the checkpoint appears atomically when
+    the last one is done, or not at all.
 
     Arguments:
         path: a local path or a URL (file, memory, s3, gs) at which no checkpoint exists yet.
         tree: any nesting of containers of JAX arrays, torch tensors and DTensors, NumPy arrays,
             plain values, `PerProcess`, `LocalFragments` and objects with `state_dict`.
-        overwrite: replace a checkpoint at `path`; it stays readable until the new one is there.
-        metadata: anything that JSON holds; `unickpt.open(path).metadata` gives it back.
+        overwrite: replace a checkpoint at `path`; it stays readable until the new one is committed.
+        metadata: anything that JSON can hold; `unickpt.open(path).metadata` returns it.
         options: see `SaveOptions`.
 
     Returns:
@@ -38,12 +38,12 @@ def save(
 
     Raises:
         UnsupportedLeaf: something in the tree cannot be stored; nothing was written.
-        CheckpointExists: the path is taken; nothing was written.
-        InvalidPath: the path names no storage.
+        CheckpointExists: the path holds a checkpoint or other files; nothing was written.
+        InvalidPath: the path is not a storage location.
         CoverageError: the processes' fragments do not cover an array exactly once.
-        ProcessFailed: another process failed; its message is in this one.
-        SaveTimeout: another process did not begin, or did not finish, in time.
-        StorageError: the storage failed.
+        ProcessFailed: another process failed; the message includes its message.
+        SaveTimeout: another process did not start, or did not finish, in time.
+        StorageError: a storage operation failed.
 
     Example:
         >>> import numpy as np, unickpt

@@ -26,7 +26,7 @@ _log = logging.getLogger("unickpt")
 
 
 class Saving:
-    """A save: `describe` what to save, `plan` who writes what of it, `run` that.
+    """A save: `describe` what to save, `plan` which process writes what, `run` it.
 
     Arguments:
         path, overwrite, options: as for `save`.
@@ -54,7 +54,7 @@ class Saving:
         self.share: Sequence[ChunkJob] = []
 
     def describe(self, tree: Any, metadata: Mapping[str, Any] | None) -> None:
-        """Works out what every leaf is; nothing is written.
+        """Describes every leaf; writes nothing.
 
         Raises:
             UnsupportedLeaf, CoverageError: see `save`.
@@ -72,29 +72,29 @@ class Saving:
         self.phases["describe"] = self.elapsed
 
     @cached_property
-    def _attempt(self) -> Attempt:  # made when it is needed, which is seldom while the caller waits
+    def _attempt(self) -> Attempt:  # created on first use, rarely while the caller waits
         context = backends.context(fsync=self.options.fsync)
         timeout_s = self.options.timeout_s
         return Attempt(self.location, self.group, self.attempt, context, timeout_s)
 
     def plan(self) -> None:
-        """Works out which chunks this process holds (`held`), and which it writes (`share`)."""
+        """Determines which chunks this process holds (`held`) and which it writes (`share`)."""
         self.held = list(held_chunks(self.description))
         self.share = own_share(self.held, self.group.index)
 
     def check_destination(self) -> None:
-        """Raises what speaks against the place; see `save`."""
+        """Raises an error if the destination cannot be used; see `save`."""
         self._attempt.check_new()
         self._attempt.check_destination(self._overwrite)
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the save was asked for."""
+        """Seconds since the save was requested."""
         return time.perf_counter() - self._started
 
     @contextmanager
     def failing(self, *, refused: bool = False) -> Iterator[None]:
-        """What fails here fails the save: the other processes hear of it, and files go away."""
+        """An error here fails the save: notifies the other processes and removes its files."""
         try:
             yield
         except BaseException as raised:
@@ -116,11 +116,11 @@ class Saving:
         written: Callable[[], None] = lambda: None,
         before_commit: Callable[[], None] = lambda: None,
     ) -> SaveReport:
-        """Writes this process's share, which is planned, and commits or waits for the commit.
+        """Writes this process's planned share, then commits or waits for the commit.
 
         Arguments:
-            supply: gives the chunks.
-            written: called when this process has written its share; what it raises fails the save.
+            supply: provides the chunks.
+            written: called when this process has written its share; an error fails the save.
             before_commit: called by the coordinator right before the commit; likewise.
         """
         began, attempt = self.elapsed, self._attempt
@@ -159,7 +159,7 @@ class Saving:
             replicas_differ=tuple(found.name for found in attempt.differences),
         )
         _log.info(
-            "saved %s: %.3g GB in %.2f s (%.2f GB/s), the caller was kept for %.3f s",
+            "saved %s: %.3g GB in %.2f s (%.2f GB/s), blocked the caller for %.3f s",
             *(report.url, report.bytes / 1e9, report.seconds, report.gb_per_s, report.blocked_s),
         )
         if attempt.differences:
@@ -167,7 +167,7 @@ class Saving:
         return report
 
     def _with_replicas(self, record: Record, supply: Supply) -> Record:
-        """A record that also tells what this process has of what others are taken to have too."""
+        """A record with fingerprints of this process's assumed replicas."""
         if self.options.check_replicas:
             rows = replicas.whole(self.held, record, supply.digest)
         else:
@@ -176,16 +176,16 @@ class Saving:
 
 
 def tell(options: SaveOptions, report: SaveReport) -> None:
-    """Calls `SaveOptions.metrics`, once all else of a save is done: it may save, wait or load."""
+    """Calls `SaveOptions.metrics`, after all else of a save: it may save, wait or load."""
     if options.metrics is None:
         return
     try:
         options.metrics(report)
     except Exception:
-        _log.exception("SaveOptions.metrics raised; the checkpoint %s is there", report.url)
+        _log.exception("SaveOptions.metrics failed; the checkpoint %s is committed", report.url)
 
 
 def _serve(writer: Writer, held: Sequence[ChunkJob], request: Mapping[str, list[int]]) -> Record:
-    """Writes what the coordinator asks for: replicas that their first choice does not hold."""
+    """Writes chunks that the coordinator requests, because their planned writer lacks them."""
     wanted = {(name, position) for name, positions in request.items() for position in positions}
     return writer.write_more([job for job in held if (job.entry.name, job.position) in wanted])

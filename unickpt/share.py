@@ -26,7 +26,7 @@ class ChunkJob:
         number: the chunk's row-major number in the part.
         position: its number among the chunks of all parts (see `unickpt.record`).
         box: its box in the global array.
-        fragment: where its data is.
+        fragment: holds its data.
         assumed: as `ArraySource.assumed`.
     """
 
@@ -67,7 +67,7 @@ def held_chunks(description: Description) -> Iterator[ChunkJob]:
 
 
 def own_share(held: Sequence[ChunkJob], process: int) -> list[ChunkJob]:
-    """The chunks that a process writes, where it shares fragments with others."""
+    """The chunks that a process writes; replicas are split among the processes that hold them."""
     assumed = [job for job in held if job.assumed]
     mine = _own_assumed(assumed, process) if assumed else []
     known = (job for job in held if not job.assumed)
@@ -80,8 +80,8 @@ def own_share(held: Sequence[ChunkJob], process: int) -> list[ChunkJob]:
 
 
 def _own_assumed(held: Sequence[ChunkJob], process: int) -> list[ChunkJob]:
-    """The same for arrays that all processes are taken to hold, so that all share in all."""
-    # By name: a dict may have another order elsewhere.
+    """The same for arrays that all processes are assumed to hold, split over all of them."""
+    # By name: dicts may have another order on other processes.
     jobs = sorted(held, key=lambda job: (job.entry.name, job.number))
     sizes = [job.nbytes for job in jobs]
     whole = [plan.is_whole(job.entry, job.part) for job in jobs]
@@ -90,10 +90,10 @@ def _own_assumed(held: Sequence[ChunkJob], process: int) -> list[ChunkJob]:
 
 
 def check_alone(description: Description) -> None:
-    """Proves, for a job of one process, that its `LocalFragments` cover their arrays.
+    """Checks, for a job of one process, that its `LocalFragments` cover their arrays.
 
     Raises:
-        CoverageError: names the array and the hole.
+        CoverageError: names the array and the gap.
     """
     for name, entry in description.index.arrays.items():
         if entry.boxes == ():

@@ -1,4 +1,4 @@
-"""Staging: what a chunk needs to be in host memory, contiguous and unchanging, within a budget."""
+"""Staging: brings chunks into contiguous host memory that does not change, within a budget."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _STEP = 64 << 10
 
 
 class HostBuffers:
-    """Host memory that is used again and again: pages touched before cost half as much.
+    """Host memory that is reused: pages that were touched before cost half as much.
 
-    Large pieces come from the system and go back there, past the C library, which would keep them.
+    Large buffers are allocated from the system directly, because the C library would keep them.
 
     Arguments:
-        most_bytes: how much to hold, in use or not; more only where more is in use.
-        allocate: makes so many bytes; the system's own where not given.
+        most_bytes: how much to hold, in use or not; more only if more is in use.
+        allocate: allocates this many bytes; by default from the system.
     """
 
     def __init__(self, most_bytes: int, allocate: Callable[[int], Array] | None = None) -> None:
@@ -49,7 +49,7 @@ class HostBuffers:
         return self._allocate(size)
 
     def give(self, buffer: Array) -> None:
-        """Takes memory back that nothing refers to any more."""
+        """Takes back memory that nothing refers to any more."""
         if len(buffer) >= _SMALL:
             self._free.append(buffer)
 
@@ -59,7 +59,7 @@ def _from_system(nbytes: int) -> Array:
 
 
 class Scratch(threading.local):
-    """Memory for one chunk per thread, used again and again: fresh pages cost twice as much."""
+    """Memory for one chunk per thread, reused: fresh pages cost twice as much."""
 
     def __init__(self) -> None:
         self._raw: Array = np.empty(0, np.uint8)
@@ -85,8 +85,8 @@ def stage(
         fragment: what holds the data.
         box: in global coordinates, within the fragment's.
         dtype: of the array.
-        take: gives so many bytes of memory, where the data must be copied; see `HostBuffers`.
-        copied: copy it even where a view would do.
+        take: allocates this many bytes, if the data must be copied; see `HostBuffers`.
+        copied: copy even if a view is possible.
     """
 
     @cache
@@ -96,7 +96,7 @@ def stage(
 
     data = fragment.read(box, room)
     if dtype == np.bool_:
-        # A bool may be any byte in memory; only 0 and 1 have a meaning to every reader.
+        # A bool may be any byte in memory; only 0 and 1 are valid for every reader.
         return np.not_equal(data.view(np.uint8), 0, out=room())
     if not copied and data.flags.c_contiguous and data.dtype == dtype:
         return data.reshape(box.shape)
@@ -108,11 +108,11 @@ def stage(
 class Window:
     """Work in flight, oldest first, that together holds no more memory than a budget.
 
-    One piece of work may be larger than the budget; it then goes alone.
+    A piece of work that is larger than the budget runs alone.
 
     Arguments:
         budget_bytes: the bound.
-        most: how many pieces of work at once, however little they hold.
+        most: how many pieces of work at once, at most.
     """
 
     def __init__(self, budget_bytes: int, most: int | None = None) -> None:
@@ -135,7 +135,7 @@ class Window:
             pass
 
     def wait_oldest(self) -> bool:
-        """Waits for the oldest work; False where there is none."""
+        """Waits for the oldest work; False if there is none."""
         if not self._work:
             return False
         nbytes, wait = self._work.popleft()

@@ -1,4 +1,4 @@
-"""Staging for asynchronous saves: has the state copied in time, and gives it to the writer."""
+"""Staging for asynchronous saves: copies the state in time, and provides it to the writer."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from unickpt.stage import HostBuffers, stage
 from unickpt.supply import Direct, Staged, naming
 
 _log = logging.getLogger("unickpt")
-_THREADS = 4  # that copy, at most
+_THREADS = 4  # at most, for copying
 _ALONE_BYTES = 16 << 20  # below this, starting threads costs more than it gains
 _TOLD_S = 0.1
 
 
 class HostArea:
-    """Host memory for staged chunks of all saves in flight: bounded, and used again."""
+    """Host memory for staged chunks of all saves in flight: bounded, and reused."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition(threading.RLock())
@@ -44,10 +44,10 @@ class HostArea:
     def wait_and_reserve(
         self, nbytes: int, budget_bytes: int, abandoned: Callable[[], bool]
     ) -> None:
-        """As `reserve`, as soon as it is possible.
+        """As `reserve`, but waits until it succeeds.
 
         Raises:
-            Abandoned: the save that needs them was given up meanwhile.
+            Abandoned: the save that needs them was abandoned meanwhile.
         """
         with self._changed:
             while not self.reserve(nbytes, budget_bytes):
@@ -61,7 +61,7 @@ class HostArea:
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """Has those that wait look whether their save was given up."""
+        """Wakes the waiting threads, to check whether their save was abandoned."""
         with self._changed:
             self._changed.notify_all()
 
@@ -77,16 +77,16 @@ class HostArea:
 
 
 class Abandoned(Exception):
-    """The save has failed already; its error is told elsewhere."""
+    """The save has failed already; its error is reported elsewhere."""
 
 
 class Staging:
-    """What one save keeps; a `Supply`.
+    """The state that one save keeps; a `Supply`.
 
     Arguments:
-        saving: the save. What it describes is replaced by what is kept of it.
+        saving: the save. Its description is replaced by that of the kept state.
         area: memory for copies.
-        owners: what optimizers own whose steps wait for this; None where there is no such guard.
+        owners: what the optimizers own whose steps wait for this; None if no steps wait.
     """
 
     behind = True
@@ -110,13 +110,13 @@ class Staging:
         sources = {name: keeping.keep(source) for name, source in described.items()}
         saving.description = replace(saving.description, sources=sources)
         self._ways, self.nbytes = keeping.ways, keeping.copied_bytes
-        """How much was copied to host memory."""
+        """Bytes that were copied to host memory."""
         used = set(self._ways.values())
         self.has_now, self.has_later = Way.NOW in used, not used.isdisjoint(BACKGROUND)
         self._fenced = Way.LATER in used
 
     def plan(self) -> None:
-        """Works out the chunks, if that was not done before, and in what order they are staged."""
+        """Determines the chunks and the order in which they are staged, if not done before."""
         with self._planning:
             if self._planned or self._abandoned:
                 return
@@ -132,12 +132,12 @@ class Staging:
             self._jobs, self._planned = jobs, True
 
     def _plan_spare(self, jobs: dict[Way, list[ChunkJob]]) -> None:
-        """Adds chunks that another process should write, if it has them; else this one must."""
+        """Adds chunks that another process should write; if it lacks them, this one must."""
         own = {_key(job) for job in self._saving.share}
         spare = [job for job in self._saving.held if job.assumed and _key(job) not in own]
         own_copies = {Way.NOW, Way.LATER}
         copied = [job for job in spare if self._ways[id(job.fragment)] in own_copies]
-        # They are held until the commit. Where that is too much, the caller waits for the commit.
+        # They are held until the commit. If they are too large, the caller waits for the commit.
         held = sum(job.nbytes for job in copied)
         largest = max((job.nbytes for job in self._saving.share), default=0)
         self._wait_for_commit = held > 0 and held + largest > self._budget // 2
@@ -165,13 +165,13 @@ class Staging:
         total = sum(job.nbytes for job in self._jobs[Way.NOW])
         if total > self._budget and waited > _TOLD_S:
             _log.warning(
-                "staging %.3g GB kept the caller for %.2f s, because SaveOptions.budget_bytes is "
-                "%.3g GB: what is larger waits for the storage",
+                "staging %.3g GB blocked the caller for %.2f s, because it exceeds SaveOptions."
+                "budget_bytes (%.3g GB), so that staging waits for the storage",
                 *(total / 1e9, waited, self._budget / 1e9),
             )
 
     def stage_later(self) -> None:
-        """Copies the rest; what goes wrong reaches those who fetch."""
+        """Copies the rest; errors are raised by `fetch`."""
         with suppress(BaseException), self.failing():
             if self._error is not None:
                 raise self._error
@@ -191,7 +191,7 @@ class Staging:
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """What fails here fails the save, with those who wait for something to be staged."""
+        """An error here fails the save, and wakes threads that wait for staging."""
         try:
             yield
         except BaseException as error:
@@ -201,10 +201,10 @@ class Staging:
             raise
 
     def settle(self) -> None:
-        """Makes sure that what was copied lazily is as it was when it was described.
+        """Checks that lazily copied arrays are as they were when they were described.
 
-        Asked by the caller when it waits for the fence, because none of its operations is under way
-        then; and before the commit, if it never did. A change is fine after that.
+        Called by the caller when it waits for the fence, because none of its operations is in
+        progress then; and before the commit, if it never waited. Later changes are allowed.
 
         Raises:
             StateChanged: names the array.
@@ -221,9 +221,9 @@ class Staging:
         if memory.changed is not None and memory.changed():
             raise StateChanged(
                 f"array {job.entry.name!r} was changed in place, donated or deleted after the save "
-                "was asked for and before it was staged. Call PendingSave.wait_staged() before the "
-                "update (Checkpointer(optimizers=[...]) does that by itself), or save with "
-                'SaveOptions(staging="copy"). Nothing of it was saved.'
+                "was requested and before it was staged. Call PendingSave.wait_staged() before the "
+                "update (Checkpointer(optimizers=[...]) does that automatically), or save with "
+                'SaveOptions(staging="copy"). The checkpoint was not saved.'
             )
 
     def _copy(self, jobs: Sequence[ChunkJob], threads: int = _THREADS) -> None:
@@ -280,11 +280,11 @@ class Staging:
                 self._check(job)
             with naming(job):
                 data = stage(job.fragment, job.box, job.dtype, take, copied=not memory.on_device)
-            if lazy:  # it may have changed for a while, as for an evaluation with averaged weights
+            if lazy:  # it may have changed temporarily, as for evaluating averaged weights
                 self._check(job)
         except BaseException as error:
             release()
-            self._check(job)  # says more than what reading a deleted array raises
+            self._check(job)  # a clearer error than that of reading a deleted array
             error.add_note(f"unickpt: while array {job.entry.name!r} was being staged")
             raise
         with self._told:
@@ -295,10 +295,10 @@ class Staging:
     # --- for the caller ------------------------------------------------------------------------
 
     def wait_safe(self, timeout: float | None = None) -> bool:
-        """Waits until the state may change; False where that takes too long.
+        """Waits until the state may change; False if that takes too long.
 
         Raises:
-            StateChanged: it has changed already.
+            StateChanged: it has already changed.
         """
         if not self._safe.wait(timeout):
             return False
@@ -306,7 +306,7 @@ class Staging:
         return True
 
     def wait_fence(self) -> None:
-        """As `wait_safe`; errors are left to those who ask for the save's result."""
+        """As `wait_safe`; errors are raised by `PendingSave.result` instead."""
         with suppress(Exception):
             self.wait_safe()
 
@@ -316,7 +316,7 @@ class Staging:
         return self._wait_for_commit
 
     def wait_complete(self) -> None:
-        """Waits until nothing more needs memory."""
+        """Waits until staging needs no more memory."""
         self._complete.wait()
 
     # --- for the writer ------------------------------------------------------------------------
@@ -353,9 +353,9 @@ class Staging:
             if self._error is not None:
                 raise self._error
         raise CoverageError(
-            f"array {job.entry.name!r} {job.box}: another process holds this chunk by its layout, "
-            "but does not have the array in its tree; this process staged only its own share. Give "
-            "the processes of a mesh the same arrays, or save without staging: unickpt.save"
+            f"array {job.entry.name!r} {job.box}: by its layout another process holds this chunk, "
+            "but that process lacks the array in its tree, and this one staged only its own share. "
+            "Give all processes of a mesh the same arrays, or use unickpt.save, without staging"
         )
 
     def _fetch_reference(self, job: ChunkJob) -> Staged:
@@ -365,7 +365,7 @@ class Staging:
 
         def release() -> None:
             staged.release()
-            self._check(job)  # for those who did not wait
+            self._check(job)  # in case the caller did not wait
 
         return replace(staged, release=release)
 
@@ -376,7 +376,7 @@ class Staging:
             staged.release()
 
     def close(self) -> None:
-        """Ends the save, written or not: nothing is kept any more."""
+        """Ends the save, written or not, and releases all that it keeps."""
         self._abandoned = True
         self._area.wake()
         self._complete.wait()

@@ -1,4 +1,4 @@
-"""Supply: where a writer gets its chunks from, and when it may forget them."""
+"""Supply: where a writer gets its chunks from, and when it releases them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from unickpt.stage import HostBuffers, stage
 
 @dataclass(frozen=True)
 class Staged:
-    """A chunk in host memory, which nobody changes before `release`.
+    """A chunk in host memory, unchanged until `release`.
 
     Arguments:
         data: the chunk, contiguous and in native byte order.
-        nbytes: memory that this holds, beyond the state itself and beyond what was told of before.
-        release: takes the memory back.
+        nbytes: memory that this holds, beyond the state itself and what was counted before.
+        release: releases the memory.
     """
 
     data: Array
@@ -32,26 +32,26 @@ class Staged:
 class Supply(Protocol):
     """Where a writer gets its chunks from.
 
-    `behind` tells whether it is written behind a training loop.
+    `behind` says whether it is written in the background of a training loop.
     """
 
     behind: bool
 
     def ready(self, jobs: Sequence[ChunkJob]) -> bool:
-        """Whether `fetch` would not wait."""
+        """Whether `fetch` returns without waiting."""
 
     def fetch(self, job: ChunkJob) -> Staged:
-        """A chunk, as soon as it is staged."""
+        """Waits until a chunk is staged, and returns it."""
 
     def digest(self, job: ChunkJob) -> int:
-        """The digest of a chunk that may still be fetched afterwards."""
+        """The digest of a chunk, which can still be fetched afterwards."""
 
 
 class Direct:
-    """Stages chunks at the moment when they are written, from memory that stays unchanged.
+    """Stages chunks when they are written, from memory that does not change.
 
     Arguments:
-        budget_bytes: how much memory to keep for copies.
+        budget_bytes: bytes of memory to keep for copies.
     """
 
     behind = False
@@ -87,12 +87,12 @@ class Direct:
 
 @contextmanager
 def naming(job: ChunkJob) -> Iterator[None]:
-    """Names the array whose memory turns out to be gone while a chunk of it is read."""
+    """Names the array in the error if its memory is gone when a chunk is read."""
     try:
         yield
     except StateChanged as error:
         raise StateChanged(
-            f"array {job.entry.name!r} {job.box}: {error} after the save was asked for and before "
-            "it was read. Nothing of it was saved. Call PendingSave.wait_staged() before that, or "
-            'save with SaveOptions(staging="copy")'
+            f"array {job.entry.name!r} {job.box}: {error} after the save was requested and before "
+            "it was read. The checkpoint was not saved. Call PendingSave.wait_staged() before that "
+            'change, or save with SaveOptions(staging="copy")'
         ) from None

@@ -1,7 +1,7 @@
 """Threads for short work, which also run while the interpreter waits for pending saves to end.
 
-A `ThreadPoolExecutor` takes no work any more once the main thread has ended, and then is exactly
-when pending saves are completed.
+A `ThreadPoolExecutor` accepts no work once the main thread has ended, which is when the last
+pending saves are completed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _NICENESS = 10
 
 
 def step_back() -> None:
-    """Lets the training have the processors before this thread.
+    """Gives the training priority over this thread.
 
-    Only for threads that copy and hash, and seldom hold Python's lock: one that holds it and has to
-    wait would keep the training.
+    Only for threads that copy and hash, and rarely hold the GIL: one that holds it and has to wait
+    would block the training.
     """
-    if sys.platform == "linux":  # where threads have priorities of their own
+    if sys.platform == "linux":  # where each thread has its own priority
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
@@ -35,10 +35,10 @@ def step_back() -> None:
 def start(
     work: Callable[[], object], name: str, *, daemon: bool = False
 ) -> threading.Thread | None:
-    """The thread that does some work; None where there can be none.
+    """Starts a thread that does some work; returns None if no thread can be started.
 
-    Since Python 3.12 none can be started once the main thread has ended, which is when the last
-    pending saves are completed.
+    Since Python 3.12 that is so once the main thread has ended, which is when the last pending
+    saves are completed.
     """
     thread = threading.Thread(target=work, name=name, daemon=daemon)
     try:
@@ -49,8 +49,7 @@ def start(
 
 
 class Pool(ThreadPoolExecutor):
-    """A `ThreadPoolExecutor` that does work itself, on the thread that submits it, when it takes
-    none any more."""
+    """A `ThreadPoolExecutor` that runs work on the submitting thread once it accepts none."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         try:
@@ -65,11 +64,11 @@ class Pool(ThreadPoolExecutor):
 
 
 class Workers:
-    """A few threads, which end with the `with` block; without any, who submits work does it.
+    """A few threads, which end with the `with` block; without threads, `submit` runs the work.
 
     Arguments:
         count: number of threads.
-        behind: whether they work behind a training loop, see `step_back`.
+        behind: whether they work in the background of a training loop, see `step_back`.
 
     Example:
         >>> with Workers(2) as workers:
@@ -84,7 +83,7 @@ class Workers:
         self._threads: list[threading.Thread] = []
 
     def submit(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Has a thread do some work; what is returned waits for its result, or raises its error."""
+        """Runs work on a thread; returns a function that waits for its result or error."""
         task = _Task(work)
         if self._threads:
             self._work.put(task)  # type: ignore[arg-type]

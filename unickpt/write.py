@@ -31,7 +31,7 @@ from unickpt.workers import Workers
 _TRANSACTION_BYTES = 256 << 20
 _TRANSACTION_CHUNKS = 16384
 _TRANSACTIONS = 4  # at once
-# Beside a training loop, likewise: each keeps a processor busy, which the loop may need.
+# In the background of a training loop (measured too): each keeps a CPU busy, which it may need.
 _TRANSACTIONS_BEHIND = max(1, min(_TRANSACTIONS, (os.cpu_count() or 1) // 4))
 _HASH_THREADS = 2
 _HASH_HERE_BYTES = 256 << 10  # handing less to a thread costs more than hashing it
@@ -42,10 +42,10 @@ class Writer:
     """Stages, hashes and writes chunks in transactions.
 
     Arguments:
-        attempt: the try to save that this is part of.
+        attempt: the attempt to save that this is part of.
         description: what this process saves.
         options: as for `save`.
-        supply: gives the chunks.
+        supply: provides the chunks.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class Writer:
         return Record(description=self._description.digest, chunks=self._write(jobs, {}))
 
     def settle(self) -> None:
-        """Waits, after a failure, until nothing more is written of what was begun."""
+        """Waits, after a failure, until all writes in progress have ended."""
         for committed in self._committing:
             with suppress(Exception):
                 committed.result()
 
     def _write(self, jobs: Sequence[ChunkJob], rest: dict[str, bytes]) -> Any:
-        # The rest of the budget is for what TensorStore needs beside the data.
+        # The rest of the budget is for what TensorStore needs besides the data.
         beside = self._supply.behind and self._store.location.is_local
         most = _TRANSACTIONS_BEHIND if beside else _TRANSACTIONS
         window = Window(self._options.budget_bytes - self._batch_bytes, most)
@@ -99,7 +99,7 @@ class Writer:
         with Workers(_HASH_THREADS, behind=self._supply.behind) as pool:
             for batch in batches:
                 while not self._supply.ready(batch) and window.wait_oldest():
-                    pass  # what is staged next may need the memory that this gives back
+                    pass  # the chunks staged next may need the memory that this releases
                 size = sum(job.nbytes for job in batch)
                 window.make_room(size)
                 extra = rest if batch is batches[-1] else {}
@@ -136,11 +136,11 @@ class Writer:
         pool: Workers,
         digests: list[Callable[[], int]],
     ) -> tuple[int, Callable[[], None]]:
-        """Begins to write; returns how much memory that takes, and what waits for its end."""
+        """Starts to write a batch; returns the memory it holds and a function that waits for it."""
         transaction = ts.Transaction(atomic=True)
         store = self._store.database.with_transaction(transaction)
         writes: list[Any] = [store.write(key, data) for key, data in rest.items()]
-        # Where a file is written, staged memory and views of the user's are written from there.
+        # Files are written from staged memory and views of the user's memory, without a copy.
         by_reference = self._store.location.is_local and not self._store.codecs
         staged: list[Staged] = []
         held, begin = 0, len(digests)
@@ -164,7 +164,7 @@ class Writer:
             committed.result()
             self._committing.remove(committed)
             for result in hashing:
-                result()  # a digest that comes late must not be that of what is staged next
+                result()  # before the memory is reused for the next chunks
             for chunk in staged:  # TensorStore refers to this memory until the commit
                 chunk.release()
             staged.clear()
