@@ -152,7 +152,7 @@ class Location:
         """
         manifest = self._manifest(context)
         if manifest is None:
-            raise Damaged("there is no manifest")
+            raise Damaged("the manifest is missing")
         return nodes.manifest(manifest)
 
     def draft(self, context: ts.Context, data: str) -> tuple[KvStore, KvStore]:
@@ -285,7 +285,7 @@ def resolve(path: Path, *, whole: bool = False) -> Location:
     """
     text = os.fspath(path)
     if not isinstance(text, str) or not text or "\0" in text:
-        raise InvalidPath(f"{path!r} is no path; give a local path or a URL ({_known()})")
+        raise InvalidPath(f"{path!r} is not a path; give a local path or a URL ({_known()})")
     scheme, separator, _ = text.partition("://")
     if not separator:
         scheme, single, rest = text.partition(":/")
@@ -303,7 +303,7 @@ def resolve(path: Path, *, whole: bool = False) -> Location:
     url = text if text.endswith("://") else text.rstrip("/") + "/"
     location = Location(url, _checked(text, make(text)))
     if not location.spec["path"] and not whole:
-        raise InvalidPath(f"{text!r}: name the checkpoint in it, as in {url}run/1")
+        raise InvalidPath(f"{text!r}: add the checkpoint's path, such as {url}run/1")
     return location
 
 

@@ -40,7 +40,9 @@ def spec_from_path(path: str) -> dict[str, Any]:
     absolute = "/" + os.path.abspath(os.path.expanduser(path)).strip("/")
     parts = absolute.split("/")
     if "\\" in absolute or any(part.endswith(_LOCK) for part in parts):
-        raise InvalidPath(f"{path!r}: TensorStore takes no path with '\\' or a name in '{_LOCK}'")
+        raise InvalidPath(
+            f"{path!r}: TensorStore accepts no '\\' in a path and no name that ends in '{_LOCK}'"
+        )
     try:
         absolute.encode()
     except UnicodeEncodeError:
@@ -62,7 +64,7 @@ def _is_directory(existing: str, path: str) -> bool:
         if not os.path.islink(existing):
             return False
     raise InvalidPath(
-        f"{path!r}: {existing!r} is no directory; a checkpoint is a directory of its own"
+        f"{path!r}: {existing!r} is no directory; a checkpoint needs its own directory"
     )
 
 
@@ -109,7 +111,7 @@ def make(path: str) -> None:
         above = os.path.dirname(name)
         raise Failed(
             f"cannot make the directory {name}: {error.strerror}. Save to a path "
-            f"where directories can be made, or make {above} one that this user may write to",
+            f"where directories can be made, or let this user write to {above}",
             error.errno,
         ) from error
 
@@ -265,7 +267,7 @@ class Files:
             if _identity(found) != self._known[path]:
                 self.check(path)
                 if _identity(found) != self._known[path]:
-                    raise Damaged(f"{at} was changed while it was opened")
+                    raise Damaged(f"{at} changed while it was being opened")
             yield handle
         finally:
             os.close(handle)
@@ -283,8 +285,8 @@ class Files:
             # no thousands in a row. So gigabytes of them are refused before they take memory.
             if size < end or _has_hole(handle, place.offset, end):
                 raise Damaged(
-                    f"{self.folder + place.path} has no bytes {place.offset} to "
-                    f"{end}: {size} are there, or it has a hole"
+                    f"{self.folder + place.path} has no bytes {place.offset} to {end}: its size is "
+                    f"{size}, or it has a hole"
                 )
             parts, at = [], place.offset
             while at < end:
@@ -310,7 +312,7 @@ class Files:
                 return
         size = self._look(MANIFEST).st_size
         if size > MOST_MANIFEST_BYTES:
-            raise Damaged(f"{self.folder}{MANIFEST} has {size} bytes: no manifest is so large")
+            raise Damaged(f"{self.folder}{MANIFEST} has {size} bytes, too many for a manifest")
 
 
 def _identity(found: os.stat_result) -> tuple[int, int]:
@@ -463,9 +465,9 @@ class Hold:
                 os.close(self._handle)
                 raise Failed(f"{self._name}: {error}", error.errno) from error
             message = (
-                f"{path}: this file system has no locks ({error.strerror}), so that nothing keeps "
-                "a second job from saving into this folder, whose steps would then mix. Make sure "
-                "that no other job does"
+                f"{path}: this file system has no locks ({error.strerror}), so nothing stops a "
+                "second job from saving into this folder and mixing its steps with these. Make "
+                "sure that no other job does"
             )
             _log.warning("%s", message)
             warnings.warn(message, RuntimeWarning, stacklevel=2)
@@ -530,11 +532,11 @@ def _open_lock(name: str) -> int:
         handle = os.open(name, flags, 0o666)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
-            raise StorageError(f"{name} is no file; remove it") from None
+            raise StorageError(f"{name} is not a regular file; remove it") from None
         raise
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise StorageError(f"{name} is no file; remove it")
+        raise StorageError(f"{name} is not a regular file; remove it")
     return handle
 
 
@@ -602,8 +604,8 @@ def _why_held(name: str) -> str:
         who = Path(name).read_text(errors="replace")[:200] or who
     return (
         f"{name}: this file system has no locks (flock), so this file is the lock on the "
-        f"checkpoint, and {who} has held it for {age:.0f} s. A commit takes moments. If that "
-        "process is not running any more, delete the file and save again; else wait for it"
+        f"checkpoint, and {who} has held it for {age:.0f} s. A commit takes less than a second. If "
+        "that process no longer runs, delete the file and save again; else wait for it"
     )
 
 

@@ -61,7 +61,7 @@ class _Refused(Failed):
         text = _DETAILS.sub("", full)
         code, http, status = _OS_CODE.search(full), _HTTP_CODE.search(full), _STATUS.match(text)
         if http is not None:
-            hint = ": check the credentials, and what they permit" if http[1] in _DENIED else ""
+            hint = ": check the credentials and their permissions" if http[1] in _DENIED else ""
             text += f" (the server answered {http[1]}{hint})"
         text = _ESCAPED.sub(lambda match: chr(int(match[1], 16) or ord("/")), text)
         super().__init__(text, int(code[1]) if code else None)
@@ -191,8 +191,8 @@ def _check_not_forked() -> None:
     """
     if _Use.is_over:
         raise ForkedProcess(
-            "this process was forked from one that had used unickpt already, whose threads for "
-            "reading and writing do not exist here. Start processes by "
+            "this process was forked from one that had already used unickpt, whose I/O threads do "
+            "not exist here. Start processes with "
             'multiprocessing.get_context("spawn") (or "forkserver"); with a PyTorch DataLoader: '
             'DataLoader(..., multiprocessing_context="spawn")'
         )

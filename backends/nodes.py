@@ -62,7 +62,7 @@ class Budget:
         if self._taken > self._most:
             raise Damaged(
                 f"the nodes of the B-tree take more than {self._most >> 20} MiB when unpacked, "
-                "which is far more than so few stored bytes should hold"
+                "far more than their stored bytes should need"
             )
 
 
@@ -143,8 +143,7 @@ def manifest(data: bytes) -> Manifest:
     """
     if len(data) > MOST_MANIFEST_BYTES:
         raise Damaged(
-            f"the manifest has {len(data)} bytes, and that of a checkpoint at most "
-            f"{MOST_MANIFEST_BYTES}"
+            f"the manifest has {len(data)} bytes; a checkpoint's has at most {MOST_MANIFEST_BYTES}"
         )
     budget = Budget()
     body = _open(data, _MANIFEST_MAGIC, "the manifest", budget)
@@ -189,7 +188,7 @@ def node(data: bytes, where: Place, height: int, prefix: bytes, budget: Budget) 
     at = f"the B-tree node at byte {where.offset} of {where.path}"
     body = _open(data, _NODE_MAGIC, at, budget)
     if body.byte() != height:
-        raise Damaged(f"{at} has not the height {height}")
+        raise Damaged(f"{at} does not have the height {height}")
     files = _files(body, where.path[: where.base], budget)
     count = body.number()
     if not 0 < count <= _MOST_ENTRIES:
@@ -221,9 +220,12 @@ def _open(data: bytes, magic: bytes, at: str, budget: Budget) -> _Body:
     """Checks what encloses a manifest or a node."""
     length = int.from_bytes(data[4:12], "little")
     if data[:4] != magic or length != len(data) or len(data) < _HEADER_BYTES + _ENDING_BYTES:
-        raise Damaged(f"{at} does not begin like one")
+        raise Damaged(f"{at} does not begin with the right bytes")
     if data[12] != 0 or data[13] > 1:
-        raise Damaged(f"{at} is of version {data[12]}, compression {data[13]}; known are 0 to 0, 1")
+        raise Damaged(
+            f"{at} has version {data[12]} and compression {data[13]}; supported are version 0 and "
+            "compression 0 and 1"
+        )
     if not unpack.is_sound(data):
         raise Damaged(f"{at} does not match its checksum")
     return _Body(data[_HEADER_BYTES:-_ENDING_BYTES], data[13] == 1, at, budget)
@@ -322,7 +324,9 @@ class _Body:
         """The next numbers, which are lengths of keys or paths."""
         found = self.numbers(count)
         if count and int(found.max()) > _MOST_LENGTH:
-            raise Damaged(f"{self._name} holds a key or a path of {found.max()} bytes")
+            raise Damaged(
+                f"{self._name} holds a key or a path of {found.max()} bytes, which is too long"
+            )
         return [int(n) for n in found.tolist()]
 
 
@@ -386,4 +390,4 @@ def _check_places(which: Any, offsets: Any, lengths: Any, files: Sequence[object
     if int(np.max(which)) >= len(files):
         raise Damaged(f"a node of the B-tree names file {np.max(which)} of {len(files)}")
     if int(np.max(offsets)) > _MOST_OFFSET or int(np.max(lengths)) > _MOST_OFFSET:
-        raise Damaged("a node of the B-tree names bytes that no file has")
+        raise Damaged("a node of the B-tree refers to bytes outside of any possible file")

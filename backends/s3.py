@@ -87,9 +87,11 @@ def bucket_and_path(url: str) -> tuple[str, str]:
     parts = urlsplit(url)
     path = unquote(parts.path).strip("/")
     if not parts.netloc:
-        raise InvalidPath(f"{url!r}: give a bucket and a path, as in {parts.scheme}://bucket/run/1")
+        raise InvalidPath(
+            f"{url!r}: give a bucket and a path, such as {parts.scheme}://bucket/run/1"
+        )
     if path and any(part in ("", ".", "..") for part in path.split("/")):
-        raise InvalidPath(f"{url!r}: the path holds an empty name, '.' or '..'")
+        raise InvalidPath(f"{url!r}: the path contains an empty name, '.' or '..'")
     return parts.netloc, path and path + "/"
 
 

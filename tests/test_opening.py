@@ -262,7 +262,7 @@ def test_the_folder_of_a_run_is_named_as_one(place: str) -> None:
 
 def test_other_folders_of_checkpoints_are_listed(tmp_path: Path) -> None:
     unickpt.save(tmp_path / "best", tree(1))
-    with pytest.raises(CheckpointNotFound, match=r"\(best\); give the path of one, as '.*/best'"):
+    with pytest.raises(CheckpointNotFound, match=r"\(best\); give the path of one, such as '.*/best'"):
         unickpt.open(tmp_path)
 
 
@@ -398,7 +398,7 @@ def test_checkpoints_and_arrays_can_be_pickled(processes: Processes, tmp_path: P
     (out,) = processes.finish([processes.start(UNPICKLING, pickled)])
     assert out.strip() == "[2, 3] ['w'] {'n': 3} True"
     unickpt.save(tmp_path / "c", {"w": np.arange(9), "n": 4}, overwrite=True)
-    with pytest.raises(CheckpointReplaced, match=r"the checkpoint that was pickled, of 20.*again"):
+    with pytest.raises(CheckpointReplaced, match=r"the pickled checkpoint, created 20.*again"):
         pickle.loads(pickled.read_bytes())
 
 

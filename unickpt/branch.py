@@ -54,7 +54,7 @@ class Branch:
             return False  # another job has removed it
         except (CheckpointCorrupt, UnsupportedFormat) as error:
             # Better an error when it is loaded than a step of its own that is gone silently.
-            _log.warning("%s: nothing tells whose step it is: %s", tier.path(step), error)
+            _log.warning("%s: cannot tell which job saved this step: %s", tier.path(step), error)
             return True
         if own:
             self._own.add((tier, step))

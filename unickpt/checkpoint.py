@@ -84,7 +84,7 @@ def again(work: Callable[[], T], times: int = _READINGS) -> T:
             if replaced is None:
                 raise
             raise CheckpointNotFound(
-                f"{error}. It was there a moment ago, and was removed while it was being read"
+                f"{error}. It existed a moment ago and was removed while it was being read"
             ) from replaced
     assert replaced is not None, "it was tried at least once"
     raise replaced
@@ -121,7 +121,7 @@ def _read_index(location: backends.Location, contents: ocdbt.Values) -> Index:
         raise chunks.translate(error, str(location)) from error
     if found is None:
         raise CheckpointNotFound(
-            f"no checkpoint at {location}: a database is there, but it has no index of unickpt's"
+            f"no checkpoint at {location}: the database there has no unickpt index"
         )
     return index_module.decode(found, str(location))
 
@@ -140,13 +140,13 @@ def _nothing_at(location: backends.Location) -> str:
         )
     names = [listed.name for listed in below]
     shown = ", ".join(names if len(names) <= _SHOWN else [names[0], "...", *names[1 - _SHOWN :]])
-    hint = f"give the path of one, as {below[-1].path!r}"
+    hint = f"give the path of one, such as {below[-1].path!r}"
     if all(name.startswith("step_") for name in names):
         hint = (
-            f"load the newest by unickpt.Checkpointer({str(location)!r}).load(), or give the path "
-            f"of a step, as {below[-1].path!r}"
+            f"load the newest with unickpt.Checkpointer({str(location)!r}).load(), or give the "
+            f"path of a step, such as {below[-1].path!r}"
         )
-    return f"{said}: it holds checkpoints, but is none itself ({shown}); {hint}"
+    return f"{said}: it contains checkpoints but is not one itself ({shown}); {hint}"
 
 
 class Checkpoint(Mapping[str, "StoredArray"]):
@@ -270,7 +270,7 @@ class Checkpoint(Mapping[str, "StoredArray"]):
         except Failed as error:
             raise self._chunks.explained(error, where) from error
         if data is None:
-            raise self.damaged(f"key {key!r}: is missing")
+            raise self.damaged(f"key {key!r} is missing")
         return data
 
     def read_digests(self) -> digests.Table:
@@ -284,7 +284,7 @@ class Checkpoint(Mapping[str, "StoredArray"]):
         except Failed as error:
             raise self._chunks.explained(error, f"{self.location}: key {DIGESTS_KEY!r}") from error
         if nbytes is None:
-            raise self.damaged(f"key {DIGESTS_KEY!r}: is missing")
+            raise self.damaged(f"key {DIGESTS_KEY!r} is missing")
         try:
             digests.check(nbytes, self.index, digests.length(self.index.arrays))
             return digests.decode(self.read_key(DIGESTS_KEY, nbytes), self.index)
@@ -357,8 +357,8 @@ def _reopen(url: str, attempt: str, created: str) -> Checkpoint:
     found = open(url)
     if (found.index.attempt, found.index.created) != (attempt, created):
         raise CheckpointReplaced(
-            f"{found.location}: the checkpoint that was pickled, of {created}, was replaced by "
-            f"one of {found.index.created}; open it again and pickle that"
+            f"{found.location}: the pickled checkpoint, created {created}, was replaced by one "
+            f"created {found.index.created}; open it again and pickle the new one"
         )
     return found
 
@@ -463,7 +463,7 @@ class StoredArray:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         if copy is False:
-            raise ValueError(f"{self.name!r} must be read from storage; copy=False is impossible")
+            raise ValueError(f"{self.name!r} must be read from storage, so copy=False is invalid")
         array = self[...]
         return array if dtype is None else np.asarray(array, dtype)
 

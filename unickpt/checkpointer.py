@@ -128,7 +128,7 @@ class Checkpointer:
         self._local = None if local is None else Tier(local)
         self._tiers = [tier for tier in (self._local, self._root) if tier is not None]
         if self._local is not None and self._local.location.spec == self._root.location.spec:
-            raise ValueError(f"local and root are the same place: {self._root.location}")
+            raise ValueError(f"local and root are the same folder: {self._root.location}")
         self._queue = SaveQueue()
         self._fences = _fences(optimizers, self._queue.fence)
         self._sigterm = SigtermHandler(self._policy.tell) if preemption else None
@@ -300,7 +300,7 @@ class Checkpointer:
         """
         self._check_open()
         if step is None and self.loaded_step is None:
-            raise ValueError("no step was loaded; name the step: drop_later_steps(step)")
+            raise ValueError("no step was loaded; give the step: drop_later_steps(step)")
         kept = _number(self.loaded_step if step is None else step)
         group = self._group()
         self._drain()
@@ -329,7 +329,7 @@ class Checkpointer:
         self._check_open()
         step, group = _number(step), self._group()
         if self._upkeep.is_in_flight(step):
-            raise SaveConflict(f"{self.path(step)} is being saved; wait() for that first")
+            raise SaveConflict(f"{self.path(step)} is being saved; call wait() first")
         self._drain()
         self._meet(group)
         there = self._all_steps()
@@ -573,7 +573,7 @@ class Checkpointer:
         failed = group.agree(int(error is not None)) if group.count > 1 else error is not None
         if failed:
             raise error or ProcessFailed(
-                f"{self._root.location}: process 0 could not {what}; its own error says why"
+                f"{self._root.location}: process 0 could not {what}; see the error of process 0"
             )
 
     def _drain(self) -> None:
@@ -601,7 +601,7 @@ class Checkpointer:
         if alone:
             raise InvalidPath(
                 f"local={str(self._local.location)!r} is not the same storage on all processes; "
-                "give one that they share, or leave it out"
+                "give a path that they share, or omit local="
             )
         self._shared = True
 
@@ -634,13 +634,15 @@ def _number(step: object, what: str = "step ") -> int:
 def _fences(optimizers: Sequence[Any], wait: Callable[[], None]) -> list[Fence]:
     among, found = adapters(), []
     if not isinstance(optimizers, Iterable):
-        raise ValueError(f"optimizers=[{type(optimizers).__name__}]: pass a list, even of one")
+        raise ValueError(
+            f"optimizers=[{type(optimizers).__name__}]: pass a list, even for a single optimizer"
+        )
     for optimizer in optimizers:
         fence = next((f for f in (a.fence(optimizer, wait) for a in among) if f), None)
         if fence is None:
             raise ValueError(
-                f"optimizers: {type(optimizer).__name__} is no torch.optim.Optimizer; JAX needs "
-                "none, because its arrays never change"
+                f"optimizers: {type(optimizer).__name__} is not a torch.optim.Optimizer; omit it "
+                "in JAX, whose arrays never change"
             )
         found.append(fence)
     return found
@@ -658,7 +660,9 @@ def _metadata(
         UnsupportedLeaf: it cannot be.
     """
     if RESERVED in (metadata or {}):
-        raise UnsupportedLeaf(f"metadata: the key {RESERVED!r} is the Checkpointer's own")
+        raise UnsupportedLeaf(
+            f"metadata: the key {RESERVED!r} is reserved for the Checkpointer; rename yours"
+        )
     try:
         numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
     except (TypeError, ValueError) as error:

@@ -113,7 +113,9 @@ def convert(
         found = verification.verify(destination)
         if not found.ok:
             damage = "\n".join(f"  {d}" for d in found.damage[:10])
-            raise CheckpointCorrupt(f"{found.url} was written, but reads as damaged:\n{damage}")
+            raise CheckpointCorrupt(
+                f"{found.url} was written, but is damaged when read back:\n{damage}"
+            )
     return report
 
 
@@ -137,7 +139,7 @@ def convertible(stored: checkpoint.Checkpoint, rules: Rules | None, like: Any) -
     # As in a load, `like` keeps what no rule makes on purpose: hyper-parameters, for instance.
     view.keep({n: held[n] for n in view.kept if asked[n].kind == "value"})
     others = [
-        f"  {name!r} is made as {entry.dtype}, and `like` has {asked[name].dtype}; say "
+        f"  {name!r} is made as {entry.dtype}, but `like` has {asked[name].dtype}; write "
         f"`as {asked[name].dtype}` in its rule"
         for name, entry in view.index.arrays.items()
         if name in asked and asked[name].kind == "array" and asked[name].dtype != entry.dtype

@@ -99,5 +99,5 @@ def decode(data: bytes, index: Index) -> Table:
         Mismatch: says how they differ.
     """
     if f"{xxhash.xxh3_64_intdigest(data):016x}" != index.digests_xxh3:
-        raise Mismatch("the digest table does not match the digest of it in the index")
+        raise Mismatch("the digest table does not match its digest in the index")
     return np.frombuffer(data, DTYPE)

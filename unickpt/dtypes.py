@@ -133,7 +133,7 @@ def constant(value: float, dtype: DType) -> Any:
         found = np.asarray(value).astype(dtype)
     same = bool(found.astype(np.float64) == value)
     if not same and (kind(dtype) not in ("float", "complex") or not np.isfinite(found)):
-        raise ValueError(f"{value:g} is no {name_of(dtype)}")
+        raise ValueError(f"{name_of(dtype)} cannot hold {value:g}")
     return found
 
 

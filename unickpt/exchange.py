@@ -269,7 +269,7 @@ class _Exchange:
         if len({of for _, of in told}) > 1:
             raise CheckpointReplaced(
                 "the processes opened different checkpoints, because a save replaced the one at "
-                "this path meanwhile; load again"
+                "this path; load again"
             )
         return [
             {name: [Box(tuple(a), tuple(b)) for a, b in of] for name, of in theirs.items()}
@@ -421,5 +421,6 @@ def _exchange(group: Group, data: Array, sent: Sequence[int], received: Sequence
         return group.exchange(data, sent, received)
     except RuntimeError as error:
         raise ProcessFailed(
-            f"the processes could not exchange what they read; one of them may have ended: {error}"
+            "the processes could not exchange the chunks that they read; one of them may have "
+            f"ended: {error}"
         ) from error

@@ -192,12 +192,12 @@ def _made(kind: Callable[..., T], *fields: Any) -> T:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise _Bad("a key stands twice in an object")
+        raise _Bad("a key occurs twice in an object")
     return found
 
 
 def _constant(name: str) -> Any:
-    raise _Bad(f"it holds {name}, which is no JSON")
+    raise _Bad(f"it contains {name}, which is not valid JSON")
 
 
 def _check_version(version: Any, where: str) -> None:
@@ -205,7 +205,7 @@ def _check_version(version: Any, where: str) -> None:
     if match is None:
         raise _Bad(f"its format version is {quoted(version)}")
     if int(match[1]) < 1:
-        raise _Bad(f"its format version is {version}, and none below 1.0 exists")
+        raise _Bad(f"its format version is {version}, but the lowest version is 1.0")
     if int(match[1]) > FORMAT[0]:
         raise UnsupportedFormat(
             f"{where}: written in format {version}; this unickpt reads up to major version "
@@ -237,7 +237,7 @@ def _ints(items: Any, low: int, at: str) -> tuple[int, ...]:
     if any(kind is not int for kind in map(type, items)) or (
         items and not low <= min(items) <= max(items) < _MAX_EXTENT
     ):
-        raise _Bad(f"{at} holds {quoted(_first_bad(items, low))}")
+        raise _Bad(f"{at} contains {quoted(_first_bad(items, low))}")
     return tuple(items)
 
 
@@ -259,7 +259,7 @@ def _decode(r: _Reader, partial: bool) -> Index:
     aliases = r.get("aliases", dict)
     for alias, target in aliases.items():
         if not isinstance(target, str) or target not in arrays:
-            raise _Bad(f"alias {quoted(alias)} names {quoted(target)}, which is no array")
+            raise _Bad(f"alias {quoted(alias)} names {quoted(target)}, which is not an array")
     plain = r.get("values", dict)
     per_process = {
         name: _per_process(blobs, f"per-process leaf {quoted(name)}")
@@ -286,7 +286,7 @@ def _decode(r: _Reader, partial: bool) -> Index:
 
 def _check_names(names: list[str]) -> None:
     if len(set(names)) != len(names):
-        raise _Bad("a name stands for two leaves")
+        raise _Bad("two leaves have the same name")
     for name in names:
         try:
             name.encode()
@@ -390,7 +390,7 @@ def _boxes(
     at = f"array {quoted(name)}: boxes"
     for item in items:
         if not isinstance(item, list) or len(item) != 3:
-            raise _Bad(f"{at} hold {quoted(item)}")
+            raise _Bad(f"{at} contain {quoted(item)}")
         start, stop, holders = _ints(item[0], 0, at), _ints(item[1], 0, at), _ints(item[2], 0, at)
         if len(start) != len(shape) or not holders:
             raise _Bad(f"{at}: {quoted(item)} does not fit shape {quoted(shape)}")
@@ -410,11 +410,11 @@ def _boxes(
 
 def _per_process(blobs: Any, at: str) -> PerProcessEntry:
     if not isinstance(blobs, list):
-        raise _Bad(f"{at} is no list")
+        raise _Bad(f"{at} is not a list")
     out = []
     for blob in blobs:
         if not (isinstance(blob, list) and len(blob) == 2 and _is_digest(blob[1])):
-            raise _Bad(f"{at} holds {quoted(blob)}")
+            raise _Bad(f"{at} contains {quoted(blob)}")
         (size,) = _ints(blob[:1], 0, at)
         out.append((size, int(blob[1], 16)))
     return PerProcessEntry(tuple(out))

@@ -248,10 +248,10 @@ def _conflict(location: Location, said: str) -> SaveConflict:
         if (holder["process"], holder["program"]) == (os.getpid(), _PROGRAM):
             return SaveConflict(
                 f"{location}: another Checkpointer of this same process saves here and is not "
-                "closed. Call its close(), or make it in a `with` statement, before the next one "
+                "closed. Call its close(), or use it in a `with` statement, before the next one "
                 "saves"
             )
     return SaveConflict(
-        f"{location}: another job saves here at this moment ({_who(said)}); two jobs in one folder "
-        "would mix their steps. End that one, or give this job a folder of its own"
+        f"{location}: another job saves here now ({_who(said)}); two jobs in one folder would mix "
+        "their steps. End that job, or give this one its own folder"
     )

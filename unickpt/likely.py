@@ -77,9 +77,9 @@ def _same_tokens(left: Mapping[str, str], rest: Mapping[str, str]) -> Iterator[t
 
 def _tell_separators(pairs: Sequence[tuple[str, str]]) -> str:
     return (
-        f"names differ in dots and slashes alone{_such_as(pairs)}. A slash stands between the keys "
-        "of nested containers, a dot is a part of a key (as in state_dict()), %2F is a slash "
-        "within a key: nest `like` as the stored tree is, or relate the names by rules"
+        f"names differ only in dots and slashes{_such_as(pairs)}. A slash separates the keys of "
+        "nested containers, a dot is part of a key (as in state_dict()), %2F is a slash within a "
+        "key: nest `like` like the stored tree, or map the names with rules"
     )
 
 
@@ -93,8 +93,8 @@ def _same_bare(left: Mapping[str, str], rest: Mapping[str, str]) -> Iterator[tup
 
 def _tell_wrappers(pairs: Sequence[tuple[str, str]]) -> str:
     return (
-        f"names differ in what a wrapper (DDP, torch.compile) adds{_such_as(pairs)}. Put the "
-        "module itself into `like`, not its state_dict(): then its wrappers do not count"
+        f"names differ only in what a wrapper (DDP, torch.compile) adds{_such_as(pairs)}. Put the "
+        "module itself into `like`, not its state_dict(): the wrappers' names are then removed"
     )
 
 
@@ -180,12 +180,12 @@ def _may_be_one(asked: str, stored: str) -> bool:
 def _tell_change(change: Change, pairs: Sequence[tuple[str, str]]) -> str:
     asked, stored = (_shown(part, name) for part, name in zip(change, pairs[0], strict=True))
     if not change[0]:
-        what = f"stored under {stored!r}, and asked for without it"
+        what = f"stored under {stored!r}, but asked for without it"
     elif not change[1]:
-        what = f"asked for under {asked!r}, and stored without it"
+        what = f"asked for under {asked!r}, but stored without it"
     else:
         what = f"asked {asked!r}, stored {stored!r}?"
-    return f"{what}{_such_as(pairs)}. Rename it in `like`, or relate the names by rules"
+    return f"{what}{_such_as(pairs)}. Rename it in `like`, or map the names with rules"
 
 
 def _shown(part: Tokens, name: str) -> str:

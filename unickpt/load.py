@@ -242,8 +242,8 @@ def _own_value(
     else:
         raise LoadMismatch(
             f"{view.checkpoint.location}: per-process leaf {name!r} was saved by {count} "
-            f"processes and is loaded by {group.count}. Say who gets which: "
-            "PerProcess(redistribute=function), or load it on its own without `like` (a "
+            f"processes and is loaded by {group.count}. Give PerProcess(redistribute=function), "
+            "which decides who gets which value, or load it alone without `like` (a "
             "PerProcessValues of all values)."
         )
     return PerProcess(own, like.redistribute)

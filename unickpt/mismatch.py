@@ -11,17 +11,16 @@ from unickpt.likely import Cause, causes
 _MOST_LINES, _FEWEST_ROWS = 40, 10
 _ADVICE = {
     "missing": "`like` has leaves that the checkpoint lacks: strict=False keeps what they hold; "
-    "abstract ones hold nothing, so leave them out or give them memory",
+    "abstract ones hold nothing, so leave them out or pass arrays with memory",
     "unexpected": "the checkpoint has leaves that `like` lacks: strict=False skips them",
     "dtype": "cast=True casts within one kind (float to float, integer to integer)",
     "shape": 'loading never changes a shape: mismatched="keep" keeps what `like` holds there; '
     "rules transpose, split and join axes",
-    "kind": "an array, a plain value and a PerProcess are loaded only into their like; a plain "
-    "number also into an array of such numbers (int, float or bool) without dimensions",
-    "value": "a plain int that the dtype does not hold: ask for a wider dtype, or a plain 0",
-    "member": "the enumeration of the leaf of `like` has no member of the stored value: ask for a "
-    "plain value",
-    "PRNG key": "a typed key is loaded only into one of the same implementation",
+    "kind": "an array, a plain value and a PerProcess load only into the same kind of leaf; a "
+    "plain number (int, float or bool) also loads into a 0-d array of that kind",
+    "value": "the dtype cannot hold the plain int: ask for a wider dtype, or a plain 0",
+    "member": "the enumeration in `like` has no member of the stored value: ask for a plain value",
+    "PRNG key": "a typed key loads only into a key of the same implementation",
     "tied": "two leaves of `like` share memory; untie them before loading",
 }
 _TRANSPOSED = (
@@ -54,7 +53,7 @@ def nothing_fits(where: str, rows: Sequence[Difference]) -> str:
         rows: of all leaves that are missing or unexpected.
     """
     head = (
-        f"{where}: no leaf of `like` that is an array is stored, so strict=False would load nothing"
+        f"{where}: no array of `like` is stored, so strict=False would load nothing"
         if any("[" in row.asked for row in rows)
         else f"{where}: no leaf of `like` is stored, so strict=False would load nothing"
     )

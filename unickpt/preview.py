@@ -16,7 +16,7 @@ from unickpt.rules.numbering import doubts
 from unickpt.rules.plan import Constant, Made
 from unickpt.view import Ruled, stored_facts
 
-_NOT_MADE = "not made: give the names of the other side by `like`"
+_NOT_MADE = "not made: give the names of the other side with `like`"
 _DROPPED = "not made: a rule drops it on this side"
 
 
@@ -105,7 +105,7 @@ def preview(path: backends.Path, rules: Rules | None, like: Any = None) -> Previ
     constants = {check.name: check for check in plan.checks if isinstance(check, Constant)}
     for name, rule in plan.dropped.items():
         check = constants.get(name)
-        note = "dropped" if check is None else f"left out, if it is {check.value:g} everywhere"
+        note = "dropped" if check is None else f"left out if it is {check.value:g} everywhere"
         rows.append(Row(name, str(facts[name]), "", "", _place(rule), (note,)))
     rows += [Row("-", "", n, "", _place(rule), (_NOT_MADE,)) for n, rule in plan.nameless.items()]
     for name in sorted(plan.kept):

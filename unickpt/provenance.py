@@ -114,7 +114,7 @@ class Provenance:
         scale, offset = min(before - {_AS_IT_WAS})
         raise RuleError(
             f"{where}: {feed.entry.name!r} was converted already, to {scale:g} * x + {offset:g}; "
-            f"this would do arithmetic a second time\n  {made.rule}"
+            f"these rules would apply arithmetic a second time\n  {made.rule}"
         )
 
     def merged_into(self, metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -390,7 +390,7 @@ def _put(source: Array, out: Array, what: str) -> None:
         if not _holds(cast, source):
             raise LoadMismatch(
                 f"array {what}, asked for as {out.dtype}, which does not hold all its values; load "
-                "it as it is"
+                "it with its stored dtype"
             )
         source = cast
     strided.copy(out, source)

@@ -44,7 +44,9 @@ class Retention:
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
         if (self.keep_best is None) != (self.metric is None):
-            raise ValueError("keep_best and metric belong together: keep_best=3, metric='loss'")
+            raise ValueError(
+                "give both keep_best and metric, or neither: keep_best=3, metric='loss'"
+            )
         if self.best not in ("min", "max"):
             raise ValueError(f"best={self.best!r} must be 'min' or 'max'")
 

@@ -184,8 +184,8 @@ class Steps:
         leads = self.at(step).link
         if leads is not None:
             raise CheckpointExists(
-                f"{self.path(step)} is a symbolic link to {leads}; a run saves only into folders "
-                "of its own: remove the link, or save another step"
+                f"{self.path(step)} is a symbolic link to {leads}; a run saves only into its own "
+                "folders: remove the link, or save another step"
             )
 
     def remove_debris(self, in_flight: Iterable[int], session: str) -> None:

@@ -74,7 +74,7 @@ def compare(local: Steps, root: Steps, step: int) -> Standing:
     elif there.name in local.superseded(step, here):
         newer = Newer.LOCAL
     elif damage := root.damage(step):
-        _log.warning("%s; the version in %s takes its place", damage, local.path(step))
+        _log.warning("%s; the version in %s replaces it", damage, local.path(step))
         newer = Newer.LOCAL
     else:
         newer = Newer.ROOT
@@ -111,7 +111,9 @@ class Tier(Steps):
             self.remove_debris(in_flight, session)
             self._is_clean = True
         except (UnickptError, Failed) as error:
-            _log.warning("%s: debris cannot be removed now: %s", self.location, error)
+            _log.warning(
+                "%s: the remains of failed saves cannot be removed now: %s", self.location, error
+            )
 
     def copy_from(
         self,

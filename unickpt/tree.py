@@ -154,7 +154,7 @@ def _key_problem(keys: tuple[Any, ...]) -> str | None:
                 key.encode()
             except UnicodeEncodeError:
                 return f"key {quoted(key)} is not valid Unicode text"
-    return "a key stands twice" if len(set(keys)) != len(keys) else None
+    return "a key occurs twice" if len(set(keys)) != len(keys) else None
 
 
 def child_names(kind: str, keys: tuple[Key, ...], name: str) -> list[str]:
@@ -277,9 +277,9 @@ def from_names(names: Iterable[str]) -> Node | Leaf:
         for parent in parents:
             level = level.setdefault(parent, {})
             if not isinstance(level, dict):
-                raise ValueError(f"{quoted(name)} lies below a name that is a leaf itself")
+                raise ValueError(f"{quoted(name)} lies below a name that is itself a leaf")
         if last in level:
-            raise ValueError(f"{quoted(name)} is a leaf, and other names lie below it")
+            raise ValueError(f"{quoted(name)} is a leaf, but other names lie below it")
         level[last] = Leaf(name, None)
     return _nested(root)
 
@@ -308,7 +308,7 @@ def _from_json(structure: Any, name: str, depth: int) -> Node | Leaf:
         child = _from_json(body, name, depth + 1)
         return Node(kind, (0,), (child,), lambda xs: xs[0], type_name)
     if not isinstance(body, list):
-        raise BadTree(f"tree node {quoted(name)}: {quoted(kind)} holds no list")
+        raise BadTree(f"tree node {quoted(name)}: {quoted(kind)} does not contain a list")
     if kind in ("list", "tuple"):
         keys: tuple[Key, ...] = tuple(range(len(body)))
         items = body
@@ -316,7 +316,7 @@ def _from_json(structure: Any, name: str, depth: int) -> Node | Leaf:
         for pair in body:
             if not (isinstance(pair, list) and len(pair) == 2):
                 raise BadTree(
-                    f"tree node {quoted(name)}: {quoted(kind)} holds {quoted(pair)}, not a pair"
+                    f"tree node {quoted(name)}: {quoted(kind)} contains {quoted(pair)}, not a pair"
                 )
         keys, items = tuple(p[0] for p in body), [p[1] for p in body]
     problem = _key_problem(keys)
@@ -359,15 +359,15 @@ def _namedtuple_problem(fields: tuple[Any, ...], type_name: str) -> str | None:
     "fi" with and without a ligature do.
     """
     if not _is_name(type_name):
-        return f"namedtuple {quoted(type_name)} has fields {quoted(fields)}, and a bad name"
+        return f"namedtuple {quoted(type_name)} has fields {quoted(fields)} and an invalid name"
     forms = [unicodedata.normalize("NFKC", f) for f in fields if isinstance(f, str) and _is_name(f)]
     if len(forms) != len(fields) or any(form.startswith("_") for form in forms):
         return (
-            f"namedtuple {quoted(type_name)} has fields {quoted(fields)}, which are not all "
-            "identifiers of Python that do not begin with '_'"
+            f"namedtuple {quoted(type_name)} has fields {quoted(fields)}, not all of which are "
+            "Python identifiers without a leading '_'"
         )
     if len(set(forms)) != len(forms):
-        return f"namedtuple: two of its fields {quoted(fields)} are one identifier to Python"
+        return f"namedtuple: Python treats two of its fields {quoted(fields)} as one identifier"
     return None
 
 

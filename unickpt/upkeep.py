@@ -190,8 +190,8 @@ class Upkeep:
         error = self._failed.get(step)
         if error is not None and not overwrite and step in self._first.committed():
             raise CheckpointExists(
-                f"step {step} was saved before, and that failed: {error}. Yet it had been "
-                f"committed by then, to {self._first.path(step)}; pass overwrite=True to save it "
+                f"step {step} was saved before, and that failed: {error}. It had already been "
+                f"committed to {self._first.path(step)} then; pass overwrite=True to save it "
                 "again"
             ) from error
 
@@ -212,10 +212,10 @@ class Upkeep:
         there = {s for tier in self._tiers for s in self._branch.steps(tier)}
         below = {s for s in there if s < step}
         base = self.loaded if self.loaded in below else max(below, default=None)
-        ways = "remove them by delete(step), or save into another folder"
+        ways = "remove them with delete(step), or save into another folder"
         if base is not None:
             ways = (
-                f"to go on from step {base}, make it Checkpointer(..., after={base}), or call "
+                f"to go on from step {base}, use Checkpointer(..., after={base}), or call "
                 f"drop_later_steps({base}) first; both remove the later steps"
             )
         raise LaterStepsExist(
@@ -300,7 +300,7 @@ class Upkeep:
             version = standing.local
             if version is None:
                 raise CheckpointNotFound(
-                    f"{local.path(step)} was removed, by somebody else, before it was copied to "
+                    f"{local.path(step)} was removed by another process before it was copied to "
                     f"{self._root.location}"
                 )
             if version.name in self._refused or not self._is_due(step, version, standing):
@@ -334,8 +334,8 @@ class Upkeep:
             self._refused.add(version.name)
             raise SaveConflict(
                 f"{self._root.path(step)} holds a version that was saved by another job, or that "
-                "could not be seen when this job saved the step. It stays there, and this job's "
-                f"stays in {self._first.path(step)}; copy it from there to where you want it"
+                "could not be read when this job saved the step. It is not replaced; this job's "
+                f"version stays in {self._first.path(step)}: copy it from there if you want it"
             )
         return False
 

@@ -103,7 +103,7 @@ def is_kind(value: Plain, dtype: dtypes.DType) -> bool:
 def hint(obj: object) -> str:
     """What to store instead of an object that is neither a leaf nor a container."""
     if isinstance(obj, enum.Enum):
-        return "store x.name, from which Type[name] makes it again"
+        return "store x.name, from which Type[name] restores it"
     for kinds, told in _HINTS:
         if isinstance(obj, kinds):
             return told
@@ -128,7 +128,7 @@ _HINTS: tuple[tuple[tuple[type, ...], str], ...] = (
     ((bytes,), "store bytes(x)"),
     (_CODE, "leave it out: code is not stored"),
     ((type(...), type(NotImplemented)), "leave it out"),
-    ((Iterator,), "store list(x), which uses it up"),
+    ((Iterator,), "store list(x), which exhausts the iterator"),
 )
 
 
@@ -171,4 +171,4 @@ def from_json(stored: Any) -> Plain:
                 return base64.b64decode(text, validate=True).decode("utf-8", "surrogatepass")
         except (TypeError, ValueError, binascii.Error, struct.error) as error:
             raise BadValue(f"plain value {quoted(stored)} is malformed: {error}") from None
-    raise BadValue(f"plain value {quoted(stored)} is of no known type")
+    raise BadValue(f"plain value {quoted(stored)} has an unknown type")

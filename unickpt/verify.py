@@ -109,7 +109,7 @@ def _structure(stored: Checkpoint, checker: _Checker) -> Iterator[Damage]:
     try:
         names = {leaf.name for leaf in tree.leaves(tree.from_json(index.tree))}
     except tree.BadTree as error:
-        yield Damage("", "", None, f"the index holds a bad tree: {error}")
+        yield Damage("", "", None, f"the tree in the index is invalid: {error}")
         return
     known = {*index.arrays, *index.aliases, *index.values, *index.per_process}
     for name in sorted(names ^ known):
@@ -117,7 +117,7 @@ def _structure(stored: Checkpoint, checker: _Checker) -> Iterator[Damage]:
     expected = root.zarr_keys(index)
     for different in checker.map(partial(_different, stored), _batches(expected.items())):
         for key in different:
-            yield Damage("", "", None, f"{key!r} is not what the index says")
+            yield Damage("", "", None, f"{key!r} differs from what the index describes")
     for name in index.per_process:
         try:
             stored.per_process(name)
@@ -128,7 +128,7 @@ def _structure(stored: Checkpoint, checker: _Checker) -> Iterator[Damage]:
     found = stored.count_keys()
     if found != told:
         # Not listed: a few hostile nodes that lead to each other make any number of keys.
-        reason = f"the database has {found} keys, and the index tells of {told}"
+        reason = f"the database has {found} keys, but the index implies {told}"
         yield Damage("", "", None, reason)
 
 

@@ -309,8 +309,8 @@ class _Function:
         found = np.asarray(function.apply(box, *inputs))
         if found.shape != box.shape:
             raise LoadMismatch(
-                f"array {made.name!r}: the function made {list(found.shape)} for the box {box}, "
-                f"which has {list(box.shape)}\n  {made.rule}"
+                f"array {made.name!r}: the function made {list(found.shape)} for the box {box} of "
+                f"shape {list(box.shape)}\n  {made.rule}"
             )
         due = dtypes.from_name(made.fact.dtype)
         with np.errstate(all="ignore"):
@@ -319,7 +319,8 @@ class _Function:
         if not same.all():
             raise LoadMismatch(
                 f"array {made.name!r}: the function made {found.dtype}, which {due} does not hold; "
-                f"convert it there, or say `as {found.dtype}` behind its axes\n  {made.rule}"
+                f"convert it in the function, or write `as {found.dtype}` after the axes\n  "
+                f"{made.rule}"
             )
         return cast
 
@@ -355,7 +356,7 @@ def through(
     """
     if not isinstance(rules, Rules):
         raise TypeError(
-            f"rules is a {type(rules).__name__}; make it by unickpt.Rules.load(file), "
+            f"rules is a {type(rules).__name__}; make it with unickpt.Rules.load(file), "
             ".parse(text) or .preset(name)"
         )
     where = str(checkpoint.location)
@@ -461,7 +462,7 @@ def _as_array(
         array = np.asarray(value).astype(dtype)
         if type(value) is not float and array.item() != value:
             raise LoadMismatch(
-                f"value {made.source!r}: {value} is no {dtypes.name_of(dtype)} exactly\n"
+                f"value {made.source!r}: {dtypes.name_of(dtype)} does not hold {value} exactly\n"
                 f"  {made.rule}"
             )
     elif values.as_array(value, dtype) is None:
