@@ -252,17 +252,21 @@ def test_damage_is_still_damage(place: str) -> None:
 def test_the_folder_of_a_run_is_named_as_one(place: str) -> None:
     for step in (9, 10):
         unickpt.save(f"{place}/step_{step}", tree(step))
-    said = r"it holds checkpoints, but is none itself \(step_9, step_10\); load the newest by "
+    said = (
+        r"it contains checkpoints but is not one itself \(step_9, step_10\); load the newest with "
+    )
     with pytest.raises(CheckpointNotFound, match=said) as caught:
         unickpt.load(place)
     assert f"unickpt.Checkpointer({place!r}).load()" in str(caught.value)
-    newest = str(caught.value).rpartition(" as ")[2].strip("'")
+    newest = str(caught.value).rpartition(" such as ")[2].strip("'")
     assert number_of(unickpt.load(newest)) == 10
 
 
 def test_other_folders_of_checkpoints_are_listed(tmp_path: Path) -> None:
     unickpt.save(tmp_path / "best", tree(1))
-    with pytest.raises(CheckpointNotFound, match=r"\(best\); give the path of one, such as '.*/best'"):
+    with pytest.raises(
+        CheckpointNotFound, match=r"\(best\); give the path of one, such as '.*/best'"
+    ):
         unickpt.open(tmp_path)
 
 

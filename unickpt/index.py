@@ -24,11 +24,11 @@ T = TypeVar("T")
 
 FORMAT = (1, 1)
 RESERVED = "unickpt"
-"""Where metadata holds what `Checkpointer` adds: `step`, and `metrics` as process 0 has them."""
+"""The metadata key under which `Checkpointer` stores `step`, and process 0's `metrics`."""
 INDEX_KEY = "unickpt.json"
 DIGESTS_KEY = "unickpt.digests"
-# The codecs that may follow `bytes`, with their settings. No others: some of those that zarr knows
-# name further storage, or unpack into any amount of memory.
+# The codecs that may follow `bytes`, with their settings. Others are refused: some zarr codecs
+# refer to further storage, or unpack into any amount of memory.
 CODECS: Mapping[str, Mapping[str, type]] = {
     "zstd": {"level": int},
     "gzip": {"level": int},
@@ -43,16 +43,16 @@ _DIGEST = re.compile(r"[0-9a-f]{16}")
 
 @dataclass(frozen=True)
 class ArrayEntry:
-    """What the index says of one array.
+    """The index's entry of one array.
 
     Arguments:
         name: the array's name.
         shape: global shape.
         dtype: a name of `unickpt.dtypes`.
         chunk: largest extent of a chunk in each dimension.
-        layout: how the writer's mesh split it; None where no layout describes the fragments.
+        layout: how the writer's mesh split it; None if no layout describes the fragments.
         cut: dimensions along whose layout intervals the array is cut into parts.
-        boxes: without a layout, each fragment and the processes that held it; one part each.
+        boxes: without a layout, each fragment with the processes that held it; one part each.
         prng: for typed JAX PRNG keys, the name of their implementation.
     """
 
@@ -80,7 +80,7 @@ class PerProcessEntry:
 
 @dataclass(frozen=True)
 class Index:
-    """All that one read of a checkpoint tells. `tree` is the JSON of `unickpt.tree`."""
+    """The whole content of `unickpt.json`. `tree` is the JSON of `unickpt.tree`."""
 
     tree: Any
     arrays: Mapping[str, ArrayEntry]
@@ -156,7 +156,7 @@ def decode(data: bytes, where: str, *, partial: bool = False) -> Index:
 
     Raises:
         UnsupportedFormat: written in a newer major version.
-        CheckpointCorrupt: anything else that is wrong, with the reason.
+        CheckpointCorrupt: anything else is wrong; says what.
     """
     try:
         seal = _SEAL.search(data)
@@ -171,7 +171,7 @@ def decode(data: bytes, where: str, *, partial: bool = False) -> Index:
 
 
 class _Bad(ValueError):
-    """A reason why the index is not one."""
+    """A reason why the index is invalid."""
 
 
 def _json(data: bytes) -> Any:
@@ -182,7 +182,7 @@ def _json(data: bytes) -> Any:
 
 
 def _made(kind: Callable[..., T], *fields: Any) -> T:
-    """A fact out of what is stored, unless its class refuses that."""
+    """An object built from stored fields; _Bad if its class refuses them."""
     try:
         return kind(*fields)
     except ValueError as error:
@@ -214,7 +214,7 @@ def _check_version(version: Any, where: str) -> None:
 
 
 class _Reader:
-    """A JSON object whose fields are taken with their types checked."""
+    """A JSON object; reading a field checks its type."""
 
     def __init__(self, body: Any, at: str) -> None:
         if not isinstance(body, dict):
@@ -301,7 +301,7 @@ def _check_processes(
     per_process: Mapping[str, PerProcessEntry],
     partial: bool,
 ) -> None:
-    """That only processes are named which took part, and that each has its own values."""
+    """Checks that only processes that took part are named, and that each has its own values."""
     for mesh in meshes:
         if max(mesh.processes, default=0) >= processes:
             raise _Bad(f"a mesh names process {max(mesh.processes)} of {processes}")
@@ -402,7 +402,7 @@ def _boxes(
         raise _Bad(f"{at} are empty or lie outside shape {shape}")
     if not partial and size < whole.size:
         raise _Bad(f"{at} do not cover shape {shape}")
-    # What fills a shape and has its size does not overlap.
+    # Boxes that cover a shape and have its total size do not overlap.
     if overlap(plain) is not None if partial else not fill_exactly(whole, plain):
         raise _Bad(f"{at} overlap")
     return tuple(boxes)

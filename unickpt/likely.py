@@ -1,4 +1,4 @@
-"""Likely causes: why names that are asked for and names that are stored do not meet."""
+"""Likely causes: why requested names and stored names do not match."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from unickpt.wrapped import bare
 _SEPARATORS = re.compile(r"%2F|[/.]")
 _SHAPE = re.compile(r"\[(.*)\]")
 _MOST_CAUSES = 5
-_MOST_ALIKE = 8  # stored names with one ending that are considered for an asked one
-_SIMILAR = 0.7  # of difflib's ratio: a single pair of names is told only if it looks like a typo
+_MOST_ALIKE = 8  # stored names with the same ending that are compared with a requested one
+_SIMILAR = 0.7  # difflib's ratio: a single pair of names is reported only if it looks like a typo
 
 Tokens = tuple[str, ...]
 Change = tuple[Tokens, Tokens]
-"""What stands in the asked names, and what in the stored ones instead."""
+"""A part of the requested names, and the part of the stored names in its place."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """What one change of names would mend.
+    """One change of names, and the leaves that it would fix.
 
     Arguments:
         text: one line.
-        pairs: the asked name and the stored one of each leaf.
+        pairs: the requested and the stored name of each leaf.
     """
 
     text: str
@@ -35,11 +35,11 @@ class Cause:
 
 
 def causes(missing: Mapping[str, str], unexpected: Mapping[str, str]) -> list[Cause]:
-    """The likeliest reasons why leaves are not found, those of most leaves first.
+    """The likeliest reasons why leaves are not found; the one with most leaves first.
 
     Arguments:
-        missing: what is asked for and not stored: a text of its dtype and shape by name.
-        unexpected: what is stored and not asked for, likewise.
+        missing: leaves that are requested but not stored: dtype and shape as text, by name.
+        unexpected: leaves that are stored but not requested, likewise.
     """
     left, rest = dict(missing), dict(unexpected)
     found: list[Cause] = []
@@ -103,7 +103,7 @@ def _such_as(pairs: Sequence[tuple[str, str]]) -> str:
     return f"{count}: asked {pairs[0][0]!r}, stored {pairs[0][1]!r}"
 
 
-# --- one component, or the beginning of the names, is another one ------------------------------
+# --- one component, or the beginning of the names, differs -------------------------------------
 
 
 def _best_change(left: Mapping[str, str], rest: Mapping[str, str]) -> Cause | None:
@@ -127,7 +127,7 @@ def _ratio(a: str, b: str) -> float:
 
 
 def _changes(left: Mapping[str, str], rest: Mapping[str, str]) -> Iterator[tuple[str, str, Change]]:
-    """All pairs of names that differ in one component, or in how they begin."""
+    """All pairs of names that differ in one component, or at the beginning."""
     by_ending: dict[Tokens, list[tuple[str, Tokens]]] = {}
     by_others: dict[tuple[Tokens, Tokens], list[tuple[str, Tokens]]] = {}
     for name in rest:
@@ -152,7 +152,7 @@ def _changes(left: Mapping[str, str], rest: Mapping[str, str]) -> Iterator[tuple
 
 
 def _difference(asked: Tokens, stored: Tokens) -> Change:
-    """What is left of two names without the components with which both begin, and both end."""
+    """What remains of two names without their common first and last components."""
     head = 0
     while head < min(len(asked), len(stored)) and asked[head] == stored[head]:
         head += 1
@@ -163,13 +163,13 @@ def _difference(asked: Tokens, stored: Tokens) -> Change:
 
 
 def _says(change: Change) -> bool:
-    """Whether a change tells more than that numbers differ: layers that are missing are that."""
+    """Whether a change is more than a different number, which missing layers explain."""
     return not all(part.isdecimal() for part in (*change[0], *change[1]))
 
 
 def _may_be_one(asked: str, stored: str) -> bool:
-    """Whether what is asked and what is stored could be one leaf: arrays of as many elements along
-    as many dimensions."""
+    """Whether a requested and a stored leaf could be the same: arrays with the same extents in any
+    order."""
     shapes = [_SHAPE.search(text) for text in (asked, stored)]
     if shapes[0] is None or shapes[1] is None:
         return shapes == [None, None]
@@ -189,7 +189,7 @@ def _tell_change(change: Change, pairs: Sequence[tuple[str, str]]) -> str:
 
 
 def _shown(part: Tokens, name: str) -> str:
-    """Components as they stand in a name, with its separators."""
+    """Components as written in a name, with its separators."""
     text = r"(?:%2F|[/.])".join(map(re.escape, part))
     found = re.search(rf"(?:^|(?<=[/.])|(?<=%2F)){text}(?:$|%2F|[/.])", name)
     return found[0] if found is not None else "/".join(part)
