@@ -1,4 +1,4 @@
-"""Where bytes live: a path or URL -> the TensorStore key-value store that holds a checkpoint."""
+"""Storage: resolves a path or URL to the TensorStore key-value store of a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _SCHEMES: Mapping[str, Callable[[str], dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Location:
-    """A folder in some storage.
+    """A folder in any storage.
 
     Arguments:
-        url: how a person writes it; ends with `/`.
+        url: for people; ends with `/`.
         spec: the JSON of TensorStore's key-value store for it; its `path` ends with `/`.
-        manifest: the key-value store that holds the manifest of the folder's database, where that
-            is not read from the folder.
-        generation: the storage's own name for the version of that manifest in the folder; empty
-            where it is not there, or not yet.
+        manifest: the key-value store with the manifest of the folder's database, if it is not read
+            from the folder.
+        generation: the storage's name for the version of that manifest in the folder; empty if the
+            folder does not have it (yet).
     """
 
     url: str
@@ -51,7 +51,7 @@ class Location:
 
     @property
     def parent(self) -> Location | None:
-        """The folder that holds this one; None where that would be more than a bucket."""
+        """The folder that contains this one; None at the top of a bucket."""
         path = str(self.spec["path"]).rstrip("/")
         above, _, name = path.rpartition("/")
         if not name or (self.is_local and not above):
@@ -79,7 +79,7 @@ class Location:
         return KvStore.open(self.array_spec(""), context)
 
     def values(self, context: ts.Context) -> ocdbt.Values:
-        """The values of the database in this folder, whoever wrote it."""
+        """The values of the database in this folder, which is untrusted."""
         store = self.store(context)
         if self.is_local:
             files = file.Files(self.spec["path"])
@@ -90,7 +90,7 @@ class Location:
         return ocdbt.Values(store, ocdbt.Tree(partial(self._manifest, context), fetch))
 
     def _manifest(self, context: ts.Context) -> bytes | None:
-        """The manifest of the database: the pinned one, or that in the folder."""
+        """The manifest of the database: the pinned one, or the one in the folder."""
         if self.manifest is None:
             read = self.read_manifest(context)
         else:
@@ -111,8 +111,8 @@ class Location:
     def pinned(self, context: ts.Context) -> Location | None:
         """The database as it is now, with a copy of its manifest in memory; None if there is none.
 
-        What is read later belongs together, even if another checkpoint takes this one's place
-        meanwhile; and no chunk costs a second request, to see whether the manifest is still new.
+        Later reads are consistent even if another checkpoint replaces this one, and no chunk costs
+        a second request that checks for a newer manifest.
         """
         read = self.read_manifest(context)
         if read.state != "value":
@@ -120,49 +120,50 @@ class Location:
         return replace(self.with_manifest(read.value, context), generation=read.stamp.generation)
 
     def with_manifest(self, manifest: bytes, context: ts.Context) -> Location:
-        """The database that a manifest, which is held in memory, finds in this folder.
+        """The database in this folder with a manifest in memory.
 
         Arguments:
-            manifest: its bytes, which the folder itself may lack.
-            context: what keeps them; as for `database`.
+            manifest: its bytes; the folder need not contain it.
+            context: keeps the bytes; as for `database`.
         """
         held = memory.manifest(self.url)
         KvStore.open(held, context).write(ocdbt.MANIFEST, manifest).result()
         return replace(self, manifest=held)
 
     def change(self, context: ts.Context) -> str:
-        """What happened to a pinned database since: "" (nothing), "replaced", or "removed".
+        """What happened to a database since it was pinned: "" (nothing), "replaced", or "removed".
 
-        Who finds something missing or wrong asks this afterwards: a save that replaces a
-        checkpoint, and whoever removes one, changes the manifest first and the rest later.
+        Call it after finding missing or wrong data: replacing or removing a checkpoint changes the
+        manifest first and the other files later.
         """
         if not self.generation:
             return ""
         now = self.read_manifest(context)
         if now.state != "value":
             return "removed"
-        # Not its bytes: those of a copy that was removed and made again are the same.
+        # Not the bytes, which are the same after a copy was removed and made again.
         return "replaced" if now.stamp.generation != self.generation else ""
 
     def database_facts(self, context: ts.Context) -> nodes.Manifest:
-        """What the database's manifest tells, of which nothing else is read.
+        """The content of the database's manifest; reads nothing else.
 
         Raises:
-            Failed: there is no manifest, or it is damaged.
+            Failed: the manifest is missing or damaged.
         """
         manifest = self._manifest(context)
         if manifest is None:
-            raise Damaged("there is no manifest")
+            raise Damaged("the manifest is missing")
         return nodes.manifest(manifest)
 
     def draft(self, context: ts.Context, data: str) -> tuple[KvStore, KvStore]:
-        """A new database that does not show: its data is in the folder, its manifest in memory.
+        """A new database that is not visible yet: its data is in the folder, its manifest in
+        memory.
 
-        Writing that manifest into the folder makes it the folder's database, at one stroke.
+        Writing that manifest into the folder atomically makes it the folder's database.
 
         Arguments:
-            context: as for `database`; those from which data is copied must share it.
-            data: where below this folder nodes and values go, ending with `/`; used only once.
+            context: as for `database`; databases from which data is copied must share it.
+            data: folder for nodes and values below this one, ending with `/`; used only once.
 
         Returns:
             The database, and the key-value store that holds its manifest.
@@ -177,7 +178,7 @@ class Location:
     # --- folders -------------------------------------------------------------------------------
 
     def foreign_files(self) -> list[str]:
-        """Names in this folder that no checkpoint puts there; only local folders are looked at."""
+        """Names in this folder that are not a checkpoint's; only for local folders."""
         return file.foreign(self.spec["path"]) if self.is_local else []
 
     def folders(self, context: ts.Context) -> list[str]:
@@ -188,12 +189,12 @@ class Location:
         return sorted({key.partition("/")[0] for key in keys if "/" in key})
 
     def make(self) -> None:
-        """Makes this folder, where the storage has folders."""
+        """Creates this folder, if the storage has folders."""
         if self.is_local:
             file.make(self.spec["path"])
 
     def remove(self, context: ts.Context) -> None:
-        """Removes this folder and all that it holds."""
+        """Removes this folder and its contents."""
         if self.is_local:
             file.remove(self.spec["path"])
         else:
@@ -208,7 +209,7 @@ class Location:
 
     @property
     def link(self) -> str | None:
-        """Where this folder leads, if it is a symbolic link; None where it is none."""
+        """The target of this folder if it is a symbolic link, else None."""
         return file.link(self.spec["path"]) if self.is_local else None
 
     def links(self) -> list[str]:
@@ -216,37 +217,38 @@ class Location:
         return file.links(self.spec["path"]) if self.is_local else []
 
     def unlink(self) -> None:
-        """Removes the symbolic link that this folder is, and nothing of what it leads to."""
+        """Removes this folder, a symbolic link, but not its target."""
         file.unlink(self.spec["path"])
 
     def is_there(self) -> bool:
-        """Whether this folder exists; only local ones can be removed behind one's back."""
+        """Whether this folder exists; always true on other than local storage."""
         return not self.is_local or file.exists(self.spec["path"])
 
     def remove_empty(self) -> None:
-        """Removes what is left of a checkpoint that has no files any more."""
+        """Removes the empty folders of a checkpoint without files."""
         if self.is_local:
             file.remove_empty(self.spec["path"])
 
     def count_missing(self) -> int:
-        """How many folders must be made for this one to exist; none where there are no folders."""
+        """The number of folders to create for this one to exist; 0 if the storage has no
+        folders."""
         return file.count_missing(self.spec["path"]) if self.is_local else 0
 
     def remove_made(self, count: int) -> None:
-        """Removes the folders that were made for a checkpoint here, those that are empty.
+        """Removes the empty folders that were created for a checkpoint here.
 
         Arguments:
-            count: what `count_missing` told before.
+            count: the earlier result of `count_missing`.
         """
         if self.is_local:
             file.remove_made(self.spec["path"], count)
 
     def locked(self, timeout_s: float) -> AbstractContextManager[None]:
-        """Lets one process at a time replace the manifest, where the storage does not see to it."""
+        """Lets one process at a time replace the manifest, if the storage does not ensure this."""
         return file.locked(self.spec["path"], timeout_s) if self.is_local else nullcontext()
 
     def sync(self, top: Location) -> None:
-        """Makes the folders from `top` down to this one durable, where that is not a given."""
+        """Makes the folders from `top` down to this one durable, if the storage needs it."""
         if self.is_local:
             file.sync(self.spec["path"], top.spec["path"])
 
@@ -261,7 +263,7 @@ def context(*, fsync: bool = True) -> ts.Context:
     return ts.Context(
         {
             "file_io_sync": fsync,
-            "file_io_locking": {"mode": "none"},  # see `file.locked`; no other file has two writers
+            "file_io_locking": {"mode": "none"},  # only the manifest needs it; see `file.locked`
             "cache_pool": {"total_bytes_limit": 0},
             ocdbt.NODE_CACHE: {"total_bytes_limit": ocdbt.NODE_CACHE_BYTES},
             memory.MANIFESTS: {},
@@ -278,14 +280,14 @@ def resolve(path: Path, *, whole: bool = False) -> Location:
 
     Arguments:
         path: a local path, or a URL with the scheme file, memory, s3 or gs.
-        whole: take a whole bucket, or memory://, too; a checkpoint needs a folder in it.
+        whole: also accept a whole bucket or memory://; a checkpoint needs a folder in it.
 
     Raises:
         InvalidPath: for an empty path, an unknown scheme, or a malformed URL.
     """
     text = os.fspath(path)
     if not isinstance(text, str) or not text or "\0" in text:
-        raise InvalidPath(f"{path!r} is no path; give a local path or a URL ({_known()})")
+        raise InvalidPath(f"{path!r} is not a path; give a local path or a URL ({_known()})")
     scheme, separator, _ = text.partition("://")
     if not separator:
         scheme, single, rest = text.partition(":/")
@@ -303,7 +305,7 @@ def resolve(path: Path, *, whole: bool = False) -> Location:
     url = text if text.endswith("://") else text.rstrip("/") + "/"
     location = Location(url, _checked(text, make(text)))
     if not location.spec["path"] and not whole:
-        raise InvalidPath(f"{text!r}: name the checkpoint in it, as in {url}run/1")
+        raise InvalidPath(f"{text!r}: add the checkpoint's path, such as {url}run/1")
     return location
 
 

@@ -1,4 +1,4 @@
-"""Local files: paths and file:// URLs, and what a key-value store cannot do with folders."""
+"""Local files: paths and file:// URLs, and operations on folders."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _log = logging.getLogger("unickpt")
 _LOCK = ".__lock"
 _OURS = ("processes", "manifest.ocdbt")
 _EXCLUSIVE = "manifest.ocdbt.exclusive" + _LOCK
-_EXCLUSIVE_S = 60.0  # how long to wait for a lock that is a file
+_EXCLUSIVE_S = 60.0  # how long to wait for a lock file
 _LOCK_PAUSE_S = 0.02
-# What `flock` answers on file systems without locks: NFS mounted so, and some in user space.
+# Errors of `flock` on file systems without locks: some NFS mounts and FUSE file systems.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 _HOLE_BYTES = 1 << 20
 _PIECE_BYTES = 2 << 20  # measured: a verified load is 7 % faster than with whole chunks of 8 MiB
@@ -40,7 +40,9 @@ def spec_from_path(path: str) -> dict[str, Any]:
     absolute = "/" + os.path.abspath(os.path.expanduser(path)).strip("/")
     parts = absolute.split("/")
     if "\\" in absolute or any(part.endswith(_LOCK) for part in parts):
-        raise InvalidPath(f"{path!r}: TensorStore takes no path with '\\' or a name in '{_LOCK}'")
+        raise InvalidPath(
+            f"{path!r}: TensorStore accepts no '\\' in a path and no name that ends in '{_LOCK}'"
+        )
     try:
         absolute.encode()
     except UnicodeEncodeError:
@@ -52,17 +54,17 @@ def spec_from_path(path: str) -> dict[str, Any]:
 
 
 def _is_directory(existing: str, path: str) -> bool:
-    """Whether there is a directory; asked at one stroke, because another process may remove it."""
+    """Whether a directory exists; one system call, because another process may remove it."""
     try:
         if stat.S_ISDIR(os.stat(existing).st_mode):
             return True
-    except OSError as error:  # what cannot be looked at is found out when it is used
+    except OSError as error:  # other errors show when the path is used
         if error.errno == errno.ENAMETOOLONG:
             raise InvalidPath(f"{path!r}: {error.strerror}; give a shorter one") from None
         if not os.path.islink(existing):
             return False
     raise InvalidPath(
-        f"{path!r}: {existing!r} is no directory; a checkpoint is a directory of its own"
+        f"{path!r}: {existing!r} is no directory; a checkpoint needs its own directory"
     )
 
 
@@ -78,7 +80,7 @@ def url(path: str) -> str:
 
 
 def foreign(path: str) -> list[str]:
-    """Names in a folder that no checkpoint puts there; hidden ones are left alone."""
+    """Names in a folder that are not a checkpoint's; ignores hidden ones."""
     try:
         names = os.listdir(path)
     except FileNotFoundError:
@@ -89,7 +91,7 @@ def foreign(path: str) -> list[str]:
 
 
 def folders(path: str) -> list[str]:
-    """Names of the folders in a folder; none where it is a link, which may lead anywhere."""
+    """Names of the folders in a folder; empty for a link, which may lead anywhere."""
     if os.path.islink(path.rstrip("/")) or not os.path.isdir(path):
         return []
     with asking_system(), os.scandir(path) as entries:
@@ -97,10 +99,10 @@ def folders(path: str) -> list[str]:
 
 
 def make(path: str) -> None:
-    """Makes a folder, and those above it.
+    """Creates a folder and its parents.
 
     Raises:
-        Failed: names the one that cannot be made.
+        Failed: names the folder that cannot be created.
     """
     try:
         os.makedirs(path, exist_ok=True)
@@ -109,13 +111,13 @@ def make(path: str) -> None:
         above = os.path.dirname(name)
         raise Failed(
             f"cannot make the directory {name}: {error.strerror}. Save to a path "
-            f"where directories can be made, or make {above} one that this user may write to",
+            f"where directories can be made, or let this user write to {above}",
             error.errno,
         ) from error
 
 
 def link(path: str) -> str | None:
-    """Where a symbolic link leads, as it says itself; None where there is none."""
+    """The target of a symbolic link as written in it; None if the path is not a link."""
     try:
         return os.readlink(path.rstrip("/"))
     except OSError:
@@ -131,7 +133,7 @@ def links(path: str) -> list[str]:
 
 
 def unlink(path: str) -> None:
-    """Removes a symbolic link, not what it leads to.
+    """Removes a symbolic link, not its target.
 
     Raises:
         Failed: it cannot be removed.
@@ -144,12 +146,12 @@ def unlink(path: str) -> None:
 
 
 def remove(path: str) -> None:
-    """Removes a folder and all below it, and follows no links on the way down."""
+    """Removes a folder and everything below it, without following links."""
     shutil.rmtree(path.rstrip("/"), ignore_errors=True)
 
 
 def remove_file(folder: str, name: str) -> None:
-    """Removes a file below a folder, if no folder on the way is a symbolic link."""
+    """Removes a file below a folder, if no folder between them is a symbolic link."""
     above = os.path.dirname(os.path.join(folder, name))
     if os.path.realpath(above) == os.path.join(os.path.realpath(folder), os.path.dirname(name)):
         with suppress(FileNotFoundError):
@@ -161,12 +163,12 @@ def exists(path: str) -> bool:
 
 
 def remove_empty(path: str) -> None:
-    """Removes a checkpoint's folders where nothing but locks is left in them."""
+    """Removes a checkpoint's folders that contain only lock files."""
     for name in ("processes", ""):
         folder = os.path.join(path, name)
         with suppress(OSError):
             if os.path.islink(folder.rstrip("/")):
-                break  # what it leads to is not ours
+                break  # the target is not ours
             for entry in os.listdir(folder):
                 if entry.endswith(_LOCK):
                     os.unlink(os.path.join(folder, entry))
@@ -174,7 +176,7 @@ def remove_empty(path: str) -> None:
 
 
 def count_missing(path: str) -> int:
-    """How many folders must be made for this one to exist, itself included."""
+    """The number of folders to create for this one to exist, including itself."""
     at, count = path.rstrip("/"), 0
     while at and not os.path.lexists(at):
         at, count = os.path.dirname(at), count + 1
@@ -182,11 +184,11 @@ def count_missing(path: str) -> int:
 
 
 def remove_made(path: str, count: int) -> None:
-    """Removes what a failed save made of a checkpoint's folder and those above it, if empty.
+    """Removes the folders that a failed save created, if empty: the checkpoint's and its parents.
 
     Arguments:
         path: of the checkpoint.
-        count: how many folders were made for it, as `count_missing` told.
+        count: the number of folders created for it, from `count_missing`.
     """
     at = path.rstrip("/")
     with suppress(OSError):
@@ -198,11 +200,11 @@ def remove_made(path: str, count: int) -> None:
 
 
 class Files:
-    """The files of one folder that are files: read without hanging on anything else.
+    """The regular files of one folder; never blocks on other kinds of files.
 
-    A checkpoint that somebody sent may hold a FIFO, which never answers, or a link to a device or
-    to a file elsewhere on this machine, whose bytes must not get into arrays. The folder itself may
-    be a link or lie below one.
+    An untrusted checkpoint may contain a FIFO, which blocks forever, or a link to a device or to a
+    file elsewhere on this machine, whose bytes must not get into arrays. The folder itself may be a
+    link or lie below one.
 
     Arguments:
         folder: ends with `/`.
@@ -217,7 +219,7 @@ class Files:
         return os.path.realpath(self.folder).rstrip("/") + "/"
 
     def check(self, path: str) -> None:
-        """Makes sure that TensorStore may open a file.
+        """Checks that TensorStore may open a file.
 
         Arguments:
             path: below the folder.
@@ -265,26 +267,26 @@ class Files:
             if _identity(found) != self._known[path]:
                 self.check(path)
                 if _identity(found) != self._known[path]:
-                    raise Damaged(f"{at} was changed while it was opened")
+                    raise Damaged(f"{at} changed while it was being opened")
             yield handle
         finally:
             os.close(handle)
 
     def read(self, place: Place) -> bytes:
-        """The bytes at a place; for what is read at once, as nodes and the index are.
+        """The bytes at a place, for values that are read at once, such as nodes and the index.
 
         Raises:
-            Damaged: they are not all there.
+            Damaged: some are missing.
             Failed: the storage failed.
         """
         with self.opened(place.path) as handle:
             size, end = os.fstat(handle).st_size, place.offset + place.length
-            # What was never written takes no space, and reads as zeros, of which such bytes have
-            # no thousands in a row. So gigabytes of them are refused before they take memory.
+            # A hole takes no space and reads as zeros, and valid bytes never have thousands of
+            # zeros in a row. So gigabytes of zeros are refused before they take memory.
             if size < end or _has_hole(handle, place.offset, end):
                 raise Damaged(
-                    f"{self.folder + place.path} has no bytes {place.offset} to "
-                    f"{end}: {size} are there, or it has a hole"
+                    f"{self.folder + place.path} has no bytes {place.offset} to {end}: its size is "
+                    f"{size}, or it has a hole"
                 )
             parts, at = [], place.offset
             while at < end:
@@ -297,10 +299,10 @@ class Files:
         return b"".join(parts)
 
     def check_manifest(self) -> None:
-        """Makes sure that TensorStore may read the manifest, if there is one.
+        """Checks that TensorStore may read the manifest, if it exists.
 
         Raises:
-            Damaged: it is no file, or larger than that of any checkpoint.
+            Damaged: it is not a regular file, or larger than any valid manifest.
             Failed: the storage failed.
         """
         with asking_system():
@@ -310,7 +312,7 @@ class Files:
                 return
         size = self._look(MANIFEST).st_size
         if size > MOST_MANIFEST_BYTES:
-            raise Damaged(f"{self.folder}{MANIFEST} has {size} bytes: no manifest is so large")
+            raise Damaged(f"{self.folder}{MANIFEST} has {size} bytes, too many for a manifest")
 
 
 def _identity(found: os.stat_result) -> tuple[int, int]:
@@ -335,19 +337,19 @@ def _has_hole(handle: int, start: int, end: int) -> bool:
         return False
     try:
         return os.lseek(handle, start, os.SEEK_HOLE) < end
-    except OSError:  # a file system that does not tell
+    except OSError:  # the file system does not support it
         return False
 
 
 class Values(ocdbt.Values):
-    """The values of a database in a local folder, read straight into memory that is there.
+    """The values of a database in a local folder, read directly into existing memory.
 
-    TensorStore reads a value into new memory or maps it, and copies that: measured at two thirds
-    of this one's speed; and a file that is cut short while it is mapped ends the process.
+    TensorStore reads a value into new memory or maps it, and then copies it: two thirds of this
+    speed, as measured; and if a mapped file is truncated, the process is killed.
 
     Arguments:
         store: the key-value store of the folder.
-        files: those of the folder.
+        files: the files of the folder.
         tree: the database's B-tree.
     """
 
@@ -369,11 +371,11 @@ class Values(ocdbt.Values):
         Arguments:
             key: of the value.
             out: contiguous bytes.
-            length: the value's, in bytes.
-            look: sees all that was read, piece by piece, each while the processor's cache has it.
+            length: of the value, in bytes.
+            look: called with each piece that was read, while it is in the processor's cache.
 
         Raises:
-            Damaged: there is no such value, or not all of it, or the database is damaged.
+            Damaged: the value is missing or incomplete, or the database is damaged.
             Failed: the storage failed.
         """
         found = self.tree.find(key)
@@ -407,9 +409,9 @@ class Values(ocdbt.Values):
 def locked(path: str, timeout_s: float) -> Iterator[None]:
     """Lets one process at a time compare a folder's manifest with what it expects and replace it.
 
-    TensorStore has such a lock too, but one that keeps what a killed process had half written, and
-    appends that to what the next one writes. A lock of the operating system's ends with its holder;
-    where the file system has none, a file is the lock, and whoever made it removes it.
+    TensorStore's own lock file keeps the partial data of a killed process, and appends the next
+    process's data to it. A lock of the operating system is released when its holder ends. If the
+    file system has no locks, a lock file is used, and its creator removes it.
     """
     name = os.path.join(path, "manifest.ocdbt" + _LOCK)
     make(path)
@@ -423,7 +425,7 @@ def locked(path: str, timeout_s: float) -> Iterator[None]:
         with asking_system():
             for other in os.listdir(path):
                 if other.startswith("manifest.ocdbt_") and other.endswith(_LOCK):
-                    os.unlink(os.path.join(path, other))  # what a killed process had half written
+                    os.unlink(os.path.join(path, other))  # partial data of a killed process
         yield
     finally:
         with suppress(OSError):
@@ -438,12 +440,12 @@ class Hold:
     """A lock in a folder, kept until `release`, or until the process ends.
 
     Arguments:
-        path: of the folder, which is made if need be.
-        name: of the lock's file.
-        text: what those read whom the lock refuses.
+        path: of the folder, which is created if needed.
+        name: of the lock file.
+        text: for processes that do not get the lock.
 
     Raises:
-        BlockingIOError: another process holds it, or this one; with what that one wrote.
+        BlockingIOError: this or another process holds it; the message is the holder's text.
         Failed: the storage failed.
     """
 
@@ -463,9 +465,9 @@ class Hold:
                 os.close(self._handle)
                 raise Failed(f"{self._name}: {error}", error.errno) from error
             message = (
-                f"{path}: this file system has no locks ({error.strerror}), so that nothing keeps "
-                "a second job from saving into this folder, whose steps would then mix. Make sure "
-                "that no other job does"
+                f"{path}: this file system has no locks ({error.strerror}), so nothing stops a "
+                "second job from saving into this folder and mixing its steps with these. Make "
+                "sure that no other job does"
             )
             _log.warning("%s", message)
             warnings.warn(message, RuntimeWarning, stacklevel=2)
@@ -476,9 +478,9 @@ class Hold:
 
     @staticmethod
     def said(path: str, name: str) -> str | None:
-        """What the holder of a lock wrote; None where nobody on this machine holds it.
+        """The text of a lock's holder; None if no process on this machine holds it.
 
-        The lock is not tried for: that could refuse it to another process at this very moment.
+        Does not try to take the lock, which could make another process fail to get it.
         """
         try:
             with open(os.path.join(path, name), "rb") as handle:
@@ -490,7 +492,7 @@ class Hold:
         return text.decode(errors="replace") if held else None
 
     def is_valid(self) -> bool:
-        """Whether the file that is locked is still the one in the folder."""
+        """Whether the locked file is still the one in the folder."""
         try:
             return os.path.samestat(os.fstat(self._handle), os.stat(self._name))
         except FileNotFoundError:
@@ -503,13 +505,14 @@ class Hold:
 
 
 def _is_lock_of(line: str, facts: os.stat_result) -> bool:
-    """Whether a line of /proc/locks is of a file: `1: FLOCK ADVISORY WRITE 123 08:01:456 0 EOF`."""
+    """Whether a line of /proc/locks refers to a file: `1: FLOCK ADVISORY WRITE 123 08:01:456 0
+    EOF`."""
     fields = line.split()
     return len(fields) > 5 and fields[5].rpartition(":")[2] == str(facts.st_ino)
 
 
 def _forget_held() -> None:
-    """A child would keep the locks of a parent that died."""
+    """Forgets held locks in a forked child, which would keep the locks of a dead parent."""
     for handle in _held:
         os.close(handle)
     _held.clear()
@@ -520,26 +523,26 @@ if hasattr(os, "register_at_fork"):
 
 
 def _open_lock(name: str) -> int:
-    """Opens the file of a lock, which is made if need be.
+    """Opens a lock file, and creates it if needed.
 
     Raises:
-        StorageError: it is a link, which may lead to any file, or no file at all.
+        StorageError: it is a link, which may lead to any file, or not a regular file.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
     try:
         handle = os.open(name, flags, 0o666)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
-            raise StorageError(f"{name} is no file; remove it") from None
+            raise StorageError(f"{name} is not a regular file; remove it") from None
         raise
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise StorageError(f"{name} is no file; remove it")
+        raise StorageError(f"{name} is not a regular file; remove it")
     return handle
 
 
 def _acquire(name: str, timeout_s: float) -> int | None:
-    """A handle of a file that is locked by it; None where the file system has no locks."""
+    """A handle of the locked file; None if the file system has no locks."""
     deadline = time.monotonic() + timeout_s
     while True:
         handle = _open_lock(name)
@@ -565,10 +568,10 @@ def _acquire(name: str, timeout_s: float) -> int | None:
 
 @contextmanager
 def _exclusive(name: str, timeout_s: float) -> Iterator[None]:
-    """A lock that is there as long as a file is, which a killed process leaves behind.
+    """A lock by the existence of a file, which a killed process leaves behind.
 
     Raises:
-        StorageError: another process has it, and keeps it for long; says which.
+        StorageError: another process has held it for too long; names that process.
     """
     with asking_system():
         handle = _make_exclusively(name, timeout_s)
@@ -578,7 +581,7 @@ def _exclusive(name: str, timeout_s: float) -> Iterator[None]:
             os.pwrite(handle, who.encode(), 0)
         yield
     finally:
-        with suppress(OSError):  # somebody may have removed it, and a third process made it
+        with suppress(OSError):  # someone may have removed it and a third process created it
             if os.path.samestat(os.fstat(handle), os.stat(name)):
                 os.unlink(name)
         os.close(handle)
@@ -602,14 +605,14 @@ def _why_held(name: str) -> str:
         who = Path(name).read_text(errors="replace")[:200] or who
     return (
         f"{name}: this file system has no locks (flock), so this file is the lock on the "
-        f"checkpoint, and {who} has held it for {age:.0f} s. A commit takes moments. If that "
-        "process is not running any more, delete the file and save again; else wait for it"
+        f"checkpoint, and {who} has held it for {age:.0f} s. A commit takes less than a second. If "
+        "that process no longer runs, delete the file and save again; else wait for it"
     )
 
 
 def sync(path: str, top: str) -> None:
-    """Makes sure that a folder, and each above it up to the one that holds `top`, has its entries
-    on the disk; TensorStore does so for the folder of a file only."""
+    """Syncs the entries of a folder and of each parent up to the one that contains `top`;
+    TensorStore does so only for the folder of a file."""
     end = os.path.dirname(top.rstrip("/"))
     at = path.rstrip("/")
     while len(at) >= len(end):

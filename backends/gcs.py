@@ -13,5 +13,5 @@ def spec(url: str) -> dict[str, Any]:
 
 
 def retries() -> dict[str, Any]:
-    """As for S3: about a minute, and not a quarter of an hour."""
+    """As for S3: about one minute instead of 15."""
     return {"max_retries": 9, "initial_delay": "500ms", "max_delay": "16s"}

@@ -1,7 +1,7 @@
-"""TensorStore, as all of unickpt calls it; the one place that reads what its errors say.
+"""All calls of TensorStore go through here; only this module parses its error messages.
 
-What the storage did not do becomes `Failed` here, where it arises. Any other exception is a bug
-of our own or of a caller's, and passes through unickpt as it is.
+Errors of the storage become `Failed`. Any other exception is a bug of unickpt or of a caller, and
+is not changed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from unickpt.errors import ForkedProcess, StorageError
 
 T = TypeVar("T")
 
-# All that TensorStore makes of the statuses of its operations.
+# All exception types that TensorStore raises for the status of an operation.
 _RAISED = (ValueError, OSError, NotImplementedError, IndexError)
 _STATUS = re.compile(r"([A-Z_]+): ")
 # What follows a message: details for TensorStore's developers, as " [name='value']".
@@ -27,20 +27,20 @@ _OS_CODE = re.compile(r"\[os_error_code='(\d+)'\]")
 _HTTP_CODE = re.compile(r"\[http_response_code='(\d+)'\]")
 _DENIED = ("401", "403")
 _ESCAPED = re.compile(r"\\x([0-9a-f]{2})")
-# Statuses that speak of what is stored, where a checkpoint should be readable.
+# Statuses that mean damaged data when a checkpoint is read.
 _OF_DATA = ("DATA_LOSS", "OUT_OF_RANGE", "FAILED_PRECONDITION", "NOT_FOUND")
 
 
 class Failed(StorageError):
-    """The storage did not do what it was asked for; who knows for what says so in another error.
+    """A storage operation failed; callers raise another error that says for what.
 
     Arguments:
-        text: what it said.
-        errno: the operating system's number, where it gave one.
+        text: the message.
+        errno: the operating system's error number, if any.
     """
 
     is_of_data = False
-    """Whether a reader must take what is stored for damaged."""
+    """Whether it means damaged data to a reader."""
 
     def __init__(self, text: str, errno: int | None = None) -> None:
         super().__init__(text)
@@ -48,7 +48,7 @@ class Failed(StorageError):
 
 
 class Damaged(Failed, ValueError):
-    """What is stored is not what a checkpoint must hold there."""
+    """Stored data is not valid for a checkpoint."""
 
     is_of_data = True
 
@@ -61,26 +61,27 @@ class _Refused(Failed):
         text = _DETAILS.sub("", full)
         code, http, status = _OS_CODE.search(full), _HTTP_CODE.search(full), _STATUS.match(text)
         if http is not None:
-            hint = ": check the credentials, and what they permit" if http[1] in _DENIED else ""
+            hint = ": check the credentials and their permissions" if http[1] in _DENIED else ""
             text += f" (the server answered {http[1]}{hint})"
         text = _ESCAPED.sub(lambda match: chr(int(match[1], 16) or ord("/")), text)
         super().__init__(text, int(code[1]) if code else None)
-        # TensorStore's INVALID_ARGUMENT, which bytes that it cannot decode get, has no name there.
+        # TensorStore's INVALID_ARGUMENT, its error for bytes that it cannot decode, has no name
+        # there.
         nameless = status is None and isinstance(error, ValueError)
         of_data = nameless or (status is not None and status[1] in _OF_DATA)
-        # What a server answers is no fault of stored data, except that an object is too short.
+        # A server's error does not mean damaged data, except that an object is too short.
         self.is_of_data = of_data and (http is None or text.startswith("OUT_OF_RANGE"))
 
 
 def without_status(text: str) -> str:
-    """A message without TensorStore's name of its kind."""
+    """A message without TensorStore's name of the status."""
     match = _STATUS.match(text)
     return text[match.end() :] if match else text
 
 
 @contextmanager
 def asking() -> Iterator[None]:
-    """Around calls of TensorStore's, and of nothing else: what they raise becomes `Failed`."""
+    """Wraps TensorStore calls only: their errors become `Failed`."""
     _check_not_forked()
     try:
         yield
@@ -92,7 +93,7 @@ def asking() -> Iterator[None]:
 
 @contextmanager
 def asking_system() -> Iterator[None]:
-    """Likewise around calls of the operating system's for files."""
+    """Likewise for file operations of the operating system."""
     try:
         yield
     except Failed:
@@ -102,7 +103,7 @@ def asking_system() -> Iterator[None]:
 
 
 class Future(Generic[T]):
-    """What TensorStore is doing; `result` waits for its end.
+    """A TensorStore operation; `result` waits for its end.
 
     Arguments:
         future: TensorStore's.
@@ -114,10 +115,10 @@ class Future(Generic[T]):
         self._future = future
 
     def result(self) -> T:
-        """What came of it.
+        """The result of the operation.
 
         Raises:
-            Failed: the storage did not do it.
+            Failed: the storage failed.
         """
         try:
             found: T = self._future.result()
@@ -127,7 +128,7 @@ class Future(Generic[T]):
 
 
 class KvStore:
-    """A key-value store: TensorStore's, with futures and errors of this module's.
+    """TensorStore's key-value store with this module's futures and errors.
 
     Arguments:
         raw: TensorStore's.
@@ -143,7 +144,7 @@ class KvStore:
             return cls(ts.KvStore.open(spec, context=context).result())
 
     def with_transaction(self, transaction: ts.Transaction) -> KvStore:
-        """This store, as a transaction sees and changes it."""
+        """This store within a transaction."""
         return KvStore(self.raw.with_transaction(transaction))
 
     def read(self, key: str, **options: Any) -> Future[ts.KvStore.ReadResult]:
@@ -165,7 +166,7 @@ class KvStore:
 
 
 def commit(transaction: ts.Transaction) -> Future[None]:
-    """Begins to commit a transaction."""
+    """Starts to commit a transaction."""
     return _begin(transaction.commit_async)
 
 
@@ -185,14 +186,14 @@ class _Use:
 
 
 def _check_not_forked() -> None:
-    """Raises, where TensorStore would end the process: it has threads, which no fork takes along.
+    """Raises if TensorStore would abort the process, because its threads do not survive a fork.
 
-    Importing it and opening stores start none; the first operation does.
+    Importing it and opening stores start no threads; the first operation does.
     """
     if _Use.is_over:
         raise ForkedProcess(
-            "this process was forked from one that had used unickpt already, whose threads for "
-            "reading and writing do not exist here. Start processes by "
+            "this process was forked from one that had already used unickpt, whose I/O threads do "
+            "not exist here. Start processes with "
             'multiprocessing.get_context("spawn") (or "forkserver"); with a PyTorch DataLoader: '
             'DataLoader(..., multiprocessing_context="spawn")'
         )

@@ -7,13 +7,13 @@ from typing import Any
 
 import tensorstore as ts
 
-# Where a context keeps copies of manifests; apart from memory://, and gone with the context.
+# Where a context keeps copies of manifests; separate from memory://, freed with the context.
 MANIFESTS = "memory_key_value_store#manifests"
 
 
 @cache
 def root_context() -> ts.Context:
-    """TensorStore keeps memory:// in a context; this one is the parent of all others."""
+    """The parent of all contexts; TensorStore keeps memory:// in it."""
     context = ts.Context({"memory_key_value_store": {}})
     context["memory_key_value_store"]
     return context

@@ -1,8 +1,8 @@
 """OCDBT's manifests and B-tree nodes, decoded as untrusted input and within bounds.
 
-TensorStore's own decoder believes what it reads: a node of a few kilobytes can unpack to gigabytes,
-and once more where each key repeats most of the key before it. So every node is decoded here
-before TensorStore may see it. TensorStore's documentation describes the format.
+TensorStore's own decoder trusts its input: a node of a few kilobytes can unpack to gigabytes, and
+keys that share long prefixes expand it again. So every node is decoded here before it reaches
+TensorStore. TensorStore's documentation describes the format.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _MOST_ENTRIES = 1 << 20  # as TensorStore
 _MOST_LENGTH = (1 << 16) - 1  # of a key, and of a file's path; as TensorStore
 _MOST_OFFSET = (1 << 63) - 1
 _MISSING = (1 << 64) - 1
-_FEW = 32  # below this, NumPy's calls take longer than they save
-# What an entry, and a file's name, take in memory beside their bytes.
+_FEW = 32  # below this, NumPy is slower than Python
+# Memory of an entry or a file name in addition to its bytes.
 _ENTRY_BYTES = 96
 _FREE_BYTES = 32 << 20
 _PER_STORED_BYTE = 256  # measured: up to 85 for keys that follow a pattern
@@ -35,7 +35,7 @@ Numbers = np.ndarray[Any, Any]
 
 
 class Budget:
-    """Holds what the nodes of a database take in memory against what is stored of them."""
+    """Limits the memory of a database's nodes relative to their stored bytes."""
 
     def __init__(self) -> None:
         self._most, self._taken = _FREE_BYTES, 0
@@ -45,36 +45,36 @@ class Budget:
         return self._most - self._taken
 
     def earn(self, stored: int) -> None:
-        """Takes note of a node that was found in the storage, once.
+        """Counts the stored bytes of a node, once per node.
 
         Arguments:
-            stored: its bytes there.
+            stored: the number of its stored bytes.
         """
         self._most += _PER_STORED_BYTE * stored
 
     def take(self, nbytes: int) -> None:
-        """Takes note of memory that is about to be used.
+        """Counts memory that is about to be used.
 
         Raises:
-            Damaged: there is too much of it for what is stored.
+            Damaged: it is too much for the stored bytes.
         """
         self._taken += nbytes
         if self._taken > self._most:
             raise Damaged(
                 f"the nodes of the B-tree take more than {self._most >> 20} MiB when unpacked, "
-                "which is far more than so few stored bytes should hold"
+                "far more than their stored bytes should need"
             )
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a value, or a node, lies.
+    """The place of a value or a node.
 
     Arguments:
         path: of the file, below the database's folder.
         offset: of the first byte.
         length: in bytes.
-        base: of a node: how much of `path` begins all paths that it names.
+        base: of a node: length of the prefix of `path` that all its paths share.
     """
 
     path: str
@@ -85,10 +85,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a manifest says of the newest version of a database.
+    """What a manifest says about the newest version of a database.
 
     Arguments:
-        root: where the root node lies; None where the database is empty.
+        root: the place of the root node; None if the database is empty.
         height: of the root node.
         keys: number of keys, as the manifest claims.
         nbytes: of all nodes and values in files, likewise.
@@ -109,11 +109,11 @@ class Node:
     Arguments:
         height: 0 for a leaf.
         keys: of the entries, ascending, whole.
-        files: the paths of all files that the node names, and how much of each is its base.
+        files: the paths of all files that the node names, with the length of their bases.
         which: of each entry: the position of its file in `files`; -1 for a value in the node.
         offsets: of each entry: in bytes; in `inline` for a value in the node.
         lengths: of each entry: in bytes.
-        common: of each entry of an inner node: how much of its key begins all keys below it.
+        common: of each entry of an inner node: length of the key prefix of all keys below it.
         inline: the values in the node, joined.
     """
 
@@ -127,7 +127,7 @@ class Node:
     inline: bytes
 
     def find(self, entry: int) -> bytes | Place:
-        """The value of an entry, or where it lies, or where its node does."""
+        """The value of an entry, or its place, or that of its node."""
         offset, length = int(self.offsets[entry]), int(self.lengths[entry])
         if self.which[entry] < 0:
             return self.inline[offset : offset + length]
@@ -139,12 +139,11 @@ def manifest(data: bytes) -> Manifest:
     """Decodes a manifest.
 
     Raises:
-        Damaged: it is none, or of a kind that no checkpoint has.
+        Damaged: it is invalid, or of a kind that checkpoints do not use.
     """
     if len(data) > MOST_MANIFEST_BYTES:
         raise Damaged(
-            f"the manifest has {len(data)} bytes, and that of a checkpoint at most "
-            f"{MOST_MANIFEST_BYTES}"
+            f"the manifest has {len(data)} bytes; a checkpoint's has at most {MOST_MANIFEST_BYTES}"
         )
     budget = Budget()
     body = _open(data, _MANIFEST_MAGIC, "the manifest", budget)
@@ -178,18 +177,18 @@ def node(data: bytes, where: Place, height: int, prefix: bytes, budget: Budget) 
 
     Arguments:
         data: the stored bytes.
-        where: they lie.
+        where: their place.
         height: that the node must have.
-        prefix: what all its keys begin with.
+        prefix: of all its keys.
         budget: of the database.
 
     Raises:
-        Damaged: it is none, or of another height, or too large for what is stored.
+        Damaged: it is invalid, has another height, or is too large for its stored bytes.
     """
     at = f"the B-tree node at byte {where.offset} of {where.path}"
     body = _open(data, _NODE_MAGIC, at, budget)
     if body.byte() != height:
-        raise Damaged(f"{at} has not the height {height}")
+        raise Damaged(f"{at} does not have the height {height}")
     files = _files(body, where.path[: where.base], budget)
     count = body.number()
     if not 0 < count <= _MOST_ENTRIES:
@@ -218,19 +217,22 @@ def node(data: bytes, where: Place, height: int, prefix: bytes, budget: Budget) 
 
 
 def _open(data: bytes, magic: bytes, at: str, budget: Budget) -> _Body:
-    """Checks what encloses a manifest or a node."""
+    """Checks the header and checksum of a manifest or a node."""
     length = int.from_bytes(data[4:12], "little")
     if data[:4] != magic or length != len(data) or len(data) < _HEADER_BYTES + _ENDING_BYTES:
-        raise Damaged(f"{at} does not begin like one")
+        raise Damaged(f"{at} does not begin with the right bytes")
     if data[12] != 0 or data[13] > 1:
-        raise Damaged(f"{at} is of version {data[12]}, compression {data[13]}; known are 0 to 0, 1")
+        raise Damaged(
+            f"{at} has version {data[12]} and compression {data[13]}; supported are version 0 and "
+            "compression 0 and 1"
+        )
     if not unpack.is_sound(data):
         raise Damaged(f"{at} does not match its checksum")
     return _Body(data[_HEADER_BYTES:-_ENDING_BYTES], data[13] == 1, at, budget)
 
 
 class _Body:
-    """The inside of a manifest or node, read from its front; unpacked as far as is needed.
+    """The body of a manifest or node, read from its start; unpacked only as far as needed.
 
     Arguments:
         stored: the bytes.
@@ -243,7 +245,7 @@ class _Body:
         self._stored, self._packed, self._name, self._budget = stored, packed, at, budget
         self._data = b"" if packed else stored
         self._at = 0
-        # How much to unpack next; and no more than that comes out of the stream.
+        # How much to unpack next; no more than this is unpacked.
         self._guess, self._most = unpack.zstd_sizes(stored) if packed else (0, len(stored))
 
     def too_short(self) -> Exception:
@@ -280,7 +282,7 @@ class _Body:
         return self._data[self._at - 1]
 
     def number(self) -> int:
-        """The next number, of seven bits per byte, all bytes but its last above 127."""
+        """The next number, with seven bits per byte; all bytes except the last are above 127."""
         value = 0
         for shift in range(0, 70, 7):
             byte = self.byte()
@@ -322,12 +324,14 @@ class _Body:
         """The next numbers, which are lengths of keys or paths."""
         found = self.numbers(count)
         if count and int(found.max()) > _MOST_LENGTH:
-            raise Damaged(f"{self._name} holds a key or a path of {found.max()} bytes")
+            raise Damaged(
+                f"{self._name} holds a key or a path of {found.max()} bytes, which is too long"
+            )
         return [int(n) for n in found.tolist()]
 
 
 def _files(body: _Body, base: str, budget: Budget) -> list[tuple[str, int]]:
-    """The table of files: their paths, and how much of each is the base of what lies there."""
+    """The table of files: their paths, and the length of each base path."""
     count = body.number()
     if count > _MOST_ENTRIES:
         raise Damaged(f"a node of the B-tree names {count} files")
@@ -358,7 +362,7 @@ def _text(path: bytes) -> str:
 def _keys(
     body: _Body, count: int, prefix: bytes, is_inner: bool, budget: Budget
 ) -> tuple[list[bytes], list[int]]:
-    """The keys of a node; for an inner one also what the keys below each begin with."""
+    """The keys of a node; for an inner node also the prefix of the keys below each."""
     shared, rest = [0, *body.lengths(count - 1)], body.lengths(count)
     common = body.lengths(count) if is_inner else []
     budget.take(sum(shared) + sum(rest) + count * len(prefix))
@@ -380,10 +384,10 @@ def _keys(
 
 
 def _check_places(which: Any, offsets: Any, lengths: Any, files: Sequence[object]) -> None:
-    """That bytes which a node names lie in a file of its table, where a file can have them."""
+    """Checks that a node refers only to files of its table and to possible offsets."""
     if np.size(which) == 0:
         return
     if int(np.max(which)) >= len(files):
         raise Damaged(f"a node of the B-tree names file {np.max(which)} of {len(files)}")
     if int(np.max(offsets)) > _MOST_OFFSET or int(np.max(lengths)) > _MOST_OFFSET:
-        raise Damaged("a node of the B-tree names bytes that no file has")
+        raise Damaged("a node of the B-tree refers to bytes outside of any possible file")

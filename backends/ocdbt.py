@@ -15,7 +15,7 @@ from unickpt.backends.kvstore import Damaged, Future, KvStore
 from unickpt.backends.nodes import Place
 
 MANIFEST = "manifest.ocdbt"
-# Without a cache of its own, every chunk that is read would read the B-tree's nodes anew.
+# Without its own cache, every chunk read would read the B-tree's nodes again.
 NODE_CACHE = "cache_pool#nodes"
 NODE_CACHE_BYTES = 64 << 20
 
@@ -28,12 +28,12 @@ def spec(
 ) -> dict[str, Any]:
     """The database in the folder that the key-value store `base` names.
 
-    Data files are large, so that a save writes few of them; measured beside smaller ones.
+    Data files are large, so that a save writes few of them; this was measured.
 
     Arguments:
         base: the folder.
-        manifest: the key-value store that holds the manifest, where that is not the folder.
-        data: where below the folder new data goes, ending with `/`; `d/` where not given.
+        manifest: the key-value store with the manifest, if that is not the folder.
+        data: subfolder for new data, ending with `/`; `d/` by default.
     """
     out = {
         "driver": "ocdbt",
@@ -50,11 +50,11 @@ def spec(
 
 
 class Tree:
-    """Finds where the values of a database lie; its nodes are read when they are needed.
+    """Finds the places of a database's values; reads its nodes on demand.
 
     Arguments:
-        manifest: gives the database's manifest, or None where there is none.
-        fetch: gives the bytes at a place.
+        manifest: returns the database's manifest, or None if it has none.
+        fetch: returns the bytes at a place.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class Tree:
         self._lock = threading.Lock()
 
     def find(self, key: str) -> bytes | Place | None:
-        """A value that the tree itself holds, or where it lies; None where there is none.
+        """A value that the tree itself holds, or its place; None if the key is missing.
 
         Raises:
-            Damaged: the tree is damaged, or would take far more memory than is stored of it.
+            Damaged: the tree is damaged, or needs far more memory than its stored bytes justify.
             Failed: the storage failed.
         """
         wanted = key.encode()
@@ -89,7 +89,7 @@ class Tree:
         return node.find(at)
 
     def files(self, prefix: str) -> set[str]:
-        """The files that hold the values of all keys with a prefix, and the nodes that lead there.
+        """The files with the values of all keys with a prefix and with the nodes that lead to them.
 
         Raises:
             Damaged: as for `find`.
@@ -102,7 +102,7 @@ class Tree:
             ahead, seen = [] if root is None else [root], set[int]()
             while ahead:
                 node = ahead.pop()
-                seen.add(id(node))  # a few hostile nodes that lead to each other make many paths
+                seen.add(id(node))  # a few hostile nodes that share children can make many paths
                 low = bisect_left(node.keys, first)
                 high = len(node.keys) if after is None else bisect_left(node.keys, after)
                 if node.height > 0 and low > 0 and first not in node.keys[low : low + 1]:
@@ -146,15 +146,15 @@ class Tree:
 
 
 def _after(prefix: bytes) -> bytes | None:
-    """The first key behind all that begin with a prefix; None where there is none."""
+    """The first key after all keys with a prefix; None if there is none."""
     kept = prefix.rstrip(b"\xff")
     return kept[:-1] + bytes([kept[-1] + 1]) if kept else None
 
 
 class Values:
-    """The values of a database that somebody else may have written.
+    """The values of an untrusted database.
 
-    TensorStore is asked for bytes of files only: what leads to them is looked at here first.
+    TensorStore only reads bytes of files; the nodes that lead to them are checked here first.
 
     Arguments:
         store: the key-value store of the database's folder.
@@ -173,14 +173,14 @@ class Values:
         return Found(found)
 
     def read(self, key: str, length: int | None = None) -> bytes | None:
-        """A value, or None where there is none.
+        """A value, or None if it is missing.
 
         Arguments:
             key: of the value.
-            length: that the value must have, in bytes, where that is known.
+            length: that the value must have, in bytes, if known.
 
         Raises:
-            Damaged: it has another length, or not all of it is there, or the tree is damaged.
+            Damaged: it has another length, is incomplete, or the tree is damaged.
         """
         found, stored = self.tree.find(key), self.length(key)
         if length is not None and found is not None and stored != length:
@@ -188,14 +188,14 @@ class Values:
         return self._bytes(found) if isinstance(found, Place) else found
 
     def length(self, key: str) -> int | None:
-        """How many bytes a value has, as the tree tells; None where there is none."""
+        """The length of a value in bytes according to the tree; None if it is missing."""
         found = self.tree.find(key)
         if found is None:
             return None
         return found.length if isinstance(found, Place) else len(found)
 
     def has(self, key: str, length: int) -> bool:
-        """Whether a value is stored that has at least so many bytes, the last of them included."""
+        """Whether a value of at least `length` bytes is stored, including its last byte."""
         found = self.tree.find(key)
         if not isinstance(found, Place):
             return found is not None and len(found) >= length
@@ -205,10 +205,10 @@ class Values:
         return True
 
     def check(self, prefix: str) -> None:
-        """Looks at all nodes that lead to keys with a prefix, before TensorStore does.
+        """Checks all nodes that lead to keys with a prefix, before TensorStore reads them.
 
         Raises:
-            Damaged: they are damaged, or would take far more memory than is stored of them.
+            Damaged: they are damaged, or need far more memory than their stored bytes justify.
         """
         if prefix not in self._checked:
             for path in self.tree.files(prefix):
@@ -219,11 +219,11 @@ class Values:
         return fetch(self._store, place)
 
     def _check_file(self, path: str) -> None:
-        """Nothing but objects is stored where there are no folders."""
+        """Does nothing: object storage contains only objects."""
 
 
 class Found:
-    """A value that needs no waiting for; looks like TensorStore's future of one."""
+    """A value that is available; with the interface of TensorStore's future."""
 
     def __init__(self, value: bytes | None) -> None:
         self._value = value
@@ -244,7 +244,7 @@ def fetch(store: KvStore, place: Place) -> bytes:
     """The bytes at a place below a folder.
 
     Raises:
-        Damaged: they are not all there.
+        Damaged: some are missing.
     """
     read = store.read(place.path, byte_range=_range(place)).result()
     if read.state != "value":

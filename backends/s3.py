@@ -1,4 +1,4 @@
-"""s3:// : S3 and what speaks its protocol; endpoint, region, credentials by the AWS variables."""
+"""s3:// : S3-compatible storage; endpoint, region, credentials from the AWS variables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unickpt.errors import InvalidPath
 
 _ATTEMPTS = 10
 _CREDENTIALS = "aws_credentials#"
-# Where credentials come from, as resources of a context; a spec names one of them.
+# Sources of credentials, as resources of a context; a spec names one of them.
 CREDENTIALS: Mapping[str, Any] = {
     _CREDENTIALS + kind: {"type": kind}
     for kind in ("environment", "default", "ecs", "imds", "anonymous")
@@ -32,16 +32,16 @@ def spec(url: str) -> dict[str, Any]:
     if region:
         out["aws_region"] = region
     if endpoint:
-        # With an endpoint of its own TensorStore does not look the region up.
+        # With a custom endpoint TensorStore does not look up the region.
         out |= {"endpoint": endpoint.rstrip("/"), "aws_region": region or "us-east-1"}
     return out | {"aws_credentials": _CREDENTIALS + _source()}
 
 
 def _source() -> str:
-    """Where the credentials are, looked for in the order of the AWS SDK.
+    """The source of the credentials, searched in the order of the AWS SDK.
 
-    The SDK's own search writes lines to stderr for every place where there are none, in each
-    context again; so it is left to search only where this cannot tell.
+    The SDK's own search writes lines to stderr for every source without credentials, for each
+    context. So the SDK only searches if this function cannot decide.
     """
     env = os.environ
     if env.get("AWS_ACCESS_KEY_ID") and env.get("AWS_SECRET_ACCESS_KEY"):
@@ -65,7 +65,7 @@ def _source() -> str:
 
 @cache
 def _has_role(service: str) -> bool:
-    """Whether this is a machine in EC2 that has a role; asked once per process."""
+    """Whether this is an EC2 machine with a role; checked once per process."""
     parts = urlsplit(service)
     metadata = http.client.HTTPConnection(parts.netloc, timeout=_METADATA_TIMEOUT_S)
     try:
@@ -87,9 +87,11 @@ def bucket_and_path(url: str) -> tuple[str, str]:
     parts = urlsplit(url)
     path = unquote(parts.path).strip("/")
     if not parts.netloc:
-        raise InvalidPath(f"{url!r}: give a bucket and a path, as in {parts.scheme}://bucket/run/1")
+        raise InvalidPath(
+            f"{url!r}: give a bucket and a path, such as {parts.scheme}://bucket/run/1"
+        )
     if path and any(part in ("", ".", "..") for part in path.split("/")):
-        raise InvalidPath(f"{url!r}: the path holds an empty name, '.' or '..'")
+        raise InvalidPath(f"{url!r}: the path contains an empty name, '.' or '..'")
     return parts.netloc, path and path + "/"
 
 

@@ -1,8 +1,8 @@
-"""Checking and unpacking the bytes of OCDBT's nodes, no further than is asked for.
+"""Checks and unpacks the bytes of OCDBT nodes, only as far as requested.
 
-TensorStore has both algorithms that this takes, CRC-32C and zstd, but gives them only within other
-formats: as a codec of Zarr arrays, and as a method of ZIP archives. So the bytes are put into an
-array, or an archive, in memory. Reading a range of a file in an archive unpacks no more than that.
+TensorStore has both algorithms that this needs, CRC-32C and zstd, but exposes them only within
+other formats: as a codec of Zarr arrays, and as a method of ZIP archives. So the bytes are put into
+an array or an archive in memory. Reading a range of a file in an archive unpacks only that range.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ def is_sound(data: bytes) -> bool:
 
 
 def zstd_prefix(stream: bytes, size: int) -> bytes | None:
-    """The first bytes of what a zstd stream holds.
+    """The first bytes of the content of a zstd stream.
 
     Arguments:
         stream: the stream; untrusted.
-        size: how many bytes, at least 1; no more memory than that is taken.
+        size: number of bytes, at least 1; also the limit of the memory used.
 
     Returns:
-        The bytes, or None where the stream is damaged or holds fewer.
+        The bytes, or None if the stream is damaged or has fewer.
     """
     fields = (_ZSTD_IN_ZIP, 0, 0x21, 0, len(stream), size, 1)
     entry = struct.pack("<IHHHHHIIIHH", 0x04034B50, 20, 0, *fields, 0) + b"x"
@@ -94,16 +94,16 @@ def zstd_prefix(stream: bytes, size: int) -> bytes | None:
 
 
 def zstd_sizes(stream: bytes) -> tuple[int, int]:
-    """How many bytes a zstd stream probably holds, and how many at most, as its headers tell.
+    """The probable and the maximum size of a zstd stream's content, from its headers.
 
-    Nothing is unpacked. The first number may be a lie. The second cannot be: a block that is packed
-    holds at most 128 KiB, and most streams have only such blocks, except for the last.
+    Unpacks nothing. The first number may be false. The second cannot: a compressed block holds at
+    most 128 KiB, and most streams have only such blocks, except for the last.
 
     Arguments:
         stream: the stream; untrusted.
 
     Returns:
-        The numbers; 0 where this is no such stream.
+        The sizes; 0 if this is not a zstd stream.
     """
     if stream[:4] != _ZSTD_MAGIC or len(stream) < 6:
         return 0, 0

@@ -526,7 +526,7 @@ def test_a_lock_is_a_file(tmp_path: Path) -> None:
         lock.parent.mkdir()
         for make in (lambda f: f.symlink_to(precious), lambda f: os.mkfifo(f)):
             make(lock)
-            with pytest.raises(unickpt.UnickptError, match="is no file; remove it"):
+            with pytest.raises(unickpt.UnickptError, match="is not a regular file; remove it"):
                 act()
             assert stat.S_ISLNK(lock.lstat().st_mode) or stat.S_ISFIFO(lock.lstat().st_mode)
             lock.unlink()

@@ -106,7 +106,7 @@ W = {"shape": [2, 3], "dtype": "float32", "chunk": [2, 3], "boxes": [[[0, 0], [2
         ({"arrays": {"w": {**W, "boxes": [[[0], [2], [0]]]}}}, "does not fit shape"),
         ({"arrays": {"w": {**W, "cut": [0]}}}, "is cut along"),
         ({"aliases": {"t": "nobody"}}, "no array"),
-        ({"values": {"v": {"pickle": "gASV"}}}, "no known type"),
+        ({"values": {"v": {"pickle": "gASV"}}}, "has an unknown type"),
         ({"meshes": [{"axes": ["a"], "shape": [9], "processes": [0]}]}, "lists 1 devices"),
         ({"processes": 0}, "0 processes"),
         ({"per_process": {"r": [[1]]}}, "per-process"),

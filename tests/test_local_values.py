@@ -88,7 +88,7 @@ def test_no_value_lies_outside(path: str) -> None:
 
 def test_nodes_that_lead_to_each_other_end() -> None:
     loop = inner([(b"", b"", "x", 0, 0)], height=5)
-    with pytest.raises(ValueError, match="has not the height 4"):
+    with pytest.raises(ValueError, match="does not have the height 4"):
         forged(loop, height=5).find("k")
 
 

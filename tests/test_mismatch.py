@@ -114,24 +114,24 @@ def test_one_renamed_component_is_told_first_and_once() -> None:
 @pytest.mark.parametrize(
     ("stored", "asked", "cause"),
     [
-        ({"model": layers(3, **PAIR)}, layers(3, **PAIR), "stored under 'model/', and asked for"),
-        (layers(3, **PAIR), {"p": layers(3, **PAIR)}, "asked for under 'p/', and stored without"),
+        ({"model": layers(3, **PAIR)}, layers(3, **PAIR), "stored under 'model/', but asked for"),
+        (layers(3, **PAIR), {"p": layers(3, **PAIR)}, "asked for under 'p/', but stored without"),
         ({"a": layers(3, w=np.ones(2))}, {"b": layers(3, w=np.ones(2))}, "asked 'b/', stored 'a/'"),
         (layers(3, kernel=np.ones(2)), layers(3, weight=np.ones(2)), "asked 'weight', stored 'ker"),
         (
             {"m": {f"l.{i}.w": np.zeros(2) for i in range(3)}},
             {"m": {"l": [{"w": np.zeros(2)}] * 3}},
-            "dots and slashes alone (3 leaves): asked 'm/l/0/w', stored 'm/l.0.w'",
+            "differ only in dots and slashes (3 leaves): asked 'm/l/0/w', stored 'm/l.0.w'",
         ),
         (
             {"l": [{"w": np.zeros(2)}] * 3},
             {f"l.{i}.w": np.zeros(2) for i in range(3)},
-            "dots and slashes alone (3 leaves): asked 'l.0.w', stored 'l/0/w'",
+            "differ only in dots and slashes (3 leaves): asked 'l.0.w', stored 'l/0/w'",
         ),
         (
             {f"l/{i}": np.zeros(2) for i in range(3)},
             {"l": [np.zeros(2)] * 3},
-            "dots and slashes alone (3 leaves): asked 'l/0', stored 'l%2F0'",
+            "differ only in dots and slashes (3 leaves): asked 'l/0', stored 'l%2F0'",
         ),
         (
             {f"l.{i}.w": np.zeros(2) for i in range(3)},

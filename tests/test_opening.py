@@ -252,17 +252,21 @@ def test_damage_is_still_damage(place: str) -> None:
 def test_the_folder_of_a_run_is_named_as_one(place: str) -> None:
     for step in (9, 10):
         unickpt.save(f"{place}/step_{step}", tree(step))
-    said = r"it holds checkpoints, but is none itself \(step_9, step_10\); load the newest by "
+    said = (
+        r"it contains checkpoints but is not one itself \(step_9, step_10\); load the newest with "
+    )
     with pytest.raises(CheckpointNotFound, match=said) as caught:
         unickpt.load(place)
     assert f"unickpt.Checkpointer({place!r}).load()" in str(caught.value)
-    newest = str(caught.value).rpartition(" as ")[2].strip("'")
+    newest = str(caught.value).rpartition(" such as ")[2].strip("'")
     assert number_of(unickpt.load(newest)) == 10
 
 
 def test_other_folders_of_checkpoints_are_listed(tmp_path: Path) -> None:
     unickpt.save(tmp_path / "best", tree(1))
-    with pytest.raises(CheckpointNotFound, match=r"\(best\); give the path of one, as '.*/best'"):
+    with pytest.raises(
+        CheckpointNotFound, match=r"\(best\); give the path of one, such as '.*/best'"
+    ):
         unickpt.open(tmp_path)
 
 
@@ -399,7 +403,7 @@ def test_checkpoints_and_arrays_can_be_pickled(processes: Processes, tmp_path: P
     (out,) = processes.finish([processes.start(UNPICKLING, pickled)])
     assert out.strip() == "[2, 3] ['w'] {'n': 3} True"
     unickpt.save(tmp_path / "c", {"w": np.arange(9), "n": 4}, overwrite=True)
-    with pytest.raises(CheckpointReplaced, match=r"the checkpoint that was pickled, of 20.*again"):
+    with pytest.raises(CheckpointReplaced, match=r"the pickled checkpoint, created 20.*again"):
         pickle.loads(pickled.read_bytes())
 
 

@@ -529,7 +529,7 @@ def test_rules_are_rules(rules: Any, tmp_path: Path) -> None:
         lambda: unickpt.convert(tmp_path / "c", tmp_path / "d", rules=rules),
         lambda: unickpt.diff(tmp_path / "c", tmp_path / "c", rules=rules),
     ):
-        with pytest.raises(TypeError, match=r"rules is a (str|list|dict); make it by unickpt"):
+        with pytest.raises(TypeError, match=r"rules is a (str|list|dict); make it with unickpt"):
             action()
 
 
@@ -688,10 +688,10 @@ def test_what_a_function_reads_is_verified_as_the_rest(tmp_path: Path) -> None:
 def test_a_constant_must_be_of_the_dtype(constant: str, dtype: str, tmp_path: Path) -> None:
     unickpt.save(tmp_path / "c", {"a": np.ones(2), "b": np.zeros(3, dtype)})
     made = Rules.parse(f"a <-> a\nb <-> drop\n{constant} <-> c [k] as {dtype}  k=3")
-    with pytest.raises(RuleError, match=rf"'c' is {dtype}\[3\], and .* is no {dtype}"):
+    with pytest.raises(RuleError, match=rf"'c' is {dtype}\[3\], and {dtype} cannot hold"):
         unickpt.load(tmp_path / "c", rules=made)
     read = Rules.parse(f"a <-> a\nb <-> {constant}")
-    with pytest.raises(RuleError, match=rf"'b' is {dtype}\[3\], and .* is no {dtype}"):
+    with pytest.raises(RuleError, match=rf"'b' is {dtype}\[3\], and {dtype} cannot hold"):
         unickpt.load(tmp_path / "c", rules=read)
 
 

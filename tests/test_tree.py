@@ -129,7 +129,7 @@ def test_cycles_and_bottomless_trees_are_refused() -> None:
     ("structure", "reason"),
     [
         (7, "tree node"),
-        ({"dict": [["a", "*"], ["a", "*"]]}, "stands twice"),
+        ({"dict": [["a", "*"], ["a", "*"]]}, "occurs twice"),
         ({"dict": [["a"]]}, "not a pair"),
         ({"dict": [[None, "*"]]}, "must be str or int"),
         ({"list": 3}, "holds no list"),

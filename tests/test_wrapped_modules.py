@@ -262,7 +262,7 @@ def test_a_scheduler_is_no_optimizer(tmp_path: Path) -> None:
     scheduler = StepLR(optimizer, 5)
     unickpt.save(tmp_path / "c", {"s": scheduler})
     assert "s/last_epoch" in unickpt.open(tmp_path / "c").values
-    with pytest.raises(ValueError, match=r"StepLR is no torch\.optim\.Optimizer"):
+    with pytest.raises(ValueError, match=r"StepLR is not a torch\.optim\.Optimizer"):
         unickpt.Checkpointer(tmp_path / "run", optimizers=[scheduler])
 
 

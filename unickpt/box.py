@@ -1,4 +1,4 @@
-"""Boxes: half-open n-d intervals, flat row-major ranges as boxes, and proof of exact coverage."""
+"""Boxes: half-open n-d intervals, flat row-major ranges as boxes, checks of exact coverage."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice | EllipsisType, ...]:
-        """Indices that take the box out of an array, as a view."""
+        """Indices that select the box from an array, as a view."""
         if not self.start:
             return (Ellipsis,)  # of a 0-d array, NumPy's [()] would be a copy
         return tuple(map(slice, self.start, self.stop))
 
     def intersect(self, other: Box) -> Box | None:
-        """The common box, or None where no element is common."""
+        """The common box, or None if no element is common."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         return None if any(map(ge, start, stop)) else Box(start, stop)
@@ -72,7 +72,7 @@ class Box:
         return all(map(le, self.start, other.start)) and all(map(ge, self.stop, other.stop))
 
     def relative_to(self, origin: Sequence[int]) -> Box:
-        """The same box, counted from `origin`."""
+        """The same box, relative to `origin`."""
         return Box(
             tuple(a - o for a, o in zip(self.start, origin, strict=True)),
             tuple(b - o for b, o in zip(self.stop, origin, strict=True)),
@@ -135,7 +135,7 @@ def _under(box: Box, start: int, stop: int) -> Box:
 
 
 def box_to_flat_range(shape: Sequence[int], box: Box) -> tuple[int, int] | None:
-    """The flat row-major range `[start, stop)` that `box` fills, or None where it is not one.
+    """The flat row-major range `[start, stop)` that `box` fills, or None if it fills none.
 
     The inverse of `flat_range_to_boxes` for a single box.
     """
@@ -172,10 +172,10 @@ def cut(box: Box, most: int) -> Iterator[Box]:
 
 
 def overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
-    """Positions of two boxes that share an element, or None where all are disjoint.
+    """Positions of two boxes that share an element, or None if all are disjoint.
 
-    Takes a time of n log n for boxes that straight cuts separate, as they do all grids, and for
-    those that differ in at most two dimensions.
+    Takes O(n log n) for boxes that straight cuts separate, as in all grids, and for boxes that
+    differ in at most two dimensions.
     """
     order = [i for i, b in enumerate(boxes) if not b.empty]
     if len(order) < 2:
@@ -202,7 +202,7 @@ _Positions = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def _cut_apart(starts: _Positions, stops: _Positions) -> list[_Positions] | None:
-    """Groups of boxes between the straight cuts that cross none of them; None without a cut."""
+    """Groups of boxes between straight cuts that cross no box; None without such a cut."""
     for dim in range(starts.shape[1]):
         sweep = np.argsort(starts[:, dim], kind="stable")
         reach = np.maximum.accumulate(stops[sweep, dim])
@@ -213,17 +213,17 @@ def _cut_apart(starts: _Positions, stops: _Positions) -> list[_Positions] | None
 
 
 def _sweep(starts: _Positions, stops: _Positions) -> tuple[int, int] | None:
-    """Positions of two boxes that share an element; found by going along one dimension."""
+    """Positions of two boxes that share an element; sweeps along one dimension."""
     differ = [
         d
         for d in range(starts.shape[1])
         if (starts[:, d] != starts[0, d]).any() or (stops[:, d] != stops[0, d]).any()
     ]
-    # Dimensions in which all boxes are the same keep none of them apart.
+    # Dimensions in which all boxes are equal separate none of them.
     starts, stops = starts[:, differ], stops[:, differ]
     if len(differ) < 2:
         return _sweep_line(starts, stops)
-    # Along the dimension with the most different starts, so that few boxes are open at once.
+    # Sweep the dimension with the most different starts, so that few boxes are open at once.
     dim = max(range(len(differ)), key=lambda d: len(np.unique(starts[:, d])))
     if len(differ) == 2:
         return _sweep_plane(starts[:, [dim, 1 - dim]].tolist(), stops[:, [dim, 1 - dim]].tolist())
@@ -249,7 +249,7 @@ def _sweep_line(starts: _Positions, stops: _Positions) -> tuple[int, int] | None
 
 
 def _sweep_plane(starts: list[list[int]], stops: list[list[int]]) -> tuple[int, int] | None:
-    """Goes along the first dimension; the boxes that are open there are apart in the second."""
+    """Sweeps the first dimension; open boxes must be disjoint in the second."""
     events = sorted(
         [(start[0], 1, k) for k, start in enumerate(starts)]
         + [(stop[0], 0, k) for k, stop in enumerate(stops)]
@@ -273,12 +273,12 @@ _PRIME = (1 << 61) - 1
 
 
 def fill_exactly(whole: Box, boxes: Sequence[Box]) -> bool:
-    """Whether every element of `whole` lies in exactly one of some boxes, all within it.
+    """Whether every element of `whole` lies in exactly one of `boxes`, all of which lie within it.
 
     Each index of each dimension gets a random weight, each element the product of its indices'
-    weights. If the weights of the boxes add up to that of the whole, they fill it: by the lemma of
-    Schwartz and Zippel the chance of an error is below one in 2**56, whoever chose the boxes. It
-    takes as long as reading the boxes does, in any number of dimensions, which no sweep does.
+    weights. If the weights of the boxes add up to that of the whole, they fill it: by the
+    Schwartz-Zippel lemma the probability of an error is below 2**-56, even for hostile boxes.
+    Unlike a sweep, it takes linear time in any number of dimensions.
     """
     sums: list[dict[int, int]] = [{} for _ in whole.start]
 
@@ -295,7 +295,7 @@ def fill_exactly(whole: Box, boxes: Sequence[Box]) -> bool:
 
 
 def uncovered(whole: Box, boxes: Iterable[Box]) -> Box | None:
-    """A part of `whole` that no box covers, or None where all of it is covered."""
+    """A part of `whole` that no box covers, or None if all of it is covered."""
     boxes = list(boxes)
     if overlap(boxes) is None:
         return _gap(whole, boxes)
@@ -310,7 +310,7 @@ def uncovered(whole: Box, boxes: Iterable[Box]) -> Box | None:
 def _gap(whole: Box, boxes: Sequence[Box]) -> Box | None:
     """A part of `whole` that no box covers; the boxes are disjoint.
 
-    Halves it again and again, and goes on with a half that has more elements than its boxes.
+    Halves it repeatedly, and continues with a half that has more elements than its boxes.
     """
     inside = [common for box in boxes if (common := whole.intersect(box)) is not None]
     if sum(box.size for box in inside) == whole.size:
@@ -330,7 +330,7 @@ def _gap(whole: Box, boxes: Sequence[Box]) -> Box | None:
 
 
 def _halfway(whole: Box, boxes: Sequence[Box]) -> tuple[int, int]:
-    """A dimension, and where in it the middle one of all sides of boxes inside of `whole` lies."""
+    """A dimension, and the median of all box sides within `whole` along it."""
     best: list[int] = []
     dim = 0
     for d, (a, b) in enumerate(zip(whole.start, whole.stop, strict=True)):

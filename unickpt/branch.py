@@ -1,7 +1,7 @@
-"""Branches of a run: which of its steps a job sees that goes on after an earlier one.
+"""Branches of a run: which steps a job sees that continues after an earlier step.
 
-A run that goes back to step 150 has the steps after it twice: those that it leaves behind, and
-those that it saves from then on. The latter tell in their metadata after which step they go on.
+A run that goes back to step 150 has two kinds of later steps: those that it abandons, and those
+that it saves from then on. The metadata of the latter says after which step they continue.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ _log = logging.getLogger("unickpt")
 
 
 class Branch:
-    """The steps that a job sees: all; or those up to `after`, and later ones that are its own.
+    """The steps that a job sees: all, or those up to `after` and its own later ones.
 
     Arguments:
-        after: the step that the job goes on after; None if that is the newest.
+        after: the step after which the job continues; None for the newest.
     """
 
     def __init__(self, after: int | None) -> None:
         self.after = after
         self.recorded = after
-        """What the metadata of its steps tells: `after`, or what the step tells that was loaded."""
+        """The `after` in the metadata of its steps: `after`, or that of the loaded step."""
         self._own: set[tuple[Steps, int]] = set()
 
     def steps(self, tier: Steps, *, steady: bool = False) -> list[int]:
@@ -32,7 +32,7 @@ class Branch:
 
         Arguments:
             tier: the folder.
-            steady: see `Steps.steady`; for a job that does not have the lease.
+            steady: see `Steps.steady`; for a job that does not hold the lease.
 
         Raises:
             StorageError: the storage failed.
@@ -41,11 +41,11 @@ class Branch:
         return [step for step in found if self.has(tier, step)]
 
     def abandoned(self, tier: Steps) -> list[int]:
-        """The committed steps that it does not see, ascending. Raises as `steps`."""
+        """The committed steps that the job does not see, ascending. Raises as `steps`."""
         return [step for step in tier.committed() if not self.has(tier, step)]
 
     def has(self, tier: Steps, step: int) -> bool:
-        """Whether this job sees a step, if it is there."""
+        """Whether this job sees a step, if it exists."""
         if self.after is None or step <= self.after or (tier, step) in self._own:
             return True
         try:
@@ -53,15 +53,15 @@ class Branch:
         except CheckpointNotFound:
             return False  # another job has removed it
         except (CheckpointCorrupt, UnsupportedFormat) as error:
-            # Better an error when it is loaded than a step of its own that is gone silently.
-            _log.warning("%s: nothing tells whose step it is: %s", tier.path(step), error)
+            # Keep it: an error on loading is better than silently removing the job's own step.
+            _log.warning("%s: cannot tell which job saved this step: %s", tier.path(step), error)
             return True
         if own:
             self._own.add((tier, step))
         return own
 
     def goes_on_from(self, tier: Steps, step: int) -> None:
-        """Says that a step was loaded. Without `after`, what is saved now belongs to its branch."""
+        """Records that a step was loaded. Without `after`, later saves belong to its branch."""
         if self.after is None:
             try:
                 self.recorded = tier.after(step)
@@ -69,5 +69,5 @@ class Branch:
                 self.recorded = None
 
     def forget(self, step: int) -> None:
-        """Says that a step was removed."""
+        """Records that a step was removed."""
         self._own = {(tier, own) for tier, own in self._own if own != step}

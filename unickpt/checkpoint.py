@@ -1,4 +1,4 @@
-"""open(): a committed checkpoint, lazily and read-only, without any framework."""
+"""open(): reads a committed checkpoint lazily, without any framework."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from unickpt.read import read_box
 
 T = TypeVar("T")
 
-# A reader that starts again, because a save replaced what it read, has until the next save for it.
+# How often a reader starts again because a save replaced the checkpoint.
 _OPENINGS = 50
 _READINGS = 20
 _SHOWN = 8  # names of checkpoints, in a message
 
 
 def open(path: backends.Path) -> Checkpoint:
-    """Opens a checkpoint by reading its index, one small object; arrays are read when asked for.
+    """Opens a checkpoint by reading its index, one small object; arrays are read on access.
 
     Arguments:
         path: a local path or a URL (file, memory, s3, gs).
 
-    Where a save replaces the checkpoint at this moment, the new one is opened.
+    If a save replaces the checkpoint during the call, the new one is opened.
 
     Raises:
-        CheckpointNotFound: no committed checkpoint is there.
-        CheckpointReplaced: saves replaced it again and again, faster than it could be opened.
+        CheckpointNotFound: no committed checkpoint exists there.
+        CheckpointReplaced: saves replaced it repeatedly, faster than it could be opened.
         CheckpointCorrupt: its index is damaged.
         UnsupportedFormat: it was written by a newer unickpt.
 
@@ -60,20 +60,20 @@ def open(path: backends.Path) -> Checkpoint:
 
 
 def reading(path: backends.Path, work: Callable[[Checkpoint], T]) -> T:
-    """Opens a checkpoint and reads of it, from the start again if it is replaced meanwhile.
+    """Opens a checkpoint and reads from it; starts again if a save replaces it during the read.
 
     Arguments:
         path: as for `open`.
-        work: reads; whatever it makes is thrown away where it has to start again.
+        work: reads; its result is discarded if it has to start again.
 
     Raises:
-        CheckpointReplaced: that happened again and again.
+        CheckpointReplaced: saves replaced it repeatedly.
     """
     return again(lambda: work(open(path)), _READINGS)
 
 
 def again(work: Callable[[], T], times: int = _READINGS) -> T:
-    """Does some work, and does it again where it raises CheckpointReplaced."""
+    """Calls `work`, and calls it again if it raises CheckpointReplaced."""
     replaced = None
     for _ in range(times):
         try:
@@ -84,14 +84,14 @@ def again(work: Callable[[], T], times: int = _READINGS) -> T:
             if replaced is None:
                 raise
             raise CheckpointNotFound(
-                f"{error}. It was there a moment ago, and was removed while it was being read"
+                f"{error}. It existed a moment ago and was removed while it was being read"
             ) from replaced
     assert replaced is not None, "it was tried at least once"
     raise replaced
 
 
 def _open(location: backends.Location) -> Checkpoint:
-    # Its own context, and so its own memory: another save at this path changes nothing of this.
+    # Its own context has its own cache, so another save at this path does not affect it.
     context = backends.context()
     try:
         pinned = location.pinned(context)
@@ -103,7 +103,7 @@ def _open(location: backends.Location) -> Checkpoint:
 
 
 def open_at(location: backends.Location, context: ts.Context) -> Checkpoint:
-    """As `open`, where its manifest is held already; see `Location.pinned`."""
+    """As `open`, for a location with a pinned manifest; see `Location.pinned`."""
     try:
         contents = location.values(context)
         return Checkpoint(location, context, _read_index(location, contents), contents)
@@ -121,13 +121,13 @@ def _read_index(location: backends.Location, contents: ocdbt.Values) -> Index:
         raise chunks.translate(error, str(location)) from error
     if found is None:
         raise CheckpointNotFound(
-            f"no checkpoint at {location}: a database is there, but it has no index of unickpt's"
+            f"no checkpoint at {location}: the database there has no unickpt index"
         )
     return index_module.decode(found, str(location))
 
 
 def _nothing_at(location: backends.Location) -> str:
-    """Why there is nothing to open, and what might have been meant."""
+    """Why nothing can be opened here, and which path may have been meant."""
     said = f"no checkpoint at {location}"
     try:
         below = [listed for listed in checkpoints_below(location.url) if listed.name != "."]
@@ -140,19 +140,19 @@ def _nothing_at(location: backends.Location) -> str:
         )
     names = [listed.name for listed in below]
     shown = ", ".join(names if len(names) <= _SHOWN else [names[0], "...", *names[1 - _SHOWN :]])
-    hint = f"give the path of one, as {below[-1].path!r}"
+    hint = f"give the path of one, such as {below[-1].path!r}"
     if all(name.startswith("step_") for name in names):
         hint = (
-            f"load the newest by unickpt.Checkpointer({str(location)!r}).load(), or give the path "
-            f"of a step, as {below[-1].path!r}"
+            f"load the newest with unickpt.Checkpointer({str(location)!r}).load(), or give the "
+            f"path of a step, such as {below[-1].path!r}"
         )
-    return f"{said}: it holds checkpoints, but is none itself ({shown}); {hint}"
+    return f"{said}: it contains checkpoints but is not one itself ({shown}); {hint}"
 
 
 class Checkpoint(Mapping[str, "StoredArray"]):
-    """A committed checkpoint: its arrays by name, tied ones under each of their names.
+    """A committed checkpoint: its arrays by name, tied arrays under each of their names.
 
-    `metadata` is what `save` was given, `values` the plain values by name, `index` all the rest.
+    `metadata` is what `save` was given, `values` the plain values by name, `index` everything else.
     """
 
     def __init__(
@@ -205,11 +205,11 @@ class Checkpoint(Mapping[str, "StoredArray"]):
         return sum(entry.nbytes for entry in self.index.arrays.values())
 
     def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[bytes, ...]:
-        """The encoded values of a per-process leaf, checked.
+        """The encoded values of a per-process leaf, checked against their digests.
 
         Arguments:
             name: of the leaf.
-            of: the processes whose values are wanted; all, where not given.
+            of: the processes whose values to read; all by default.
 
         Raises:
             CheckpointCorrupt: one is missing or does not match its digest.
@@ -229,11 +229,11 @@ class Checkpoint(Mapping[str, "StoredArray"]):
     # --- for load and verify -------------------------------------------------------------------
 
     def damaged(self, reason: str) -> Exception:
-        """What to raise where something stored is wrong: damage, unless it was replaced since."""
+        """The error for bad stored data: damage, unless the checkpoint was replaced since."""
         return self._chunks.unless_replaced(CheckpointCorrupt(f"{self.location}: {reason}"))
 
     def check_unchanged(self) -> None:
-        """Makes sure that this is still the checkpoint at its path.
+        """Checks that this is still the checkpoint at its path.
 
         Raises:
             CheckpointReplaced: it is not.
@@ -243,14 +243,14 @@ class Checkpoint(Mapping[str, "StoredArray"]):
             raise found
 
     def count_keys(self) -> int:
-        """How many keys the database has, as its manifest tells; none are listed."""
+        """The number of keys in the database according to its manifest; lists none."""
         try:
             return self.location.database_facts(self._chunks.context).keys
         except Failed as error:
             raise self._chunks.explained(error, str(self.location)) from error
 
     def request_key(self, key: str) -> Any:
-        """Starts to read a key of the database; what it returns is for `read_key`."""
+        """Starts to read a key of the database; pass the result to `read_key`."""
         return self._chunks.request_key(key)
 
     def read_key(self, key: str, length: int | None = None, requested: Any = None) -> bytes:
@@ -258,11 +258,11 @@ class Checkpoint(Mapping[str, "StoredArray"]):
 
         Arguments:
             key: of the database.
-            length: how many bytes it must have, where the index tells.
-            requested: what `request_key` gave for it.
+            length: the number of bytes it must have, if the index says.
+            requested: the result of `request_key` for it.
 
         Raises:
-            CheckpointCorrupt: it is missing or unreadable, or has another length.
+            CheckpointCorrupt: it is missing, unreadable or has a different length.
         """
         where = f"{self.location}: key {key!r}"
         try:
@@ -270,11 +270,11 @@ class Checkpoint(Mapping[str, "StoredArray"]):
         except Failed as error:
             raise self._chunks.explained(error, where) from error
         if data is None:
-            raise self.damaged(f"key {key!r}: is missing")
+            raise self.damaged(f"key {key!r} is missing")
         return data
 
     def read_digests(self) -> digests.Table:
-        """The digest table, whose length must fit the index before it is read.
+        """The digest table; its length is checked against the index before it is read.
 
         Raises:
             CheckpointCorrupt: it is missing, or does not belong to the index.
@@ -284,7 +284,7 @@ class Checkpoint(Mapping[str, "StoredArray"]):
         except Failed as error:
             raise self._chunks.explained(error, f"{self.location}: key {DIGESTS_KEY!r}") from error
         if nbytes is None:
-            raise self.damaged(f"key {DIGESTS_KEY!r}: is missing")
+            raise self.damaged(f"key {DIGESTS_KEY!r} is missing")
         try:
             digests.check(nbytes, self.index, digests.length(self.index.arrays))
             return digests.decode(self.read_key(DIGESTS_KEY, nbytes), self.index)
@@ -296,15 +296,15 @@ class Checkpoint(Mapping[str, "StoredArray"]):
         return self.read_digests(), digests.spans(self.index.arrays)
 
     def digests_of(self, name: str) -> digests.Table:
-        """The rows of an array's chunks, part by part."""
+        """The rows of an array's chunks, in the order of its parts."""
         table, spans = self._digests
         return table[spans[name]]
 
     def check_backed(self, entry: ArrayEntry) -> None:
-        """Makes sure that stored data justifies the memory that an array's shape asks for.
+        """Checks that enough data is stored to justify the memory that an array's shape needs.
 
         Raises:
-            CheckpointCorrupt: the digest table or the first chunk contradict the shape.
+            CheckpointCorrupt: the digest table or the first chunk contradicts the shape.
         """
         self.digests_of(entry.name)
         try:
@@ -315,7 +315,7 @@ class Checkpoint(Mapping[str, "StoredArray"]):
             raise self._chunks.explained(error, where) from error
 
     def request_chunk(self, entry: ArrayEntry, part: Part, number: int) -> Any:
-        """Starts to read a small chunk; what it returns is for `read_chunk`."""
+        """Starts to read a small chunk; pass the result to `read_chunk`."""
         return self._chunks.request(entry, part, number)
 
     def read_chunk(
@@ -330,7 +330,7 @@ class Checkpoint(Mapping[str, "StoredArray"]):
         """Reads a chunk into contiguous memory.
 
         Returns:
-            Whether it is what was written, where its row (of `digests_of`) is given.
+            Whether it matches its digest, if its row (of `digests_of`) is given.
 
         Raises:
             CheckpointCorrupt: it is missing or cannot be decoded.
@@ -352,19 +352,20 @@ def _reopen(url: str, attempt: str, created: str) -> Checkpoint:
     """The checkpoint that was pickled.
 
     Raises:
-        CheckpointReplaced: by now another one is at its path.
+        CheckpointReplaced: a save has replaced it.
     """
     found = open(url)
     if (found.index.attempt, found.index.created) != (attempt, created):
         raise CheckpointReplaced(
-            f"{found.location}: the checkpoint that was pickled, of {created}, was replaced by "
-            f"one of {found.index.created}; open it again and pickle that"
+            f"{found.location}: the pickled checkpoint, created {created}, was replaced by one "
+            f"created {found.index.created}; open it again and pickle the new one"
         )
     return found
 
 
 class PlainValues(Mapping[str, values.Plain]):
-    """A checkpoint's plain values by name; called, what `Mapping.values()` gives: its arrays."""
+    """A checkpoint's plain values by name; calling it gives its arrays, as `Mapping.values()`
+    does."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -386,9 +387,9 @@ class PlainValues(Mapping[str, values.Plain]):
 
 
 class StoredArray:
-    """An array of a checkpoint, read when it is sliced.
+    """An array of a checkpoint; slicing reads it.
 
-    `x[10:20, ::2]` gives NumPy and reads only the chunks it needs.
+    `x[10:20, ::2]` gives a NumPy array and reads only the chunks it needs.
     """
 
     def __init__(self, checkpoint: Checkpoint, name: str, entry: ArrayEntry) -> None:
@@ -404,12 +405,12 @@ class StoredArray:
 
     @property
     def layout(self) -> Layout | None:
-        """How the writer's mesh split it; None where no layout describes the fragments."""
+        """How the writer's mesh split it; None if no layout describes the fragments."""
         return self._entry.layout
 
     @property
     def fragments(self) -> tuple[tuple[Box, tuple[int, ...]], ...]:
-        """Every fragment of the writer: its box and the processes that held it."""
+        """Every fragment that was saved: its box and the processes that held it."""
         if self._entry.boxes is not None:
             return self._entry.boxes
         assert self._entry.layout is not None
@@ -430,7 +431,7 @@ class StoredArray:
 
     @property
     def url(self) -> str:
-        """The URL at which TensorStore opens it, where it has a single part."""
+        """The URL with which TensorStore opens it, if it has a single part."""
         name = quote(self._entry.name)
         return f"{self._checkpoint.url}|ocdbt:{name}/" if name else f"{self._checkpoint.url}|ocdbt:"
 
@@ -439,7 +440,7 @@ class StoredArray:
 
         Arguments:
             box: in the array's coordinates.
-            verify: check each chunk that is read against its digest.
+            verify: whether to check each chunk that is read against its digest.
 
         Returns:
             A new NumPy array of the box's shape.
@@ -463,7 +464,7 @@ class StoredArray:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         if copy is False:
-            raise ValueError(f"{self.name!r} must be read from storage; copy=False is impossible")
+            raise ValueError(f"{self.name!r} must be read from storage, so copy=False is invalid")
         array = self[...]
         return array if dtype is None else np.asarray(array, dtype)
 
@@ -475,7 +476,7 @@ class StoredArray:
     def tensorstore(self) -> ts.TensorStore:
         """The array as a read-only TensorStore, for lazy expressions and asynchronous reads.
 
-        TensorStore knows nothing of the digests: what it reads is not checked.
+        TensorStore does not know the digests, so it does not check what it reads.
         """
         self._checkpoint.check_backed(self._entry)
         layers = []
@@ -494,7 +495,7 @@ class StoredArray:
 
 
 def _parse(key: Any, shape: tuple[int, ...], name: str) -> tuple[Box, tuple[Any, ...]]:
-    """NumPy basic indexing as the box to read and what is left to index in it."""
+    """NumPy basic indexing as the box to read and the remaining index within it."""
     items = list(key) if isinstance(key, tuple) else [key]
     if any(item is Ellipsis for item in items):
         at = next(i for i, item in enumerate(items) if item is Ellipsis)

@@ -1,4 +1,4 @@
-"""The Checkpointer: the steps of a training run, saved, kept, cleaned up and resumed from."""
+"""The Checkpointer: saves, keeps, cleans up and resumes the steps of a training run."""
 
 from __future__ import annotations
 
@@ -38,55 +38,58 @@ from unickpt.upkeep import Upkeep
 
 _log = logging.getLogger("unickpt")
 _FINE, _DAMAGED, _GONE, _FAILED = range(4)
-_TRIES = 50  # to load the newest step, while others are committed and it is removed
+_TRIES = 50  # to load the newest step while other jobs commit and remove steps
 
 
 class Checkpointer:
     """The checkpoints of a training run, as `step_<n>` below one folder.
 
-    Saves go on in the background, one after another. What goes wrong there is raised by
-    `PendingSave.result`, else by the next `save`, `wait` or `close`, else the program exits with
-    status 1. In a job of several processes, all of them make a Checkpointer with the same arguments
-    and call `save`, `load` and `should_save` together; process 0 alone deletes and copies.
+    Saves run in the background, one after another. `PendingSave.result` raises their errors, else
+    the next `save`, `wait` or `close` does, else the program exits with status 1. In a job of
+    several processes, all create a Checkpointer with the same arguments and call `save`, `load` and
+    `should_save` together; only process 0 deletes and copies.
 
-    One job at a time may save into `root`. On object storage, where a crash leaves no trace, a job
-    waits for 40 s before its first save, to see whether another one that was there still lives.
+    One job at a time may save into `root`. On object storage, after a job that did not close its
+    Checkpointer, the next job waits for 40 s before its first save, to see whether the other still
+    runs.
 
     Arguments:
         root: a local path or a URL (file, memory, s3, gs).
-        keep_last: keep the newest so many steps.
-        keep_every: keep steps that are multiples of it.
-        keep_best: keep the best so many steps by `metric`.
+        keep_last: keep this many of the newest steps.
+        keep_every: keep steps that are multiples of this.
+        keep_best: keep this many of the best steps by `metric`.
         metric: the name of one of the `metrics` given to `save`.
-        best: whether the least ("min") or the largest ("max") value is the best.
-        keep: called with a step; whether to keep it. A step is kept if any rule keeps it; without
-            rules, all are. The newest is never removed, nor is the one that was just saved.
-        after: go on after this step, from which there may be later ones in the run, of jobs that
-            are to be forgotten: `steps`, `latest` and `load` do not see them, and the first `save`
-            removes them. A job that is restarted with the same argument sees what it had saved
-            itself; to go back to the same step once more, call `drop_later_steps`. In a job of
-            several processes, they must be able to agree (see `ProcessGroup`).
-        save_every: `should_save` says yes at steps that are multiples of it.
-        save_every_s: and when so many seconds have passed since the last save.
-        preemption: handle SIGTERM: `should_save` says yes once more, on all processes, and
-            `preempted` becomes true, so that the loop can end. Call it at every step then.
-        local: a path on fast storage that all processes of the job see, such as
-            "/dev/shm/<run>". Checkpoints are committed there first, and copied to `root` in the
-            background; the newest stays there. A copy is read again and held against its digests
-            before it counts, so a step in `root` is whole or not there. What a job leaves uncopied,
-            the next one copies after its first save. Where the tiers have different versions of a
-            step, the one that was saved later counts, whatever the clocks say; a step that a run
-            without `local` replaced in `root` is not brought back.
-        optimizers: torch optimizers. What they own on an accelerator (with
-            `SaveOptions(staging="lazy")` on the host, too) is copied while forward and backward go
-            on, and their next `step` waits for that. Until then nothing else may change it. A
-            change that torch's version counters tell of is an error (`StateChanged`); those through
-            `.data`, and of DTensors outside of `step`, are not found on an accelerator.
-        options: of all saves, see `SaveOptions`.
+        best: whether the smallest ("min") or the largest ("max") value is the best.
+        keep: called with a step; returns whether to keep it. A step is kept if any rule keeps it;
+            without rules, all are. The newest step and the step that was just saved are never
+            removed.
+        after: continue after this step and abandon later steps of earlier jobs: `steps`, `latest`
+            and `load` do not see them, and the first `save` removes them. A job that is restarted
+            with the same argument sees the steps that it saved itself; to go back to the same step
+            again, call `drop_later_steps`. Several processes must be able to agree (see
+            `ProcessGroup`).
+        save_every: `should_save` returns true at steps that are multiples of this.
+        save_every_s: and when this many seconds have passed since the last save.
+        preemption: handle SIGTERM: `should_save` returns true once more, on all processes, and
+            `preempted` becomes true, so that the loop can end. Call `should_save` at every step
+            then.
+        local: a path on fast storage that all processes of the job share, such as "/dev/shm/<run>".
+            Checkpoints are committed there first, and copied to `root` in the background; the
+            newest stays there. A copy is read back and checked against its digests before it is
+            committed, so a step in `root` is complete or absent. Steps that a job leaves uncopied,
+            the next job copies after its first save. If the tiers have different versions of a
+            step, the one saved later is used; clocks do not matter. A step that a run without
+            `local` replaced in `root` is not restored from `local`.
+        optimizers: torch optimizers. Their parameters and state on an accelerator (with
+            `SaveOptions(staging="lazy")` also on the host) are copied during forward and backward,
+            and their next `step` waits for the copy. Until then nothing else may change them. A
+            change that torch's version counters show is an error (`StateChanged`); changes through
+            `.data`, and of DTensors outside of `step`, are not detected on an accelerator.
+        options: for all saves, see `SaveOptions`.
 
     Raises:
-        ValueError: arguments make no sense.
-        InvalidPath: a path names no storage.
+        ValueError: the arguments are invalid.
+        InvalidPath: a path does not name a storage.
 
     Example:
         >>> import numpy as np, unickpt
@@ -128,7 +131,7 @@ class Checkpointer:
         self._local = None if local is None else Tier(local)
         self._tiers = [tier for tier in (self._local, self._root) if tier is not None]
         if self._local is not None and self._local.location.spec == self._root.location.spec:
-            raise ValueError(f"local and root are the same place: {self._root.location}")
+            raise ValueError(f"local and root are the same folder: {self._root.location}")
         self._queue = SaveQueue()
         self._fences = _fences(optimizers, self._queue.fence)
         self._sigterm = SigtermHandler(self._policy.tell) if preemption else None
@@ -139,27 +142,27 @@ class Checkpointer:
         self._closed = self._shared = self._left = False
         self._closing = threading.Lock()
         self.loaded_step: int | None = None
-        """The step that `load` gave."""
+        """The step that `load` returned."""
 
     # --- saving --------------------------------------------------------------------------------
 
     def should_save(self, step: int) -> bool:
-        """Whether it is time to save, by `save_every`, `save_every_s`, or because the job was told
-        to stop. All processes get the same answer; with `save_every_s` or `preemption` they agree
-        on it, so that all must ask at the same steps.
+        """Whether to save now, by `save_every`, `save_every_s`, or because the job must stop. All
+        processes get the same answer; with `save_every_s` or `preemption` they communicate, so all
+        must call this at the same steps.
 
         Raises:
-            ValueError: they have no way to agree (see `ProcessGroup`).
+            ValueError: the processes cannot agree (see `ProcessGroup`).
         """
         return self._policy.is_due(step, self._group())
 
     def preempt(self) -> None:
-        """Says that the job is about to be stopped, as SIGTERM does with `preemption=True`."""
+        """Announces that the job is about to be stopped, as SIGTERM does with `preemption=True`."""
         self._policy.tell()
 
     @property
     def preempted(self) -> bool:
-        """Whether the job was told to stop, as agreed by all processes in `should_save`."""
+        """Whether the job must stop, as agreed by all processes in `should_save`."""
         return self._policy.preempted
 
     def save(
@@ -177,25 +180,25 @@ class Checkpointer:
         Arguments:
             step: its number, not negative.
             tree: as for `unickpt.save`.
-            wait: return only when it is committed.
-            metrics: numbers to choose the best steps by, which are stored in the metadata. Those
-                of process 0 count.
+            wait: return only after the commit.
+            metrics: numbers by which `keep_best` chooses, stored in the metadata; process 0's are
+                used.
             metadata: as for `unickpt.save`.
             overwrite: replace the step if it exists.
 
         Returns:
-            The save, to wait for. With `local`, it ends with the commit there; `Checkpointer.wait`
-            waits for the copy too.
+            The pending save. With `local`, it ends with the commit there; `Checkpointer.wait` also
+            waits for the copy.
 
         Raises:
-            UnsupportedLeaf: something cannot be stored; nothing was begun.
-            CheckpointExists: the step exists. On remote storage found in the background.
-            LaterStepsExist: later ones exist, also with `overwrite`; says how to go back. On remote
-                storage found in the background.
-            CheckpointNotFound: there is no step `after` to go on from.
-            SaveConflict: another job saves into this folder; found in the background.
-            UnickptError: what went wrong in the background before, if nobody has asked for that
-                yet; this save was not begun.
+            UnsupportedLeaf: something cannot be stored; the save did not start.
+            CheckpointExists: the step exists. On remote storage, raised in the background.
+            LaterStepsExist: later steps exist, even with `overwrite`; says how to go back. On
+                remote storage, raised in the background.
+            CheckpointNotFound: the step `after` does not exist.
+            SaveConflict: another job saves into this folder; raised in the background.
+            UnickptError: an earlier background error that was not raised yet; this save did not
+                start.
         """
         self._check_open()
         step = _number(step)
@@ -226,22 +229,22 @@ class Checkpointer:
         return pending
 
     def wait(self) -> None:
-        """Waits until all that was saved is committed, copied to `root`, and cleaned up behind.
+        """Waits until all saves are committed and copied to `root`, and old steps are removed.
 
         Raises:
-            UnickptError: what went wrong in the background, if nobody has asked for that yet.
+            UnickptError: a background error that was not raised yet.
         """
         self._drain()
         self._queue.raise_failed()
 
     def close(self) -> None:
-        """Waits as `wait`, then gives up the folder, the handler and the hooks.
+        """Waits as `wait`, then releases the lease, the signal handler and the hooks.
 
         Raises:
             UnickptError: as `wait`.
         """
         self._drain()
-        with self._closing:  # `SaveOptions.metrics` may have closed it meanwhile
+        with self._closing:  # `SaveOptions.metrics` may have closed it
             if self._closed:
                 return
             self._closed = True
@@ -271,21 +274,21 @@ class Checkpointer:
     # --- removing ------------------------------------------------------------------------------
 
     def drop_later_steps(self, step: int | None = None) -> list[int]:
-        """Removes what is later than a step, to go on from there.
+        """Removes all steps after a step, to continue from it.
 
-        All processes of a job call this; process 0 removes, and the others wait for it. Saves that
-        are in flight are waited for.
+        All processes of a job call this; process 0 removes, and the others wait for it. Waits for
+        saves in flight.
 
         Arguments:
-            step: a step that is there; without it, the one that was loaded.
+            step: an existing step; by default the one that was loaded.
 
         Returns:
-            The steps that were removed, ascending; they go one by one, the newest first.
+            The removed steps, ascending; they are removed one by one, the newest first.
 
         Raises:
-            ValueError: no step is given, and none was loaded; or the processes have no way to agree
-                (see `ProcessGroup`).
-            CheckpointNotFound: there is no such step, so nothing was removed.
+            ValueError: no step is given, and none was loaded; or the processes cannot agree (see
+                `ProcessGroup`).
+            CheckpointNotFound: the step does not exist; nothing was removed.
             SaveConflict: another job saves into this folder.
             StorageError: the storage failed.
 
@@ -300,7 +303,7 @@ class Checkpointer:
         """
         self._check_open()
         if step is None and self.loaded_step is None:
-            raise ValueError("no step was loaded; name the step: drop_later_steps(step)")
+            raise ValueError("no step was loaded; give the step: drop_later_steps(step)")
         kept = _number(self.loaded_step if step is None else step)
         group = self._group()
         self._drain()
@@ -313,7 +316,7 @@ class Checkpointer:
         return later
 
     def delete(self, step: int) -> None:
-        """Removes a step, whatever the rules say.
+        """Removes a step, even if a rule keeps it.
 
         All processes of a job call this; process 0 removes, and the others wait for it.
 
@@ -321,15 +324,15 @@ class Checkpointer:
             step: its number.
 
         Raises:
-            CheckpointNotFound: there is no such step.
+            CheckpointNotFound: the step does not exist.
             SaveConflict: it is being saved; or another job saves into this folder.
-            ValueError: the processes have no way to agree (see `ProcessGroup`).
+            ValueError: the processes cannot agree (see `ProcessGroup`).
             StorageError: the storage failed.
         """
         self._check_open()
         step, group = _number(step), self._group()
         if self._upkeep.is_in_flight(step):
-            raise SaveConflict(f"{self.path(step)} is being saved; wait() for that first")
+            raise SaveConflict(f"{self.path(step)} is being saved; call wait() first")
         self._drain()
         self._meet(group)
         there = self._all_steps()
@@ -341,7 +344,7 @@ class Checkpointer:
         self._upkeep.remove(steps)
 
     def _leave_behind(self, group: Group) -> None:
-        """Removes, before the first save, what `after` leaves behind."""
+        """Removes the steps that `after` abandons, before the first save."""
         if self._branch.after is None or self._left:
             return
         self._check_after()
@@ -351,7 +354,7 @@ class Checkpointer:
         self._left = True
 
     def _check_after(self) -> None:
-        """Raises CheckpointNotFound where there is nothing to go on from."""
+        """Raises CheckpointNotFound if the step `after` does not exist."""
         after = self._branch.after
         if after is not None and not any(step >= after for step in self.steps()):
             raise CheckpointNotFound(f"after={after}: {self._not_found(after, self._all_steps())}")
@@ -359,7 +362,7 @@ class Checkpointer:
     # --- finding and loading -------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """The steps that are committed, in either tier, ascending; see `after` for exceptions.
+        """The committed steps of both tiers, ascending; without those that `after` abandons.
 
         Raises:
             StorageError: the storage failed.
@@ -367,11 +370,11 @@ class Checkpointer:
         return sorted({s for t in self._tiers for s in self._branch.steps(t, steady=True)})
 
     def latest(self) -> int | None:
-        """The newest committed step; None where there is none."""
+        """The newest committed step; None if there is none."""
         return max(self.steps(), default=None)
 
     def path(self, step: int) -> str:
-        """Where a step is, or will be; the local tier only where `root` has not the same yet.
+        """The path of a step, saved or not; in the local tier only if `root` lacks this version.
 
         Raises:
             StorageError: the storage failed.
@@ -382,7 +385,7 @@ class Checkpointer:
         return (self._local if is_local else self._root).path(step)
 
     def _holders(self, step: int) -> list[Tier]:
-        """The tiers that have the version of a step that counts, the fastest first."""
+        """The tiers that have the current version of a step, the fastest first."""
         found = [self._root]
         if self._local is not None:
             standing = compare(self._local, self._root, step)
@@ -440,18 +443,18 @@ class Checkpointer:
         return_report: bool = False,
         options: LoadOptions | None = None,
     ) -> Any:
-        """Loads a step, the newest where none is given; `loaded_step` then tells which.
+        """Loads a step, by default the newest, and sets `loaded_step`.
 
         Arguments:
             like, rules, strict, mismatched, cast, return_report, options: as for `unickpt.load`.
             step: its number.
-            fallback: where a step is damaged, take the next older one, on all processes alike.
+            fallback: if a step is damaged, load the next older one, on all processes.
 
         Returns:
-            The tree, and with `return_report` the report, as `unickpt.load`.
+            The tree, with `return_report` also the report, as `unickpt.load`.
 
         Raises:
-            CheckpointNotFound: there is no such step, or none at all.
+            CheckpointNotFound: the step does not exist, or no step does.
             CheckpointCorrupt: it is damaged; the message names the next older one.
         """
         self._check_after()
@@ -492,12 +495,12 @@ class Checkpointer:
                 self._branch.goes_on_from(tier, step)
 
     def _newest(self, group: Group, below: int | None, damaged: Collection[int]) -> int:
-        """The newest step that is not known to be damaged, as the coordinator sees it.
+        """The newest step that is not known to be damaged, as seen by the coordinator.
 
         Arguments:
             group: the processes.
-            below: it must be below this one; None if any will do.
-            damaged: what was tried before.
+            below: the step must be below this one; None for any step.
+            damaged: the steps that were tried before.
         """
         steps = [s for s in self.steps() if s not in damaged and (below is None or s < below)]
         found = max(steps, default=-1)
@@ -514,12 +517,12 @@ class Checkpointer:
     def _try(
         self, step: int, like: Any, arguments: Mapping[str, Any]
     ) -> tuple[Any, Exception | None]:
-        """Loads a step from the fastest tier that has it whole; or says why that fails."""
+        """Loads a step from the fastest tier that has it undamaged, or returns the error."""
         damage: list[str] = []
         gone: CheckpointNotFound | None = None
         try:
             holders, before = self._holders(step), list[Tier]()
-            while holders != before and not damage:  # else it went to the other tier meanwhile
+            while holders != before and not damage:  # it may have moved to the other tier
                 for tier in holders:
                     try:
                         return load(tier.path(step), like, **arguments), None
@@ -532,7 +535,7 @@ class Checkpointer:
         except Exception as error:
             return None, error
         steps = self.steps()
-        if not damage:  # where it is there, it was replaced while it was read
+        if not damage:  # if it exists, it was replaced while it was read
             return None, (gone if step in steps else None) or self._not_found(step, steps)
         older = max((s for s in steps if s < step), default=None)
         hint = "there is no older step"
@@ -547,7 +550,7 @@ class Checkpointer:
         return within(given or current_group(adapters()), self._options.timeout_s)
 
     def _all_steps(self) -> list[int]:
-        """The committed steps, also those that `after` leaves behind."""
+        """The committed steps, including those that `after` abandons."""
         return sorted({step for tier in self._tiers for step in tier.steady()})
 
     def _not_found(self, step: int, steps: Sequence[int]) -> CheckpointNotFound:
@@ -557,12 +560,12 @@ class Checkpointer:
         )
 
     def _meet(self, group: Group) -> None:
-        """Waits until all processes are here."""
+        """Waits until all processes call this."""
         if group.count > 1:
             group.agree(0)
 
     def _on_process_0(self, group: Group, what: str, work: Callable[[], object]) -> None:
-        """Has process 0 do something that concerns the run, while the others wait for it."""
+        """Calls `work` on process 0, while the others wait for it."""
         self._meet(group)
         error: Exception | None = None
         if group.index == 0:
@@ -573,7 +576,7 @@ class Checkpointer:
         failed = group.agree(int(error is not None)) if group.count > 1 else error is not None
         if failed:
             raise error or ProcessFailed(
-                f"{self._root.location}: process 0 could not {what}; its own error says why"
+                f"{self._root.location}: process 0 could not {what}; see the error of process 0"
             )
 
     def _drain(self) -> None:
@@ -585,7 +588,7 @@ class Checkpointer:
             raise ValueError(f"the Checkpointer of {self._root.location} is closed")
 
     def _check_shared(self, group: Group) -> None:
-        """Makes sure, once, that all processes see the same local tier."""
+        """Checks once that all processes see the same local tier."""
         if self._shared or self._local is None or group.count == 1:
             return
         place = self._local.location.store(backends.context(fsync=False))
@@ -601,17 +604,17 @@ class Checkpointer:
         if alone:
             raise InvalidPath(
                 f"local={str(self._local.location)!r} is not the same storage on all processes; "
-                "give one that they share, or leave it out"
+                "give a path that they share, or omit local="
             )
         self._shared = True
 
 
 def _outcome(error: Exception | None, listed: bool) -> int:
-    """What came of loading a step, as a number of which the largest counts among all processes.
+    """The outcome of loading a step as a number; the maximum over all processes is used.
 
     Arguments:
-        error: what was raised; None if nothing.
-        listed: whether it was just listed, so that a step that is not there was removed meanwhile.
+        error: the error that was raised, if any.
+        listed: whether the step was just listed; if it is missing then, it was removed since.
     """
     if error is None:
         return _FINE
@@ -621,7 +624,7 @@ def _outcome(error: Exception | None, listed: bool) -> int:
 
 
 def _number(step: object, what: str = "step ") -> int:
-    """A step given as any kind of integer, NumPy's too."""
+    """A step as an int, from any integer type, including NumPy's."""
     try:
         number = -1 if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
     except TypeError:
@@ -634,13 +637,15 @@ def _number(step: object, what: str = "step ") -> int:
 def _fences(optimizers: Sequence[Any], wait: Callable[[], None]) -> list[Fence]:
     among, found = adapters(), []
     if not isinstance(optimizers, Iterable):
-        raise ValueError(f"optimizers=[{type(optimizers).__name__}]: pass a list, even of one")
+        raise ValueError(
+            f"optimizers=[{type(optimizers).__name__}]: pass a list, even for a single optimizer"
+        )
     for optimizer in optimizers:
         fence = next((f for f in (a.fence(optimizer, wait) for a in among) if f), None)
         if fence is None:
             raise ValueError(
-                f"optimizers: {type(optimizer).__name__} is no torch.optim.Optimizer; JAX needs "
-                "none, because its arrays never change"
+                f"optimizers: {type(optimizer).__name__} is not a torch.optim.Optimizer; omit it "
+                "in JAX, whose arrays never change"
             )
         found.append(fence)
     return found
@@ -652,13 +657,15 @@ def _metadata(
     metadata: Mapping[str, Any] | None,
     after: int | None,
 ) -> dict[str, Any]:
-    """What is stored beside a step.
+    """The metadata of a step.
 
     Raises:
-        UnsupportedLeaf: it cannot be.
+        UnsupportedLeaf: it cannot be stored.
     """
     if RESERVED in (metadata or {}):
-        raise UnsupportedLeaf(f"metadata: the key {RESERVED!r} is the Checkpointer's own")
+        raise UnsupportedLeaf(
+            f"metadata: the key {RESERVED!r} is reserved for the Checkpointer; rename yours"
+        )
     try:
         numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
     except (TypeError, ValueError) as error:

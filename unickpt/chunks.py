@@ -19,14 +19,14 @@ from unickpt.errors import CheckpointCorrupt, CheckpointReplaced, StorageError
 from unickpt.index import ArrayEntry
 from unickpt.plan import Part
 
-# Opening an array costs TensorStore about 80 us, more than all else for a small chunk; below this
-# size the bytes are put into the database as they are, which is what zarr would do with them.
+# Opening an array costs TensorStore about 80 us, which dominates for a small chunk. Below this size
+# the bytes are written to the database directly, exactly as zarr would write them.
 SMALL = 64 << 10
-# Larger chunks are believed only once a stored one is seen to be that large.
+# Memory for larger chunks is allocated only after a stored chunk of that size was found.
 _BELIEVED = 16 << 20
-# No codec of `index.CODECS` packs more bytes than this into one.
+# No codec of `index.CODECS` compresses by more than this factor.
 _MOST_PER_BYTE = 1 << 16
-# A compressed chunk is unpacked into memory that nothing but the index vouches for.
+# Only the index says how much memory a compressed chunk takes, so that is bounded.
 COMPRESSED_MOST = 1 << 30
 
 Codecs = Sequence[Mapping[str, Any]]
@@ -98,7 +98,7 @@ class ChunkStore:
         location: the database's folder.
         context: the TensorStore context that all databases of a checkpoint share.
         codecs: the checkpoint's compression.
-        values: what reads the database, where there is one already.
+        values: reads the database, if it exists already.
     """
 
     def __init__(
@@ -232,10 +232,10 @@ class ChunkStore:
         return unless_replaced(found, self.location, self.context)
 
     def check_backed(self, entry: ArrayEntry, part: Part) -> None:
-        """Makes sure that what is stored justifies memory for a chunk of the declared shape.
+        """Checks that enough data is stored to justify memory for a chunk of the declared shape.
 
-        TensorStore ends the process where it finds no memory for a chunk, so it must not be asked
-        to read one whose size only the index vouches for. One look at the first chunk per part.
+        TensorStore aborts the process if it cannot allocate memory for a chunk, so it must not read
+        one whose size only the index claims. Checks the first chunk of each part, once.
 
         Raises:
             Damaged: the stored chunk is smaller than declared.
@@ -269,12 +269,12 @@ def _as_stored(chunk: Array, dtype: str) -> Array:
 
 
 def unless_replaced(found: Exception, location: Location, context: ts.Context) -> Exception:
-    """An error that a reader found, unless the checkpoint was replaced or removed: then that.
+    """The error of a reader, or CheckpointReplaced if the checkpoint was replaced or removed.
 
-    Asked after the error was found, because only then it is certain that what was read before was
-    still the checkpoint.
+    Called after the error, because only then does an unchanged manifest prove that the data read
+    belonged to this checkpoint.
     """
-    # A network that fails would only fail again, after as many tries.
+    # If the network failed, another request would fail too, after all its retries.
     asks = CheckpointCorrupt if location.is_remote else CheckpointCorrupt | StorageError
     if not isinstance(found, asks):
         return found
@@ -290,18 +290,18 @@ def unless_replaced(found: Exception, location: Location, context: ts.Context) -
     )
 
 
-# What calls of the storage raise; see `backends.kvstore`.
+# What storage calls raise; see `backends.kvstore`.
 FAILURES = (Failed,)
 
 
 def translate(error: Failed, where: str, *, reading: bool = True) -> Exception:
-    """A failure of the storage as one of our errors: is it the data, or the storage?
+    """Turns a storage failure into CheckpointCorrupt or StorageError.
 
     Arguments:
         error: the failure.
-        where: the path and what of it, for the message.
-        reading: whether the storage was asked for what a checkpoint should hold; what goes wrong
-            while writing is never the fault of stored data.
+        where: the path and the item in it, for the message.
+        reading: whether the storage was asked for data of a checkpoint; an error while writing
+            never means damaged data.
     """
     if reading and error.is_of_data:
         detail = without_status(str(error))

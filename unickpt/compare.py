@@ -1,4 +1,4 @@
-"""What `like` asks for, held against what a checkpoint stores."""
+"""Compares what `like` requests with what a checkpoint stores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 
 @dataclass
 class _Found:
-    """What a comparison finds; as in `LoadReport`, beside the rows of what speaks against it."""
+    """What a comparison finds: the fields of `LoadReport`, and the rows that prevent loading."""
 
     rows: list[Difference] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
@@ -39,20 +39,20 @@ def compare(
     cast: bool,
     keep_mismatched: bool = False,
 ) -> LoadReport:
-    """Holds all leaves of `like` against the checkpoint, before anything is read.
+    """Compares all leaves of `like` with the checkpoint, before anything is read.
 
     Arguments:
         view: the checkpoint.
         wanted: the leaves of `like` by name.
         targets: the arrays among them.
         strict, cast: as for `load`.
-        keep_mismatched: whether leaves of another shape than what is stored keep what they hold.
+        keep_mismatched: whether leaves whose shape differs from the stored one keep what they hold.
 
     Returns:
-        What will be loaded, and what not.
+        What will be loaded and what will not.
 
     Raises:
-        LoadMismatch: one table of all differences.
+        LoadMismatch: lists all differences.
     """
     index = view.index
     have = stored_names(index)
@@ -100,9 +100,9 @@ def compare(
 def _nothing_fits(
     view: View, targets: Mapping[str, ArrayTarget], found: _Found, skipped: Sequence[str]
 ) -> bool:
-    """Whether nothing of `like` is loaded; or none of its arrays, although there are some to load.
+    """Whether nothing of `like` is loaded, or none of its arrays although there are some to load.
 
-    A step counter has the same name everywhere: that it is there does not mean that `like` fits.
+    A step counter has the same name everywhere, so finding one does not mean that `like` fits.
     """
     there = {*found.loaded, *(name for name, _, _ in found.mismatched)}
     lost = [name for name in found.kept if name not in view.kept]
@@ -119,14 +119,14 @@ def _nothing_fits(
 
 
 def _abstract(value: Any, target: ArrayTarget | None) -> bool:
-    """Whether a leaf of `like` holds no data that it could keep."""
+    """Whether a leaf of `like` holds no data to keep."""
     if isinstance(value, PerProcess):
         return value.value is None
     return target is not None and target.abstract
 
 
 def _problem(value: Any, leaf: Any, target: ArrayTarget | None, per_process: bool) -> str | None:
-    """Why a stored leaf that is no array, or that is not asked for as one, cannot be loaded."""
+    """Why a leaf that is not stored or not requested as an array cannot be loaded."""
     if per_process or isinstance(value, PerProcess):
         return None if per_process and isinstance(value, PerProcess) else "kind"
     if isinstance(leaf, ArrayEntry):
@@ -142,7 +142,7 @@ def _problem(value: Any, leaf: Any, target: ArrayTarget | None, per_process: boo
 
 
 def is_number(value: Any, entry: ArrayEntry) -> bool:
-    """Whether a stored 0-d array holds the kind of number that a plain leaf of `like` is.
+    """Whether a stored 0-d array holds the same kind of number as a plain leaf of `like`.
 
     A step counter is an int in a fresh training state, and an array after the first step.
     """
@@ -178,7 +178,7 @@ def _compare_array(
 
 
 def _shared_memory(view: View, targets: Mapping[str, ArrayTarget]) -> list[Difference]:
-    """Leaves of `like` that are one array, but were stored as different ones."""
+    """Leaves of `like` that share one array, but are stored as different arrays."""
     first: dict[Any, str] = {}
     rows = []
     for name, target in targets.items():

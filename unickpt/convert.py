@@ -1,4 +1,4 @@
-"""convert(): one checkpoint out of another, streamed within a budget, split over the processes."""
+"""convert(): makes a checkpoint from another, within a memory budget, split over processes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from unickpt.view import (
     wanted_through,
 )
 
-# Of the budget: what is read ahead of the writer, twice, and what the writer itself holds.
+# Shares of the budget: two slabs that are read ahead, and what the writer holds.
 _AHEAD, _WRITER = 6, 2
 
 
@@ -52,33 +52,33 @@ def convert(
     options: SaveOptions | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> SaveReport:
-    """Makes a checkpoint out of another one, through rules, without ever holding all of it.
+    """Makes a checkpoint from another one through rules, without holding all of it in memory.
 
     In a job of several processes (`torch.distributed`, `jax.distributed`), all of them call this
     with the same arguments, and each converts its own part.
 
     Arguments:
         source: a local path or a URL of a committed checkpoint.
-        destination: where the new one is to be.
-        rules: how names and axes of the destination follow from those of the source; without
-            them all arrays stay as they are, and only options (chunks, compression) change.
-        like: what names, shapes and dtypes the destination has: another checkpoint's path or URL,
-            or a tree as for `load`. It tells rules apart whose names do not; see docs/rules.md.
+        destination: the path or URL of the new checkpoint.
+        rules: map the names and axes of the source to those of the destination; without rules all
+            arrays stay the same, and only options (chunks, compression) change.
+        like: gives names, shapes and dtypes of the destination: another checkpoint's path or URL,
+            or a tree as for `load`. Needed for rules whose names are ambiguous; see docs/rules.md.
             Plain values that rules drop on this side (`drop <-> name`) are taken from it.
         overwrite: as for `save`.
-        verify: whether the destination is read again afterwards and checked.
+        verify: whether to read the destination back and check it.
         options: as for `save`; `budget_bytes` bounds the memory of the whole conversion.
-        progress: called with bytes converted so far and bytes in all, those of this process.
+        progress: called with this process's bytes converted so far and in total.
 
     Returns:
-        What was written, and how long it took.
+        A report of what was written and how long it took.
 
     Raises:
         RuleError: the rules do not fit the source; nothing was written.
-        CheckpointCorrupt: a chunk of the source is damaged, or one of the destination.
-        LoadMismatch: something would get lost: a cast is not exact, arrays that are to be one
-            differ, a `PerProcess` leaf was saved by another number of processes; or `like` has
-            another dtype.
+        CheckpointCorrupt: a chunk of the source or of the destination is damaged.
+        LoadMismatch: data would be lost: a cast is not exact, arrays that become one differ, a
+            `PerProcess` leaf was saved by a different number of processes; or `like` has another
+            dtype.
         ValueError: `like` without rules.
         All that `save` raises.
 
@@ -113,12 +113,14 @@ def convert(
         found = verification.verify(destination)
         if not found.ok:
             damage = "\n".join(f"  {d}" for d in found.damage[:10])
-            raise CheckpointCorrupt(f"{found.url} was written, but reads as damaged:\n{damage}")
+            raise CheckpointCorrupt(
+                f"{found.url} was written, but is damaged when read back:\n{damage}"
+            )
     return report
 
 
 def convertible(stored: checkpoint.Checkpoint, rules: Rules | None, like: Any) -> AsStored | Ruled:
-    """What `convert` makes of a checkpoint; nothing is read but indices. Raises as `convert`."""
+    """What `convert` makes of a checkpoint; reads only indices. Raises as `convert`."""
     if rules is None:
         if like is not None:
             raise ValueError("`like` says what rules make, so it needs rules")
@@ -134,10 +136,10 @@ def convertible(stored: checkpoint.Checkpoint, rules: Rules | None, like: Any) -
         wanted = wanted_through(like, stored, rules, adapters())
         asked, held = wanted.facts, wanted.leaves
     view = through(stored, rules, asked)
-    # As in a load, `like` keeps what no rule makes on purpose: hyper-parameters, for instance.
+    # As in a load, `like` keeps what rules drop on purpose, such as hyper-parameters.
     view.keep({n: held[n] for n in view.kept if asked[n].kind == "value"})
     others = [
-        f"  {name!r} is made as {entry.dtype}, and `like` has {asked[name].dtype}; say "
+        f"  {name!r} is made as {entry.dtype}, but `like` has {asked[name].dtype}; write "
         f"`as {asked[name].dtype}` in its rule"
         for name, entry in view.index.arrays.items()
         if name in asked and asked[name].kind == "array" and asked[name].dtype != entry.dtype
@@ -165,7 +167,7 @@ def _leaves(view: View, group: Group) -> dict[str, Any]:
 
 
 class Converted(Described):
-    """An array of a view, as a leaf to save: all processes could write any chunk of it."""
+    """An array of a view, as a leaf to save; any process can write any chunk of it."""
 
     def __init__(self, entry: ArrayEntry) -> None:
         self._entry = entry
@@ -185,7 +187,7 @@ def _not_read(box: Box, room: Callable[[], Array]) -> Array:
 
 
 class _SlabTarget(NewTarget):
-    """Chunks of one array, each with memory of its own."""
+    """Chunks of one array, each with its own memory."""
 
     def __init__(self, entry: ArrayEntry, jobs: Sequence[ChunkJob], buffers: HostBuffers) -> None:
         super().__init__(entry)
@@ -203,11 +205,11 @@ class _SlabTarget(NewTarget):
 
 
 class _Reread:
-    """Gives the writer chunks of a view, which are read in slabs, one slab ahead.
+    """Supplies the writer with chunks of a view; reads them in slabs, one slab ahead.
 
     Arguments:
         view: the source.
-        share: the chunks that this process writes, in that order.
+        share: the chunks that this process writes, in order.
         options: of reading.
         budget_bytes: of the whole conversion.
         progress: see `convert`.
@@ -243,7 +245,7 @@ class _Reread:
         if id(job) not in self._ready:
             at = self._slab_of.pop(id(job), None)
             if at is None or at not in self._start(at):
-                self._ready |= self._read([job])  # asked for once more, by the coordinator
+                self._ready |= self._read([job])  # requested again by the coordinator
             else:
                 self._ready |= self._reading.pop(at).result()
                 self._start(at + 1)
@@ -253,11 +255,11 @@ class _Reread:
         return Staged(data, data.nbytes, partial(self._buffers.give, memory))
 
     def close(self) -> None:
-        """Ends the reading; slabs that nobody asked for are forgotten."""
+        """Stops reading; discards slabs that were not used."""
         self._pool.shutdown(cancel_futures=True)
 
     def _start(self, at: int) -> Mapping[int, Any]:
-        """Begins to read a slab, if there is one that was not read yet."""
+        """Starts to read the next slab, if there is one."""
         if at < len(self._slabs) and self._slabs[at]:
             slab, self._slabs[at] = self._slabs[at], []
             self._reading[at] = self._pool.submit(self._read, slab)

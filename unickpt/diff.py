@@ -1,4 +1,4 @@
-"""diff(): how two checkpoints differ; reads only values that digests leave open."""
+"""diff(): how two checkpoints differ; reads only values that digests cannot compare."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class ArrayDifference:
     """How one leaf differs.
 
     Arguments:
-        name: its name, in the second checkpoint's terms.
-        problem: "missing" (the first has it not), "unexpected" (the second has it not), "kind",
-            "shape", "dtype", "value", or "layout", which changes no value.
-        first, second: what either has.
-        unequal: elements whose bits differ; None where they were not compared.
+        name: its name in the second checkpoint.
+        problem: "missing" (not in the first), "unexpected" (not in the second), "kind", "shape",
+            "dtype", "value", or "layout", which changes no value.
+        first, second: what each checkpoint has.
+        unequal: number of elements whose bits differ; None if they were not compared.
         max_abs, max_rel: largest absolute and relative difference of elements, in float64.
     """
 
@@ -47,14 +47,14 @@ class ArrayDifference:
 
 @dataclass(frozen=True)
 class DiffReport:
-    """What `diff` found; `same` where nothing but layouts differs.
+    """What `diff` found; `same` if nothing differs except layouts.
 
     Arguments:
         differences: a row for each leaf that differs.
-        arrays: how many arrays were compared.
+        arrays: number of arrays that were compared.
         read_bytes: logical bytes of the second checkpoint that were compared element by element;
             the others are equal by their digests.
-        seconds: how long that took.
+        seconds: time of the comparison.
     """
 
     differences: tuple[ArrayDifference, ...]
@@ -81,13 +81,13 @@ def diff(
 
     Arguments:
         first, second: local paths or URLs of committed checkpoints.
-        rules: how names and axes of the second follow from those of the first. What they drop on
-            either side is no difference.
-        layout: whether other meshes or splits are told too; they change no value.
-        rtol: the relative difference up to which elements count as the same, as rules with
-            arithmetic leave behind; by default only equal bits do.
-        options: see `LoadOptions`; `budget_bytes` bounds what is held of both.
-        progress: called with bytes compared so far and bytes in all.
+        rules: map names and axes of the first to those of the second. What they drop on either side
+            is no difference.
+        layout: whether to report different meshes and splits too; they change no value.
+        rtol: the relative difference up to which elements count as equal, for rules with
+            arithmetic; by default bits must be equal.
+        options: see `LoadOptions`; `budget_bytes` bounds the memory for both.
+        progress: called with the bytes compared so far and in total.
 
     Raises:
         CheckpointNotFound, CheckpointCorrupt: of either.
@@ -137,9 +137,9 @@ def diff(
 
 
 def _through(a: Checkpoint, rules: Rules, b: Checkpoint) -> Ruled:
-    """The first checkpoint through rules, which the names of the second one tell apart.
+    """The first checkpoint through rules; the second one's names resolve ambiguous rules.
 
-    Where the two differ in more than values, the rules alone say what should be there.
+    If the two differ in more than values, only the rules decide what should exist.
     """
     try:
         return through(a, rules, stored_facts(b).facts)
@@ -178,7 +178,8 @@ def _same_value(a: Any, b: Any) -> bool:
 
 
 def _shown(view: View) -> dict[str, Any]:
-    """Every leaf: arrays as their entries, values in a tuple, per-process ones as their digests."""
+    """Every leaf: arrays as their entries, values in a tuple, per-process leaves as their
+    digests."""
     values = {name: (value, type(value)) for name, value in view.index.values.items()}
     return {**_arrays(view), **values, **view.index.per_process}
 
@@ -195,7 +196,7 @@ def _text(found: Any) -> str:
 
 
 def _equal(ours: View, mine: ArrayEntry, theirs: View, other: ArrayEntry) -> bool:
-    """Whether digests alone tell that two arrays hold the same."""
+    """Whether digests alone prove that two arrays are equal."""
     twins = ours.twin(mine.name), theirs.twin(other.name)
     if twins[0] is None or twins[1] is None:
         return False
@@ -240,7 +241,7 @@ def _wide(a: Array) -> Array:
 
 
 def _largest(a: Array, b: Array) -> tuple[float, float]:
-    """The largest absolute and relative difference; infinite where one is nan and the other not."""
+    """The largest absolute and relative difference; infinite if only one is nan."""
     if dtypes.kind(a.dtype) == "other" and a.dtype != np.bool_:
         return float("nan"), float("nan")
     x, y = _wide(a), _wide(b)

@@ -1,4 +1,4 @@
-"""The digest table: for every chunk of a checkpoint its content digest and who wrote it."""
+"""The digest table: the content digest and the writer of every chunk of a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Table = np.ndarray[Any, Any]
 def count(entry: ArrayEntry) -> int:
     """Number of chunks of all parts of an array.
 
-    Takes no longer for an array of many chunks than for one of few: the index may lie about them.
+    Its time does not depend on the number of chunks, because the index is untrusted.
     """
     if math.prod(entry.shape) == 0:
         return 0
@@ -37,12 +37,12 @@ def _count_along(entry: ArrayEntry, dim: int) -> int:
     lengths = Counter({n: 1})
     for axis in entry.layout.dims[dim]:
         lengths = _split(lengths, entry.layout.mesh.size(axis))
-    # However a part evens its chunks out, it has as few as the array's chunk extent permits.
+    # Balancing the chunks of a part does not change their number.
     return sum(times * -(-length // chunk) for length, times in lengths.items())
 
 
 def _split(lengths: Counter[int], pieces: int) -> Counter[int]:
-    """How often each length occurs after every interval was cut into pieces, as layouts do."""
+    """How often each length occurs after every interval is cut into pieces, as layouts do."""
     out: Counter[int] = Counter()
     for length, times in lengths.items():
         step = -(-length // pieces)
@@ -58,7 +58,7 @@ def length(arrays: Mapping[str, ArrayEntry]) -> int:
 
 
 def spans(arrays: Mapping[str, ArrayEntry]) -> dict[str, slice]:
-    """Where each array's chunks stand in the table."""
+    """The rows of each array's chunks."""
     at, first = {}, 0
     for name, entry in arrays.items():
         at[name] = slice(first, first + count(entry))
@@ -67,14 +67,14 @@ def spans(arrays: Mapping[str, ArrayEntry]) -> dict[str, slice]:
 
 
 class Mismatch(ValueError):
-    """The digest table and the index contradict each other; says how."""
+    """The digest table and the index contradict each other."""
 
 
 def check(nbytes: int, index: Index, total: int) -> None:
-    """Holds the length of the table against the index, before it is read.
+    """Checks the length of the table against the index, before the table is read.
 
     Arguments:
-        nbytes: of the stored table; untrusted, as the index is.
+        nbytes: size of the stored table; untrusted, as is the index.
         index: the index.
         total: number of chunks of the index's arrays, from `length`.
 
@@ -89,7 +89,7 @@ def check(nbytes: int, index: Index, total: int) -> None:
 
 
 def decode(data: bytes, index: Index) -> Table:
-    """The table of an index, whose length `check` found right.
+    """Decodes a table whose length has passed `check`.
 
     Arguments:
         data: the stored table; untrusted.
@@ -99,5 +99,5 @@ def decode(data: bytes, index: Index) -> Table:
         Mismatch: says how they differ.
     """
     if f"{xxhash.xxh3_64_intdigest(data):016x}" != index.digests_xxh3:
-        raise Mismatch("the digest table does not match the digest of it in the index")
+        raise Mismatch("the digest table does not match its digest in the index")
     return np.frombuffer(data, DTYPE)

@@ -38,11 +38,11 @@ _ML_DTYPES = [
     "int4",
     "int2",
 ]
-# What TensorStore's zarr3 driver has no name for is stored as the same bits of another type.
+# Dtypes that TensorStore's zarr3 driver lacks are stored as the same bits of another type.
 _STORED_AS = {"float8_e4m3": "uint8"}
 
 DType = np.dtype[Any]
-# What to store instead of NumPy's other kinds of arrays and scalars.
+# What to store instead of unsupported NumPy dtypes, by their kind.
 _HINTS = {
     "U": ", store x.tolist()",
     "S": ", store x.tolist()",
@@ -63,16 +63,16 @@ _BY_DTYPE = {dtype: name for name, dtype in _BY_NAME.items()}
 
 
 def supported() -> tuple[str, ...]:
-    """Names of all dtypes with a name of their own; datetime64 and timedelta64 come on top."""
+    """Names of all supported dtypes except datetime64 and timedelta64."""
     return tuple(_BY_NAME)
 
 
 @lru_cache(maxsize=256)
 def name_of(dtype: DType) -> str:
-    """The checkpoint's name of a NumPy dtype; byte order is not part of it.
+    """The checkpoint's name of a NumPy dtype, without byte order.
 
     Raises:
-        TypeError: where no checkpoint can hold the dtype.
+        TypeError: the dtype is not supported.
     """
     little = dtype.newbyteorder("=")
     if little in _BY_DTYPE:
@@ -133,12 +133,13 @@ def constant(value: float, dtype: DType) -> Any:
         found = np.asarray(value).astype(dtype)
     same = bool(found.astype(np.float64) == value)
     if not same and (kind(dtype) not in ("float", "complex") or not np.isfinite(found)):
-        raise ValueError(f"{value:g} is no {name_of(dtype)}")
+        raise ValueError(f"{name_of(dtype)} cannot hold {value:g}")
     return found
 
 
 def holds_all(target: DType, values: np.ndarray[Any, Any]) -> bool:
-    """Whether an integer dtype holds all integers of an array; other kinds only lose precision."""
+    """Whether an integer dtype holds all integers of an array; true for other kinds, which only
+    lose precision."""
     if kind(target) != "integer" or not values.size:
         return True
     limits: Any = ml_dtypes.iinfo

@@ -1,7 +1,7 @@
-"""Exchange: processes of a job that read each chunk once in all, and send each other the rest.
+"""Exchange: the processes of a job read each chunk once in total, and send it to each other.
 
-Every process tells the others which boxes of stored arrays it needs. From then on, all of them work
-out the same: who reads which chunk, and which boxes of it go where. (ByteCheckpoint,
+Every process sends the others the boxes of stored arrays that it needs. All then compute the same
+schedule: who reads which chunk, and where its boxes go. (ByteCheckpoint,
 https://arxiv.org/abs/2407.20143, section 4, eliminates repeated reads among replicas in this way.)
 """
 
@@ -47,10 +47,10 @@ from unickpt.read import (
 if TYPE_CHECKING:
     from unickpt.checkpoint import Checkpoint
 
-_ALIGN = 16  # bytes; a parcel's head has as many, the first of which says whether all is well
-_IN_FLIGHT = 4  # in the budget: of two rounds, what is sent and what is received
+_ALIGN = 16  # bytes, also of a parcel's head, whose first byte is the status
+_IN_FLIGHT = 4  # buffers in the budget: for two rounds, what is sent and what is received
 
-# Who loads may go on after these, with the new checkpoint, an older one or a copy: then all must.
+# A caller may recover from these with a new or older checkpoint or a copy; then all must.
 _SAME: Mapping[str, type[Exception]] = {
     kind.__name__: kind for kind in (CheckpointCorrupt, CheckpointNotFound, CheckpointReplaced)
 }
@@ -62,9 +62,10 @@ ReadArrays = Callable[["Checkpoint", Sequence[Job]], dict[str, Any]]
 
 @contextmanager
 def reading(options: LoadOptions, among: Sequence[Adapter]) -> Iterator[ReadArrays]:
-    """What reads arrays: in each process by itself, or, where options say so, in all together.
+    """The function that reads arrays: for each process alone, or, with `exchange`, for all
+    together.
 
-    Where something fails before that, in one process, the others are told.
+    If one process fails before it is called, the others learn of it.
     """
     group = (options.group or current_group(among)) if options.exchange else None
     if group is None or group.count == 1:
@@ -74,12 +75,12 @@ def reading(options: LoadOptions, among: Sequence[Adapter]) -> Iterator[ReadArra
     try:
         yield exchange.read
     except Exception as error:
-        exchange.fail(error)  # raises, if the others do not know yet
+        exchange.fail(error)  # raises if the others do not know yet
         raise
 
 
 class _Chunk(NamedTuple):
-    """A chunk, who reads it, and which boxes of it each process needs."""
+    """A chunk, its reader, and the boxes of it that each process needs."""
 
     entry: ArrayEntry
     part: Part
@@ -93,15 +94,15 @@ class _Chunk(NamedTuple):
 def schedule(
     entries: Sequence[ArrayEntry], wants: Sequence[Wants], budget_bytes: int
 ) -> Iterator[list[_Chunk]]:
-    """All chunks that any process needs, in rounds; the same on all processes.
+    """All chunks that any process needs, in rounds; all processes get the same result.
 
-    A chunk is read by one that needs it, namely that which has read least by then.
+    A chunk is read by a process that needs it, the one with the least to read so far.
 
     Arguments:
         entries: the stored arrays.
         wants: what each process needs.
-        budget_bytes: most bytes that any process sends and receives in a round, unless one chunk
-            is larger.
+        budget_bytes: the most bytes that a process sends and receives in a round, unless a single
+            chunk is larger.
     """
     read = [0] * len(wants)
     held = [0] * len(wants)
@@ -129,7 +130,7 @@ def schedule(
 def _wanted_chunks(
     entry: ArrayEntry, wants: Sequence[Wants]
 ) -> Iterator[tuple[Part, int, int, dict[int, list[Box]]]]:
-    """The chunks of an array that are needed, and of each the boxes that each process needs."""
+    """The needed chunks of an array, each with the boxes that each process needs."""
     for first, part in plan.numbered_parts(entry):
         found: dict[int, dict[int, list[Box]]] = {}
         for process, of_process in enumerate(wants):
@@ -148,9 +149,9 @@ class _Filling:
 
     Arguments:
         job: the job.
-        left: how many chunks that it needs are not there yet.
+        left: the number of chunks that it still needs.
         buffers: memory of its targets; None before its first chunk is read.
-        users: who needs what of each chunk of its stored arrays, by name and row.
+        users: the buffers that need each chunk of its stored arrays, by name and row.
     """
 
     job: Job
@@ -160,7 +161,7 @@ class _Filling:
 
 
 class _Item(NamedTuple):
-    """A box of a chunk that is sent, and where it lies in the parcel of a process."""
+    """A box of a chunk that is sent, and its place in the parcel of a process."""
 
     chunk: _Chunk
     box: Box
@@ -169,7 +170,7 @@ class _Item(NamedTuple):
 
 
 class _Parcels:
-    """What a process sends to, or gets from, each process in a round: boxes behind a head."""
+    """What a process sends to or receives from each process in a round: a head, then boxes."""
 
     def __init__(self, count: int) -> None:
         self.sizes = [_ALIGN] * count
@@ -184,7 +185,7 @@ class _Parcels:
 
     @cached_property
     def heads(self) -> list[int]:
-        """Where each parcel begins, once all is in it."""
+        """Where each parcel begins, after everything was added."""
         return [0, *accumulate(self.sizes)][:-1]
 
     def view(self, data: Array, item: _Item) -> Array:
@@ -197,7 +198,7 @@ class _Parcels:
 
 @dataclass
 class _Round:
-    """A batch of chunks under way."""
+    """A batch of chunks in progress."""
 
     chunks: Sequence[_Chunk]
     sent: _Parcels
@@ -209,8 +210,8 @@ class _Round:
 class _Exchange:
     """One load by all processes of a group.
 
-    A process that fails takes part until all know of it, so that nobody waits for it in vain. What
-    the first one of those that fail raises decides for all, so that all go on in the same way.
+    A process that fails keeps taking part until all know of it, so that nobody waits for it. The
+    error of the first failed process decides for all, so that all continue in the same way.
     """
 
     def __init__(self, group: Group, options: LoadOptions) -> None:
@@ -228,7 +229,7 @@ class _Exchange:
         """As `read_arrays`, by all processes together.
 
         Raises:
-            ProcessFailed: another process failed; the message is its message.
+            ProcessFailed: another process failed; has that process's message.
         """
         fillings = [_Filling(job) for job in jobs]
         self._filling = {entry.name: f for f in fillings for entry in f.job.entries}
@@ -254,14 +255,14 @@ class _Exchange:
         return done
 
     def _tell(self, mine: Wants, opened: str) -> list[Wants]:
-        """What each process needs; raises if one of them has failed already.
+        """What each process needs; raises if one has already failed.
 
         Arguments:
             mine: what this one needs.
             opened: which checkpoint it opened.
 
         Raises:
-            CheckpointReplaced: in all processes, where they did not open the same.
+            CheckpointReplaced: in all processes, if they opened different checkpoints.
         """
         self._has_told = True
         boxes = {name: [[b.start, b.stop] for b in of_name] for name, of_name in mine.items()}
@@ -269,7 +270,7 @@ class _Exchange:
         if len({of for _, of in told}) > 1:
             raise CheckpointReplaced(
                 "the processes opened different checkpoints, because a save replaced the one at "
-                "this path meanwhile; load again"
+                "this path; load again"
             )
         return [
             {name: [Box(tuple(a), tuple(b)) for a, b in of] for name, of in theirs.items()}
@@ -310,7 +311,7 @@ class _Exchange:
                 begun.tasks.add(self._reader.submit(read))
 
     def _end(self, begun: _Round, done: dict[str, Any]) -> None:
-        """Sends what was read, receives what the others did, and places it."""
+        """Sends what this process read, receives what the others read, and places it."""
         for task in begun.tasks:
             self._try(self._reader.wait, task)
         begun.outbox[begun.sent.heads] = self._error is not None
@@ -339,7 +340,7 @@ class _Exchange:
     # --- jobs -----------------------------------------------------------------------------------
 
     def _open(self, filling: _Filling) -> None:
-        """Gets memory for the targets of a job, and fills in what needs no chunk."""
+        """Allocates memory for the targets of a job, and fills in what needs no chunk."""
         if filling.buffers is None:
             for entry in filling.job.entries:
                 self._stored.check_backed(entry)
@@ -367,7 +368,7 @@ class _Exchange:
     # --- errors ---------------------------------------------------------------------------------
 
     def _try(self, work: Callable[..., object], *arguments: Any) -> None:
-        """Does a piece of work, and keeps the first thing that goes wrong for `_settle`."""
+        """Calls `work`, and keeps the first error for `_settle`."""
         if self._error is None:
             try:
                 work(*arguments)
@@ -375,7 +376,7 @@ class _Exchange:
                 self._error = error
 
     def _settle(self, told: Any = None) -> list[Any]:
-        """What every process tells; raises instead what the first one raises that failed.
+        """What every process reports; if any failed, raises the error of the first one.
 
         Called by all processes at the same point.
         """
@@ -405,7 +406,7 @@ def _wants_of(jobs: Sequence[Job]) -> Wants:
 
 
 def _gather(group: Group, data: bytes) -> list[bytes]:
-    """What each process of a group calls this with."""
+    """The `data` of each process of a group."""
     count = group.count
     length = np.frombuffer(len(data).to_bytes(8, "little"), np.uint8)
     lengths = _exchange(group, np.tile(length, count), [8] * count, [8] * count)
@@ -421,5 +422,6 @@ def _exchange(group: Group, data: Array, sent: Sequence[int], received: Sequence
         return group.exchange(data, sent, received)
     except RuntimeError as error:
         raise ProcessFailed(
-            f"the processes could not exchange what they read; one of them may have ended: {error}"
+            "the processes could not exchange the chunks that they read; one of them may have "
+            f"ended: {error}"
         ) from error

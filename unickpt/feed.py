@@ -1,4 +1,4 @@
-"""Feeds: how elements of an array that is asked for come out of stored arrays, box by box.
+"""Feeds: where the elements of a requested array come from in stored arrays, box by box.
 
 Without rules every array has one feed, from itself. Rules permute, merge, split, stack and cut.
 """
@@ -19,13 +19,13 @@ from unickpt.strided import unit_steps
 
 
 class Copy(NamedTuple):
-    """Elements of a chunk and where they go: two strided views of the same shape.
+    """Elements of a chunk and their destination: two strided views of the same shape.
 
     Arguments:
         shape: extents of both.
-        source: where the first element is in the chunk, along each dimension.
+        source: index of the first element in the chunk.
         source_steps: per axis of `shape`, the step along each dimension of the chunk.
-        out, out_steps: the same of the destination.
+        out, out_steps: the same for the destination.
     """
 
     shape: tuple[int, ...]
@@ -36,14 +36,14 @@ class Copy(NamedTuple):
 
 
 class Wanted(Protocol):
-    """What a box of an array that is asked for needs of a stored array."""
+    """What a box of a requested array needs from a stored array."""
 
     @property
     def boxes(self) -> Sequence[Box]:
-        """Boxes of the stored array that hold all of it."""
+        """Boxes of the stored array that contain all of it."""
 
     def copies(self, chunk: Box) -> Iterator[Copy]:
-        """What of a box of the stored array goes where."""
+        """The copies from a box of the stored array."""
 
 
 class Source(Protocol):
@@ -63,14 +63,14 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Feed:
-    """A block of an array that is asked for, and the stored array that it comes from.
+    """A block of a requested array, and the stored array that it comes from.
 
     Arguments:
         entry: the stored array.
-        extents: of the axes that both sides share.
-        source: the stored array's dimensions, made of these axes.
-        out: those of the array that is asked for.
-        scale, offset: what is done to the elements, in float32 (float64 where they have that).
+        extents: of the axes that both arrays share.
+        source: the stored array's dimensions in terms of these axes.
+        out: those of the requested array.
+        scale, offset: arithmetic on the elements, in float32 (float64 for float64 elements).
     """
 
     entry: ArrayEntry
@@ -82,12 +82,12 @@ class Feed:
 
     @property
     def is_exact(self) -> bool:
-        """Whether elements arrive as they are."""
+        """Whether elements are copied without arithmetic."""
         return self.scale == 1 and self.offset == 0
 
     @property
     def is_identity(self) -> bool:
-        """Whether it is the whole stored array as it is."""
+        """Whether it is the whole stored array, unchanged."""
         whole = whole_dims(self.entry.shape)
         return self.is_exact and self.source == self.out == whole
 
@@ -100,12 +100,12 @@ class Feed:
         return tuple(map(line_of, self.out))
 
     def within(self, box: Box) -> Wanted | None:
-        """What a box of the array that is asked for needs; None where that is nothing."""
+        """What a box of the requested array needs; None if nothing."""
         ranges = pull(self.out, box.start, box.stop, tuple((0, n) for n in self.extents))
         return _Pulled(self, box, ranges) if ranges else None
 
     def reach(self, ranges: Ranges) -> Box:
-        """A box of the stored array that holds all that some ranges of the axes need."""
+        """A box of the stored array that contains everything that the ranges of the axes need."""
         found = [line.reach(ranges) for line in self._source_lines]
         return Box(tuple(a for a, _ in found), tuple(b for _, b in found))
 
@@ -115,7 +115,7 @@ class Feed:
         return pull(self.source, chunk.start, chunk.stop, whole)
 
     def copy(self, common: Ranges, box: Box, chunk: Box) -> Copy:
-        """Where some ranges lie in a chunk, and in a box of the array that is asked for."""
+        """Where ranges lie in a chunk, and in a box of the requested array."""
         first = [a for a, _ in common]
         return Copy(
             tuple(b - a for a, b in common),
@@ -127,7 +127,7 @@ class Feed:
 
 
 class _Pulled:
-    """What a box needs of a feed."""
+    """What a box needs from a feed."""
 
     def __init__(self, feed: Feed, box: Box, ranges: Sequence[Ranges]) -> None:
         self._feed, self._box, self._ranges = feed, box, ranges
@@ -144,7 +144,7 @@ class _Pulled:
 
 
 class Itself:
-    """An array as it is stored: the feed of a load without rules, in a shorter way."""
+    """An array as it is stored: a faster feed for loads without rules."""
 
     __slots__ = ("entry",)
     is_exact, scale, offset = True, 1.0, 0.0
@@ -180,7 +180,7 @@ def whole_dims(shape: Sequence[int]) -> tuple[Dim, ...]:
 
 @dataclass(frozen=True)
 class Fill:
-    """A block of an array that is asked for which holds a constant.
+    """A block of a requested array that holds a constant.
 
     Arguments:
         extents: of the block's axes.
@@ -193,7 +193,7 @@ class Fill:
     value: float | int | bool | complex
 
     def copies(self, box: Box) -> Iterator[Copy]:
-        """Where the constant stands in a box of the array; nothing is read."""
+        """Where the constant lies in a box of the array; reads nothing."""
         whole = tuple((0, n) for n in self.extents)
         lines = tuple(map(line_of, self.out))
         for ranges in pull(self.out, box.start, box.stop, whole):
@@ -215,17 +215,17 @@ class Applied(Protocol):
         """The array's name."""
 
     def __call__(self, box: Box, verify: bool) -> Array:
-        """The elements of a box; `verify` is about what is read for them."""
+        """The elements of a box; `verify`: whether to check the chunks that are read for them."""
 
 
 @dataclass(slots=True)
 class Recipe:
-    """What an array that is asked for is made of.
+    """The sources of a requested array.
 
     Arguments:
-        feeds: where its elements come from; together with `fills`, each exactly once.
-        fills: those that come from nowhere.
-        function: makes it in their stead.
+        feeds: the stored sources; with `fills`, they give each element exactly once.
+        fills: the constant blocks.
+        function: makes the array instead of these.
     """
 
     feeds: Sequence[Source] = ()

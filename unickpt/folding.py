@@ -1,4 +1,4 @@
-"""Names that differ in numbers alone, as one: layers/0/w and layers/1/w are layers/{0..1}/w."""
+"""Folds names that differ only in numbers: layers/0/w and layers/1/w are layers/{0..1}/w."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NUMBER = re.compile(r"(\d+)")
 
 
 def skeleton(name: str) -> str:
-    """What names that may become one have in common.
+    """The part that names must share to fold into one.
 
     Example:
         >>> skeleton("layers_12/w")
@@ -20,12 +20,12 @@ def skeleton(name: str) -> str:
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """A key that sorts names with numbers as a person would: layers_2 before layers_10."""
+    """A sort key that compares numbers in names as numbers: layers_2 before layers_10."""
     return [(int(part) if part.isdecimal() else 0, part) for part in _NUMBER.split(name)]
 
 
 def fold_all(names: Iterable[str]) -> list[str]:
-    """Names of any skeletons, folded and sorted.
+    """Names with any skeletons, folded and sorted.
 
     Example:
         >>> fold_all(["h.1.w", "b", "h.0.w"])
@@ -38,7 +38,7 @@ def fold_all(names: Iterable[str]) -> list[str]:
 
 
 def fold(names: Sequence[str]) -> list[str]:
-    """Names of one skeleton as one name, where they are exactly the product of their numbers.
+    """Names of one skeleton as one name, if they are exactly the product of their numbers.
 
     Example:
         >>> fold(["h.0.w", "h.1.w", "h.2.w"]), fold(["h.0.a.1", "h.1.a.0"])

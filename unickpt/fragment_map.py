@@ -19,14 +19,14 @@ _MAX_COLUMNS = 16
 _WIDTH = 56
 _LABEL_WIDTH = 16
 _ELIDED = "..."
-# Which arms meet in a point (up, down, left, right as bits 8, 4, 2, 1), and the line drawn there.
+# The line characters by the arms that meet (up, down, left, right as bits 8, 4, 2, 1).
 _LINES = " ╶╴─╷┌┐┬╵└┘┴│├┤┼"
 ASCII = str.maketrans("╶╴─╷┌┐┬╵└┘┴│├┤┼", "---|+++|+++|+++")
 
 
 @dataclass(frozen=True)
 class Map:
-    """A drawing, line by line, and a remark for what it does not show."""
+    """The lines of a drawing, and a remark about what it does not show."""
 
     lines: tuple[str, ...]
     remark: str
@@ -40,12 +40,12 @@ def draw(
     Arguments:
         shape: shape of the array.
         fragments: the distinct boxes with the processes that held each.
-        layout: where given, and where it has more devices than processes, cells name these too.
-        width: characters in a line; what needs more is left out in the middle.
+        layout: if it has more devices than processes, cells also name the devices.
+        width: characters in a line; wider drawings omit the middle.
 
     Returns:
-        For up to two dimensions the whole array; for more, a plane through the first element
-        along the two leading dimensions that are split.
+        For up to two dimensions the whole array; for more, the plane through the first element
+        along the first two dimensions that are split.
 
     Example:
         >>> left, right = Box((0, 0), (2, 3)), Box((0, 3), (2, 6))
@@ -112,7 +112,7 @@ def _across(box: Box, down: int | None, across: int | None) -> tuple[Interval, I
 
 
 def _devices(shape: Sequence[int], layout: Layout) -> Mapping[Box, list[int]]:
-    """The devices of each box, counted row-major; empty where processes say as much."""
+    """The devices of each box, numbered row-major; empty if they equal the processes."""
     if len(set(layout.mesh.processes)) == len(layout.mesh.processes):
         return {}
     found: dict[Box, list[int]] = {}
@@ -151,7 +151,7 @@ def numbers(items: Sequence[int]) -> str:
 
 
 def _pick(cuts: list[Interval], limit: int) -> list[tuple[int | None, Interval]]:
-    """Positions to draw with their intervals; None stands for those left out."""
+    """Positions to draw with their intervals; None represents omitted ones."""
     numbered: list[tuple[int | None, Interval]] = list(enumerate(cuts))
     if len(cuts) <= limit:
         return numbered
@@ -160,7 +160,7 @@ def _pick(cuts: list[Interval], limit: int) -> list[tuple[int | None, Interval]]
 
 
 def _inside(picked: list[tuple[int | None, Interval]], interval: Interval) -> list[int]:
-    """Places of the picked intervals that lie in another; those left out lie in none."""
+    """Positions of the picked intervals within another interval; omitted ones are in none."""
     return [
         at
         for at, (number, (a, b)) in enumerate(picked)
@@ -169,7 +169,7 @@ def _inside(picked: list[tuple[int | None, Interval]], interval: Interval) -> li
 
 
 class _Drawing:
-    """A grid of cells in which neighbours of one owner have no wall between them."""
+    """A grid of cells without walls between neighbours of the same owner."""
 
     def __init__(
         self,
@@ -231,7 +231,7 @@ class _Drawing:
         return canvas
 
     def _at(self, r: int, c: int) -> tuple[int, ...]:
-        """What tells a cell from its neighbours: its owner, or its own place."""
+        """What distinguishes a cell from its neighbours: its owner, or its own position."""
         if not (0 <= r < len(self.rows) and 0 <= c < len(self.columns)):
             return ()
         owner = self.owner[r][c]
@@ -256,7 +256,7 @@ class _Drawing:
     def _write(
         self, canvas: list[list[str]], r: int, c: int, lefts: Sequence[int], step: int
     ) -> None:
-        """The label of a fragment, in the middle of it, once."""
+        """The label of a fragment, once, in its middle."""
         at = self._at(r, c)
         if at in (self._at(r - 1, c), self._at(r, c - 1)):
             return

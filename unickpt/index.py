@@ -24,11 +24,11 @@ T = TypeVar("T")
 
 FORMAT = (1, 1)
 RESERVED = "unickpt"
-"""Where metadata holds what `Checkpointer` adds: `step`, and `metrics` as process 0 has them."""
+"""The metadata key under which `Checkpointer` stores `step`, and process 0's `metrics`."""
 INDEX_KEY = "unickpt.json"
 DIGESTS_KEY = "unickpt.digests"
-# The codecs that may follow `bytes`, with their settings. No others: some of those that zarr knows
-# name further storage, or unpack into any amount of memory.
+# The codecs that may follow `bytes`, with their settings. Others are refused: some zarr codecs
+# refer to further storage, or unpack into any amount of memory.
 CODECS: Mapping[str, Mapping[str, type]] = {
     "zstd": {"level": int},
     "gzip": {"level": int},
@@ -43,16 +43,16 @@ _DIGEST = re.compile(r"[0-9a-f]{16}")
 
 @dataclass(frozen=True)
 class ArrayEntry:
-    """What the index says of one array.
+    """The index's entry of one array.
 
     Arguments:
         name: the array's name.
         shape: global shape.
         dtype: a name of `unickpt.dtypes`.
         chunk: largest extent of a chunk in each dimension.
-        layout: how the writer's mesh split it; None where no layout describes the fragments.
+        layout: how the writer's mesh split it; None if no layout describes the fragments.
         cut: dimensions along whose layout intervals the array is cut into parts.
-        boxes: without a layout, each fragment and the processes that held it; one part each.
+        boxes: without a layout, each fragment with the processes that held it; one part each.
         prng: for typed JAX PRNG keys, the name of their implementation.
     """
 
@@ -80,7 +80,7 @@ class PerProcessEntry:
 
 @dataclass(frozen=True)
 class Index:
-    """All that one read of a checkpoint tells. `tree` is the JSON of `unickpt.tree`."""
+    """The whole content of `unickpt.json`. `tree` is the JSON of `unickpt.tree`."""
 
     tree: Any
     arrays: Mapping[str, ArrayEntry]
@@ -156,7 +156,7 @@ def decode(data: bytes, where: str, *, partial: bool = False) -> Index:
 
     Raises:
         UnsupportedFormat: written in a newer major version.
-        CheckpointCorrupt: anything else that is wrong, with the reason.
+        CheckpointCorrupt: anything else is wrong; says what.
     """
     try:
         seal = _SEAL.search(data)
@@ -171,7 +171,7 @@ def decode(data: bytes, where: str, *, partial: bool = False) -> Index:
 
 
 class _Bad(ValueError):
-    """A reason why the index is not one."""
+    """A reason why the index is invalid."""
 
 
 def _json(data: bytes) -> Any:
@@ -182,7 +182,7 @@ def _json(data: bytes) -> Any:
 
 
 def _made(kind: Callable[..., T], *fields: Any) -> T:
-    """A fact out of what is stored, unless its class refuses that."""
+    """An object built from stored fields; _Bad if its class refuses them."""
     try:
         return kind(*fields)
     except ValueError as error:
@@ -192,12 +192,12 @@ def _made(kind: Callable[..., T], *fields: Any) -> T:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise _Bad("a key stands twice in an object")
+        raise _Bad("a key occurs twice in an object")
     return found
 
 
 def _constant(name: str) -> Any:
-    raise _Bad(f"it holds {name}, which is no JSON")
+    raise _Bad(f"it contains {name}, which is not valid JSON")
 
 
 def _check_version(version: Any, where: str) -> None:
@@ -205,7 +205,7 @@ def _check_version(version: Any, where: str) -> None:
     if match is None:
         raise _Bad(f"its format version is {quoted(version)}")
     if int(match[1]) < 1:
-        raise _Bad(f"its format version is {version}, and none below 1.0 exists")
+        raise _Bad(f"its format version is {version}, but the lowest version is 1.0")
     if int(match[1]) > FORMAT[0]:
         raise UnsupportedFormat(
             f"{where}: written in format {version}; this unickpt reads up to major version "
@@ -214,7 +214,7 @@ def _check_version(version: Any, where: str) -> None:
 
 
 class _Reader:
-    """A JSON object whose fields are taken with their types checked."""
+    """A JSON object; reading a field checks its type."""
 
     def __init__(self, body: Any, at: str) -> None:
         if not isinstance(body, dict):
@@ -237,7 +237,7 @@ def _ints(items: Any, low: int, at: str) -> tuple[int, ...]:
     if any(kind is not int for kind in map(type, items)) or (
         items and not low <= min(items) <= max(items) < _MAX_EXTENT
     ):
-        raise _Bad(f"{at} holds {quoted(_first_bad(items, low))}")
+        raise _Bad(f"{at} contains {quoted(_first_bad(items, low))}")
     return tuple(items)
 
 
@@ -259,7 +259,7 @@ def _decode(r: _Reader, partial: bool) -> Index:
     aliases = r.get("aliases", dict)
     for alias, target in aliases.items():
         if not isinstance(target, str) or target not in arrays:
-            raise _Bad(f"alias {quoted(alias)} names {quoted(target)}, which is no array")
+            raise _Bad(f"alias {quoted(alias)} names {quoted(target)}, which is not an array")
     plain = r.get("values", dict)
     per_process = {
         name: _per_process(blobs, f"per-process leaf {quoted(name)}")
@@ -286,7 +286,7 @@ def _decode(r: _Reader, partial: bool) -> Index:
 
 def _check_names(names: list[str]) -> None:
     if len(set(names)) != len(names):
-        raise _Bad("a name stands for two leaves")
+        raise _Bad("two leaves have the same name")
     for name in names:
         try:
             name.encode()
@@ -301,7 +301,7 @@ def _check_processes(
     per_process: Mapping[str, PerProcessEntry],
     partial: bool,
 ) -> None:
-    """That only processes are named which took part, and that each has its own values."""
+    """Checks that only processes that took part are named, and that each has its own values."""
     for mesh in meshes:
         if max(mesh.processes, default=0) >= processes:
             raise _Bad(f"a mesh names process {max(mesh.processes)} of {processes}")
@@ -390,7 +390,7 @@ def _boxes(
     at = f"array {quoted(name)}: boxes"
     for item in items:
         if not isinstance(item, list) or len(item) != 3:
-            raise _Bad(f"{at} hold {quoted(item)}")
+            raise _Bad(f"{at} contain {quoted(item)}")
         start, stop, holders = _ints(item[0], 0, at), _ints(item[1], 0, at), _ints(item[2], 0, at)
         if len(start) != len(shape) or not holders:
             raise _Bad(f"{at}: {quoted(item)} does not fit shape {quoted(shape)}")
@@ -402,7 +402,7 @@ def _boxes(
         raise _Bad(f"{at} are empty or lie outside shape {shape}")
     if not partial and size < whole.size:
         raise _Bad(f"{at} do not cover shape {shape}")
-    # What fills a shape and has its size does not overlap.
+    # Boxes that cover a shape and have its total size do not overlap.
     if overlap(plain) is not None if partial else not fill_exactly(whole, plain):
         raise _Bad(f"{at} overlap")
     return tuple(boxes)
@@ -410,11 +410,11 @@ def _boxes(
 
 def _per_process(blobs: Any, at: str) -> PerProcessEntry:
     if not isinstance(blobs, list):
-        raise _Bad(f"{at} is no list")
+        raise _Bad(f"{at} is not a list")
     out = []
     for blob in blobs:
         if not (isinstance(blob, list) and len(blob) == 2 and _is_digest(blob[1])):
-            raise _Bad(f"{at} holds {quoted(blob)}")
+            raise _Bad(f"{at} contains {quoted(blob)}")
         (size,) = _ints(blob[:1], 0, at)
         out.append((size, int(blob[1], 16)))
     return PerProcessEntry(tuple(out))

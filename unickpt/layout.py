@@ -44,7 +44,7 @@ class Mesh:
         return self._hash
 
     @cached_property
-    def _hash(self) -> int:  # of thousands of devices, and asked for each array
+    def _hash(self) -> int:  # cached: a mesh may have thousands of devices
         return hash((self.axes, self.shape, self.processes))
 
     @cached_property

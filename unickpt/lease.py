@@ -1,9 +1,9 @@
 """The lease on a folder of checkpoints: at most one job at a time saves into it.
 
-A local folder is locked by the operating system, whose lock ends with its holder. Elsewhere the
-job writes an object and keeps renewing it; another job takes that over only after it has stood
-still for a while (Gray and Cheriton, "Leases", SOSP 1989), and a job whose object was taken over
-does not commit any more.
+A local folder is locked by the operating system, which releases the lock when its holder ends. On
+other storage the job writes an object and keeps renewing it; another job takes it over only if it
+was not renewed for some time (Gray and Cheriton, "Leases", SOSP 1989), and a job whose object was
+taken over no longer commits.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from unickpt.workers import start
 NAME = ".unickpt.lock"
 _RENEW_S = 10.0
 _EXPIRES_S = 40.0
-# A write that a job began before it lost its lease may be tried again and again for so long.
+# For this long, a write that a job began before it lost its lease may still be retried.
 _SETTLES_S = 900.0
-# Names this process among all of the world; two containers may have the same host and number.
+# A unique name of this process; two containers may have the same host name and process id.
 _PROGRAM = secrets.token_hex(8)
 
 
 class Lease:
-    """The right to save into a folder, once `take` has returned.
+    """The right to save into a folder; held after `take` returns.
 
     Arguments:
         location: the folder.
@@ -53,13 +53,13 @@ class Lease:
         self._settled_at = 0.0
 
     def take(self) -> bool:
-        """Takes the lease, if this job does not have it yet, or lost it.
+        """Takes the lease, if this job does not hold it.
 
         Returns:
-            Whether it did not have it; another job may have saved here.
+            Whether it was not held before, so that another job may have saved here.
 
         Raises:
-            SaveConflict: another job has it.
+            SaveConflict: another job holds it.
             StorageError: the storage failed.
         """
         with self._translated():
@@ -76,14 +76,14 @@ class Lease:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing can come any more of what a holder before this one had begun."""
+        """Whether writes of an earlier holder can no longer arrive."""
         return time.monotonic() >= self._settled_at
 
     def check(self) -> None:
-        """Makes sure, before a commit, that nobody took the lease over.
+        """Checks before a commit that no other job took over the lease.
 
         Raises:
-            SaveConflict: another job did, because this one stood still for too long.
+            SaveConflict: another job took it over, because this one did not renew it in time.
             StorageError: the storage failed.
         """
         with self._translated():
@@ -91,9 +91,9 @@ class Lease:
                 self._held.check()
 
     def give_back(self) -> None:
-        """Lets another job take it."""
+        """Releases the lease, so that another job can take it."""
         if self._held is not None:
-            with suppress(Exception):  # who comes next waits for its end
+            with suppress(Exception):  # the next job waits until it expires
                 self._held.release()
             self._held = None
 
@@ -106,7 +106,7 @@ class Lease:
 
     @staticmethod
     def was_taken(location: Location) -> bool:
-        """Whether some job has, or had, the lease on a folder."""
+        """Whether any job holds or held the lease on a folder."""
         if location.is_local:
             return os.path.isfile(os.path.join(location.spec["path"], NAME))
         read = location.store(backends.context()).read(NAME).result()
@@ -114,9 +114,9 @@ class Lease:
 
 
 def holder(location: Location) -> str | None:
-    """Who has the lease on a folder, in words; None where nobody has it, as far as one can see.
+    """Describes the holder of the lease on a folder; None if no holder is visible.
 
-    A job on another machine that locks a local folder is not always seen.
+    A lock on a local folder by a job on another machine is not always visible.
     """
     if location.is_local:
         said = file.Hold.said(location.spec["path"], NAME)
@@ -146,10 +146,11 @@ class _Lock:
         self._location, self._holder = location, holder
 
     def take(self) -> bool:
-        """Takes the lease. What its last holder had begun ended with that process: False.
+        """Takes the lease. Returns False, because writes of its last holder ended with that
+        process.
 
         Raises:
-            SaveConflict: another process has it.
+            SaveConflict: another process holds it.
         """
         try:
             self._hold = file.Hold(self._location.spec["path"], NAME, json.dumps(self._holder))
@@ -158,18 +159,18 @@ class _Lock:
         return False
 
     def is_valid(self) -> bool:
-        """Whether this is still the lock; else the folder was removed, and made anew by whom?"""
+        """Whether the folder still has this lock; false if the folder was removed or recreated."""
         return self._hold.is_valid()
 
     def check(self) -> None:
-        """Nothing: nobody can take it over, and the commit finds out that a folder is gone."""
+        """Does nothing: no job can take over a lock, and the commit fails if the folder is gone."""
 
     def release(self) -> None:
         self._hold.release()
 
 
 class _Claim:
-    """An object that is renewed for as long as its job lives."""
+    """An object that its job keeps renewing."""
 
     def __init__(self, location: Location, holder: dict[str, object]) -> None:
         self._location, self._holder = location, holder
@@ -178,10 +179,10 @@ class _Claim:
         self._ended, self._writing = threading.Event(), threading.Lock()
 
     def take(self) -> bool:
-        """Takes the lease; whether that was from a holder who had not given it back.
+        """Takes the lease. Returns whether the last holder had not released it.
 
         Raises:
-            SaveConflict: somebody renews it.
+            SaveConflict: another job renews it.
         """
         before = self._store.read(NAME).result()
         was_held = before.state == "value"
@@ -195,16 +196,17 @@ class _Claim:
         if not self._write(before.stamp.generation):
             found = self._store.read(NAME).result().value
             raise _conflict(self._location, found.decode(errors="replace"))
-        # Without a thread, at the end of a program, nobody renews it; `check` still tells.
+        # At interpreter exit no thread starts, so nothing renews it; `check` still detects a
+        # takeover.
         start(self._renew, "unickpt lease", daemon=True)
         return was_held
 
     def is_valid(self) -> bool:
-        """Whether nobody took it over."""
+        """Whether no other job took it over."""
         return self._is_ours(self._store.read(NAME).result())
 
     def check(self) -> None:
-        """Raises SaveConflict where somebody took it over."""
+        """Raises SaveConflict if another job took it over."""
         found = self._store.read(NAME).result()
         if not self._is_ours(found):
             raise _conflict(self._location, found.value.decode(errors="replace"))
@@ -221,7 +223,7 @@ class _Claim:
         if stamp.generation:
             self._generation = stamp.generation
             return True
-        # Refused; or that is the answer to a second request, and the one to the first got lost.
+        # Refused; or this answers a retry, and the answer to the first request was lost.
         found = self._store.read(NAME).result()
         if self._is_ours(found):
             self._generation = found.stamp.generation
@@ -236,7 +238,7 @@ class _Claim:
 
     def _renew(self) -> None:
         while not self._ended.wait(_RENEW_S):
-            with self._writing, suppress(Exception):  # a failure shows in `check`, if it lasts
+            with self._writing, suppress(Exception):  # `check` detects a lasting failure
                 assert self._generation is not None
                 if not self._ended.is_set() and not self._write(self._generation):
                     return
@@ -248,10 +250,10 @@ def _conflict(location: Location, said: str) -> SaveConflict:
         if (holder["process"], holder["program"]) == (os.getpid(), _PROGRAM):
             return SaveConflict(
                 f"{location}: another Checkpointer of this same process saves here and is not "
-                "closed. Call its close(), or make it in a `with` statement, before the next one "
+                "closed. Call its close(), or use it in a `with` statement, before the next one "
                 "saves"
             )
     return SaveConflict(
-        f"{location}: another job saves here at this moment ({_who(said)}); two jobs in one folder "
-        "would mix their steps. End that one, or give this job a folder of its own"
+        f"{location}: another job saves here now ({_who(said)}); two jobs in one folder would mix "
+        "their steps. End that job, or give this one its own folder"
     )

@@ -1,4 +1,4 @@
-"""Likely causes: why names that are asked for and names that are stored do not meet."""
+"""Likely causes: why requested names and stored names do not match."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from unickpt.wrapped import bare
 _SEPARATORS = re.compile(r"%2F|[/.]")
 _SHAPE = re.compile(r"\[(.*)\]")
 _MOST_CAUSES = 5
-_MOST_ALIKE = 8  # stored names with one ending that are considered for an asked one
-_SIMILAR = 0.7  # of difflib's ratio: a single pair of names is told only if it looks like a typo
+_MOST_ALIKE = 8  # stored names with the same ending that are compared with a requested one
+_SIMILAR = 0.7  # difflib's ratio: a single pair of names is reported only if it looks like a typo
 
 Tokens = tuple[str, ...]
 Change = tuple[Tokens, Tokens]
-"""What stands in the asked names, and what in the stored ones instead."""
+"""A part of the requested names, and the part of the stored names in its place."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """What one change of names would mend.
+    """One change of names, and the leaves that it would fix.
 
     Arguments:
         text: one line.
-        pairs: the asked name and the stored one of each leaf.
+        pairs: the requested and the stored name of each leaf.
     """
 
     text: str
@@ -35,11 +35,11 @@ class Cause:
 
 
 def causes(missing: Mapping[str, str], unexpected: Mapping[str, str]) -> list[Cause]:
-    """The likeliest reasons why leaves are not found, those of most leaves first.
+    """The likeliest reasons why leaves are not found; the one with most leaves first.
 
     Arguments:
-        missing: what is asked for and not stored: a text of its dtype and shape by name.
-        unexpected: what is stored and not asked for, likewise.
+        missing: leaves that are requested but not stored: dtype and shape as text, by name.
+        unexpected: leaves that are stored but not requested, likewise.
     """
     left, rest = dict(missing), dict(unexpected)
     found: list[Cause] = []
@@ -77,9 +77,9 @@ def _same_tokens(left: Mapping[str, str], rest: Mapping[str, str]) -> Iterator[t
 
 def _tell_separators(pairs: Sequence[tuple[str, str]]) -> str:
     return (
-        f"names differ in dots and slashes alone{_such_as(pairs)}. A slash stands between the keys "
-        "of nested containers, a dot is a part of a key (as in state_dict()), %2F is a slash "
-        "within a key: nest `like` as the stored tree is, or relate the names by rules"
+        f"names differ only in dots and slashes{_such_as(pairs)}. A slash separates the keys of "
+        "nested containers, a dot is part of a key (as in state_dict()), %2F is a slash within a "
+        "key: nest `like` like the stored tree, or map the names with rules"
     )
 
 
@@ -93,8 +93,8 @@ def _same_bare(left: Mapping[str, str], rest: Mapping[str, str]) -> Iterator[tup
 
 def _tell_wrappers(pairs: Sequence[tuple[str, str]]) -> str:
     return (
-        f"names differ in what a wrapper (DDP, torch.compile) adds{_such_as(pairs)}. Put the "
-        "module itself into `like`, not its state_dict(): then its wrappers do not count"
+        f"names differ only in what a wrapper (DDP, torch.compile) adds{_such_as(pairs)}. Put the "
+        "module itself into `like`, not its state_dict(): the wrappers' names are then removed"
     )
 
 
@@ -103,7 +103,7 @@ def _such_as(pairs: Sequence[tuple[str, str]]) -> str:
     return f"{count}: asked {pairs[0][0]!r}, stored {pairs[0][1]!r}"
 
 
-# --- one component, or the beginning of the names, is another one ------------------------------
+# --- one component, or the beginning of the names, differs -------------------------------------
 
 
 def _best_change(left: Mapping[str, str], rest: Mapping[str, str]) -> Cause | None:
@@ -127,7 +127,7 @@ def _ratio(a: str, b: str) -> float:
 
 
 def _changes(left: Mapping[str, str], rest: Mapping[str, str]) -> Iterator[tuple[str, str, Change]]:
-    """All pairs of names that differ in one component, or in how they begin."""
+    """All pairs of names that differ in one component, or at the beginning."""
     by_ending: dict[Tokens, list[tuple[str, Tokens]]] = {}
     by_others: dict[tuple[Tokens, Tokens], list[tuple[str, Tokens]]] = {}
     for name in rest:
@@ -152,7 +152,7 @@ def _changes(left: Mapping[str, str], rest: Mapping[str, str]) -> Iterator[tuple
 
 
 def _difference(asked: Tokens, stored: Tokens) -> Change:
-    """What is left of two names without the components with which both begin, and both end."""
+    """What remains of two names without their common first and last components."""
     head = 0
     while head < min(len(asked), len(stored)) and asked[head] == stored[head]:
         head += 1
@@ -163,13 +163,13 @@ def _difference(asked: Tokens, stored: Tokens) -> Change:
 
 
 def _says(change: Change) -> bool:
-    """Whether a change tells more than that numbers differ: layers that are missing are that."""
+    """Whether a change is more than a different number, which missing layers explain."""
     return not all(part.isdecimal() for part in (*change[0], *change[1]))
 
 
 def _may_be_one(asked: str, stored: str) -> bool:
-    """Whether what is asked and what is stored could be one leaf: arrays of as many elements along
-    as many dimensions."""
+    """Whether a requested and a stored leaf could be the same: arrays with the same extents in any
+    order."""
     shapes = [_SHAPE.search(text) for text in (asked, stored)]
     if shapes[0] is None or shapes[1] is None:
         return shapes == [None, None]
@@ -180,16 +180,16 @@ def _may_be_one(asked: str, stored: str) -> bool:
 def _tell_change(change: Change, pairs: Sequence[tuple[str, str]]) -> str:
     asked, stored = (_shown(part, name) for part, name in zip(change, pairs[0], strict=True))
     if not change[0]:
-        what = f"stored under {stored!r}, and asked for without it"
+        what = f"stored under {stored!r}, but asked for without it"
     elif not change[1]:
-        what = f"asked for under {asked!r}, and stored without it"
+        what = f"asked for under {asked!r}, but stored without it"
     else:
         what = f"asked {asked!r}, stored {stored!r}?"
-    return f"{what}{_such_as(pairs)}. Rename it in `like`, or relate the names by rules"
+    return f"{what}{_such_as(pairs)}. Rename it in `like`, or map the names with rules"
 
 
 def _shown(part: Tokens, name: str) -> str:
-    """Components as they stand in a name, with its separators."""
+    """Components as written in a name, with its separators."""
     text = r"(?:%2F|[/.])".join(map(re.escape, part))
     found = re.search(rf"(?:^|(?<=[/.])|(?<=%2F)){text}(?:$|%2F|[/.])", name)
     return found[0] if found is not None else "/".join(part)

@@ -1,8 +1,8 @@
-"""Lineage: which versions of a step a save took the place of. No clock has a say in it.
+"""Lineage: which versions of a step a save replaced. It does not depend on clocks.
 
 A version of a step is one commit of it. Its name is the digest of its manifest, which is the same
-wherever the step is copied to. A save into the local tier notes, before its commit, which versions
-it supersedes; the note lies in the attempt's folder, and so it lives and dies with that version.
+in every copy of the step. Before its commit, a save into the local tier records which versions it
+supersedes. The record is in the attempt's folder, so it is removed with that version.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Version:
 
     Arguments:
         manifest: its bytes.
-        attempt: the name of the attempt that made it; empty where the manifest is damaged.
+        attempt: the name of the attempt that made it; empty if the manifest is damaged.
     """
 
     manifest: bytes
@@ -39,7 +39,7 @@ class Version:
 
 
 def version_at(place: Location) -> Version | None:
-    """The version that is committed at a place now, if any; costs one small read.
+    """The version that is committed at a location now, if any; costs one small read.
 
     Raises:
         Failed: the storage failed.
@@ -52,7 +52,7 @@ def version_at(place: Location) -> Version | None:
 
 
 def _attempt(place: Location, context: ts.Context) -> str:
-    """Whose `processes/<attempt>/root/` holds the root of the B-tree."""
+    """The attempt whose `processes/<attempt>/root/` holds the root of the B-tree."""
     try:
         root_node = place.database_facts(context).root
     except Failed:
@@ -63,13 +63,13 @@ def _attempt(place: Location, context: ts.Context) -> str:
 
 
 def supersede(place: Location, attempt: str, names: list[str], *, fsync: bool) -> None:
-    """Notes which versions of a step an attempt supersedes, if it is committed.
+    """Records which versions of a step an attempt supersedes, if it is committed.
 
     Arguments:
         place: of the step.
         attempt: its name.
         names: of the versions, oldest first.
-        fsync: whether the note must survive a power cut.
+        fsync: whether the record must survive a power failure.
 
     Raises:
         Failed: the storage failed.
@@ -82,7 +82,7 @@ def supersede(place: Location, attempt: str, names: list[str], *, fsync: bool) -
 
 
 def superseded(place: Location, attempt: str) -> list[str]:
-    """The versions of a step that an attempt superseded, oldest first; none without a note.
+    """The versions of a step that an attempt superseded, oldest first; empty without a record.
 
     Raises:
         Failed: the storage failed.
@@ -94,4 +94,4 @@ def superseded(place: Location, attempt: str) -> list[str]:
     try:
         return [name for name in json.loads(read.value)["versions"] if isinstance(name, str)]
     except (ValueError, KeyError, TypeError):
-        return []  # damaged: as if there were none
+        return []  # damaged: treated as missing

@@ -1,4 +1,4 @@
-"""Listing: which checkpoints lie directly below a folder, in any storage."""
+"""Listing: the checkpoints directly below a folder, in any storage."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Listed:
 
 
 def checkpoints_below(root: backends.Path) -> list[Listed]:
-    """The committed checkpoints in a folder, and the folder itself where it is one.
+    """The committed checkpoints in a folder, and the folder itself if it is one.
 
-    Only names are looked at: whether a checkpoint is sound, `unickpt.open` and `verify` tell.
+    Only looks at names; use `unickpt.open` or `verify` to check a checkpoint.
 
     Arguments:
         root: a local path or a URL (file, memory, s3, gs), or a whole bucket.
@@ -39,7 +39,7 @@ def checkpoints_below(root: backends.Path) -> list[Listed]:
         In natural order, "step_2" before "step_10".
 
     Raises:
-        CheckpointNotFound: there is no such folder.
+        CheckpointNotFound: the folder does not exist.
         StorageError: the storage failed.
 
     Example:
@@ -55,7 +55,7 @@ def checkpoints_below(root: backends.Path) -> list[Listed]:
 
 
 def natural(text: str) -> tuple[tuple[int, int, str], ...]:
-    """A sort key by which numbers inside of names count as numbers.
+    """A sort key that compares numbers within names as numbers.
 
     Example:
         >>> sorted(["step_10", "step_9", "best"], key=natural)
@@ -101,5 +101,5 @@ def _path(location: Location, name: str) -> str:
     if name == ".":
         return str(location)
     if location.is_remote:
-        name = quote(name)  # URLs are unquoted where they are resolved; paths and memory:// are not
+        name = quote(name)  # `resolve` unquotes URLs, but not paths and memory://
     return f"{location}/{name}" if location.is_local else f"{location.url}{name}"

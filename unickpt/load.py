@@ -1,4 +1,4 @@
-"""The verb load: what is asked, what is stored, and one out of the other."""
+"""load(): compares what `like` requests with what is stored, and reads it."""
 
 from __future__ import annotations
 
@@ -65,42 +65,41 @@ def load(
 ) -> Any:
     """Loads a checkpoint onto any mesh, in any framework.
 
-    Every process reads the chunks that its own part of `like` needs, and nothing else. No process
-    waits for another one, but with `LoadOptions(exchange=True)`. Where a save replaces the
-    checkpoint meanwhile, loading starts again with the new one; of several processes, each opens
-    what is there when it does, and only those that exchange make sure that it is the same.
+    Every process reads only the chunks that its own part of `like` needs. No process waits for
+    another, except with `LoadOptions(exchange=True)`. If a save replaces the checkpoint during the
+    load, loading starts again with the new one. Each process opens the checkpoint on its own; only
+    with `exchange=True` do they check that they opened the same one.
 
     Arguments:
         path: a local path or a URL (file, memory, s3, gs) of a committed checkpoint.
-        like: a tree that says what is wanted: JAX arrays or `jax.ShapeDtypeStruct`s with
-            shardings (new arrays are made), torch tensors, DTensors and NumPy arrays (filled in
-            place; meta tensors are materialised), plain values, `PerProcess`, `LocalFragments`,
-            objects with `load_state_dict`. Without `like`, the stored tree with NumPy arrays. A
-            number that is stored as a plain int, float or bool loads into an array without
-            dimensions of its kind, if that holds it exactly, and the other way round.
-        rules: how names and axes of `like` (the right side of the rules) follow from those that
-            are stored (the left side); `Rules.inverse` is the other direction.
+        like: a tree of what to load: JAX arrays or `jax.ShapeDtypeStruct`s with shardings (new
+            arrays are created), torch tensors, DTensors and NumPy arrays (filled in place; meta
+            tensors are materialised), plain values, `PerProcess`, `LocalFragments`, objects with
+            `load_state_dict`. Without `like`, the stored tree with NumPy arrays. A plain int, float
+            or bool loads into a 0-d array of its kind that holds it exactly, and vice versa.
+        rules: map stored names and axes (the left side of the rules) to those of `like` (the right
+            side); `Rules.inverse` is the other direction.
         strict: whether the names must be the same; if not, leaves that are not stored keep what
-            `like` holds, and stored ones that `like` lacks are skipped. That nothing of `like` is
-            stored, or none of its arrays, is an error even so.
-        mismatched: what to do with an array of another shape than what is stored: "error", or
-            "keep" what `like` holds.
-        cast: whether a stored dtype may become another of the same kind: floats to floats,
-            integers to integers that hold all values. Never from one kind to another.
-        return_report: whether to return a `LoadReport` too. Its text goes to the logger "unickpt"
-            at level INFO in any case.
+            `like` holds, and stored leaves that `like` lacks are skipped. It is still an error if
+            no leaf of `like` is stored, or none of its arrays.
+        mismatched: what to do if an array's shape differs from the stored one: "error", or "keep"
+            what `like` holds.
+        cast: whether to convert between dtypes of the same kind: floats to floats, integers to
+            integers that hold all values. Never from one kind to another.
+        return_report: whether to also return a `LoadReport`. Its text is always logged to the
+            logger "unickpt" at level INFO.
         options: see `LoadOptions`.
 
     Returns:
-        A tree of `like`'s containers, or of the stored ones; with `return_report`, a pair of the
-        tree and the report.
+        A tree with the containers of `like`, or the stored ones; with `return_report`, a pair of
+        the tree and the report.
 
     Raises:
-        CheckpointNotFound: no committed checkpoint is there.
-        CheckpointReplaced: saves replaced it again and again, faster than it could be read.
-        LoadMismatch: `like` and the checkpoint differ; a table tells all differences at once.
-        RuleError: the rules fit neither what is stored nor what is asked for; names all arrays.
-        CheckpointCorrupt: stored bytes do not match their digest, or are no checkpoint.
+        CheckpointNotFound: no committed checkpoint exists there.
+        CheckpointReplaced: saves replaced it repeatedly, faster than it could be read.
+        LoadMismatch: `like` and the checkpoint differ; the message lists all differences.
+        RuleError: the rules do not fit what is stored or requested; names all arrays.
+        CheckpointCorrupt: stored bytes do not match their digest, or are not a valid checkpoint.
         ProcessFailed: with `LoadOptions(exchange=True)`, another process failed.
 
     Example:
@@ -123,7 +122,7 @@ def load(
             keep = mismatched == "keep"
             return _load_like(stored, like, rules, strict, keep, cast, options, among, read)
 
-    # All is filled anew; processes that exchange all do so.
+    # Fills everything again; processes that exchange all start again together.
     found, report = checkpoint.again(attempt)
     if _log.isEnabledFor(logging.INFO):
         _log.info("%s", report)
@@ -183,7 +182,7 @@ def _read_like(
     }
     by_array: dict[str, dict[str, ArrayTarget]] = {}
     first: dict[tuple[str, int], str] = {}
-    same: dict[str, str] = {}  # names of one leaf and one array: what is made for one serves both
+    same: dict[str, str] = {}  # names of one leaf and one array share the result
     for name, target in targets.items():
         if name in facts:
             array = facts[name].name
@@ -242,8 +241,8 @@ def _own_value(
     else:
         raise LoadMismatch(
             f"{view.checkpoint.location}: per-process leaf {name!r} was saved by {count} "
-            f"processes and is loaded by {group.count}. Say who gets which: "
-            "PerProcess(redistribute=function), or load it on its own without `like` (a "
+            f"processes and is loaded by {group.count}. Give PerProcess(redistribute=function), "
+            "which decides who gets which value, or load it alone without `like` (a "
             "PerProcessValues of all values)."
         )
     return PerProcess(own, like.redistribute)

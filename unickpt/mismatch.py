@@ -1,4 +1,4 @@
-"""The table of all differences between what is stored and what `like` asks for."""
+"""The table of all differences between what is stored and what `like` requests."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from unickpt.likely import Cause, causes
 _MOST_LINES, _FEWEST_ROWS = 40, 10
 _ADVICE = {
     "missing": "`like` has leaves that the checkpoint lacks: strict=False keeps what they hold; "
-    "abstract ones hold nothing, so leave them out or give them memory",
+    "abstract ones hold nothing, so leave them out or pass arrays with memory",
     "unexpected": "the checkpoint has leaves that `like` lacks: strict=False skips them",
     "dtype": "cast=True casts within one kind (float to float, integer to integer)",
     "shape": 'loading never changes a shape: mismatched="keep" keeps what `like` holds there; '
     "rules transpose, split and join axes",
-    "kind": "an array, a plain value and a PerProcess are loaded only into their like; a plain "
-    "number also into an array of such numbers (int, float or bool) without dimensions",
-    "value": "a plain int that the dtype does not hold: ask for a wider dtype, or a plain 0",
-    "member": "the enumeration of the leaf of `like` has no member of the stored value: ask for a "
-    "plain value",
-    "PRNG key": "a typed key is loaded only into one of the same implementation",
+    "kind": "an array, a plain value and a PerProcess each load only into their own type of leaf; "
+    "a plain number (int, float or bool) also loads into a 0-d array of such numbers",
+    "value": "the dtype cannot hold the plain int: ask for a wider dtype, or a plain 0",
+    "member": "the enumeration in `like` has no member of the stored value: ask for a plain value",
+    "PRNG key": "a typed key loads only into a key of the same implementation",
     "tied": "two leaves of `like` share memory; untie them before loading",
 }
 _TRANSPOSED = (
@@ -32,7 +31,7 @@ _TRANSPOSED = (
 
 @dataclass(frozen=True)
 class Difference:
-    """One row: which leaf, what differs, what is stored and what was asked."""
+    """One row: the leaf, what differs, what is stored and what was requested."""
 
     name: str
     problem: str
@@ -41,20 +40,20 @@ class Difference:
 
 
 def message(where: str, rows: Sequence[Difference]) -> str:
-    """All differences: likely causes, what can be done, and a table of what the causes leave open,
-    in which names that differ in numbers alone share a row; the same in every process."""
+    """The message: likely causes, what to do, and a table of the differences that the causes do not
+    explain. Names that differ only in numbers share a row. Every process gets the same text."""
     count = f"{len(rows)} difference{'s' if len(rows) > 1 else ''}"
     return _text(f"{where} does not fit `like`: {count}", rows, _ADVICE)
 
 
 def nothing_fits(where: str, rows: Sequence[Difference]) -> str:
-    """As `message`, for a load with strict=False that finds nothing to load.
+    """As `message`, for a load with strict=False that would load nothing.
 
     Arguments:
-        rows: of all leaves that are missing or unexpected.
+        rows: the missing and unexpected leaves.
     """
     head = (
-        f"{where}: no leaf of `like` that is an array is stored, so strict=False would load nothing"
+        f"{where}: no array of `like` is stored, so strict=False would load nothing"
         if any("[" in row.asked for row in rows)
         else f"{where}: no leaf of `like` is stored, so strict=False would load nothing"
     )
@@ -75,7 +74,7 @@ def _text(head: str, rows: Sequence[Difference], advice: Mapping[str, str]) -> s
 
 
 def _transposed(rows: Sequence[Difference]) -> list[str]:
-    """Whether kernels have the axes of another framework."""
+    """The likely cause that kernels have the axis order of another framework, if it applies."""
     turned = [
         row
         for row in rows
@@ -94,7 +93,7 @@ def _dims(shape: str) -> list[str]:
 
 
 def _unexplained(rows: Sequence[Difference], likely: Sequence[Cause]) -> list[Difference]:
-    """The rows without those that the change of a name would mend."""
+    """The rows that no likely rename would fix."""
     of_missing = {row.name: row.asked for row in rows if row.problem == "missing"}
     of_unexpected = {row.name: row.stored for row in rows if row.problem == "unexpected"}
     mended: set[tuple[str, str]] = set()

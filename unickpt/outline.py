@@ -1,4 +1,4 @@
-"""The outline of a checkpoint for people: its tree as rows, with layers that are alike folded."""
+"""The outline of a checkpoint: its tree as rows for people, with equal layers folded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unickpt.errors import CheckpointCorrupt
 from unickpt.index import ArrayEntry, Index
 from unickpt.layout import Layout, Mesh
 
-# Two things that are alike are easily read as two rows.
+# Two equal items are easy to read as two rows.
 _FOLD_FROM = 3
 _VALUE_WIDTH = 48
 _NUMBER = re.compile(r"([0-9]{1,18})")
@@ -22,9 +22,9 @@ _NUMBER = re.compile(r"([0-9]{1,18})")
 
 @dataclass(frozen=True)
 class Facts:
-    """What is shown of a leaf, or in sum of several that are alike.
+    """What is shown of a leaf, or of several equal leaves in total.
 
-    `kind` is "array", "value", "per process" or "tie"; `fragments` is of each, `nbytes` of all.
+    `kind` is "array", "value", "per process" or "tie"; `fragments` is per leaf, `nbytes` in total.
     """
 
     kind: str
@@ -46,7 +46,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Item:
-    """A leaf or container of the outline; `count` is how many of the tree it stands for."""
+    """A leaf or container of the outline; `count` is how many items of the tree it represents."""
 
     label: str
     facts: Facts | None
@@ -62,7 +62,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table; `count` is how many it stands for among those of the row above it."""
+    """One row of the table; `count` is how many items it represents within the row above it."""
 
     depth: int
     label: str
@@ -77,12 +77,12 @@ def outline(index: Index, where: str, *, below: str = "", unfolded: bool = False
     Arguments:
         index: the checkpoint's.
         where: its path, for messages.
-        below: name of a container; only what is in it is shown.
+        below: name of a container; shows only its contents.
         unfolded: one row for every leaf.
 
     Raises:
-        CheckpointCorrupt: the index holds a tree that is none.
-        KeyError: `below` is no container of the tree.
+        CheckpointCorrupt: the tree in the index is invalid.
+        KeyError: `below` is not a container of the tree.
     """
     try:
         node = tree.from_json(index.tree)
@@ -102,13 +102,13 @@ def outline(index: Index, where: str, *, below: str = "", unfolded: bool = False
 
 
 def container_names(index: Index) -> set[str]:
-    """Names of all containers that hold something."""
+    """Names of all non-empty containers."""
     names = {*index.arrays, *index.aliases, *index.values, *index.per_process}
     return {name[:at] for name in names for at in range(len(name)) if name[at] == "/"}
 
 
 def layout_text(layout: Layout | None) -> str:
-    """A layout as PartitionSpec writes it, with a word where no mesh axis splits anything."""
+    """A layout in PartitionSpec's notation, or a word if no mesh axis splits anything."""
     if layout is None:
         return "boxes"
     if len(layout.mesh.processes) == 1:
@@ -141,7 +141,7 @@ def meshes_of(index: Index) -> list[Mesh]:
 def value_text(value: values.Plain, width: int = _VALUE_WIDTH) -> str:
     """A plain value as Python writes it, shortened."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 1024:
-        text = hex(value)  # no limit on its digits, unlike decimal
+        text = hex(value)  # the number of digits is not limited, unlike decimal
     else:
         text = repr(value)
     return shorten(text, width)
@@ -207,17 +207,17 @@ def _alike(item: Item) -> tuple[Any, ...]:
 
 
 def _fold(item: Item) -> Item:
-    """Merges the children that differ in the numbers of their names only; then within them."""
+    """Merges children whose names differ only in numbers; then merges within them."""
     groups: dict[Any, list[Item]] = {}
     for child in item.children:
-        # Children without a number in their name stay apart, since siblings differ in name.
+        # Children without a number in their name stay separate, since siblings differ in name.
         groups.setdefault((_NUMBER.sub("{}", child.label), _alike(child)), []).append(child)
     children = [_fold(merged) for group in groups.values() for merged in _merge_group(group)]
     return replace(item, children=tuple(children))
 
 
 def _merge_group(group: list[Item]) -> list[Item]:
-    """One item for a group whose numbers form a full product of ranges, else for parts of it."""
+    """One item for a group whose numbers form a full product of ranges, else one per subgroup."""
     if len(group) < _FOLD_FROM:
         return group
     split = [_NUMBER.split(item.label) for item in group]
@@ -250,7 +250,7 @@ def _merged(label: str, group: Sequence[Item]) -> Item:
 
 
 def _range(numbers: Sequence[str]) -> str:
-    """Numbers as `{0..31}`, or `{0..3,5}` where some are left out."""
+    """Numbers as `{0..31}`, or `{0..3,5}` if some are missing."""
     ordered = sorted(numbers, key=int)
     runs: list[list[str]] = []
     for number in ordered:
@@ -266,7 +266,7 @@ def _range(numbers: Sequence[str]) -> str:
 
 
 def _compact(item: Item) -> Item:
-    """Writes containers that hold nothing but one thing in one row, as `a/b/c`."""
+    """Writes nested containers with a single child in one row, as `a/b/c`."""
     while len(item.children) == 1 and not item.type_name:
         (child,) = item.children
         item = replace(child, label=f"{item.label}/{child.label}")

@@ -1,6 +1,6 @@
-"""Planning, purely: chunk grids, parts, who writes which chunk, and which chunks serve a box.
+"""Planning: chunk grids, parts, which process writes which chunk, which chunks meet a box.
 
-Nothing here does I/O, knows a framework, or talks to another process.
+Nothing here does I/O, uses a framework, or communicates.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from unickpt.box import Box
 from unickpt.index import ArrayEntry
 from unickpt.layout import Layout
 
-# A grid is left for parts where it would need chunks this much smaller than the fragments ask.
+# Parts replace one grid if the grid would need chunks smaller than wanted by this factor.
 _TOLERANCE = 4
-# Statistics and biases are smaller. All weights from one process would unbalance the writing.
+# Statistics and biases are smaller. Writing all weights in one process would be unbalanced.
 _LITTLE_BYTES = 64 << 10
 
 
@@ -60,7 +60,7 @@ class Part:
         return "/".join(["c", *at[::-1]])
 
     def chunks_in(self, box: Box) -> Iterator[int]:
-        """Row-major numbers of the chunks that meet a box given in global coordinates."""
+        """Row-major numbers of the chunks that intersect a box in global coordinates."""
         common = self.box.intersect(box)
         if common is None:
             return
@@ -78,7 +78,7 @@ class Part:
 
 
 def free_chunk(shape: Sequence[int], itemsize: int, chunk_bytes: int) -> tuple[int, ...]:
-    """Chunk extents for a box with no boundaries inside: near `chunk_bytes`, contiguous, balanced.
+    """Chunk extents for a box without inner boundaries: near `chunk_bytes`, contiguous, balanced.
 
     Leading dimensions are split first, so that a chunk is contiguous in row-major memory.
     """
@@ -92,7 +92,7 @@ def free_chunk(shape: Sequence[int], itemsize: int, chunk_bytes: int) -> tuple[i
 
 
 def _balanced(extent: int, limit: int) -> int:
-    """The extent of pieces of nearly equal size, as few as `limit` permits."""
+    """The extent of the fewest pieces of nearly equal size that are at most `limit`."""
     return -(-extent // -(-extent // limit))
 
 
@@ -104,19 +104,19 @@ def chunk_grid(
     chunk_bytes: int,
     chunk_shape: tuple[int, ...] | None = None,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Chooses chunks for an array so that no chunk has two writers.
+    """Chooses chunk extents for an array so that no chunk has two writers.
 
     Arguments:
         shape: global shape.
         itemsize: bytes per element.
         layout: how the array is split; fragment boundaries must lie between chunks.
-        chunk_bytes: wanted bytes of a chunk.
-        chunk_shape: wanted extents instead; taken as upper bounds that are lowered to divide the
-            fragment boundaries.
+        chunk_bytes: target size of a chunk in bytes.
+        chunk_shape: target extents instead; upper bounds, lowered to divide the fragment
+            boundaries.
 
     Returns:
-        The chunk extents, and the dimensions along whose intervals the array must be cut into
-        parts, because no reasonable grid has a line on every boundary.
+        The chunk extents, and the dimensions along which the array is cut into one part per
+        interval, because no reasonable grid has a line on every boundary.
     """
     units, extents = [], []
     for dim in range(len(shape)):
@@ -179,10 +179,10 @@ def numbered_parts(entry: ArrayEntry) -> Iterator[tuple[int, Part]]:
 
 
 def box_part(entry: ArrayEntry, box: Box) -> Part:
-    """The part that carries one box of an array of several parts; its origin is its name.
+    """The part that carries one box of an array of several parts; it is named by its origin.
 
-    In the dimensions where the box is smaller than the array, chunks are evened out so that the
-    last one is hardly padded; in the others they stay on the array's grid.
+    In dimensions where the box is smaller than the array, chunks are balanced so that the last one
+    has little padding; in the others they keep the array's chunk extent.
     """
     chunk = tuple(
         c if (a, b) == (0, n) else _balanced(b - a, c)
@@ -193,10 +193,11 @@ def box_part(entry: ArrayEntry, box: Box) -> Part:
 
 
 def share(name: str, box: Box, process: int, replicas: Sequence[int], count: int) -> list[int]:
-    """Which of the `count` chunks of a replicated fragment a process writes.
+    """The chunks of a replicated fragment, out of `count`, that a process writes.
 
-    Every replica gets a contiguous run of nearly equal length; a stable hash says who begins, so
-    that many small fragments spread over the replicas. All processes get the same answer alone.
+    Every replica gets a contiguous run of nearly equal length; a stable hash chooses who begins, so
+    that many small fragments spread over the replicas. All processes compute the same answer
+    without communication.
 
     Returns:
         Positions within the fragment's chunks, ascending.
@@ -212,26 +213,27 @@ def share(name: str, box: Box, process: int, replicas: Sequence[int], count: int
 
 
 def is_whole(entry: ArrayEntry, part: Part) -> bool:
-    """Whether an array, of which this is a part, is a single chunk."""
+    """Whether the array of this part is a single chunk."""
     return part.count == 1 and part.box.shape == entry.shape
 
 
 def is_little(nbytes: int) -> bool:
-    """Whether an array has so few bytes that who writes it does not matter for the balance."""
+    """Whether an array is so small that its writer does not matter for the balance."""
     return nbytes <= _LITTLE_BYTES
 
 
 def share_assumed(sizes: Sequence[int], whole: Sequence[bool], processes: int) -> list[int]:
-    """Which process writes each chunk of the arrays that all processes are taken to hold.
+    """Which process writes each chunk of the arrays that all processes are assumed to hold.
 
-    Arrays of a single chunk come from process 0, so that what belongs together stays together even
-    where the processes differ: the smallest first, as many as are its equal share of all bytes, and
-    all little ones. Of the rest each process has a run of chunks, so that all write as much.
+    Process 0 writes arrays of a single chunk, so that arrays that belong together come from one
+    process even if the processes differ: the smallest first, up to its equal share of all bytes,
+    and all small ones. The rest is split into one run of chunks per process, so that all write the
+    same amount.
 
     Arguments:
         sizes: bytes of each chunk.
         whole: for each chunk whether it is all of its array.
-        processes: how many there are.
+        processes: the number of processes.
     """
     total, at = sum(sizes), 0
     first, writers = 0, [-1] * len(sizes)
@@ -240,7 +242,7 @@ def share_assumed(sizes: Sequence[int], whole: Sequence[bool], processes: int) -
             break
         writers[number] = 0
         at += sizes[number]
-    if at * processes >= total and processes > 1:  # process 0 has enough to do
+    if at * processes >= total and processes > 1:  # process 0 has its share
         first, processes, total, at = 1, processes - 1, total - at, 0
     for number, size in enumerate(sizes):
         if writers[number] < 0:

@@ -1,4 +1,4 @@
-"""A plan as rows that a person can read: what is made of what, and what gets lost."""
+"""A plan as readable rows: what is made from what, and what is dropped."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from unickpt.rules.numbering import doubts
 from unickpt.rules.plan import Constant, Made
 from unickpt.view import Ruled, stored_facts
 
-_NOT_MADE = "not made: give the names of the other side by `like`"
+_NOT_MADE = "not made: give the names of the other side with `like`"
 _DROPPED = "not made: a rule drops it on this side"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One leaf that is made, one that is dropped on either side, or constants without names.
+    """One leaf that is made or dropped, on either side, or constants without names.
 
     Arguments:
-        made_of, source: the stored names, and what they are.
-        made, destination: the name that is made, and what it is; empty where it is dropped.
-        rule: where the rule stands, as "file, line 3".
-        notes: what is remarkable: "stacked", "padded", "inexact", ...
+        made_of, source: the stored names, and their description.
+        made, destination: the new name and its description; empty if it is dropped.
+        rule: the place of the rule, as "file, line 3".
+        notes: what rules do to it: "stacked", "padded", "inexact", ...
     """
 
     made_of: str
@@ -54,7 +54,7 @@ class Row:
 
 
 def folded(rows: Sequence[Row]) -> list[Row]:
-    """Rows whose names differ in numbers alone as one."""
+    """Folds rows whose names differ only in numbers."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         names = skeleton(row.made), skeleton(row.made_of)
@@ -76,7 +76,7 @@ class Preview:
 
     Arguments:
         rows: a row for each leaf.
-        doubts: what may not be as it was meant.
+        doubts: what may be unintended.
     """
 
     rows: Sequence[Row]
@@ -84,7 +84,7 @@ class Preview:
 
 
 def preview(path: backends.Path, rules: Rules | None, like: Any = None) -> Preview:
-    """What `convert` would make of a checkpoint; nothing is read but indices. Raises as `convert`.
+    """What `convert` would make of a checkpoint; reads only indices. Raises as `convert`.
 
     Arguments:
         path, rules, like: as for `convert`.
@@ -105,7 +105,7 @@ def preview(path: backends.Path, rules: Rules | None, like: Any = None) -> Previ
     constants = {check.name: check for check in plan.checks if isinstance(check, Constant)}
     for name, rule in plan.dropped.items():
         check = constants.get(name)
-        note = "dropped" if check is None else f"left out, if it is {check.value:g} everywhere"
+        note = "dropped" if check is None else f"left out if it is {check.value:g} everywhere"
         rows.append(Row(name, str(facts[name]), "", "", _place(rule), (note,)))
     rows += [Row("-", "", n, "", _place(rule), (_NOT_MADE,)) for n, rule in plan.nameless.items()]
     for name in sorted(plan.kept):
@@ -161,7 +161,7 @@ def _what_is_done(made: Made) -> list[str]:
 
 
 def _place(rule: str) -> str:
-    """Where a rule stands, out of its text."""
+    """The place of a rule, taken from its text."""
     return rule.partition(": ")[0]
 
 

@@ -1,7 +1,7 @@
 """Provenance: what the numbers of a converted checkpoint mean, recorded in its metadata.
 
-Which conventions they follow, which arithmetic was done to them, and the sizes of axes of which
-only a padded extent is stored. With it, rules that would do the same twice are refused.
+The record has their conventions, the arithmetic that was applied to them, and the sizes of axes
+that are stored padded. It allows to refuse rules that would apply the same conversion twice.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from unickpt.rules.plan import Made, Plan
 _KEY = "conversion"
 
 Net = tuple[float, float]
-"""`scale` and `offset` of elements that are `scale * x + offset` of what they were first."""
+"""`scale` and `offset` of elements that are `scale * x + offset` of their original values."""
 _AS_IT_WAS: Net = (1.0, 0.0)
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """What is recorded.
+    """The record.
 
     Arguments:
-        conventions: what the numbers mean, by the name of the convention.
-        arithmetic: of arrays to whose elements arithmetic was done, what it amounts to; of several
-            pieces, all that it amounts to.
-        sizes: of arrays with padding, the sizes of the axes of their rule.
+        conventions: the meaning of the numbers, by the name of the convention.
+        arithmetic: for each array with converted elements, the total arithmetic; for an array of
+            several pieces, that of each.
+        sizes: for arrays with padding, the sizes of the axes of their rule.
     """
 
     conventions: Mapping[str, str] = field(default_factory=dict)
@@ -41,10 +41,10 @@ class Provenance:
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any], where: str) -> Provenance:
-        """What is recorded in a checkpoint's metadata.
+        """Reads the record from a checkpoint's metadata.
 
         Raises:
-            CheckpointCorrupt: it is not as it should be.
+            CheckpointCorrupt: the record is malformed.
         """
         own = metadata.get(RESERVED)
         record = own.get(_KEY, {}) if isinstance(own, dict) else {}
@@ -67,10 +67,11 @@ class Provenance:
             raise CheckpointCorrupt(f"{where}: the record of its conversion: {error}") from None
 
     def check(self, rules: Rules, where: str) -> None:
-        """Refuses rules for numbers that mean something else.
+        """Refuses rules for numbers of another convention.
 
         Raises:
-            RuleError: names the convention, what is recorded, and what the rules are for.
+            RuleError: names the convention, the recorded value, and the value that the rules
+                expect.
         """
         for convention in rules.conventions:
             recorded = self.conventions.get(convention.name)
@@ -82,10 +83,10 @@ class Provenance:
                 )
 
     def after(self, rules: Rules, plan: Plan, where: str) -> Provenance:
-        """What is to be recorded of what the rules make.
+        """The record for what the rules make.
 
         Raises:
-            RuleError: arithmetic would be done to an array that has it already.
+            RuleError: arithmetic would be applied to an array a second time.
         """
         conventions = {**self.conventions, **{c.name: c.right for c in rules.conventions}}
         arithmetic: dict[str, frozenset[Net]] = {}
@@ -99,14 +100,14 @@ class Provenance:
         return Provenance(conventions, arithmetic, sizes)
 
     def _nets_after(self, feed: Feed, made: Made, where: str) -> Collection[Net]:
-        """What was done to elements by now, once a feed has made them.
+        """The total arithmetic of elements after a feed.
 
         Raises:
-            RuleError: this would do arithmetic to them a second time.
+            RuleError: this would apply arithmetic to them a second time.
         """
         before = self.arithmetic.get(feed.entry.name, frozenset([_AS_IT_WAS]))
         whole = math.prod(feed.extents) == math.prod(feed.entry.shape)
-        if feed.is_exact:  # of a part, nothing tells which piece it is
+        if feed.is_exact:  # for a part of an array, the piece is unknown
             return before if whole or len(before) == 1 else [_AS_IT_WAS]
         after = {_composed(feed, net) for net in before}
         if _AS_IT_WAS in after or before == {_AS_IT_WAS}:
@@ -114,11 +115,11 @@ class Provenance:
         scale, offset = min(before - {_AS_IT_WAS})
         raise RuleError(
             f"{where}: {feed.entry.name!r} was converted already, to {scale:g} * x + {offset:g}; "
-            f"this would do arithmetic a second time\n  {made.rule}"
+            f"these rules would apply arithmetic a second time\n  {made.rule}"
         )
 
     def merged_into(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
-        """Metadata with this record."""
+        """The metadata with this record added."""
         record = {
             "conventions": dict(self.conventions),
             "arithmetic": {n: list(*nets) for n, nets in self.arithmetic.items() if len(nets) == 1},
@@ -142,7 +143,7 @@ def _nets(pairs: Iterable[Any]) -> frozenset[Net]:
 
 
 def _composed(feed: Feed, net: Net) -> Net:
-    """What a feed's arithmetic amounts to after some other."""
+    """The total of earlier arithmetic and a feed's arithmetic."""
     found = feed.scale * net[0], feed.scale * net[1] + feed.offset
     same = all(
         math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9)

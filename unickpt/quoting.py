@@ -1,4 +1,4 @@
-"""Text that others wrote, in messages: never more of it than a person reads."""
+"""Untrusted text in messages, shortened."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _MOST = 120
 
 
 def quoted(value: object, most: int = _MOST) -> str:
-    """How Python writes a value, with its middle left out where that is long.
+    """The repr of a value; the middle of a long one is omitted.
 
     Example:
         >>> quoted("abc"), quoted("x" * 100, 20)
@@ -16,7 +16,7 @@ def quoted(value: object, most: int = _MOST) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """A text with its middle left out where it has more than so many characters."""
+    """A text of at most `most` characters; the middle of a longer one is omitted."""
     if len(text) <= most:
         return text
     half = most // 2

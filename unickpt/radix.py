@@ -1,8 +1,8 @@
 """Radix: a dimension's index as a mixed-radix number whose digits are indices of axes.
 
-So one array's elements are found in another whose dimensions are split, merged, permuted, or
-follow each other. The boxes of axes that a box of an array holds are at most `2k - 1` for each
-dimension of `k` digits, as for flat ranges (`unickpt.box`).
+This maps the elements of one array to another whose dimensions are split, merged, permuted, or
+concatenated. A box of an array covers at most `2k - 1` boxes of axes for each dimension of `k`
+digits, as for flat ranges (`unickpt.box`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ class Digit:
     """One digit of a dimension's mixed-radix index.
 
     Arguments:
-        radix: how many values the digit has.
+        radix: the number of values of the digit.
         offset: its value where the segment begins.
-        extent: how many values the segment has.
-        inner: the axis (by its number) whose index it is, the digits that it is made of, or None
-            where it is always `offset`.
+        extent: the number of values of the segment.
+        inner: the number of the axis whose index it is, the digits that it consists of, or None if
+            it is always `offset`.
         reverse: whether the axis runs backwards.
     """
 
@@ -65,7 +65,7 @@ def _pull_dim(dim: Dim, low: int, high: int, ranges: Ranges) -> Iterator[Ranges]
     if row == 0:
         return
     begin, end = low // row, -(-high // row)
-    # Whole rows in the middle, and what is cut off of the first and of the last one.
+    # Whole rows in the middle, and the partial first and last rows.
     head = low - begin * row
     tail = end * row - high
     if end - begin == 1:
@@ -114,7 +114,7 @@ class Line:
         return self.constant + sum(step * indices[axis] for axis, step in self.steps)
 
     def reach(self, ranges: Ranges) -> tuple[int, int]:
-        """The first index, and one past the last, where the axes are in these ranges."""
+        """The first index and one past the last index for these ranges of the axes."""
         low = high = self.constant
         for axis, step in self.steps:
             a, b = ranges[axis]

@@ -1,4 +1,4 @@
-"""Reading: which chunks serve the boxes of an array; each is read once, checked, and placed."""
+"""Reading: finds the chunks for the boxes of arrays; reads, checks and places each once."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _REMOTE_THREADS = 32
-# A task reads chunks one after the other; small ones share a task, to save on scheduling.
+# A task reads chunks in sequence; small chunks share a task, to reduce scheduling overhead.
 TASK_BYTES = 1 << 20
 TASK_CHUNKS = 256
 
 
 def threads_for(stored: Checkpoint, name: str, *, behind: bool = False) -> ThreadPoolExecutor:
-    """Threads that read chunks: many where each request crosses a network."""
+    """Threads that read chunks: many if each request crosses a network."""
     local = max(4, 2 * (os.cpu_count() or 1))
     count = _REMOTE_THREADS if stored.location.is_remote else local
     return Pool(count, thread_name_prefix=name, initializer=step_back if behind else None)
@@ -44,12 +44,12 @@ def threads_for(stored: Checkpoint, name: str, *, behind: bool = False) -> Threa
 
 @dataclass(frozen=True)
 class Job:
-    """Arrays to read together, because they are one (tied, or asked for more than once), or need
-    the same chunks.
+    """Arrays to read together, because they are tied, requested more than once, or need the same
+    chunks.
 
     Arguments:
-        targets: where they go, by name.
-        recipes: what they are made of, by the same names.
+        targets: the destinations, by name.
+        recipes: their sources, by the same names.
     """
 
     targets: Mapping[str, ArrayTarget]
@@ -74,8 +74,8 @@ class NewTarget(NumpyTarget):
     """A new NumPy array.
 
     Arguments:
-        entry: what it is to be like.
-        box: the box that is wanted; all of it, where not given.
+        entry: gives its shape and dtype.
+            box: the box to read; the whole array by default.
     """
 
     def __init__(self, entry: ArrayEntry, box: Box | None = None) -> None:
@@ -85,14 +85,14 @@ class NewTarget(NumpyTarget):
 
 
 class NumberTarget(NewTarget):
-    """A plain number out of a 0-d array."""
+    """A plain number from a 0-d array."""
 
     def finish(self, buffers: Sequence[Array]) -> Any:
         return buffers[0].item()
 
 
 class Slot(NamedTuple):
-    """A box of a target that is to be filled."""
+    """A box of a target to fill."""
 
     name: str
     position: int
@@ -101,28 +101,28 @@ class Slot(NamedTuple):
 
 
 class User(NamedTuple):
-    """A buffer, and what it needs of a stored array."""
+    """A buffer, and what it needs from a stored array."""
 
     needed: Wanted
     buffer: Array
     feed: Source
 
     def pieces(self, box: Box) -> Iterator[Piece]:
-        """What it needs of a box of the stored array."""
+        """What it needs from a box of the stored array."""
         for copy in self.needed.copies(box):
             out = strided.view(self.buffer, copy.out, copy.out_steps, copy.shape)
             yield Piece(copy, out, self.feed)
 
 
 class Piece(NamedTuple):
-    """A piece of a box of a stored array, and the memory that wants it."""
+    """A piece of a box of a stored array, and its destination."""
 
     copy: Copy
     out: Array
     feed: Source
 
     def place(self, source: Array) -> None:
-        """Fills the memory out of the elements of the box."""
+        """Copies the elements of the box to the destination."""
         copy = self.copy
         _place(
             strided.view(source, copy.source, copy.source_steps, copy.shape), self.out, self.feed
@@ -131,12 +131,12 @@ class Piece(NamedTuple):
 
 @dataclass(slots=True)
 class ChunkRead:
-    """One chunk to read, and who wants what of it.
+    """One chunk to read, and the destinations of its pieces.
 
     Arguments:
         entry, part, number: which one.
         box: of the chunk.
-        row: of the digest table; None where nothing is verified.
+        row: of the digest table; None without verification.
         pieces: of the chunk.
     """
 
@@ -154,13 +154,13 @@ def read_arrays(
     options: LoadOptions,
     reader: Reader | None = None,
 ) -> dict[str, Any]:
-    """Reads arrays; every chunk that any box of a job needs is read exactly once.
+    """Reads arrays; reads every chunk that a job needs exactly once.
 
     Arguments:
         stored: the checkpoint.
         jobs: what to read.
         options: see `LoadOptions`.
-        reader: of this checkpoint, for one who reads many times; starting threads takes a while.
+        reader: of this checkpoint, to reuse its threads for several calls.
     """
     done: dict[str, Any] = {}
     window = Window(options.budget_bytes)
@@ -180,7 +180,7 @@ def read_arrays(
 def _start(
     stored: Checkpoint, job: Job, verify: bool, reader: Reader, done: dict[str, Any]
 ) -> Callable[[], None]:
-    """Starts to read an array; the result waits for it and finishes the leaf."""
+    """Starts to read an array; calling the result waits for it and finishes the leaf."""
     for entry in job.entries:
         stored.check_backed(entry)
     buffers = buffers_of(stored, job)
@@ -216,7 +216,7 @@ def buffers_of(stored: Checkpoint, job: Job) -> dict[str, list[Array]]:
 
 
 def slots_of(job: Job) -> list[Slot]:
-    """All boxes to fill; those of targets that share their memory once."""
+    """All boxes to fill; targets that share memory count once."""
     first: dict[Hashable, str] = {}
     slots: list[Slot] = []
     for name, target in job.targets.items():
@@ -242,7 +242,7 @@ def fill(slots: Sequence[Slot], buffers: Mapping[str, Sequence[Array]], verify: 
 def users_of(
     slots: Sequence[Slot], buffers: Mapping[str, Sequence[Array]]
 ) -> dict[str, tuple[ArrayEntry, list[User]]]:
-    """Who needs what of each stored array, by its name."""
+    """The users of each stored array, by its name."""
     users: dict[str, tuple[ArrayEntry, list[User]]] = {}
     for name, position, box, recipe in slots:
         for feed in recipe.feeds:
@@ -268,7 +268,7 @@ def _reads(
 
 
 def by_chunk(part: Part, users: Iterable[User]) -> dict[int, list[User]]:
-    """Who needs which chunks of a part."""
+    """The users of each chunk of a part."""
     found: dict[int, list[User]] = {}
     for user in users:
         for number in _chunks_of(part, user.needed.boxes):
@@ -283,7 +283,7 @@ def _chunks_of(part: Part, boxes: Sequence[Box]) -> Iterable[int]:
 
 
 class Task:
-    """Chunks that one thread reads, one after the other."""
+    """Chunks that one thread reads in sequence."""
 
     def __init__(self) -> None:
         self.reads: list[ChunkRead] = []
@@ -292,7 +292,7 @@ class Task:
 
 
 class Reader:
-    """Threads that read chunks; small chunks, of different arrays too, share a task."""
+    """Threads that read chunks; small chunks share a task, also across arrays."""
 
     def __init__(
         self, stored: Checkpoint, name: str = "unickpt-load", *, behind: bool = False
@@ -301,7 +301,7 @@ class Reader:
         self._stored, self._scratch, self._task = stored, Scratch(), Task()
 
     def submit(self, read: ChunkRead) -> Task:
-        """Adds a chunk to a task, which starts once it is worth a thread's while."""
+        """Adds a chunk to a task, which starts once it is large enough for a thread."""
         task = self._task
         task.reads.append(read)
         task.nbytes += read.box.size * dtypes.from_name(read.entry.dtype).itemsize
@@ -310,14 +310,14 @@ class Reader:
         return task
 
     def wait(self, task: Task) -> Any:
-        """Waits for a task; gives its result, or raises what went wrong in it."""
+        """Waits for a task; returns its result or raises its error."""
         if task.future is None:
             self._flush()
         assert task.future is not None, "only the newest task has not started"
         return task.future.result()
 
     def work(self, function: Callable[[T], object], items: Sequence[T]) -> None:
-        """Calls a function with each of some items, on the threads."""
+        """Calls a function with each item, on the threads."""
         for _ in self._pool.map(function, items):
             pass
 
@@ -329,7 +329,7 @@ class Reader:
         task.future = self._pool.submit(self._run, task.reads)
 
     def _run(self, reads: list[ChunkRead]) -> Any:
-        """Reads the chunks of one task; what it returns, `wait` gives."""
+        """Reads the chunks of one task; `wait` returns the result."""
         stored = self._stored
         requests = [stored.request_chunk(r.entry, r.part, r.number) for r in reads]
         for read, requested in zip(reads, requests, strict=True):
@@ -352,7 +352,8 @@ class Reader:
 
 
 def _direct(read: ChunkRead) -> Array | None:
-    """The memory where a chunk can land as it is: contiguous, of its dtype, wanted only there."""
+    """The destination into which a chunk can be read directly: contiguous, of its dtype, the only
+    one."""
     copy, out, feed = read.pieces[0]
     if len(read.pieces) > 1 or out.size != read.box.size or not out.flags.c_contiguous:
         return None
@@ -362,7 +363,7 @@ def _direct(read: ChunkRead) -> Array | None:
 
 
 def _in_order(copy: Copy, shape: tuple[int, ...]) -> bool:
-    """Whether all of a chunk is wanted in the order in which it lies there."""
+    """Whether a copy takes the whole chunk in its stored order."""
     if copy.shape == shape and copy.source_steps == strided.unit_steps(len(shape)):
         return True
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
@@ -383,21 +384,21 @@ def _place(source: Array, out: Array, feed: Source) -> None:
 
 
 def _put(source: Array, out: Array, what: str) -> None:
-    """Copies elements into an array of perhaps another dtype."""
+    """Copies elements into an array, whose dtype may differ."""
     if source.dtype != out.dtype:
         real = source.dtype.kind == "c" and out.dtype.kind != "c"
         cast = (source.real if real else source).astype(out.dtype)
         if not _holds(cast, source):
             raise LoadMismatch(
                 f"array {what}, asked for as {out.dtype}, which does not hold all its values; load "
-                "it as it is"
+                "it with its stored dtype"
             )
         source = cast
     strided.copy(out, source)
 
 
 def _holds(cast: Array, source: Array) -> bool:
-    """Whether values came through a cast as they are; floats lose precision only among floats."""
+    """Whether a cast kept all values; casts between floats may lose precision."""
     kinds = dtypes.kind(source.dtype), dtypes.kind(cast.dtype)
     if kinds == ("integer", "integer"):
         return dtypes.holds_all(cast.dtype, source)
@@ -419,7 +420,7 @@ def read_made(
     options: LoadOptions,
     reader: Reader | None = None,
 ) -> Array:
-    """A box of an array that is made by a recipe, as a new NumPy array like an entry."""
+    """A box of an array made by a recipe, as a new NumPy array with an entry's dtype."""
     job = Job({entry.name: NewTarget(entry, box)}, {entry.name: recipe})
     found: Array = read_arrays(stored, [job], options, reader)[entry.name]
     return found

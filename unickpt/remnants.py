@@ -1,7 +1,7 @@
-"""Remnants: what failed, killed and removed saves left in a folder of checkpoints.
+"""Remnants: what failed, killed and removed saves leave in a folder of checkpoints.
 
-Only what looks in every part like the work of a save is a remnant. A folder that holds anything
-else, what lies behind a symbolic link, and what a save may still be writing, is none.
+Something is a remnant only if all of it looks like the output of a save. A folder with anything
+else in it, the target of a symbolic link, and what a save may still be writing are not remnants.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from unickpt.errors import UnickptError
 from unickpt.lease import Lease, holder
 from unickpt.listing import natural
 
-# Longer than processes wait for each other, by default, without writing anything.
+# Longer than the default timeout, during which processes may wait without writing.
 RECENT_S = 900.0
-"""How long after its last write a save may still be under way."""
+"""For this long after its last write, a save may still be in progress."""
 
 _LOCK = ".__lock"
 # What a save puts below `processes/<attempt>/`: databases of processes, nodes of the root, notes.
@@ -36,16 +36,16 @@ UNFINISHED, UNUSED, LOCK = "unfinished", "unused", "lock"
 
 @dataclass(frozen=True)
 class Remnant:
-    """What a save left behind.
+    """The remains of a save.
 
     Arguments:
         name: of the folder or file, below the folder that was searched.
-        kind: "unfinished": a folder in which no checkpoint was committed; "unused": an attempt to
-            save a checkpoint that another attempt committed; "lock": a file that was locked.
-        files: how many.
-        nbytes: of all files, as far as that is known.
-        age_s: seconds since the last write; None where the storage does not tell.
-        attempts: the folders that go with it, below the folder that was searched.
+        kind: "unfinished": a folder without a committed checkpoint; "unused": an attempt to save a
+            checkpoint that another attempt committed; "lock": a lock file.
+        files: number of files.
+        nbytes: bytes of all files, if known.
+        age_s: seconds since the last write; None if the storage does not say.
+        attempts: the folders to remove with it, below the folder that was searched.
     """
 
     name: str
@@ -63,14 +63,14 @@ class Remnant:
 
 @dataclass(frozen=True)
 class Found:
-    """What is in a folder beside committed checkpoints.
+    """What a folder contains besides committed checkpoints.
 
     Arguments:
         remnants: what may be removed.
-        under_way: what a save may be writing now: all that was written less than `RECENT_S` ago,
-            and everything while a job has the lease.
-        unknown: of which nothing tells when it was written.
-        holder: the job that has the lease on the folder, in words; None where there is none.
+        under_way: what a save may be writing now: everything written less than `RECENT_S` ago, or
+            everything while a job holds the lease.
+        unknown: remnants whose time of writing is unknown.
+        holder: a description of the job that holds the lease on the folder, if any.
     """
 
     remnants: tuple[Remnant, ...]
@@ -111,7 +111,7 @@ def find(root: backends.Path) -> Found:
 
 
 def clean(root: backends.Path, remnants: Sequence[Remnant]) -> list[Remnant]:
-    """Removes remnants that `find` found, as far as they have not changed since.
+    """Removes remnants that `find` found, if they have not changed since.
 
     Raises:
         SaveConflict: a job saves into this folder.
@@ -146,7 +146,7 @@ def _is_same(a: Remnant, b: Remnant) -> bool:
 
 
 def lease_location(location: Location) -> Location:
-    """The folder whose lease covers this one: that of the run, for a step that is in one."""
+    """The folder whose lease covers this one: for a step, the run's folder."""
     parent = location.parent
     if parent is not None and Lease.was_taken(parent) and holds_checkpoint_parts(location):
         return parent
@@ -154,7 +154,7 @@ def lease_location(location: Location) -> Location:
 
 
 def holds_checkpoint_parts(location: Location) -> bool:
-    """Whether a folder is a checkpoint's own, committed or not."""
+    """Whether a folder belongs to a single checkpoint, committed or not."""
     context = backends.context()
     if location.is_local:
         names = _names(location.spec["path"])
@@ -168,7 +168,7 @@ def holds_checkpoint_parts(location: Location) -> bool:
 
 @dataclass(frozen=True)
 class _File:
-    """A file or object: what follows the folder in its name; size and age where these are known."""
+    """A file or object: its name within the folder; size and age if known."""
 
     name: str
     nbytes: int = 0
@@ -199,9 +199,9 @@ def _names(folder: str) -> list[str]:
 def _local_files(place: Location) -> Iterator[_File]:
     """The files of a checkpoint's folder: those in it, and all that lie below `processes`.
 
-    Names end in `/` for an empty folder, and in `?` for what is no file of a save: a link, a folder
-    of another name, what cannot be read. Of a checkpoint with a single attempt, which must be its
-    own, the attempt's folder stands for all that is in it.
+    Names end in `/` for an empty folder, and in `?` for anything that a save does not write: a
+    link, a folder of another name, an unreadable entry. If a checkpoint has a single attempt, which
+    must be its own, the attempt's folder represents its contents.
     """
     top, now = place.spec["path"], time.time()
     attempts = _names(os.path.join(top, "processes"))
@@ -233,7 +233,8 @@ def _local_files(place: Location) -> Iterator[_File]:
 
 
 def _stored_files(location: Location, context: ts.Context) -> dict[str, list[_File]]:
-    """The objects by the folders directly below a prefix, and those of the prefix itself."""
+    """The objects below a prefix, grouped by the folders directly below it and the prefix
+    itself."""
     files: dict[str, list[_File]] = {"": []}
     for key in location.store(context).list().result():
         name = key.decode(errors="replace")
@@ -251,14 +252,14 @@ def _stored_files(location: Location, context: ts.Context) -> dict[str, list[_Fi
 def _in_folder(
     name: str, place: Location, files: Sequence[_File], context: ts.Context
 ) -> Iterator[Remnant]:
-    """The remnants in a folder that holds, or was to hold, one checkpoint."""
+    """The remnants in the folder of one checkpoint, committed or not."""
     prefix = f"{name}/" if name else ""
     own = [f for f in files if not f.name.startswith(".") and not _is_lock(f.name)]
     committed = any(f.name == MANIFEST for f in own)
     attempts = _attempts([f for f in own if f.name.startswith("processes/")])
     pure = all(f.name.startswith("processes/") for f in own)
     if committed:
-        # One attempt alone must be the one that made the checkpoint.
+        # A single attempt must be the one that made the checkpoint.
         used = set(attempts_of_checkpoint(place, context)) if len(attempts) > 1 else {*attempts}
         for attempt, parts in attempts.items():
             if attempt not in used and _all_ours(parts):
@@ -311,7 +312,7 @@ def _remnant(
                     facts = database.database_facts(context)
                     times.append(facts.committed)
                     sizes.append(facts.nbytes)
-        # A process without a manifest may have begun just now.
+        # A process without a manifest may have just started.
         processes = {(a, f.name.partition("/")[0]) for a, p in attempts.items() for f in p}
         known = len(times) == sum(part.isdigit() for _, part in processes) and times
         ages = [max(0.0, time.time() - max(times))] if known else []
@@ -320,7 +321,7 @@ def _remnant(
 
 
 def attempts_of_checkpoint(place: Location, context: ts.Context) -> list[str]:
-    """The attempt that made a checkpoint; all attempts, where it is too damaged to tell."""
+    """The attempt that made a checkpoint; all attempts if it is too damaged to tell."""
     try:
         return [checkpoint.open(str(place)).index.attempt]
     except UnickptError:
@@ -328,7 +329,7 @@ def attempts_of_checkpoint(place: Location, context: ts.Context) -> list[str]:
 
 
 def is_unfinished(place: Location, context: ts.Context) -> bool:
-    """Whether a folder without a checkpoint holds nothing but what a save puts there."""
+    """Whether a folder without a checkpoint contains only what a save puts there."""
     if place.is_local:
         return not place.foreign_files()
     keys = (key.decode(errors="replace") for key in place.store(context).list().result())
@@ -339,9 +340,9 @@ def is_unfinished(place: Location, context: ts.Context) -> bool:
 
 
 def remove_attempts(place: Location, attempts: Iterable[str], context: ts.Context) -> None:
-    """Removes attempts, and what is left of the folder where nothing else is in it.
+    """Removes attempts, and the folder if nothing else is in it.
 
-    Another attempt, which may begin meanwhile, is left alone.
+    Does not touch another attempt, which may begin at the same time.
     """
     for attempt in attempts:
         place.child(f"processes/{attempt}").remove(context)

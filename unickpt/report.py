@@ -12,18 +12,18 @@ _MOST_ROWS = 20
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a load did; `str(report)` is a short table in which layers share a row.
+    """What a load did; `str(report)` is a short table with one row for repeated layers.
 
     Arguments:
         url: the checkpoint.
-        loaded: the names of leaves that were loaded, in terms of `like` if there is one.
-        kept: those of `like` that are not stored; they hold what `like` held.
-        skipped: those that are stored and that `like` does not ask for.
-        mismatched: leaves of another shape than what is stored, which hold what `like` held
-            (`mismatched="keep"`): name, stored shape, asked shape.
-        cast: arrays of another dtype than what is stored: name, stored dtype, asked dtype.
-        renamed: leaves that are stored under another name, namely with the components that a
-            module wrapper adds: stored name, asked name. They are among `loaded` too.
+        loaded: the names of loaded leaves, in terms of `like` if given.
+        kept: leaves of `like` that are not stored; they keep what `like` held.
+        skipped: stored leaves that `like` does not request.
+        mismatched: leaves whose shape differs from the stored one and that keep what `like` held
+            (`mismatched="keep"`): name, stored shape, requested shape.
+        cast: arrays whose dtype was converted: name, stored dtype, requested dtype.
+        renamed: leaves that are stored under another name because a module wrapper added
+            components: stored name, requested name. They are in `loaded` too.
 
     Example:
         >>> import numpy as np, unickpt
@@ -78,7 +78,7 @@ class LoadReport:
 
 
 def _rest(stored: str, asked: str) -> str:
-    """How a name without the components of wrappers is told, so that those of layers fold."""
+    """Which wrapper components a name lost; the same text for all layers, so that they fold."""
     parts = iter(asked.replace("/", ".").split("."))
     here = next(parts, None)
     dropped = []

@@ -1,4 +1,4 @@
-"""Retention, purely: which steps are kept, and which may go."""
+"""Retention: which steps to keep and which to remove; does no I/O."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ Metrics = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Retention:
-    """Which steps are kept: those that any of the rules keeps, and the newest one; all, if no rule
-    is given.
+    """Which steps are kept: the newest one and those that any rule keeps; all steps without rules.
 
     Arguments:
-        keep_last: the newest so many.
-        keep_every: those that are multiples of it.
-        keep_best: the best so many by `metric`; those without it, or with NaN, are not among them.
-        metric: the name of a metric that was given to `Checkpointer.save`.
-        best: whether the least or the largest value is the best.
-        keep: whether to keep a step.
+        keep_last: how many of the newest steps.
+        keep_every: steps that are multiples of this.
+        keep_best: how many of the best steps by `metric`, not counting those without it or with
+            NaN.
+        metric: the name of a metric given to `Checkpointer.save`.
+        best: whether the smallest or the largest value is the best.
+        keep: called with a step; returns whether to keep it.
 
     Raises:
-        ValueError: a rule makes no sense.
+        ValueError: a rule is invalid.
 
     Example:
         >>> Retention(keep_last=1, keep_every=10).expendable({5: {}, 10: {}, 21: {}})
@@ -44,7 +44,9 @@ class Retention:
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
         if (self.keep_best is None) != (self.metric is None):
-            raise ValueError("keep_best and metric belong together: keep_best=3, metric='loss'")
+            raise ValueError(
+                "give both keep_best and metric, or neither: keep_best=3, metric='loss'"
+            )
         if self.best not in ("min", "max"):
             raise ValueError(f"best={self.best!r} must be 'min' or 'max'")
 
@@ -58,7 +60,7 @@ class Retention:
 
         Arguments:
             steps: all committed steps with their metrics.
-            spared: steps that are kept whatever the rules say, as what was just saved.
+            spared: steps to keep in any case, such as those just saved.
         """
         if self.keeps_all:
             return []
@@ -75,7 +77,7 @@ class Retention:
             return []
         sign = 1 if self.best == "min" else -1
         rated = [
-            (sign * float(metrics[self.metric]), -step)  # of equals, the newest
+            (sign * float(metrics[self.metric]), -step)  # the newest of equal ones
             for step, metrics in steps.items()
             if self.metric in metrics and not math.isnan(metrics[self.metric])
         ]

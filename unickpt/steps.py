@@ -1,4 +1,4 @@
-"""Steps: the checkpoints `step_<n>` in one folder, and what crashed jobs left among them."""
+"""Steps: the checkpoints `step_<n>` in one folder, and the remains of crashed jobs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Steps:
         self._context = backends.context()
 
     def path(self, step: int) -> str:
-        """Where a step is, or will be."""
+        """The path of a step, saved or not."""
         return str(self.at(step))
 
     def at(self, step: int) -> Location:
@@ -59,15 +59,15 @@ class Steps:
         return sorted(_numbers(names))
 
     def steady(self) -> list[int]:
-        """As `committed`, beside another job that commits and removes steps.
+        """As `committed`, while another job may commit and remove steps.
 
-        A step can be removed and the next one committed between two looks of one listing, which
-        then has neither. So it is made until nothing has changed meanwhile.
+        During one listing, a step can be removed and the next one committed, so that the listing
+        has neither. The listing is therefore repeated until nothing changes.
         """
         before: tuple[list[int], set[str]] | None = None
         for _ in range(_LISTINGS):
             now = self.committed(), set[str]()
-            if self.location.is_local:  # also the folders whose manifests are gone
+            if self.location.is_local:  # includes folders without a manifest
                 now = now[0], set(self.location.folders(self._context))
             if now == before:
                 break
@@ -75,7 +75,7 @@ class Steps:
         return now[0]
 
     def after(self, step: int) -> int | None:
-        """After which step the job went on that saved a step; None if after the newest.
+        """The step after which the job that saved a step continued; None if after the newest.
 
         Raises:
             CheckpointNotFound, CheckpointCorrupt, UnsupportedFormat: it cannot be opened.
@@ -86,7 +86,7 @@ class Steps:
         return found if type(found) is int else None
 
     def version(self, step: int) -> Version | None:
-        """Which version of a step is committed; None where there is none. Costs one small read.
+        """The committed version of a step, if any. Costs one small read.
 
         Raises:
             StorageError: the storage failed.
@@ -95,7 +95,7 @@ class Steps:
             return lineage.version_at(self.at(step))
 
     def superseded(self, step: int, version: Version) -> list[str]:
-        """The names of the versions of a step that one of them superseded, oldest first.
+        """The names of the versions of a step that `version` superseded, oldest first.
 
         Raises:
             StorageError: the storage failed.
@@ -104,7 +104,7 @@ class Steps:
             return lineage.superseded(self.at(step), version.attempt)
 
     def supersede(self, step: int, attempt: str, names: list[str], *, fsync: bool) -> None:
-        """Notes which versions of a step an attempt supersedes; see `lineage.supersede`.
+        """Records which versions of a step an attempt supersedes; see `lineage.supersede`.
 
         Raises:
             StorageError: the storage failed.
@@ -113,7 +113,7 @@ class Steps:
             lineage.supersede(self.at(step), attempt, names, fsync=fsync)
 
     def damage(self, step: int) -> str:
-        """Why a step that is committed cannot be opened; empty where it can.
+        """Why a committed step cannot be opened; empty if it can.
 
         Raises:
             StorageError: the storage failed.
@@ -129,7 +129,7 @@ class Steps:
         return ""
 
     def metrics(self, step: int) -> Mapping[str, float]:
-        """The metrics that a step was saved with; none where they cannot be read."""
+        """The metrics that a step was saved with; empty if they cannot be read."""
         try:
             found = checkpoint.open(self.path(step)).metadata[RESERVED]["metrics"]
             return {str(name): float(value) for name, value in found.items()}
@@ -138,13 +138,13 @@ class Steps:
             return {}
 
     def remove(self, step: int) -> None:
-        """Removes a step: first it is no checkpoint any more, at one stroke, then its files go.
+        """Removes a step: first its manifest, atomically, then its files.
 
-        Another attempt to save this step, which may be under way, is left alone. Symbolic links are
-        not followed: of a step that is one, or has one in it, the link alone is removed.
+        Does not touch other attempts to save this step, which may be in progress. Does not follow
+        symbolic links: only removes the link itself.
 
         Raises:
-            StorageError: it could not be removed; what is left, `remove_debris` recognises.
+            StorageError: it could not be removed; `remove_debris` recognises the rest.
         """
         place = self.at(step)
         try:
@@ -161,44 +161,44 @@ class Steps:
             raise chunks.translate(error, str(place), reading=False) from error
 
     def _remove_attempts(self, folder: Location, attempts: Iterable[str]) -> None:
-        """Removes attempts, and symbolic links in place of some, or of all."""
+        """Removes attempts, or the symbolic links in their place."""
         if folder.link is not None:
             folder.unlink()
             return
         for name in folder.links():
             folder.child(name).unlink()
         for attempt in attempts:
-            if "/" not in attempt and attempt not in ("", ".", ".."):  # an index can say anything
+            if "/" not in attempt and attempt not in ("", ".", ".."):  # an index is untrusted
                 folder.child(attempt).remove(self._context)
 
     def _attempts(self, step: int) -> list[str]:
-        """The attempt that made a step; all attempts, where it is too damaged to tell."""
+        """The attempt that made a step; all attempts if it is too damaged to tell."""
         return remnants.attempts_of_checkpoint(self.at(step), self._context)
 
     def check_no_link(self, step: int) -> None:
-        """Refuses to save a step where a symbolic link leads elsewhere.
+        """Refuses to save a step through a symbolic link.
 
         Raises:
-            CheckpointExists: names the link, and where it leads.
+            CheckpointExists: the step is a link; names its target.
         """
         leads = self.at(step).link
         if leads is not None:
             raise CheckpointExists(
-                f"{self.path(step)} is a symbolic link to {leads}; a run saves only into folders "
-                "of its own: remove the link, or save another step"
+                f"{self.path(step)} is a symbolic link to {leads}; a run saves only into its own "
+                "folders: remove the link, or save another step"
             )
 
     def remove_debris(self, in_flight: Iterable[int], session: str) -> None:
-        """Removes what crashed saves and deletions left behind.
+        """Removes the remains of crashed saves and deletions.
 
-        Only for the job that has the lease. A step's folder without a manifest is debris, if it
-        holds nothing but what a save puts there; in the newest step, so is every attempt but the
-        one that was committed.
+        Only for the job that holds the lease. A step's folder without a manifest is debris if it
+        contains only what a save puts there; in the newest step, so is every attempt except the
+        committed one.
 
         Arguments:
             in_flight: steps that this process is saving.
-            session: how the names of this job's attempts begin. Another process of the job may be
-                further than this one, with a step that is not in flight here.
+            session: prefix of the names of this job's attempts. Another process of the job may
+                already save a step that is not in flight here.
         """
         committed, spared = self.committed(), set(in_flight)
         names = self.location.folders(self._context)
@@ -220,8 +220,8 @@ class Steps:
             raise chunks.translate(error, self.path(step), reading=False) from error
 
     def remove_older(self, step: int, session: str = "") -> None:
-        """Removes all attempts to save a step but the one that was committed, and those of a
-        session; see `remove_debris`. Not in a step that is a symbolic link."""
+        """Removes all attempts to save a step except the committed one and those of `session`; see
+        `remove_debris`. Does nothing if the step is a symbolic link."""
         if self.at(step).link is not None:
             return
         folder, kept = self.at(step).child("processes"), self._attempts(step)

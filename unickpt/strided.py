@@ -1,4 +1,4 @@
-"""Strided views, and copies between them block by block: NumPy is slow where axes change places."""
+"""Strided views, and copies between them block by block: NumPy is slow at permuting axes."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from unickpt.box import Box
 from unickpt.dtypes import DType
 
 # Measured: blocks of these extents, copied to a cache first, are 4 to 15 times as fast as one
-# np.copyto, whose every read misses a cache where axes change places, and faster than torch's
-# copy_ on one thread. What fits into a cache gains nothing.
+# np.copyto, whose reads all miss the cache when axes are permuted, and faster than torch's copy_ on
+# one thread. Arrays that fit into a cache gain nothing.
 _RUN_SOURCE, _RUN_OUT = 128, 512
 _SMALL_BYTES, _LONG_RUN = 256 << 10, 32
-_PAD = 16  # elements, so that rows of a power of two do not fall into one set of a cache
+_PAD = 16  # elements, so that rows of a power of two do not map to one set of a cache
 
 
 @lru_cache(maxsize=64)
 def unit_steps(rank: int) -> tuple[tuple[int, ...], ...]:
-    """Steps of axes that are an array's own."""
+    """The steps of axes that are an array's own dimensions."""
     return tuple(tuple(int(i == j) for j in range(rank)) for i in range(rank))
 
 
 def view(
     array: Array, start: Sequence[int], steps: Sequence[Sequence[int]], shape: tuple[int, ...]
 ) -> Array:
-    """Elements of an array, seen along other axes.
+    """A view of an array's elements along other axes.
 
     Arguments:
-        array: of any strides.
+        array: with any strides.
         start: the first element.
         steps: for each axis of the view, its step along each axis of `array`.
-        shape: of the view; all that it holds lies within `array`.
+        shape: of the view, which must lie within `array`.
 
     Example:
         >>> view(np.arange(6).reshape(2, 3), (0, 2), ((1, 0), (0, -1)), (2, 3)).tolist()
@@ -45,7 +45,7 @@ def view(
     if steps == unit_steps(array.ndim):
         return array[Box(tuple(start), tuple(map(add, start, shape))).slices]
     strides = tuple(sum(map(mul, step, array.strides)) for step in steps)
-    # The function knows NumPy's own dtypes only.
+    # The function supports only NumPy's own dtypes.
     size = array.itemsize
     bits = array.view(f"u{size}") if size in (1, 2, 4, 8) else array
     first: Array = bits[tuple(slice(i, i + 1) for i in start)].reshape(())
@@ -54,7 +54,7 @@ def view(
 
 
 def copy(out: Array, source: Array) -> None:
-    """Copies `source` into `out`, both of one shape and dtype and any strides.
+    """Copies `source` into `out`; same shape and dtype, any strides.
 
     Example:
         >>> out = np.empty((2, 3)); copy(out, np.ones((3, 2)).T); out.sum()
@@ -78,13 +78,13 @@ def copy(out: Array, source: Array) -> None:
 
 
 def _by_stride(array: Array) -> list[int]:
-    """The axes, those along which neighbours lie closest in memory first."""
+    """The axes, ordered by stride, the smallest first."""
     axes = [axis for axis, n in enumerate(array.shape) if n > 1]
     return sorted(axes, key=lambda axis: (abs(array.strides[axis]), -axis))
 
 
 def _common_run(out: Array, source: Array) -> int:
-    """How many elements follow each other in the same order in both arrays."""
+    """The number of elements that are contiguous in the same order in both arrays."""
     run = 1
     for a, b in zip(_by_stride(source), _by_stride(out), strict=True):
         if a != b:
@@ -94,7 +94,7 @@ def _common_run(out: Array, source: Array) -> int:
 
 
 def _extend(block: list[int], shape: Sequence[int], axes: Sequence[int], wanted: int) -> int:
-    """Extends a block along some axes, in their order, to about so many elements."""
+    """Extends a block along `axes`, in their order, to about `wanted` elements."""
     run = 1
     for axis in axes:
         block[axis] = max(block[axis], min(shape[axis], -(-wanted // run)))
@@ -105,7 +105,7 @@ def _extend(block: list[int], shape: Sequence[int], axes: Sequence[int], wanted:
 
 
 def _scratch(block: Sequence[int], inner: Sequence[int], row: int, dtype: DType) -> Array:
-    """Memory for a block, its axes in the order of the source's, rows apart from each other."""
+    """Memory for a block, with the axis order of the source and padded rows."""
     strides = [dtype.itemsize] * len(block)
     step = dtype.itemsize
     for axis in inner:

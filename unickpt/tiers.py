@@ -29,12 +29,12 @@ from unickpt.verify import verify_opened
 
 _log = logging.getLogger("unickpt")
 _AT_ONCE = 4
-# What the processes of a save told each other, beside the databases of an attempt.
+# Messages between the processes of a save, next to the databases of an attempt.
 _TALK = (b"records/", b"notes/")
 
 
 class Newer(Enum):
-    """Which tier has the version of a step that counts."""
+    """Which tier has the current version of a step."""
 
     SAME = "both have the same one"
     LOCAL = "the local tier"
@@ -46,8 +46,8 @@ class Standing:
     """The versions of a step in both tiers.
 
     Arguments:
-        local, root: those that are committed, if any.
-        newer: which of them counts.
+        local, root: the committed versions, if any.
+        newer: which of them is current.
     """
 
     local: Version | None
@@ -56,10 +56,10 @@ class Standing:
 
 
 def compare(local: Steps, root: Steps, step: int) -> Standing:
-    """Which of two versions of a step counts, by what each superseded.
+    """Finds the current one of two versions of a step by what each superseded.
 
-    The local one counts if it is known to have superseded that of the root, or if that is damaged.
-    Else somebody replaced the root's since, and what the local tier has is stale.
+    The local version is current if it superseded the root's, or if the root's is damaged. Otherwise
+    another job replaced the root's version, and the local one is stale.
 
     Raises:
         StorageError: a storage failed.
@@ -74,7 +74,7 @@ def compare(local: Steps, root: Steps, step: int) -> Standing:
     elif there.name in local.superseded(step, here):
         newer = Newer.LOCAL
     elif damage := root.damage(step):
-        _log.warning("%s; the version in %s takes its place", damage, local.path(step))
+        _log.warning("%s; the version in %s replaces it", damage, local.path(step))
         newer = Newer.LOCAL
     else:
         newer = Newer.ROOT
@@ -82,7 +82,7 @@ def compare(local: Steps, root: Steps, step: int) -> Standing:
 
 
 class Tier(Steps):
-    """A folder of steps, and the right to change it.
+    """A folder of steps, and the lease on it.
 
     Arguments:
         root: a local path or a URL.
@@ -92,16 +92,16 @@ class Tier(Steps):
         super().__init__(root)
         self.lease = Lease(self.location)
         self._is_clean = False
-        self._offered: set[str] = set()  # versions whose manifest was written, or may have been
+        self._offered: set[str] = set()  # versions whose manifest was or may have been written
 
     def open(self, in_flight: Sequence[int], session: str) -> None:
-        """Takes the lease, and once removes what crashed jobs left behind.
+        """Takes the lease, and removes the remains of crashed jobs once.
 
         Arguments:
             in_flight, session: see `Steps.remove_debris`.
 
         Raises:
-            SaveConflict: another job has the lease.
+            SaveConflict: another job holds the lease.
             StorageError: the storage failed.
         """
         self.lease.take()
@@ -111,7 +111,9 @@ class Tier(Steps):
             self.remove_debris(in_flight, session)
             self._is_clean = True
         except (UnickptError, Failed) as error:
-            _log.warning("%s: debris cannot be removed now: %s", self.location, error)
+            _log.warning(
+                "%s: the remains of failed saves cannot be removed now: %s", self.location, error
+            )
 
     def copy_from(
         self,
@@ -122,26 +124,26 @@ class Tier(Steps):
         budget_bytes: int,
         timeout_s: float,
     ) -> bool:
-        """Copies one version of a step, all of it or nothing.
+        """Copies one version of a step, completely or not at all.
 
-        It appears here at one stroke, once what was copied has been read again and held against
-        its digests. Until then, a version that is here already stays as it is.
+        The copy is read back and checked against its digests, then appears here atomically. Until
+        then, an existing version stays unchanged.
 
         Arguments:
-            source: where it is committed.
+            source: the tier where it is committed.
             step: its number.
             version: what to copy.
-            replaced: the version here that it may replace, if any.
-            budget_bytes: host memory to use, at least that of the largest file.
+            replaced: the existing version that it may replace, if any.
+            budget_bytes: host memory to use; at least the size of the largest file.
             timeout_s: how long to wait for another process that writes here.
 
         Returns:
-            Whether it is here; false where the source has another version by now, or none.
+            Whether it was copied; false if the source no longer has this version.
 
         Raises:
-            CheckpointCorrupt: it is damaged where it is committed.
+            CheckpointCorrupt: the source is damaged.
             StorageError: a storage failed.
-            SaveConflict: another job saved here meanwhile, or has the lease.
+            SaveConflict: another job saved here, or holds the lease.
         """
         origin, destination = source.at(step), self.at(step)
         where = f"copying {origin} to {destination}"
@@ -178,16 +180,16 @@ class Tier(Steps):
         except Failed as error:
             raise chunks.translate(error, where, reading=False) from error
         _log.info("copied %s to %s", origin, destination)
-        with suppress(Failed):  # what is left does no harm
+        with suppress(Failed):  # remains do no harm
             self.remove_older(step)
         return True
 
     def _undo(self, step: int, version: Version, replaced: Version | None) -> None:
-        """Removes what a copy wrote that failed, where it is certain that nothing needs it."""
+        """Removes what a failed copy wrote, if nothing can need it."""
         if replaced is not None and replaced.attempt == version.attempt:
-            return  # it wrote a damaged version anew, in its place
+            return  # it rewrote a damaged version in place
         if version.name in self._offered:
-            return  # an earlier try got no answer, and may yet turn out to be committed
+            return  # an earlier try got no answer and may have been committed
         with suppress(Exception):
             self.at(step).child(f"processes/{version.attempt}").remove(backends.context())
             if replaced is None:
@@ -195,7 +197,7 @@ class Tier(Steps):
 
 
 def _is_current(source: Steps, step: int, version: Version) -> bool:
-    """Whether a version is still committed, as far as the storage tells."""
+    """Whether a version is still committed; true if the storage fails."""
     try:
         return source.version(step) == version
     except UnickptError:
@@ -228,7 +230,7 @@ def _copy(keys: list[str], reader: KvStore, writer: KvStore, budget_bytes: int) 
 
 
 def _settle(window: Window) -> None:
-    """Waits for what goes on after an error, which else would write behind what comes next."""
+    """Waits for pending writes after an error, which could otherwise overwrite later ones."""
     while True:
         with suppress(Failed):
             if not window.wait_oldest():
@@ -240,7 +242,7 @@ def _wait(written: Future[Any]) -> None:
 
 
 def _check_copy(origin: Location, destination: Location, manifest: bytes) -> None:
-    """Reads a copy, whose manifest is not there yet, and holds it against its digests."""
+    """Reads a copy, whose manifest is not written yet, and checks it against its digests."""
     damage = _damage(destination, manifest)
     if damage:
         at_origin = _damage(origin, manifest)
@@ -250,7 +252,7 @@ def _check_copy(origin: Location, destination: Location, manifest: bytes) -> Non
 
 
 def _damage(place: Location, manifest: bytes) -> str:
-    """What is wrong with the data at a place that a manifest refers to; empty if nothing is."""
+    """The damage of the data at a location to which a manifest refers; empty if none."""
     context = backends.context()
     draft = place.with_manifest(manifest, context)
     try:

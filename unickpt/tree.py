@@ -1,4 +1,4 @@
-"""Nested containers <-> named leaves, exactly: key types, tuples and empty containers survive.
+"""Nested containers <-> named leaves, exactly: keeps key types, tuples and empty containers.
 
 A leaf's name is its path, joined by `/`. Components are escaped so that no two paths share a name.
 """
@@ -35,7 +35,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Node:
-    """A container: its kind, its keys, and how to build it again from new children.
+    """A container: its kind, its keys, and how to rebuild it from new children.
 
     `kind` is one of dict, ordereddict, list, tuple, namedtuple, object (any other container with
     named children) and wrapper (one child, which adds no component to the name).
@@ -50,7 +50,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Expansion:
-    """One level of a container, as `Node`, with children not yet looked at."""
+    """One level of a container, as `Node`, whose children are not expanded yet."""
 
     kind: str
     keys: tuple[Key, ...]
@@ -64,7 +64,7 @@ Expand = Callable[[Any, str], Expansion | None]
 
 
 def component(key: Key, numbers: Set[str] = frozenset()) -> str:
-    """One component of a name, so escaped that different keys of a container stay different.
+    """One component of a name, escaped so that different keys of a container stay different.
 
     Arguments:
         key: of a child.
@@ -91,12 +91,12 @@ def join(prefix: str, part: str) -> str:
 
 
 def flatten(tree: Any, is_leaf: IsLeaf, expand: Expand) -> Node | Leaf:
-    """Takes a tree apart.
+    """Splits a tree into its structure and leaves.
 
     Arguments:
         tree: any nesting of containers.
-        is_leaf: whether an object is stored as it is.
-        expand: the frameworks' own containers; asked before dataclasses.
+        is_leaf: whether an object is a leaf.
+        expand: expands the frameworks' own containers; called before dataclasses are expanded.
 
     Raises:
         UnsupportedLeaf: names every object that is neither a leaf nor a container, every bad key,
@@ -154,7 +154,7 @@ def _key_problem(keys: tuple[Any, ...]) -> str | None:
                 key.encode()
             except UnicodeEncodeError:
                 return f"key {quoted(key)} is not valid Unicode text"
-    return "a key stands twice" if len(set(keys)) != len(keys) else None
+    return "a key occurs twice" if len(set(keys)) != len(keys) else None
 
 
 def child_names(kind: str, keys: tuple[Key, ...], name: str) -> list[str]:
@@ -215,7 +215,7 @@ def leaves(node: Node | Leaf) -> Iterator[Leaf]:
 
 
 def rebuild(node: Node | Leaf, value: Callable[[str], Any]) -> Any:
-    """Puts a tree together again, asking `value` for what each name holds."""
+    """Rebuilds a tree, with `value(name)` for each leaf."""
     if isinstance(node, Leaf):
         return value(node.name)
     return node.rebuild([rebuild(child, value) for child in node.children])
@@ -249,14 +249,14 @@ def to_json(node: Node | Leaf) -> Any:
 
 
 class BadTree(ValueError):
-    """What is stored as a tree is none; says why."""
+    """The stored tree is invalid; says why."""
 
 
 def from_json(structure: Any) -> Node | Leaf:
-    """A structure whose containers are Python's own; the reverse of `to_json`.
+    """The inverse of `to_json`, with Python's built-in containers.
 
-    Namedtuples come back with their name and fields; objects (dataclasses, registered pytrees)
-    come back as dicts, and wrappers as what they wrap. No class is ever looked up by name.
+    Namedtuples keep their name and fields; objects (dataclasses, registered pytrees) become dicts,
+    and wrappers what they wrap. No class is ever looked up by name.
 
     Raises:
         BadTree: says what is wrong with the structure.
@@ -265,10 +265,10 @@ def from_json(structure: Any) -> Node | Leaf:
 
 
 def from_names(names: Iterable[str]) -> Node | Leaf:
-    """The nested dicts that names stand for.
+    """The nested dicts that names describe.
 
     Raises:
-        ValueError: a name stands for a leaf and for a container.
+        ValueError: a name is both a leaf and a container.
     """
     root: dict[str, Any] = {}
     for name in names:
@@ -277,9 +277,9 @@ def from_names(names: Iterable[str]) -> Node | Leaf:
         for parent in parents:
             level = level.setdefault(parent, {})
             if not isinstance(level, dict):
-                raise ValueError(f"{quoted(name)} lies below a name that is a leaf itself")
+                raise ValueError(f"{quoted(name)} lies below a name that is itself a leaf")
         if last in level:
-            raise ValueError(f"{quoted(name)} is a leaf, and other names lie below it")
+            raise ValueError(f"{quoted(name)} is a leaf, but other names lie below it")
         level[last] = Leaf(name, None)
     return _nested(root)
 
@@ -308,7 +308,7 @@ def _from_json(structure: Any, name: str, depth: int) -> Node | Leaf:
         child = _from_json(body, name, depth + 1)
         return Node(kind, (0,), (child,), lambda xs: xs[0], type_name)
     if not isinstance(body, list):
-        raise BadTree(f"tree node {quoted(name)}: {quoted(kind)} holds no list")
+        raise BadTree(f"tree node {quoted(name)}: {quoted(kind)} does not contain a list")
     if kind in ("list", "tuple"):
         keys: tuple[Key, ...] = tuple(range(len(body)))
         items = body
@@ -316,7 +316,7 @@ def _from_json(structure: Any, name: str, depth: int) -> Node | Leaf:
         for pair in body:
             if not (isinstance(pair, list) and len(pair) == 2):
                 raise BadTree(
-                    f"tree node {quoted(name)}: {quoted(kind)} holds {quoted(pair)}, not a pair"
+                    f"tree node {quoted(name)}: {quoted(kind)} contains {quoted(pair)}, not a pair"
                 )
         keys, items = tuple(p[0] for p in body), [p[1] for p in body]
     problem = _key_problem(keys)
@@ -353,32 +353,33 @@ def _namedtuple(type_name: str, fields: tuple[str, ...]) -> Callable[..., Any]:
 
 
 def _namedtuple_problem(fields: tuple[Any, ...], type_name: str) -> str | None:
-    """Why Python has no namedtuple with these fields, or one that differs from what was stored.
+    """Why Python cannot create a namedtuple with these fields, or only a different one.
 
-    Python takes two spellings of an identifier for one if they have the same NFKC form, as those of
-    "fi" with and without a ligature do.
+    Python treats two spellings of an identifier as equal if they have the same NFKC form, such as
+    "fi" with and without a ligature.
     """
     if not _is_name(type_name):
-        return f"namedtuple {quoted(type_name)} has fields {quoted(fields)}, and a bad name"
+        return f"namedtuple {quoted(type_name)} has fields {quoted(fields)} and an invalid name"
     forms = [unicodedata.normalize("NFKC", f) for f in fields if isinstance(f, str) and _is_name(f)]
     if len(forms) != len(fields) or any(form.startswith("_") for form in forms):
         return (
-            f"namedtuple {quoted(type_name)} has fields {quoted(fields)}, which are not all "
-            "identifiers of Python that do not begin with '_'"
+            f"namedtuple {quoted(type_name)} has fields {quoted(fields)}, not all of which are "
+            "Python identifiers without a leading '_'"
         )
     if len(set(forms)) != len(forms):
-        return f"namedtuple: two of its fields {quoted(fields)} are one identifier to Python"
+        return f"namedtuple: Python treats two of its fields {quoted(fields)} as one identifier"
     return None
 
 
 def _is_name(text: str) -> bool:
-    """Whether Python takes a text for an identifier, however it is normalized."""
+    """Whether a text is a Python identifier, both as it is and normalized."""
     form = unicodedata.normalize("NFKC", text)
     return all(t.isidentifier() and not keyword.iskeyword(t) for t in (text, form))
 
 
 def merge(ours: Any, theirs: Any, name: str = "") -> Any:
-    """Joins the structures of two processes: dicts unite their keys, all else must agree.
+    """Merges the structures of two processes: dicts unite their keys, everything else must be
+    equal.
 
     Raises:
         ValueError: names the place where they differ.

@@ -1,6 +1,6 @@
-"""Upkeep of a run's steps: copies them between the tiers, and removes those that no rule keeps.
+"""Upkeep of a run's steps: copies them between tiers, and removes steps that no rule keeps.
 
-Only process 0 of a job does this work; the others let it.
+Only process 0 of a job does this work.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from unickpt.retention import Retention
 from unickpt.tiers import Newer, Standing, Tier, compare
 
 _log = logging.getLogger("unickpt")
-_COPIES = 2  # checkpoints that wait to be copied from the local tier; a further save waits
+_COPIES = 2  # checkpoints that may wait to be copied from the local tier; the next save waits
 
 
 class Upkeep:
-    """What happens to steps around their saves.
+    """What happens to steps before and after their saves.
 
     Arguments:
-        root: where steps are kept.
-        local: where they are committed first, if not in `root`.
-        retention: which of them are kept.
+        root: the folder of all kept steps.
+        local: the folder where they are committed first, if not `root`.
+        retention: which steps to keep.
         options: of the saves.
-        branch: which of the steps that are there belong to this run.
-        failed: gets what could not be copied, and why.
+        branch: which existing steps belong to this run.
+        failed: called with what could not be copied, and the error.
     """
 
     def __init__(
@@ -73,22 +73,23 @@ class Upkeep:
         self._newest: dict[Tier, int] = {}  # as far as this process knows
         self.loaded: int | None = None
         """The step that was loaded last."""
-        # Steps that are being saved, that are copied or wait for that, and that are being removed.
-        # None of the first two kinds is removed, and no save begins of one of the third.
+        # Steps that are being saved, that are copied or wait to be copied, and that are being
+        # removed. Steps of the first two kinds are not removed, and those of the third are not
+        # saved.
         self._changed = threading.Condition()
         self._flights: dict[object, int] = {}  # by the save
         self._held: set[int] = set()
         self._removed: set[int] = set()
         self._supersedes: dict[int, tuple[str, list[str]]] = {}  # of saves in flight; see `_check`
         self._own: set[str] = set()  # attempts of this process that were committed
-        self._unseen: set[str] = set()  # attempts to replace what the root has, whatever that is
-        self._copied: set[str] = set()  # versions that are whole in the root
-        self._refused: set[str] = set()  # versions that cannot be copied, about which was told
+        self._unseen: set[str] = set()  # attempts to replace the root's version, whichever it is
+        self._copied: set[str] = set()  # versions that are complete in the root
+        self._refused: set[str] = set()  # versions that cannot be copied, already reported
         for tier in {self._first, root}:
             weakref.finalize(self, Lease.give_back, tier.lease)
 
     def hooks(self, step: int, metrics: Mapping[str, float], overwrite: bool) -> Hooks:
-        """What belongs to the save of a step, which begins now, on process 0.
+        """The hooks of a save of a step that begins now, on process 0.
 
         Arguments:
             metrics: as for `Checkpointer.save`.
@@ -102,7 +103,7 @@ class Upkeep:
         )
 
     def hooks_of_others(self, step: int, overwrite: bool) -> Hooks:
-        """What belongs to it on the other processes."""
+        """The hooks on the other processes."""
         save = object()
         return Hooks(
             begin=lambda: self._begin(save, step, overwrite),
@@ -121,7 +122,7 @@ class Upkeep:
             return list(self._flights.values())
 
     def remove(self, steps: Iterable[int]) -> None:
-        """Removes steps from both tiers, the newest first; nothing else may be under way.
+        """Removes steps from both tiers, the newest first; nothing else may be in progress.
 
         Raises:
             SaveConflict: another job saves here.
@@ -141,22 +142,22 @@ class Upkeep:
         self._newest.clear()
 
     def wait(self) -> None:
-        """Waits until all steps are copied, and cleaned up behind; raises nothing."""
+        """Waits until all steps are copied and old ones removed; raises nothing."""
         self._copying.wait()
         self._cleaning.wait()
 
     def close(self) -> None:
-        """Lets another job have the folders."""
+        """Releases the folders for other jobs."""
         for tier in {self._first, self._root}:
             tier.lease.give_back()
 
     def _begin(self, save: object, step: int, overwrite: bool) -> None:
-        """In the call, as far as that costs no request over a network."""
+        """Runs within the call; makes no request over a network."""
         self._check_order(step, [s for s in self._in_flight if s > step])
         for tier in self._tiers:
             tier.check_no_link(step)
             if not tier.location.is_remote:
-                # The root may be away; then copying finds out.
+                # The root may be unavailable; then copying reports it.
                 with nullcontext() if tier is self._first else suppress(StorageError):
                     self._check_newest(step, tier)
         if not self._first.location.is_remote:
@@ -165,7 +166,7 @@ class Upkeep:
             self._flights[save] = step
 
     def _prepare(self, step: int, overwrite: bool, attempt: str) -> None:
-        """Before anything of a step is written."""
+        """Runs before anything of a step is written."""
         self._session = attempt.rpartition("-")[0]
         is_news = self._first.lease.take()  # until now, another job may have saved here
         if is_news or not self._first.location.is_remote:
@@ -183,17 +184,17 @@ class Upkeep:
         self._supersedes[step] = attempt, self._superseded(step, overwrite, attempt)
 
     def _check_failed(self, step: int, overwrite: bool) -> None:
-        """Tells who saves a step again, because that failed, why it failed; that it is there now
-        says nothing.
+        """If the last save of this step failed after its commit, reports that error instead of only
+        the existing step.
 
         Raises:
-            CheckpointExists: a save failed, but only after it had committed the step.
+            CheckpointExists: a save failed after it had committed the step.
         """
         error = self._failed.get(step)
         if error is not None and not overwrite and step in self._first.committed():
             raise CheckpointExists(
-                f"step {step} was saved before, and that failed: {error}. Yet it had been "
-                f"committed by then, to {self._first.path(step)}; pass overwrite=True to save it "
+                f"step {step} was saved before, and that failed: {error}. It had already been "
+                f"committed to {self._first.path(step)} then; pass overwrite=True to save it "
                 "again"
             ) from error
 
@@ -204,20 +205,20 @@ class Upkeep:
             self._check_order(step, [s for s in found if s > step])
 
     def _check_order(self, step: int, later: Sequence[int]) -> None:
-        """Refuses to save a step below others, where nobody would look for it.
+        """Refuses to save a step below later ones, because a restart would not load it.
 
         Raises:
-            LaterStepsExist: says how to go on nevertheless.
+            LaterStepsExist: says how to continue.
         """
         if not later:
             return
         there = {s for tier in self._tiers for s in self._branch.steps(tier)}
         below = {s for s in there if s < step}
         base = self.loaded if self.loaded in below else max(below, default=None)
-        ways = "remove them by delete(step), or save into another folder"
+        ways = "remove them with delete(step), or save into another folder"
         if base is not None:
             ways = (
-                f"to go on from step {base}, make it Checkpointer(..., after={base}), or call "
+                f"to go on from step {base}, use Checkpointer(..., after={base}), or call "
                 f"drop_later_steps({base}) first; both remove the later steps"
             )
         raise LaterStepsExist(
@@ -233,7 +234,7 @@ class Upkeep:
             self._newest[self._first] = max(step, self._newest[self._first])
 
     def _superseded(self, step: int, overwrite: bool, attempt: str) -> list[str]:
-        """The versions of a step that an attempt to save it into the local tier supersedes."""
+        """The versions of a step that an attempt to save it in the local tier supersedes."""
         assert self._local is not None
         here, names = self._local.version(step), list[str]()
         if here is not None:
@@ -250,19 +251,19 @@ class Upkeep:
             raise CheckpointExists(
                 f"{self._root.path(step)} already holds a checkpoint; pass overwrite=True"
             )
-        # Those before the root's are gone from both tiers.
+        # Versions before the root's no longer exist in either tier.
         known = names.index(there.name) if there.name in names else 0
         return list(dict.fromkeys([there.name, *names[known:]]))
 
     def _check(self, step: int) -> None:
-        """Right before its commit."""
+        """Runs right before its commit."""
         attempt, names = self._supersedes.get(step, ("", []))
         if names:
             self._first.supersede(step, attempt, names, fsync=self._options.fsync)
         self._first.lease.check()
 
     def _committed(self, step: int, metrics: Mapping[str, float]) -> None:
-        """After its commit."""
+        """Runs after its commit."""
         self._is_newest(step)
         self._metrics[step] = metrics
         if self._local is None:
@@ -272,7 +273,7 @@ class Upkeep:
             self._copying.add(self._copy)
 
     def _ended(self, save: object, step: int) -> None:
-        """At the end of its save, whatever came of it."""
+        """Runs at the end of its save, whether it succeeded or not."""
         self._supersedes.pop(step, None)
         with self._changed:
             self._flights.pop(save, None)
@@ -280,7 +281,7 @@ class Upkeep:
     # --- copying -------------------------------------------------------------------------------
 
     def _copy(self) -> None:
-        """Copies what the local tier has and the root lacks, unless it need not be kept."""
+        """Copies the steps that the root lacks from the local tier, unless no rule keeps them."""
         assert self._local is not None
         self._root.open(self._in_flight, self._session)
         there, here = self._root.committed(), self._local.committed()
@@ -295,14 +296,14 @@ class Upkeep:
         self._cleaning.add(self._clean)
 
     def _copy_step(self, local: Tier, step: int) -> None:
-        """Copies a step, where that is due; again, if it is replaced meanwhile."""
+        """Copies a step if needed, and again if it is replaced during the copy."""
         budget_bytes, timeout_s = self._options.budget_bytes, self._options.timeout_s
         while True:
             standing = compare(local, self._root, step)
             version = standing.local
             if version is None:
                 raise CheckpointNotFound(
-                    f"{local.path(step)} was removed, by somebody else, before it was copied to "
+                    f"{local.path(step)} was removed by another process before it was copied to "
                     f"{self._root.location}"
                 )
             if version.name in self._refused or not self._is_due(step, version, standing):
@@ -312,7 +313,7 @@ class Upkeep:
                 if self._root.copy_from(*arguments):
                     self._copied.add(version.name)
             except CheckpointCorrupt:
-                self._refused.add(version.name)  # else each further save would try it again
+                self._refused.add(version.name)  # otherwise each later save would try it again
                 raise
 
     def _is_due(self, step: int, version: Version, standing: Standing) -> bool:
@@ -336,14 +337,14 @@ class Upkeep:
             self._refused.add(version.name)
             raise SaveConflict(
                 f"{self._root.path(step)} holds a version that was saved by another job, or that "
-                "could not be seen when this job saved the step. It stays there, and this job's "
-                f"stays in {self._first.path(step)}; copy it from there to where you want it"
+                "could not be read when this job saved the step. It is not replaced; this job's "
+                f"version stays in {self._first.path(step)}: copy it from there if you want it"
             )
         return False
 
     @contextmanager
     def _holding(self, steps: Sequence[int]) -> Iterator[list[int]]:
-        """Keeps steps from being removed; gives those of them that are not being removed now."""
+        """Prevents removal of steps; yields those that are not being removed already."""
         with self._changed:
             held = [step for step in steps if step not in self._removed]
             self._held.update(held)
@@ -356,11 +357,12 @@ class Upkeep:
     # --- cleaning up ---------------------------------------------------------------------------
 
     def _clean(self) -> None:
-        """Removes the steps that no rule keeps, and from the local tier those that are copied."""
+        """Removes the steps that no rule keeps, and copied steps from the local tier."""
         there = self._root.committed()
         if self._local is not None:
             self._clean_local(self._local, there)
-        # By what the root has: what is not copied yet is no reason to remove anything there.
+        # Only by the steps in the root: a step that is not copied yet must not remove another
+        # there.
         for step in self._expendable(there, []):
             with self._removing(step) as is_free:
                 if is_free:
@@ -377,7 +379,7 @@ class Upkeep:
                     local.remove(step)
 
     def _may_go(self, local: Tier, step: int, is_expendable: bool, is_newest: bool) -> bool:
-        """Whether the local tier need not have a step any more."""
+        """Whether the local tier no longer needs a step."""
         standing = compare(local, self._root, step)
         version = standing.local
         if version is None:
@@ -394,7 +396,8 @@ class Upkeep:
 
     @contextmanager
     def _removing(self, step: int) -> Iterator[bool]:
-        """Keeps saves and copies of a step waiting, unless one is under way, which it tells."""
+        """Blocks saves and copies of a step during its removal; yields False if one is in
+        progress."""
         with self._changed:
             is_free = step not in self._held and step not in self._in_flight
             if is_free:
@@ -408,12 +411,12 @@ class Upkeep:
                     self._changed.notify_all()
 
     def _expendable(self, there: Sequence[int], here: Sequence[int]) -> list[int]:
-        """The steps that no rule keeps, of those in the root and in the local tier."""
+        """The steps in the root and in the local tier that no rule keeps."""
         tiers = {**dict.fromkeys(here, self._local), **dict.fromkeys(there, self._root)}
         if self._retention.keep_best is not None:
             for step, tier in tiers.items():
                 if step not in self._metrics and tier is not None:
                     self._metrics[step] = tier.metrics(step)
         metrics = {step: self._metrics.get(step, {}) for step in tiers}
-        # What was just saved stays, even if something that is not of this run has a higher number.
+        # The step just saved stays, even if a step of another run has a higher number.
         return self._retention.expendable(metrics, () if self._saved is None else (self._saved,))

@@ -1,6 +1,6 @@
-"""Plain values, which live in the index: int, float, bool, str, bytes and None as JSON, exactly.
+"""Plain values, stored in the index: int, float, bool, str, bytes and None as JSON, exactly.
 
-Members of enumerations that are ints or strings (IntEnum, IntFlag, StrEnum) are stored as these.
+Members of enumerations of ints or strings (IntEnum, IntFlag, StrEnum) are stored as int or str.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _INT = re.compile(r"-?0x[0-9a-f]+")
 
 
 class BadValue(ValueError):
-    """What is stored as a plain value is none; says why."""
+    """The stored plain value is invalid; says why."""
 
 
 Plain = int | float | bool | str | bytes | None
 
 
 def is_plain(obj: object) -> bool:
-    """Whether a value is of exactly a plain type, or a member of an enumeration of ints or strings;
-    other subclasses are not."""
+    """Whether a value has exactly a plain type, or is a member of an enumeration of ints or
+    strings; false for other subclasses."""
     return (
         obj is None
         or type(obj) in (int, float, bool, str, bytes)
@@ -49,20 +49,20 @@ def is_plain(obj: object) -> bool:
 
 
 def plain(obj: Any) -> Plain:
-    """What is stored of a value that `is_plain`: of a member of an enumeration, the int or str.
+    """The stored form of a value that `is_plain`: for a member of an enumeration, the int or str.
 
     Example:
         >>> plain(enum.IntEnum("Color", "RED GREEN").GREEN)
         2
     """
-    if isinstance(obj, enum.Enum):  # not `.value`, which may be anything
+    if isinstance(obj, enum.Enum):  # not `.value`, which can be any object
         return int.__int__(obj) if isinstance(obj, int) else str.__str__(obj)
     value: Plain = obj
     return value
 
 
 def as_asked(stored: Plain, like: Any) -> Any:
-    """A stored value as the leaf of `like` asks for it: a member of its enumeration, else as it is.
+    """A stored value as `like` requests it: a member of its enumeration, else unchanged.
 
     Raises:
         ValueError: the enumeration has no such member.
@@ -73,7 +73,7 @@ def as_asked(stored: Plain, like: Any) -> Any:
 
 
 def as_array(value: Plain, dtype: dtypes.DType) -> np.ndarray[Any, Any] | None:
-    """A number as a 0-d array of its own kind that holds it exactly; None where there is none.
+    """A number as a 0-d array, if the dtype has its kind and holds it exactly; else None.
 
     Example:
         >>> as_array(7, np.dtype("int8")), as_array(300, np.dtype("int8"))
@@ -93,7 +93,7 @@ def as_array(value: Plain, dtype: dtypes.DType) -> np.ndarray[Any, Any] | None:
 
 
 def is_kind(value: Plain, dtype: dtypes.DType) -> bool:
-    """Whether a plain value is a number of the kind of a dtype: int, float or bool."""
+    """Whether a plain value is a number of the same kind as a dtype: int, float or bool."""
     kinds = {int: "integer", float: "float", bool: "other"}
     return kinds.get(type(value)) == dtypes.kind(dtype) and (
         type(value) is not bool or dtype == np.bool_
@@ -103,7 +103,7 @@ def is_kind(value: Plain, dtype: dtypes.DType) -> bool:
 def hint(obj: object) -> str:
     """What to store instead of an object that is neither a leaf nor a container."""
     if isinstance(obj, enum.Enum):
-        return "store x.name, from which Type[name] makes it again"
+        return "store x.name, from which Type[name] restores it"
     for kinds, told in _HINTS:
         if isinstance(obj, kinds):
             return told
@@ -128,7 +128,7 @@ _HINTS: tuple[tuple[tuple[type, ...], str], ...] = (
     ((bytes,), "store bytes(x)"),
     (_CODE, "leave it out: code is not stored"),
     ((type(...), type(NotImplemented)), "leave it out"),
-    ((Iterator,), "store list(x), which uses it up"),
+    ((Iterator,), "store list(x), which exhausts the iterator"),
 )
 
 
@@ -138,7 +138,7 @@ def to_json(value: Plain) -> Any:
     if isinstance(value, bytes):
         return {"bytes": base64.b64encode(value).decode()}
     if isinstance(value, float) and not math.isfinite(value):
-        return {"float64": struct.pack(">d", value).hex()}  # the payload of a NaN survives
+        return {"float64": struct.pack(">d", value).hex()}  # keeps the payload of a NaN
     if type(value) is int and abs(value) >= 1 << 53:
         return {"int": hex(value)}
     if isinstance(value, str):
@@ -153,7 +153,7 @@ def from_json(stored: Any) -> Plain:
     """The reverse of `to_json`.
 
     Raises:
-        BadValue: for anything that `to_json` never gives.
+        BadValue: for anything that `to_json` never returns.
     """
     if is_plain(stored):
         return plain(stored)
@@ -171,4 +171,4 @@ def from_json(stored: Any) -> Plain:
                 return base64.b64decode(text, validate=True).decode("utf-8", "surrogatepass")
         except (TypeError, ValueError, binascii.Error, struct.error) as error:
             raise BadValue(f"plain value {quoted(stored)} is malformed: {error}") from None
-    raise BadValue(f"plain value {quoted(stored)} is of no known type")
+    raise BadValue(f"plain value {quoted(stored)} has an unknown type")

@@ -1,4 +1,4 @@
-"""verify(): reads every byte of a checkpoint and holds it against the digests and the format."""
+"""verify(): reads every byte of a checkpoint and checks it against the digests and the format."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def verify(
 
     Arguments:
         path: a local path or a URL (file, memory, s3, gs).
-        progress: called with bytes checked so far and bytes in all.
+        progress: called with the bytes checked so far and in total.
 
-    Where a save replaces the checkpoint meanwhile, it starts again with the new one.
+    If a save replaces the checkpoint during the call, it starts again with the new one.
 
     Returns:
-        A report whose `damage` names array, box and writing process of each bad chunk, and
-        anything else that is missing, damaged or does not belong there.
+        A report whose `damage` names the array, box and writing process of each bad chunk, and
+        everything else that is missing, damaged or does not belong to the checkpoint.
 
     Raises:
-        CheckpointNotFound: no committed checkpoint is there.
-        CheckpointReplaced: saves replaced it again and again, faster than it could be read.
+        CheckpointNotFound: no committed checkpoint exists there.
+        CheckpointReplaced: saves replaced it repeatedly, faster than it could be read.
         UnsupportedFormat: it was written by a newer unickpt.
-        StorageError: the network or the server failed, which says nothing of the data.
+        StorageError: the network or the server failed; the data may be sound.
 
     Example:
         >>> import numpy as np, unickpt
@@ -61,13 +61,13 @@ def verify_opened(
     *,
     behind: bool = False,
 ) -> VerifyReport:
-    """As `verify`, for a checkpoint that may not be at its path yet.
+    """As `verify`, for a checkpoint that may not be committed at its path yet.
 
     Arguments:
         url: its name in the report.
         opened: opens it.
         progress: as for `verify`.
-        behind: whether this goes on behind a training loop, see `workers.step_back`.
+        behind: whether it runs in the background of a training loop; see `workers.step_back`.
     """
     started = time.perf_counter()
     report = progress or (lambda done, total: None)
@@ -78,7 +78,7 @@ def verify_opened(
         stored = opened()
         arrays = len(stored.index.arrays)
         total = stored.nbytes
-        stored.read_digests()  # the index alone may claim any number of chunks
+        stored.read_digests()  # on its own, the index may claim any number of chunks
         checker = _Checker(stored, "unickpt-verify", behind=behind)
         try:
             damage += _structure(stored, checker)
@@ -89,7 +89,7 @@ def verify_opened(
                 report(counted[1], total)
         finally:
             checker.close()
-        if damage:  # looked at afterwards: what was replaced is not damaged
+        if damage:  # checked last: a replaced checkpoint is not damaged
             stored.check_unchanged()
     except CheckpointCorrupt as error:
         damage.append(Damage("", "", None, str(error)))
@@ -104,12 +104,12 @@ def verify_opened(
 
 
 def _structure(stored: Checkpoint, checker: _Checker) -> Iterator[Damage]:
-    """All that is no chunk: the tree, the keys, the zarr metadata, the per-process values."""
+    """Checks everything but chunks: the tree, keys, zarr metadata, per-process values."""
     index = stored.index
     try:
         names = {leaf.name for leaf in tree.leaves(tree.from_json(index.tree))}
     except tree.BadTree as error:
-        yield Damage("", "", None, f"the index holds a bad tree: {error}")
+        yield Damage("", "", None, f"the tree in the index is invalid: {error}")
         return
     known = {*index.arrays, *index.aliases, *index.values, *index.per_process}
     for name in sorted(names ^ known):
@@ -117,7 +117,7 @@ def _structure(stored: Checkpoint, checker: _Checker) -> Iterator[Damage]:
     expected = root.zarr_keys(index)
     for different in checker.map(partial(_different, stored), _batches(expected.items())):
         for key in different:
-            yield Damage("", "", None, f"{key!r} is not what the index says")
+            yield Damage("", "", None, f"{key!r} differs from what the index describes")
     for name in index.per_process:
         try:
             stored.per_process(name)
@@ -127,19 +127,19 @@ def _structure(stored: Checkpoint, checker: _Checker) -> Iterator[Damage]:
     told = len(expected) + index.chunks + blobs + len((INDEX_KEY, DIGESTS_KEY))
     found = stored.count_keys()
     if found != told:
-        # Not listed: a few hostile nodes that lead to each other make any number of keys.
-        reason = f"the database has {found} keys, and the index tells of {told}"
+        # Counted, not listed: a few hostile nodes that share children can make any number of keys.
+        reason = f"the database has {found} keys, but the index implies {told}"
         yield Damage("", "", None, reason)
 
 
 def _batches(expected: Iterable[tuple[str, bytes]]) -> list[list[tuple[str, bytes]]]:
-    """Keys in as many as are worth a thread's while."""
+    """Keys in batches that are large enough for a thread each."""
     items = iter(expected)
     return list(iter(lambda: list(itertools.islice(items, TASK_CHUNKS)), []))
 
 
 def _different(stored: Checkpoint, expected: Sequence[tuple[str, bytes]]) -> list[str]:
-    """The keys of which something else is stored than expected."""
+    """The keys whose stored value differs from the expected one."""
     requests = [stored.request_key(key) for key, _ in expected]
     return [
         key
@@ -155,19 +155,19 @@ def _is_stored(stored: Checkpoint, key: str, value: bytes, requested: Any) -> bo
         return False
     try:
         return found == value or bool(json.loads(found) == json.loads(value))
-    except (ValueError, RecursionError):  # it is no JSON
+    except (ValueError, RecursionError):  # not valid JSON
         return False
 
 
 Checked = tuple[int, list[Damage]]
-"""Bytes of a chunk, and what is wrong with it."""
+"""The bytes of a chunk, and its damage if any."""
 
 
 class _Checker(Reader):
-    """Reads chunks as loading does, and tells of each what is wrong with it."""
+    """Reads chunks as loading does, and returns the damage of each."""
 
     def map(self, function: Callable[[T], U], items: Sequence[T]) -> Iterator[U]:
-        """Calls a function with each of some items, on the threads."""
+        """Calls a function with each item, on the threads."""
         return self._pool.map(function, items)
 
     def _run(self, reads: list[ChunkRead]) -> list[Checked]:
@@ -184,14 +184,14 @@ class _Checker(Reader):
             reason = "the stored bytes do not match their digest"
         except (CheckpointCorrupt, StorageError, MemoryError) as error:
             if isinstance(error, StorageError) and stored.location.is_remote:
-                raise  # the network's fault, not the data's
+                raise  # the network failed; the data may be sound
             reason = str(error)
         process = int(read.row["process"])
         return nbytes, [Damage(read.entry.name, str(read.box), process, reason)]
 
 
 def _chunks(stored: Checkpoint, checker: _Checker) -> Iterator[Checked]:
-    """Checks each chunk, in order; some tasks ahead are under way."""
+    """Checks each chunk, in order; some tasks run ahead."""
     running: deque[Task] = deque()
     for read in _reads(stored):
         task = checker.submit(read)

@@ -1,4 +1,4 @@
-"""Views: a checkpoint as a load sees it, as it is stored or through rules."""
+"""Views: a checkpoint as a load sees it, either as stored or through rules."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ from unickpt.wrapped import without_wrappers
 
 
 class View(Protocol):
-    """What a load needs to know of a checkpoint."""
+    """What a load needs to know about a checkpoint."""
 
     @property
     def checkpoint(self) -> Checkpoint: ...
 
     @property
     def index(self) -> Index:
-        """The arrays and values, under the names that are asked for."""
+        """The arrays and values, under the requested names."""
 
     @property
     def kept(self) -> frozenset[str]:
-        """What may be asked for and is not there, on purpose."""
+        """Names that may be requested and are missing on purpose."""
 
     @property
     def misfits(self) -> Mapping[str, str]:
-        """What is asked for and is not there, because the stored leaf has another shape: by name
-        what that is."""
+        """Requested leaves that are missing because the stored leaf has a different shape: what is
+        stored, by name."""
 
     @property
     def renamed(self) -> Mapping[str, str]:
-        """The stored names of leaves that are asked for under others, where no rule says so."""
+        """The stored names of leaves that are requested under other names without a rule."""
 
     @property
     def unused(self) -> Sequence[str]:
-        """The names of what is stored and serves nothing that is asked for."""
+        """The names of stored leaves that no requested leaf uses."""
 
     @property
     def numbers(self) -> Mapping[str, values.Plain]:
@@ -64,23 +64,23 @@ class View(Protocol):
         """What is stored under a name, as text."""
 
     def node(self) -> tree.Node | tree.Leaf:
-        """The structure that a load without `like` gives."""
+        """The structure that a load without `like` returns."""
 
     def recipe(self, name: str) -> Recipe:
-        """What an array of the index is made of."""
+        """The sources of an array of the index."""
 
     def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[bytes, ...]:
         """As `Checkpoint.per_process`."""
 
     def twin(self, name: str) -> ArrayEntry | None:
-        """The stored array that an array of the index is, as it is; None where there is none."""
+        """The stored array that equals an array of the index unchanged; None if there is none."""
 
 
 class AsStored:
-    """A checkpoint as it is stored; or, where something is asked for, as that needs it.
+    """A checkpoint as it is stored, adapted to what is requested, if that is known.
 
-    Numbers that are asked for as arrays are arrays, and names with the components of torch's
-    wrappers are names without them (see `unickpt.wrapped`).
+    Numbers that are requested as arrays become arrays, and names lose the components of torch's
+    wrappers (see `unickpt.wrapped`).
 
     Arguments:
         checkpoint: what is stored.
@@ -152,7 +152,7 @@ class Ruled:
     Arguments:
         checkpoint: what is stored.
         plan: what rules make of it.
-        provenance: what is to be recorded of what they make.
+        provenance: what to record about the result.
         asked: what is asked for, where that is known.
     """
 
@@ -220,11 +220,11 @@ class Ruled:
         return feed.entry if feed.is_identity and feed.entry.dtype == made.fact.dtype else None
 
     def check(self, options: LoadOptions) -> None:
-        """Makes sure that nothing gets lost with the stored arrays that are not read.
+        """Checks that no data is lost with the stored arrays that are not read.
 
         Raises:
-            LoadMismatch: two that are to be one differ, or one that is dropped as a constant is
-                none.
+            LoadMismatch: two arrays that become one differ, or an array that is dropped as a
+                constant is not constant.
         """
         for check in self.plan.checks:
             if isinstance(check, Same):
@@ -281,7 +281,7 @@ class Ruled:
 
 @dataclass(frozen=True)
 class _Function:
-    """A function that makes an array of a view, out of stored ones."""
+    """A function that makes an array of a view from stored arrays."""
 
     checkpoint: Checkpoint
     made: Made
@@ -295,7 +295,8 @@ class _Function:
         """The elements of a box.
 
         Raises:
-            LoadMismatch: the function makes another shape, or values that the dtype does not hold.
+            LoadMismatch: the function returns a wrong shape, or values that the dtype does not
+                hold.
         """
         made, function = self.made, self.function
         regions: Sequence[Box] = [box] * len(made.inputs)
@@ -309,8 +310,8 @@ class _Function:
         found = np.asarray(function.apply(box, *inputs))
         if found.shape != box.shape:
             raise LoadMismatch(
-                f"array {made.name!r}: the function made {list(found.shape)} for the box {box}, "
-                f"which has {list(box.shape)}\n  {made.rule}"
+                f"array {made.name!r}: the function made {list(found.shape)} for the box {box} of "
+                f"shape {list(box.shape)}\n  {made.rule}"
             )
         due = dtypes.from_name(made.fact.dtype)
         with np.errstate(all="ignore"):
@@ -319,13 +320,14 @@ class _Function:
         if not same.all():
             raise LoadMismatch(
                 f"array {made.name!r}: the function made {found.dtype}, which {due} does not hold; "
-                f"convert it there, or say `as {found.dtype}` behind its axes\n  {made.rule}"
+                f"convert it in the function, or write `as {found.dtype}` after the axes\n  "
+                f"{made.rule}"
             )
         return cast
 
 
 def same_digests(a: Checkpoint, mine: ArrayEntry, b: Checkpoint, other: ArrayEntry) -> bool:
-    """Whether digests alone tell that two stored arrays hold the same; nothing is read."""
+    """Whether digests alone prove that two stored arrays are equal; reads nothing else."""
     grids = [(x.shape, x.dtype, x.chunk, x.cut, x.boxes) for x in (mine, other)]
     if grids[0] != grids[1] or (mine.cut and mine.layout != other.layout):
         return False
@@ -346,16 +348,16 @@ def through(
     Arguments:
         checkpoint: what is stored.
         rules: the rules.
-        asked: what is asked for; None where the rules alone decide.
+        asked: what is requested; None if the rules alone decide.
         strict, keep_misfits: see `make_plan`.
 
     Raises:
-        RuleError: the rules do not fit what is stored, or what is asked for.
-        TypeError: they are no `Rules`.
+        RuleError: the rules do not fit what is stored or requested.
+        TypeError: they are not `Rules`.
     """
     if not isinstance(rules, Rules):
         raise TypeError(
-            f"rules is a {type(rules).__name__}; make it by unickpt.Rules.load(file), "
+            f"rules is a {type(rules).__name__}; make it with unickpt.Rules.load(file), "
             ".parse(text) or .preset(name)"
         )
     where = str(checkpoint.location)
@@ -375,12 +377,12 @@ def through(
 
 
 class Offered(Mapping[str, Any]):
-    """All that rules could make of a checkpoint, by name; worked out when it is asked for.
+    """Everything that rules could make of a checkpoint, by name; computed on first access.
 
     Arguments:
         checkpoint: what is stored.
         rules: the rules.
-        asked: tells what is asked for beside that.
+        asked: returns what else is requested.
     """
 
     def __init__(
@@ -416,7 +418,7 @@ class Offered(Mapping[str, Any]):
 def wanted_through(
     like: Any, checkpoint: Checkpoint, rules: Rules, among: Sequence[Adapter]
 ) -> Wanted:
-    """What a tree asks for; its optimizers without state ask for what the rules could make."""
+    """What a tree requests; optimizers without state request what the rules could make."""
     known = Offered(checkpoint, rules, lambda: Wanted.of(like, among, {}).facts)
     return Wanted.of(like, among, known)
 
@@ -433,7 +435,7 @@ def stored_facts(checkpoint: Checkpoint) -> Stored:
 
 def _entry(made: Made, stored: Index) -> ArrayEntry:
     shape = made.fact.shape
-    # Nothing is ever written by this entry: layout and chunk are those of an array in one piece.
+    # Nothing is written with this entry, so its layout and chunk are those of an unsplit array.
     chunk = tuple(max(1, n) for n in shape)
     prng = None
     if len(made.feeds) == 1 and made.feeds[0].is_identity:
@@ -445,10 +447,10 @@ def _entry(made: Made, stored: Index) -> ArrayEntry:
 def _as_array(
     name: str, value: values.Plain, asked: Fact | None, made: Made | None = None
 ) -> ArrayEntry | None:
-    """The entry of a plain number that becomes an array, where it is asked for as one.
+    """The entry of a plain number that is requested as an array.
 
-    A float that the dtype which is asked for does not hold exactly is a float64, as Python has it:
-    it is for `cast=True` to round it.
+    A float that the requested dtype does not hold exactly stays a float64, as in Python;
+    `cast=True` may round it.
     """
     told = made.fact.dtype if made is not None else ""
     target = asked.dtype if asked is not None and asked.kind == "array" else ""
@@ -461,7 +463,7 @@ def _as_array(
         array = np.asarray(value).astype(dtype)
         if type(value) is not float and array.item() != value:
             raise LoadMismatch(
-                f"value {made.source!r}: {value} is no {dtypes.name_of(dtype)} exactly\n"
+                f"value {made.source!r}: {dtypes.name_of(dtype)} does not hold {value} exactly\n"
                 f"  {made.rule}"
             )
     elif values.as_array(value, dtype) is None:
@@ -472,7 +474,7 @@ def _as_array(
 
 
 def _number_recipe(value: Any) -> Recipe:
-    """What makes a 0-d array out of a number; nothing is read."""
+    """The recipe of a 0-d array from a number; reads nothing."""
     return Recipe((), (Fill((), whole_dims(()), value),))
 
 
@@ -482,7 +484,7 @@ def stored_names(index: Index) -> dict[str, None]:
 
 
 def stored_leaf(index: Index, name: str) -> Any:
-    """What an index has under a name: the entry of an array, a `PerProcess`, or a plain value."""
+    """The leaf of a name in an index: the entry of an array, a `PerProcess`, or a plain value."""
     target = index.aliases.get(name, name)
     if target in index.arrays:
         return index.arrays[target]
@@ -500,7 +502,7 @@ def shown(found: Any) -> str:
 
 
 def _with_names(index: Index, renamed: Mapping[str, str]) -> Index:
-    """An index whose leaves have other names.
+    """An index with renamed leaves.
 
     Arguments:
         index: as it is stored.
@@ -510,7 +512,7 @@ def _with_names(index: Index, renamed: Mapping[str, str]) -> Index:
         return index
     new = {old: name for name, old in renamed.items()}
     aliases = {new.get(alias, alias): target for alias, target in index.aliases.items()}
-    # The entry of an array tells where its chunks are: it stays, and gets another name.
+    # An entry's name locates its chunks, so the entry stays as it is under the new name.
     aliases |= {name: old for name, old in renamed.items() if old in index.arrays}
     return replace(
         index,
@@ -537,7 +539,7 @@ def jobs_of(view: View, wanted: Mapping[str, Mapping[str, ArrayTarget]]) -> list
     """What to read, in groups that need the same stored arrays.
 
     Arguments:
-        wanted: for arrays of the view's index, the targets under each of their names.
+        wanted: for arrays of the view's index, their targets by name.
     """
     jobs: list[dict[str, Recipe]] = []
     at: dict[str, int] = {}  # which job reads a stored array

@@ -1,4 +1,4 @@
-"""Wanted: the leaves of `like`, and what rules need to know of them."""
+"""Wanted: the leaves of `like`, and what rules need to know about them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _NUMBERS = {bool: "bool", int: "int64", float: "float64"}
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is asked for.
+    """What a load requests.
 
     Arguments:
         node: the structure of `like`.
         leaves: by name.
-        targets: those that are arrays.
+        targets: the arrays among them.
     """
 
     node: tree.Node | tree.Leaf
@@ -37,7 +37,7 @@ class Wanted:
         Arguments:
             like: the tree.
             among: the frameworks' adapters.
-            known: what is stored, or what rules make of it, for optimizers that have no state yet.
+            known: what is stored, or what rules make of it; for optimizers without state.
         """
         node = tree.flatten(
             like, lambda x: is_leaf(x, among), lambda obj, name: expand(obj, name, among, known)

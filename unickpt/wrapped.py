@@ -1,6 +1,6 @@
-"""Names that hold the components of torch's module wrappers, which no canonical name has.
+"""Names with the components that torch's module wrappers add; canonical names have none.
 
-Modules are saved under canonical names; older checkpoints, and plain dicts of a wrapped module's
+Modules are saved under canonical names. Older checkpoints, and plain dicts of a wrapped module's
 `state_dict()`, have the wrappers' components in their names.
 """
 
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-# Of DistributedDataParallel, torch.compile, activation checkpointing and FSDP1.
+# Added by DistributedDataParallel, torch.compile, activation checkpointing and FSDP1.
 WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 def bare(name: str) -> str:
-    """A name without any component of a wrapper; the same for names that may mean one leaf.
+    """A name without wrapper components; equal for names that may mean the same leaf.
 
     Example:
         >>> bare("optim/state/module.layers.0.weight/exp_avg")
@@ -28,14 +28,14 @@ def _bare_part(part: str) -> str:
 
 
 def without_wrappers(asked: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
-    """The stored names that are asked for without the components of wrappers.
+    """The stored names that are requested without their wrapper components.
 
     Arguments:
-        asked: names that are not stored as they are.
-        stored: names that are not asked for as they are.
+        asked: requested names that are not stored under exactly this name.
+        stored: stored names that are not requested under exactly this name.
 
     Returns:
-        By asked name the stored one, where exactly one of either may mean the other.
+        The stored name by requested name, for pairs that match each other uniquely.
 
     Example:
         >>> without_wrappers(["enc.module.w", "b"], ["module.enc.module.w"])
@@ -60,6 +60,6 @@ def _by_bare_name(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _leaves_out(short: str, long: str) -> bool:
-    """Whether a name is another one that lacks some components."""
+    """Whether `short` is `long` without some of its components."""
     rest = iter(long.replace("/", ".").split("."))
     return all(part in rest for part in short.replace("/", ".").split("."))
