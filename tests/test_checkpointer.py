@@ -527,7 +527,7 @@ def test_two_tiers(root: str, tmp_path: Path) -> None:
         assert same(unickpt.load(Steps(where).path(4)), numbers(44))
         with pytest.raises(CheckpointExists):
             checkpointer.save(4, numbers(4), wait=True)
-        with pytest.raises(LaterStepsExist, match="below what is there already: step 4"):
+        with pytest.raises(LaterStepsExist, match="below existing step 4"):
             checkpointer.save(3, numbers(3), wait=True)
     shutil.rmtree(local)
     assert same(Checkpointer(where, local=local).load(), numbers(44))

@@ -443,7 +443,7 @@ def test_a_name_is_a_key_and_never_a_path(name: str, forks: Forks, tmp_path: Pat
     [
         ("unickpt.digests", b"", "has 0 bytes"),
         ("unickpt.digests", b"x" * 12, "does not match its digest"),
-        ("unickpt.digests", None, "'unickpt.digests': is missing"),
+        ("unickpt.digests", None, "'unickpt.digests' is missing"),
         ("w/c/0", b"x" * 800, r"array 'w' \[0:200\], written by process 0: .* do not match"),
         ("w/c/0", b"x" * 799, "799 bytes stored, 800 expected"),
         ("w/c/0", None, "no bytes stored, 800 expected"),

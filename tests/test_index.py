@@ -105,7 +105,7 @@ W = {"shape": [2, 3], "dtype": "float32", "chunk": [2, 3], "boxes": [[[0, 0], [2
         ({"arrays": {"w": {**W, "boxes": W["boxes"] * 2}}}, "overlap"),
         ({"arrays": {"w": {**W, "boxes": [[[0], [2], [0]]]}}}, "does not fit shape"),
         ({"arrays": {"w": {**W, "cut": [0]}}}, "is cut along"),
-        ({"aliases": {"t": "nobody"}}, "no array"),
+        ({"aliases": {"t": "nobody"}}, "not an array"),
         ({"values": {"v": {"pickle": "gASV"}}}, "has an unknown type"),
         ({"meshes": [{"axes": ["a"], "shape": [9], "processes": [0]}]}, "lists 1 devices"),
         ({"processes": 0}, "0 processes"),

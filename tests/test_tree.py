@@ -132,7 +132,7 @@ def test_cycles_and_bottomless_trees_are_refused() -> None:
         ({"dict": [["a", "*"], ["a", "*"]]}, "occurs twice"),
         ({"dict": [["a"]]}, "not a pair"),
         ({"dict": [[None, "*"]]}, "must be str or int"),
-        ({"list": 3}, "holds no list"),
+        ({"list": 3}, "does not contain a list"),
         ({"set": []}, "unknown container"),
         ({"list": [], "tuple": []}, "fields"),
         ({"namedtuple": [["class", "*"]], "type": "T"}, "fields"),

@@ -207,7 +207,7 @@ class Steps:
             attempts = place.child("processes").folders(self._context)
             ours = remnants.is_unfinished(place, self._context)
             if ours and not any(_is_of(name, session) for name in attempts):
-                _log.info("removing %s, which a crashed save left behind", place)
+                _log.info("removing %s, the remains of a crashed save", place)
                 remnants.remove_attempts(place, attempts, self._context)
         if committed and committed[-1] not in spared:
             self.remove_older(committed[-1], session)

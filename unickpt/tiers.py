@@ -153,7 +153,7 @@ class Tier(Steps):
             root = Root(destination, backends.context())
             found = root.read()
             if found.digest != (replaced.name if replaced else ""):
-                raise SaveConflict(f"{destination}: another job committed here meanwhile")
+                raise SaveConflict(f"{destination}: another job committed here during the copy")
         except Failed as error:
             raise chunks.translate(error, where, reading=False) from error
         try:
@@ -176,7 +176,7 @@ class Tier(Steps):
         self._offered.add(version.name)
         try:
             if not root.replace(found, version.manifest, timeout_s):
-                raise SaveConflict(f"{destination}: another job committed here meanwhile")
+                raise SaveConflict(f"{destination}: another job committed here during the copy")
         except Failed as error:
             raise chunks.translate(error, where, reading=False) from error
         _log.info("copied %s to %s", origin, destination)

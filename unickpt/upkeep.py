@@ -222,7 +222,7 @@ class Upkeep:
                 f"drop_later_steps({base}) first; both remove the later steps"
             )
         raise LaterStepsExist(
-            f"{self._root.location}: step {step} is below what is there already: "
+            f"{self._root.location}: step {step} is below existing "
             f"{'step' if len(later) == 1 else 'steps'} {some(later)}. A restart would go on from "
             f"step {max(later)}, not from this one; {ways}"
         )
