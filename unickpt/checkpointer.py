@@ -395,8 +395,8 @@ class Checkpointer:
                 found = [self._local]
             elif standing.local is not None:
                 _log.warning(
-                    "%s is stale: another run replaced the step in %s",
-                    *(self._local.path(step), self._root.location),
+                    "%s is %s in %s",
+                    *(self._local.path(step), standing.fault, self._root.location),
                 )
         return [tier for tier in found if self._branch.has(tier, step)]
 
