@@ -51,6 +51,12 @@ def test_a_near_miss_is_suggested() -> None:
     assert "did you mean: asked 'encoder%2Fw1', stored 'encoder%2Fw0'?" in text
 
 
+def test_names_of_one_folder_are_no_near_misses_for_that() -> None:
+    text = message({"groups": {"eps": 1e-8}}, {"groups": {"nesterov": False}})
+    assert "groups/nesterov" in text
+    assert "likely cause" not in text
+
+
 def test_not_strict_keeps_what_is_missing_and_skips_what_is_unexpected() -> None:
     path = "memory://mismatch/strict"
     unickpt.save(path, {"a": np.ones(2), "b": np.ones(2)}, overwrite=True)

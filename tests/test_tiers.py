@@ -29,6 +29,7 @@ from unickpt import (
 )
 from unickpt.steps import Steps
 from unickpt.tiers import Tier
+from unickpt.upkeep import Upkeep
 
 FAST = SaveOptions(fsync=False, timeout_s=20, chunk_bytes=4096)
 
@@ -236,6 +237,44 @@ def test_a_damaged_step_in_the_root_is_replaced_and_stops_nothing(
         assert same(run.in_root(3), numbers(3))
         assert same(run.in_root(2), numbers(2))
         assert "root/step_2" in caplog.text
+
+
+@pytest.mark.parametrize("damage", ["emptied", "flipped"])
+def test_a_damaged_manifest_in_the_local_tier_hides_nothing(
+    damage: str, run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    with run.open() as checkpointer:
+        checkpointer.save(1, numbers(1))
+    damage_manifest(run.local / "step_1", damage)
+    with run.open() as checkpointer:
+        assert same(checkpointer.load(), numbers(1))
+        assert "local/step_1 is damaged" in caplog.text
+        checkpointer.save(2, numbers(2))
+        checkpointer.wait()
+        assert same(run.in_root(1), numbers(1))
+        assert same(run.in_root(2), numbers(2))
+
+
+@pytest.mark.parametrize("damage", ["emptied", "flipped"])
+def test_a_damaged_manifest_in_the_local_tier_brings_nothing_older_back(
+    damage: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with run.open() as checkpointer:
+        checkpointer.save(1, numbers(1))
+    with run.open() as checkpointer, monkeypatch.context() as patch:
+        patch.setattr(Upkeep, "_copy", lambda _: None)  # as if killed before
+        checkpointer.save(1, numbers(2), overwrite=True, wait=True)
+        checkpointer.wait()
+    damage_manifest(run.local / "step_1", damage)
+    with pytest.raises(CheckpointCorrupt, match="local/step_1"):
+        run.open().load()
+
+
+def damage_manifest(step: Path, damage: str) -> None:
+    manifest = step / "manifest.ocdbt"
+    data = bytearray(manifest.read_bytes())
+    data[len(data) // 2] ^= 255
+    manifest.write_bytes(b"" if damage == "emptied" else bytes(data))
 
 
 def test_hammered_steps_are_copied_as_they_were_saved_last(

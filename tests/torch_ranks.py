@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -749,6 +750,18 @@ def replicas_share_the_writing(folder: Path) -> None:
     weights = {f"w{i}": numbers(64, 16) for i in range(4)}
     report = save(folder / "c", weights, unickpt.SaveOptions(chunk_bytes=1024, fsync=False))
     assert 0.5 < report.written_bytes / (report.bytes / 4) < 2
+
+
+@ranks(4)
+def a_step_that_is_in_flight_on_one_rank_is_deleted_on_none(folder: Path) -> None:
+    options = unickpt.SaveOptions(fsync=False, timeout_s=5)
+    with unickpt.Checkpointer(folder / "run", options=options) as checkpointer:
+        checkpointer.save(1, {"w": torch.ones(3)}, wait=True)
+        if dist.get_rank() == 2:  # where the save has ended on the others alone
+            checkpointer._upkeep.is_in_flight = lambda step: step == 1  # type: ignore[method-assign]
+        with pytest.raises(unickpt.SaveConflict, match="step_1 is being saved"):
+            checkpointer.delete(1)
+        assert checkpointer.steps() == [1]
 
 
 @ranks(4)

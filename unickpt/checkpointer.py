@@ -331,7 +331,10 @@ class Checkpointer:
         """
         self._check_open()
         step, group = _number(step), self._group()
-        if self._upkeep.is_in_flight(step):
+        is_in_flight = self._upkeep.is_in_flight(step)
+        if group.count > 1:  # a save does not end at one moment on all of them
+            is_in_flight = group.agree(int(is_in_flight)) > 0
+        if is_in_flight:
             raise SaveConflict(f"{self.path(step)} is being saved; call wait() first")
         self._drain()
         self._meet(group)
@@ -395,8 +398,8 @@ class Checkpointer:
                 found = [self._local]
             elif standing.local is not None:
                 _log.warning(
-                    "%s is stale: another run replaced the step in %s",
-                    *(self._local.path(step), self._root.location),
+                    "%s is %s in %s",
+                    *(self._local.path(step), standing.fault, self._root.location),
                 )
         return [tier for tier in found if self._branch.has(tier, step)]
 

@@ -14,7 +14,9 @@ _SEPARATORS = re.compile(r"%2F|[/.]")
 _SHAPE = re.compile(r"\[(.*)\]")
 _MOST_CAUSES = 5
 _MOST_ALIKE = 8  # stored names with the same ending that are compared with a requested one
-_SIMILAR = 0.7  # difflib's ratio: a single pair of names is reported only if it looks like a typo
+# difflib's ratios: a single pair of names is reported only if it looks like a typo, both as a whole
+# and in the part that differs. That two names are in the same folder makes them no more alike.
+_SIMILAR, _SIMILAR_PARTS = 0.7, 0.5
 
 Tokens = tuple[str, ...]
 Change = tuple[Tokens, Tokens]
@@ -114,12 +116,17 @@ def _best_change(left: Mapping[str, str], rest: Mapping[str, str]) -> Cause | No
     for change, pairs in ranked:
         if len(pairs) > 1:
             return Cause(_tell_change(change, pairs), tuple(pairs))
-    near = [(_ratio(*pairs[0]), pairs[0]) for _, pairs in ranked[:200]]
+    near = [(_ratio(*pairs[0]), pairs[0]) for change, pairs in ranked[:200] if _is_near(change)]
     likeliest = max(near, key=lambda pair: pair[0], default=(0.0, ("", "")))
     if likeliest[0] < _SIMILAR:
         return None
     asked, stored = likeliest[1]
     return Cause(f"did you mean: asked {asked!r}, stored {stored!r}?", (likeliest[1],))
+
+
+def _is_near(change: Change) -> bool:
+    asked, stored = ("/".join(part) for part in change)
+    return not asked or not stored or _ratio(asked, stored) >= _SIMILAR_PARTS
 
 
 def _ratio(a: str, b: str) -> float:

@@ -89,7 +89,7 @@ def superseded(place: Location, attempt: str) -> list[str]:
     """
     notes = place.child(f"processes/{attempt}/notes").store(backends.context())
     read = notes.read(_NOTE).result()
-    if not attempt or read.state != "value":
+    if read.state != "value":
         return []
     try:
         return [name for name in json.loads(read.value)["versions"] if isinstance(name, str)]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from unickpt import backends
-from unickpt.errors import ProcessFailed, SaveTimeout
+from unickpt.errors import ForkedProcess, ProcessFailed, SaveTimeout
 from unickpt.options import SaveOptions, SaveReport
 from unickpt.saving import Saving, tell
 from unickpt.staging import Abandoned, HostArea, Staging
@@ -112,7 +112,7 @@ class PendingSave:
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:
-            raise RuntimeError(f"{self.url}: this save belongs to the parent process")
+            raise ForkedProcess(f"{self.url}: this save belongs to the parent process")
 
     # --- on the thread of the caller -----------------------------------------------------------
 
@@ -289,7 +289,7 @@ class SaveQueue:
             Exception: also the error of an earlier save, if it was not raised before.
         """
         if os.getpid() != self._process:
-            raise RuntimeError(
+            raise ForkedProcess(
                 f"{path}: this Checkpointer belongs to the parent process; create one in this fork"
             )
         with self._beginning, ExitStack() as undo:

@@ -97,11 +97,19 @@ class Steps:
     def superseded(self, step: int, version: Version) -> list[str]:
         """The names of the versions of a step that `version` superseded, oldest first.
 
+        Where its manifest is damaged, so that nothing tells which attempt made it, those of all
+        attempts that are there: better damage that is told than an older version in its place.
+
         Raises:
             StorageError: the storage failed.
         """
         with self._asking(step):
-            return lineage.superseded(self.at(step), version.attempt)
+            place = self.at(step)
+            attempts = [version.attempt]
+            if not version.attempt:
+                attempts = sorted(place.child("processes").folders(self._context))
+            names = [name for at in attempts for name in lineage.superseded(place, at)]
+            return list(dict.fromkeys(names))
 
     def supersede(self, step: int, attempt: str, names: list[str], *, fsync: bool) -> None:
         """Records which versions of a step an attempt supersedes; see `lineage.supersede`.

@@ -54,6 +54,12 @@ class Standing:
     root: Version | None
     newer: Newer
 
+    @property
+    def fault(self) -> str:
+        """What is wrong with the local version, where that of the root counts."""
+        is_whole = self.local is not None and self.local.attempt
+        return "stale: another run replaced the step" if is_whole else "damaged; it is whole"
+
 
 def compare(local: Steps, root: Steps, step: int) -> Standing:
     """Finds the current one of two versions of a step by what each superseded.

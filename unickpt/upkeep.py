@@ -386,8 +386,9 @@ class Upkeep:
             return False
         if standing.newer is Newer.ROOT and version.attempt not in self._own:
             _log.warning(
-                "removing %s, which is stale: another run replaced the step in %s",
+                "removing %s, which is %s in %s",
                 local.path(step),
+                standing.fault,
                 self._root.location,
             )
             return True
