@@ -193,6 +193,13 @@ class Location:
         if self.is_local:
             file.make(self.spec["path"])
 
+    def files(self, context: ts.Context) -> list[str]:
+        """Names of the files in this folder, without those in folders below."""
+        if self.is_local:
+            return file.files(self.spec["path"])
+        keys = (key.decode(errors="replace") for key in self.store(context).list().result())
+        return [key for key in keys if "/" not in key]
+
     def remove(self, context: ts.Context) -> None:
         """Removes this folder and its contents."""
         if self.is_local:

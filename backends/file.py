@@ -124,6 +124,14 @@ def link(path: str) -> str | None:
         return None
 
 
+def files(path: str) -> list[str]:
+    """Names of the files in a folder; links do not count."""
+    if not os.path.isdir(path):
+        return []
+    with asking_system(), os.scandir(path) as entries:
+        return [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+
+
 def links(path: str) -> list[str]:
     """Names of the symbolic links in a folder."""
     if not os.path.isdir(path):

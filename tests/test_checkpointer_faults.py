@@ -188,3 +188,13 @@ def test_jobs_killed_at_random_moments(forks: Forks, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_many_jobs_killed_at_random_moments(forks: Forks, tmp_path: Path) -> None:
     kill_at_random(forks, tmp_path, rounds=40, lanes=8)
+
+
+def test_what_a_killed_job_asked_its_processes_by_is_removed(tmp_path: Path) -> None:
+    root, local = tmp_path / "root", tmp_path / "local"
+    local.mkdir()
+    (local / ".unickpt-7fae10a15bc30d8").touch()  # as Checkpointer._check_shared writes it
+    (local / ".keep").touch()
+    with Checkpointer(root, local=local, options=SaveOptions(fsync=False)) as checkpointer:
+        checkpointer.save(1, numbers(1))
+    assert sorted(os.listdir(local)) == [".keep", ".unickpt.lock", "step_1"]

@@ -33,6 +33,7 @@ from unickpt.policy import Policy, SigtermHandler
 from unickpt.report import LoadReport
 from unickpt.retention import Retention
 from unickpt.rules import Rules
+from unickpt.steps import PROBE
 from unickpt.tiers import Newer, Tier, compare
 from unickpt.upkeep import Upkeep
 
@@ -596,7 +597,7 @@ class Checkpointer:
             return
         place = self._local.location.store(backends.context(fsync=False))
         token = group.agree(secrets.randbits(60) + 1 if group.index == 0 else 0)
-        name = f".unickpt-{token:x}"
+        name = f"{PROBE}{token:x}"
         if group.index == 0:
             place.write(name, b"").result()
         group.agree(0)

@@ -24,6 +24,8 @@ from unickpt.listing import checkpoints_below
 
 _log = logging.getLogger("unickpt")
 _LISTINGS = 50
+PROBE = ".unickpt-"
+"""Prefix of files by which the processes of a job find out that they see the same folder."""
 _NAME = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 
 
@@ -217,6 +219,9 @@ class Steps:
             if ours and not any(_is_of(name, session) for name in attempts):
                 _log.info("removing %s, the remains of a crashed save", place)
                 remnants.remove_attempts(place, attempts, self._context)
+        for name in self.location.files(self._context):
+            if name.startswith(PROBE):  # of a job that was killed while it looked for it
+                self.location.remove_file(name, self._context)
         if committed and committed[-1] not in spared:
             self.remove_older(committed[-1], session)
 
