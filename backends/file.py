@@ -160,8 +160,9 @@ def remove(path: str) -> None:
 
 def remove_file(folder: str, name: str) -> None:
     """Removes a file below a folder, if no folder between them is a symbolic link."""
-    above = os.path.dirname(os.path.join(folder, name))
-    if os.path.realpath(above) == os.path.join(os.path.realpath(folder), os.path.dirname(name)):
+    top, between = os.path.realpath(folder), os.path.dirname(name)
+    above = os.path.join(top, between) if between else top
+    if os.path.realpath(above) == above:
         with suppress(FileNotFoundError):
             os.unlink(os.path.join(folder, name))
 
