@@ -535,3 +535,13 @@ def test_metadata_tells_no_branch_without_need(tmp_path: Path) -> None:
     run_of(tmp_path, 1)
     assert "after" not in unickpt.open(tmp_path / "step_1").metadata["unickpt"]
     assert np.array_equal(unickpt.load(tmp_path / "step_1")["small"], numbers(1)["small"])
+
+
+def test_a_checkpoint_is_no_folder_of_steps(tmp_path: Path) -> None:
+    unickpt.save(tmp_path / "step_1", numbers(1))
+    with Checkpointer(tmp_path / "step_1", options=FAST) as checkpointer:
+        pending = checkpointer.save(1, numbers(2))
+        with pytest.raises(CheckpointExists, match="step_1 is a checkpoint, not a folder of steps"):
+            pending.result(30)
+    assert same(unickpt.load(tmp_path / "step_1"), numbers(1))
+    assert sorted(os.listdir(tmp_path / "step_1")) == ["manifest.ocdbt", "processes"]

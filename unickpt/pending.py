@@ -290,7 +290,8 @@ class SaveQueue:
         """
         if os.getpid() != self._process:
             raise ForkedProcess(
-                f"{path}: this Checkpointer belongs to the parent process; create one in this fork"
+                f"{path}: this Checkpointer belongs to the parent process; create one in a process "
+                'that is started by "spawn"'
             )
         with self._beginning, ExitStack() as undo:
             undo.callback(hooks.ended)

@@ -185,6 +185,23 @@ class Steps:
         """The attempt that made a step; all attempts if it is too damaged to tell."""
         return remnants.attempts_of_checkpoint(self.at(step), self._context)
 
+    def check_no_checkpoint(self) -> None:
+        """Refuses to save steps into a folder that is a checkpoint itself.
+
+        Raises:
+            CheckpointExists: names it.
+            StorageError: the storage failed.
+        """
+        try:
+            is_one = lineage.version_at(self.location) is not None
+        except Failed as error:
+            raise chunks.translate(error, str(self.location), reading=False) from error
+        if is_one:
+            raise CheckpointExists(
+                f"{self.location} is a checkpoint, not a folder of steps; pass the folder above it "
+                "to Checkpointer, or load it by unickpt.load"
+            )
+
     def check_no_link(self, step: int) -> None:
         """Refuses to save a step through a symbolic link.
 

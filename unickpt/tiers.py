@@ -70,6 +70,14 @@ def compare(local: Steps, root: Steps, step: int) -> Standing:
     Raises:
         StorageError: a storage failed.
     """
+    while True:
+        found = _compare(local, root, step)
+        # A save may have replaced the local version while its note was read.
+        if found.newer is not Newer.ROOT or local.version(step) == found.local:
+            return found
+
+
+def _compare(local: Steps, root: Steps, step: int) -> Standing:
     here, there = local.version(step), root.version(step)
     if here is None:
         newer = Newer.ROOT

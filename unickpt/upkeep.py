@@ -168,6 +168,7 @@ class Upkeep:
     def _prepare(self, step: int, overwrite: bool, attempt: str) -> None:
         """Runs before anything of a step is written."""
         self._session = attempt.rpartition("-")[0]
+        self._first.check_no_checkpoint()
         is_news = self._first.lease.take()  # until now, another job may have saved here
         if is_news or not self._first.location.is_remote:
             self._newest.pop(self._first, None)
@@ -180,6 +181,7 @@ class Upkeep:
             return
         self._copying.wait(_COPIES - 1)
         with suppress(StorageError):  # it may be away; then copying finds out
+            self._root.check_no_checkpoint()
             self._check_newest(step, self._root)
         self._supersedes[step] = attempt, self._superseded(step, overwrite, attempt)
 
