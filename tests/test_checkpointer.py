@@ -241,7 +241,7 @@ def test_retention(
         ({"keep_best": 1, "metric": "a", "best": "most"}, "'min' or 'max'"),
         ({"save_every": 0}, "save_every=0 must be positive"),
         ({"save_every_s": -1.0}, "save_every_s"),
-        ({"optimizers": [object()]}, "object is no torch.optim.Optimizer"),
+        ({"optimizers": [object()]}, "object is not a torch.optim.Optimizer"),
         ({"optimizers": object()}, "pass a list, even for a single optimizer"),
         ({"local": "."}, "local and root are the same folder"),
     ],
