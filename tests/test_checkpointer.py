@@ -236,14 +236,14 @@ def test_retention(
     ("arguments", "message"),
     [
         ({"keep_last": 0}, "keep_last=0 must be at least 1"),
-        ({"keep_best": 2}, "keep_best and metric belong together"),
-        ({"metric": "loss"}, "keep_best and metric belong together"),
+        ({"keep_best": 2}, "give both keep_best and metric"),
+        ({"metric": "loss"}, "give both keep_best and metric"),
         ({"keep_best": 1, "metric": "a", "best": "most"}, "'min' or 'max'"),
         ({"save_every": 0}, "save_every=0 must be positive"),
         ({"save_every_s": -1.0}, "save_every_s"),
-        ({"optimizers": [object()]}, "object is no torch.optim.Optimizer"),
-        ({"optimizers": object()}, "pass a list, even of one"),
-        ({"local": "."}, "local and root are the same place"),
+        ({"optimizers": [object()]}, "object is not a torch.optim.Optimizer"),
+        ({"optimizers": object()}, "pass a list, even for a single optimizer"),
+        ({"local": "."}, "local and root are the same folder"),
     ],
 )
 def test_arguments_that_make_no_sense(

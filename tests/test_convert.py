@@ -213,7 +213,7 @@ def test_pieces_with_different_arithmetic(tmp_path: Path) -> None:
     assert unickpt.open(tmp_path / "c").metadata == {}
     unickpt.convert(tmp_path / "b", tmp_path / "m", rules=Rules.parse("qk <-> attn.qk"))
     twice = Rules.parse("attn.qk [(a + b)] <-> q [a] / 2, k [b]  a=2")
-    with pytest.raises(RuleError, match=r"'attn.qk' was converted already, to 2 \* x \+ 0; this"):
+    with pytest.raises(RuleError, match=r"'attn.qk' was converted already, to 2 \* x \+ 0; these"):
         unickpt.load(tmp_path / "m", rules=twice)
     alone = Rules.parse("attn.qk [(a + b)] <-> q [a] * 2, k [b]  a=2")
     assert unickpt.load(tmp_path / "m", rules=alone)["q"].tolist() == [0, 1]

@@ -266,8 +266,8 @@ def test_a_key_that_does_not_belong_is_reported(tmp_path: Path) -> None:
     database.write("w/c/7", b"what is this").result()
     database.write("w/zarr.json", b"{}").result()
     assert [d.reason for d in unickpt.verify(folder).damage] == [
-        "'w/zarr.json' is not what the index says",
-        "the database has 6 keys, and the index tells of 5",
+        "'w/zarr.json' differs from what the index describes",
+        "the database has 6 keys, but the index implies 5",
     ]
 
 

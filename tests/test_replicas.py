@@ -162,12 +162,12 @@ def test_four_torch_ranks(processes: Processes, tmp_path: Path) -> None:
         assert max(told[name]["written"]) <= 1.1 * sum(told[name]["written"]) / 4
     assert np.array_equal(every(tmp_path, "equal")["w"], arange.reshape(256, 4096))
 
-    warned("numpy", "'n', 's' (on processes 1, 2, 3 another than", differ=["n", "s"])
+    warned("numpy", "'n', 's' (different on processes 1, 2, 3 than", differ=["n", "s"])
     assert (every(tmp_path, "numpy")["n"] == 0).all()
     for mode in ("auto", "copy", "lazy", "reference", "device"):
-        warned(f"async {mode}", "'w', 'b' (on processes 1, 2, 3", differ=["w", "b"])
+        warned(f"async {mode}", "'w', 'b' (different on processes 1, 2, 3", differ=["w", "b"])
         assert not any(x.any() for x in every(tmp_path, f"async {mode}").values())
-        refused(f"async checked {mode}", "'w' (on process 3 another")
+        refused(f"async checked {mode}", "'w' (different on process 3")
         silent(f"async equal {mode}")
     warned("async tight", "'w'", differ=["w"])
     assert not every(tmp_path, "async tight")["w"].any()
