@@ -144,7 +144,7 @@ def test_names_of_the_other_side_tell_rules_apart(folder: Path) -> None:
     assert "--like needs --rules" in run("convert", "flax", "x", "--like", "flax", code=2)
     half = {**tree, "up": {"kernel": np.ones((3, 5), np.float16)}}
     unickpt.save("half", half)
-    assert "'up/kernel' is made as float64, and `like` has float16; say `as float16`" in run(
+    assert "'up/kernel' is made as float64, but `like` has float16; write `as float16`" in run(
         "convert", "hf", "back", "--like", "half", "--overwrite", *rules, code=2
     )
 
