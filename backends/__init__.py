@@ -292,7 +292,12 @@ def resolve(path: Path, *, whole: bool = False) -> Location:
     Raises:
         InvalidPath: for an empty path, an unknown scheme, or a malformed URL.
     """
-    text = os.fspath(path)
+    try:
+        text = os.fspath(path)
+    except TypeError:
+        raise InvalidPath(
+            f"the path is a {type(path).__name__}; pass the path first, as a str or a Path"
+        ) from None
     if not isinstance(text, str) or not text or "\0" in text:
         raise InvalidPath(f"{path!r} is not a path; give a local path or a URL ({_known()})")
     scheme, separator, _ = text.partition("://")

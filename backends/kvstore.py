@@ -171,8 +171,12 @@ def commit(transaction: ts.Transaction) -> Future[None]:
 
 
 def _begin(operation: Callable[..., Any], *arguments: Any, **options: Any) -> Future[Any]:
-    with asking():
+    # As `asking`, without a context manager: a save of many small arrays begins thousands.
+    _check_not_forked()
+    try:
         return Future(operation(*arguments, **options))
+    except _RAISED as error:
+        raise _Refused(error) from error
 
 
 # --- fork ---------------------------------------------------------------------------------------

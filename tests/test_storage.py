@@ -619,3 +619,9 @@ def test_only_one_process_at_a_time_holds_the_lock(tmp_path: Path) -> None:
 
     assert in_job(4, work) == [None] * 4
     assert os.listdir(tmp_path) == []
+
+
+def test_a_path_that_is_none_is_named() -> None:
+    for wrong in ({"w": 1}, None, 3):
+        with pytest.raises(InvalidPath, match=f"the path is a {type(wrong).__name__}; pass the"):
+            unickpt.save(wrong, "run/1")  # type: ignore[arg-type]

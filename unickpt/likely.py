@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from unickpt.folding import natural
@@ -45,8 +45,8 @@ def causes(missing: Mapping[str, str], unexpected: Mapping[str, str]) -> list[Ca
     """
     left, rest = dict(missing), dict(unexpected)
     found: list[Cause] = []
-    for pair_up, tell in ((_same_tokens, _tell_separators), (_same_bare, _tell_wrappers)):
-        pairs = tuple(pair_up(left, rest))
+    for reduced, tell in ((_tokens, _tell_separators), (bare, _tell_wrappers)):
+        pairs = tuple(_same_when(reduced, left, rest))
         if pairs:
             found.append(Cause(tell(pairs), pairs))
             _without(left, rest, pairs)
@@ -69,12 +69,14 @@ def _tokens(name: str) -> Tokens:
     return tuple(_SEPARATORS.split(name))
 
 
-def _same_tokens(left: Mapping[str, str], rest: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    by_tokens = {_tokens(name): name for name in rest}
+def _same_when(
+    reduced: Callable[[str], object], left: Mapping[str, str], rest: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
+    """Pairs of a requested and a stored name that are the same once both are reduced."""
+    stored = {reduced(name): name for name in rest}
     for name in left:
-        stored = by_tokens.get(_tokens(name))
-        if stored is not None:
-            yield name, stored
+        if reduced(name) in stored:
+            yield name, stored[reduced(name)]
 
 
 def _tell_separators(pairs: Sequence[tuple[str, str]]) -> str:
@@ -83,14 +85,6 @@ def _tell_separators(pairs: Sequence[tuple[str, str]]) -> str:
         "nested containers, a dot is part of a key (as in state_dict()), %2F is a slash within a "
         "key: nest `like` like the stored tree, or map the names with rules"
     )
-
-
-def _same_bare(left: Mapping[str, str], rest: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    by_name = {bare(name): name for name in rest}
-    for name in left:
-        stored = by_name.get(bare(name))
-        if stored is not None:
-            yield name, stored
 
 
 def _tell_wrappers(pairs: Sequence[tuple[str, str]]) -> str:

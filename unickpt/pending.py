@@ -112,7 +112,9 @@ class PendingSave:
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:
-            raise ForkedProcess(f"{self.url}: this save belongs to the parent process")
+            raise ForkedProcess(
+                f"{self.url}: this save belongs to the parent process; wait for it there"
+            )
 
     # --- on the thread of the caller -----------------------------------------------------------
 
