@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import datetime
 import os
+import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import Processes
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from s3_server import make_bucket, use
 from saving import files, numbers, same
 
@@ -416,12 +420,218 @@ def test_a_save_that_cannot_see_what_it_replaces(
         checkpointer.wait()
         assert same(run.in_root(100), numbers(2))
     else:
-        with pytest.raises(SaveConflict, match=r"root/step_100 holds a version .*local/step_100"):
+        with pytest.raises(SaveConflict, match=r"root/step_100: another job .*local/step_100"):
             checkpointer.wait()
         assert same(run.in_root(100), numbers(1))
         assert same(unickpt.load(run.local / "step_100"), numbers(2)), "what was saved is there"
     assert same(run.in_root(101), numbers(3))
     checkpointer.close()
+
+
+# --- steps that another run abandoned ------------------------------------------------------------
+
+
+def no_copy(*arguments: Any) -> None:
+    raise StorageError("the network is down")
+
+
+def save_uncopied(run: Run, patch: pytest.MonkeyPatch, *steps: int) -> None:
+    """Saves steps into the local tier; their copies fail, as if the job were killed before them."""
+    with patch.context() as inner:
+        inner.setattr(Tier, "copy_from", no_copy)
+        checkpointer = run.open()
+        for step in steps:
+            checkpointer.save(step, numbers(step)).result(30)
+        with pytest.raises(StorageError):
+            checkpointer.close()
+
+
+def save_all(run: Run, *steps: int) -> None:
+    with run.open() as checkpointer:
+        for step in steps:
+            checkpointer.save(step, numbers(step)).result(30)
+
+
+@pytest.mark.parametrize("how", ["drop", "delete", "after"])
+def test_a_step_removed_by_a_run_without_the_local_tier_does_not_come_back(
+    how: str, run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_all(run, 1, 2, 3)
+    arguments: dict[str, Any] = {"after": 2} if how == "after" else {}
+    with Checkpointer(run.root, options=FAST, **arguments) as other:
+        if how == "drop":
+            other.load(step=2)
+            assert other.drop_later_steps() == [3]
+        elif how == "delete":
+            other.delete(3)
+        else:
+            other.save(4, numbers(40))
+    expected = {1: 1, 2: 2} | ({4: 40} if how == "after" else {})
+    newest = max(expected)
+    assert Steps(run.local).committed() == [3]
+    with run.open() as checkpointer:
+        assert checkpointer.steps() == list(expected)
+        assert checkpointer.path(3) == f"{run.root}/step_3"
+        with pytest.raises(unickpt.CheckpointNotFound, match="step 3 is not in"):
+            checkpointer.load(step=3)
+        assert same(checkpointer.load(), numbers(expected[newest]))
+        checkpointer.save(newest + 1, numbers(50))  # 3, after "drop"
+        checkpointer.wait()
+        assert "local/step_3, which is stale: another run removed the step" in caplog.text
+        assert checkpointer.steps() == [*expected, newest + 1]
+    assert same(run.in_root(newest + 1), numbers(50))
+
+
+def test_uncopied_steps_do_not_count_when_another_run_went_on_from_an_earlier_one(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_all(run, 1, 2)
+    save_uncopied(run, monkeypatch, 3, 4)
+    with run.open() as checkpointer:
+        assert checkpointer.latest() == 4
+    with Checkpointer(run.root, options=FAST) as other:
+        assert other.latest() == 2
+        other.save(3, numbers(30))
+    with run.open() as checkpointer:
+        assert checkpointer.steps() == [1, 2, 3]
+        assert same(checkpointer.load(), numbers(30))
+        checkpointer.save(4, numbers(40))
+    assert Steps(run.root).committed() == [1, 2, 3, 4]
+    assert same(run.in_root(3), numbers(30))
+    assert same(run.in_root(4), numbers(40))
+
+
+def test_uncopied_steps_count_when_another_run_only_removed_older_ones(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_all(run, 1, 2)
+    save_uncopied(run, monkeypatch, 3, 4)
+    with Checkpointer(run.root, options=FAST) as other:
+        other.delete(1)
+    with run.open() as checkpointer:
+        assert checkpointer.steps() == [2, 3, 4]
+        checkpointer.save(5, numbers(5))
+    assert Steps(run.root).committed() == [2, 3, 4, 5]
+
+
+def test_a_step_whose_copy_failed_counts_although_a_later_one_was_copied(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_uncopied(run, monkeypatch, 1)
+    real = Tier.copy_from
+
+    def copy_from(self: Tier, source: Steps, step: int, *arguments: Any) -> bool:
+        if step == 1:
+            raise StorageError("the network is down")
+        return real(self, source, step, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tier, "copy_from", copy_from)
+        with pytest.raises(StorageError):
+            save_all(run, 2)
+    assert Steps(run.root).committed() == [2]
+    with run.open() as checkpointer:
+        assert checkpointer.steps() == [1, 2]
+        checkpointer.save(3, numbers(3))
+    assert Steps(run.root).committed() == [1, 2, 3]
+
+
+def test_the_steps_of_the_local_tier_count_if_the_root_is_lost(run: Run) -> None:
+    save_all(run, 1, 2)
+    shutil.rmtree(run.root)
+    with run.open() as checkpointer:
+        assert checkpointer.steps() == [2]
+        assert same(checkpointer.load(), numbers(2))
+        checkpointer.save(3, numbers(3))
+    assert Steps(run.root).committed() == [2, 3]
+
+
+def test_a_copy_whose_record_is_missing_is_recorded_by_the_next_job(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the job were killed between the two."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Steps, "record_copied", lambda *arguments, **options: None)
+        save_all(run, 1, 2)
+    with run.open() as checkpointer:
+        checkpointer.save(2, numbers(20), overwrite=True)
+    with Checkpointer(run.root, options=FAST) as other:
+        other.delete(2)
+    with run.open() as checkpointer:
+        assert checkpointer.steps() == [1]
+
+
+Operation = tuple[str, int]
+OPERATIONS = st.lists(
+    st.tuples(st.sampled_from(["save", "uncopied", "alone", "drop", "delete"]), st.integers(0, 5)),
+    max_size=8,
+)
+
+
+@settings(max_examples=25)
+@given(OPERATIONS)
+def test_runs_with_and_without_the_local_tier_see_one_history(operations: list[Operation]) -> None:
+    """Beside a model: which steps there are, by number, and which of them only the local tier has.
+    A run without the local tier does not see the latter, and abandons them by what it changes."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        run, content, saved = Run(Path(folder)), dict[int, int](), 0
+        uncopied: set[int] = set()
+        for what, at in operations:
+            saved += 1
+            if what in ("save", "uncopied"):
+                step = max(content, default=0) + 1
+                with patch.context() as inner, suppress(StorageError):
+                    if what == "uncopied":
+                        inner.setattr(Tier, "copy_from", no_copy)
+                    with run.open() as job:
+                        job.save(step, numbers(saved)).result(30)
+                content[step] = saved
+                uncopied = {*uncopied, step} if what == "uncopied" else set()
+                continue
+            in_root = sorted(set(content) - uncopied)
+            with Checkpointer(run.root, options=FAST) as job:
+                assert job.steps() == in_root
+                if what == "alone":
+                    step = max(in_root, default=0) + 1
+                    job.save(step, numbers(saved)).result(30)
+                    content = {s: content[s] for s in in_root} | {step: saved}
+                elif len(in_root) > 1:
+                    step = in_root[at % len(in_root)]
+                    gone = {step} if what == "delete" else {s for s in in_root if s > step}
+                    if what == "delete":
+                        job.delete(step)
+                    else:
+                        job.drop_later_steps(step)
+                    if in_root[-1] in gone:
+                        gone |= uncopied
+                    content = {s: n for s, n in content.items() if s not in gone}
+                uncopied &= set() if what == "alone" else set(content)
+        with run.open() as job:
+            assert job.steps() == sorted(content)
+            for step, number in content.items():
+                assert same(job.load(step=step), numbers(number))
+
+
+def test_a_reader_always_sees_the_newest_step_of_two_tiers(run: Run) -> None:
+    seen, errors, done = [0], list[str](), threading.Event()
+
+    def read() -> None:
+        with run.open() as reader:
+            while not done.is_set():
+                before = seen[0]
+                newest = reader.latest() or 0
+                if newest < before:
+                    errors.append(f"{newest} after {before}")
+
+    with run.open(keep_last=2) as checkpointer:
+        thread = threading.Thread(target=read)
+        thread.start()
+        for step in range(1, 40):
+            checkpointer.save(step, numbers(step)).result(30)
+            seen[0] = step
+        done.set()
+        thread.join()
+    assert not errors
 
 
 # --- crashes -------------------------------------------------------------------------------------

@@ -80,7 +80,9 @@ class Checkpointer:
             committed, so a step in `root` is complete or absent. Steps that a job leaves uncopied,
             the next job copies after its first save. If the tiers have different versions of a
             step, the one saved later is used; clocks do not matter. A step that a run without
-            `local` replaced in `root` is not restored from `local`.
+            `local` replaced or removed in `root` is not restored from `local`, and uncopied steps
+            do not count if such a run went on from an earlier step. If `root` has no step at all,
+            those in `local` count.
         optimizers: torch optimizers. Their parameters and state on an accelerator (with
             `SaveOptions(staging="lazy")` also on the host) are copied during forward and backward,
             and their next `step` waits for the copy. Until then nothing else may change them. A
@@ -140,7 +142,7 @@ class Checkpointer:
         self._upkeep = Upkeep(
             self._root, self._local, retention, self._options, self._branch, self._queue.fail
         )
-        self._closed = self._shared = self._left = False
+        self._closed = self._shared = self._left = self._is_tidy = False
         self._closing = threading.Lock()
         self.loaded_step: int | None = None
         """The step that `load` returned."""
@@ -208,6 +210,7 @@ class Checkpointer:
         owners = None
         if self._fences:
             owners = {owner for fence in self._fences for owner in fence.owners()}
+        self._remove_abandoned(group)
         self._leave_behind(group)
         hooks = (
             self._upkeep.hooks(step, metrics or {}, overwrite)
@@ -308,6 +311,7 @@ class Checkpointer:
         kept = _number(self.loaded_step if step is None else step)
         group = self._group()
         self._drain()
+        self._remove_abandoned(group)
         self._meet(group)
         there = self._all_steps()
         later = [s for s in there if s > kept]
@@ -338,6 +342,7 @@ class Checkpointer:
         if is_in_flight:
             raise SaveConflict(f"{self.path(step)} is being saved; call wait() first")
         self._drain()
+        self._remove_abandoned(group)
         self._meet(group)
         there = self._all_steps()
         if step not in there:
@@ -346,6 +351,15 @@ class Checkpointer:
 
     def _remove(self, steps: Collection[int]) -> None:
         self._upkeep.remove(steps)
+
+    def _remove_abandoned(self, group: Group) -> None:
+        """Removes steps of the local tier that another run abandoned, before the first change."""
+        if self._local is None or self._is_tidy:
+            return
+        self._on_process_0(
+            group, f"remove stale steps from {self._local.location}", self._upkeep.remove_abandoned
+        )
+        self._is_tidy = True
 
     def _leave_behind(self, group: Group) -> None:
         """Removes the steps that `after` abandons, before the first save."""
@@ -371,7 +385,12 @@ class Checkpointer:
         Raises:
             StorageError: the storage failed.
         """
-        return sorted({s for t in self._tiers for s in self._branch.steps(t, steady=True)})
+        found = {tier: set(self._branch.steps(tier, steady=True)) for tier in self._tiers}
+        if self._local is not None:
+            for step in found[self._local] - found[self._root]:
+                if compare(self._local, self._root, step).is_abandoned:
+                    found[self._local].remove(step)
+        return sorted(set().union(*found.values()))
 
     def latest(self) -> int | None:
         """The newest committed step; None if there is none."""

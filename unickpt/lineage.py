@@ -1,8 +1,10 @@
-"""Lineage: which versions of a step a save replaced. It does not depend on clocks.
+"""Lineage: which versions a save into the local tier replaced and followed. It needs no clocks.
 
 A version of a step is one commit of it. Its name is the digest of its manifest, which is the same
-in every copy of the step. Before its commit, a save into the local tier records which versions it
-supersedes. The record is in the attempt's folder, so it is removed with that version.
+in every copy of the step. Before its commit, a save into the local tier records which versions of
+its step it supersedes and which versions of other steps it follows; after its copy to the root is
+committed, that is recorded as well. The records are in the attempt's folder, so they are removed
+with that version.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from unickpt.backends import Location
 from unickpt.backends.kvstore import Failed
 from unickpt.backends.ocdbt import MANIFEST
 
-_NOTE = "supersedes"
+_NOTE, _COPIED = "lineage", "copied"
 
 
 @dataclass(frozen=True)
@@ -62,36 +64,65 @@ def _attempt(place: Location, context: ts.Context) -> str:
     return parts[1] if is_own else ""
 
 
-def supersede(place: Location, attempt: str, names: list[str], *, fsync: bool) -> None:
-    """Records which versions of a step an attempt supersedes, if it is committed.
+@dataclass(frozen=True)
+class Lineage:
+    """What a version of a step in the local tier replaced and followed, by the names of versions.
+
+    Arguments:
+        supersedes: the earlier versions of the same step, oldest first.
+        follows: the newest version in the root, and all in the local tier, when it was saved; None
+            if that was not recorded.
+        copied: whether its copy to the root was committed.
+    """
+
+    supersedes: tuple[str, ...] = ()
+    follows: frozenset[str] | None = None
+    copied: bool = False
+
+
+def record(place: Location, attempt: str, lineage: Lineage, *, fsync: bool) -> None:
+    """Records the lineage of an attempt, which counts if it is committed.
 
     Arguments:
         place: of the step.
         attempt: its name.
-        names: of the versions, oldest first.
+        lineage: what it supersedes and follows.
         fsync: whether the record must survive a power failure.
 
     Raises:
         Failed: the storage failed.
     """
-    notes = place.child(f"processes/{attempt}/notes")
-    data = json.dumps({"versions": names}).encode()
-    notes.store(backends.context(fsync=fsync)).write(_NOTE, data).result()
-    if fsync:
-        notes.sync(place)
+    data = {"supersedes": lineage.supersedes, "follows": sorted(lineage.follows or ())}
+    _write(place, attempt, _NOTE, json.dumps(data).encode(), fsync)
 
 
-def superseded(place: Location, attempt: str) -> list[str]:
-    """The versions of a step that an attempt superseded, oldest first; empty without a record.
+def record_copied(place: Location, attempt: str, *, fsync: bool) -> None:
+    """Records that the copy of an attempt to the root is committed. Raises as `record`."""
+    _write(place, attempt, _COPIED, b"", fsync)
+
+
+def recorded(place: Location, attempt: str) -> Lineage:
+    """The lineage of an attempt, as far as it was recorded.
 
     Raises:
         Failed: the storage failed.
     """
-    notes = place.child(f"processes/{attempt}/notes").store(backends.context())
+    notes = _notes(place, attempt).store(backends.context())
+    copied = notes.read(_COPIED).result().state == "value"
     read = notes.read(_NOTE).result()
-    if read.state != "value":
-        return []
     try:
-        return [name for name in json.loads(read.value)["versions"] if isinstance(name, str)]
+        found = json.loads(read.value) if read.state == "value" else {}
+        return Lineage(tuple(map(str, found["supersedes"])), frozenset(found["follows"]), copied)
     except (ValueError, KeyError, TypeError):
-        return []  # damaged: treated as missing
+        return Lineage(copied=copied)  # missing, or damaged and treated as missing
+
+
+def _write(place: Location, attempt: str, name: str, data: bytes, fsync: bool) -> None:
+    notes = _notes(place, attempt)
+    notes.store(backends.context(fsync=fsync)).write(name, data).result()
+    if fsync:
+        notes.sync(place)
+
+
+def _notes(place: Location, attempt: str) -> Location:
+    return place.child(f"processes/{attempt}/notes")

@@ -19,7 +19,7 @@ from unickpt.errors import (
     UnickptError,
 )
 from unickpt.index import RESERVED
-from unickpt.lineage import Version
+from unickpt.lineage import Lineage, Version
 from unickpt.listing import checkpoints_below
 
 _log = logging.getLogger("unickpt")
@@ -96,31 +96,44 @@ class Steps:
         with self._asking(step):
             return lineage.version_at(self.at(step))
 
-    def superseded(self, step: int, version: Version) -> list[str]:
-        """The names of the versions of a step that `version` superseded, oldest first.
+    def lineage(self, step: int, version: Version) -> Lineage:
+        """What a version of a step superseded and followed.
 
-        Where its manifest is damaged, so that nothing tells which attempt made it, those of all
-        attempts that are there: better damage that is told than an older version in its place.
+        Where its manifest is damaged, so that nothing tells which attempt made it, it superseded
+        what any attempt that is there did: better damage that is told than an older version in its
+        place.
 
         Raises:
             StorageError: the storage failed.
         """
         with self._asking(step):
             place = self.at(step)
-            attempts = [version.attempt]
-            if not version.attempt:
-                attempts = sorted(place.child("processes").folders(self._context))
-            names = [name for at in attempts for name in lineage.superseded(place, at)]
-            return list(dict.fromkeys(names))
+            if version.attempt:
+                return lineage.recorded(place, version.attempt)
+            attempts = sorted(place.child("processes").folders(self._context))
+            found = [lineage.recorded(place, attempt) for attempt in attempts]
+            return Lineage(tuple(dict.fromkeys(name for one in found for name in one.supersedes)))
 
-    def supersede(self, step: int, attempt: str, names: list[str], *, fsync: bool) -> None:
-        """Records which versions of a step an attempt supersedes; see `lineage.supersede`.
+    def record_lineage(self, step: int, attempt: str, found: Lineage, *, fsync: bool) -> None:
+        """Records the lineage of an attempt; see `lineage.record`.
 
         Raises:
             StorageError: the storage failed.
         """
         with self._asking(step):
-            lineage.supersede(self.at(step), attempt, names, fsync=fsync)
+            lineage.record(self.at(step), attempt, found, fsync=fsync)
+
+    def record_copied(self, step: int, version: Version, *, fsync: bool) -> None:
+        """Records that the copy of a version is committed, unless it was replaced meanwhile.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        with self._asking(step):
+            lineage.record_copied(self.at(step), version.attempt, fsync=fsync)
+            if self.version(step) != version:  # its folder may have been removed before that
+                self.at(step).child(f"processes/{version.attempt}").remove(self._context)
+                self.at(step).remove_empty()
 
     def damage(self, step: int) -> str:
         """Why a committed step cannot be opened; empty if it can.
@@ -137,6 +150,18 @@ class Steps:
         except CheckpointNotFound as error:
             return "" if self.version(step) is None else str(error)
         return ""
+
+    def newest(self) -> Version | None:
+        """The version of the newest step, if there is any step.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        while True:
+            committed = self.committed()
+            version = self.version(committed[-1]) if committed else None
+            if version is not None or not committed:  # otherwise it was removed meanwhile
+                return version
 
     def metrics(self, step: int) -> Mapping[str, float]:
         """The metrics that a step was saved with; empty if they cannot be read."""

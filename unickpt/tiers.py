@@ -56,16 +56,25 @@ class Standing:
 
     @property
     def fault(self) -> str:
-        """What is wrong with the local version, where that of the root counts."""
+        """What is wrong with the local version, where that of the root, or none, counts."""
+        if self.root is None:
+            return "stale: another run removed the step, or went on from an earlier one,"
         is_whole = self.local is not None and self.local.attempt
         return "stale: another run replaced the step" if is_whole else "damaged; it is whole"
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether only the local tier has the step, and it does not count."""
+        return self.local is not None and self.root is None and self.newer is Newer.ROOT
 
 
 def compare(local: Steps, root: Steps, step: int) -> Standing:
     """Finds the current one of two versions of a step by what each superseded.
 
     The local version is current if it superseded the root's, or if the root's is damaged. Otherwise
-    another job replaced the root's version, and the local one is stale.
+    another job replaced the root's version, and the local one is stale. Where the root has none,
+    the local one is current unless another job removed it from the root or went on from an earlier
+    step there.
 
     Raises:
         StorageError: a storage failed.
@@ -73,7 +82,10 @@ def compare(local: Steps, root: Steps, step: int) -> Standing:
     while True:
         found = _compare(local, root, step)
         # A save may have replaced the local version while its note was read.
-        if found.newer is not Newer.ROOT or local.version(step) == found.local:
+        if found.newer is Newer.ROOT and local.version(step) != found.local:
+            continue
+        # And its copy may have been committed.
+        if not found.is_abandoned or root.version(step) is None:
             return found
 
 
@@ -82,10 +94,10 @@ def _compare(local: Steps, root: Steps, step: int) -> Standing:
     if here is None:
         newer = Newer.ROOT
     elif there is None:
-        newer = Newer.LOCAL
+        newer = Newer.ROOT if _is_abandoned(local, root, step, here) else Newer.LOCAL
     elif here.name == there.name:
         newer = Newer.SAME
-    elif there.name in local.superseded(step, here):
+    elif there.name in local.lineage(step, here).supersedes:
         newer = Newer.LOCAL
     elif damage := root.damage(step):
         _log.warning("%s; the version in %s replaces it", damage, local.path(step))
@@ -93,6 +105,29 @@ def _compare(local: Steps, root: Steps, step: int) -> Standing:
     else:
         newer = Newer.ROOT
     return Standing(here, there, newer)
+
+
+def _is_abandoned(local: Steps, root: Steps, step: int, version: Version) -> bool:
+    """Whether a version that the root lacks was removed there, or another job left it behind.
+
+    It is not abandoned if it follows the newest step of the root, or if a step that is in both
+    tiers follows it. A root without any step says nothing: its storage may be lost, or not mounted.
+    """
+    lineage = local.lineage(step, version)
+    newest = root.newest()
+    if newest is None:
+        return False
+    if lineage.copied:
+        return True
+    if lineage.follows is None or newest.name in lineage.follows:
+        return False
+    for later in set(root.committed()) & set(local.committed()):
+        own = local.version(later)
+        if own is None or own != root.version(later):
+            continue
+        if version.name in (local.lineage(later, own).follows or ()):
+            return False
+    return True
 
 
 class Tier(Steps):

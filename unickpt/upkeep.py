@@ -24,7 +24,7 @@ from unickpt.errors import (
     StorageError,
 )
 from unickpt.lease import Lease
-from unickpt.lineage import Version
+from unickpt.lineage import Lineage, Version
 from unickpt.merge import some
 from unickpt.options import SaveOptions
 from unickpt.pending import Hooks
@@ -80,7 +80,7 @@ class Upkeep:
         self._flights: dict[object, int] = {}  # by the save
         self._held: set[int] = set()
         self._removed: set[int] = set()
-        self._supersedes: dict[int, tuple[str, list[str]]] = {}  # of saves in flight; see `_check`
+        self._lineages: dict[int, tuple[str, Lineage]] = {}  # of saves in flight; see `_check`
         self._own: set[str] = set()  # attempts of this process that were committed
         self._unseen: set[str] = set()  # attempts to replace the root's version, whichever it is
         self._copied: set[str] = set()  # versions that are complete in the root
@@ -120,6 +120,27 @@ class Upkeep:
     def _in_flight(self) -> list[int]:
         with self._changed:
             return list(self._flights.values())
+
+    def remove_abandoned(self) -> None:
+        """Removes steps from the local tier that do not count; see `compare`. If the root is away,
+        copying finds out later.
+
+        Raises:
+            SaveConflict: another job saves here.
+            StorageError: the local tier failed.
+        """
+        if self._local is None:
+            return
+        for step in self._local.committed():
+            try:
+                standing = compare(self._local, self._root, step)
+            except StorageError as error:
+                _log.warning("cannot compare %s with the root: %s", self._local.path(step), error)
+                return
+            if standing.is_abandoned:
+                self._first.lease.take()
+                self._log_removal(self._local, step, standing)
+                self._local.remove(step)
 
     def remove(self, steps: Iterable[int]) -> None:
         """Removes steps from both tiers, the newest first; nothing else may be in progress.
@@ -183,7 +204,12 @@ class Upkeep:
         with suppress(StorageError):  # it may be away; then copying finds out
             self._root.check_no_checkpoint()
             self._check_newest(step, self._root)
-        self._supersedes[step] = attempt, self._superseded(step, overwrite, attempt)
+        # First the local versions: one of them may become the newest in the root at any time.
+        local = {s: self._local.version(s) for s in self._local.committed()}
+        supersedes = self._superseded(self._local, step, overwrite, attempt)
+        follows = {version.name for version in local.values() if version is not None}
+        follows.update(self._newest_in_root(self._local, local))
+        self._lineages[step] = attempt, Lineage(tuple(supersedes), frozenset(follows))
 
     def _check_failed(self, step: int, overwrite: bool) -> None:
         """If the last save of this step failed after its commit, reports that error instead of only
@@ -235,12 +261,23 @@ class Upkeep:
         if self._first in self._newest:
             self._newest[self._first] = max(step, self._newest[self._first])
 
-    def _superseded(self, step: int, overwrite: bool, attempt: str) -> list[str]:
+    def _newest_in_root(self, local: Tier, versions: Mapping[int, Version | None]) -> Iterable[str]:
+        """The name of the root's newest version. If the root cannot be read, those that the newest
+        of some `versions` in the local tier follows."""
+        try:
+            newest = self._root.newest()
+            return () if newest is None else (newest.name,)
+        except StorageError:
+            there = {step: version for step, version in versions.items() if version is not None}
+            if not there:
+                return ()
+            return local.lineage(max(there), there[max(there)]).follows or ()
+
+    def _superseded(self, local: Tier, step: int, overwrite: bool, attempt: str) -> list[str]:
         """The versions of a step that an attempt to save it in the local tier supersedes."""
-        assert self._local is not None
-        here, names = self._local.version(step), list[str]()
+        here, names = local.version(step), list[str]()
         if here is not None:
-            names = [*self._local.superseded(step, here), here.name]
+            names = [*local.lineage(step, here).supersedes, here.name]
         try:
             there = self._root.version(step)
         except StorageError:  # it may be away; then copying finds out
@@ -259,9 +296,9 @@ class Upkeep:
 
     def _check(self, step: int) -> None:
         """Runs right before its commit."""
-        attempt, names = self._supersedes.get(step, ("", []))
-        if names:
-            self._first.supersede(step, attempt, names, fsync=self._options.fsync)
+        if step in self._lineages:
+            attempt, lineage = self._lineages[step]
+            self._first.record_lineage(step, attempt, lineage, fsync=self._options.fsync)
         self._first.lease.check()
 
     def _committed(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -271,12 +308,12 @@ class Upkeep:
         if self._local is None:
             self._cleaning.add(self._clean)
         else:
-            self._own.add(self._supersedes[step][0])
+            self._own.add(self._lineages[step][0])
             self._copying.add(self._copy)
 
     def _ended(self, save: object, step: int) -> None:
         """Runs at the end of its save, whether it succeeded or not."""
-        self._supersedes.pop(step, None)
+        self._lineages.pop(step, None)
         with self._changed:
             self._flights.pop(save, None)
 
@@ -308,17 +345,25 @@ class Upkeep:
                     f"{local.path(step)} was removed by another process before it was copied to "
                     f"{self._root.location}"
                 )
-            if version.name in self._refused or not self._is_due(step, version, standing):
+            if version.name in self._refused or not self._is_due(local, step, version, standing):
                 return
             try:
                 arguments = local, step, version, standing.root, budget_bytes, timeout_s
                 if self._root.copy_from(*arguments):
-                    self._copied.add(version.name)
+                    self._is_copied(local, step, version)
             except CheckpointCorrupt:
                 self._refused.add(version.name)  # otherwise each later save would try it again
                 raise
 
-    def _is_due(self, step: int, version: Version, standing: Standing) -> bool:
+    def _is_copied(self, local: Tier, step: int, version: Version) -> None:
+        """Records that a version is complete in the root."""
+        self._copied.add(version.name)
+        try:
+            local.record_copied(step, version, fsync=self._options.fsync)
+        except StorageError as error:  # the copy is there; a record is missing
+            _log.warning("cannot record that %s was copied: %s", local.path(step), error)
+
+    def _is_due(self, local: Tier, step: int, version: Version, standing: Standing) -> bool:
         """Whether a version in the local tier must be copied.
 
         Raises:
@@ -330,17 +375,17 @@ class Upkeep:
             damage = "" if version.name in self._copied else self._root.damage(step)
             if damage:
                 _log.warning("%s; it is copied again", damage)
-            else:
-                self._copied.add(version.name)
+            elif version.name not in self._copied:
+                self._is_copied(local, step, version)
             return bool(damage)
         if version.attempt in self._unseen:
             return True
         if version.attempt in self._own:
             self._refused.add(version.name)
             raise SaveConflict(
-                f"{self._root.path(step)} holds a version that was saved by another job, or that "
-                "could not be read when this job saved the step. It is not replaced; this job's "
-                f"version stays in {self._first.path(step)}: copy it from there if you want it"
+                f"{self._root.path(step)}: another job saved or removed steps there, or they could "
+                "not be read when this job saved the step. The step is not copied; it stays in "
+                f"{self._first.path(step)}: copy it from there if you want it"
             )
         return False
 
@@ -387,15 +432,14 @@ class Upkeep:
         if version is None:
             return False
         if standing.newer is Newer.ROOT and version.attempt not in self._own:
-            _log.warning(
-                "removing %s, which is %s in %s",
-                local.path(step),
-                standing.fault,
-                self._root.location,
-            )
+            self._log_removal(local, step, standing)
             return True
         is_copied = standing.newer is Newer.SAME and version.name in self._copied
         return not is_newest and (is_copied or is_expendable)
+
+    def _log_removal(self, local: Tier, step: int, standing: Standing) -> None:
+        where = self._root.location
+        _log.warning("removing %s, which is %s in %s", local.path(step), standing.fault, where)
 
     @contextmanager
     def _removing(self, step: int) -> Iterator[bool]:
