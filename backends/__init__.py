@@ -69,8 +69,9 @@ class Location:
         return self.spec["driver"] not in ("file", "memory")
 
     def store(self, context: ts.Context) -> KvStore:
-        """The plain key-value store of this folder."""
-        return KvStore.open(dict(self.spec), context)
+        """The plain key-value store of this folder, whose files may be of any kind."""
+        opened = KvStore.open(dict(self.spec), context)
+        return file.Store(opened.raw, self.spec["path"]) if self.is_local else opened
 
     # --- databases -----------------------------------------------------------------------------
 
@@ -99,8 +100,6 @@ class Location:
 
     def read_manifest(self, context: ts.Context) -> ts.KvStore.ReadResult:
         """The manifest in the folder, and the storage's name for its version."""
-        if self.is_local:
-            file.Files(self.spec["path"]).check_manifest()
         return self.store(context).read(ocdbt.MANIFEST).result()
 
     def array_spec(self, prefix: str) -> dict[str, Any]:
