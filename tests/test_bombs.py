@@ -625,3 +625,22 @@ def test_the_decoder_ends_where_bytes_do() -> None:
                 decoder.node(data, place, 0, b"", decoder.Budget())
     assert decoder.node(node(body), place, 0, b"", decoder.Budget()).keys[0] == b"k0"
     assert digests.DTYPE.itemsize == 12
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_number_without_end_is_refused_at_once(
+    packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted by how often the bytes are looked at; each look takes as long as there are bytes."""
+    looks, real = [0], np.flatnonzero
+
+    def look(raw: Any) -> Any:
+        looks[0] += 1
+        assert looks[0] < 50
+        return real(raw)
+
+    monkeypatch.setattr(decoder.np, "flatnonzero", look)
+    body = bytes([0]) + files([]) + varint(40) + bytes(38) + b"\xff" * 500_000
+    data = node(plain(body) if packed else body, packed=packed)
+    with pytest.raises(Damaged, match="a number of more than 64 bits"):
+        decoder.node(data, decoder.Place("x", 0, 0), 0, b"", decoder.Budget())
