@@ -310,7 +310,10 @@ def resolve(path: Path, *, whole: bool = False) -> Location:
     make = _SCHEMES.get(scheme.lower())
     if make is None:
         raise InvalidPath(f"{text!r}: unknown scheme {scheme!r}; known are {_known()}")
-    parts = urlsplit(text)
+    try:
+        parts = urlsplit(text)
+    except ValueError as error:
+        raise InvalidPath(f"{text!r} is not a valid URL: {error}") from None
     if parts.query or parts.fragment:
         raise InvalidPath(f"{text!r}: a checkpoint's URL has no '?' or '#'")
     url = text if text.endswith("://") else text.rstrip("/") + "/"
