@@ -413,9 +413,8 @@ class Values(ocdbt.Values):
         found = self.tree.find(key)
         if found is None:
             raise Damaged(f"no bytes stored, {length} expected")
-        stored = found.length if isinstance(found, Place) else len(found)
-        if stored != length:
-            raise Damaged(f"{stored} bytes stored, {length} expected")
+        if ocdbt.length_of(found) != length:
+            raise Damaged(f"{ocdbt.length_of(found)} bytes stored, {length} expected")
         if isinstance(found, Place):
             self._read_into(found, out, look)
         else:
