@@ -18,7 +18,7 @@ from unickpt.adapt import Array, ArraySource, Fence, Fragment, Memory, Read, Sam
 from unickpt.adapters.numpy import whole_source
 from unickpt.box import Box, overlap
 from unickpt.errors import ProcessFailed, SaveTimeout, UnsupportedLeaf
-from unickpt.group import BoundedGroup, Group, new_session
+from unickpt.group import DECIDE, LOAD, SAVE, BoundedGroup, Call, Group, new_session
 from unickpt.layout import Layout, Mesh
 from unickpt.tree import Expansion
 
@@ -229,19 +229,22 @@ class _JaxGroup(BoundedGroup):
             talk.session = new_session()
             client.key_value_set(_SESSION_KEY, talk.session)
         elif not talk.session:
-            with self._waiting("for process 0, which did not start to save"):
+            with self._waiting("for process 0, which did not start to save", SAVE):
                 talk.session = client.blocking_key_value_get(_SESSION_KEY, self._timeout_ms)
         return f"{talk.session}-{next(talk.attempts):06d}"
 
     def agree(self, value: int) -> int:
+        return self._agree(value, DECIDE)
+
+    def _agree(self, value: int, call: Call) -> int:
         client = _client()
         number = next(_talk(client).agreements)
         place = f"unickpt/agree/{number}"
         client.key_value_set(f"{place}/{self.index}", str(value))
-        with self._waiting("for the others, but not all of them called the Checkpointer"):
+        with self._waiting("for the others, but not all of them took part", call):
             client.wait_at_barrier(place, self._timeout_ms)
         if self.index > 0:
-            with self._waiting("for process 0, which did not send what was agreed"):
+            with self._waiting("for process 0, which did not send what was agreed", call):
                 return int(client.blocking_key_value_get(f"{place}/largest", self._timeout_ms))
         largest = max(int(found) for _, found in client.key_value_dir_get(f"{place}/"))
         client.key_value_set(f"{place}/largest", str(largest))
@@ -254,7 +257,7 @@ class _JaxGroup(BoundedGroup):
         return max(1, int(self._timeout_s * 1000))
 
     @contextmanager
-    def _waiting(self, what: str) -> Iterator[None]:
+    def _waiting(self, what: str, call: Call) -> Iterator[None]:
         try:
             yield
         except jax.errors.JaxRuntimeError as error:
@@ -262,14 +265,13 @@ class _JaxGroup(BoundedGroup):
                 raise ProcessFailed(f"another process has probably ended: {error}") from error
             raise SaveTimeout(
                 f"process {self.index} of {self.count} waited {what} within {self._timeout_s:g} s "
-                "(SaveOptions.timeout_s); all processes must do so at the same steps. "
-                f"jax.distributed says: {error}"
+                f"({call.option}); all processes must {call.duty}. jax.distributed says: {error}"
             ) from error
 
     def exchange(self, data: Array, sent: Sequence[int], received: Sequence[int]) -> Array:
         # One shape, so that XLA compiles once; repeated until the longest part is sent.
         extent = max(_LEAST_SLICE, _SLICES // self.count)
-        times = self.agree(-(-max(*sent, *received) // extent))
+        times = self._agree(-(-max(*sent, *received) // extent), LOAD)
         starts, ends = ([0, *itertools.accumulate(sizes)] for sizes in (sent, received))
         found = np.empty(sum(received), np.uint8)
         for begin in range(0, times * extent, extent):

@@ -30,7 +30,7 @@ from unickpt.adapters.torch_optimizer import (
 )
 from unickpt.box import Box
 from unickpt.errors import LoadMismatch, ProcessFailed, SaveTimeout, StateChanged
-from unickpt.group import BoundedGroup, Group, new_session
+from unickpt.group import DECIDE, LOAD, SAVE, BoundedGroup, Call, Group, new_session
 from unickpt.tree import Expansion
 
 
@@ -261,14 +261,15 @@ class _TorchGroup(BoundedGroup):
 
     def agree(self, value: int) -> int:
         largest = torch.tensor(value, dtype=torch.int64, device=self._device())
-        self._finish(dist.all_reduce(largest, dist.ReduceOp.MAX, async_op=True))
+        self._finish(dist.all_reduce(largest, dist.ReduceOp.MAX, async_op=True), DECIDE)
         return int(largest.item())
 
     def exchange(self, data: Array, sent: Sequence[int], received: Sequence[int]) -> Array:
         device = self._device()
         found = torch.empty(sum(received), dtype=torch.uint8, device=device)
         given = torch.from_numpy(data).to(device)
-        dist.all_to_all_single(found, given, list(received), list(sent))
+        parts = list(received), list(sent)
+        self._finish(dist.all_to_all_single(found, given, *parts, async_op=True), LOAD)
         return _as_numpy(found.cpu())
 
     def _new_session(self) -> str:
@@ -294,20 +295,21 @@ class _TorchGroup(BoundedGroup):
         except RuntimeError as error:  # DistStoreError; some stores raise its base
             raise SaveTimeout(
                 f"process {self.index} of {self.count} waited for process 0, which did not start "
-                f"to save within {self._told_timeout}; all ranks must call save"
+                f"to save within {self._limit(SAVE)}; all ranks must {SAVE.duty}"
             ) from error
         return name
 
     def _broadcast(self, name: str) -> str:
         shared = torch.tensor(list(bytes.fromhex(name)), dtype=torch.uint8, device=self._device())
-        self._finish(dist.broadcast(shared, src=0, async_op=True))
+        self._finish(dist.broadcast(shared, src=0, async_op=True), SAVE)
         return bytes(shared.tolist()).hex()
 
-    def _finish(self, work: Any) -> None:
-        """Waits for a collective.
+    def _finish(self, work: Any, call: Call) -> None:
+        """Waits for a collective that is part of a call.
 
         Raises:
             SaveTimeout: it takes longer than this group waits.
+            ProcessFailed: another rank ended.
         """
         if self._timeout_s is None:
             work.wait()
@@ -319,30 +321,29 @@ class _TorchGroup(BoundedGroup):
             except RuntimeError as error:
                 if work.is_completed():
                     raise ProcessFailed(f"another rank has probably ended: {error}") from error
-                raise self._late() from error
+                raise self._late(call) from error
         # NCCL's `wait` does not block the host.
         deadline, pause = time.monotonic() + self._timeout_s, 50e-6
         while not work.is_completed():
             if time.monotonic() > deadline:
-                raise self._late()
+                raise self._late(call)
             time.sleep(pause)
             pause = min(2 * pause, 5e-3)
         work.wait()
 
-    def _late(self) -> SaveTimeout:
+    def _late(self, call: Call) -> SaveTimeout:
         others = [rank for rank in range(self.count) if rank != self.index]
         shown = ", ".join(map(str, others[:8])) + ", ..." * (len(others) > 8)
         return SaveTimeout(
             f"process {self.index} of {self.count} waited for process{'es' * (len(others) > 1)} "
-            f"{shown}, but not all of them took part within {self._told_timeout}; all ranks must "
-            "call the Checkpointer at the same steps"
+            f"{shown}, but not all of them took part within {self._limit(call)}; all ranks must "
+            f"{call.duty}"
         )
 
-    @property
-    def _told_timeout(self) -> str:
+    def _limit(self, call: Call) -> str:
         if self._timeout_s is None:
             return "the timeout of torch.distributed"
-        return f"{self._timeout_s:g} s (SaveOptions.timeout_s)"
+        return f"{self._timeout_s:g} s ({call.option})"
 
     def _device(self) -> str:
         backends = str(dist.get_backend_config(self._world)).split(",")  # e.g. cpu:gloo,cuda:nccl

@@ -69,8 +69,9 @@ class Location:
         return self.spec["driver"] not in ("file", "memory")
 
     def store(self, context: ts.Context) -> KvStore:
-        """The plain key-value store of this folder."""
-        return KvStore.open(dict(self.spec), context)
+        """The plain key-value store of this folder, whose files may be of any kind."""
+        opened = KvStore.open(dict(self.spec), context)
+        return file.Store(opened.raw, self.spec["path"]) if self.is_local else opened
 
     # --- databases -----------------------------------------------------------------------------
 
@@ -99,8 +100,6 @@ class Location:
 
     def read_manifest(self, context: ts.Context) -> ts.KvStore.ReadResult:
         """The manifest in the folder, and the storage's name for its version."""
-        if self.is_local:
-            file.Files(self.spec["path"]).check_manifest()
         return self.store(context).read(ocdbt.MANIFEST).result()
 
     def array_spec(self, prefix: str) -> dict[str, Any]:
@@ -311,7 +310,10 @@ def resolve(path: Path, *, whole: bool = False) -> Location:
     make = _SCHEMES.get(scheme.lower())
     if make is None:
         raise InvalidPath(f"{text!r}: unknown scheme {scheme!r}; known are {_known()}")
-    parts = urlsplit(text)
+    try:
+        parts = urlsplit(text)
+    except ValueError as error:
+        raise InvalidPath(f"{text!r} is not a valid URL: {error}") from None
     if parts.query or parts.fragment:
         raise InvalidPath(f"{text!r}: a checkpoint's URL has no '?' or '#'")
     url = text if text.endswith("://") else text.rstrip("/") + "/"

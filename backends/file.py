@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import tensorstore as ts
+
 from unickpt.backends import ocdbt
-from unickpt.backends.kvstore import Damaged, Failed, KvStore, asking_system
+from unickpt.backends.kvstore import Damaged, Failed, Future, KvStore, asking_system
 from unickpt.backends.nodes import MOST_MANIFEST_BYTES, Place
 from unickpt.backends.ocdbt import MANIFEST
 from unickpt.errors import InvalidPath, StorageError
@@ -163,7 +165,7 @@ def remove_file(folder: str, name: str) -> None:
     top, between = os.path.realpath(folder), os.path.dirname(name)
     above = os.path.join(top, between) if between else top
     if os.path.realpath(above) == above:
-        with suppress(FileNotFoundError):
+        with asking_system(), suppress(FileNotFoundError):
             os.unlink(os.path.join(folder, name))
 
 
@@ -307,21 +309,42 @@ class Files:
                 at += len(part)
         return b"".join(parts)
 
-    def check_manifest(self) -> None:
-        """Checks that TensorStore may read the manifest, if it exists.
+    def check_if_present(self, path: str) -> None:
+        """Checks that TensorStore may read a file, which may be missing.
 
         Raises:
-            Damaged: it is not a regular file, or larger than any valid manifest.
+            Damaged: it is no regular file, or not in the folder, or a manifest larger than any
+                valid one.
             Failed: the storage failed.
         """
-        with asking_system():
-            try:
-                os.lstat(self.folder + MANIFEST)
-            except FileNotFoundError:
-                return
-        size = self._look(MANIFEST).st_size
-        if size > MOST_MANIFEST_BYTES:
-            raise Damaged(f"{self.folder}{MANIFEST} has {size} bytes, too many for a manifest")
+        at = self.folder + path
+        if not os.path.lexists(at):
+            return
+        try:
+            size = self._look(path).st_size
+        except Damaged:
+            if os.path.lexists(at):
+                raise
+            return  # removed meanwhile
+        if path == MANIFEST and size > MOST_MANIFEST_BYTES:
+            raise Damaged(f"{at} has {size} bytes, too many for a manifest")
+
+
+class Store(KvStore):
+    """The key-value store of a local folder; reads only its regular files, as `Files`.
+
+    Arguments:
+        raw: TensorStore's.
+        folder: ends with `/`.
+    """
+
+    def __init__(self, raw: ts.KvStore, folder: str) -> None:
+        super().__init__(raw)
+        self._folder = folder
+
+    def read(self, key: str, **options: Any) -> Future[ts.KvStore.ReadResult]:
+        Files(self._folder).check_if_present(key)
+        return super().read(key, **options)
 
 
 def _identity(found: os.stat_result) -> tuple[int, int]:
@@ -390,9 +413,8 @@ class Values(ocdbt.Values):
         found = self.tree.find(key)
         if found is None:
             raise Damaged(f"no bytes stored, {length} expected")
-        stored = found.length if isinstance(found, Place) else len(found)
-        if stored != length:
-            raise Damaged(f"{stored} bytes stored, {length} expected")
+        if ocdbt.length_of(found) != length:
+            raise Damaged(f"{ocdbt.length_of(found)} bytes stored, {length} expected")
         if isinstance(found, Place):
             self._read_into(found, out, look)
         else:
@@ -492,25 +514,36 @@ class Hold:
         Does not try to take the lock, which could make another process fail to get it.
         """
         try:
-            with open(os.path.join(path, name), "rb") as handle:
-                facts, text = os.fstat(handle.fileno()), handle.read(4096)
+            facts, text = _text_of(os.path.join(path, name))
             with open("/proc/locks", encoding="ascii") as locks:
                 held = any(_is_lock_of(line, facts) for line in locks)
         except OSError:
             return None
-        return text.decode(errors="replace") if held else None
+        return text if held else None
 
     def is_valid(self) -> bool:
         """Whether the locked file is still the one in the folder."""
-        try:
-            return os.path.samestat(os.fstat(self._handle), os.stat(self._name))
-        except FileNotFoundError:
-            return False
+        with asking_system():
+            try:
+                return os.path.samestat(os.fstat(self._handle), os.stat(self._name))
+            except FileNotFoundError:
+                return False
 
     def release(self) -> None:
         if self._handle in _held:
             _held.discard(self._handle)
             os.close(self._handle)
+
+
+def _text_of(name: str) -> tuple[os.stat_result, str]:
+    """What a lock file says, and the facts of the file; never blocks."""
+    handle = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        facts = os.fstat(handle)
+        _check_regular(facts, name)
+        return facts, os.pread(handle, 4096, 0).decode(errors="replace")
+    finally:
+        os.close(handle)
 
 
 def _is_lock_of(line: str, facts: os.stat_result) -> bool:
@@ -611,7 +644,7 @@ def _why_held(name: str) -> str:
     who, age = "another process", 0.0
     with suppress(OSError):
         age = time.time() - os.stat(name).st_mtime
-        who = Path(name).read_text(errors="replace")[:200] or who
+        who = _text_of(name)[1][:200] or who
     return (
         f"{name}: this file system has no locks (flock), so this file is the lock on the "
         f"checkpoint, and {who} has held it for {age:.0f} s. A commit takes less than a second. If "

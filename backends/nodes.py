@@ -299,14 +299,16 @@ class _Body:
                 raise Damaged(f"{self._name} holds a number of more than 64 bits")
             return np.array(few, np.uint64)
         self._need(self._at + count)
-        end = min(self._at + 10 * count, len(self._data))
         while True:
+            most = self._at + 10 * count
+            end = min(most, len(self._data))
             raw = np.frombuffer(self._data, np.uint8, end - self._at, self._at)
             ends = np.flatnonzero(raw < 128)[:count]
             if len(ends) == count:
                 break
-            end += count - len(ends)
-            self._need(end)
+            if end == most:
+                raise Damaged(f"{self._name} holds a number of more than 64 bits")
+            self._need(end + count - len(ends))
         starts = np.concatenate([[0], ends[:-1] + 1])
         widths = ends - starts + 1
         if widths.max() > 10:

@@ -182,26 +182,23 @@ class Values:
         Raises:
             Damaged: it has another length, is incomplete, or the tree is damaged.
         """
-        found, stored = self.tree.find(key), self.length(key)
-        if length is not None and found is not None and stored != length:
-            raise Damaged(f"{stored} bytes stored, {length} expected")
+        found = self.tree.find(key)
+        if length is not None and found is not None and length_of(found) != length:
+            raise Damaged(f"{length_of(found)} bytes stored, {length} expected")
         return self._bytes(found) if isinstance(found, Place) else found
 
     def length(self, key: str) -> int | None:
         """The length of a value in bytes according to the tree; None if it is missing."""
         found = self.tree.find(key)
-        if found is None:
-            return None
-        return found.length if isinstance(found, Place) else len(found)
+        return None if found is None else length_of(found)
 
     def has(self, key: str, length: int) -> bool:
         """Whether a value of at least `length` bytes is stored, including its last byte."""
         found = self.tree.find(key)
-        if not isinstance(found, Place):
-            return found is not None and len(found) >= length
-        if found.length < length:
+        if found is None or length_of(found) < length:
             return False
-        self._bytes(Place(found.path, found.offset + length - 1, 1))
+        if isinstance(found, Place):
+            self._bytes(Place(found.path, found.offset + length - 1, 1))
         return True
 
     def check(self, prefix: str) -> None:
@@ -251,6 +248,11 @@ def fetch(store: KvStore, place: Place) -> bytes:
         raise Damaged(f"no file {place.path}")
     data: bytes = read.value
     return data
+
+
+def length_of(found: bytes | Place) -> int:
+    """The length in bytes of what `Tree.find` found."""
+    return found.length if isinstance(found, Place) else len(found)
 
 
 def _range(place: Place) -> slice:

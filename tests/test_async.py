@@ -39,6 +39,7 @@ from unickpt import (
 )
 from unickpt.adapters import jax as jax_adapter
 from unickpt.adapters import torch as torch_adapter
+from unickpt.keeping import Keeping, Way
 from unickpt.pending import Hooks, SaveQueue
 from unickpt.staging import HostArea
 
@@ -852,3 +853,46 @@ def test_optimizer_owners_are_storages() -> None:
     assert len(fence.owners()) == 2 * (1 + 3)  # parameters, moments and counters
     fence.remove()
     assert torch_adapter.fence(model, lambda: None) is None
+
+
+def test_memory_of_a_save_that_fails_while_it_is_staged_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a device: a clone is copied in the background, and meanwhile a change is found."""
+    changing, behind = torch.zeros(1 << 19), torch.ones(1 << 19)
+    began, may_end = threading.Event(), threading.Event()
+    decide, stage, areas = Keeping._decide, staging.stage, set[Any]()
+
+    def decided(self: Any, fragment: Any, dtype: Any) -> Any:
+        way, kept = decide(self, fragment, dtype)
+        whole = kept.read(kept.box, lambda: np.empty(kept.box.shape, dtype))
+        return (Way.BEHIND if whole[0] == 1 else way), kept
+
+    def staged(fragment: Any, box: Any, *arguments: Any, **named: Any) -> Any:
+        if fragment.read(box, lambda: np.empty(box.shape, np.float32))[0] == 1:
+            began.set()
+            assert may_end.wait(30)
+        return stage(fragment, box, *arguments, **named)
+
+    def keeping_area(self: Any, saving: Any, area: Any, owners: Any) -> None:
+        areas.add(area)
+        init(self, saving, area, owners)
+
+    init = staging.Staging.__init__
+    monkeypatch.setattr(Keeping, "_decide", decided)
+    monkeypatch.setattr(staging, "stage", staged)
+    monkeypatch.setattr(staging.Staging, "__init__", keeping_area)
+    options = SaveOptions(staging="lazy", fsync=False)
+    pending = unickpt.save_async(tmp_path / "c", {"a": changing, "b": behind}, options=options)
+    assert began.wait(30)
+    changing.add_(1)
+    with pytest.raises(unickpt.StateChanged):
+        pending.wait_staged()
+    threading.Timer(0.3, may_end.set).start()  # the writer has noticed by then
+    with pytest.raises(unickpt.StateChanged):
+        pending.result(30)
+    for thread in threading.enumerate():
+        if thread.name.startswith("unickpt stage"):
+            thread.join(30)
+    (area,) = areas
+    assert area._held == 0

@@ -533,6 +533,58 @@ def test_a_lock_is_a_file(tmp_path: Path) -> None:
     assert precious.read_text() == "mine"
 
 
+SAVED_BY_TWO = """
+import numpy as np, unickpt
+path, index = ARGS
+group = unickpt.ProcessGroup(index, 2, "s")
+options = unickpt.SaveOptions(group=group, timeout_s=20, fsync=False)
+try:
+    print(unickpt.save(path, {"w": np.ones(3)}, options=options).arrays)
+except unickpt.UnickptError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "who"),
+    [("records/00001.ok", 0), ("notes/error-00001", 0), ("notes/request", 1)],
+)
+def test_what_processes_tell_each_other_is_in_files(
+    name: str, who: int, forks: Forks, tmp_path: Path
+) -> None:
+    """A FIFO would block a process for ever; a link may lead to any file."""
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    for number, make in enumerate((os.mkfifo, lambda f: f.symlink_to(precious))):
+        path = tmp_path / str(number)
+        file = path / "processes/s-000000" / name
+        file.parent.mkdir(parents=True)
+        make(file)
+        out = forks.wait(forks.start(SAVED_BY_TWO, str(path), who)).out
+        assert f"{file} is " in out, out
+        assert "a FIFO, not a file" in out or "outside of the checkpoint's folder" in out
+    assert precious.read_text() == "mine"
+
+
+def test_a_reader_of_locks_is_not_blocked(tmp_path: Path, forks: Forks) -> None:
+    (tmp_path / "run").mkdir()
+    os.mkfifo(tmp_path / "run/.unickpt.lock")
+    os.mkfifo(tmp_path / "run/manifest.ocdbt.exclusive.__lock")
+    out = forks.wait(
+        forks.start(
+            """
+import unickpt
+from unickpt.backends import file
+print(unickpt.remnants.find(ARGS[0]).holder)
+print(file._why_held(ARGS[0] + "/manifest.ocdbt.exclusive.__lock"))
+""",
+            str(tmp_path / "run"),
+        )
+    ).out
+    assert "None\n" in out
+    assert "another process has held it" in out
+
+
 def test_a_link_does_not_lead_out(saved: Path, forks: Forks, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -573,3 +625,22 @@ def test_the_decoder_ends_where_bytes_do() -> None:
                 decoder.node(data, place, 0, b"", decoder.Budget())
     assert decoder.node(node(body), place, 0, b"", decoder.Budget()).keys[0] == b"k0"
     assert digests.DTYPE.itemsize == 12
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_number_without_end_is_refused_at_once(
+    packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted by how often the bytes are looked at; each look takes as long as there are bytes."""
+    looks, real = [0], np.flatnonzero
+
+    def look(raw: Any) -> Any:
+        looks[0] += 1
+        assert looks[0] < 50
+        return real(raw)
+
+    monkeypatch.setattr(decoder.np, "flatnonzero", look)
+    body = bytes([0]) + files([]) + varint(40) + bytes(38) + b"\xff" * 500_000
+    data = node(plain(body) if packed else body, packed=packed)
+    with pytest.raises(Damaged, match="a number of more than 64 bits"):
+        decoder.node(data, decoder.Place("x", 0, 0), 0, b"", decoder.Budget())

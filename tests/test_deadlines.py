@@ -1,4 +1,4 @@
-"""A process that saves, or asks, alone: told in time, with the name of whom it waited for."""
+"""A process that saves, asks or loads alone: told in time, with the name of whom it waited for."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ if rank == alone:
     try:
         if what == "save":
             unickpt.save(f"{root}/c", {"w": np.ones(3)}, options=options)
+        elif what == "load":
+            together = unickpt.LoadOptions(exchange=True, timeout_s=2)
+            unickpt.load(f"{root}/there", options=together)
         elif what == "save_async":
             unickpt.save_async(f"{root}/c", {"w": np.ones(3)}, options=options).result()
         else:
             with unickpt.Checkpointer(f"{root}/run", save_every_s=9.0, options=options) as c:
                 c.should_save(1)
-    except unickpt.SaveTimeout as raised:
+    except (unickpt.SaveTimeout, unickpt.ProcessFailed) as raised:
         error = str(raised)
     print(json.dumps([error, time.monotonic() - began]), flush=True)
 done(rank).touch()
@@ -60,7 +63,8 @@ def alone(processes: Processes, kind: str, root: Path, world: int, rank: int, wh
     assert error is not None
     assert 2 <= seconds < 30  # gloo and JAX would wait for half an hour
     assert "within 2 s" in error
-    assert "SaveOptions.timeout_s" in error
+    option = "LoadOptions.timeout_s" if what == "load" else "SaveOptions.timeout_s"
+    assert option in error
     return str(error)
 
 
@@ -89,6 +93,15 @@ def test_a_process_asks_alone(kind: str, rank: int, processes: Processes, tmp_pa
     error = alone(processes, kind, tmp_path, 2, rank, "should_save")
     who = f"process {1 - rank}" if kind == "torch" else "the others"
     assert f"process {rank} of 2 waited for {who}" in error
+
+
+@pytest.mark.parametrize(("kind", "rank"), [("torch", 0), ("torch", 1), ("jax", 0), ("jax", 1)])
+def test_a_process_loads_alone(kind: str, rank: int, processes: Processes, tmp_path: Path) -> None:
+    unickpt.save(tmp_path / "there", {"w": 1})
+    error = alone(processes, kind, tmp_path, 2, rank, "load")
+    who = f"process {1 - rank}" if kind == "torch" else "the others"
+    assert f"process {rank} of 2 waited for {who}" in error
+    assert "must call load with the same arguments, and one may have ended" in error
 
 
 AGAIN = """

@@ -225,6 +225,8 @@ def test_the_body_is_sound_before_it_is_changed() -> None:
         ("arrays.w.chunk", [1 << 61, 1 << 61], "do not fit"),
         ("arrays.w.dtype", "O", "unknown dtype"),
         ("arrays.w.dtype", "datetime64[99999999999999999Y]", "array 'w'"),
+        ("arrays.w.dtype", "datetime64[s/0]", "unknown dtype"),  # NumPy ends the process
+        ("arrays.w.dtype", "datetime64[\ud800]", "unknown dtype"),
         ("arrays.w.dtype", "float32, (1000000,)int8", "unknown dtype"),
         ("arrays.w.layout", -1, "layout -1"),
         ("arrays.w.layout", True, "'layout'"),
@@ -467,6 +469,13 @@ PER_PROCESS: list[Any] = [
     b'{"tree":"*","values":{},"arrays":{"":{"dtype":"int8","shape":[-1,-4],"data":"AAAA"}}}',
     b'{"tree":"*","values":{},"arrays":{"":{"dtype":"int8","shape":[1e9],"data":"AAAA"}}}',
     b'{"tree":"*","values":{},"arrays":{"":{"dtype":"O","shape":[1],"data":"AAAAAAAAAAA="}}}',
+    b'{"tree":"*","values":{},"arrays":{"":{"dtype":"datetime64[s/0]","shape":[],"data":""}}}',
+    b'{"tree":"*","values":{},"arrays":{"":{"dtype":"int8","shape":[0,4611686018427387904,8],'
+    b'"data":""}}}',
+    b'{"tree":"*","values":{},"arrays":{"":{"dtype":"int8","shape":[true],"data":"AA=="}}}',
+    b'{"tree":"*","values":{},"arrays":{"":{"dtype":"int8","shape":[1],"data":"AA==","prng":1}}}',
+    b'{"tree":"*","values":{},"arrays":{"":[]}}',
+    b'{"tree":"*","values":{"":[]},"arrays":{}}',
     b'{"tree":{"namedtuple":[["x","*"]],"type":"__import__(1)"},"values":{"x":1},"arrays":{}}',
     b'{"tree":' + b'{"list":[' * 5000 + b"]}" * 5000 + b',"values":{},"arrays":{}}',
 ]
@@ -477,9 +486,28 @@ def test_a_bad_per_process_value_is_refused(blob: bytes, tmp_path: Path) -> None
     digest = index_module.xxhash.xxh3_64_intdigest(blob)
     entry = index_module.PerProcessEntry(((len(blob), digest),))
     index, table = index_of(per_process={"r": entry}, tree={"dict": [["r", "*"]]})
-    forge_index(tmp_path, index, table, **{"r/process_00000": blob})
-    with pytest.raises(UnickptError, match="'r'"):
-        unickpt.load(tmp_path)
+    forge_index(tmp_path / "here/c", index, table, **{"r/process_00000": blob})
+    for like in (None, {"r": unickpt.PerProcess(1)}):
+        with pytest.raises(CheckpointCorrupt, match="here/c: per-process leaf 'r': "):
+            unickpt.load(tmp_path / "here/c", like)
+    with pytest.raises(CheckpointCorrupt, match="here/c: per-process leaf 'r': "):
+        unickpt.convert(tmp_path / "here/c", tmp_path / "converted")
+
+
+def test_an_error_of_our_own_is_not_told_as_a_fault_of_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unickpt.save(tmp_path / "c", {"r": unickpt.PerProcess({"x": np.arange(3), "y": 1})})
+
+    def broken(*arguments: object) -> object:
+        raise ValueError("a bug")
+
+    for module, name in (("values", "from_json"), ("tree", "leaves"), ("dtypes", "from_name")):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"unickpt.blob.{module}.{name}", broken)
+            with pytest.raises(ValueError, match="a bug") as caught:
+                unickpt.load(tmp_path / "c")
+        assert type(caught.value) is ValueError
 
 
 TREES: list[Any] = [

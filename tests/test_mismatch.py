@@ -12,6 +12,7 @@ import pytest
 
 import unickpt
 from unickpt import likely
+from unickpt.folding import fold
 
 
 def message(stored: Any, like: Any, **options: Any) -> str:
@@ -226,3 +227,17 @@ def test_many_names_take_no_quadratic_time(monkeypatch: pytest.MonkeyPatch) -> N
         likely.causes(one, {f"l/{i + 2000}/w": text for i, text in enumerate(one.values())}) == []
     )
     assert len(looked) <= 10 * 2000
+
+
+def test_hostile_names_take_no_more_than_others() -> None:
+    """As many numbers as would make a product that no memory holds; more digits than an int takes;
+    and so many components that all their endings would fill gigabytes."""
+    wide = ["/".join(str(i * k % 7) for k in range(1, 60)) for i in range(40)]
+    assert fold(wide) == wide
+    names = [*wide, "9" * 5000, "x/" * 400_000]
+    unickpt.save("memory://mismatch/hostile", {"w": 1})
+    like = {"values": dict.fromkeys(names, 1)}
+    with pytest.raises(unickpt.LoadMismatch):
+        unickpt.load("memory://mismatch/hostile", like)
+    assert likely.causes({"y." * 400_000: ""}, {"x." * 400_000: ""}) == []
+    assert likely.causes({"a" * 600 + "x": ""}, {"a" * 600 + "y": ""}) == []

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import unickpt
-from unickpt import LoadMismatch, UnsupportedLeaf
+from unickpt import LoadMismatch, UnsupportedLeaf, outline, tree
 
 PATH = "memory://plain/c"
 
@@ -77,6 +77,33 @@ def test_a_member_of_an_enumeration_is_stored_as_the_int_or_str_that_it_is(membe
             assert got == member
     assert type(roundtrip(member, type(plain)())) is type(plain)
     assert roundtrip(unickpt.PerProcess(member), unickpt.PerProcess(member)).value is member
+
+
+def test_the_name_of_the_type_is_kept_for_people() -> None:
+    state: Any = {
+        "mode": [Color.RED, 1, Name.A, Color.RED, Color.RED, Flags.X, Flags.Y],
+        "own": unickpt.PerProcess(Color.RED),
+    }
+    unickpt.save(PATH, state, overwrite=True)
+    index = unickpt.open(PATH).index
+    rows = [row.label for row in outline.outline(index, PATH)]
+    assert rows == [
+        "mode/",
+        "{0,3..4} = 1 (Color)",
+        "1 = 1",
+        "2 = 'a' (Name)",
+        "5 = 1 (Flags)",
+        "6 = 2 (Flags)",
+        "own",
+    ]
+    assert unickpt.load(PATH)["mode"] == [1, 1, "a", 1, 1, 1, 2]
+    assert unickpt.verify(PATH).ok
+    unickpt.convert(PATH, PATH + "2", overwrite=True)
+    assert unickpt.open(PATH + "2").index.tree == index.tree
+    deepest: Any = Color.RED
+    for _ in range(tree.MAX_DEPTH - 1):
+        deepest = [deepest]
+    assert roundtrip(deepest) == deepest
 
 
 def test_a_member_that_is_none_is_refused() -> None:

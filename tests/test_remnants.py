@@ -226,14 +226,15 @@ def test_never_through_links(tmp_path: Path) -> None:
     assert files(tmp_path) == before
 
 
-def test_nothing_tells_when_it_was_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("manifest", [None, b"damaged"])
+def test_nothing_tells_when_it_was_written(manifest: bytes | None, tmp_path: Path) -> None:
     """Objects carry no time that TensorStore tells; only the manifests of processes hold one."""
     where = f"memory://{tmp_path.name}/run"
     unickpt.save(f"{where}/step_1", {"w": np.zeros(3)})
     unfinish(f"{where}/step_1")
     for key in keys(where):
         if key.endswith("manifest.ocdbt"):
-            store(where).write(key, None).result()
+            store(where).write(key, manifest).result()
     found = json.loads(run("ls", where, "--json"))
     assert [r["name"] for r in found["unknown_age"]] == ["step_1"]
     assert "of unknown age" in run("clean", where, "--yes")

@@ -144,3 +144,21 @@ def test_memory_is_used_again_only_when_it_was_hashed(
         unickpt.save(tmp_path / "c", tree, options=options)
     found = unickpt.load(tmp_path / "c")
     assert all(np.array_equal(found[name], tree[name]) for name in tree)
+
+
+def test_memory_that_the_system_refused_is_not_held() -> None:
+    refuses = [True]
+
+    def allocate(nbytes: int) -> Array:
+        if refuses.pop(0) if refuses else False:
+            raise MemoryError
+        return np.empty(nbytes, np.uint8)
+
+    buffers = HostBuffers(8 * MIB, allocate)
+    with pytest.raises(MemoryError):
+        buffers.take(8 * MIB)
+    first, second = buffers.take(4 * MIB), buffers.take(3 * MIB)
+    buffers.give(first)
+    assert second.nbytes
+    assert not np.shares_memory(buffers.take(MIB), first), "it is too large for that"
+    assert np.shares_memory(buffers.take(4 * MIB), first), "and was kept, because it fits"

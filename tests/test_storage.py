@@ -97,6 +97,7 @@ def test_a_checkpoint_in_memory(tmp_path: Path) -> None:
         ("file:/run/1", "two slashes after its scheme: file:///run/1"),
         ("s3:///path", "give a bucket and a path"),
         ("s3://Not_A_Bucket!/x", "Invalid S3 bucket name"),
+        ("s3://[bucket/x", "is not a valid URL"),
         ("s3://bucket/a/../b", "'\\.\\.'"),
         ("gs://bucket/", "add the checkpoint's path, such as gs://bucket/run/1"),
         ("memory://", "add the checkpoint's path, such as memory://run/1"),

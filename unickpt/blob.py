@@ -13,9 +13,19 @@ import numpy as np
 from unickpt import dtypes, tree, values
 from unickpt.adapt import Adapter, adapter_of
 from unickpt.box import Box
+from unickpt.errors import CheckpointCorrupt, LoadMismatch
 from unickpt.group import alone
 from unickpt.marks import LocalFragments, PerProcess
+from unickpt.quoting import quoted
 from unickpt.stage import HostBuffers, stage
+
+
+class _Malformed(ValueError):
+    """The bytes are not a per-process value."""
+
+
+class _Misfit(ValueError):
+    """A stored per-process value differs from `like`."""
 
 
 def blob_key(name: str, process: int) -> str:
@@ -55,33 +65,71 @@ def encode(value: Any, among: Sequence[Adapter]) -> bytes:
     return json.dumps(body, separators=(",", ":")).encode()
 
 
-def decode(data: bytes, like: Any, among: Sequence[Adapter]) -> Any:
+def decode(data: bytes, where: str, like: Any, among: Sequence[Adapter]) -> Any:
     """The inverse of `encode`; arrays are returned as those of `like`, or as NumPy arrays.
 
+    Arguments:
+        data: what `encode` returned; untrusted.
+        where: the checkpoint and the leaf, for messages.
+        like: what to load; None for what is stored.
+        among: the adapters.
+
     Raises:
-        ValueError: the bytes are malformed, or `like` has another structure.
+        CheckpointCorrupt: the bytes are not a per-process value.
+        LoadMismatch: `like` has another structure.
     """
     try:
-        body = json.loads(data)
-        found = {name: values.from_json(v) for name, v in body["values"].items()}
-        found |= {name: _array(a) for name, a in body["arrays"].items()}
-        prngs = {name: a.get("prng") for name, a in body["arrays"].items()}
-        root = tree.from_json(body["tree"])
-        if {leaf.name for leaf in tree.leaves(root)} != set(found):
-            raise ValueError("its tree and its leaves do not match")
-    except (KeyError, TypeError, AttributeError, RecursionError, ValueError) as error:
-        raise ValueError(f"a per-process value is malformed: {error!r}") from None
-    if like is not None:
-        root = tree.flatten(like, lambda x: _is_leaf(x, among), lambda obj, name: None)
-        templates = {leaf.name: leaf.value for leaf in tree.leaves(root)}
-        if set(templates) != set(found):
-            differ = ", ".join(sorted(set(templates) ^ set(found))[:5])
-            raise ValueError(f"the stored per-process value and `like` differ in: {differ}")
-        found = {
-            name: _into(templates[name], value, prngs.get(name), name, among)
-            for name, value in found.items()
-        }
+        root, found, prngs = _decode(data)
+        if like is not None:
+            root = tree.flatten(like, lambda x: _is_leaf(x, among), lambda obj, name: None)
+            found = _fitted(root, found, prngs, among)
+    except _Malformed as error:
+        raise CheckpointCorrupt(f"{where}: {error}") from None
+    except _Misfit as error:
+        raise LoadMismatch(f"{where}: {error}") from None
     return tree.rebuild(root, found.__getitem__)
+
+
+def _fitted(
+    root: tree.Node | tree.Leaf,
+    found: dict[str, Any],
+    prngs: dict[str, str | None],
+    among: Sequence[Adapter],
+) -> dict[str, Any]:
+    """The stored leaves as the leaves of `like` request them."""
+    templates = {leaf.name: leaf.value for leaf in tree.leaves(root)}
+    if set(templates) != set(found):
+        differ = ", ".join(sorted(set(templates) ^ set(found))[:5])
+        raise _Misfit(f"the stored per-process value and `like` differ in: {differ}")
+    return {
+        name: _into(templates[name], value, prngs.get(name), name, among)
+        for name, value in found.items()
+    }
+
+
+def _decode(data: bytes) -> tuple[tree.Node | tree.Leaf, dict[str, Any], dict[str, str | None]]:
+    """The tree, its leaves by name, and the PRNG implementations of those that are keys."""
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise _Malformed(f"a per-process value is not JSON: {error}") from None
+    plain, arrays = (_table(body, kind) for kind in ("values", "arrays"))
+    try:
+        root = tree.from_json(body.get("tree"))
+        found = {name: values.from_json(stored) for name, stored in plain.items()}
+    except (tree.BadTree, values.BadValue) as error:
+        raise _Malformed(f"a per-process value is malformed: {error}") from None
+    found |= {name: _array(name, stored) for name, stored in arrays.items()}
+    if {leaf.name for leaf in tree.leaves(root)} != set(found):
+        raise _Malformed("a per-process value is malformed: its tree and its leaves do not match")
+    return root, found, {name: stored.get("prng") for name, stored in arrays.items()}
+
+
+def _table(body: Any, kind: str) -> dict[str, Any]:
+    table = body.get(kind) if isinstance(body, dict) else None
+    if not isinstance(table, dict):
+        raise _Malformed(f"a per-process value is malformed: its {kind} are {quoted(table)}")
+    return table
 
 
 def _is_leaf(x: Any, among: Sequence[Adapter]) -> bool:
@@ -97,12 +145,33 @@ def _shown(shape: tuple[int, ...], dtype: dtypes.DType, prng: str | None) -> str
     return f"{dtype}{list(shape)}" + (f" of a {prng} key" if prng else "")
 
 
-def _array(stored: dict[str, Any]) -> Any:
-    dtype, shape = dtypes.from_name(stored["dtype"]), tuple(stored["shape"])
-    raw = base64.b64decode(stored["data"], validate=True)
+def _array(name: str, stored: Any) -> Any:
+    if not isinstance(stored, dict):
+        raise _Malformed(f"array {quoted(name)} of a per-process value is {quoted(stored)}")
+    shape, text, data = stored.get("shape"), stored.get("dtype"), stored.get("data")
+    prng = stored.get("prng")
+    if not (isinstance(text, str) and isinstance(data, str) and isinstance(prng, str | None)):
+        raise _bad_array(name, "its dtype, data or PRNG implementation is not a text")
+    if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
+        raise _bad_array(name, f"its shape is {quoted(shape)}")
+    try:
+        dtype = dtypes.from_name(text)
+    except TypeError as error:
+        raise _bad_array(name, str(error)) from None
+    try:
+        raw = base64.b64decode(data, validate=True)
+    except ValueError as error:
+        raise _bad_array(name, str(error)) from None
     if len(raw) != math.prod(shape) * dtype.itemsize:
-        raise ValueError("an array's data has the wrong size")
-    return np.frombuffer(bytearray(raw), np.uint8).view(dtype).reshape(shape)
+        raise _bad_array(name, f"its data has {len(raw)} bytes, but its shape is {quoted(shape)}")
+    try:
+        return np.frombuffer(bytearray(raw), np.uint8).view(dtype).reshape(shape)
+    except ValueError as error:  # more dimensions, or larger ones, than NumPy supports
+        raise _bad_array(name, str(error)) from None
+
+
+def _bad_array(name: str, why: str) -> _Malformed:
+    return _Malformed(f"array {quoted(name)} of a per-process value is malformed: {why}")
 
 
 def _into(template: Any, value: Any, prng: str | None, name: str, among: Sequence[Adapter]) -> Any:
@@ -115,16 +184,16 @@ def _into(template: Any, value: Any, prng: str | None, name: str, among: Sequenc
         value = value.item() if values.is_kind(values.plain(template), value.dtype) else value
     if target is None or not isinstance(value, np.ndarray):
         if type(values.plain(template)) is not type(value):
-            raise ValueError(
+            raise _Misfit(
                 f"{name!r}: stored {type(value).__name__}, asked for {type(template).__name__}"
             )
         try:
             return values.as_asked(value, template)
         except ValueError as error:
-            raise ValueError(f"{name!r}: {error}") from None
+            raise _Misfit(f"{name!r}: {error}") from None
     stored = (value.shape, value.dtype, prng)
     if stored != (target.shape, target.dtype, target.prng):
-        raise ValueError(
+        raise _Misfit(
             f"{name!r}: stored {_shown(*stored)}, "
             f"asked for {_shown(target.shape, target.dtype, target.prng)}"
         )

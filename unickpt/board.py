@@ -180,20 +180,32 @@ class Board:
         self._notes.write(REQUEST, json.dumps(requests).encode()).result()
 
     def requested(self) -> dict[str, list[int]]:
-        """The chunks that the coordinator requests from this process."""
-        requests = json.loads(self._notes.read(REQUEST).result().value)
+        """The chunks that the coordinator requests from this process.
+
+        Raises:
+            StorageError: the request cannot be decoded.
+        """
+        requests = _object(self._notes.read(REQUEST).result().value)
+        if requests is None:
+            raise StorageError(f"{self._folder}: the note {REQUEST!r} of process 0 is damaged")
         mine: dict[str, list[int]] = requests.get(str(self._group.index), {})
         return mine
 
-    def announce(self, commit: dict[str, Any]) -> None:
-        """Announces what is about to be committed."""
-        self._notes.write(_COMMIT, json.dumps(commit).encode()).result()
+    def announce(self, root: str, totals: Mapping[str, int]) -> None:
+        """Announces what is about to be committed.
 
-    def announced(self) -> dict[str, Any] | None:
-        """What was announced, if that is visible already."""
-        read = self._notes.read(_COMMIT).result()
-        found: dict[str, Any] | None = json.loads(read.value) if read.state == "value" else None
-        return found
+        Arguments:
+            root: the digest of the root's manifest.
+            totals: of the checkpoint.
+        """
+        note = {"root": root, "totals": dict(totals)}
+        self._notes.write(_COMMIT, json.dumps(note).encode()).result()
+
+    def announced(self) -> tuple[str, Mapping[str, int]] | None:
+        """What was announced; None if that is not visible yet, or cannot be decoded."""
+        note = _object(self._notes.read(_COMMIT).result().value) or {}
+        root, totals = note.get("root"), note.get("totals")
+        return (root, totals) if isinstance(root, str) and isinstance(totals, dict) else None
 
     def clear_records(self) -> None:
         """Removes the records, which are not needed after the commit."""
@@ -202,6 +214,15 @@ class Board:
 
 def _list(store: KvStore) -> set[str]:
     return {key.decode(errors="replace") for key in store.list().result()}
+
+
+def _object(data: bytes) -> dict[str, Any] | None:
+    """A JSON object; None if the bytes are not one, as those of a missing note."""
+    try:
+        found = json.loads(data)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 @dataclass(frozen=True)
@@ -214,9 +235,6 @@ class _ErrorNote:
 
 
 def _error_note(data: bytes) -> _ErrorNote:
-    try:
-        note = json.loads(data)
-        settles, refused = note["hopeless"] is True, note.get("refused") is True
-        return _ErrorNote(str(note["message"]), settles, refused)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return _ErrorNote("its error message cannot be read")
+    note = _object(data) or {}
+    message = str(note.get("message", "its error message cannot be read"))
+    return _ErrorNote(message, note.get("hopeless") is True, note.get("refused") is True)

@@ -131,7 +131,7 @@ def _nothing_at(location: backends.Location) -> str:
     said = f"no checkpoint at {location}"
     try:
         below = [listed for listed in checkpoints_below(location.url) if listed.name != "."]
-    except (UnickptError, Failed):
+    except UnickptError:
         below = []
     if not below:
         return (

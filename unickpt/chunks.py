@@ -170,7 +170,12 @@ class ChunkStore:
         if requested is None:
             return self.values.read(key, length)
         found = requested.result()
-        return found.value if found.state == "value" else None
+        if found.state != "value":
+            return None
+        if length is not None and len(found.value) != length:
+            raise Damaged(f"{len(found.value)} bytes stored, {length} expected")
+        value: bytes = found.value
+        return value
 
     def read(
         self,
@@ -288,10 +293,6 @@ def unless_replaced(found: Exception, location: Location, context: ts.Context) -
     return CheckpointReplaced(
         f"{location}: {by} {change} this checkpoint while it was being read; open it again"
     )
-
-
-# What storage calls raise; see `backends.kvstore`.
-FAILURES = (Failed,)
 
 
 def translate(error: Failed, where: str, *, reading: bool = True) -> Exception:

@@ -332,7 +332,7 @@ class Attempt:
         totals = Totals.of(index)
         older = self.location.child("processes").folders(self.context)
         if self.group.count > 1:
-            self._board.announce({"root": root.digest(manifest), "totals": vars(totals)})
+            self._board.announce(root.digest(manifest), vars(totals))
             self._board.look()
         check()
         self._write_root(manifest)
@@ -441,12 +441,12 @@ class Attempt:
         if found == self._digest_found:
             return False
         note = self._board.announced()
-        if note is not None and note["root"] == found:
-            self._totals = Totals(**note["totals"])
+        if note is not None and note[0] == found:
+            self._totals = Totals(**note[1])
             return True
         # A network file system may not show the note yet. The root itself is conclusive.
-        data = self.location.database(self.context).read(INDEX_KEY).result().value
-        index = index_module.decode(data, str(self.location))
+        data = self.location.values(self.context).read(INDEX_KEY)
+        index = index_module.decode(data or b"", str(self.location))
         if index.attempt == self.name:
             self._totals = Totals.of(index)
             return True

@@ -155,14 +155,15 @@ def _leaves(view: View, group: Group) -> dict[str, Any]:
     leaves |= {alias: leaves[name] for alias, name in index.aliases.items()}
     leaves |= index.values
     for name, entry in index.per_process.items():
+        where = f"{view.checkpoint.location}: per-process leaf {name!r}"
         if len(entry.blobs) != group.count:
             raise LoadMismatch(
-                f"{view.checkpoint.location}: per-process leaf {name!r} was saved by "
+                f"{where} was saved by "
                 f"{len(entry.blobs)} processes, and {group.count} convert it; convert with as many,"
                 f" or drop it by a rule: {name} <-> drop"
             )
         (data,) = view.per_process(name, [group.index])
-        leaves[name] = PerProcess(blob.decode(data, None, adapters()))
+        leaves[name] = PerProcess(blob.decode(data, where, None, adapters()))
     return leaves
 
 

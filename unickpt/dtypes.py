@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from unickpt.quoting import quoted
 
 _NATIVE = [
     "bool",
@@ -40,6 +43,10 @@ _ML_DTYPES = [
 ]
 # Dtypes that TensorStore's zarr3 driver lacks are stored as the same bits of another type.
 _STORED_AS = {"float8_e4m3": "uint8"}
+
+_TIME = re.compile(
+    r"(datetime64|timedelta64)(\[([1-9][0-9]{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?"
+)
 
 DType = np.dtype[Any]
 # What to store instead of unsupported NumPy dtypes, by their kind.
@@ -94,16 +101,16 @@ def from_name(name: str) -> DType:
     """
     if name in _BY_NAME:
         return _BY_NAME[name]
-    if name.startswith(("datetime64", "timedelta64")):
+    if _TIME.fullmatch(name):  # NumPy's own parser divides by zero for `[s/0]`
         dtype = np.dtype(name)
         if dtype.name == name:
             return dtype
-    raise TypeError(f"unknown dtype {name!r}")
+    raise TypeError(f"unknown dtype {quoted(name)}")
 
 
 def stored_as(name: str) -> str:
     """The zarr v3 data type whose bits hold a dtype of the checkpoint."""
-    if name.startswith(("datetime64", "timedelta64")):
+    if _TIME.fullmatch(name):  # NumPy's own parser divides by zero for `[s/0]`
         return "int64"
     return _STORED_AS.get(name, name)
 

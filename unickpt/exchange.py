@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -25,9 +25,10 @@ from unickpt.errors import (
     CheckpointNotFound,
     CheckpointReplaced,
     ProcessFailed,
+    SaveTimeout,
 )
 from unickpt.feed import Itself
-from unickpt.group import Group
+from unickpt.group import Group, within
 from unickpt.index import ArrayEntry
 from unickpt.options import LoadOptions
 from unickpt.plan import Part
@@ -67,7 +68,8 @@ def reading(options: LoadOptions, among: Sequence[Adapter]) -> Iterator[ReadArra
 
     If one process fails before it is called, the others learn of it.
     """
-    group = (options.group or current_group(among)) if options.exchange else None
+    found = (options.group or current_group(among)) if options.exchange else None
+    group = None if found is None else within(found, options.timeout_s)
     if group is None or group.count == 1:
         yield lambda stored, jobs: read_arrays(stored, jobs, options)
         return
@@ -75,8 +77,13 @@ def reading(options: LoadOptions, among: Sequence[Adapter]) -> Iterator[ReadArra
     try:
         yield exchange.read
     except Exception as error:
-        exchange.fail(error)  # raises if the others do not know yet
+        with suppress(_Unreachable):  # then this error says more
+            exchange.fail(error)  # raises if the others do not know yet
         raise
+
+
+class _Unreachable(ProcessFailed):
+    """The processes cannot exchange anything any more."""
 
 
 class _Chunk(NamedTuple):
@@ -420,8 +427,10 @@ def _gather(group: Group, data: bytes) -> list[bytes]:
 def _exchange(group: Group, data: Array, sent: Sequence[int], received: Sequence[int]) -> Array:
     try:
         return group.exchange(data, sent, received)
+    except SaveTimeout as error:
+        raise _Unreachable(str(error)) from error
     except RuntimeError as error:
-        raise ProcessFailed(
+        raise _Unreachable(
             "the processes could not exchange the chunks that they read; one of them may have "
             f"ended: {error}"
         ) from error

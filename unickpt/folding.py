@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 import re
 from collections.abc import Iterable, Sequence
 
-_NUMBER = re.compile(r"(\d+)")
+# Names may come from untrusted storage: Python refuses to convert thousands of digits to an int.
+_NUMBER = re.compile(r"(\d{1,18})")
 
 
 def skeleton(name: str) -> str:
@@ -46,7 +47,7 @@ def fold(names: Sequence[str]) -> list[str]:
     """
     columns = list(zip(*map(_NUMBER.split, names), strict=True))
     values = [sorted(set(column), key=lambda p: (len(p), p)) for column in columns]
-    if len(set(names)) != len(list(itertools.product(*values))):
+    if len(set(names)) != math.prod(map(len, values)):
         return list(names)
     return ["".join(map(_range, values))]
 

@@ -6,6 +6,7 @@ import itertools
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -57,7 +58,26 @@ class Group(Protocol):
 
         Raises:
             RuntimeError: a process has ended.
+            SaveTimeout: the other processes did not call it in time (see `BoundedGroup`).
         """
+
+
+@dataclass(frozen=True)
+class Call:
+    """For messages: a call that all processes must make.
+
+    Arguments:
+        option: the option that limits how long a process waits for the others.
+        duty: what all processes must do.
+    """
+
+    option: str
+    duty: str
+
+
+SAVE = Call("SaveOptions.timeout_s", "call save")
+DECIDE = Call("SaveOptions.timeout_s", "call the Checkpointer at the same steps")
+LOAD = Call("LoadOptions.timeout_s", "call load with the same arguments, and one may have ended")
 
 
 class BoundedGroup(ABC):
@@ -71,7 +91,7 @@ class BoundedGroup(ABC):
 
     @abstractmethod
     def within(self, timeout_s: float) -> Group:
-        """The same group; `next_attempt` and `agree` raise `SaveTimeout` after `timeout_s`."""
+        """The same group, whose methods raise `SaveTimeout` after `timeout_s`."""
 
 
 def within(group: Group, timeout_s: float) -> Group:

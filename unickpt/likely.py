@@ -13,6 +13,7 @@ from unickpt.wrapped import bare
 _SEPARATORS = re.compile(r"%2F|[/.]")
 _SHAPE = re.compile(r"\[(.*)\]")
 _MOST_CAUSES = 5
+_MOST_NAME = 500  # characters; longer names, which may be hostile, are not compared
 _MOST_ALIKE = 8  # stored names with the same ending that are compared with a requested one
 # difflib's ratios: a single pair of names is reported only if it looks like a typo, both as a whole
 # and in the part that differs. That two names are in the same folder makes them no more alike.
@@ -43,7 +44,9 @@ def causes(missing: Mapping[str, str], unexpected: Mapping[str, str]) -> list[Ca
         missing: leaves that are requested but not stored: dtype and shape as text, by name.
         unexpected: leaves that are stored but not requested, likewise.
     """
-    left, rest = dict(missing), dict(unexpected)
+    left, rest = (
+        {n: x for n, x in of.items() if len(n) <= _MOST_NAME} for of in (missing, unexpected)
+    )
     found: list[Cause] = []
     for reduced, tell in ((_tokens, _tell_separators), (bare, _tell_wrappers)):
         pairs = tuple(_same_when(reduced, left, rest))

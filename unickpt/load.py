@@ -220,12 +220,7 @@ def _load_all(
 
 
 def _decode(view: View, name: str, data: bytes, like: Any, among: Sequence[Adapter]) -> Any:
-    try:
-        return blob.decode(data, like, among)
-    except ValueError as error:
-        raise LoadMismatch(
-            f"{view.checkpoint.location}: per-process leaf {name!r}: {error}"
-        ) from None
+    return blob.decode(data, f"{view.checkpoint.location}: per-process leaf {name!r}", like, among)
 
 
 def _own_value(

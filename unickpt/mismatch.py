@@ -52,11 +52,8 @@ def nothing_fits(where: str, rows: Sequence[Difference]) -> str:
     Arguments:
         rows: the missing and unexpected leaves.
     """
-    head = (
-        f"{where}: no array of `like` is stored, so strict=False would load nothing"
-        if any("[" in row.asked for row in rows)
-        else f"{where}: no leaf of `like` is stored, so strict=False would load nothing"
-    )
+    kind = "array" if any("[" in row.asked for row in rows) else "leaf"
+    head = f"{where}: no {kind} of `like` is stored, so strict=False would load nothing"
     return _text(head, rows, {})
 
 

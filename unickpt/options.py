@@ -101,6 +101,8 @@ class LoadOptions:
             sends the others the parts that they need. Use it if the storage is slower than the
             network and processes need parts of the same chunks: replicas, or shards along another
             axis than the saved ones. All processes must then call `load` in the same way.
+        timeout_s: with `exchange`, how long a process waits for the others, in seconds, each time
+            that they exchange data; a `ProcessGroup` waits as long as its own function does.
         group: as in `SaveOptions`; used for `exchange` and for `PerProcess` leaves.
 
     Raises:
@@ -110,11 +112,12 @@ class LoadOptions:
     verify: bool = True
     budget_bytes: int = 1 << 30
     exchange: bool = False
+    timeout_s: float = 600.0
     group: Group | None = None
 
     def __post_init__(self) -> None:
-        if self.budget_bytes < 1:
-            raise ValueError("budget_bytes must be positive")
+        if self.budget_bytes < 1 or self.timeout_s <= 0:
+            raise ValueError("budget_bytes and timeout_s must be positive")
 
 
 @dataclass(frozen=True)

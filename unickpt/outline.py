@@ -202,7 +202,7 @@ def _facts(name: str, index: Index, marks: Mapping[Mesh, str]) -> Facts:
 
 def _alike(item: Item) -> tuple[Any, ...]:
     if item.facts is not None:
-        return item.facts.alike
+        return (item.type_name, *item.facts.alike)
     return (item.type_name, *((c.label, _alike(c)) for c in item.children))
 
 

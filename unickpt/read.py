@@ -75,7 +75,7 @@ class NewTarget(NumpyTarget):
 
     Arguments:
         entry: gives its shape and dtype.
-            box: the box to read; the whole array by default.
+        box: the box to read; the whole array by default.
     """
 
     def __init__(self, entry: ArrayEntry, box: Box | None = None) -> None:

@@ -17,6 +17,7 @@ import tensorstore as ts
 
 from unickpt import backends, checkpoint, chunks
 from unickpt.backends import Location
+from unickpt.backends.kvstore import Damaged, Failed
 from unickpt.backends.ocdbt import MANIFEST
 from unickpt.errors import UnickptError
 from unickpt.lease import Lease, holder
@@ -99,13 +100,13 @@ def find(root: backends.Path) -> Found:
     try:
         found = sorted(_search(location, context), key=lambda remnant: natural(remnant.name))
         owner = holder(lease_location(location))
-    except chunks.FAILURES as error:
+    except Failed as error:
         raise chunks.translate(error, str(location)) from error
-    busy = [r for r in found if owner is not None or r.is_recent]
+    still = [r for r in found if owner is None and not r.is_recent]
     return Found(
-        remnants=tuple(r for r in found if r not in busy and r.age_s is not None),
-        under_way=tuple(busy),
-        unknown=tuple(r for r in found if r not in busy and r.age_s is None),
+        remnants=tuple(r for r in still if r.age_s is not None),
+        under_way=tuple(r for r in found if owner is not None or r.is_recent),
+        unknown=tuple(r for r in still if r.age_s is None),
         holder=owner,
     )
 
@@ -134,7 +135,7 @@ def clean(root: backends.Path, remnants: Sequence[Remnant]) -> list[Remnant]:
                 continue
             _remove(location, remnant, context)
             removed.append(remnant)
-    except chunks.FAILURES as error:
+    except Failed as error:
         raise chunks.translate(error, str(location), reading=False) from error
     finally:
         lease.give_back()
@@ -309,9 +310,10 @@ def _remnant(
             for part in parts:
                 if _DATABASE.fullmatch(part.name):
                     database = place.child(f"processes/{attempt}/{part.name.partition('/')[0]}")
-                    facts = database.database_facts(context)
-                    times.append(facts.committed)
-                    sizes.append(facts.nbytes)
+                    with suppress(Damaged):  # or removed meanwhile: then the age is unknown
+                        facts = database.database_facts(context)
+                        times.append(facts.committed)
+                        sizes.append(facts.nbytes)
         # A process without a manifest may have just started.
         processes = {(a, f.name.partition("/")[0]) for a, p in attempts.items() for f in p}
         known = len(times) == sum(part.isdigit() for _, part in processes) and times

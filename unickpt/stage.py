@@ -45,8 +45,9 @@ class HostBuffers:
         size = -(-nbytes // _STEP) * _STEP
         while self._free and self._held + size > self.most_bytes:
             self._held -= len(self._free.pop(0))
+        buffer = self._allocate(size)  # may fail; only then is it held
         self._held += size
-        return self._allocate(size)
+        return buffer
 
     def give(self, buffer: Array) -> None:
         """Takes back memory that nothing refers to any more."""

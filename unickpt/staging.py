@@ -195,10 +195,14 @@ class Staging:
         try:
             yield
         except BaseException as error:
-            with self._told:
-                self._error = self._error or error
+            self._fail(error)
             self._end()
             raise
+
+    def _fail(self, error: BaseException) -> None:
+        with self._told:
+            self._error = self._error or error
+            self._told.notify_all()
 
     def settle(self) -> None:
         """Checks that lazily copied arrays are as they were when they were described.
@@ -209,12 +213,16 @@ class Staging:
         Raises:
             StateChanged: names the array.
         """
-        with self.failing(), self._settling:
-            if self._error is not None:
-                raise self._error
-            for job in self._watched.values():
-                self._check(job)
-            self._watched = {}
+        try:
+            with self._settling:
+                if self._error is not None:
+                    raise self._error
+                for job in self._watched.values():
+                    self._check(job)
+                self._watched = {}
+        except BaseException as error:
+            self._fail(error)  # staging may still be copying; it ends itself
+            raise
 
     def _check(self, job: ChunkJob) -> None:
         memory = job.fragment.memory
@@ -246,7 +254,7 @@ class Staging:
         self, rest: Iterator[ChunkJob], order: threading.Lock, errors: list[BaseException]
     ) -> None:
         try:
-            while not errors:
+            while not errors and self._error is None:
                 with order:  # memory goes to chunks in the order in which they are written
                     job = next(rest, None)
                     if job is None:

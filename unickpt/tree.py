@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
 import keyword
 import unicodedata
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 from urllib.parse import unquote
 
@@ -116,7 +118,11 @@ def _flatten(
 ) -> Node | Leaf:
     where = quoted(name) if name else "the root"
     if is_leaf(obj):
-        return Leaf(name, obj)
+        leaf = Leaf(name, obj)
+        if not isinstance(obj, enum.Enum) or len(stack) == MAX_DEPTH:
+            return leaf
+        # Only for people: the name of its type, which is stored with wrappers.
+        return Node("wrapper", ("value",), (leaf,), itemgetter(0), type(obj).__name__)
     if id(obj) in stack:
         bad.append(f"{where}: the {type(obj).__name__} contains itself")
         return Leaf(name, obj)

@@ -1,6 +1,7 @@
 """Plain values, stored in the index: int, float, bool, str, bytes and None as JSON, exactly.
 
-Members of enumerations of ints or strings (IntEnum, IntFlag, StrEnum) are stored as int or str.
+Members of enumerations of ints or strings (IntEnum, IntFlag, StrEnum) are stored as int or str; the
+tree has the name of their type, for people.
 """
 
 from __future__ import annotations
