@@ -363,7 +363,8 @@ class Lane:
                 with suppress(ValueError):
                     told.append(json.loads(line))
             assert "AssertionError" not in process.out, process.out
-            assert not spare or process.code == 0, process.out
+            whole = process.code == 0 and f"\n{self._committed + MANY}\n" in process.out
+            assert not spare or whole, f"a job that was left alone: {process}"
             self._tally.ends[_end_of(process)] += 1
         checkpointer = Checkpointer(self.root, local=self.local)
         steps = checkpointer.steps()
@@ -388,17 +389,22 @@ class Lane:
         for folder in [self.root, *([self.local] if self.local else [])]:
             for name in names_in(folder):
                 if name != ".unickpt.lock":
-                    assert int(name.removeprefix("step_")) in steps, f"debris: {folder}/{name}"
+                    there = f"{folder}/{name}: {sorted(keys_in(f'{folder}/{name}'))}"
+                    assert int(name.removeprefix("step_")) in steps, f"debris: {there}"
                     attempts = names_in(f"{folder}/{name}/processes")
-                    assert len(attempts) == 1, f"debris: {folder}/{name}: {attempts}"
+                    assert len(attempts) == 1, f"debris: {there}"
+
+
+def keys_in(folder: Path | str) -> list[str]:
+    """The names of all files below a folder."""
+    return [k.decode() for k in backends.resolve(folder).store(backends.context()).list().result()]
 
 
 def names_in(folder: Path | str) -> set[str]:
-    """The names of the files and folders in a folder."""
+    """The names of the files and folders in a folder, also of empty folders on disk."""
     if "://" not in str(folder):
         return set(os.listdir(folder))
-    keys = backends.resolve(folder).store(backends.context()).list().result()
-    return {key.decode().partition("/")[0] for key in keys}
+    return {key.partition("/")[0] for key in keys_in(folder)}
 
 
 def _end_of(process: Ended) -> str:
