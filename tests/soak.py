@@ -35,6 +35,7 @@ import pytest
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
+import forks
 import s3_server
 from conftest import free_port
 from forks import Ended, Forks
@@ -44,6 +45,7 @@ from unickpt import Checkpointer, backends
 
 MANY = 6  # steps that a job saves, if it lives
 _READY_S = 60.0
+_PATIENCE_S = 300.0  # `SaveOptions.timeout_s` of a job that is left alone
 _BUCKET = "soak"
 
 
@@ -52,7 +54,8 @@ class Pace:
     """Times that depend on the storage, in seconds.
 
     Arguments:
-        timeout: `SaveOptions.timeout_s`.
+        timeout: `SaveOptions.timeout_s` of a job that is killed, so that what is left of it soon
+            ends.
         window: a job is killed at most so long after it has started to save.
         pause: of a reader between two loads.
         lease: how often the lease on object storage is renewed, when it expires, and how long a
@@ -325,7 +328,7 @@ class Lane:
         pids = [
             self.forks.start(
                 self._source, str(self.root), self.local and str(self.local), index, self._count,
-                port, self._committed, MANY, pace.timeout, lease,
+                port, self._committed, MANY, _PATIENCE_S if spare else pace.timeout, lease,
             )
             for index in range(self._count)
         ]  # fmt: skip
@@ -472,6 +475,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--s3", action="store_true", help="with the root on an S3 server")
     asked = parser.parse_args()
+    forks.LIMIT_S = _PATIENCE_S
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         if asked.s3:
