@@ -1,8 +1,10 @@
 """A soak: jobs of torch ranks and of JAX processes that are killed again and again, with kill -9.
 
     python tests/soak.py --kills 1000
+    python tests/soak.py --kills 100 --s3
 
-Each lane is one training run in a folder of its own, some with a second tier. A round starts a job
+Each lane is one training run in a folder of its own, some with a second tier; with `--s3` the root
+is on an S3 server on this machine, and the second tier is on disk. A round starts a job
 that resumes from the newest step, checks what it loaded bit for bit, and saves further steps while
 it changes its state in place; some of its processes, or all, are killed at a random moment. A
 reader loads the newest step all the while. After each round every committed step must be whole and
@@ -15,29 +17,60 @@ import argparse
 import json
 import os
 import random
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
+import forks
+import s3_server
 from conftest import free_port
 from forks import Ended, Forks
 
 import unickpt
-from unickpt import Checkpointer
+from unickpt import Checkpointer, backends
 
 MANY = 6  # steps that a job saves, if it lives
 _READY_S = 60.0
+_PATIENCE_S = 300.0  # `SaveOptions.timeout_s` of a job that is left alone
+_BUCKET = "soak"
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Times that depend on the storage, in seconds.
+
+    Arguments:
+        timeout: `SaveOptions.timeout_s` of a job that is killed, so that what is left of it soon
+            ends.
+        window: a job is killed at most so long after it has started to save.
+        pause: of a reader between two loads.
+        lease: how often the lease on object storage is renewed, when it expires, and how long a
+            job that took it over leaves remains alone; the library's own times would make each job
+            wait for 40 s.
+    """
+
+    timeout: float
+    window: float
+    pause: float
+    lease: tuple[float, float, float] | None = None
+
+
+DISK = Pace(timeout=3.0, window=0.6, pause=0.02)
+S3 = Pace(timeout=15.0, window=5.0, pause=0.2, lease=(0.2, 1.0, 900.0))
 
 
 def arrays(step: int) -> dict[str, np.ndarray[Any, Any]]:
@@ -68,11 +101,14 @@ sys.path.insert(0, {os.path.dirname(os.path.abspath(__file__))!r})
 import numpy as np
 import unickpt
 from soak import arrays
+from unickpt import lease
 
-root, local, index, count, port, first, many = ARGS
+root, local, index, count, port, first, many, timeout, lease_times = ARGS
+if lease_times:
+    lease._RENEW_S, lease._EXPIRES_S, lease._SETTLES_S = lease_times
 
 def run(make, change, check):
-    options = unickpt.SaveOptions(timeout_s=3.0, chunk_bytes=16 << 10, fsync=False)
+    options = unickpt.SaveOptions(timeout_s=timeout, chunk_bytes=16 << 10, fsync=False)
     arguments = {{"keep_last": 2, "keep_every": 10, "options": options, "local": local}}
     with unickpt.Checkpointer(root, **arguments) as checkpointer:
         state = {{**make(first), "step": first, "mine": unickpt.PerProcess(0)}}
@@ -198,7 +234,7 @@ sys.path.insert(0, {os.path.dirname(os.path.abspath(__file__))!r})
 import unickpt
 from soak import check_tree
 
-root, count, stop = ARGS
+root, count, stop, pause = ARGS
 loads = 0
 while not os.path.exists(stop):
     checkpointer = unickpt.Checkpointer(root)
@@ -214,7 +250,7 @@ while not os.path.exists(stop):
         print(json.dumps(f"{{type(error).__name__}}: {{error}}"), flush=True)
         os._exit(1)
     loads += 1
-    time.sleep(0.02)
+    time.sleep(pause)
 print(json.dumps(loads), flush=True)
 """
 
@@ -240,7 +276,10 @@ class Lane:
     """One training run, one job after another in one folder.
 
     Arguments:
-        folder: its own.
+        folder: its own, on disk.
+        root: where its steps go.
+        pace: how long what takes on the storage of `root`.
+        seed: of when and what is killed.
         source: of a process of the job.
         count: processes of a job.
         tiers: 1 or 2.
@@ -248,15 +287,24 @@ class Lane:
     """
 
     def __init__(
-        self, folder: Path, source: str, count: int, tiers: int, imports: list[str], tally: Tally
+        self,
+        folder: Path,
+        root: Path | str,
+        pace: Pace,
+        seed: int,
+        source: str,
+        count: int,
+        tiers: int,
+        imports: list[str],
+        tally: Tally,
     ) -> None:
         folder.mkdir()
         self.forks = Forks(folder, *imports, env=ENVIRONMENT)
-        self.root = folder / "root"
+        self.root, self._pace = root, pace
         self.local = folder / "local" if tiers == 2 else None
         self._source, self._count, self._tally, self._folder = source, count, tally, folder
         self._committed = 0
-        self._rng = random.Random(str(folder.name))
+        self._rng = random.Random(f"{seed} {folder.name}")
 
     def run(self, kills: int) -> None:
         """Rounds until the job's processes were killed so often, then one that is left alone."""
@@ -272,12 +320,15 @@ class Lane:
 
     def _round(self, number: int, *, spare: bool = False) -> int:
         stop = self._folder / f"stop_{number}"
-        reader = self.forks.start(READER, str(self.root), self._count, str(stop))
-        port = free_port()
+        pace, port = self._pace, free_port()
+        reader = self.forks.start(READER, str(self.root), self._count, str(stop), pace.pause)
+        lease = pace.lease
+        if lease and (spare or self._rng.random() < 0.5):
+            lease = (*lease[:2], 0.0)  # as a job that starts long after the killed one
         pids = [
             self.forks.start(
                 self._source, str(self.root), self.local and str(self.local), index, self._count,
-                port, self._committed, MANY,
+                port, self._committed, MANY, _PATIENCE_S if spare else pace.timeout, lease,
             )
             for index in range(self._count)
         ]  # fmt: skip
@@ -293,7 +344,7 @@ class Lane:
         rng = self._rng
         if rng.random() < 0.9:  # else while the job starts
             self._wait_ready(pids[0])
-        time.sleep(rng.uniform(0, 0.6))
+        time.sleep(rng.uniform(0, self._pace.window))
         victims = rng.choice([pids, pids, pids[:1], [rng.choice(pids)]])
         for pid in victims:
             self.forks.kill(pid)
@@ -315,7 +366,8 @@ class Lane:
                 with suppress(ValueError):
                     told.append(json.loads(line))
             assert "AssertionError" not in process.out, process.out
-            assert not spare or process.code == 0, process.out
+            whole = process.code == 0 and f"\n{self._committed + MANY}\n" in process.out
+            assert not spare or whole, f"a job that was left alone: {process}"
             self._tally.ends[_end_of(process)] += 1
         checkpointer = Checkpointer(self.root, local=self.local)
         steps = checkpointer.steps()
@@ -338,11 +390,24 @@ class Lane:
         assert set(steps) <= {newest - 1, newest, *range(10, newest, 10)}, steps
         assert {newest - 1, newest} <= set(steps), steps
         for folder in [self.root, *([self.local] if self.local else [])]:
-            for name in os.listdir(folder):
+            for name in names_in(folder):
                 if name != ".unickpt.lock":
-                    assert int(name.removeprefix("step_")) in steps, f"debris: {folder}/{name}"
-                    attempts = os.listdir(folder / name / "processes")
-                    assert len(attempts) == 1, f"debris: {folder}/{name}: {attempts}"
+                    there = f"{folder}/{name}: {sorted(keys_in(f'{folder}/{name}'))}"
+                    assert int(name.removeprefix("step_")) in steps, f"debris: {there}"
+                    attempts = names_in(f"{folder}/{name}/processes")
+                    assert len(attempts) == 1, f"debris: {there}"
+
+
+def keys_in(folder: Path | str) -> list[str]:
+    """The names of all files below a folder."""
+    return [k.decode() for k in backends.resolve(folder).store(backends.context()).list().result()]
+
+
+def names_in(folder: Path | str) -> set[str]:
+    """The names of the files and folders in a folder, also of empty folders on disk."""
+    if "://" not in str(folder):
+        return set(os.listdir(folder))
+    return {key.partition("/")[0] for key in keys_in(folder)}
 
 
 def _end_of(process: Ended) -> str:
@@ -353,14 +418,49 @@ def _end_of(process: Ended) -> str:
     return last if process.code in (0, 1) and names_error else f"exit code {process.code}"
 
 
-def soak(kills: int, folder: Path) -> Tally:
-    """Kills processes of torch and of JAX jobs, in four lanes at once."""
+@contextmanager
+def s3() -> Iterator[str]:
+    """An S3 server with an empty bucket, in a process of its own; yields the bucket's URL."""
+    port = free_port()
+    arguments = ["-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    server = subprocess.Popen([sys.executable, *arguments], **quiet)  # type: ignore[call-overload]
+    try:
+        endpoint = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + _READY_S
+        while True:
+            try:
+                s3_server.make_bucket(endpoint, _BUCKET)
+                break
+            except OSError:
+                assert server.poll() is None, "the S3 server does not start"
+                assert time.monotonic() < deadline, "the S3 server does not answer"
+                time.sleep(0.1)
+        with pytest.MonkeyPatch.context() as patch:
+            s3_server.use(endpoint, patch)
+            yield f"s3://{_BUCKET}"
+    finally:
+        server.kill()
+        server.wait()
+
+
+def soak(kills: int, seed: int, folder: Path, url: str | None = None) -> Tally:
+    """Kills processes of torch and of JAX jobs, in four lanes at once.
+
+    Arguments:
+        kills: how many, in all.
+        seed: of when and what is killed.
+        folder: an empty folder on disk.
+        url: where the lanes have their roots; in `folder` if None.
+    """
     tally = Tally()
-    lanes = [
-        Lane(folder / f"{name}_{tiers}", source, count, tiers, IMPORTS[name], tally)
-        for name, source, count in (("torch", TORCH, 4), ("jax", JAX, 2))
-        for tiers in (1, 2)
-    ]
+    lanes = []
+    for name, source, count in (("torch", TORCH, 4), ("jax", JAX, 2)):
+        for tiers in (1, 2):
+            own = folder / f"{name}_{tiers}"
+            root = f"{url}/{own.name}" if url else own / "root"
+            arguments = source, count, tiers, IMPORTS[name], tally
+            lanes.append(Lane(own, root, S3 if url else DISK, seed, *arguments))
     with ThreadPoolExecutor(len(lanes)) as pool:
         for lane in [pool.submit(lane.run, -(-kills // len(lanes))) for lane in lanes]:
             lane.result()
@@ -372,10 +472,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kills", type=int, default=1000)
-    kills = parser.parse_args().kills
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--s3", action="store_true", help="with the root on an S3 server")
+    asked = parser.parse_args()
+    forks.LIMIT_S = _PATIENCE_S
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        tally = soak(kills, Path(folder))
+        if asked.s3:
+            with s3() as url:
+                tally = soak(asked.kills, asked.seed, Path(folder), url)
+        else:
+            tally = soak(asked.kills, asked.seed, Path(folder))
     print(
         f"{tally.kills} processes killed in {tally.jobs} jobs, {tally.steps} steps committed, "
         f"{tally.loads} loads alongside, {time.monotonic() - started:.0f} s; nothing lost, nothing "

@@ -658,7 +658,7 @@ def test_the_training_has_the_processors_first(
     before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     tree = {"w": np.ones(MIB)}
     unickpt.save_async(tmp_path / "behind", tree, options=COPY).result(30)
-    assert min(seen) > before
+    assert set(seen) == {min(before + 10, 19)}, "also for a program that runs under `nice`"
     seen.clear()
     unickpt.save(tmp_path / "waited", tree)
     assert set(seen) == {before}

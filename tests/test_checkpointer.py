@@ -313,8 +313,9 @@ def test_what_crashed_jobs_left_is_removed_and_nothing_else(root: str, tmp_path:
 
     for step in (1, 2):
         unickpt.save(places.path(step), numbers(step))
-    debris = ["step_7/processes/old/00000/d/abc", "step_2/processes/old/00001/d/abc"]
-    others = ["step_8/notes.txt", "step_x/processes/a/b", "readme", "step_1/processes/old/d/x"]
+    debris = [f"step_{step}/processes/old/00001/d/abc" for step in (1, 2, 7)]
+    others = ["step_8/notes.txt", "step_x/processes/a/b", "readme"]
+    others += ["step_1/processes/now-000008/00001/d/x"]
     others += ["step_9/processes/now-000007/00001/d/x"]  # of a process that is ahead
     for key in [*debris, *others]:
         put(key)

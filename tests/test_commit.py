@@ -647,6 +647,40 @@ def test_two_jobs_that_make_the_first_commit_at_once(count: int, tmp_path: Path)
 
 
 @pytest.mark.parametrize("count", [1, 2])
+def test_a_process_that_looks_late_knows_that_its_job_had_committed(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unickpt.save(tmp_path, numbers(0))
+    late, replaced = session(), threading.Event()
+    real = Attempt._is_committed
+
+    def look(attempt: Attempt) -> bool:
+        if attempt.name.startswith(late):
+            replaced.wait(20)
+        return real(attempt)
+
+    monkeypatch.setattr(Attempt, "_is_committed", look)
+    reports: list[Any] = [None, None]
+
+    def save(index: int) -> None:
+        options = SaveOptions(group=ProcessGroup(index, 2, late), fsync=False)
+        reports[index] = unickpt.save(tmp_path, numbers(1), options=options, overwrite=True)
+
+    threads = [threading.Thread(target=save, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    threads[0].join()
+    for seed in (2, 3):  # of a job of `count` processes, and of one process
+        save_in_job(tmp_path, count, lambda index, seed=seed: numbers(seed), overwrite=True)
+        count = 1
+    replaced.set()
+    threads[1].join()
+    assert reports[1] is not None, "it took its job's commit for lost"
+    assert (reports[1].arrays, reports[1].bytes) == (reports[0].arrays, reports[0].bytes)
+    assert sound(tmp_path, numbers(3))
+
+
+@pytest.mark.parametrize("count", [1, 2])
 def test_two_jobs_that_overwrite_at_once(count: int, tmp_path: Path) -> None:
     unickpt.save(tmp_path, numbers(0))
     for k in itertools.count(1):

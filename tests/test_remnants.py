@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import s3_server
+from conftest import Processes
 from saving import files, numbers, same
 from typer.testing import CliRunner
 
 import unickpt
-from unickpt import Checkpointer, SaveConflict, backends, remnants
+from unickpt import Checkpointer, SaveConflict, backends, lease, remnants
 from unickpt.commands import app
 from unickpt.commands import clean as command
 
@@ -241,3 +242,52 @@ def test_nothing_tells_when_it_was_written(manifest: bytes | None, tmp_path: Pat
     assert keys(where)
     run("clean", where, "--yes", "--unknown-age")
     assert not any(key.startswith("step_1/") for key in keys(where))
+
+
+# --- what the next Checkpointer removes ----------------------------------------------------------
+
+# A job that dies while it saves.
+DYING = f"""
+import sys
+sys.path.insert(0, {os.path.dirname(__file__)!r})
+import unickpt
+from dying import die_at
+from saving import numbers
+
+die_at("commit.Attempt:_write_root", "before")
+with unickpt.Checkpointer(sys.argv[1]) as checkpointer:
+    checkpointer.save(1, numbers(7), overwrite=True)
+"""
+
+
+@pytest.mark.parametrize("storage", ["path", "s3"])
+def test_what_a_killed_job_left_for_a_step_that_is_not_the_newest_is_removed(
+    storage: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    processes: Processes,
+) -> None:
+    root = str(tmp_path / "run")
+    if storage == "s3":
+        moto = request.getfixturevalue("moto")
+        s3_server.use(moto, monkeypatch)
+        s3_server.make_bucket(moto, "killedbucket")
+        root = f"s3://killedbucket/{tmp_path.name}"
+    monkeypatch.setattr(lease, "_RENEW_S", 0.1)
+    monkeypatch.setattr(lease, "_EXPIRES_S", 0.5)
+    monkeypatch.setattr(lease, "_SETTLES_S", 0.0)
+    unickpt.save(f"{root}/step_1", numbers(1))
+    killed = processes.start(DYING, root)
+    assert killed.wait(60) == -signal.SIGKILL
+    unickpt.save(f"{root}/step_2", numbers(2))
+    assert len(attempts_in(f"{root}/step_1")) == 2
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(3, numbers(3))
+    assert len(attempts_in(f"{root}/step_1")) == 1
+    for step in (1, 2, 3):
+        assert same(unickpt.load(f"{root}/step_{step}"), numbers(step))
+
+
+def attempts_in(where: str) -> set[str]:
+    return {key.split("/")[1] for key in keys(where) if key.startswith("processes/")}

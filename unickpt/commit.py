@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import tensorstore as ts
 import xxhash
 
-from unickpt import chunks, digests, merge, root
+from unickpt import chunks, digests, lineage, merge, root
 from unickpt import index as index_module
 from unickpt._version import LIBRARY
 from unickpt.backends import Location
@@ -334,6 +334,7 @@ class Attempt:
         if self.group.count > 1:
             self._board.announce(root.digest(manifest), vars(totals))
             self._board.look()
+        self._note_replaced()
         check()
         self._write_root(manifest)
         self._remove_debris(older)
@@ -420,6 +421,19 @@ class Attempt:
         self._sync(self._folder.child("root"))
         return manifest
 
+    def _note_replaced(self) -> None:
+        """Keeps what is known of the commit that this one replaces, for late processes of it."""
+        if not self._digest_found:
+            return
+        with suppress(Exception):  # without it, such a process reports a conflict
+            found = lineage.version_at(self.location)
+            if found is not None and found.name == self._digest_found and found.attempt:
+                self._board.replace(found.attempt, self._board_of(found.attempt))
+
+    def _board_of(self, attempt: str) -> Board:
+        folder = self.location.child(f"processes/{attempt}")
+        return Board(folder, self.group, self.context, self.timeout_s)
+
     def _write_root(self, manifest: bytes) -> None:
         """The commit: one write, which the storage refuses if the root has changed."""
         assert self._found is not None
@@ -449,6 +463,10 @@ class Attempt:
         index = index_module.decode(data or b"", str(self.location))
         if index.attempt == self.name:
             self._totals = Totals.of(index)
+            return True
+        note = self._board_of(index.attempt).replaced().get(self.name)
+        if note is not None:  # it was committed, and another job has replaced it since
+            self._totals = Totals(**note["totals"])
             return True
         self._hopeless = True
         raise self._conflict("during this save")

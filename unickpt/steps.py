@@ -244,7 +244,7 @@ class Steps:
         """Removes the remains of crashed saves and deletions.
 
         Only for the job that holds the lease. A step's folder without a manifest is debris if it
-        contains only what a save puts there; in the newest step, so is every attempt except the
+        contains only what a save puts there; in a committed step, so is every attempt except the
         committed one.
 
         Arguments:
@@ -252,11 +252,15 @@ class Steps:
             session: prefix of the names of this job's attempts. Another process of the job may
                 already save a step that is not in flight here.
         """
-        committed, spared = self.committed(), set(in_flight)
-        names = self.location.folders(self._context)
-        for step in sorted(_numbers(names) - set(committed) - spared):
+        committed, spared = set(self.committed()), set(in_flight)
+        for step, attempts in sorted(self._attempts_by_step().items()):
+            if step in spared:
+                continue
+            if step in committed:
+                if len(attempts) > 1:  # a single one must be the committed one
+                    self.remove_older(step, session)
+                continue
             place = self.at(step)
-            attempts = place.child("processes").folders(self._context)
             ours = remnants.is_unfinished(place, self._context)
             if ours and not any(_is_of(name, session) for name in attempts):
                 _log.info("removing %s, the remains of a crashed save", place)
@@ -264,8 +268,21 @@ class Steps:
         for name in self.location.files(self._context):
             if name.startswith(PROBE):  # of a job that was killed while it looked for it
                 self.location.remove_file(name, self._context)
-        if committed and committed[-1] not in spared:
-            self.remove_older(committed[-1], session)
+
+    def _attempts_by_step(self) -> dict[int, set[str]]:
+        """The names of all attempts in all folders of steps, also of steps without any."""
+        folders = self.location.folders(self._context)
+        found: dict[int, set[str]] = {step: set() for step in _numbers(folders)}
+        if self.location.is_local:
+            for step, attempts in found.items():
+                attempts.update(self.at(step).child("processes").folders(self._context))
+            return found
+        for key in self.location.store(self._context).list().result():  # once for all steps
+            folder, _, rest = key.decode(errors="replace").partition("/")
+            parts = rest.split("/", 2)
+            if len(parts) == 3 and parts[0] == "processes" and (step := _numbers([folder])):
+                found.setdefault(step.pop(), set()).add(parts[1])
+        return found
 
     @contextmanager
     def _asking(self, step: int) -> Iterator[None]:

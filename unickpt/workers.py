@@ -18,7 +18,8 @@ from typing import Generic, ParamSpec, Self, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_NICENESS = 10
+_STEP = 10  # of niceness
+_NICEST = 19
 
 
 def step_back() -> None:
@@ -29,7 +30,9 @@ def step_back() -> None:
     """
     if sys.platform == "linux":  # where each thread has its own priority
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+            program = os.getpriority(os.PRIO_PROCESS, os.getpid())  # it may run under `nice`
+            niceness = min(program + _STEP, _NICEST)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
 
 def start(
