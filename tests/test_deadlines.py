@@ -101,7 +101,7 @@ def test_a_process_loads_alone(kind: str, rank: int, processes: Processes, tmp_p
     error = alone(processes, kind, tmp_path, 2, rank, "load")
     who = f"process {1 - rank}" if kind == "torch" else "the others"
     assert f"process {rank} of 2 waited for {who}" in error
-    assert "must call load with the same arguments, and one may have ended" in error
+    assert "must call load in the same way, and one may have ended" in error
 
 
 AGAIN = """

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 import unickpt
 from unickpt import Box, CheckpointCorrupt, Layout, LoadOptions, Mesh, UnickptError, digests, plan
 from unickpt import index as index_module
+from unickpt.backends import file
 from unickpt.index import ArrayEntry
 
 ZSTD = ({"name": "zstd", "configuration": {"level": 3}},)
@@ -560,3 +561,18 @@ def test_files_that_are_no_checkpoint_are_refused(forks: Forks, tmp_path: Path) 
         said = read_all(forks, path)
         kinds = ("CheckpointCorrupt", "CheckpointNotFound", "StorageError")
         assert said["load"].startswith(kinds), f"{number}: {said['load']}"
+
+
+def test_metadata_of_any_size_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unickpt.save(tmp_path, {"w": np.arange(3)})
+    database(tmp_path).write("w/zarr.json", b" " * (8 << 20)).result()
+    read, real = [], file.Files.read
+
+    def counted(self: Any, place: Any) -> bytes:
+        read.append(place.length)
+        return real(self, place)
+
+    monkeypatch.setattr(file.Files, "read", counted)
+    report = unickpt.verify(tmp_path)
+    assert ["'w/zarr.json' differs" in str(d) for d in report.damage] == [True]
+    assert max(read) < 1 << 20

@@ -249,6 +249,17 @@ class Checkpoint(Mapping[str, "StoredArray"]):
         except Failed as error:
             raise self._chunks.explained(error, str(self.location)) from error
 
+    def key_length(self, key: str) -> int | None:
+        """The length of a key's value in bytes, without reading it; None if the key is missing.
+
+        Raises:
+            CheckpointCorrupt: the database is damaged.
+        """
+        try:
+            return self._chunks.values.length(key)
+        except Failed as error:
+            raise self._chunks.explained(error, f"{self.location}: key {key!r}") from error
+
     def request_key(self, key: str) -> Any:
         """Starts to read a key of the database; pass the result to `read_key`."""
         return self._chunks.request_key(key)
@@ -279,10 +290,7 @@ class Checkpoint(Mapping[str, "StoredArray"]):
         Raises:
             CheckpointCorrupt: it is missing, or does not belong to the index.
         """
-        try:
-            nbytes = self._chunks.values.length(DIGESTS_KEY)
-        except Failed as error:
-            raise self._chunks.explained(error, f"{self.location}: key {DIGESTS_KEY!r}") from error
+        nbytes = self.key_length(DIGESTS_KEY)
         if nbytes is None:
             raise self.damaged(f"key {DIGESTS_KEY!r} is missing")
         try:

@@ -77,7 +77,7 @@ class Call:
 
 SAVE = Call("SaveOptions.timeout_s", "call save")
 DECIDE = Call("SaveOptions.timeout_s", "call the Checkpointer at the same steps")
-LOAD = Call("LoadOptions.timeout_s", "call load with the same arguments, and one may have ended")
+LOAD = Call("LoadOptions.timeout_s", "call load in the same way, and one may have ended")
 
 
 class BoundedGroup(ABC):
