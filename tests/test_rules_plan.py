@@ -151,8 +151,14 @@ REFUSED = {
     ),
     "a near counterpart": (
         "w [e] <-> w [e]", "w 2, norm/scale 3, up 7", "w 2, final_norm.scale 3, n 5",
-        ["'norm/scale' (float32[3]) is stored, and no rule takes it\n    perhaps it belongs "
-         "to 'final_norm.scale' (float32[3])"],
+        ["'norm/scale' (float32[3]) is stored, and no rule takes it\n    perhaps a rule is "
+         "missing: from 'norm/scale' to 'final_norm.scale'",
+         "no rule makes it\n    perhaps a rule is missing: from 'norm/scale' to 'final_"],
+    ),
+    "a name that both sides have": (
+        "w [e] <-> w [e]", "w 2, b 3", "w 2, b 3",
+        ["'b' (float32[3]) is stored, and no rule takes it\n    perhaps a rule is missing: from "
+         "'b' to 'b'"],
     ),
     "a name asked for twice": (
         "a/w <-> w\nb [e] <-> b [e]", "a/w 2x3, b 2, eps", "w 2x3, b 2, eps_w 2x3",
@@ -529,7 +535,9 @@ def test_rules_are_rules(rules: Any, tmp_path: Path) -> None:
         lambda: unickpt.convert(tmp_path / "c", tmp_path / "d", rules=rules),
         lambda: unickpt.diff(tmp_path / "c", tmp_path / "c", rules=rules),
     ):
-        with pytest.raises(TypeError, match=r"rules is a (str|list|dict); make it with unickpt"):
+        with pytest.raises(
+            TypeError, match=r"rules is of type (str|list|dict); make it with unickpt"
+        ):
             action()
 
 

@@ -30,7 +30,9 @@ def encode(value: Any, among: Sequence[Adapter]) -> bytes:
         UnsupportedLeaf: names what cannot be stored.
         TypeError: an array is not on the host of this process alone.
     """
-    root = tree.flatten(value, lambda x: _is_leaf(x, among), _refuse_marks)
+    root = tree.flatten(
+        value, lambda x: _is_leaf(x, among), _refuse_marks, "the value cannot be stored"
+    )
     arrays, plain = {}, {}
     for leaf in tree.leaves(root):
         adapter = adapter_of(leaf.value, among)
@@ -72,7 +74,12 @@ def decode(data: bytes, like: Any, among: Sequence[Adapter]) -> Any:
     except (KeyError, TypeError, AttributeError, RecursionError, ValueError) as error:
         raise ValueError(f"a per-process value is malformed: {error!r}") from None
     if like is not None:
-        root = tree.flatten(like, lambda x: _is_leaf(x, among), lambda obj, name: None)
+        root = tree.flatten(
+            like,
+            lambda x: _is_leaf(x, among),
+            lambda obj, name: None,
+            "`like` cannot be loaded into",
+        )
         templates = {leaf.name: leaf.value for leaf in tree.leaves(root)}
         if set(templates) != set(found):
             differ = ", ".join(sorted(set(templates) ^ set(found))[:5])

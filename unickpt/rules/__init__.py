@@ -60,6 +60,10 @@ class Rules:
     conventions: tuple[Convention, ...] = ()
     functions: Mapping[str, Function] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if isinstance(self.rules, str):
+            raise RuleError("make rules from a text with Rules.parse(text)")
+
     @classmethod
     def parse(
         cls,
@@ -88,6 +92,7 @@ class Rules:
             >>> print(Rules.parse({"params/{m...}/kernel": "model.{m...}.weight"}))
             params/{m...}/kernel [...] <-> model.{m...}.weight [...]
         """
+        _check_functions(functions)
         written = text if isinstance(text, str) else _lines_of(text)
         return _compile(written, name, Path(), sizes or {}, functions or {})
 
@@ -105,6 +110,7 @@ class Rules:
             RuleSyntaxError: shows the line with a caret.
             FileNotFoundError: there is no such file.
         """
+        _check_functions(functions)
         path = Path(file)
         return _compile(_read_text(path), str(path), path.parent, sizes or {}, functions or {})
 
@@ -173,6 +179,8 @@ def preset_text(name: str) -> str:
     Raises:
         RuleError: there is none of that name; the message lists them.
     """
+    if not isinstance(name, str):
+        raise RuleError(f"the name of a preset is a str, not of type {type(name).__name__}")
     if name not in Rules.presets():
         near = difflib.get_close_matches(name, Rules.presets(), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -268,6 +276,23 @@ def _compile(
     for question in crossings(found.rules):
         warnings.warn(question, RuleWarning, stacklevel=3)
     return Rules(tuple(rules), tuple(shared), tuple(found.conventions), functions)
+
+
+def _check_functions(functions: object) -> None:
+    """Raises RuleError if what `via` may name is not a dict of functions."""
+    if functions is None:
+        return
+    if not isinstance(functions, Mapping):
+        raise RuleError(
+            f"functions must be a dict of unickpt.Function by name, not of type "
+            f"{type(functions).__name__}"
+        )
+    for name, function in functions.items():
+        if not isinstance(function, Function):
+            raise RuleError(
+                f"functions[{name!r}] is of type {type(function).__name__}; pass "
+                "unickpt.Function(apply=lambda box, x: ...)"
+            )
 
 
 def _lines_of(renames: Mapping[str, str]) -> str:

@@ -64,7 +64,9 @@ def left_over(
     ):
         for at, (name, like, fact) in enumerate(_alike(facts, explained)):
             near = _nearest(name, fact, others) if at < _MOST_LINES else None
-            hint = f"\n    perhaps it belongs to {near!r} ({others[near]})" if near else ""
+            hint = ""
+            if near is not None:
+                hint = _missing_rule(*((name, near) if facts is unused else (near, name)))
             if facts is unused and not near and not dropped:
                 hint, dropped = f"\n    if it is to be left out: {name} <-> drop", True
             problems.append(f"{name!r} ({fact}){like} {told}{hint}")
@@ -79,6 +81,10 @@ def left_over(
             "as unickpt.adapters.torch.NamedOptimizer(optimizer, module)"
         )
     return problems
+
+
+def _missing_rule(stored: str, asked: str) -> str:
+    return f"\n    perhaps a rule is missing: from {stored!r} to {asked!r}"
 
 
 def _ties(
