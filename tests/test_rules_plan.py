@@ -61,7 +61,7 @@ REFUSED = {
     ),
     "a rule that matches nothing": (
         "a <-> b\nx [e] <-> y [e]", "a 2", None,
-        ["line 2: x [e] <-> y [e]", "matches nothing; if that may be, begin it with `optional`"],
+        ["line 2: x [e] <-> y [e]", "matches nothing; if that is intended, begin it with `optional`"],
     ),
     "an index that is missing": (
         "w [l e] <-> w.{l} [e]", "w 3x2", "w.0 2, w.2 2",
@@ -88,7 +88,7 @@ REFUSED = {
     ),
     "a product that does not come out even": (
         "a [(h d)] <-> b [h d]  h=4", "a 10", None,
-        ["(h d): 10 elements are no multiple of 4"],
+        ["(h d): 10 elements are not a multiple of 4"],
     ),
     "a product of another size": (
         "a [(h d)] <-> b [h d]", "a 12", "b 3x5",
@@ -130,7 +130,7 @@ REFUSED = {
         "default {m...}/q [i o] <-> {m...}.q [o i]\n"
         "{m...}/q [e (half two)] <-> {m...}.q [(two half) e]  two=4",
         "x/q 4x6, y/q 4x8", "x.q 6x4, y.q 8x4",
-        ["1 problem\n  rules, line 2", "'x/q' is float32[4, 6]: (half two): 6 elements are no mul",
+        ["1 problem\n  rules, line 2", "'x/q' is float32[4, 6]: (half two): 6 elements are not a",
          "where two=4 is given; to let the default rule handle such arrays, begin this r"],
     ),
     "the same, without `like`": (
@@ -139,7 +139,7 @@ REFUSED = {
     ),
     "many families that one rule does not fit": (
         "{m}/w [(h d) e] <-> {m}.w [h d e]  h=4", "a/w 6x2, b/w 6x2, c/w 6x2", None,
-        ["1 problem\n", "are no multiple of 4, where h=4 is given (it matches 'a/w' and 2 more)"],
+        ["1 problem\n", "are not a multiple of 4, where h=4 is given (it matches 'a/w' and 2 more)"],
     ),
     "many arrays about which two rules are": (
         "{m}/w <-> {m}.w\n{m}/w <-> x.{m}", "a/w 2, b/w 2", None,
@@ -147,7 +147,7 @@ REFUSED = {
     ),
     "an enumeration of other sizes": (
         "m/{a|b} [i o] <-> m.{a|b} [o i]", "m/a 2x3, m/b 2x4", None,
-        ["o has 4 elements here, but 3", "such as {a|b} means all of its names at once"],
+        ["o has 4 elements here, but 3", "such as {a|b} means all of its names together"],
     ),
     "a near counterpart": (
         "w [e] <-> w [e]", "w 2, norm/scale 3, up 7", "w 2, final_norm.scale 3, n 5",
@@ -162,23 +162,23 @@ REFUSED = {
     ),
     "a name asked for twice": (
         "a/w <-> w\nb [e] <-> b [e]", "a/w 2x3, b 2, eps", "w 2x3, b 2, eps_w 2x3",
-        ["'eps_w' (float32[2, 3]) is asked for, and nothing is left for it",
+        ["'eps_w' (float32[2, 3]) is asked for, but no stored array is left for it",
          "as in `w [...] = eps_w [...]`, in\n    rules, line 1: a/w <-> w"],
     ),
     "a head that is tied": (
         "default include transformers-llama\nembed/w [v e] <-> embed.weight [v e]",
         "embed/w 7x3", "embed.weight 7x3, lm_head.weight 7x3",
-        ["1 problem\n  'lm_head.weight' (float32[7, 3]) is asked for, and nothing is left for it",
+        ["1 problem\n  'lm_head.weight' (float32[7, 3]) is asked for, but no stored array is left for it",
          "`embed.weight [...] = lm_head.weight [...]`, in\n    rules, line 2: embed/w"],
     ),
     "dots for slashes": (
         "p.a.{l}.w [e] <-> a.{l} [e]", "p/a/0/w 2, p/a/1/w 2", "a.0 2, a.1 2",
         ["1 problem\n  rules, line 1: p.a.{l}.w [e] <-> a.{l} [e]\n                 ^\n",
-         "it needs 'p.a.0.w', which is not stored; there is 'p/a/0/w': mind where `/`"],
+         "it needs 'p.a.0.w', which is not stored; there is 'p/a/0/w': check where the name has `/`"],
     ),
     "dots for slashes, on both sides": (
         "p.w [e] <-> a.w [e]", "p/w 2", "a/w 2",
-        ["matches nothing; there is 'p/w': mind where `/` and where `.` stands"],
+        ["matches nothing; there is 'p/w': check where the name has `/` and where `.`"],
     ),
     "a slip of the pen": (
         "params/embd [v e] <-> embed [v e]", "params/embed 5x2", "embed 5x2",
@@ -186,7 +186,7 @@ REFUSED = {
     ),
     "one rule with its sides swapped": (
         "a <-> x\nb <-> y\nz <-> c", "a 2, b 2, c 2", "x 2, y 2, z 2",
-        ["line 3: z <-> c\n    has its sides swapped: what is stored stands on the left"],
+        ["line 3: z <-> c\n    has its sides swapped: what is stored belongs on the left"],
     ),
     "another order that would fit": (
         "a [i o] <-> b [i o]", "a 3x5", "b 5x3",

@@ -27,7 +27,7 @@ from unickpt.options import VerifyReport
 def verify(path: Where, as_json: AsJson = False) -> None:
     """Read a whole checkpoint and compare every byte with its digest.
 
-    Exits with 1 where anything is damaged, missing, or does not belong there.
+    Exits with 1 if anything is damaged, missing, or does not belong there.
 
     \b
     unickpt verify runs/step_100

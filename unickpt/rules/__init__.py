@@ -104,7 +104,7 @@ class Rules:
         sizes: Mapping[str, int] | None = None,
         functions: Mapping[str, Function] | None = None,
     ) -> Rules:
-        """Reads a file of rules; see `parse`. Files that it includes lie relative to it.
+        """Reads a file of rules; see `parse`. Paths of included files are relative to it.
 
         Raises:
             RuleSyntaxError: shows the line with a caret.
@@ -144,8 +144,8 @@ class Rules:
                 raise RuleError(f"{rule}\n  has no inverse, because {rule.function!r} has none")
             if rule.moves != (inverse.region is None):
                 raise RuleError(
-                    f"{rule}\n  has no inverse: {rule.function!r} and its inverse must both tell "
-                    "their regions, or neither"
+                    f"{rule}\n  has no inverse: {rule.function!r} and its inverse must both have "
+                    "region=, or neither"
                 )
             functions[rule.function] = replace(
                 inverse, inverse=inverse.inverse or self.functions[rule.function]
@@ -212,7 +212,7 @@ class _Compiler:
         Arguments:
             statements: of the file.
             folder: for files that it includes.
-            files: its name, behind those of the files that include it.
+            files: its name, after those of the files that include it.
             where: sizes that those have given.
         """
         for statement in statements:
@@ -307,8 +307,8 @@ def _lines_of(renames: Mapping[str, str]) -> str:
         for side in (stored, asked):
             if not isinstance(side, str) or "\n" in side or not side.strip():
                 raise RuleError(
-                    f"{{{stored!r}: {asked!r}}}: a rename relates two names, both of type str; "
-                    "for what is not to be loaded, give 'drop'"
+                    f"{{{stored!r}: {asked!r}}}: a rename maps one name to another, both of type str; "
+                    "to leave something out, give 'drop'"
                 )
         lines.append(f"{stored} <-> {asked}")
     return "\n".join(lines)
@@ -318,7 +318,7 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise RuleError(f"{path} is no text in UTF-8, so it holds no rules: {error}") from None
+        raise RuleError(f"{path} is not UTF-8 text: {error}") from None
 
 
 def _open_included(line: IncludeLine, folder: Path) -> tuple[str, str, Path]:
