@@ -254,11 +254,12 @@ def _inspect_one(checkpoint: Checkpoint, name: str, everything: bool, as_json: b
 
 def _unknown(checkpoint: Checkpoint, name: str) -> str:
     index = checkpoint.index
+    if name in outline.container_names(index):
+        return f"{checkpoint.location}: {name!r} is a container; --json shows one array or value"
     known = [*checkpoint, *index.values, *index.per_process, *outline.container_names(index)]
     close = difflib.get_close_matches(name, known[:20_000], n=3)
     hint = f"; did you mean {', '.join(map(repr, close))}?" if close else ""
-    kind = " array or value" if name in known else "thing"
-    return f"{checkpoint.location} has no{kind} named {name!r}{hint}"
+    return f"{checkpoint.location}: nothing is named {name!r}{hint}"
 
 
 def _print_per_process(out: Console, name: str, sizes: Sequence[int]) -> None:

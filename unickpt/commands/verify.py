@@ -54,7 +54,7 @@ def _print_report(report: VerifyReport) -> None:
         f"{size_text(report.bytes)} checked in {report.seconds:.2f} s ({report.gb_per_s:.2f} GB/s)"
     )
     if report.ok:
-        out.print(Text.assemble(("sound: ", "bold green"), checked))
+        out.print(Text.assemble(("ok: ", "bold green"), checked))
         return
     table = new_table("array", "box", "process", "reason", right=("process",))
     rows = (

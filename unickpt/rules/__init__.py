@@ -307,8 +307,8 @@ def _lines_of(renames: Mapping[str, str]) -> str:
         for side in (stored, asked):
             if not isinstance(side, str) or "\n" in side or not side.strip():
                 raise RuleError(
-                    f"{{{stored!r}: {asked!r}}}: a rename maps one name to another, both of type str; "
-                    "to leave something out, give 'drop'"
+                    f"{{{stored!r}: {asked!r}}}: a rename maps a name to another, both of type "
+                    "str; to leave something out, give 'drop'"
                 )
         lines.append(f"{stored} <-> {asked}")
     return "\n".join(lines)

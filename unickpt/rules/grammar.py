@@ -506,8 +506,8 @@ class _Parser:
         if number is not None:
             if number != "1":
                 raise self._fail(
-                    "the only number that can be an axis is 1: name the axis, and give its size after "
-                    f"the rule, as in `n={number}`",
+                    "the only number that can be an axis is 1: name the axis, and give its size "
+                    f"after the rule, as in `n={number}`",
                     begin,
                 )
             return One()

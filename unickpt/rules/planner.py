@@ -233,7 +233,7 @@ class _Planner:
                     _check_shape(instance, view, name, shape)
             if any(made.source is not None for made in inputs):
                 raise Unfit(
-                    f"{name!r} would be made of something other than an array; functions need arrays"
+                    f"{name!r} would be made of something else than an array; functions need arrays"
                 )
             fact = Fact("array", shape, view.dtype or inputs[0].fact.dtype)
             made = Made(name, fact, str(rule), function=function, inputs=tuple(inputs), exact=False)
