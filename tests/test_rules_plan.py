@@ -623,7 +623,7 @@ def test_functions_without_a_region_move_axes(tmp_path: Path) -> None:
     regions = Function(log.apply, region=lambda box, shape: [box], inverse=log)
     with pytest.raises(RuleError, match="makes one array, so names cannot contain axes"):
         Rules.parse("a [l i] <-> b.{l} [i] via f", functions={"f": regions})
-    with pytest.raises(RuleError, match="must both tell their regions, or neither"):
+    with pytest.raises(RuleError, match="must both have region=, or neither"):
         _ = Rules.parse("a <-> b via f", functions={"f": regions}).inverse
 
 
