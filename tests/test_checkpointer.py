@@ -93,7 +93,7 @@ def test_steps_are_saved_found_and_loaded(tmp_path: Path) -> None:
         assert same(checkpointer.load(numbers(3), step=9), numbers(9))
         assert checkpointer.loaded_step == 9
         with pytest.raises(
-            CheckpointNotFound, match=r"step 5 is not in .* committed are: 0, 9, 10"
+            CheckpointNotFound, match=r"step 5 is not in .* committed steps are: 0, 9, 10"
         ):
             checkpointer.load(step=5)
         assert checkpointer.path(9) == str(tmp_path / "run" / "step_9")

@@ -133,7 +133,7 @@ def test_going_on_after_an_earlier_step(
     arguments: dict[str, Any] = {"after": 150, "local": tier, "options": FAST, **rules}
     with Checkpointer(root, **arguments) as checkpointer:
         assert (checkpointer.steps(), checkpointer.latest()) == ([100, 150], 150)
-        with pytest.raises(CheckpointNotFound, match=r"committed are: 100, 150$"):
+        with pytest.raises(CheckpointNotFound, match=r"committed steps are: 100, 150$"):
             checkpointer.load(step=200)
         assert same(checkpointer.load(), numbers(150))
         assert Checkpointer(root, local=tier).latest() == 200, "looking has removed something"
@@ -156,7 +156,7 @@ def test_going_on_after_an_earlier_step(
 def test_after_must_name_a_step_that_is_there(tmp_path: Path) -> None:
     run_of(tmp_path, 100, 200)
     with Checkpointer(tmp_path, after=150, options=FAST) as checkpointer:
-        message = r"after=150: step 150 is not in .*; committed are: 100, 200"
+        message = r"after=150: step 150 is not in .*; the committed steps are: 100, 200"
         with pytest.raises(CheckpointNotFound, match=message):
             checkpointer.load()
         with pytest.raises(CheckpointNotFound, match=message):

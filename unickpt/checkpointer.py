@@ -81,8 +81,8 @@ class Checkpointer:
         local: a path on fast storage that all processes of the job share, such as "/dev/shm/<run>".
             Checkpoints are committed there first, and copied to `root` in the background; the
             newest stays there. A copy is read back and checked against its digests before it is
-            committed, so a step in `root` is complete or absent. Steps that a job leaves uncopied,
-            the next job copies after its first save. If the tiers have different versions of a
+            committed, so a step in `root` is complete or absent. If a job ends before it has copied
+            all steps, the next job copies them after its first save. If the tiers have different versions of a
             step, the one saved later is used; clocks do not matter. A step that a run without
             `local` replaced in `root` is not restored from `local`.
         optimizers: torch optimizers. Their parameters and state on an accelerator (with
@@ -324,7 +324,7 @@ class Checkpointer:
         return later
 
     def delete(self, step: int) -> None:
-        """Removes a step, even if a rule keeps it.
+        """Removes a step, even if a rule such as `keep_last` keeps it.
 
         All processes of a job call this; process 0 removes, and the others wait for it.
 
@@ -576,7 +576,7 @@ class Checkpointer:
     def _not_found(self, step: int, steps: Sequence[int]) -> CheckpointNotFound:
         have = ", ".join(map(str, steps[-10:])) or "none"
         return CheckpointNotFound(
-            f"step {step} is not in {self._root.location}; committed are: {have}"
+            f"step {step} is not in {self._root.location}; the committed steps are: {have}"
         )
 
     def _meet(self, group: Group) -> None:
@@ -680,7 +680,7 @@ def _fences(optimizers: Sequence[Any], wait: Callable[[], None]) -> list[Fence]:
     among, found = adapters(), []
     if not isinstance(optimizers, Iterable):
         raise ValueError(
-            f"optimizers=[{type(optimizers).__name__}]: pass a list, even for a single optimizer"
+            f"optimizers is of type {type(optimizers).__name__}; pass a list, even for a single optimizer"
         )
     for optimizer in optimizers:
         fence = next((f for f in (a.fence(optimizer, wait) for a in among) if f), None)

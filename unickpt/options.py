@@ -21,7 +21,7 @@ class _Options:
         """The given options; the default ones for None.
 
         Raises:
-            TypeError: these are no options, or the options of something else.
+            TypeError: they are not options, or those of the other kind.
         """
         if given is None:
             return cls()
