@@ -82,9 +82,9 @@ class Checkpointer:
             Checkpoints are committed there first, and copied to `root` in the background; the
             newest stays there. A copy is read back and checked against its digests before it is
             committed, so a step in `root` is complete or absent. If a job ends before it has copied
-            all steps, the next job copies them after its first save. If the tiers have different versions of a
-            step, the one saved later is used; clocks do not matter. A step that a run without
-            `local` replaced in `root` is not restored from `local`.
+            all steps, the next job copies them after its first save. If the tiers have different
+            versions of a step, the one saved later is used; clocks do not matter. A step that a run
+            without `local` replaced in `root` is not restored from `local`.
         optimizers: torch optimizers. Their parameters and state on an accelerator (with
             `SaveOptions(staging="lazy")` also on the host) are copied during forward and backward,
             and their next `step` waits for the copy. Until then nothing else may change them. A
@@ -680,7 +680,8 @@ def _fences(optimizers: Sequence[Any], wait: Callable[[], None]) -> list[Fence]:
     among, found = adapters(), []
     if not isinstance(optimizers, Iterable):
         raise ValueError(
-            f"optimizers is of type {type(optimizers).__name__}; pass a list, even for a single optimizer"
+            f"optimizers is of type {type(optimizers).__name__}; pass a list, even for a single "
+            "optimizer"
         )
     for optimizer in optimizers:
         fence = next((f for f in (a.fence(optimizer, wait) for a in among) if f), None)
