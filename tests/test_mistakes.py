@@ -94,6 +94,8 @@ def test_options_of_the_other_kind_are_refused(stored: Path, run: Path, tmp_path
         (lambda: LocalFragments.flat((4,), [(0, [1.0])]), "data is of type list"),
         (lambda: LocalFragments.flat(4, [(0, ONES)]), "shape 4 must be a tuple of integers"),
         (lambda: Rules("w <-> v"), r"Rules\.parse\(text\)"),
+        (lambda: Rules.parse("a [h] <-> b [h]", sizes={"h": "3"}), "must be an integer"),
+        (lambda: Rules.parse("a [h] <-> b [h]", sizes=3), "sizes must be a dict of integers"),
         (lambda: Rules.preset(None), "the name of a preset is a str, not of type NoneType"),
         (lambda: Rules.parse("a <-> b", functions=[np.exp]), "functions must be a dict"),
         (lambda: Rules.parse("a <-> b", functions={"f": np.exp}), r"pass unickpt\.Function\("),

@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from pathlib import Path
 
 from unickpt.errors import RuleError, RuleWarning
@@ -256,6 +257,7 @@ def _compile(
     sizes: Mapping[str, int],
     functions: Mapping[str, Function],
 ) -> Rules:
+    _check_sizes(sizes)
     found = _Compiler(sizes, functions)
     found.collect(grammar.parse(text, name), folder, (name,), {})
     used = {axis for rule in found.rules for axis in rule.sizes}
@@ -276,6 +278,15 @@ def _compile(
     for question in crossings(found.rules):
         warnings.warn(question, RuleWarning, stacklevel=3)
     return Rules(tuple(rules), tuple(shared), tuple(found.conventions), functions)
+
+
+def _check_sizes(sizes: object) -> None:
+    """Raises RuleError if sizes that are given in a call are not a dict of integers."""
+    if not isinstance(sizes, Mapping):
+        raise RuleError(f"sizes must be a dict of integers, not of type {type(sizes).__name__}")
+    for axis, size in sizes.items():
+        if not isinstance(size, Integral) or int(size) < 0:
+            raise RuleError(f"sizes[{axis!r}]={size!r} must be an integer, at least 0")
 
 
 def _check_functions(functions: object) -> None:
