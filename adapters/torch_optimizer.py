@@ -50,7 +50,7 @@ class NamedOptimizer:
             what wrappers (DDP, torch.compile, FSDP1, activation checkpointing) add.
 
     Raises:
-        ValueError: the optimizer has a parameter that the module lacks.
+        ValueError: the module lacks a parameter of the optimizer, or the arguments are swapped.
 
     Example:
         >>> import torch
@@ -60,6 +60,11 @@ class NamedOptimizer:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> None:
+        if not (hasattr(optimizer, "param_groups") and hasattr(module, "named_parameters")):
+            raise ValueError(
+                "NamedOptimizer takes an optimizer and its module, in this order, not "
+                f"{type(optimizer).__name__} and {type(module).__name__}"
+            )
         parameters_of = dict(module.named_parameters())
         canonical = canonical_names(module, parameters_of)
         known = {id(parameter): canonical[name] for name, parameter in parameters_of.items()}

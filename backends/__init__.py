@@ -295,7 +295,7 @@ def resolve(path: Path, *, whole: bool = False) -> Location:
         text = os.fspath(path)
     except TypeError:
         raise InvalidPath(
-            f"the path is a {type(path).__name__}; pass the path first, as a str or a Path"
+            f"the path is of type {type(path).__name__}; pass the path first, as a str or a Path"
         ) from None
     if not isinstance(text, str) or not text or "\0" in text:
         raise InvalidPath(f"{path!r} is not a path; give a local path or a URL ({_known()})")

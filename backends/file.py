@@ -65,9 +65,8 @@ def _is_directory(existing: str, path: str) -> bool:
             raise InvalidPath(f"{path!r}: {error.strerror}; give a shorter one") from None
         if not os.path.islink(existing):
             return False
-    raise InvalidPath(
-        f"{path!r}: {existing!r} is no directory; a checkpoint needs its own directory"
-    )
+    where = repr(path) if existing == path else f"{path!r}: {existing!r}"
+    raise InvalidPath(f"{where} is not a directory; a checkpoint needs its own directory")
 
 
 def spec_from_url(url: str) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def test_steps_are_saved_found_and_loaded(tmp_path: Path) -> None:
         assert same(checkpointer.load(numbers(3), step=9), numbers(9))
         assert checkpointer.loaded_step == 9
         with pytest.raises(
-            CheckpointNotFound, match=r"step 5 is not in .* committed are: 0, 9, 10"
+            CheckpointNotFound, match=r"step 5 is not in .* committed steps are: 0, 9, 10"
         ):
             checkpointer.load(step=5)
         assert checkpointer.path(9) == str(tmp_path / "run" / "step_9")
@@ -235,11 +235,11 @@ def test_retention(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"keep_last": 0}, "keep_last=0 must be at least 1"),
+        ({"keep_last": 0}, "keep_last=0 must be an integer, at least 1"),
         ({"keep_best": 2}, "give both keep_best and metric"),
         ({"metric": "loss"}, "give both keep_best and metric"),
         ({"keep_best": 1, "metric": "a", "best": "most"}, "'min' or 'max'"),
-        ({"save_every": 0}, "save_every=0 must be positive"),
+        ({"save_every": 0}, "save_every=0 must be a positive number"),
         ({"save_every_s": -1.0}, "save_every_s"),
         ({"optimizers": [object()]}, "object is not a torch.optim.Optimizer"),
         ({"optimizers": object()}, "pass a list, even for a single optimizer"),

@@ -369,7 +369,7 @@ def test_ls_of_empty_and_missing_folders(tmp_path: Path) -> None:
 
 def test_verify_every_scheme(root: str) -> None:
     unickpt.save(f"{root}/step_1", model())
-    assert run("verify", f"{root}/step_1").startswith("sound: 38 arrays, 40 chunks, 3.8 kB checked")
+    assert run("verify", f"{root}/step_1").startswith("ok: 38 arrays, 40 chunks, 3.8 kB checked")
     report = json.loads(run("verify", f"{root}/step_1", "--json"))
     assert (report["ok"], report["chunks"], report["damage"]) == (True, 40, [])
 
@@ -402,7 +402,10 @@ def test_verify_without_a_checkpoint_is_no_damage(tmp_path: Path) -> None:
         (["inspect", "ftp://host/x"], "unknown scheme 'ftp'"),
         (["ls", "s3://"], "give a bucket and a path"),
         (["inspect", "{saved}", "params/embd"], "did you mean 'params/embed'"),
-        (["inspect", "{saved}", "params", "--json"], "holds no array or value named 'params'"),
+        (
+            ["inspect", "{saved}", "params", "--json"],
+            "'params' is a container; --json shows one array or value",
+        ),
         (["inspect", "{saved}", "a", "--array", "b"], "not two different names"),
         (["inspect"], "Missing argument"),
         (["nonsense"], "No such command"),

@@ -201,7 +201,7 @@ def test_what_rules_leave_to_the_other_side_is_taken_from_it(folder: Path) -> No
     rules = unickpt.Rules.load("r.rules")
     unickpt.convert("a", "tree", rules=rules, like=like)
     assert unickpt.load("tree")["group"]["lr"] == 0.5
-    with pytest.raises(ValueError, match="`like` says what rules make, so it needs rules"):
+    with pytest.raises(ValueError, match="`like` gives the names that rules make"):
         unickpt.convert("a", "y", like=like)
 
 

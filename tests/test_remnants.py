@@ -82,7 +82,7 @@ def test_what_was_written_just_now_may_be_of_a_save_under_way(root: str) -> None
     assert found["remnants"] == found["unknown_age"] == []
     names = [r["name"] for r in found["under_way"]]
     assert names == ["step_1/processes/f00d-000007", "step_2"]
-    assert "perhaps of a save under way, " in run("ls", root)
+    assert "perhaps of a save in progress, " in run("ls", root)
     assert "nothing to remove" in run("clean", root, "--yes")
     assert keys(root) == before
 

@@ -19,6 +19,7 @@ from unickpt import (
     Checkpointer,
     CheckpointExists,
     CheckpointNotFound,
+    CoverageError,
     LaterStepsExist,
     ProcessFailed,
     ProcessGroup,
@@ -132,7 +133,7 @@ def test_going_on_after_an_earlier_step(
     arguments: dict[str, Any] = {"after": 150, "local": tier, "options": FAST, **rules}
     with Checkpointer(root, **arguments) as checkpointer:
         assert (checkpointer.steps(), checkpointer.latest()) == ([100, 150], 150)
-        with pytest.raises(CheckpointNotFound, match=r"committed are: 100, 150$"):
+        with pytest.raises(CheckpointNotFound, match=r"committed steps are: 100, 150$"):
             checkpointer.load(step=200)
         assert same(checkpointer.load(), numbers(150))
         assert Checkpointer(root, local=tier).latest() == 200, "looking has removed something"
@@ -155,7 +156,7 @@ def test_going_on_after_an_earlier_step(
 def test_after_must_name_a_step_that_is_there(tmp_path: Path) -> None:
     run_of(tmp_path, 100, 200)
     with Checkpointer(tmp_path, after=150, options=FAST) as checkpointer:
-        message = r"after=150: step 150 is not in .*; committed are: 100, 200"
+        message = r"after=150: step 150 is not in .*; the committed steps are: 100, 200"
         with pytest.raises(CheckpointNotFound, match=message):
             checkpointer.load()
         with pytest.raises(CheckpointNotFound, match=message):
@@ -273,6 +274,23 @@ def test_a_step_is_deleted(local: str | None, tmp_path: Path) -> None:
         with pytest.raises(SaveConflict, match="is not closed"):
             second.delete(2)
     assert sorted(os.listdir(root)) == [".unickpt.lock", "step_2", "step_3"]
+
+
+@pytest.mark.parametrize("call", ["delete", "drop_later_steps"])
+def test_processes_that_name_different_steps_remove_none(call: str, tmp_path: Path) -> None:
+    run_of(tmp_path, 1, 2, 3)
+
+    def run(group: ProcessGroup) -> CoverageError:
+        options = SaveOptions(fsync=False, timeout_s=5, group=group)
+        with Checkpointer(tmp_path, options=options) as checkpointer:
+            with pytest.raises(CoverageError) as caught:
+                getattr(checkpointer, call)((1, 2, 2)[group.index])
+            return caught.value
+
+    for process, error in enumerate(in_agreeing_job(3, run)):
+        assert f"the processes call {call} with different steps" in str(error)
+        assert f"process {process} with {(1, 2, 2)[process]}" in str(error)
+    assert Checkpointer(tmp_path).steps() == [1, 2, 3]
 
 
 def test_a_step_in_flight_is_not_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -439,6 +439,8 @@ def test_an_optimizer_of_another_module() -> None:
     optimizer = torch.optim.Adam(Net(0).parameters())
     with pytest.raises(ValueError, match="4 parameters that are not the module's, the first of"):
         NamedOptimizer(optimizer, Net(0))
+    with pytest.raises(ValueError, match="takes an optimizer and its module, in this order"):
+        NamedOptimizer(Net(0), optimizer)
 
 
 def test_slots_that_only_one_side_has(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ REFUSED = {
     ),
     "a rule that matches nothing": (
         "a <-> b\nx [e] <-> y [e]", "a 2", None,
-        ["line 2: x [e] <-> y [e]", "matches nothing; if that may be, begin it with `optional`"],
+        ["line 2: x [e] <-> y [e]", "matches nothing; if that is intended, begin it with `opt"],
     ),
     "an index that is missing": (
         "w [l e] <-> w.{l} [e]", "w 3x2", "w.0 2, w.2 2",
@@ -88,7 +88,7 @@ REFUSED = {
     ),
     "a product that does not come out even": (
         "a [(h d)] <-> b [h d]  h=4", "a 10", None,
-        ["(h d): 10 elements are no multiple of 4"],
+        ["(h d): 10 elements are not a multiple of 4"],
     ),
     "a product of another size": (
         "a [(h d)] <-> b [h d]", "a 12", "b 3x5",
@@ -130,7 +130,7 @@ REFUSED = {
         "default {m...}/q [i o] <-> {m...}.q [o i]\n"
         "{m...}/q [e (half two)] <-> {m...}.q [(two half) e]  two=4",
         "x/q 4x6, y/q 4x8", "x.q 6x4, y.q 8x4",
-        ["1 problem\n  rules, line 2", "'x/q' is float32[4, 6]: (half two): 6 elements are no mul",
+        ["1 problem\n  rules, line 2", "'x/q' is float32[4, 6]: (half two): 6 elements are not a",
          "where two=4 is given; to let the default rule handle such arrays, begin this r"],
     ),
     "the same, without `like`": (
@@ -139,7 +139,7 @@ REFUSED = {
     ),
     "many families that one rule does not fit": (
         "{m}/w [(h d) e] <-> {m}.w [h d e]  h=4", "a/w 6x2, b/w 6x2, c/w 6x2", None,
-        ["1 problem\n", "are no multiple of 4, where h=4 is given (it matches 'a/w' and 2 more)"],
+        ["1 problem\n", "not a multiple of 4, where h=4 is given (it matches 'a/w' and 2 more)"],
     ),
     "many arrays about which two rules are": (
         "{m}/w <-> {m}.w\n{m}/w <-> x.{m}", "a/w 2, b/w 2", None,
@@ -147,32 +147,38 @@ REFUSED = {
     ),
     "an enumeration of other sizes": (
         "m/{a|b} [i o] <-> m.{a|b} [o i]", "m/a 2x3, m/b 2x4", None,
-        ["o has 4 elements here, but 3", "such as {a|b} means all of its names at once"],
+        ["o has 4 elements here, but 3", "such as {a|b} means all of its names together"],
     ),
     "a near counterpart": (
         "w [e] <-> w [e]", "w 2, norm/scale 3, up 7", "w 2, final_norm.scale 3, n 5",
-        ["'norm/scale' (float32[3]) is stored, and no rule takes it\n    perhaps it belongs "
-         "to 'final_norm.scale' (float32[3])"],
+        ["'norm/scale' (float32[3]) is stored, and no rule takes it\n    perhaps a rule is "
+         "missing: from 'norm/scale' to 'final_norm.scale'",
+         "no rule makes it\n    perhaps a rule is missing: from 'norm/scale' to 'final_"],
+    ),
+    "a name that both sides have": (
+        "w [e] <-> w [e]", "w 2, b 3", "w 2, b 3",
+        ["'b' (float32[3]) is stored, and no rule takes it\n    perhaps a rule is missing: from "
+         "'b' to 'b'"],
     ),
     "a name asked for twice": (
         "a/w <-> w\nb [e] <-> b [e]", "a/w 2x3, b 2, eps", "w 2x3, b 2, eps_w 2x3",
-        ["'eps_w' (float32[2, 3]) is asked for, and nothing is left for it",
+        ["'eps_w' (float32[2, 3]) is asked for, but no stored array is left for it",
          "as in `w [...] = eps_w [...]`, in\n    rules, line 1: a/w <-> w"],
     ),
     "a head that is tied": (
         "default include transformers-llama\nembed/w [v e] <-> embed.weight [v e]",
         "embed/w 7x3", "embed.weight 7x3, lm_head.weight 7x3",
-        ["1 problem\n  'lm_head.weight' (float32[7, 3]) is asked for, and nothing is left for it",
+        ["1 problem\n  'lm_head.weight' (float32[7, 3]) is asked for, but no stored array is left",
          "`embed.weight [...] = lm_head.weight [...]`, in\n    rules, line 2: embed/w"],
     ),
     "dots for slashes": (
         "p.a.{l}.w [e] <-> a.{l} [e]", "p/a/0/w 2, p/a/1/w 2", "a.0 2, a.1 2",
         ["1 problem\n  rules, line 1: p.a.{l}.w [e] <-> a.{l} [e]\n                 ^\n",
-         "it needs 'p.a.0.w', which is not stored; there is 'p/a/0/w': mind where `/`"],
+         "it needs 'p.a.0.w', which is not stored; there is 'p/a/0/w': check where"],
     ),
     "dots for slashes, on both sides": (
         "p.w [e] <-> a.w [e]", "p/w 2", "a/w 2",
-        ["matches nothing; there is 'p/w': mind where `/` and where `.` stands"],
+        ["matches nothing; there is 'p/w': check where the name has `/` and where `.`"],
     ),
     "a slip of the pen": (
         "params/embd [v e] <-> embed [v e]", "params/embed 5x2", "embed 5x2",
@@ -180,7 +186,7 @@ REFUSED = {
     ),
     "one rule with its sides swapped": (
         "a <-> x\nb <-> y\nz <-> c", "a 2, b 2, c 2", "x 2, y 2, z 2",
-        ["line 3: z <-> c\n    has its sides swapped: what is stored stands on the left"],
+        ["line 3: z <-> c\n    has its sides swapped: what is stored belongs on the left"],
     ),
     "another order that would fit": (
         "a [i o] <-> b [i o]", "a 3x5", "b 5x3",
@@ -194,7 +200,7 @@ REFUSED = {
         ["none of the 11 rules applies; is it the right preset", "4 more rules match nothing"],
     ),
     "a flat tree": (
-        "a/w <-> a.w", "a%2Fw 2", "a.w 2", ["keys that hold a `/` themselves"],
+        "a/w <-> a.w", "a%2Fw 2", "a.w 2", ["%2F in a name is a `/` within a key"],
     ),
     "state under numbers": (
         "w <-> w\nlift m/{p} <-> o/state/{p}/exp_avg", "w 2, m/w 2", "w 2, o/state/0/exp_avg 2",
@@ -384,7 +390,7 @@ def test_a_cast_is_asked_for(tmp_path: Path) -> None:
 
 def test_pieces_of_different_dtypes(tmp_path: Path) -> None:
     unickpt.save(tmp_path / "c", {"a": np.ones(2, np.float16), "c": np.ones(3, np.float32)})
-    with pytest.raises(RuleError, match="'b' is made of arrays of float16 and float32; say `as`"):
+    with pytest.raises(RuleError, match="'b' is made of arrays of float16 and float32; add `as`"):
         unickpt.load(tmp_path / "c", rules=Rules.parse("a [q], c [k] <-> b [(q + k)]"))
     rules = Rules.parse("a [q], c [k] <-> b [(q + k)] as float32")
     assert unickpt.load(tmp_path / "c", rules=rules)["b"].tolist() == [1] * 5
@@ -529,7 +535,9 @@ def test_rules_are_rules(rules: Any, tmp_path: Path) -> None:
         lambda: unickpt.convert(tmp_path / "c", tmp_path / "d", rules=rules),
         lambda: unickpt.diff(tmp_path / "c", tmp_path / "c", rules=rules),
     ):
-        with pytest.raises(TypeError, match=r"rules is a (str|list|dict); make it with unickpt"):
+        with pytest.raises(
+            TypeError, match=r"rules is of type (str|list|dict); make it with unickpt"
+        ):
             action()
 
 
@@ -610,12 +618,12 @@ def test_functions_without_a_region_move_axes(tmp_path: Path) -> None:
     unickpt.save(tmp_path / "d", unickpt.load(tmp_path / "c", rules=one_way, strict=False))
     back = flat_names(unickpt.load(tmp_path / "d", rules=one_way.inverse))
     assert all(np.allclose(back[name], stored[name]) for name in back)
-    with pytest.raises(RuleError, match="element by element, so that all of its arrays need the"):
+    with pytest.raises(RuleError, match="element by element, so all of its arrays need the"):
         Rules.parse("a [i o] <-> b [i] via log", functions={"log": log})
     regions = Function(log.apply, region=lambda box, shape: [box], inverse=log)
-    with pytest.raises(RuleError, match="makes one array, so names hold no axes"):
+    with pytest.raises(RuleError, match="makes one array, so names cannot contain axes"):
         Rules.parse("a [l i] <-> b.{l} [i] via f", functions={"f": regions})
-    with pytest.raises(RuleError, match="must both tell their regions, or neither"):
+    with pytest.raises(RuleError, match="must both have region=, or neither"):
         _ = Rules.parse("a <-> b via f", functions={"f": regions}).inverse
 
 
@@ -706,7 +714,7 @@ def test_constants_for_plain_values(tmp_path: Path) -> None:
     assert (found["count"], found["rate"], found["off"]) == (7, 0.25, False)
     with pytest.raises(LoadMismatch, match="'step' is not 8 everywhere, so leaving it out would"):
         unickpt.load(tmp_path / "c", rules=Rules.parse(base + "step <-> 8\non <-> drop"))
-    with pytest.raises(RuleError, match="'rng' is a PerProcess, and a constant is not"):
+    with pytest.raises(RuleError, match="'rng' is a PerProcess, which a constant cannot"):
         unickpt.load(tmp_path / "c", rules=Rules.parse("a<->a\nstep<->step\non<->on\nrng <-> 1"))
 
 

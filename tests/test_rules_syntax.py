@@ -18,58 +18,58 @@ WRONG = [
     ("a/{l} [l e] <-> b [l e]", "l e] <->", "axis 'l' is used in the name and in the axes"),
     ("a [i o <-> b [i o]", "<->", "expected an axis"),
     ("a [i o <-> b [o i]", "<->", "expected an axis, or `]` at the end of the axes"),
-    ("a i o] <-> b", "i o]", "expected `<->` between the two sides; axes stand in brackets"),
+    ("a i o] <-> b", "i o]", "expected `<->` between the two sides; write axes in brackets"),
     ("a [i o] -> b", "-> b", "expected `<->` between the two sides: write it in place of `->`"),
     ("a [i o] => b", "=> b", "write it in place of `=>`"),
     ("a [i o] ↔ b", "↔ b", "write it in place of `↔`"),
     ("a: b", "b", "write it in place of `:`"),
     ("a = b", "", "`=` joins several names of one array"),
     ("mine.rules", "", "Rules.load(file) reads a file of rules"),
-    ("a/(.*)/w <-> b", "(.*)", "there are no regular expressions here"),
-    ("a/<l>/w <-> b", "<l>", "a capture stands in braces, such as {l}"),
-    ("a <-> b; c <-> d", "c <->", "each rule stands in a line of its own"),
+    ("a/(.*)/w <-> b", "(.*)", "regular expressions are not supported"),
+    ("a/<l>/w <-> b", "<l>", "write a capture in braces, such as {l}"),
+    ("a <-> b; c <-> d", "c <->", "write each rule on a line of its own"),
     ("a [i o] <-> b [o i] // why", "// why", "a comment begins with `#`"),
     ("a [i, o] <-> b [o i]", ", o]", "axes are separated by spaces"),
-    ("a [d-out i] <-> b [i d]", "-out", "a space stands before `-`"),
-    ("*/w [i] <-> b [i]", "*/w", "`*` means nothing in a name"),
-    ("a/[x] [l] <-> b [l]", "[l] <->", "a name with brackets stands in quotes"),
-    ("{m...}_norm <-> {m...}.norm", "{m...}_", "{m...} takes whole components"),
+    ("a [d-out i] <-> b [i d]", "-out", "put a space before `-`"),
+    ("*/w [i] <-> b [i]", "*/w", "`*` has no meaning in a name"),
+    ("a/[x] [l] <-> b [l]", "[l] <->", "put a name with brackets in quotes"),
+    ("{m...}_norm <-> {m...}.norm", "{m...}_", "{m...} matches whole components"),
     ("a_{m...}/w <-> {m...}.w", "a_{m", "write {m...}/{n}"),
-    ("{x...}/w <-> a.{x}.w", "a.{x}", "'x' stands for one component in one name, and for any"),
+    ("{x...}/w <-> a.{x}.w", "a.{x}", "'x' matches one component in one name, and any"),
     ("a [_x i] <-> b [i]", "_x i", "the name of an axis begins with a letter"),
-    ("include flax under a/{l}/ <-> b.", "{l}", "a prefix holds no captures"),
-    ("{m=a|b}/w <-> {n}.w", "{m=", "{n} stands in another name"),
-    ("{m:a|b}/w [i] <-> {m}.w [i]", "{m:", "'m' is an enumeration, which counts arrays"),
+    ("include flax under a/{l}/ <-> b.", "{l}", "a prefix cannot contain captures"),
+    ("{m=a|b}/w <-> {n}.w", "{m=", "{n} is in another name"),
+    ("{m:a|b}/w [i] <-> {m}.w [i]", "{m:", "'m' is an enumeration, which numbers arrays"),
     ("{m=a|b}/w <-> {m=b|a}.w", "{m=b", "'m' has other options elsewhere"),
-    ("{m=a|a}/w <-> {m}.w", "a|a}", "a name stands twice in the enumeration"),
+    ("{m=a|a}/w <-> {m}.w", "a|a}", "a name occurs twice in the enumeration"),
     ("a <->", "", "expected a name"),
     ("<-> a", "<->", "a line before this one may lack its second side"),
-    ("a [q + k] <-> b [q], c [k]", "+ k]", "stand in parentheses: `(q + k)`"),
+    ("a [q + k] <-> b [q], c [k]", "+ k]", "write concatenated pieces in parentheses: `(q + k)`"),
     ("a [(q + k)] <-> b [q], c [q]", "c [q]", "two pieces have the axes q"),
     ("a [(q + )] <-> b [q]", "(q", "a piece of the sum is empty"),
     ("a [(q] <-> b [q]", "(q", "this parenthesis is not closed"),
-    ("a/{m}/w [e] <-> b [e]", "b [e]", "{m} stands in another name of the rule"),
+    ("a/{m}/w [e] <-> b [e]", "b [e]", "{m} is in another name of the rule"),
     ("a [e] <-> b", "b", "this name has no axes"),
     ("a + 1 <-> b", "+ 1", "arithmetic needs axes: write `a [...] + ...`"),
     ("a [e] * 0 <-> b [e]", "a [e]", "multiplication by 0 cannot be undone"),
     ("a [e] / 0**-1 <-> b [e]", "0**", "this divides by zero"),
     ("a [e] <-> b [e] as floaty", "floaty", "unknown dtype 'floaty'"),
-    ("a [l e] <-> b.{l}.c.{l} [e]", "b.{l}", "capture 'l' stands twice in one name"),
-    ("{a}{b} <-> {a}.{b}", "{b}", "two captures need a text between them"),
-    ("{a}_{b} <-> {a}.{b}", "{b} <->", "{a} and {b} stand in one component"),
-    ("{a...}/{b...} <-> {a...}/{b...}", "{b...} <->", "{a...} and {b...} both take any number"),
-    ("a [(... e)] <-> b [... e]", "(...", "`...` cannot stand in parentheses"),
-    ("a [3 e] <-> b [e]", "3 e]", "only 1 may stand for an axis"),
+    ("a [l e] <-> b.{l}.c.{l} [e]", "b.{l}", "capture 'l' occurs twice in one name"),
+    ("{a}{b} <-> {a}.{b}", "{b}", "two captures need text between them"),
+    ("{a}_{b} <-> {a}.{b}", "{b} <->", "{a} and {b} are in one component"),
+    ("{a...}/{b...} <-> {a...}/{b...}", "{b...} <->", "{a...} and {b...} both match any number"),
+    ("a [(... e)] <-> b [... e]", "(...", "`...` cannot be in parentheses"),
+    ("a [3 e] <-> b [e]", "3 e]", "the only number that can be an axis is 1"),
     ("a [-(x y)] <-> b [x y]", "-(x", "only an axis can be reversed"),
     ("a/{6*b-j} [e] <-> c [b j e]", "6*b-j}", "adds multiples of axes"),
     ("a {l <-> b", "{l", "expected `<->`"),
     ("a{l <-> b", "{l", "this capture has no closing `}`"),
-    ("{a|a} [e] <-> b [e]", "a|a", "a name stands twice in the enumeration"),
+    ("{a|a} [e] <-> b [e]", "a|a", "a name occurs twice in the enumeration"),
     ("{x:a|b} [e] <-> b [x e]  x=3", "{x:", "axis 'x' has 2 names, not 3"),
     ('"a <-> b', '"a', "this quoted name has no closing quote"),
     ("a [e] <-> b [e] f=2", "a [e]", "the rule has no axis 'f'"),
-    ("a [e] <-> b [e] e=2 e=3", "e=3", "the size of 'e' stands twice"),
-    ("a [e] <-> b [e] x", "x", "did not expect this here"),
+    ("a [e] <-> b [e] e=2 e=3", "e=3", "the size of 'e' is given twice"),
+    ("a [e] <-> b [e] x", "x", "this is not expected here"),
     ("a [e] <-> b [e] via f", "a [e]", "no function 'f': give it"),
     ("a [e] = b [e f] <-> c [e]", "b [e f]", "names joined by `=` must have the same axes"),
     ("a [(e + _)] = b [(_ + e)] <-> c [e]", "b [", "must have the same padding"),
@@ -82,7 +82,7 @@ WRONG = [
     ("where z=3", "where", "no rule has an axis 'z'"),
     ("include flax z=3", "include", "no rule has an axis 'z'"),
     ("where x", "", "and the size of the axis"),
-    ("where x=many", "many", "a size is a whole number"),
+    ("where x=many", "many", "a size must be an integer"),
     ("include transformers-lama", "include", "Did you mean 'transformers-llama'?"),
     ("include nothing", "include", "neither a preset nor a file"),
     ("convention rope interleaved <-> half", "interleaved", "expected `:`"),
@@ -155,9 +155,9 @@ def test_statements_go_on_in_the_next_line() -> None:
     with pytest.raises(RuleSyntaxError) as raised:
         Rules.parse("a [e\n   f g]\n  <-> b [f\n     g h]")
     assert str(raised.value) == (
-        "rules, line 1: every axis stands on both sides under one name, but e on "
-        "this side only, and h on the other side only; it stands in brackets, or in braces "
-        "within names where it counts arrays\n  a [e\n  ^"
+        "rules, line 1: every axis must be on both sides under one name, but e on "
+        "this side only, and h on the other side only; write it in brackets, or in braces "
+        "within names if it numbers arrays\n  a [e\n  ^"
     )
 
 
@@ -207,7 +207,7 @@ def test_files_include_files(tmp_path: Path) -> None:
     with pytest.raises(RuleSyntaxError, match=r"line 2: 'loop.rules' includes itself"):
         Rules.load(tmp_path / "loop.rules")
     (tmp_path / "binary.rules").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(RuleError, match=r"binary\.rules is no text in UTF-8"):
+    with pytest.raises(RuleError, match=r"binary\.rules is not UTF-8 text"):
         Rules.load(tmp_path / "binary.rules")
     with pytest.raises(FileNotFoundError):
         Rules.load(tmp_path / "none.rules")

@@ -432,11 +432,11 @@ def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
     file.write_text("precious")
     for path in (file, file / "below", file / "far" / "below"):
         for act in (lambda p: unickpt.save(p, numbers(1)), unickpt.load, unickpt.verify):
-            with pytest.raises(InvalidPath, match=r"file' is no directory"):
+            with pytest.raises(InvalidPath, match=r"file' is not a directory"):
                 act(path)
     assert file.read_text() == "precious"
     (tmp_path / "dangling").symlink_to("nowhere")
-    with pytest.raises(InvalidPath, match="is no directory"):
+    with pytest.raises(InvalidPath, match="is not a directory"):
         unickpt.save(tmp_path / "dangling", numbers(1))
 
 
@@ -624,5 +624,7 @@ def test_only_one_process_at_a_time_holds_the_lock(tmp_path: Path) -> None:
 
 def test_a_path_that_is_none_is_named() -> None:
     for wrong in ({"w": 1}, None, 3):
-        with pytest.raises(InvalidPath, match=f"the path is a {type(wrong).__name__}; pass the"):
+        with pytest.raises(
+            InvalidPath, match=f"the path is of type {type(wrong).__name__}; pass the"
+        ):
             unickpt.save(wrong, "run/1")  # type: ignore[arg-type]

@@ -58,7 +58,7 @@ def save_async(
         tree,
         overwrite=overwrite,
         metadata=lambda: metadata,
-        options=options or SaveOptions(),
+        options=SaveOptions.or_default(options),
     )
 
 

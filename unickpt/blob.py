@@ -40,7 +40,9 @@ def encode(value: Any, among: Sequence[Adapter]) -> bytes:
         UnsupportedLeaf: names what cannot be stored.
         TypeError: an array is not on the host of this process alone.
     """
-    root = tree.flatten(value, lambda x: _is_leaf(x, among), _refuse_marks)
+    root = tree.flatten(
+        value, lambda x: _is_leaf(x, among), _refuse_marks, "the value cannot be stored"
+    )
     arrays, plain = {}, {}
     for leaf in tree.leaves(root):
         adapter = adapter_of(leaf.value, among)
@@ -81,7 +83,12 @@ def decode(data: bytes, where: str, like: Any, among: Sequence[Adapter]) -> Any:
     try:
         root, found, prngs = _decode(data)
         if like is not None:
-            root = tree.flatten(like, lambda x: _is_leaf(x, among), lambda obj, name: None)
+            root = tree.flatten(
+                like,
+                lambda x: _is_leaf(x, among),
+                lambda obj, name: None,
+                "`like` cannot be loaded into",
+            )
             found = _fitted(root, found, prngs, among)
     except _Malformed as error:
         raise CheckpointCorrupt(f"{where}: {error}") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
 from functools import cached_property
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -24,7 +24,7 @@ from unickpt.index import DIGESTS_KEY, INDEX_KEY, ArrayEntry, Index
 from unickpt.layout import Layout
 from unickpt.listing import checkpoints_below
 from unickpt.plan import Part
-from unickpt.quoting import shortened
+from unickpt.quoting import quoted, shortened
 from unickpt.read import read_box
 
 T = TypeVar("T")
@@ -182,9 +182,19 @@ class Checkpoint(Mapping[str, "StoredArray"]):
         target = self.index.aliases.get(name, name)
         entry = self.index.arrays.get(target)
         if entry is None:
-            kind = "a plain value" if name in self.index.values else "not in this checkpoint"
-            raise KeyError(f"{name!r} is {kind}; arrays are {_first_names(self)}")
+            raise KeyError(self._no_array(name))
         return StoredArray(self, name, entry)
+
+    def _no_array(self, name: object) -> str:
+        """Why there is no array of a name, and what to use instead."""
+        if name in self.index.values:
+            return f"{name!r} is a plain value; read it with .values[{name!r}]"
+        if name in self.index.per_process:
+            return f"{name!r} differs by process; unickpt.load(path) returns the values of all"
+        below = [n for n in self if isinstance(name, str) and n.startswith(f"{name}/")]
+        if below:
+            return f"{name!r} is a container, not an array; it contains {_first_names(below)}"
+        return f"{name!r} is not in this checkpoint; arrays are {_first_names(self)}"
 
     def __iter__(self) -> Iterator[str]:
         yield from self.index.arrays
@@ -379,7 +389,14 @@ class PlainValues(Mapping[str, values.Plain]):
         self._checkpoint = checkpoint
 
     def __getitem__(self, name: str) -> values.Plain:
-        return self._checkpoint.index.values[name]
+        found = self._checkpoint.index.values
+        if name in found:
+            return found[name]
+        if name in self._checkpoint:
+            raise KeyError(f"{name!r} is an array; read it with checkpoint[{name!r}]")
+        raise KeyError(
+            f"{name!r} is not a plain value of this checkpoint; these are {_first_names(found)}"
+        )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._checkpoint.index.values)
@@ -519,21 +536,24 @@ def _parse(key: Any, shape: tuple[int, ...], name: str) -> tuple[Box, tuple[Any,
             low = min(picked[0], picked[-1]) if picked else 0
             high = max(picked[0], picked[-1]) + 1 if picked else 0
             rest.append(slice(None, None, picked.step))
-        elif hasattr(item, "__index__"):
+        elif hasattr(item, "__index__") and not np.ndim(item):
             i = item.__index__()
             if not -n <= i < n:
                 raise IndexError(f"index {i} is out of bounds for {name!r} of shape {shape}")
             low, high = i % n, i % n + 1
             rest.append(0)
         else:
-            raise IndexError(f"{name!r} takes integers and slices, not {item!r}")
+            raise IndexError(
+                f"{name!r} takes integers and slices, not {quoted(item)}; for other indices read "
+                "it first, as array[...]"
+            )
         start.append(low)
         stop.append(high)
     return Box(tuple(start), tuple(stop)), tuple(rest)
 
 
-def _first_names(checkpoint: Checkpoint) -> str:
-    names = list(checkpoint)
+def _first_names(found: Iterable[str]) -> str:
+    names = list(found)
     return (
         ", ".join(shortened(name, 120) for name in names[:5]) + (", ..." if len(names) > 5 else "")
         or "none"

@@ -16,9 +16,12 @@ from typing import Any, Literal, Self, overload
 from unickpt import backends
 from unickpt.adapt import Fence, adapters, current_group
 from unickpt.branch import Branch
+from unickpt.describe import check_mapping
 from unickpt.errors import (
     CheckpointCorrupt,
+    CheckpointExists,
     CheckpointNotFound,
+    CoverageError,
     InvalidPath,
     ProcessFailed,
     SaveConflict,
@@ -39,6 +42,7 @@ from unickpt.upkeep import Upkeep
 
 _log = logging.getLogger("unickpt")
 _FINE, _DAMAGED, _GONE, _FAILED = range(4)
+_STEPS_END = 10**18  # the folders of later steps are not recognised
 _TRIES = 50  # to load the newest step while other jobs commit and remove steps
 
 
@@ -77,12 +81,12 @@ class Checkpointer:
         local: a path on fast storage that all processes of the job share, such as "/dev/shm/<run>".
             Checkpoints are committed there first, and copied to `root` in the background; the
             newest stays there. A copy is read back and checked against its digests before it is
-            committed, so a step in `root` is complete or absent. Steps that a job leaves uncopied,
-            the next job copies after its first save. If the tiers have different versions of a
-            step, the one saved later is used; clocks do not matter. A step that a run without
-            `local` replaced or removed in `root` is not restored from `local`, and uncopied steps
-            do not count if such a run went on from an earlier step. If `root` has no step at all,
-            those in `local` count.
+            committed, so a step in `root` is complete or absent. If a job ends before it has copied
+            all steps, the next job copies them after its first save. If the tiers have different
+            versions of a step, the one saved later is used; clocks do not matter. A step that a run
+            without `local` replaced or removed in `root` is not restored from `local`, and uncopied
+            steps do not count if such a run went on from an earlier step. If `root` has no step at
+            all, those in `local` count.
         optimizers: torch optimizers. Their parameters and state on an accelerator (with
             `SaveOptions(staging="lazy")` also on the host) are copied during forward and backward,
             and their next `step` waits for the copy. Until then nothing else may change them. A
@@ -129,7 +133,7 @@ class Checkpointer:
     ) -> None:
         retention = Retention(keep_last, keep_every, keep_best, metric, best, keep)
         self._policy = Policy(save_every, save_every_s, preemption)
-        self._options = options or SaveOptions()
+        self._options = SaveOptions.or_default(options)
         self._root = Tier(root)
         self._local = None if local is None else Tier(local)
         self._tiers = [tier for tier in (self._local, self._root) if tier is not None]
@@ -155,9 +159,10 @@ class Checkpointer:
         must call this at the same steps.
 
         Raises:
-            ValueError: the processes cannot agree (see `ProcessGroup`).
+            ValueError: the step is not an integer, or the processes cannot agree (see
+                `ProcessGroup`).
         """
-        return self._policy.is_due(step, self._group())
+        return self._policy.is_due(_number(step), self._group())
 
     def preempt(self) -> None:
         """Announces that the job is about to be stopped, as SIGTERM does with `preemption=True`."""
@@ -293,6 +298,7 @@ class Checkpointer:
             ValueError: no step is given, and none was loaded; or the processes cannot agree (see
                 `ProcessGroup`).
             CheckpointNotFound: the step does not exist; nothing was removed.
+            CoverageError: the processes gave different steps; nothing was removed.
             SaveConflict: another job saves into this folder.
             StorageError: the storage failed.
 
@@ -310,6 +316,7 @@ class Checkpointer:
             raise ValueError("no step was loaded; give the step: drop_later_steps(step)")
         kept = _number(self.loaded_step if step is None else step)
         group = self._group()
+        self._check_same_step(group, "drop_later_steps", kept)
         self._drain()
         self._remove_abandoned(group)
         self._meet(group)
@@ -321,7 +328,7 @@ class Checkpointer:
         return later
 
     def delete(self, step: int) -> None:
-        """Removes a step, even if a rule keeps it.
+        """Removes a step, even if a rule such as `keep_last` keeps it.
 
         All processes of a job call this; process 0 removes, and the others wait for it.
 
@@ -330,12 +337,14 @@ class Checkpointer:
 
         Raises:
             CheckpointNotFound: the step does not exist.
+            CoverageError: the processes gave different steps; nothing was removed.
             SaveConflict: it is being saved; or another job saves into this folder.
             ValueError: the processes cannot agree (see `ProcessGroup`).
             StorageError: the storage failed.
         """
         self._check_open()
         step, group = _number(step), self._group()
+        self._check_same_step(group, "delete", step)
         is_in_flight = self._upkeep.is_in_flight(step)
         if group.count > 1:  # a save does not end at one moment on all of them
             is_in_flight = group.agree(int(is_in_flight)) > 0
@@ -402,6 +411,7 @@ class Checkpointer:
         Raises:
             StorageError: the storage failed.
         """
+        step = _number(step)
         if self._local is None:
             return self._root.path(step)
         is_local = compare(self._local, self._root, step).newer is Newer.LOCAL
@@ -481,8 +491,10 @@ class Checkpointer:
             CheckpointCorrupt: it is damaged; the message names the next older one.
         """
         self._check_after()
+        options = LoadOptions.or_default(options)
         group = self._group(options)
-        options = replace(options or LoadOptions(), group=group)
+        options = replace(options, group=group)
+        step = None if step is None else _number(step)
         arguments = {
             "rules": rules,
             "strict": strict,
@@ -534,6 +546,10 @@ class Checkpointer:
                 f"{self.path(min(damaged))} is damaged, and there is no older step to fall back to"
             )
         if found < 0:
+            try:
+                self._root.check_no_checkpoint()
+            except CheckpointExists as error:
+                raise CheckpointNotFound(str(error)) from None
             raise CheckpointNotFound(f"no step is committed in {self._root.location}")
         return found
 
@@ -579,13 +595,29 @@ class Checkpointer:
     def _not_found(self, step: int, steps: Sequence[int]) -> CheckpointNotFound:
         have = ", ".join(map(str, steps[-10:])) or "none"
         return CheckpointNotFound(
-            f"step {step} is not in {self._root.location}; committed are: {have}"
+            f"step {step} is not in {self._root.location}; the committed steps are: {have}"
         )
 
     def _meet(self, group: Group) -> None:
         """Waits until all processes call this."""
         if group.count > 1:
             group.agree(0)
+
+    def _check_same_step(self, group: Group, call: str, step: int) -> None:
+        """Checks that all processes call a method with the same step.
+
+        Raises:
+            CoverageError: on all processes, if they do not.
+        """
+        if group.count == 1:
+            return
+        highest = group.agree(step)
+        if group.agree(int(step != highest)):
+            other = f"another with {highest}" if step != highest else "another with an earlier one"
+            raise CoverageError(
+                f"{self._root.location}: the processes call {call} with different steps: process "
+                f"{group.index} with {step}, {other}. Nothing was removed"
+            )
 
     def _on_process_0(self, group: Group, what: str, work: Callable[[], object]) -> None:
         """Calls `work` on process 0, while the others wait for it."""
@@ -647,13 +679,19 @@ def _outcome(error: Exception | None, listed: bool) -> int:
 
 
 def _number(step: object, what: str = "step ") -> int:
-    """A step as an int, from any integer type, including NumPy's."""
+    """A step as an int, from any integer type, including NumPy's.
+
+    Raises:
+        ValueError: it is not one that a Checkpointer would find again.
+    """
     try:
         number = -1 if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
     except TypeError:
         number = -1
     if number < 0:
         raise ValueError(f"{what}{step!r} must be an integer, at least 0")
+    if number >= _STEPS_END:
+        raise ValueError(f"{what}{step!r} must be less than 10**18")
     return number
 
 
@@ -661,7 +699,8 @@ def _fences(optimizers: Sequence[Any], wait: Callable[[], None]) -> list[Fence]:
     among, found = adapters(), []
     if not isinstance(optimizers, Iterable):
         raise ValueError(
-            f"optimizers=[{type(optimizers).__name__}]: pass a list, even for a single optimizer"
+            f"optimizers is of type {type(optimizers).__name__}; pass a list, even for a single "
+            "optimizer"
         )
     for optimizer in optimizers:
         fence = next((f for f in (a.fence(optimizer, wait) for a in among) if f), None)
@@ -685,14 +724,20 @@ def _metadata(
     Raises:
         UnsupportedLeaf: it cannot be stored.
     """
+    check_mapping("metadata", metadata)
+    check_mapping("metrics", metrics)
     if RESERVED in (metadata or {}):
         raise UnsupportedLeaf(
             f"metadata: the key {RESERVED!r} is reserved for the Checkpointer; rename yours"
         )
-    try:
-        numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
-    except (TypeError, ValueError) as error:
-        raise UnsupportedLeaf(f"metrics must be numbers: {error}") from error
+    numbers = {str(name): _metric(name, value) for name, value in (metrics or {}).items()}
     shown = {n: v if math.isfinite(v) else str(v) for n, v in numbers.items()}  # JSON lacks nan
     own = {"step": step, "metrics": shown}
     return {**(metadata or {}), RESERVED: own if after is None else {**own, "after": after}}
+
+
+def _metric(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UnsupportedLeaf(f"metrics must be numbers: {name!r}: {error}") from error

@@ -90,7 +90,7 @@ def convert(
         >>> unickpt.open("memory://run/torch")["up.weight"].shape
         (5, 3)
     """
-    options = options or SaveOptions()
+    options = SaveOptions.or_default(options)
     stored = checkpoint.open(source)
     view = convertible(stored, rules, like)
     reading = LoadOptions(budget_bytes=max(1, options.budget_bytes // _AHEAD))
@@ -123,7 +123,7 @@ def convertible(stored: checkpoint.Checkpoint, rules: Rules | None, like: Any) -
     """What `convert` makes of a checkpoint; reads only indices. Raises as `convert`."""
     if rules is None:
         if like is not None:
-            raise ValueError("`like` says what rules make, so it needs rules")
+            raise ValueError("`like` gives the names that rules make; pass rules too")
         return AsStored(stored)
     if like is None:
         return through(stored, rules)

@@ -19,6 +19,7 @@ from unickpt.group import Group
 from unickpt.index import ArrayEntry, Index, PerProcessEntry
 from unickpt.marks import Described, PerProcess
 from unickpt.options import SaveOptions
+from unickpt.quoting import quoted
 
 
 @dataclass(frozen=True)
@@ -167,15 +168,69 @@ def _entry(name: str, source: ArraySource, options: SaveOptions) -> ArrayEntry:
     return ArrayEntry(name, source.shape, dtype, chunk, source.layout, cut, boxes, source.prng)
 
 
+def check_mapping(what: str, given: object) -> None:
+    """Checks that metadata or metrics are a dict.
+
+    Raises:
+        UnsupportedLeaf: they are not.
+    """
+    if given is not None and not isinstance(given, Mapping):
+        raise UnsupportedLeaf(f"{what} must be a dict, not of type {type(given).__name__}")
+
+
 def _checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+    check_mapping("metadata", metadata)
     checked = dict(metadata or {})
-    try:
-        same = json.loads(json.dumps(checked, allow_nan=False)) == checked
-    except (TypeError, ValueError) as error:
-        raise UnsupportedLeaf(f"metadata is not JSON: {error}") from None
-    if not same:
-        raise UnsupportedLeaf("metadata would change in JSON: use str keys, and lists for tuples")
+    if not _is_json(checked):
+        raise UnsupportedLeaf(_json_fault(checked, "metadata", ()))
     return checked
+
+
+def _is_json(value: Any) -> bool:
+    """Whether JSON holds a value as it is."""
+    try:
+        text = json.dumps(value, allow_nan=False, ensure_ascii=False)
+        text.encode()  # surrogates are not Unicode text
+        return bool(json.loads(text) == value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+
+
+def _json_fault(value: Any, where: str, within: tuple[int, ...]) -> str:
+    """Where a value that JSON does not hold has its first fault, and what to store instead.
+
+    Arguments:
+        value: anything that is not JSON.
+        where: its place, as Python code.
+        within: the ids of the containers around it.
+    """
+    if id(value) in within or len(within) > tree.MAX_DEPTH:
+        return f"{where} cannot be stored in JSON: it contains itself, or is nested too deeply"
+    within = (*within, id(value))
+    if isinstance(value, dict):
+        for key, child in value.items():
+            if not isinstance(key, str):
+                return f"{where} has the key {quoted(key)}, but keys in JSON are str"
+            if not _is_json(key):
+                return f"{where} has the key {quoted(key)}, which is not valid Unicode text"
+            if not _is_json(child):
+                return _json_fault(child, f"{where}[{quoted(key)}]", within)
+    if isinstance(value, list):
+        for at, child in enumerate(value):
+            if not _is_json(child):
+                return _json_fault(child, f"{where}[{at}]", within)
+    fault = (
+        f"{where} cannot be stored in JSON: it is {quoted(value)} of type {type(value).__name__}"
+    )
+    if isinstance(value, tuple):
+        return f"{fault}; store list(x)"
+    if isinstance(value, float):
+        return f"{fault}; store str(x)"
+    if isinstance(value, str):
+        return f"{fault}, which is not valid Unicode text"
+    if hasattr(value, "tolist"):
+        return f"{fault}; store x.tolist()"
+    return f"{fault}; {values.hint(value)}"
 
 
 def _indent(lines: list[str]) -> str:

@@ -102,7 +102,7 @@ def diff(
         ('w', 'value', 1, 2.0)
     """
     started = time.perf_counter()
-    options = options or LoadOptions()
+    options = LoadOptions.or_default(options)
     report = progress or (lambda done, total: None)
     a, b = checkpoint.open(first), checkpoint.open(second)
     ours: View = AsStored(a) if rules is None else _through(a, rules, b)

@@ -64,7 +64,8 @@ class LoadMismatch(UnickptError, ValueError):
 
 
 class CoverageError(UnickptError, ValueError):
-    """The processes' fragments of an array leave a gap, or overlap."""
+    """The processes' parts do not fit together: fragments of an array leave a gap or overlap, or
+    the processes disagree about what to save or remove."""
 
 
 class ProcessFailed(UnickptError, RuntimeError):

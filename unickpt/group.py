@@ -7,6 +7,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Protocol
 
 import numpy as np
@@ -127,8 +128,12 @@ class ProcessGroup:
         agree: Callable[[int], int] | None = None,
         exchange: Callable[[Bytes, Sequence[int], Sequence[int]], Bytes] | None = None,
     ) -> None:
+        if not all(map(_is_integer, (index, count))):
+            raise ValueError(f"index={index!r} and count={count!r} must be integers")
         if not 0 <= index < count:
             raise ValueError(f"process index {index} is out of range for {count} processes")
+        if not isinstance(session, str):
+            raise ValueError(f"session={session!r} must be a str, not {type(session).__name__}")
         if not session or not all(c.isalnum() or c in "-_." for c in session):
             raise ValueError(f"session {session!r} must consist of letters, digits, '-', '_', '.'")
         self.index, self.count, self._session = index, count, session
@@ -155,6 +160,10 @@ class ProcessGroup:
                 "exchange=) a function that does what MPI's Alltoallv does"
             )
         return self._exchange(data, sent, received)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Integral)
 
 
 def new_session() -> str:

@@ -110,7 +110,7 @@ def load(
     """
     if mismatched not in ("error", "keep"):
         raise ValueError(f'mismatched={mismatched!r} is neither "error" nor "keep"')
-    options = options or LoadOptions()
+    options = LoadOptions.or_default(options)
     among = adapters()
 
     def attempt() -> tuple[Any, LoadReport]:

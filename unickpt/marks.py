@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any
 
 from unickpt import dtypes
@@ -20,6 +21,7 @@ from unickpt.adapt import (
 )
 from unickpt.box import Box, flat_range_to_boxes, overlap
 from unickpt.group import Group
+from unickpt.quoting import quoted
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ class LocalFragments(Described):
         dtype: a dtype name such as "bfloat16"; needed only where `fragments` is empty.
 
     Raises:
-        ValueError: a box does not fit its data or the shape, or two overlap.
+        ValueError: a box does not fit its data or the shape, or two overlap; or an argument has
+            a wrong type.
 
     Example:
         >>> import numpy as np
@@ -85,10 +88,16 @@ class LocalFragments(Described):
     def __init__(
         self, shape: Sequence[int], fragments: Sequence[tuple[Box, Any]], dtype: str | None = None
     ) -> None:
-        self.shape = tuple(int(n) for n in shape)
+        self.shape = _shape(shape)
         self.fragments = tuple(fragments)
         whole = Box.whole(self.shape)
-        for box, data in self.fragments:
+        for fragment in self.fragments:
+            if not (isinstance(fragment, tuple) and len(fragment) == 2):
+                raise ValueError("a fragment is a pair (Box(start, stop), data)")
+            box, data = fragment
+            if not isinstance(box, Box):
+                raise ValueError(f"a fragment's box is {quoted(box)}, not a Box(start, stop)")
+            _check_data(data)
             if len(box.start) != len(self.shape) or not whole.contains(box):
                 raise ValueError(f"box {box} does not lie within shape {self.shape}")
             if tuple(data.shape) != box.shape:
@@ -115,7 +124,12 @@ class LocalFragments(Described):
             >>> mine = LocalFragments.flat((4, 3), [(2, np.arange(5.0))])  # elements [2, 7)
         """
         pieces: list[tuple[Box, Any]] = []
-        for start, data in ranges:
+        shape = _shape(shape)
+        for part in ranges:
+            if not (isinstance(part, tuple) and len(part) == 2 and isinstance(part[0], Integral)):
+                raise ValueError("a flat range is a pair (position of its first element, 1-d data)")
+            start, data = int(part[0]), part[1]
+            _check_data(data)
             if len(data.shape) != 1:
                 raise ValueError(f"a flat range needs 1-d data, not shape {tuple(data.shape)}")
             contiguous = data.flags.c_contiguous if hasattr(data, "flags") else data.is_contiguous()
@@ -188,6 +202,19 @@ class LocalTarget:
         for inner, buffer in zip(self.inner, buffers, strict=True):
             inner.finish([buffer])
         return self.marked
+
+
+def _shape(shape: object) -> tuple[int, ...]:
+    if not isinstance(shape, Iterable):
+        raise ValueError(f"shape {quoted(shape)} must be a tuple of integers")
+    return tuple(int(n) for n in shape)
+
+
+def _check_data(data: object) -> None:
+    if not hasattr(data, "shape"):
+        raise ValueError(
+            f"a fragment's data is of type {type(data).__name__}; pass a NumPy array or a tensor"
+        )
 
 
 def _adapter(data: Any) -> Adapter:

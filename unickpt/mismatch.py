@@ -63,11 +63,23 @@ def _text(head: str, rows: Sequence[Difference], advice: Mapping[str, str]) -> s
         {row.name: row.asked for row in rows if row.problem == "missing"},
         {row.name: row.stored for row in rows if row.problem == "unexpected"},
     )
-    lines = [head, *(f"likely cause: {cause.text}" for cause in likely), *_transposed(rows)]
+    lines = [head, *(f"likely cause: {cause.text}" for cause in likely)]
+    lines += [*_single_leaf(rows), *_transposed(rows)]
     rows = _unexplained(rows, likely)
     problems = dict.fromkeys(row.problem for row in rows)
     lines += [f"{problem}: {advice[problem]}" for problem in problems if problem in advice]
     return "\n".join([*lines, *_table(rows, len(lines))])
+
+
+def _single_leaf(rows: Sequence[Difference]) -> list[str]:
+    """The likely cause that something other than a tree was passed as `like`, if it applies."""
+    if not any(row.name == "" and row.problem == "missing" for row in rows) or len(rows) == 1:
+        return []
+    asked = next(row.asked for row in rows if row.name == "")
+    return [
+        f"likely cause: `like` is a single leaf ({asked}), but the stored tree has named leaves: "
+        "pass a tree with these names. A step is given by its keyword: Checkpointer.load(step=2)"
+    ]
 
 
 def _transposed(rows: Sequence[Difference]) -> list[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from numbers import Integral, Real
+from typing import Any, Literal, Self
 
 from unickpt.group import Group
 
@@ -12,8 +13,46 @@ COMPRESSORS = ("zstd", "gzip", "blosc")
 STAGINGS = ("auto", "copy", "reference", "lazy", "device")
 
 
+class _Options:
+    """What `SaveOptions` and `LoadOptions` have in common."""
+
+    @classmethod
+    def or_default(cls, given: object) -> Self:
+        """The given options; the default ones for None.
+
+        Raises:
+            TypeError: they are not options, or those of the other kind.
+        """
+        if given is None:
+            return cls()
+        if not isinstance(given, cls):
+            raise TypeError(
+                f"options must be unickpt.{cls.__name__}(...), not of type {type(given).__name__}"
+            )
+        return given
+
+
+def _check_number(name: str, value: object) -> None:
+    if not isinstance(value, Real) or not float(value) > 0:
+        raise ValueError(f"{name}={value!r} must be a positive number")
+
+
+def _check_group(group: object) -> None:
+    if group is not None and not hasattr(group, "next_attempt"):
+        raise TypeError(
+            f"group is of type {type(group).__name__}; omit it under torch.distributed and "
+            "jax.distributed, else pass unickpt.ProcessGroup(index, count, session)"
+        )
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, tuple | list) and all(
+        isinstance(n, Integral) and int(n) > 0 for n in value
+    )
+
+
 @dataclass(frozen=True)
-class SaveOptions:
+class SaveOptions(_Options):
     """How to save.
 
     Arguments:
@@ -63,7 +102,7 @@ class SaveOptions:
             the save.
 
     Raises:
-        ValueError: an option is out of range.
+        ValueError, TypeError: an option is out of range, or of a wrong type.
     """
 
     staging: Literal["auto", "copy", "reference", "lazy", "device"] = "auto"
@@ -80,10 +119,18 @@ class SaveOptions:
     def __post_init__(self) -> None:
         if self.staging not in STAGINGS:
             raise ValueError(f"staging {self.staging!r} is not one of {', '.join(STAGINGS)}")
-        if self.budget_bytes < 1 or self.chunk_bytes < 1 or self.timeout_s <= 0:
-            raise ValueError("budget_bytes, chunk_bytes and timeout_s must be positive")
-        if self.chunk_shape is not None and any(n < 1 for n in self.chunk_shape):
-            raise ValueError(f"chunk_shape {self.chunk_shape} must be positive")
+        for name in ("budget_bytes", "chunk_bytes", "timeout_s"):
+            _check_number(name, getattr(self, name))
+        if self.chunk_shape is not None and not _is_shape(self.chunk_shape):
+            raise ValueError(
+                f"chunk_shape={self.chunk_shape!r} must be a tuple of positive integers"
+            )
+        _check_group(self.group)
+        if self.metrics is not None and not callable(self.metrics):
+            raise TypeError(
+                f"metrics is of type {type(self.metrics).__name__}, but is called with each "
+                "SaveReport; pass the metrics of a step to Checkpointer.save"
+            )
         if self.compression is not None and self.compression not in COMPRESSORS:
             raise ValueError(
                 f"compression {self.compression!r} is not one of None, {', '.join(COMPRESSORS)}"
@@ -91,7 +138,7 @@ class SaveOptions:
 
 
 @dataclass(frozen=True)
-class LoadOptions:
+class LoadOptions(_Options):
     """How to load.
 
     Arguments:
@@ -106,7 +153,7 @@ class LoadOptions:
         group: as in `SaveOptions`; used for `exchange` and for `PerProcess` leaves.
 
     Raises:
-        ValueError: an option is out of range.
+        ValueError, TypeError: an option is out of range, or of a wrong type.
     """
 
     verify: bool = True
@@ -116,8 +163,9 @@ class LoadOptions:
     group: Group | None = None
 
     def __post_init__(self) -> None:
-        if self.budget_bytes < 1 or self.timeout_s <= 0:
-            raise ValueError("budget_bytes and timeout_s must be positive")
+        _check_number("budget_bytes", self.budget_bytes)
+        _check_number("timeout_s", self.timeout_s)
+        _check_group(self.group)
 
 
 @dataclass(frozen=True)

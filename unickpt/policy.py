@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from numbers import Real
 from types import FrameType
 from typing import Any
 
@@ -36,8 +37,8 @@ class Policy:
         preemption: bool = False,
     ) -> None:
         for name, value in {"save_every": save_every, "save_every_s": save_every_s}.items():
-            if value is not None and value <= 0:
-                raise ValueError(f"{name}={value} must be positive")
+            if value is not None and not (isinstance(value, Real) and value > 0):
+                raise ValueError(f"{name}={value!r} must be a positive number")
         self._save_every, self._save_every_s = save_every, save_every_s
         self._preemption = preemption
         self._saved = time.monotonic()

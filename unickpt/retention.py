@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal
 
 Metrics = Mapping[str, float]
@@ -41,14 +42,16 @@ class Retention:
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every", "keep_best"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+            if value is not None and (not isinstance(value, Integral) or value < 1):
+                raise ValueError(f"{name}={value!r} must be an integer, at least 1")
         if (self.keep_best is None) != (self.metric is None):
             raise ValueError(
                 "give both keep_best and metric, or neither: keep_best=3, metric='loss'"
             )
         if self.best not in ("min", "max"):
             raise ValueError(f"best={self.best!r} must be 'min' or 'max'")
+        if self.keep is not None and not callable(self.keep):
+            raise ValueError(f"keep={self.keep!r} must be a function of a step; see keep_last=")
 
     @property
     def keeps_all(self) -> bool:

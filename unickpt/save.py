@@ -51,7 +51,7 @@ def save(
         >>> report.arrays
         1
     """
-    options = options or SaveOptions()
+    options = SaveOptions.or_default(options)
     saving = Saving(path, overwrite, options)
     saving.describe(tree, metadata)
     saving.plan()

@@ -92,13 +92,16 @@ def join(prefix: str, part: str) -> str:
     return f"{prefix}/{part}" if prefix else part
 
 
-def flatten(tree: Any, is_leaf: IsLeaf, expand: Expand) -> Node | Leaf:
+def flatten(
+    tree: Any, is_leaf: IsLeaf, expand: Expand, what: str = "the tree cannot be stored"
+) -> Node | Leaf:
     """Splits a tree into its structure and leaves.
 
     Arguments:
         tree: any nesting of containers.
         is_leaf: whether an object is a leaf.
         expand: expands the frameworks' own containers; called before dataclasses are expanded.
+        what: what is impossible with a tree that is refused, for the error.
 
     Raises:
         UnsupportedLeaf: names every object that is neither a leaf nor a container, every bad key,
@@ -107,9 +110,7 @@ def flatten(tree: Any, is_leaf: IsLeaf, expand: Expand) -> Node | Leaf:
     bad: list[str] = []
     root = _flatten(tree, "", is_leaf, expand, bad, ())
     if bad:
-        raise UnsupportedLeaf(
-            "the tree cannot be stored:\n" + "\n".join(f"  {line}" for line in bad)
-        )
+        raise UnsupportedLeaf(f"{what}:\n" + "\n".join(f"  {line}" for line in bad))
     return root
 
 
@@ -130,6 +131,12 @@ def _flatten(
         bad.append(f"{where}: nested deeper than {MAX_DEPTH} levels")
         return Leaf(name, obj)
     level = _expand_builtin(obj) or expand(obj, name) or _expand_dataclass(obj)
+    if level is None and isinstance(obj, type):
+        bad.append(
+            f"{where}: the class {obj.__module__}.{obj.__qualname__}, not an instance of it; pass "
+            "an instance, or leave it out"
+        )
+        return Leaf(name, obj)
     if level is None:
         bad.append(
             f"{where}: {type(obj).__module__}.{type(obj).__qualname__} is neither an array, a "

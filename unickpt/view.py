@@ -357,7 +357,7 @@ def through(
     """
     if not isinstance(rules, Rules):
         raise TypeError(
-            f"rules is a {type(rules).__name__}; make it with unickpt.Rules.load(file), "
+            f"rules is of type {type(rules).__name__}; make it with unickpt.Rules.load(file), "
             ".parse(text) or .preset(name)"
         )
     where = str(checkpoint.location)

@@ -40,7 +40,10 @@ class Wanted:
             known: what is stored, or what rules make of it; for optimizers without state.
         """
         node = tree.flatten(
-            like, lambda x: is_leaf(x, among), lambda obj, name: expand(obj, name, among, known)
+            like,
+            lambda x: is_leaf(x, among),
+            lambda obj, name: expand(obj, name, among, known),
+            "`like` cannot be loaded into",
         )
         leaves = {leaf.name: leaf.value for leaf in tree.leaves(node)}
         return cls(node, leaves, _targets_of(leaves, among))

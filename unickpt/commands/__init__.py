@@ -54,14 +54,14 @@ def unickpt_command(
     \b
     unickpt ls runs/llama                    which checkpoints are there
     unickpt inspect runs/llama/step_100      what is in one
-    unickpt verify s3://bucket/llama/100     whether every byte of it is sound
+    unickpt verify s3://bucket/llama/100     whether every byte is undamaged
     unickpt diff runs/a/100 runs/b/100       how two differ
-    unickpt convert runs/jax/100 runs/torch --rules my.rules   one out of another
-    unickpt clean runs/llama                 remove what failed saves left there
-    unickpt presets                          the rules that come with it
+    unickpt convert runs/jax/100 runs/torch --rules my.rules   make one from another
+    unickpt clean runs/llama                 remove what failed saves left
+    unickpt presets                          the rules that come with unickpt
 
-    Exit codes: 0 for success, 1 where verify finds damage, diff a difference, or clean is not told
-    yes, 2 for every other error.
+    Exit codes: 0 for success, 1 if verify finds damage, diff finds a difference, or clean is not
+    confirmed, 2 for every other error.
     """
 
 

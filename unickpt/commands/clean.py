@@ -47,14 +47,14 @@ def clean(
     Shows what it would remove, asks, and removes exactly that: folders in which a save never
     committed a checkpoint, attempts that no checkpoint uses, and leftover lock files. It never
     removes a checkpoint, a file that no save has written, what was written in the last 15 minutes,
-    or anything behind a symbolic link, and nothing while a job saves there.
+    or anything through a symbolic link, and nothing while a job saves there.
 
     \b
     unickpt clean runs/llama
     unickpt clean s3://bucket/runs/llama --yes --json
 
     --json prints {root, removed: [{name, kind, files, bytes, age_s}], spared: [the same]}. Fields
-    are only ever added. Exits with 1 where it asks and is not told yes.
+    are only ever added. Exits with 1 if it asks and the answer is not yes.
     """
     location = backends.resolve(root, whole=True)
     if location.is_local and os.path.islink(location.spec["path"].rstrip("/")):
@@ -77,7 +77,7 @@ def clean(
         return
     for remnant in wanted:
         if remnant not in removed:
-            warn(f"{remnant.name} has changed meanwhile, and was left alone")
+            warn(f"{remnant.name} has changed meanwhile, and was not removed")
     if removed:
         nbytes = size_text(sum(remnant.nbytes for remnant in removed))
         console().print(f"removed {counted(len(removed), 'remnant')}, {nbytes}")
@@ -93,7 +93,7 @@ def _show(root: str, wanted: Sequence[Remnant], found: Found, unknown_age: bool)
 
 def _ask(wanted: Sequence[Remnant]) -> None:
     if not is_interactive():
-        warn("nothing was removed: nobody can be asked here; pass --yes")
+        warn("nothing was removed: no terminal to ask on; pass --yes")
         raise typer.Exit(_REFUSED)
     typer.confirm(f"Remove {counted(len(wanted), 'remnant')}?", abort=True)
 
@@ -116,7 +116,7 @@ def print_spared(found: Found, unknown_age: bool = False) -> None:
     """What is left alone, and why."""
     out = console()
     if found.under_way and found.holder is None:
-        out.print(Text(f"perhaps of a save under way, {_summary(found.under_way)}", "dim"))
+        out.print(Text(f"perhaps of a save in progress, {_summary(found.under_way)}", "dim"))
     elif found.holder is not None:
         of_it = f"; perhaps of its saves: {_summary(found.under_way)}" if found.under_way else ""
         out.print(Text(f"a job saves here now ({cleaned(found.holder)}){of_it}", "dim"))

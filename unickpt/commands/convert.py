@@ -1,4 +1,4 @@
-"""convert: one checkpoint out of another, through rules."""
+"""convert: makes a checkpoint from another one, through rules."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from unickpt.preview import Preview, Row, folded, preview
 
 def convert(
     source: Where,
-    destination: Annotated[str, typer.Argument(help="Where the new checkpoint is to be.")],
+    destination: Annotated[str, typer.Argument(help="The path of the new checkpoint.")],
     rules: RulesName = None,
     inverse: Inverse = False,
     size: Sizes = None,
@@ -60,7 +60,7 @@ def convert(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a checkpoint out of another one, through rules, within bounded memory.
+    """Make a checkpoint from another one, through rules, with bounded memory.
 
     The source is checked while it is read, and the destination is read again and checked.
     Under torchrun, the processes share the work.

@@ -47,7 +47,7 @@ def inspect(
         str | None, typer.Option("--array", metavar="NAME", help="The same as NAME.")
     ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="One row for every leaf: fold no layers that are alike.")
+        bool, typer.Option("--all", help="One row for every leaf, also for layers that are alike.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -254,11 +254,12 @@ def _inspect_one(checkpoint: Checkpoint, name: str, everything: bool, as_json: b
 
 def _unknown(checkpoint: Checkpoint, name: str) -> str:
     index = checkpoint.index
+    if name in outline.container_names(index):
+        return f"{checkpoint.location}: {name!r} is a container; --json shows one array or value"
     known = [*checkpoint, *index.values, *index.per_process, *outline.container_names(index)]
     close = difflib.get_close_matches(name, known[:20_000], n=3)
     hint = f"; did you mean {', '.join(map(repr, close))}?" if close else ""
-    kind = " array or value" if name in known else "thing"
-    return f"{checkpoint.location}: holds no{kind} named {name!r}{hint}"
+    return f"{checkpoint.location}: nothing is named {name!r}{hint}"
 
 
 def _print_per_process(out: Console, name: str, sizes: Sequence[int]) -> None:
@@ -310,7 +311,7 @@ def _facts(checkpoint: Checkpoint, array: StoredArray, entry: ArrayEntry) -> lis
 
 def _layout_fact(layout: Layout | None) -> str:
     if layout is None:
-        return "none: each process told its own boxes"
+        return "none: each process declared its own boxes"
     if len(layout.mesh.processes) == 1:
         return "one device"
     return f"{outline.layout_text(layout)} on mesh{_mesh(layout.mesh)}"

@@ -45,7 +45,7 @@ def ls(
     --json prints {root, checkpoints: [{name, path, created, arrays, bytes, processes, error}],
     remnants: [{name, kind, files, bytes, age_s}], under_way: [the same], unknown_age: [the same],
     holder}. Fields are only ever added. Where error is not null, the facts before it are null.
-    under_way may be of saves that go on; holder is the job that saves here, or null.
+    under_way may be of saves in progress; holder is the job that saves here, or null.
     """
     with ThreadPoolExecutor(_OPEN_AT_ONCE) as pool:
         found = list(pool.map(_listed_json, checkpoints_below(root)))

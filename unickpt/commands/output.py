@@ -69,7 +69,7 @@ def transfer(what: str, *, shown: bool = True) -> Iterator[Callable[[int, int], 
 
 
 def clean(text: str, keep: str = "") -> str:
-    """Text from a checkpoint without the control characters that would steer a terminal."""
+    """Text from a checkpoint without the control characters that would change the terminal."""
     return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
 
 

@@ -1,4 +1,4 @@
-"""The options by which commands take rules."""
+"""The options that give commands their rules."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from unickpt.options import VerifyReport
 def verify(path: Where, as_json: AsJson = False) -> None:
     """Read a whole checkpoint and compare every byte with its digest.
 
-    Exits with 1 where anything is damaged, missing, or does not belong there.
+    Exits with 1 if anything is damaged, missing, or does not belong there.
 
     \b
     unickpt verify runs/step_100
@@ -54,7 +54,7 @@ def _print_report(report: VerifyReport) -> None:
         f"{size_text(report.bytes)} checked in {report.seconds:.2f} s ({report.gb_per_s:.2f} GB/s)"
     )
     if report.ok:
-        out.print(Text.assemble(("sound: ", "bold green"), checked))
+        out.print(Text.assemble(("ok: ", "bold green"), checked))
         return
     table = new_table("array", "box", "process", "reason", right=("process",))
     rows = (

@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from pathlib import Path
 
 from unickpt.errors import RuleError, RuleWarning
@@ -60,6 +61,10 @@ class Rules:
     conventions: tuple[Convention, ...] = ()
     functions: Mapping[str, Function] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if isinstance(self.rules, str):
+            raise RuleError("make rules from a text with Rules.parse(text)")
+
     @classmethod
     def parse(
         cls,
@@ -88,6 +93,7 @@ class Rules:
             >>> print(Rules.parse({"params/{m...}/kernel": "model.{m...}.weight"}))
             params/{m...}/kernel [...] <-> model.{m...}.weight [...]
         """
+        _check_functions(functions)
         written = text if isinstance(text, str) else _lines_of(text)
         return _compile(written, name, Path(), sizes or {}, functions or {})
 
@@ -99,12 +105,13 @@ class Rules:
         sizes: Mapping[str, int] | None = None,
         functions: Mapping[str, Function] | None = None,
     ) -> Rules:
-        """Reads a file of rules; see `parse`. Files that it includes lie relative to it.
+        """Reads a file of rules; see `parse`. Paths of included files are relative to it.
 
         Raises:
             RuleSyntaxError: shows the line with a caret.
             FileNotFoundError: there is no such file.
         """
+        _check_functions(functions)
         path = Path(file)
         return _compile(_read_text(path), str(path), path.parent, sizes or {}, functions or {})
 
@@ -138,8 +145,8 @@ class Rules:
                 raise RuleError(f"{rule}\n  has no inverse, because {rule.function!r} has none")
             if rule.moves != (inverse.region is None):
                 raise RuleError(
-                    f"{rule}\n  has no inverse: {rule.function!r} and its inverse must both tell "
-                    "their regions, or neither"
+                    f"{rule}\n  has no inverse: {rule.function!r} and its inverse must both have "
+                    "region=, or neither"
                 )
             functions[rule.function] = replace(
                 inverse, inverse=inverse.inverse or self.functions[rule.function]
@@ -173,6 +180,8 @@ def preset_text(name: str) -> str:
     Raises:
         RuleError: there is none of that name; the message lists them.
     """
+    if not isinstance(name, str):
+        raise RuleError(f"the name of a preset is a str, not of type {type(name).__name__}")
     if name not in Rules.presets():
         near = difflib.get_close_matches(name, Rules.presets(), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -204,7 +213,7 @@ class _Compiler:
         Arguments:
             statements: of the file.
             folder: for files that it includes.
-            files: its name, behind those of the files that include it.
+            files: its name, after those of the files that include it.
             where: sizes that those have given.
         """
         for statement in statements:
@@ -248,6 +257,7 @@ def _compile(
     sizes: Mapping[str, int],
     functions: Mapping[str, Function],
 ) -> Rules:
+    _check_sizes(sizes)
     found = _Compiler(sizes, functions)
     found.collect(grammar.parse(text, name), folder, (name,), {})
     used = {axis for rule in found.rules for axis in rule.sizes}
@@ -270,6 +280,32 @@ def _compile(
     return Rules(tuple(rules), tuple(shared), tuple(found.conventions), functions)
 
 
+def _check_sizes(sizes: object) -> None:
+    """Raises RuleError if sizes that are given in a call are not a dict of integers."""
+    if not isinstance(sizes, Mapping):
+        raise RuleError(f"sizes must be a dict of integers, not of type {type(sizes).__name__}")
+    for axis, size in sizes.items():
+        if not isinstance(size, Integral) or int(size) < 0:
+            raise RuleError(f"sizes[{axis!r}]={size!r} must be an integer, at least 0")
+
+
+def _check_functions(functions: object) -> None:
+    """Raises RuleError if what `via` may name is not a dict of functions."""
+    if functions is None:
+        return
+    if not isinstance(functions, Mapping):
+        raise RuleError(
+            f"functions must be a dict of unickpt.Function by name, not of type "
+            f"{type(functions).__name__}"
+        )
+    for name, function in functions.items():
+        if not isinstance(function, Function):
+            raise RuleError(
+                f"functions[{name!r}] is of type {type(function).__name__}; pass "
+                "unickpt.Function(apply=lambda box, x: ...)"
+            )
+
+
 def _lines_of(renames: Mapping[str, str]) -> str:
     """A rule for each entry of a dict, on a line of its own."""
     if not isinstance(renames, Mapping):
@@ -282,8 +318,8 @@ def _lines_of(renames: Mapping[str, str]) -> str:
         for side in (stored, asked):
             if not isinstance(side, str) or "\n" in side or not side.strip():
                 raise RuleError(
-                    f"{{{stored!r}: {asked!r}}}: a rename relates two names, both of type str; "
-                    "for what is not to be loaded, give 'drop'"
+                    f"{{{stored!r}: {asked!r}}}: a rename maps a name to another, both of type "
+                    "str; to leave something out, give 'drop'"
                 )
         lines.append(f"{stored} <-> {asked}")
     return "\n".join(lines)
@@ -293,7 +329,7 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise RuleError(f"{path} is no text in UTF-8, so it holds no rules: {error}") from None
+        raise RuleError(f"{path} is not UTF-8 text: {error}") from None
 
 
 def _open_included(line: IncludeLine, folder: Path) -> tuple[str, str, Path]:

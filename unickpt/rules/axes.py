@@ -1,4 +1,4 @@
-"""Axes: what a view's dimensions are made of, which sizes they have, and where an index lies.
+"""Axes: what a view's dimensions are made of, which sizes they have, and where an index is.
 
 A view's dimensions are products and sums of axes. Where one segment is chosen in each sum, every
 dimension is a mixed-radix number with an axis for each digit: a *block* of the array, which is a
@@ -22,7 +22,7 @@ def name_pads(items: Sequence[Item], view: str) -> tuple[Item, ...]:
 
     Arguments:
         items: of a view.
-        view: what tells this view's pads from those of other views.
+        view: distinguishes this view's pads from those of other views.
     """
     counter = itertools.count()
 
@@ -62,7 +62,7 @@ def has_pad(items: Sequence[Item]) -> bool:
 
 
 def axes_of(items: Sequence[Item]) -> Iterator[Axis]:
-    """All axes, in their order, as often as they stand there."""
+    """All axes, in their order, as often as they occur."""
     for item in items:
         match item:
             case Axis():
@@ -92,7 +92,7 @@ def _item_choices(item: Item) -> list[Choice]:
 
 
 def block_axes(items: Sequence[Item], choice: Choice) -> list[Axis]:
-    """The axes of a block, as often as they stand in it."""
+    """The axes of a block, as often as they occur in it."""
     picked = iter(choice)
     return [axis for item in items for axis in _chosen_axes(item, picked)]
 
@@ -199,12 +199,12 @@ def _solve_product(whole: Item, items: Sequence[Item], extent: int, sizes: dict[
     if known == 0 or len(unknown) > 1:
         return False
     if extent % known:
-        raise DoesNotFit(f"{whole}: {extent} elements are no multiple of {known}")
+        raise DoesNotFit(f"{whole}: {extent} elements are not a multiple of {known}")
     return solve(unknown[0], extent // known, sizes)
 
 
 def always_followed(axis: str, views: Sequence[Sequence[Item]]) -> bool:
-    """Whether an axis and one other always stand together, this one in front."""
+    """Whether an axis always comes directly before one other."""
     every = [a.name for items in views for a in axes_of(items)]
     pairs = [
         (first.name, second.name)

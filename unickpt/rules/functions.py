@@ -20,7 +20,7 @@ class Function:
     """A function of arrays that a rule names: `a [v e] <-> b [v e] via name`.
 
     Without `region`, it works element by element: axes are moved as the rule says, and the function
-    gets the result. With it, the function gets parts of the stored arrays as they lie there,
+    gets the result. With it, the function gets parts of the stored arrays as they are stored,
     and the axes of the rule only say what shapes there are.
 
     Arguments:

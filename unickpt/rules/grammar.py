@@ -1,6 +1,6 @@
 """Parse: the text of a rule file -> statements; every error shows the line with a caret.
 
-docs/rules.md holds the grammar.
+The grammar is in docs/rules.md.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _OPTION = re.compile(r"[^\s|{}/\[\](),:]+")
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\b(?![./])")
 _ARROW = re.compile(r"<?[-=~]*>|<[-=~]+>?|[\u2190-\u21ff\u27f0-\u27ff]|:=?")
 _NO_PATTERN = (
-    "there are no regular expressions here: `{n}` takes one component of a name, `{m...}` any "
+    "regular expressions are not supported: `{n}` matches one component of a name, `{m...}` any "
     "number of them"
 )
 _TARGET = re.compile(r"[^\s\"#]+")
@@ -117,15 +117,15 @@ class _Parser:
             wrong = arrow[0] if arrow else ":"
             return f": write it in place of `{wrong}`; a rule serves both directions"
         if rest.startswith("["):
-            return "; a name with brackets stands in quotes"
+            return "; put a name with brackets in quotes"
         if rest.startswith(("(", "?")):
             return f"; {_NO_PATTERN}"
         if rest.startswith("<"):
-            return "; a capture stands in braces, such as {l}"
+            return "; write a capture in braces, such as {l}"
         if rest:
-            return "; axes stand in brackets, as in `name [i o]`, and a name with spaces in quotes"
+            return "; write axes in brackets, as in `name [i o]`, and a name with spaces in quotes"
         if " = " in before:
-            return "; `=` joins several names of one array, and stands within a side"
+            return "; `=` joins several names of one array on the same side"
         if before.endswith((".rules", ".txt")):
             return "; Rules.load(file) reads a file of rules"
         return ": a rule is `stored name <-> name to load as`"
@@ -139,7 +139,7 @@ class _Parser:
         return found[0]
 
     def _word(self, *words: str) -> str | None:
-        """One of some words, if it stands here and is no name in front of an arrow."""
+        """One of some words, if it comes next and is not a name in front of an arrow."""
         self._skip()
         found = _WORD.match(self._text, self._at)
         if found is None or found[0] not in words:
@@ -162,10 +162,10 @@ class _Parser:
         if rest.startswith("<->"):
             hint = "; a rule has one `<->`: a line before this one may lack its second side"
         elif "<->" in rest:
-            hint = "; each rule stands in a line of its own"
+            hint = "; write each rule on a line of its own"
         elif rest.startswith(("//", "--", "%")):
             hint = "; a comment begins with `#`"
-        raise self._fail(f"did not expect this here{hint}")
+        raise self._fail(f"this is not expected here{hint}")
 
     # --- statements -------------------------------------------------------------------------
 
@@ -244,7 +244,7 @@ class _Parser:
     def _prefix(self) -> str:
         prefix = self._match(_LITERAL) or ""
         if self._text.startswith("{", self._at):
-            raise self._fail("a prefix holds no captures")
+            raise self._fail("a prefix cannot contain captures")
         return prefix
 
     def _convention(self, place: Place) -> ConventionLine:
@@ -266,9 +266,9 @@ class _Parser:
             self._expect("=", " and the size of the axis")
             number = self._match(_INTEGER)
             if number is None:
-                raise self._fail("a size is a whole number")
+                raise self._fail("a size must be an integer")
             if name in sizes:
-                raise self._fail(f"the size of {name!r} stands twice", at)
+                raise self._fail(f"the size of {name!r} is given twice", at)
             sizes[name] = int(number)
         return tuple(sizes.items())
 
@@ -313,8 +313,8 @@ class _Parser:
         while op := self._operator():
             if items is None:
                 raise self._fail(
-                    f"arithmetic needs axes: write `{name} [...] {op} ...`, where [...] stands "
-                    "for any axes",
+                    f"arithmetic needs axes: write `{name} [...] {op} ...`, where [...] means "
+                    "any axes",
                     self._at - len(op),
                 )
             arithmetic.append((op, self._operand()))
@@ -376,7 +376,7 @@ class _Parser:
                 self._at += 2
             elif self._text.startswith("{", self._at):
                 if items and not isinstance(items[-1], str):
-                    raise self._fail("two captures need a text between them, such as `/`")
+                    raise self._fail("two captures need text between them, such as `/`")
                 items.append(self._capture())
             else:
                 break
@@ -386,8 +386,8 @@ class _Parser:
             raise self._fail("expected a name")
         if not quoted and any("*" in item for item in items if isinstance(item, str)):
             raise self._fail(
-                "`*` means nothing in a name: `{n}` takes one component, `{m...}` any number of "
-                "them; a name that contains `*` stands in quotes",
+                "`*` has no meaning in a name: `{n}` matches one component, `{m...}` any number "
+                "of them; put a name that contains `*` in quotes",
                 begin,
             )
         return Name(tuple(items), place)
@@ -432,7 +432,7 @@ class _Parser:
                 raise self._fail("expected one of the names of the enumeration")
             options.append(found)
         if len(set(options)) < len(options):
-            raise self._fail("a name stands twice in the enumeration", begin)
+            raise self._fail("a name occurs twice in the enumeration", begin)
         return tuple(options)
 
     def _linear(self) -> Linear:
@@ -450,7 +450,7 @@ class _Parser:
                         raise self._fail("expected a number")
                     factor *= int(found)
                 if axis in terms:
-                    raise self._fail(f"axis {axis!r} stands twice in this capture", begin)
+                    raise self._fail(f"axis {axis!r} occurs twice in this capture", begin)
                 terms[axis] = factor
             else:
                 constant += factor
@@ -469,7 +469,7 @@ class _Parser:
             if self._at >= len(self._text):
                 raise self._fail("expected `]` at the end of the axes")
             if self._sees("+"):
-                raise self._fail("pieces that follow each other stand in parentheses: `(q + k)`")
+                raise self._fail("write concatenated pieces in parentheses: `(q + k)`")
             if self._sees(","):
                 raise self._fail("axes are separated by spaces, as in `[i o]`")
             if self._sees("<") or self._sees("["):
@@ -483,7 +483,7 @@ class _Parser:
         if self._take("-"):
             if self._text[begin - 1].isalnum():
                 raise self._fail(
-                    "a space stands before `-`; axes' names are of letters and digits", begin
+                    "put a space before `-`; axis names consist of letters and digits", begin
                 )
             item = self._item()
             if not isinstance(item, Axis):
@@ -506,8 +506,8 @@ class _Parser:
         if number is not None:
             if number != "1":
                 raise self._fail(
-                    "only 1 may stand for an axis: give the axis a name, and its size behind the "
-                    f"rule, as in `n={number}`",
+                    "the only number that can be an axis is 1: name the axis, and give its size "
+                    f"after the rule, as in `n={number}`",
                     begin,
                 )
             return One()
@@ -526,7 +526,7 @@ class _Parser:
         if not all(segments):
             raise self._fail("a piece of the sum is empty", begin)
         if any(ELLIPSIS in map(str, axes_of(segment)) for segment in segments):
-            raise self._fail("`...` cannot stand in parentheses", begin)
+            raise self._fail("`...` cannot be in parentheses", begin)
         return Group(tuple(map(tuple, segments)))
 
 

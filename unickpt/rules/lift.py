@@ -72,7 +72,7 @@ def lift(line: LiftLine, rules: Sequence[Rule]) -> list[Rule] | Shared:
     """The rules of optimizer slots that follow from the rules of parameters.
 
     Raises:
-        RuleSyntaxError: the names do not say where the parameter stands.
+        RuleSyntaxError: the names do not show where the parameter's name is.
     """
     captures = [_capture_of(view.name) for view in (line.left, line.right)]
     keys = {key for key in captures if key is not None}
@@ -133,7 +133,7 @@ def _capture_of(name: Name) -> str | None:
             return key
         case [Linear() as linear] if linear.lone is not None:
             return linear.lone
-    raise syntax_error("one capture stands for the parameter's name, such as {p}", name.place)
+    raise syntax_error("a name has one capture for the parameter's name, such as {p}", name.place)
 
 
 def _lift_one(line: LiftLine, rule: Rule, domains: Domain) -> Rule | None:
@@ -179,7 +179,7 @@ def _lift_side(
 def _without(
     items: Sequence[str | Capture], domain: Name | None
 ) -> tuple[str | Capture, ...] | None:
-    """A parameter's name without what stands around it in `domain`; None where it is no such."""
+    """A parameter's name without the rest of `domain`; None if `domain` does not match."""
     rest = list(items)
     if domain is None:
         return tuple(rest)

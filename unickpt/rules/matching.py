@@ -84,7 +84,7 @@ class Instance:
         texts: what its text captures took.
         have, want: the arrays of each view that match, with what their names hold.
         sizes: of all axes.
-        rank: how many axes `...` stands for.
+        rank: how many axes `...` matches.
         why_not: why it does not apply; None where it does.
         fault: the view that does not fit, where it is one.
         lacks: the first array of the family that does not exist, where that is the reason.
@@ -210,7 +210,7 @@ def _resolve(instance: Instance, have: Names, want: Names | None, partly: bool) 
 
 
 def _rank(rule: Rule, known: Sequence[tuple[Seen, list[tuple[str, Match]], Names]]) -> int:
-    """How many axes `...` stands for."""
+    """How many axes `...` matches."""
     ranks: dict[int, str] = {}
     for view, found, names in known:
         dots = sum(1 for a in axes.axes_of(view.items) if a.name == ELLIPSIS)
@@ -222,7 +222,7 @@ def _rank(rule: Rule, known: Sequence[tuple[Seen, list[tuple[str, Match]], Names
                 raise Misshapen(_rank_text(view, names.facts[found[0][0]], found[0][0]), view)
             ranks[rank] = found[0][0]
     if len(ranks) > 1:
-        raise Unfit(f"`...` stands for {' and for '.join(map(str, ranks))} axes")
+        raise Unfit(f"`...` matches {' and '.join(map(str, ranks))} axes")
     return next(iter(ranks), 0)
 
 
@@ -338,7 +338,7 @@ def _check_all_there(instance: Instance, have: Names, want: Names | None, partly
             _check_term(instance, term, names, verb, partly and names is want)
         makes = list(names_of(instance, side)) if partly and names is want else []
         if makes and not any(name in names.facts for name in makes):
-            raise Lacks("nothing of what it makes is asked for", views_of(side)[0], makes[0])
+            raise Lacks("nothing that it makes is asked for", views_of(side)[0], makes[0])
 
 
 def names_of(instance: Instance, side: Terms | Nothing) -> Iterator[str]:

@@ -26,7 +26,7 @@ _NUMBER = "(0|[1-9][0-9]{0,17})"
 
 @dataclass(frozen=True)
 class Match:
-    """What a name holds.
+    """What the captures of a name match.
 
     Arguments:
         texts: the components that each text capture took.
@@ -41,13 +41,13 @@ class Match:
 
 @dataclass(frozen=True)
 class Pattern:
-    """A name whose captures are told apart: texts, and numbers that are axes."""
+    """A name whose captures are divided into texts, and numbers that are axes."""
 
     name: Name
 
     @property
     def axes(self) -> frozenset[str]:
-        """The axes whose indices stand in the name."""
+        """The axes whose indices are in the name."""
         found: set[str] = set()
         for item in self.name.items:
             if isinstance(item, Linear):
@@ -134,7 +134,7 @@ class Pattern:
         )
         for key in keys:
             if keys.count(key) > 1:
-                raise syntax_error(f"capture {key!r} stands twice in one name", self.name.place)
+                raise syntax_error(f"capture {key!r} occurs twice in one name", self.name.place)
         path: Text | None = None
         in_component: Text | None = None
         items = ("", *self.name.items, "")
@@ -153,8 +153,8 @@ class Pattern:
     def _two_paths(self, first: Text, second: Text) -> RuleSyntaxError:
         line = self._rewritten(second, item_text(Text(second.key)))
         return syntax_error(
-            f"{item_text(first)} and {item_text(second)} both take any number of components, so "
-            "that one name could be read in several ways. Where the second stands for one "
+            f"{item_text(first)} and {item_text(second)} both match any number of components, so "
+            "a name could be matched in several ways. If the second is always one "
             f"component, write\n    {line}",
             self._place_of(second),
         )
@@ -164,20 +164,20 @@ class Pattern:
         line = self._rewritten(second, item_text(Choice("", options)))
         where = "" if second.options else f"\nwhere {second.key} is `one` or `two`"
         return syntax_error(
-            f"{item_text(first)} and {item_text(second)} stand in one component, without `/` or "
-            "`.` between them, so that one name could be read in several ways. List what one of "
-            f"them stands for, as in\n    {line}{where}",
+            f"{item_text(first)} and {item_text(second)} are in one component, without `/` or "
+            "`.` between them, so a name could be matched in several ways. List what one of "
+            f"them matches, as in\n    {line}{where}",
             self._place_of(second),
         )
 
     def _rewritten(self, capture: Text, text: str) -> str:
-        """The line with another text for a capture, wherever it stands there."""
+        """The line with another text for a capture, wherever it occurs."""
         dots = r"\.\.\." if capture.path else ""
         written = rf"\{{\s*{capture.key}\s*{dots}(?:=[^}}]*)?\}}"
         return re.sub(written, lambda _: text, self.name.place.text).strip()
 
     def _place_of(self, capture: Capture) -> Place:
-        """Where a capture stands; where the whole name does, if that is not certain."""
+        """Where a capture is written; if that is not certain, where the whole name is."""
         place = self.name.place
         before = self.name.items[: self.name.items.index(capture)]
         quote = place.text.startswith('"', place.column - 1)
@@ -189,8 +189,8 @@ class Pattern:
         for neighbour, end in ((before, -1), (after, 0)):
             if not isinstance(neighbour, str) or neighbour[end:][:1] not in ("", *_SEPARATORS):
                 raise syntax_error(
-                    f"{{{item.key}...}} takes whole components, so `/` or `.` stands around it; "
-                    f"for a piece of the next one, write {{{item.key}...}}/{{n}}",
+                    f"{{{item.key}...}} matches whole components, so `/` or `.` must be around it; "
+                    f"for a part of the next one, write {{{item.key}...}}/{{n}}",
                     self.name.place,
                 )
 

@@ -42,7 +42,7 @@ def _named(prefix: str, holes: Sequence[int]) -> str:
 
 
 def _prefixes(rule: Rule) -> Iterator[str]:
-    """What stands before the first number of names that a rule makes."""
+    """The part before the first number of the names that a rule makes."""
     for view in views_of(rule.right):
         first, *rest = [*view.pattern.name.items, "", ""][:2]
         if isinstance(first, str) and isinstance(rest[0], Linear) and not rule.lifted:

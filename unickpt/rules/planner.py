@@ -51,7 +51,7 @@ def make_plan(
         strict: whether all that is stored must be used, all that rules make must be asked for,
             and every rule must match both sides; if not, only what is stored.
         keep_misfits: whether what is asked for in another shape than its rule finds is left alone,
-            and told as `Plan.misfits`, instead of refused.
+            and listed in `Plan.misfits`, instead of refused.
         where: the checkpoint, for messages.
 
     Raises:
@@ -71,7 +71,7 @@ def offers(
     """All that rules could make of what is stored, whether or not several rules could make it.
 
     Arguments:
-        want: what is asked for beside that; it tells sizes.
+        want: what else is asked for; gives sizes.
     """
     knowing = _Planner(functions, stored, want, False)
     knowing.resolved([rule for rule in rules if not rule.lifted])
@@ -232,7 +232,9 @@ class _Planner:
                 if rule.says_shapes:
                     _check_shape(instance, view, name, shape)
             if any(made.source is not None for made in inputs):
-                raise Unfit(f"{name!r} would be made of what is no array; functions are for arrays")
+                raise Unfit(
+                    f"{name!r} would be made of something else than an array; functions need arrays"
+                )
             fact = Fact("array", shape, view.dtype or inputs[0].fact.dtype)
             made = Made(name, fact, str(rule), function=function, inputs=tuple(inputs), exact=False)
             self._add(plan, made)
@@ -329,7 +331,9 @@ class _Planner:
             return self._carry(rule, view, name, whole, facts)
         have = sorted({fact.dtype for fact in facts})
         if len(have) > 1 and view.dtype is None:
-            raise Unfit(f"{name!r} is made of arrays of {' and '.join(have)}; say `as`")
+            raise Unfit(
+                f"{name!r} is made of arrays of {' and '.join(have)}; add `as` with the dtype"
+            )
         fact = Fact("array", shape, view.dtype or have[0])
         for feed in feeds:
             if not feed.is_exact and dtypes.kind(dtypes.from_name(feed.entry.dtype)) != "float":
@@ -369,7 +373,7 @@ class _Planner:
 
     def _carry(self, rule: Rule, view: Seen, name: str, source: str, facts: Sequence[Fact]) -> Made:
         if len(facts) > 1 or view.arithmetic or any(v.arithmetic for v in rule.views):
-            raise Unfit(f"{source!r} is {facts[0]}, which can only be carried over as it is")
+            raise Unfit(f"{source!r} is {facts[0]}, which can only be copied as it is")
         dtype = view.dtype or facts[0].dtype
         return Made(name, Fact(facts[0].kind, (), dtype), str(rule), source=source)
 
@@ -423,7 +427,7 @@ def _check_shape(instance: Instance, view: Seen, name: str, shape: tuple[int, ..
 
 def _check_constant(value: float, name: str, fact: Fact) -> None:
     if fact.kind == "process":
-        raise Unfit(f"{name!r} is {fact}, and a constant is not")
+        raise Unfit(f"{name!r} is {fact}, which a constant cannot make or replace")
     try:
         if fact.dtype:
             dtypes.constant(value, dtypes.from_name(fact.dtype))

@@ -19,7 +19,7 @@ from unickpt.rules.syntax import Nothing
 _MOST_LINES = 22
 _MOST_IDLE = 3
 _NUMBERED = re.compile(r"(^|/)state/\d+/")
-_OPTIONAL = "if that may be, begin it with `optional`"
+_OPTIONAL = "if that is intended, begin it with `optional`"
 _LIKELY, _POSSIBLE = 0.8, 0.5  # how similar a name must be, alone and where the shape agrees
 
 
@@ -64,21 +64,27 @@ def left_over(
     ):
         for at, (name, like, fact) in enumerate(_alike(facts, explained)):
             near = _nearest(name, fact, others) if at < _MOST_LINES else None
-            hint = f"\n    perhaps it belongs to {near!r} ({others[near]})" if near else ""
+            hint = ""
+            if near is not None:
+                hint = _missing_rule(*((name, near) if facts is unused else (near, name)))
             if facts is unused and not near and not dropped:
                 hint, dropped = f"\n    if it is to be left out: {name} <-> drop", True
             problems.append(f"{name!r} ({fact}){like} {told}{hint}")
     if any("%2F" in name for name in unused):
         problems.append(
-            "names with %2F are keys that hold a `/` themselves, as those of a flat tree; save it "
-            "nested, or write %2F in the rules"
+            "%2F in a name is a `/` within a key, as in a flat tree; save a nested tree, or write "
+            "%2F in the rules"
         )
     if any(_NUMBERED.search(name) for name in unmade):
         problems.append(
-            "a torch optimizer has its state under numbers, to which rules relate nothing: pass it "
+            "a torch optimizer stores its state under numbers, which rules cannot map: pass it "
             "as unickpt.adapters.torch.NamedOptimizer(optimizer, module)"
         )
     return problems
+
+
+def _missing_rule(stored: str, asked: str) -> str:
+    return f"\n    perhaps a rule is missing: from {stored!r} to {asked!r}"
 
 
 def _ties(
@@ -98,13 +104,13 @@ def _ties(
 
 def _tie(name: str, fact: Fact, twin: str, rule: str) -> str:
     lines = [
-        f"{name!r} ({fact}) is asked for, and nothing is left for it",
+        f"{name!r} ({fact}) is asked for, but no stored array is left for it",
         f"{twin!r} has the same shape. If the two are tied, or both are made of one stored array,",
         f"join them by `=`, as in `{twin} [...] = {name} [...]`, in",
         rule,
     ]
     if rule.startswith("preset "):
-        lines.append("or in a rule of your own, beside `default include ...` of that preset")
+        lines.append("or in a rule of your own, together with `default include ...` of that preset")
     return "\n    ".join(lines)
 
 
@@ -132,7 +138,7 @@ def misshapen(
 def _is_left_over(
     instance: Instance, unused: Mapping[str, Fact], unmade: Mapping[str, Fact]
 ) -> bool:
-    """Whether a rule holds for nothing here, and no other one does on either side."""
+    """Whether a rule does not apply here, and no other one does on either side."""
     return (
         instance.why_not is not None
         and any(name in unused for name in instance.names_there())
@@ -159,7 +165,7 @@ def _respelled(name: str, among: Mapping[str, Fact]) -> tuple[str | None, str]:
     dotted = name.replace("/", ".")
     for other in among:
         if other.replace("/", ".") == dotted:
-            return other, f"; there is {other!r}: mind where `/` and where `.` stands"
+            return other, f"; there is {other!r}: check where the name has `/` and where `.`"
     near = _similar(name, among, _LIKELY)
     return near, f"; did you mean {near!r}?" if near else ""
 
@@ -232,7 +238,7 @@ def _reason(instance: Instance) -> str:
     rule, why = instance.rule, instance.why_not
     about_sizes = instance.lacks_names or " elements here, but " in str(why)
     if about_sizes and any(view.pattern.choices for view in rule.views):
-        return f"{why}; note that an enumeration such as {{a|b}} means all of its names at once"
+        return f"{why}; note that an enumeration such as {{a|b}} means all of its names together"
     return str(why)
 
 
@@ -296,12 +302,12 @@ def _other_spelling(rule: Rule, have: Names) -> str | None:
     for view in views_of(rule.left):
         name = view.pattern.name
         if any(isinstance(item, str) and "{" in item for item in name.items):
-            return "`{{` is a brace that stands in the name itself; a capture has single braces"
+            return "`{{` means a brace in the name itself; a capture has single braces"
         items = tuple(i.replace("/", ".") if isinstance(i, str) else i for i in name.items)
         dotted = Pattern(replace(name, items=items))
         for stored in itertools.islice(have.facts, 2000):
             if dotted.match(stored.replace("/", ".")):
-                return f"there is {stored!r}: mind where `/` and where `.` stands"
+                return f"there is {stored!r}: check where the name has `/` and where `.`"
         if view.pattern.literal and (near := _similar(str(name), have.facts, _LIKELY)):
             return f"did you mean {near!r}?"
     return None
@@ -347,9 +353,10 @@ def backwards(rules: Sequence[Rule], found: Sequence[Instance], have: Names) -> 
         return []
     if 2 * len(idle) < sum(map(_relates, rules)):
         return [
-            f"{rule}\n    has its sides swapped: what is stored stands on the left" for rule in idle
+            f"{rule}\n    has its sides swapped: what is stored belongs on the left"
+            for rule in idle
         ]
     return [
         "the rules are the wrong way round: what is stored has the names of their right side; use "
-        "`rules.inverse`\n    (on the command line --inverse, or leave that out where it is given)"
+        "`rules.inverse`\n    (on the command line --inverse, or without it if it is given)"
     ]

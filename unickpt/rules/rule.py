@@ -36,9 +36,9 @@ class Seen:
         pattern: of the names.
         items: its axes; each pad is an axis, `...` is not spelled out.
         arithmetic: what is done to the elements before they equal the other side's.
-        law: how a slot of an optimizer follows the arithmetic; None where nobody said.
+        law: how a slot of an optimizer follows the arithmetic; None if not given.
         dtype: of the elements where this side is made.
-        tag: tells its pads from those of other views.
+        tag: distinguishes its pads from those of other views.
     """
 
     pattern: Pattern
@@ -66,7 +66,7 @@ class Seen:
         """Scale and offset of the arithmetic.
 
         Raises:
-            RuleError: it needs an axis without a size, or a law that nobody said.
+            RuleError: it needs an axis without a size, or a law that was not given.
         """
         scale, offset = 1.0, 0.0
         for op, operand in self.arithmetic:
@@ -81,7 +81,7 @@ class Seen:
         if self.law is None and scale != 1:
             raise RuleError(
                 f"{self.place}: the slot of a parameter that is scaled by {scale:g} needs a law: "
-                "say law=gradient, law=square or law=value behind the lift"
+                "add law=gradient, law=square or law=value to the lift"
             )
         return (scale**-2 if self.law == "square" else 1 / scale), 0.0
 
@@ -107,7 +107,7 @@ class Rule:
     """`left <-> right`.
 
     Arguments:
-        place: where it stands.
+        place: where it is written.
         text: as it is written, or as what it was lifted from.
         left, right: terms, each with the names that are one array; or nothing.
         sizes: of axes, as given.
@@ -183,7 +183,7 @@ def compile_rule(
     Arguments:
         line: the statement.
         moves: see `Rule`.
-        sizes: those that stand for the whole file; the rule's own come before them.
+        sizes: those of the whole file; the rule's own take precedence.
         given: those of the caller, which come before all others.
 
     Raises:
@@ -196,8 +196,8 @@ def compile_rule(
     bare = [view for view in written if view.items is None]
     if bare and len(bare) < len(written):
         raise syntax_error(
-            "this name has no axes, and another name of the rule has: give the axes in brackets "
-            "behind every name, or behind none",
+            "this name has no axes, but another name of the rule has: give axes in brackets "
+            "after every name, or after none",
             bare[0].name.place,
         )
     known = {**sizes, **own, **given}
@@ -377,22 +377,22 @@ def _check_sides(rule: Rule) -> None:
         for item in view.pattern.name.items:
             if isinstance(item, Text) and paths.setdefault(item.key, item.path) != item.path:
                 raise syntax_error(
-                    f"{item.key!r} stands for one component in one name, and for any number in "
+                    f"{item.key!r} matches one component in one name, and any number in "
                     "another; write `...` in both, or in none",
                     view.place,
                 )
         missing = (left | right) - view.pattern.texts
         if missing & {choice.axis for choice in view.pattern.choices}:
             raise syntax_error(
-                f"{min(missing)!r} is an enumeration, which counts arrays: write it out in the "
-                "other name too; for one of these names at a time, write `=` in place of `:`",
+                f"{min(missing)!r} is an enumeration, which numbers arrays: write it in the other "
+                "name too; to match one of its names at a time, write `=` in place of `:`",
                 view.place,
             )
         if missing:
             raise syntax_error(
-                f"{{{min(missing)}}} stands in another name of the rule, but not in this one: add "
-                f"it here; or, where this is one array that the others are stacked into, name its "
-                f"axes, `{min(missing)}` among them",
+                f"{{{min(missing)}}} is in another name of the rule, but not in this one: add it "
+                f"here; or, if this is one array that the others are stacked into, give its axes, "
+                f"including `{min(missing)}`",
                 view.place,
             )
     _check_blocks(*(_blocks(side) for side in sides))
@@ -406,20 +406,22 @@ def _check_function(rule: Rule) -> None:
     for view in rule.views:
         if view.arithmetic or axes.has_pad(view.items):
             raise syntax_error(
-                "a rule with a function (via) has neither padding nor arithmetic",
+                "a rule with a function (via) cannot have padding or arithmetic",
                 view.place,
             )
         if view.pattern.texts != first.pattern.texts:
-            raise syntax_error("all names of a function need the same captures", view.place)
+            raise syntax_error(
+                "all names in a rule with a function need the same captures", view.place
+            )
         if rule.moves and set(block_keys(view)) != set(block_keys(first)):
             raise syntax_error(
-                "a function without a region works element by element, so that all of its arrays "
-                "need the same axes; see Function(region=)",
+                "a function without a region works element by element, so all of its arrays need "
+                "the same axes; see Function(region=)",
                 view.place,
             )
         if not rule.moves and view.pattern.axes:
             raise syntax_error(
-                "a function with a region makes one array, so names hold no axes",
+                "a function with a region makes one array, so names cannot contain axes",
                 view.place,
             )
     if len(views_of(rule.right)) > 1:
@@ -475,8 +477,8 @@ def _check_blocks(
             told = [f"{here} on this side only"] if key - near else []
             told += [f"{there} on the other side only"] if near - key else []
             raise syntax_error(
-                f"every axis stands on both sides under one name, but {', and '.join(told)}; it "
-                "stands in brackets, or in braces within names where it counts arrays",
+                f"every axis must be on both sides under one name, but {', and '.join(told)}; "
+                "write it in brackets, or in braces within names if it numbers arrays",
                 view.place,
             )
 

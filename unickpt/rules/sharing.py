@@ -15,7 +15,7 @@ def shared_names(
 
     Arguments:
         lift: what is shared.
-        found: the families of arrays that rules hold for.
+        found: the families of arrays that rules apply to.
         have: what is stored.
         want: what is asked for, where that is known.
     """

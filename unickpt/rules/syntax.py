@@ -9,7 +9,7 @@ from unickpt.errors import RuleSyntaxError
 
 @dataclass(frozen=True)
 class Place:
-    """Where something stands: file, line and column from 1, and the text of that line."""
+    """Where something is written: file, line and column from 1, and the text of that line."""
 
     file: str
     line: int
@@ -99,7 +99,7 @@ def item_text(item: str | Capture) -> str:
 
 @dataclass(frozen=True)
 class Axis:
-    """A named axis; `...` stands for any number of them."""
+    """A named axis; `...` matches any number of them."""
 
     name: str
     place: Place = field(compare=False)
@@ -191,7 +191,7 @@ class Nothing:
 
     Arguments:
         value: what the other side's arrays are made of; None where nothing makes them.
-        unchecked: whether the other side's arrays are dropped whatever they hold.
+        unchecked: whether the other side's arrays are dropped without a check of their values.
     """
 
     value: float | None
@@ -216,7 +216,7 @@ def side_text(side: Side) -> str:
 
 @dataclass(frozen=True)
 class RuleLine:
-    """`left <-> right`, with the sizes that stand behind it."""
+    """`left <-> right`, with the sizes that follow it."""
 
     place: Place = field(compare=False)
     left: Side
@@ -272,7 +272,7 @@ Statement = RuleLine | LiftLine | WhereLine | IncludeLine | ConventionLine
 
 
 def included(statement: Statement, line: IncludeLine) -> Statement:
-    """A statement of an included file: its names behind prefixes, its lifts for some parameters."""
+    """A statement of an included file: its names after prefixes, its lifts for some parameters."""
     under = line.under
     match statement:
         case RuleLine(left=left, right=right):

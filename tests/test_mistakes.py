@@ -1,0 +1,242 @@
+"""Wrong arguments to the public functions are answered by what is wanted, not from inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import unickpt
+from unickpt import (
+    Box,
+    Checkpointer,
+    CheckpointNotFound,
+    LoadMismatch,
+    LoadOptions,
+    LocalFragments,
+    ProcessGroup,
+    Rules,
+    SaveOptions,
+    UnsupportedLeaf,
+)
+
+STATE = {"w": np.arange(6.0).reshape(2, 3), "step": 3, "b": {"x": np.ones(4)}}
+ONES = np.ones(4)
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    unickpt.save(tmp_path / "c", {**STATE, "mine": unickpt.PerProcess(1)})
+    return tmp_path / "c"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, STATE)
+        checkpointer.save(2, STATE)
+    return tmp_path / "run"
+
+
+# --- options -------------------------------------------------------------------------------------
+
+WANTED = r"options must be unickpt\.{}\(\.\.\.\), not of type {}"
+
+
+def test_options_of_the_other_kind_are_refused(stored: Path, run: Path, tmp_path: Path) -> None:
+    saving, loading = SaveOptions(), LoadOptions()
+    new: Any = tmp_path / "new"
+    calls: dict[str, list[Callable[[Any], Any]]] = {
+        "SaveOptions": [
+            lambda options: unickpt.save(new, STATE, options=options),
+            lambda options: unickpt.save_async(new, STATE, options=options),
+            lambda options: unickpt.convert(stored, new, options=options),
+            lambda options: Checkpointer(new, options=options),
+        ],
+        "LoadOptions": [
+            lambda options: unickpt.load(stored, options=options),
+            lambda options: unickpt.load(stored, {"step": 0}, strict=False, options=options),
+            lambda options: unickpt.diff(stored, stored, options=options),
+            lambda options: Checkpointer(run).load(options=options),
+        ],
+    }
+    for wanted, those in calls.items():
+        other = loading if wanted == "SaveOptions" else saving
+        for call in those:
+            for wrong in (other, {"verify": True}):
+                with pytest.raises(TypeError, match=WANTED.format(wanted, type(wrong).__name__)):
+                    call(wrong)
+    assert not new.exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SaveOptions(budget_bytes="1"), "budget_bytes='1' must be a positive number"),
+        (lambda: SaveOptions(chunk_bytes=None), "chunk_bytes=None must be a positive number"),
+        (lambda: SaveOptions(timeout_s=None), "timeout_s=None must be a positive number"),
+        (lambda: SaveOptions(chunk_shape=3), "chunk_shape=3 must be a tuple of positive integers"),
+        (lambda: SaveOptions(chunk_shape=("a",)), "must be a tuple of positive integers"),
+        (lambda: SaveOptions(metrics={"loss": 1}), "metrics is of type dict, but is called"),
+        (lambda: SaveOptions(group=3), "group is of type int; omit it under torch.distributed"),
+        (lambda: LoadOptions(group=3), "group is of type int; omit it under torch.distributed"),
+        (lambda: LoadOptions(budget_bytes="1"), "budget_bytes='1' must be a positive number"),
+        (lambda: ProcessGroup("0", 1, "x"), "index='0' and count=1 must be integers"),
+        (lambda: ProcessGroup(0, 1, 77), "session=77 must be a str, not int"),
+        (lambda: LocalFragments(4, [(Box((0,), (4,)), ONES)]), "shape 4 must be a tuple"),
+        (lambda: LocalFragments((4,), ONES), r"a fragment is a pair \(Box"),
+        (lambda: LocalFragments((4,), [((0, 4), ONES)]), r"box is \(0, 4\), not a Box"),
+        (lambda: LocalFragments((4,), [(Box((0,), (4,)), [1.0])]), "data is of type list"),
+        (lambda: LocalFragments.flat((4,), [("0", ONES)]), "a flat range is a pair"),
+        (lambda: LocalFragments.flat((4,), [(0, [1.0])]), "data is of type list"),
+        (lambda: LocalFragments.flat(4, [(0, ONES)]), "shape 4 must be a tuple of integers"),
+        (lambda: Rules("w <-> v"), r"Rules\.parse\(text\)"),
+        (lambda: Rules.parse("a [h] <-> b [h]", sizes={"h": "3"}), "must be an integer"),
+        (lambda: Rules.parse("a [h] <-> b [h]", sizes=3), "sizes must be a dict of integers"),
+        (lambda: Rules.preset(None), "the name of a preset is a str, not of type NoneType"),
+        (lambda: Rules.parse("a <-> b", functions=[np.exp]), "functions must be a dict"),
+        (lambda: Rules.parse("a <-> b", functions={"f": np.exp}), r"pass unickpt\.Function\("),
+    ],
+)
+def test_arguments_of_a_wrong_type(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        make()
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    options = SaveOptions(budget_bytes=np.int64(9), chunk_shape=(np.int32(2),), timeout_s=1e3)
+    assert options.budget_bytes == 9
+    assert ProcessGroup(np.int64(0), np.int64(2), "x").count == 2
+
+
+# --- trees and metadata --------------------------------------------------------------------------
+
+
+def test_a_class_is_no_leaf_to_load_into(stored: Path) -> None:
+    with pytest.raises(UnsupportedLeaf) as caught:
+        unickpt.load(stored, {"w": np.ndarray, "step": int})
+    told = "not an instance of it; pass an instance, or leave it out"
+    assert str(caught.value).splitlines() == [
+        "`like` cannot be loaded into:",
+        f"  'w': the class numpy.ndarray, {told}",
+        f"  'step': the class builtins.int, {told}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        (
+            {"a": {"b": np.float32(1)}},
+            "metadata['a']['b'] cannot be stored in JSON: it is",
+        ),
+        ({"a": [0, {"c": {1}}]}, "metadata['a'][1]['c'] cannot be stored in JSON: it is {1} of"),
+        ({"a": {"b": 1, 2: 3}}, "metadata['a'] has the key 2, but keys in JSON are str"),
+        ({"a": (1, 2)}, "metadata['a'] cannot be stored in JSON: it is (1, 2) of type tuple"),
+        ({"a": float("nan")}, "metadata['a'] cannot be stored in JSON: it is nan of type float"),
+        ({"a": "\ud800"}, "metadata['a'] cannot be stored in JSON"),
+        ({"\ud800": 1}, "which is not valid Unicode text"),
+        ("text", "metadata must be a dict, not of type str"),
+        ([1], "metadata must be a dict, not of type list"),
+    ],
+)
+def test_metadata_that_json_lacks_is_named(metadata: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedLeaf) as caught:
+        unickpt.save(tmp_path / "c", {"w": 1}, metadata=metadata)
+    assert message in str(caught.value)
+    assert not (tmp_path / "c").exists()
+
+
+def test_metadata_that_contains_itself_is_refused(tmp_path: Path) -> None:
+    itself: dict[str, Any] = {}
+    itself["a"] = {"b": itself}
+    with pytest.raises(UnsupportedLeaf, match=r"metadata\['a'\]\['b'\].* it contains itself"):
+        unickpt.save(tmp_path / "c", {"w": 1}, metadata=itself)
+
+
+@pytest.mark.parametrize("metrics", [3, [("loss", 1)], {"loss": None}])
+def test_metrics_are_a_dict_of_numbers(metrics: Any, tmp_path: Path) -> None:
+    with (
+        Checkpointer(tmp_path) as checkpointer,
+        pytest.raises(UnsupportedLeaf, match=r"metrics must be (a dict|numbers: 'loss')"),
+    ):
+        checkpointer.save(1, {"w": 1}, metrics=metrics)
+
+
+@pytest.mark.parametrize("like", [2, "step_2", np.ones(3)])
+def test_a_like_that_is_no_tree(like: Any, run: Path) -> None:
+    with pytest.raises(LoadMismatch, match=r"`like` is a single leaf .*load\(step=2\)"):
+        Checkpointer(run).load(like)
+
+
+# --- an opened checkpoint ------------------------------------------------------------------------
+
+
+def test_the_error_of_a_name_says_where_it_is(stored: Path) -> None:
+    opened = unickpt.open(stored)
+    for read, message in [
+        (lambda: opened["step"], r"'step' is a plain value; read it with \.values\['step'\]"),
+        (lambda: opened["b"], "'b' is a container, not an array; it contains b/x"),
+        (lambda: opened["mine"], r"'mine' differs by process; unickpt\.load\(path\)"),
+        (lambda: opened.values["w"], r"'w' is an array; read it with checkpoint\['w'\]"),
+        (
+            lambda: opened.values["no"],
+            "'no' is not a plain value of .*; these are step",
+        ),
+    ]:
+        with pytest.raises(KeyError, match=message):
+            read()
+    assert "step" not in opened
+    assert opened.values.get("w") is None
+    with pytest.raises(IndexError, match=r"takes integers and slices, not array\(\[0, 1\]\)"):
+        opened["w"][np.array([0, 1])]
+
+
+# --- steps ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", ["2", 2.0, -1, True])
+def test_a_wrong_step_is_refused_everywhere(wrong: Any, run: Path) -> None:
+    checkpointer = Checkpointer(run, save_every=2)
+    for call in (
+        lambda: checkpointer.load(step=wrong),
+        lambda: checkpointer.path(wrong),
+        lambda: checkpointer.should_save(wrong),
+        lambda: checkpointer.delete(wrong),
+        lambda: checkpointer.drop_later_steps(wrong),
+    ):
+        with pytest.raises(ValueError, match="must be an integer, at least 0"):
+            call()
+    assert checkpointer.loaded_step is None
+    assert checkpointer.steps() == [1, 2]
+
+
+def test_a_step_that_would_not_be_found_again_is_refused(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(10**18 - 1, {"w": 1}, wait=True)
+        assert checkpointer.steps() == [10**18 - 1]
+        with pytest.raises(ValueError, match=r"must be less than 10\*\*18"):
+            checkpointer.save(10**18, {"w": 1})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"keep_last": "3"}, "keep_last='3' must be an integer, at least 1"),
+        ({"keep_every": 2.5}, "keep_every=2.5 must be an integer, at least 1"),
+        ({"keep": 3}, "keep=3 must be a function of a step"),
+        ({"save_every": "10"}, "save_every='10' must be a positive number"),
+        ({"save_every_s": "10"}, "save_every_s='10' must be a positive number"),
+    ],
+)
+def test_rules_of_a_wrong_type(arguments: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        Checkpointer(tmp_path, **arguments)
+
+
+def test_a_checkpointer_of_a_checkpoint_says_so(stored: Path) -> None:
+    with pytest.raises(CheckpointNotFound, match="is a checkpoint, not a folder of steps"):
+        Checkpointer(stored).load()
