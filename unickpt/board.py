@@ -24,8 +24,7 @@ from unickpt.record import Record
 
 OK, MORE = ".ok", ".more"
 REQUEST = "request"
-_COMMIT, _REPLACED, _ERROR, _LEFT = "commit", "replaced", "error-", "left-"
-_MOST_REPLACED = 16
+_COMMIT, _ERROR, _LEFT = "commit", "error-", "left-"
 _ERROR_NAME = re.compile(_ERROR + r"(\d{5,9})")
 _LEFT_NAME = re.compile(_LEFT + r"(\d{5,9})-(\d{1,4})")
 
@@ -195,28 +194,6 @@ class Board:
         read = self._notes.read(_COMMIT).result()
         found: dict[str, Any] | None = json.loads(read.value) if read.state == "value" else None
         return found
-
-    def replaced(self) -> dict[str, dict[str, Any]]:
-        """The last commits that this attempt replaces: what was announced, by attempt."""
-        read = self._notes.read(_REPLACED).result()
-        found: dict[str, dict[str, Any]] = json.loads(read.value) if read.state == "value" else {}
-        return found
-
-    def replace(self, attempt: str, older: Board) -> None:
-        """Notes that this attempt is about to replace a commit, which removes its notes.
-
-        A process of the older attempt that has not seen its own commit yet finds it here.
-
-        Arguments:
-            attempt: the name of the older one.
-            older: its board.
-        """
-        replaced, announced = older.replaced(), older.announced()
-        if announced is not None:  # else it has a single process, and nobody waits
-            replaced[attempt] = announced
-        if replaced:
-            last = dict(list(replaced.items())[-_MOST_REPLACED:])
-            self._notes.write(_REPLACED, json.dumps(last).encode()).result()
 
     def clear_records(self) -> None:
         """Removes the records, which are not needed after the commit."""
