@@ -26,6 +26,7 @@ test: lint
 soak: .venv/installed
 	$(BIN)/python -m pytest -m slow --timeout=3600
 	$(BIN)/python tests/soak.py --kills 1000
+	$(BIN)/python tests/soak.py --kills 140 --s3
 
 bench: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check orbax-checkpoint safetensors

@@ -11,8 +11,8 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, TypeGuard
 
 import tensorstore as ts
 
@@ -24,8 +24,7 @@ from unickpt.record import Record
 
 OK, MORE = ".ok", ".more"
 REQUEST = "request"
-_COMMIT, _REPLACED, _ERROR, _LEFT = "commit", "replaced", "error-", "left-"
-_MOST_REPLACED = 16
+_COMMIT, _ERROR, _LEFT = "commit", "error-", "left-"
 _ERROR_NAME = re.compile(_ERROR + r"(\d{5,9})")
 _LEFT_NAME = re.compile(_LEFT + r"(\d{5,9})-(\d{1,4})")
 
@@ -192,43 +191,13 @@ class Board:
         mine: dict[str, list[int]] = requests.get(str(self._group.index), {})
         return mine
 
-    def announce(self, root: str, totals: Mapping[str, int]) -> None:
-        """Announces what is about to be committed.
+    def announce(self, told: Announcement) -> None:
+        """Announces what is about to be committed."""
+        self._notes.write(_COMMIT, json.dumps(asdict(told)).encode()).result()
 
-        Arguments:
-            root: the digest of the root's manifest.
-            totals: of the checkpoint.
-        """
-        note = {"root": root, "totals": dict(totals)}
-        self._notes.write(_COMMIT, json.dumps(note).encode()).result()
-
-    def announced(self) -> tuple[str, Mapping[str, int]] | None:
+    def announced(self) -> Announcement | None:
         """What was announced; None if that is not visible yet, or cannot be decoded."""
-        note = _object(self._notes.read(_COMMIT).result().value) or {}
-        root, totals = note.get("root"), note.get("totals")
-        return (root, totals) if isinstance(root, str) and isinstance(totals, dict) else None
-
-    def replaced(self) -> dict[str, dict[str, Any]]:
-        """The last commits that this attempt replaces: what was announced, by attempt."""
-        read = self._notes.read(_REPLACED).result()
-        found: dict[str, dict[str, Any]] = json.loads(read.value) if read.state == "value" else {}
-        return found
-
-    def replace(self, attempt: str, older: Board) -> None:
-        """Notes that this attempt is about to replace a commit, which removes its notes.
-
-        A process of the older attempt that has not seen its own commit yet finds it here.
-
-        Arguments:
-            attempt: the name of the older one.
-            older: its board.
-        """
-        replaced, announced = older.replaced(), older.announced()
-        if announced is not None:  # else it has a single process, and nobody waits
-            replaced[attempt] = announced
-        if replaced:
-            last = dict(list(replaced.items())[-_MOST_REPLACED:])
-            self._notes.write(_REPLACED, json.dumps(last).encode()).result()
+        return _announcement(self._notes.read(_COMMIT).result().value)
 
     def clear_records(self) -> None:
         """Removes the records, which are not needed after the commit."""
@@ -237,6 +206,35 @@ class Board:
 
 def _list(store: KvStore) -> set[str]:
     return {key.decode(errors="replace") for key in store.list().result()}
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What the coordinator is about to commit.
+
+    Arguments:
+        root: the digest of the root's manifest.
+        totals: of the checkpoint.
+        replaced: the totals of the last checkpoints that it replaces, by the names of their
+            attempts.
+    """
+
+    root: str
+    totals: Mapping[str, int]
+    replaced: Mapping[str, Mapping[str, int]]
+
+
+def _announcement(data: bytes) -> Announcement | None:
+    note = _object(data) or {}
+    root, totals, replaced = note.get("root"), note.get("totals"), note.get("replaced", {})
+    if not isinstance(root, str) or not _is_totals(totals) or not isinstance(replaced, dict):
+        return None
+    known = {name: found for name, found in replaced.items() if _is_totals(found)}
+    return Announcement(root, totals, known)
+
+
+def _is_totals(found: object) -> TypeGuard[dict[str, int]]:
+    return isinstance(found, dict) and found.keys() == {"arrays", "nbytes"}
 
 
 def _object(data: bytes) -> dict[str, Any] | None:

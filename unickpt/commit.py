@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import tensorstore as ts
 import xxhash
@@ -22,7 +23,7 @@ from unickpt import index as index_module
 from unickpt._version import LIBRARY
 from unickpt.backends import Location
 from unickpt.backends.kvstore import Failed
-from unickpt.board import MORE, OK, REQUEST, Board
+from unickpt.board import MORE, OK, REQUEST, Announcement, Board
 from unickpt.describe import Description
 from unickpt.errors import (
     CheckpointExists,
@@ -40,6 +41,7 @@ from unickpt.root import Root
 # After a process gives up, how long the coordinator may take to finish a commit that was in
 # progress when it last checked for such a process.
 _GRACE_S = 1.0
+_MOST_REPLACED = 16
 
 
 @dataclass(frozen=True)
@@ -331,10 +333,12 @@ class Attempt:
         manifest = self._build_root(index, table, without)
         totals = Totals.of(index)
         older = self.location.child("processes").folders(self.context)
+        replaced = self._replaced()
+        if self.group.count > 1 or replaced:
+            told = Announcement(root.digest(manifest), vars(totals), replaced)
+            self._board.announce(told)
         if self.group.count > 1:
-            self._board.announce(root.digest(manifest), vars(totals))
             self._board.look()
-        self._note_replaced()
         check()
         self._write_root(manifest)
         self._remove_debris(older)
@@ -421,14 +425,21 @@ class Attempt:
         self._sync(self._folder.child("root"))
         return manifest
 
-    def _note_replaced(self) -> None:
-        """Keeps what is known of the commit that this one replaces, for late processes of it."""
+    def _replaced(self) -> dict[str, Any]:
+        """The totals of the last commits here, by attempt, for processes that have not seen theirs.
+
+        Only of those that were announced; in the others no process waits.
+        """
         if not self._digest_found:
-            return
+            return {}
         with suppress(Exception):  # without it, such a process reports a conflict
             found = lineage.version_at(self.location)
             if found is not None and found.name == self._digest_found and found.attempt:
-                self._board.replace(found.attempt, self._board_of(found.attempt))
+                note = self._board_of(found.attempt).announced()
+                if note is not None:
+                    known = {**note.replaced, found.attempt: note.totals}
+                    return dict(list(known.items())[-_MOST_REPLACED:])
+        return {}
 
     def _board_of(self, attempt: str) -> Board:
         folder = self.location.child(f"processes/{attempt}")
@@ -455,8 +466,8 @@ class Attempt:
         if found == self._digest_found:
             return False
         note = self._board.announced()
-        if note is not None and note[0] == found:
-            self._totals = Totals(**note[1])
+        if note is not None and note.root == found:
+            self._totals = Totals(**note.totals)
             return True
         # A network file system may not show the note yet. The root itself is conclusive.
         data = self.location.values(self.context).read(INDEX_KEY)
@@ -464,9 +475,9 @@ class Attempt:
         if index.attempt == self.name:
             self._totals = Totals.of(index)
             return True
-        note = self._board_of(index.attempt).replaced().get(self.name)
-        if note is not None:  # it was committed, and another job has replaced it since
-            self._totals = Totals(**note["totals"])
+        note = self._board_of(index.attempt).announced()
+        if note is not None and self.name in note.replaced:  # another job has replaced it since
+            self._totals = Totals(**note.replaced[self.name])
             return True
         self._hopeless = True
         raise self._conflict("during this save")

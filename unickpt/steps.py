@@ -280,8 +280,9 @@ class Steps:
         for key in self.location.store(self._context).list().result():  # once for all steps
             folder, _, rest = key.decode(errors="replace").partition("/")
             parts = rest.split("/", 2)
-            if len(parts) == 3 and parts[0] == "processes" and (step := _numbers([folder])):
-                found.setdefault(step.pop(), set()).add(parts[1])
+            if len(parts) == 3 and parts[0] == "processes":
+                for step in _numbers([folder]):
+                    found.setdefault(step, set()).add(parts[1])
         return found
 
     @contextmanager
