@@ -82,7 +82,9 @@ def without_status(text: str) -> str:
 @contextmanager
 def asking() -> Iterator[None]:
     """Wraps TensorStore calls only: their errors become `Failed`."""
-    _check_not_forked()
+    if _use.is_over:
+        raise _forked_process()
+    _use.began = True
     try:
         yield
     except Failed:
@@ -140,8 +142,8 @@ class KvStore:
     @classmethod
     def open(cls, spec: Any, context: ts.Context) -> KvStore:
         """Opens the store that a spec names."""
-        with asking():
-            return cls(ts.KvStore.open(spec, context=context).result())
+        opened: ts.KvStore = _begin(ts.KvStore.open, spec, context=context).result()
+        return cls(opened)
 
     def with_transaction(self, transaction: ts.Transaction) -> KvStore:
         """This store within a transaction."""
@@ -172,7 +174,9 @@ def commit(transaction: ts.Transaction) -> Future[None]:
 
 def _begin(operation: Callable[..., Any], *arguments: Any, **options: Any) -> Future[Any]:
     # As `asking`, without a context manager: a save of many small arrays begins thousands.
-    _check_not_forked()
+    if _use.is_over:
+        raise _forked_process()
+    _use.began = True
     try:
         return Future(operation(*arguments, **options))
     except _RAISED as error:
@@ -183,29 +187,32 @@ def _begin(operation: Callable[..., Any], *arguments: Any, **options: Any) -> Fu
 
 
 class _Use:
-    """Whether this process has used TensorStore, and whether it is a fork of one that had."""
+    """Whether this process has used TensorStore, and whether it is a fork of one that had.
 
-    began = False
-    is_over = False
-
-
-def _check_not_forked() -> None:
-    """Raises if TensorStore would abort the process, because its threads do not survive a fork.
-
+    If it is, TensorStore would abort the process, because its threads do not survive a fork.
     Importing it and opening stores start no threads; the first operation does.
     """
-    if _Use.is_over:
-        raise ForkedProcess(
-            "this process was forked from one that had already used unickpt, whose I/O threads do "
-            "not exist here. Start processes with "
-            'multiprocessing.get_context("spawn") (or "forkserver"); with a PyTorch DataLoader: '
-            'DataLoader(..., multiprocessing_context="spawn")'
-        )
-    _Use.began = True
+
+    __slots__ = ("began", "is_over")
+
+    def __init__(self) -> None:
+        self.began = self.is_over = False
+
+
+_use = _Use()
+
+
+def _forked_process() -> ForkedProcess:
+    return ForkedProcess(
+        "this process was forked from one that had already used unickpt, whose I/O threads do "
+        "not exist here. Start processes with "
+        'multiprocessing.get_context("spawn") (or "forkserver"); with a PyTorch DataLoader: '
+        'DataLoader(..., multiprocessing_context="spawn")'
+    )
 
 
 def _forked() -> None:
-    _Use.is_over = _Use.began
+    _use.is_over = _use.began
 
 
 if hasattr(os, "register_at_fork"):
