@@ -182,7 +182,8 @@ class Values:
         Raises:
             Damaged: it has another length, is incomplete, or the tree is damaged.
         """
-        found, stored = self.tree.find(key), self.length(key)
+        found = self.tree.find(key)
+        stored = found.length if isinstance(found, Place) else len(found or b"")
         if length is not None and found is not None and stored != length:
             raise Damaged(f"{stored} bytes stored, {length} expected")
         return self._bytes(found) if isinstance(found, Place) else found
