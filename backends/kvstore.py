@@ -20,13 +20,13 @@ T = TypeVar("T")
 
 # All exception types that TensorStore raises for the status of an operation.
 _RAISED = (ValueError, OSError, NotImplementedError, IndexError)
-_STATUS = re.compile(r"([A-Z_]+): ")
+_STATUS = r"([A-Z_]+): "
 # What follows a message: details for TensorStore's developers, as " [name='value']".
-_DETAILS = re.compile(r" \[[\w. -]+=['\"].*\Z", re.DOTALL)
-_OS_CODE = re.compile(r"\[os_error_code='(\d+)'\]")
-_HTTP_CODE = re.compile(r"\[http_response_code='(\d+)'\]")
+_DETAILS = r"(?s) \[[\w. -]+=['\"].*\Z"
+_OS_CODE = r"\[os_error_code='(\d+)'\]"
+_HTTP_CODE = r"\[http_response_code='(\d+)'\]"
 _DENIED = ("401", "403")
-_ESCAPED = re.compile(r"\\x([0-9a-f]{2})")
+_ESCAPED = r"\\x([0-9a-f]{2})"
 # Statuses that mean damaged data when a checkpoint is read.
 _OF_DATA = ("DATA_LOSS", "OUT_OF_RANGE", "FAILED_PRECONDITION", "NOT_FOUND")
 
@@ -58,12 +58,16 @@ class _Refused(Failed):
 
     def __init__(self, error: Exception) -> None:
         full = str(error)
-        text = _DETAILS.sub("", full)
-        code, http, status = _OS_CODE.search(full), _HTTP_CODE.search(full), _STATUS.match(text)
+        text = re.sub(_DETAILS, "", full)
+        code, http, status = (
+            re.search(_OS_CODE, full),
+            re.search(_HTTP_CODE, full),
+            re.match(_STATUS, text),
+        )
         if http is not None:
             hint = ": check the credentials and their permissions" if http[1] in _DENIED else ""
             text += f" (the server answered {http[1]}{hint})"
-        text = _ESCAPED.sub(lambda match: chr(int(match[1], 16) or ord("/")), text)
+        text = re.sub(_ESCAPED, lambda match: chr(int(match[1], 16) or ord("/")), text)
         super().__init__(text, int(code[1]) if code else None)
         # TensorStore's INVALID_ARGUMENT, its error for bytes that it cannot decode, has no name
         # there.
@@ -75,7 +79,7 @@ class _Refused(Failed):
 
 def without_status(text: str) -> str:
     """A message without TensorStore's name of the status."""
-    match = _STATUS.match(text)
+    match = re.match(_STATUS, text)
     return text[match.end() :] if match else text
 
 

@@ -168,7 +168,7 @@ def manifest(data: bytes) -> Manifest:
     committed = int.from_bytes(body.take(8 * count)[-8:], "little") / 1e9
     if offset == length == _MISSING:
         return Manifest(committed=committed)
-    _check_places(which, offset, length, files)
+    _check_places([which], [offset], [length], files)
     path, base = files[which]
     place = Place(path, offset, length, base)
     return Manifest(place, heights[-1], keys, sum(nbytes), committed)
@@ -405,9 +405,11 @@ def _keys(
 
 def _check_places(which: Any, offsets: Any, lengths: Any, files: Sequence[object]) -> None:
     """Checks that a node refers only to files of its table and to possible offsets."""
-    if np.size(which) == 0:
+    if len(which) == 0:
         return
-    if int(np.max(which)) >= len(files):
-        raise Damaged(f"a node of the B-tree names file {np.max(which)} of {len(files)}")
-    if int(np.max(offsets)) > _MOST_OFFSET or int(np.max(lengths)) > _MOST_OFFSET:
+    each = (which, offsets, lengths)
+    file, offset, length = (int(max(n) if len(n) < _FEW else n.max()) for n in each)
+    if file >= len(files):
+        raise Damaged(f"a node of the B-tree names file {file} of {len(files)}")
+    if offset > _MOST_OFFSET or length > _MOST_OFFSET:
         raise Damaged("a node of the B-tree refers to bytes outside of any possible file")
