@@ -20,13 +20,13 @@ T = TypeVar("T")
 
 # All exception types that TensorStore raises for the status of an operation.
 _RAISED = (ValueError, OSError, NotImplementedError, IndexError)
-_STATUS = re.compile(r"([A-Z_]+): ")
+_STATUS = r"([A-Z_]+): "
 # What follows a message: details for TensorStore's developers, as " [name='value']".
-_DETAILS = re.compile(r" \[[\w. -]+=['\"].*\Z", re.DOTALL)
-_OS_CODE = re.compile(r"\[os_error_code='(\d+)'\]")
-_HTTP_CODE = re.compile(r"\[http_response_code='(\d+)'\]")
+_DETAILS = r"(?s) \[[\w. -]+=['\"].*\Z"
+_OS_CODE = r"\[os_error_code='(\d+)'\]"
+_HTTP_CODE = r"\[http_response_code='(\d+)'\]"
 _DENIED = ("401", "403")
-_ESCAPED = re.compile(r"\\x([0-9a-f]{2})")
+_ESCAPED = r"\\x([0-9a-f]{2})"
 # Statuses that mean damaged data when a checkpoint is read.
 _OF_DATA = ("DATA_LOSS", "OUT_OF_RANGE", "FAILED_PRECONDITION", "NOT_FOUND")
 
@@ -58,12 +58,16 @@ class _Refused(Failed):
 
     def __init__(self, error: Exception) -> None:
         full = str(error)
-        text = _DETAILS.sub("", full)
-        code, http, status = _OS_CODE.search(full), _HTTP_CODE.search(full), _STATUS.match(text)
+        text = re.sub(_DETAILS, "", full)
+        code, http, status = (
+            re.search(_OS_CODE, full),
+            re.search(_HTTP_CODE, full),
+            re.match(_STATUS, text),
+        )
         if http is not None:
             hint = ": check the credentials and their permissions" if http[1] in _DENIED else ""
             text += f" (the server answered {http[1]}{hint})"
-        text = _ESCAPED.sub(lambda match: chr(int(match[1], 16) or ord("/")), text)
+        text = re.sub(_ESCAPED, lambda match: chr(int(match[1], 16) or ord("/")), text)
         super().__init__(text, int(code[1]) if code else None)
         # TensorStore's INVALID_ARGUMENT, its error for bytes that it cannot decode, has no name
         # there.
@@ -75,14 +79,16 @@ class _Refused(Failed):
 
 def without_status(text: str) -> str:
     """A message without TensorStore's name of the status."""
-    match = _STATUS.match(text)
+    match = re.match(_STATUS, text)
     return text[match.end() :] if match else text
 
 
 @contextmanager
 def asking() -> Iterator[None]:
     """Wraps TensorStore calls only: their errors become `Failed`."""
-    _check_not_forked()
+    if _use.is_over:
+        raise _forked_process()
+    _use.began = True
     try:
         yield
     except Failed:
@@ -140,8 +146,8 @@ class KvStore:
     @classmethod
     def open(cls, spec: Any, context: ts.Context) -> KvStore:
         """Opens the store that a spec names."""
-        with asking():
-            return cls(ts.KvStore.open(spec, context=context).result())
+        opened: ts.KvStore = _begin(ts.KvStore.open, spec, context=context).result()
+        return cls(opened)
 
     def with_transaction(self, transaction: ts.Transaction) -> KvStore:
         """This store within a transaction."""
@@ -172,7 +178,9 @@ def commit(transaction: ts.Transaction) -> Future[None]:
 
 def _begin(operation: Callable[..., Any], *arguments: Any, **options: Any) -> Future[Any]:
     # As `asking`, without a context manager: a save of many small arrays begins thousands.
-    _check_not_forked()
+    if _use.is_over:
+        raise _forked_process()
+    _use.began = True
     try:
         return Future(operation(*arguments, **options))
     except _RAISED as error:
@@ -183,29 +191,32 @@ def _begin(operation: Callable[..., Any], *arguments: Any, **options: Any) -> Fu
 
 
 class _Use:
-    """Whether this process has used TensorStore, and whether it is a fork of one that had."""
+    """Whether this process has used TensorStore, and whether it is a fork of one that had.
 
-    began = False
-    is_over = False
-
-
-def _check_not_forked() -> None:
-    """Raises if TensorStore would abort the process, because its threads do not survive a fork.
-
+    If it is, TensorStore would abort the process, because its threads do not survive a fork.
     Importing it and opening stores start no threads; the first operation does.
     """
-    if _Use.is_over:
-        raise ForkedProcess(
-            "this process was forked from one that had already used unickpt, whose I/O threads do "
-            "not exist here. Start processes with "
-            'multiprocessing.get_context("spawn") (or "forkserver"); with a PyTorch DataLoader: '
-            'DataLoader(..., multiprocessing_context="spawn")'
-        )
-    _Use.began = True
+
+    __slots__ = ("began", "is_over")
+
+    def __init__(self) -> None:
+        self.began = self.is_over = False
+
+
+_use = _Use()
+
+
+def _forked_process() -> ForkedProcess:
+    return ForkedProcess(
+        "this process was forked from one that had already used unickpt, whose I/O threads do "
+        "not exist here. Start processes with "
+        'multiprocessing.get_context("spawn") (or "forkserver"); with a PyTorch DataLoader: '
+        'DataLoader(..., multiprocessing_context="spawn")'
+    )
 
 
 def _forked() -> None:
-    _Use.is_over = _Use.began
+    _use.is_over = _use.began
 
 
 if hasattr(os, "register_at_fork"):

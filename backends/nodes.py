@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
+from operator import add, gt, le, lt
 from typing import Any
 
 import numpy as np
@@ -166,7 +168,7 @@ def manifest(data: bytes) -> Manifest:
     committed = int.from_bytes(body.take(8 * count)[-8:], "little") / 1e9
     if offset == length == _MISSING:
         return Manifest(committed=committed)
-    _check_places(which, offset, length, files)
+    _check_places([which], [offset], [length], files)
     path, base = files[which]
     place = Place(path, offset, length, base)
     return Manifest(place, heights[-1], keys, sum(nbytes), committed)
@@ -251,14 +253,20 @@ class _Body:
     def too_short(self) -> Exception:
         return Damaged(f"{self._name} ends early, or is too large when unpacked")
 
-    def _need(self, end: int) -> None:
-        """Unpacks at least up to a position."""
+    def _need(self, end: int, likely: int | None = None) -> None:
+        """Unpacks at least up to a position.
+
+        Arguments:
+            end: the position.
+            likely: how far to unpack if the body is that long.
+        """
         if end <= len(self._data):
             return
         if not self._packed or end > self._most:
             raise self.too_short()
         self._budget.take(end - len(self._data))
-        more = min(max(end, self._guess), end + self._budget.left)
+        guess = self._guess if likely is None or likely > self._most else likely
+        more = min(max(end, guess), end + self._budget.left)
         found = unpack.zstd_prefix(self._stored, more)
         if found is None and more > end:
             self._most = more - 1
@@ -277,14 +285,19 @@ class _Body:
         return found
 
     def byte(self) -> int:
-        self._need(self._at + 1)
-        self._at += 1
-        return self._data[self._at - 1]
+        at = self._at
+        if at >= len(self._data):
+            self._need(at + 1)
+        self._at = at + 1
+        return self._data[at]
 
     def number(self) -> int:
         """The next number, with seven bits per byte; all bytes except the last are above 127."""
-        value = 0
-        for shift in range(0, 70, 7):
+        value = self.byte()
+        if value < 128:
+            return value
+        value &= 127
+        for shift in range(7, 70, 7):
             byte = self.byte()
             value |= (byte & 127) << shift
             if byte < 128:
@@ -294,10 +307,7 @@ class _Body:
     def numbers(self, count: int) -> Numbers:
         """The next numbers, as `number` gives them."""
         if count < _FEW:
-            few = [self.number() for _ in range(count)]
-            if any(n > _MISSING for n in few):
-                raise Damaged(f"{self._name} holds a number of more than 64 bits")
-            return np.array(few, np.uint64)
+            return np.array(self._few(count), np.uint64)
         self._need(self._at + count)
         while True:
             most = self._at + 10 * count
@@ -308,7 +318,11 @@ class _Body:
                 break
             if end == most:
                 raise Damaged(f"{self._name} holds a number of more than 64 bits")
-            self._need(end + count - len(ends))
+            missing = count - len(ends)
+            # The rest is probably as wide, but a guess beyond the body's end costs more than one
+            # that is a little too short.
+            wide = missing * len(raw) // (len(ends) or 1)
+            self._need(end + missing, end + max(missing, wide - wide // 16))
         starts = np.concatenate([[0], ends[:-1] + 1])
         widths = ends - starts + 1
         if widths.max() > 10:
@@ -324,12 +338,19 @@ class _Body:
 
     def lengths(self, count: int) -> list[int]:
         """The next numbers, which are lengths of keys or paths."""
-        found = self.numbers(count)
-        if count and int(found.max()) > _MOST_LENGTH:
+        found: list[int] = self._few(count) if count < _FEW else self.numbers(count).tolist()
+        longest = max(found, default=0)
+        if longest > _MOST_LENGTH:
             raise Damaged(
-                f"{self._name} holds a key or a path of {found.max()} bytes, which is too long"
+                f"{self._name} holds a key or a path of {longest} bytes, which is too long"
             )
-        return [int(n) for n in found.tolist()]
+        return found
+
+    def _few(self, count: int) -> list[int]:
+        found = [self.number() for _ in range(count)]
+        if max(found, default=0) > _MISSING:
+            raise Damaged(f"{self._name} holds a number of more than 64 bits")
+        return found
 
 
 def _files(body: _Body, base: str, budget: Budget) -> list[tuple[str, int]]:
@@ -369,27 +390,28 @@ def _keys(
     common = body.lengths(count) if is_inner else []
     budget.take(sum(shared) + sum(rest) + count * len(prefix))
     ends = body.take(sum(rest))
-    whole = np.add(shared, rest)
-    ordered = int(whole.max()) <= _MOST_LENGTH and bool((shared[1:] <= whole[:-1]).all())
+    whole = list(map(add, shared, rest))
+    possible = max(whole) <= _MOST_LENGTH and all(map(le, shared[1:], whole))
     out: list[bytes] = []
-    key, at = b"", 0
-    for again, more in zip(shared, rest, strict=True):
-        before, key = key, key[:again] + ends[at : at + more]
+    key, at = prefix, 0
+    for again, more in zip(shared, rest, strict=True) if possible else ():
+        key = key[: len(prefix) + again] + ends[at : at + more]
         at += more
-        ordered = ordered and (key > before or not out)
-        out.append(prefix + key)
-    if not ordered:
+        out.append(key)
+    if not possible or not all(map(lt, out, islice(out, 1, None))):
         raise Damaged("the keys of a node of the B-tree are not in order")
-    if is_inner and any(n > full for n, full in zip(common, whole.tolist(), strict=True)):
+    if is_inner and any(map(gt, common, whole)):
         raise Damaged("the keys of a node of the B-tree are shorter than what they share")
     return out, common
 
 
 def _check_places(which: Any, offsets: Any, lengths: Any, files: Sequence[object]) -> None:
     """Checks that a node refers only to files of its table and to possible offsets."""
-    if np.size(which) == 0:
+    if len(which) == 0:
         return
-    if int(np.max(which)) >= len(files):
-        raise Damaged(f"a node of the B-tree names file {np.max(which)} of {len(files)}")
-    if int(np.max(offsets)) > _MOST_OFFSET or int(np.max(lengths)) > _MOST_OFFSET:
+    each = (which, offsets, lengths)
+    file, offset, length = (int(max(n) if len(n) < _FEW else n.max()) for n in each)
+    if file >= len(files):
+        raise Damaged(f"a node of the B-tree names file {file} of {len(files)}")
+    if offset > _MOST_OFFSET or length > _MOST_OFFSET:
         raise Damaged("a node of the B-tree refers to bytes outside of any possible file")

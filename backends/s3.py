@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import http
-import http.client
 import os
 from collections.abc import Mapping
 from functools import cache
@@ -66,6 +64,8 @@ def _source() -> str:
 @cache
 def _has_role(service: str) -> bool:
     """Whether this is an EC2 machine with a role; checked once per process."""
+    import http.client  # slow to import, and rarely needed
+
     parts = urlsplit(service)
     metadata = http.client.HTTPConnection(parts.netloc, timeout=_METADATA_TIMEOUT_S)
     try:

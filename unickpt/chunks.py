@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import xxhash
 from unickpt import dtypes
 from unickpt.adapt import Array
 from unickpt.backends import Location, file, ocdbt
-from unickpt.backends.kvstore import Damaged, Failed, Future, asking, without_status
+from unickpt.backends.kvstore import Damaged, Failed, Future, KvStore, asking, without_status
 from unickpt.errors import CheckpointCorrupt, CheckpointReplaced, StorageError
 from unickpt.index import ArrayEntry
 from unickpt.plan import Part
@@ -109,11 +110,15 @@ class ChunkStore:
         values: ocdbt.Values | None = None,
     ) -> None:
         self.location, self.context, self.codecs = location, context, codecs
-        self.database = location.database(context)
         self.values = values or location.values(context)  # here, so that threads share one
         self._local = self.values if isinstance(self.values, file.Values) else None
         self._open: dict[str, ts.TensorStore] = {}
         self._backed: set[str] = set()
+
+    @cached_property
+    def database(self) -> KvStore:
+        """The database, for writing; readers do not need it."""
+        return self.location.database(self.context)
 
     def array(self, entry: ArrayEntry, part: Part) -> ts.TensorStore:
         """The zarr array of a part, opened without I/O."""

@@ -214,31 +214,51 @@ def _check_version(version: Any, where: str) -> None:
 
 
 class _Reader:
-    """A JSON object; reading a field checks its type."""
+    """A JSON object; reading a field checks its type.
 
-    def __init__(self, body: Any, at: str) -> None:
+    Arguments:
+        body: the object.
+        kind: what it is, for messages.
+        name: its name, if it has one.
+    """
+
+    __slots__ = ("_kind", "_name", "body")
+
+    def __init__(self, body: Any, kind: str, name: str | None = None) -> None:
+        self.body, self._kind, self._name = body, kind, name
         if not isinstance(body, dict):
-            raise _Bad(f"{at} is not an object")
-        self.body, self.at = body, at
+            raise _Bad(f"{self._at} is not an object")
+
+    @property
+    def _at(self) -> str:
+        return self._kind if self._name is None else f"{self._kind} {quoted(self._name)}"
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
         value = self.body.get(key, default)
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise _Bad(f"{self.at}: {key!r} is {quoted(value)}, not {kind.__name__}")
+            raise _Bad(f"{self._at}: {key!r} is {quoted(value)}, not {kind.__name__}")
         return value
 
     def ints(self, key: str, low: int) -> tuple[int, ...]:
-        return _ints(self.get(key, list), low, f"{self.at}: {key!r}")
+        items = self.get(key, list)
+        if not _are_ints(items, low):
+            raise _Bad(f"{self._at}: {key!r} contains {quoted(_first_bad(items, low))}")
+        return tuple(items)
 
 
 def _ints(items: Any, low: int, at: str) -> tuple[int, ...]:
     if not isinstance(items, list):
         raise _Bad(f"{at} is {quoted(items)}, not a list")
-    if any(kind is not int for kind in map(type, items)) or (
-        items and not low <= min(items) <= max(items) < _MAX_EXTENT
-    ):
+    if not _are_ints(items, low):
         raise _Bad(f"{at} contains {quoted(_first_bad(items, low))}")
     return tuple(items)
+
+
+def _are_ints(items: list[Any], low: int) -> bool:
+    """Whether all items are integers, from `low` on and below the largest extent."""
+    if not items:
+        return True
+    return {*map(type, items)} == {int} and low <= min(items) and max(items) < _MAX_EXTENT
 
 
 def _first_bad(items: list[Any], low: int) -> str:
@@ -253,7 +273,7 @@ def _decode(r: _Reader, partial: bool) -> Index:
     meshes = [_mesh(_Reader(m, "mesh")) for m in r.get("meshes", list)]
     layouts = [_layout(_Reader(x, "layout"), meshes) for x in r.get("layouts", list)]
     arrays = {
-        name: _array(name, _Reader(a, f"array {quoted(name)}"), layouts, partial)
+        name: _array(name, _Reader(a, "array", name), layouts, partial)
         for name, a in r.get("arrays", dict).items()
     }
     aliases = r.get("aliases", dict)
@@ -355,10 +375,9 @@ def _array(name: str, r: _Reader, layouts: list[Layout], partial: bool) -> Array
     shape, chunk = r.ints("shape", 0), r.ints("chunk", 1)
     dtype = r.get("dtype", str)
     try:
-        dtypes.from_name(dtype)
+        itemsize = dtypes.from_name(dtype).itemsize
     except TypeError as error:
         raise _Bad(f"array {quoted(name)}: {error}") from None
-    itemsize = dtypes.from_name(dtype).itemsize
     sizes = [math.prod(map(max, extents, (1,) * len(extents))) for extents in (shape, chunk)]
     if len(chunk) != len(shape) or max(sizes) * itemsize >= _MAX_EXTENT or len(shape) > _MAX_RANK:
         raise _Bad(

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from unickpt.folding import natural
 from unickpt.wrapped import bare
 
-_SEPARATORS = re.compile(r"%2F|[/.]")
-_SHAPE = re.compile(r"\[(.*)\]")
+_SEPARATORS = r"%2F|[/.]"
+_SHAPE = r"\[(.*)\]"
 _MOST_CAUSES = 5
 _MOST_NAME = 500  # characters; longer names, which may be hostile, are not compared
 _MOST_ALIKE = 8  # stored names with the same ending that are compared with a requested one
@@ -69,7 +69,7 @@ def _without(left: dict[str, str], rest: dict[str, str], pairs: Sequence[tuple[s
 
 
 def _tokens(name: str) -> Tokens:
-    return tuple(_SEPARATORS.split(name))
+    return tuple(re.split(_SEPARATORS, name))
 
 
 def _same_when(
@@ -174,7 +174,7 @@ def _says(change: Change) -> bool:
 def _may_be_one(asked: str, stored: str) -> bool:
     """Whether a requested and a stored leaf could be the same: arrays with the same extents in any
     order."""
-    shapes = [_SHAPE.search(text) for text in (asked, stored)]
+    shapes = [re.search(_SHAPE, text) for text in (asked, stored)]
     if shapes[0] is None or shapes[1] is None:
         return shapes == [None, None]
     one, other = (sorted(shape[1].split(", ")) for shape in shapes if shape is not None)

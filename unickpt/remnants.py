@@ -29,8 +29,8 @@ RECENT_S = 900.0
 
 _LOCK = ".__lock"
 # What a save puts below `processes/<attempt>/`: databases of processes, nodes of the root, notes.
-_OURS = re.compile(r"(\d{5,9}/(manifest\.ocdbt[^/]*|d/[^/]+)|root/[^/]+|(records|notes)/[^/]+)")
-_DATABASE = re.compile(r"\d{5,9}/manifest\.ocdbt")
+_OURS = r"(\d{5,9}/(manifest\.ocdbt[^/]*|d/[^/]+)|root/[^/]+|(records|notes)/[^/]+)"
+_DATABASE = r"\d{5,9}/manifest\.ocdbt"
 
 UNFINISHED, UNUSED, LOCK = "unfinished", "unused", "lock"
 
@@ -287,7 +287,7 @@ def _attempts(files: Iterable[_File]) -> dict[str, list[_File]]:
 
 def _all_ours(files: Iterable[_File]) -> bool:
     return all(
-        not f.name or f.name.endswith("/") or _OURS.fullmatch(f.name.removesuffix(_LOCK))
+        not f.name or f.name.endswith("/") or re.fullmatch(_OURS, f.name.removesuffix(_LOCK))
         for f in files
     )
 
@@ -308,7 +308,7 @@ def _remnant(
         times, sizes = [], []
         for attempt, parts in attempts.items():
             for part in parts:
-                if _DATABASE.fullmatch(part.name):
+                if re.fullmatch(_DATABASE, part.name):
                     database = place.child(f"processes/{attempt}/{part.name.partition('/')[0]}")
                     with suppress(Damaged):  # or removed meanwhile: then the age is unknown
                         facts = database.database_facts(context)

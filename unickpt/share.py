@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from unickpt import dtypes, plan
 from unickpt.adapt import Fragment
@@ -70,13 +71,13 @@ def own_share(held: Sequence[ChunkJob], process: int) -> list[ChunkJob]:
     """The chunks that a process writes; replicas are split among the processes that hold them."""
     assumed = [job for job in held if job.assumed]
     mine = _own_assumed(assumed, process) if assumed else []
-    known = (job for job in held if not job.assumed)
+    known = [job for job in held if not job.assumed] if assumed else held
     for _, run in itertools.groupby(known, lambda j: (j.array, j.part.key, j.fragment.box)):
         jobs = list(run)
         name, fragment = jobs[0].entry.name, jobs[0].fragment
         share = plan.share(name, fragment.box, process, fragment.replicas, len(jobs))
         mine += [jobs[k] for k in share]
-    return sorted(mine, key=lambda job: job.array)
+    return sorted(mine, key=attrgetter("array"))
 
 
 def _own_assumed(held: Sequence[ChunkJob], process: int) -> list[ChunkJob]:

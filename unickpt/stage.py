@@ -7,7 +7,6 @@ import mmap
 import threading
 from collections import deque
 from collections.abc import Callable
-from functools import cache
 
 import numpy as np
 
@@ -90,10 +89,13 @@ def stage(
         copied: copy even if a view is possible.
     """
 
-    @cache
+    made: list[Array] = []
+
     def room() -> Array:
-        nbytes = box.size * dtype.itemsize
-        return take(nbytes)[:nbytes].view(dtype).reshape(box.shape)
+        if not made:
+            nbytes = box.size * dtype.itemsize
+            made.append(take(nbytes)[:nbytes].view(dtype).reshape(box.shape))
+        return made[0]
 
     data = fragment.read(box, room)
     if dtype == np.bool_:

@@ -18,7 +18,7 @@ from unickpt.keeping import BACKGROUND, Keeping, Way
 from unickpt.saving import Saving
 from unickpt.share import ChunkJob
 from unickpt.stage import HostBuffers, stage
-from unickpt.supply import Direct, Staged, naming
+from unickpt.supply import Direct, Staged, named
 
 _log = logging.getLogger("unickpt")
 _THREADS = 4  # at most, for copying
@@ -286,8 +286,10 @@ class Staging:
         try:
             if lazy:
                 self._check(job)
-            with naming(job):
+            try:
                 data = stage(job.fragment, job.box, job.dtype, take, copied=not memory.on_device)
+            except StateChanged as error:
+                raise named(error, job) from None
             if lazy:  # it may have changed temporarily, as for evaluating averaged weights
                 self._check(job)
         except BaseException as error:

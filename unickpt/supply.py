@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from unickpt import chunks
@@ -14,7 +14,7 @@ from unickpt.share import ChunkJob
 from unickpt.stage import HostBuffers, stage
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Staged:
     """A chunk in host memory, unchanged until `release`.
 
@@ -69,13 +69,15 @@ class Direct:
             taken.append(self._buffers.take(nbytes))
             return taken[0]
 
-        def release() -> None:
-            for buffer in taken:
-                self._buffers.give(buffer)
-
-        with naming(job):
+        try:
             data = stage(job.fragment, job.box, job.dtype, take)
-        return Staged(data, data.nbytes if taken else 0, release)
+        except StateChanged as error:
+            raise named(error, job) from None
+        # Kept for every chunk until its commit: as few objects as possible, because Python's
+        # garbage collector visits each again and again.
+        if not taken:
+            return Staged(data, 0, _nothing_to_release)
+        return Staged(data, data.nbytes, partial(self._buffers.give, taken[0]))
 
     def digest(self, job: ChunkJob) -> int:
         staged = self.fetch(job)
@@ -85,14 +87,14 @@ class Direct:
             staged.release()
 
 
-@contextmanager
-def naming(job: ChunkJob) -> Iterator[None]:
-    """Names the array in the error if its memory is gone when a chunk is read."""
-    try:
-        yield
-    except StateChanged as error:
-        raise StateChanged(
-            f"array {job.entry.name!r} {job.box}: {error} after the save was requested and before "
-            "it was read. The checkpoint was not saved. Call PendingSave.wait_staged() before that "
-            'change, or save with SaveOptions(staging="copy")'
-        ) from None
+def _nothing_to_release() -> None:
+    """For a chunk that is a view of the state itself."""
+
+
+def named(error: StateChanged, job: ChunkJob) -> StateChanged:
+    """The error that names the array if its memory is gone when a chunk is read."""
+    return StateChanged(
+        f"array {job.entry.name!r} {job.box}: {error} after the save was requested and before "
+        "it was read. The checkpoint was not saved. Call PendingSave.wait_staged() before that "
+        'change, or save with SaveOptions(staging="copy")'
+    )

@@ -117,38 +117,22 @@ def flatten(
 def _flatten(
     obj: Any, name: str, is_leaf: IsLeaf, expand: Expand, bad: list[str], stack: tuple[int, ...]
 ) -> Node | Leaf:
-    where = quoted(name) if name else "the root"
     if is_leaf(obj):
         leaf = Leaf(name, obj)
         if not isinstance(obj, enum.Enum) or len(stack) == MAX_DEPTH:
             return leaf
         # Only for people: the name of its type, which is stored with wrappers.
         return Node("wrapper", ("value",), (leaf,), itemgetter(0), type(obj).__name__)
+    level = None
     if id(obj) in stack:
-        bad.append(f"{where}: the {type(obj).__name__} contains itself")
-        return Leaf(name, obj)
-    if len(stack) >= MAX_DEPTH:
-        bad.append(f"{where}: nested deeper than {MAX_DEPTH} levels")
-        return Leaf(name, obj)
-    level = _expand_builtin(obj) or expand(obj, name) or _expand_dataclass(obj)
-    if level is None and isinstance(obj, type):
-        bad.append(
-            f"{where}: the class {obj.__module__}.{obj.__qualname__}, not an instance of it; pass "
-            "an instance, or leave it out"
-        )
-        return Leaf(name, obj)
-    if level is None:
-        bad.append(
-            f"{where}: {type(obj).__module__}.{type(obj).__qualname__} is neither an array, a "
-            "plain value (int, float, bool, str, bytes, None) nor a container; "
-            f"{values.hint(obj)}"
-        )
-        return Leaf(name, obj)
-    problem = _key_problem(level.keys)
-    if level.kind == "namedtuple" and not problem:
-        problem = _namedtuple_problem(level.keys, level.type_name)
-    if problem:
-        bad.append(f"{where}: {problem}")
+        problem: str | None = f"the {type(obj).__name__} contains itself"
+    elif len(stack) >= MAX_DEPTH:
+        problem = f"nested deeper than {MAX_DEPTH} levels"
+    else:
+        level = _expand_builtin(obj) or expand(obj, name) or _expand_dataclass(obj)
+        problem = _level_problem(level) if level is not None else _leaf_problem(obj)
+    if level is None or problem:
+        bad.append(f"{quoted(name) if name else 'the root'}: {problem}")
         return Leaf(name, obj)
     names = child_names(level.kind, level.keys, name)
     children = tuple(
@@ -156,6 +140,26 @@ def _flatten(
         for child, child_name in zip(level.children, names, strict=True)
     )
     return Node(level.kind, level.keys, children, level.rebuild, level.type_name)
+
+
+def _leaf_problem(obj: Any) -> str:
+    if isinstance(obj, type):
+        return (
+            f"the class {obj.__module__}.{obj.__qualname__}, not an instance of it; pass an "
+            "instance, or leave it out"
+        )
+    return (
+        f"{type(obj).__module__}.{type(obj).__qualname__} is neither an array, a "
+        "plain value (int, float, bool, str, bytes, None) nor a container; "
+        f"{values.hint(obj)}"
+    )
+
+
+def _level_problem(level: Expansion) -> str | None:
+    problem = _key_problem(level.keys)
+    if level.kind == "namedtuple" and not problem:
+        problem = _namedtuple_problem(level.keys, level.type_name)
+    return problem
 
 
 def _key_problem(keys: tuple[Any, ...]) -> str | None:

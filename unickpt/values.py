@@ -9,16 +9,13 @@ from __future__ import annotations
 import base64
 import binascii
 import datetime
-import decimal
 import enum
-import fractions
 import math
 import re
 import struct
 import types
-import uuid
 from collections import deque
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import PurePath
 from typing import Any
 
@@ -45,7 +42,7 @@ def is_plain(obj: object) -> bool:
     return (
         obj is None
         or type(obj) in (int, float, bool, str, bytes)
-        or (isinstance(obj, enum.Enum) and isinstance(obj, int | str))
+        or (isinstance(obj, (int, str)) and isinstance(obj, enum.Enum))
     )
 
 
@@ -105,32 +102,40 @@ def hint(obj: object) -> str:
     """What to store instead of an object that is neither a leaf nor a container."""
     if isinstance(obj, enum.Enum):
         return "store x.name, from which Type[name] restores it"
-    for kinds, told in _HINTS:
+    for kinds, told in _hints():
         if isinstance(obj, kinds):
             return told
     return "convert it, leave it out, or give it state_dict() and load_state_dict()"
 
 
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
-_HINTS: tuple[tuple[tuple[type, ...], str], ...] = (
-    ((complex,), "store numpy.complex128(x)"),
-    ((PurePath, decimal.Decimal, uuid.UUID), "store str(x)"),
-    ((datetime.date, datetime.time), "store x.isoformat()"),
-    ((datetime.timedelta,), "store (x.days, x.seconds, x.microseconds)"),
-    ((fractions.Fraction,), "store (x.numerator, x.denominator)"),
-    ((range,), "store (x.start, x.stop, x.step)"),
-    ((Set,), "store sorted(x), which has the same order in every process"),
-    ((deque,), "store list(x)"),
-    ((Mapping,), "store dict(x)"),
-    ((bytearray, memoryview), "store bytes(x)"),
-    ((int,), "store int(x)"),
-    ((float,), "store float(x)"),
-    ((str,), "store str(x)"),
-    ((bytes,), "store bytes(x)"),
-    (_CODE, "leave it out: code is not stored"),
-    ((type(...), type(NotImplemented)), "leave it out"),
-    ((Iterator,), "store list(x), which exhausts the iterator"),
-)
+
+
+def _hints() -> Iterable[tuple[tuple[type, ...], str]]:
+    # Only needed for an error, and slow to import.
+    import decimal
+    import fractions
+    import uuid
+
+    return (
+        ((complex,), "store numpy.complex128(x)"),
+        ((PurePath, decimal.Decimal, uuid.UUID), "store str(x)"),
+        ((datetime.date, datetime.time), "store x.isoformat()"),
+        ((datetime.timedelta,), "store (x.days, x.seconds, x.microseconds)"),
+        ((fractions.Fraction,), "store (x.numerator, x.denominator)"),
+        ((range,), "store (x.start, x.stop, x.step)"),
+        ((Set,), "store sorted(x), which has the same order in every process"),
+        ((deque,), "store list(x)"),
+        ((Mapping,), "store dict(x)"),
+        ((bytearray, memoryview), "store bytes(x)"),
+        ((int,), "store int(x)"),
+        ((float,), "store float(x)"),
+        ((str,), "store str(x)"),
+        ((bytes,), "store bytes(x)"),
+        (_CODE, "leave it out: code is not stored"),
+        ((type(...), type(NotImplemented)), "leave it out"),
+        ((Iterator,), "store list(x), which exhausts the iterator"),
+    )
 
 
 def to_json(value: Plain) -> Any:
