@@ -13,14 +13,30 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding, SingleDeviceSharding
 
-from unickpt import dtypes
-from unickpt.adapt import Array, ArraySource, Fence, Fragment, Memory, Read, Sample
-from unickpt.adapters.numpy import whole_source
-from unickpt.box import Box, overlap
+from unickpt.arrays import dtypes
+from unickpt.arrays.box import Box, overlap
+from unickpt.arrays.dtypes import Array
+from unickpt.arrays.layout import Layout, Mesh
 from unickpt.errors import ProcessFailed, SaveTimeout, UnsupportedLeaf
-from unickpt.group import DECIDE, LOAD, SAVE, BoundedGroup, Call, Group, new_session
-from unickpt.layout import Layout, Mesh
-from unickpt.tree import Expansion
+from unickpt.frameworks.process_group import (
+    DECIDE,
+    LOAD,
+    SAVE,
+    BoundedGroup,
+    Call,
+    Group,
+    new_session,
+)
+from unickpt.frameworks.protocol import (
+    ArraySource,
+    Fence,
+    Fragment,
+    Memory,
+    Read,
+    Sample,
+    whole_source,
+)
+from unickpt.trees.tree import Expansion
 
 _A_DAY_S = 86400.0
 _SESSION_KEY = "unickpt/session"

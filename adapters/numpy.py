@@ -7,12 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from unickpt import dtypes
-from unickpt.adapt import Array, ArraySource, Fence, Fragment, Memory, Read, Sample
-from unickpt.box import Box
-from unickpt.group import Group
-from unickpt.layout import Layout
-from unickpt.tree import Expansion
+from unickpt.arrays import dtypes
+from unickpt.arrays.box import Box
+from unickpt.arrays.dtypes import Array
+from unickpt.frameworks.process_group import Group
+from unickpt.frameworks.protocol import (
+    ArraySource,
+    Fence,
+    Memory,
+    whole_source,
+)
+from unickpt.trees.tree import Expansion
 
 
 def is_array(leaf: Any) -> bool:
@@ -27,24 +32,6 @@ def source(leaf: Any, group: Group) -> ArraySource:
 
     memory = Memory(spans=lambda: [_span(array)])
     return whole_source(array.shape, array.dtype, group, read, _tie(leaf), memory)
-
-
-def whole_source(
-    shape: tuple[int, ...],
-    dtype: dtypes.DType,
-    group: Group,
-    read: Read,
-    identity: Hashable,
-    memory: Memory,
-    sample: Sample | None = None,
-) -> ArraySource:
-    """An array that every process of the job holds whole, if it has it in its tree."""
-    box = Box.whole(shape)
-    holders = tuple(range(group.count))
-    fragments = () if 0 in shape else (Fragment(box, holders, read, memory, sample),)
-    layout = Layout.replicated(len(shape), group.count)
-    assumed = group.count > 1
-    return ArraySource(shape, dtype, fragments, layout, identity=identity, assumed=assumed)
 
 
 def target(leaf: Any) -> NumpyTarget:

@@ -17,8 +17,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from unickpt.adapt import Array, ArraySource, Fence, Fragment, Memory, Read, Sample
-from unickpt.adapters.numpy import whole_source
 from unickpt.adapters.torch_dtypes import TO_NUMPY
 from unickpt.adapters.torch_layout import Place, is_dtensor, place_of
 from unickpt.adapters.torch_modules import canonical_names, is_wrapped
@@ -28,10 +26,28 @@ from unickpt.adapters.torch_optimizer import (
     expand_optimizer,
     is_optimizer,
 )
-from unickpt.box import Box
+from unickpt.arrays.box import Box
+from unickpt.arrays.dtypes import Array
 from unickpt.errors import LoadMismatch, ProcessFailed, SaveTimeout, StateChanged
-from unickpt.group import DECIDE, LOAD, SAVE, BoundedGroup, Call, Group, new_session
-from unickpt.tree import Expansion
+from unickpt.frameworks.process_group import (
+    DECIDE,
+    LOAD,
+    SAVE,
+    BoundedGroup,
+    Call,
+    Group,
+    new_session,
+)
+from unickpt.frameworks.protocol import (
+    ArraySource,
+    Fence,
+    Fragment,
+    Memory,
+    Read,
+    Sample,
+    whole_source,
+)
+from unickpt.trees.tree import Expansion
 
 
 def is_array(leaf: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from unickpt import dtypes
+from unickpt.arrays import dtypes
 
 TO_NUMPY: dict[torch.dtype, dtypes.DType] = {
     getattr(torch, name): dtypes.from_name(name)

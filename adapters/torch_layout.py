@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch.distributed as dist
 
-from unickpt.box import Box
-from unickpt.layout import Layout, Mesh
+from unickpt.arrays.box import Box
+from unickpt.arrays.layout import Layout, Mesh
 
 
 def _types() -> tuple[type, ...]:

@@ -9,13 +9,13 @@ from urllib.parse import unquote
 
 import torch
 
-from unickpt import dtypes
 from unickpt.adapters.torch_dtypes import TO_NUMPY
 from unickpt.adapters.torch_layout import is_dtensor
 from unickpt.adapters.torch_modules import canonical_names
+from unickpt.arrays import dtypes
 from unickpt.errors import LoadMismatch, UnsupportedLeaf
-from unickpt.tree import Expansion, component
-from unickpt.wrapped import without_wrappers
+from unickpt.trees.tree import Expansion, component
+from unickpt.trees.wrapper_names import without_wrappers
 
 # Where wrappers, such as accelerate's AcceleratedOptimizer, hold the optimizer that they wrap.
 _HELD = ("optimizer", "optim", "_optimizer")

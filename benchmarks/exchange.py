@@ -127,7 +127,7 @@ def rank(url: str, rounds: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, empty
 
-    from unickpt.checkpoint import Checkpoint
+    from unickpt.reading.checkpoint import Checkpoint
 
     dist.init_process_group("gloo")
     read = 0

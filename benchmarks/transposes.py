@@ -21,7 +21,7 @@ from peers import machine_facts, print_facts
 from rich.console import Console
 from rich.table import Table
 
-from unickpt import strided
+from unickpt.arrays import strided_copy
 
 CASES = {
     "matrix": ((1448, 1448), (1, 0)),
@@ -69,7 +69,7 @@ def measure(
         source, out = source.view(np.int16), out.view(np.int16)
     from_torch, to_torch = torch.from_numpy(source), torch.from_numpy(out)
     ways: list[Callable[[], object]] = [
-        lambda: strided.copy(out, source),
+        lambda: strided_copy.copy(out, source),
         lambda: np.copyto(out, source),
         lambda: to_torch.copy_(from_torch),
     ]

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import os
-import random
-import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import pytest
-from counts import ChunkRead, chunks_read
 from hypothesis import settings
+from support.counts import ChunkRead, chunks_read
+from support.processes import Processes
 
 # Eight CPU devices for the tests that run JAX in this process; set before JAX starts.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
-PROCESS_TIMEOUT_S = 120
 
 # Examples take as long as the machine's load makes them take.
 settings.register_profile("untimed", deadline=None)
@@ -30,15 +23,6 @@ settings.load_profile("untimed")
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(20260)
-
-
-def free_port() -> int:
-    """Below those that the system gives to outgoing connections, which may take it meanwhile."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
-        with socket.socket() as s, suppress(OSError):
-            s.bind(("127.0.0.1", port))
-            return port
 
 
 @pytest.fixture(scope="session")
@@ -51,89 +35,6 @@ def moto() -> Iterator[str]:
     host, port = server.get_host_and_port()
     yield f"http://{host}:{port}"
     server.stop()
-
-
-class Processes:
-    """Real processes that run a Python source text; all are gone when the test ends."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.started: list[subprocess.Popen[str]] = []
-
-    def start(
-        self, source: str, *arguments: object, env: dict[str, str] | None = None
-    ) -> subprocess.Popen[str]:
-        script = self.folder / f"script_{len(self.started)}.py"
-        script.write_text(source)
-        process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(script), *map(str, arguments)],
-            env={**os.environ, **(env or {})},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.started.append(process)
-        return process
-
-    def torch(self, world: int, source: str, *arguments: object) -> list[subprocess.Popen[str]]:
-        """Starts gloo ranks; the source finds them through `init_process_group("gloo")`."""
-        port = str(free_port())
-        return [
-            self.start(
-                source,
-                *arguments,
-                env={
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(world),
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": port,
-                    "OMP_NUM_THREADS": "1",
-                },
-            )
-            for rank in range(world)
-        ]
-
-    def jax(
-        self, world: int, devices: int, source: str, *arguments: object
-    ) -> list[subprocess.Popen[str]]:
-        """Starts `jax.distributed` processes, already initialised when the source runs."""
-        head = (
-            "import jax\n"
-            "jax.config.update('jax_cpu_collectives_implementation', 'gloo')\n"
-            "import os\n"
-            "jax.distributed.initialize(os.environ['JAX_AT'], int(os.environ['JAX_WORLD']),"
-            " int(os.environ['JAX_ID']))\n"
-        )
-        at = f"127.0.0.1:{free_port()}"
-        return [
-            self.start(
-                head + source,
-                *arguments,
-                env={
-                    "JAX_AT": at,
-                    "JAX_WORLD": str(world),
-                    "JAX_ID": str(process),
-                    "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-                    "NPROC": "32",  # XLA's threads; gloo's collectives can block all of a few
-                },
-            )
-            for process in range(world)
-        ]
-
-    def finish(self, processes: list[subprocess.Popen[str]]) -> list[str]:
-        """Waits for processes that must succeed, and returns what each printed."""
-        outputs = []
-        for number, process in enumerate(processes):
-            out, err = process.communicate(timeout=PROCESS_TIMEOUT_S)
-            assert process.returncode == 0, f"process {number} failed:\n{out}\n{err}"
-            outputs.append(out)
-        return outputs
-
-    def close(self) -> None:
-        for process in self.started:
-            if process.poll() is None:
-                process.kill()
-            process.communicate()
 
 
 @pytest.fixture

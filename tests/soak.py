@@ -35,13 +35,13 @@ import pytest
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
-import forks
-import s3_server
-from conftest import free_port
-from forks import Ended, Forks
+from support import forks, s3_server
+from support.forks import Ended, Forks
+from support.processes import free_port
 
 import unickpt
-from unickpt import Checkpointer, backends
+from unickpt import Checkpointer
+from unickpt.storage import contexts, locations
 
 MANY = 6  # steps that a job saves, if it lives
 _READY_S = 60.0
@@ -101,7 +101,7 @@ sys.path.insert(0, {os.path.dirname(os.path.abspath(__file__))!r})
 import numpy as np
 import unickpt
 from soak import arrays
-from unickpt import lease
+from unickpt.runs import lease
 
 root, local, index, count, port, first, many, timeout, lease_times = ARGS
 if lease_times:
@@ -400,7 +400,7 @@ class Lane:
 
 def keys_in(folder: Path | str) -> list[str]:
     """The names of all files below a folder."""
-    return [k.decode() for k in backends.resolve(folder).store(backends.context()).list().result()]
+    return [k.decode() for k in locations.resolve(folder).store(contexts.context()).list().result()]
 
 
 def names_in(folder: Path | str) -> set[str]:

@@ -3,12 +3,8 @@
 import logging as _logging
 
 from unickpt._version import __version__
-from unickpt.asynchronous import save_async
-from unickpt.box import Box
-from unickpt.checkpoint import Checkpoint, StoredArray, open
-from unickpt.checkpointer import Checkpointer
-from unickpt.convert import convert
-from unickpt.diff import ArrayDifference, DiffReport, diff
+from unickpt.arrays.box import Box
+from unickpt.arrays.layout import Layout, Mesh
 from unickpt.errors import (
     CheckpointCorrupt,
     CheckpointExists,
@@ -32,16 +28,20 @@ from unickpt.errors import (
     UnsupportedFormat,
     UnsupportedLeaf,
 )
-from unickpt.group import Group, ProcessGroup
-from unickpt.layout import Layout, Mesh
-from unickpt.load import load
-from unickpt.marks import LocalFragments, PerProcess, PerProcessValues
-from unickpt.options import Damage, LoadOptions, SaveOptions, SaveReport, VerifyReport
-from unickpt.pending import PendingSave
-from unickpt.report import LoadReport
+from unickpt.frameworks.leaves import LocalFragments, PerProcess, PerProcessValues
+from unickpt.frameworks.process_group import Group, ProcessGroup
+from unickpt.loading.loader import load
+from unickpt.loading.report import LoadReport
+from unickpt.reading.checkpoint import Checkpoint, StoredArray, open
+from unickpt.reading.options import LoadOptions
 from unickpt.rules import Function, Rules
-from unickpt.save import save
-from unickpt.verify import verify
+from unickpt.runs.checkpointer import Checkpointer
+from unickpt.saving.options import SaveOptions, SaveReport
+from unickpt.saving.pending import PendingSave
+from unickpt.saving.saver import save, save_async
+from unickpt.tools.conversion import convert
+from unickpt.tools.difference import ArrayDifference, DiffReport, diff
+from unickpt.tools.verification import Damage, VerifyReport, verify
 
 __all__ = [
     "ArrayDifference",

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+
+def some(items: Sequence[int]) -> str:
+    """A few numbers for a message."""
+    return ", ".join(map(str, items[:8])) + (", ..." if len(items) > 8 else "")
+
+
 _MOST = 120
 
 

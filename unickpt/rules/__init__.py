@@ -14,12 +14,8 @@ from numbers import Integral
 from pathlib import Path
 
 from unickpt.errors import RuleError, RuleWarning
-from unickpt.rules import grammar
-from unickpt.rules.crossing import crossings
-from unickpt.rules.functions import Function
-from unickpt.rules.lift import Shared, lift
-from unickpt.rules.rule import Rule, compile_rule
-from unickpt.rules.syntax import (
+from unickpt.rules import parser
+from unickpt.rules.ast import (
     ConventionLine,
     IncludeLine,
     LiftLine,
@@ -29,6 +25,10 @@ from unickpt.rules.syntax import (
     included,
     syntax_error,
 )
+from unickpt.rules.functions import Function
+from unickpt.rules.lint import crossings
+from unickpt.rules.optimizer_slots import Shared, lift
+from unickpt.rules.rule import Rule, compile_rule
 
 __all__ = ["Function", "Rules", "preset_text"]
 
@@ -229,7 +229,7 @@ class _Compiler:
                     if name in files:
                         raise syntax_error(f"{statement.target!r} includes itself", statement.place)
                     self.given.append(statement)
-                    lines = [included(line, statement) for line in grammar.parse(text, name)]
+                    lines = [included(line, statement) for line in parser.parse(text, name)]
                     self.collect(lines, inside, (*files, name), {**where, **dict(statement.sizes)})
                 case ConventionLine():
                     self.conventions.append(
@@ -259,7 +259,7 @@ def _compile(
 ) -> Rules:
     _check_sizes(sizes)
     found = _Compiler(sizes, functions)
-    found.collect(grammar.parse(text, name), folder, (name,), {})
+    found.collect(parser.parse(text, name), folder, (name,), {})
     used = {axis for rule in found.rules for axis in rule.sizes}
     unused = sizes.keys() - used
     if unused:

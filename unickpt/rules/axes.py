@@ -11,8 +11,8 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from unickpt.radix import Digit, Dim
-from unickpt.rules.syntax import ELLIPSIS, Axis, Flip, Group, Item, Pad
+from unickpt.arrays.index_map import Digit, Dim
+from unickpt.rules.ast import ELLIPSIS, Axis, Flip, Group, Item, Pad, axes_of
 
 PAD = "_"
 
@@ -59,19 +59,6 @@ def is_pad(axis: str) -> bool:
 def has_pad(items: Sequence[Item]) -> bool:
     """Whether there is a pad among the axes."""
     return any(is_pad(axis.name) for axis in axes_of(items))
-
-
-def axes_of(items: Sequence[Item]) -> Iterator[Axis]:
-    """All axes, in their order, as often as they occur."""
-    for item in items:
-        match item:
-            case Axis():
-                yield item
-            case Flip(inner):
-                yield from axes_of([inner])
-            case Group(segments):
-                for segment in segments:
-                    yield from axes_of(segment)
 
 
 # --- blocks -----------------------------------------------------------------------------------

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from unickpt.adapt import Array
-from unickpt.box import Box
+from unickpt.arrays.box import Box
+from unickpt.arrays.dtypes import Array
 
 Shape = tuple[int, ...]
 

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from unickpt.rules.syntax import Place
+from unickpt.rules.ast import Place
 
 
 @dataclass(frozen=True)

@@ -7,29 +7,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from unickpt.rules import axes
-from unickpt.rules.names import Match, Path, is_ambiguous, solve_linear
+from unickpt.rules import ast, axes
+from unickpt.rules.ast import ELLIPSIS, Item, Nothing
+from unickpt.rules.name_patterns import Match, Path, is_ambiguous, solve_linear
+from unickpt.rules.plan import Fact
 from unickpt.rules.rule import Rule, Seen, Terms, views_of
-from unickpt.rules.syntax import ELLIPSIS, Item, Nothing
-
-
-@dataclass(frozen=True)
-class Fact:
-    """What is known of a leaf.
-
-    Arguments:
-        kind: "array", "value" (a plain one) or "process" (differs by process).
-        shape: of an array; a plain number counts as an array without dimensions.
-        dtype: name of the dtype, where there is one; of a plain number, what it is to Python.
-    """
-
-    kind: str
-    shape: tuple[int, ...] = ()
-    dtype: str = ""
-
-    def __str__(self) -> str:
-        kinds = {"value": "a plain value", "process": "a PerProcess"}
-        return kinds.get(self.kind) or f"{self.dtype}{list(self.shape)}"
 
 
 class Names:
@@ -187,7 +169,7 @@ def _resolve(instance: Instance, have: Names, want: Names | None, partly: bool) 
         return
     instance.rank = _rank(rule, known)
     for view in rule.views:  # a size for `_` is that of each pad
-        for pad in axes.axes_of(instance.items(view)):
+        for pad in ast.axes_of(instance.items(view)):
             if axes.is_pad(pad.name) and axes.PAD in given:
                 sizes[pad.name] = given[axes.PAD]
     # First from arrays without an index in their names: these certainly belong to the family.
@@ -213,7 +195,7 @@ def _rank(rule: Rule, known: Sequence[tuple[Seen, list[tuple[str, Match]], Names
     """How many axes `...` matches."""
     ranks: dict[int, str] = {}
     for view, found, names in known:
-        dots = sum(1 for a in axes.axes_of(view.items) if a.name == ELLIPSIS)
+        dots = sum(1 for a in ast.axes_of(view.items) if a.name == ELLIPSIS)
         rank = len(names.facts[found[0][0]].shape) - (len(view.items) - dots)
         if dots == 0 and rank:
             raise Misshapen(_rank_text(view, names.facts[found[0][0]], found[0][0]), view)
@@ -274,7 +256,7 @@ def _solve(
                 except axes.DoesNotFit as error:
                     details = _details(instance, view, item, fact, origins)
                     raise Misshapen(f"{name!r} is {fact}: {error}{details}", view) from None
-                for axis in axes.axes_of([item]):
+                for axis in ast.axes_of([item]):
                     origins.setdefault(axis.name, name)
 
 
@@ -282,7 +264,7 @@ def _details(
     instance: Instance, view: Seen, item: Item, fact: Fact, origins: Mapping[str, str]
 ) -> str:
     """Where the sizes come from that do not fit, and the order of axes that would fit."""
-    own = {axis.name for axis in axes.axes_of([item])}
+    own = {axis.name for axis in ast.axes_of([item])}
     given = [f"{a}={n}" for a, n in instance.rule.sizes.items() if a in own]
     elsewhere = dict.fromkeys(repr(name) for axis, name in origins.items() if axis in own)
     text = f", where {', '.join(given)} is given" if given else ""
@@ -306,7 +288,7 @@ def _fuse(
                 for view in views
                 for axis in (
                     *view.pattern.axes,
-                    *(a.name for a in axes.axes_of(instance.items(view))),
+                    *(a.name for a in ast.axes_of(instance.items(view))),
                 )
                 if axis not in instance.sizes
             }

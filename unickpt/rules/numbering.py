@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from unickpt.folding import skeleton
+from unickpt.rules.ast import Linear
 from unickpt.rules.rule import Rule, views_of
-from unickpt.rules.syntax import Linear
+from unickpt.trees.name_ranges import skeleton
 
 
 def doubts(rules: Sequence[Rule], made: Iterable[str]) -> Iterator[str]:

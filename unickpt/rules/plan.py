@@ -5,10 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from unickpt.feed import Feed, Fill
-from unickpt.index import ArrayEntry
+from unickpt.format.index import ArrayEntry
+from unickpt.reading.recipes import Feed, Fill
 from unickpt.rules.functions import Function
-from unickpt.rules.matching import Fact
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What is known of a leaf.
+
+    Arguments:
+        kind: "array", "value" (a plain one) or "process" (differs by process).
+        shape: of an array; a plain number counts as an array without dimensions.
+        dtype: name of the dtype, where there is one; of a plain number, what it is to Python.
+    """
+
+    kind: str
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+
+    def __str__(self) -> str:
+        kinds = {"value": "a plain value", "process": "a PerProcess"}
+        return kinds.get(self.kind) or f"{self.dtype}{list(self.shape)}"
 
 
 @dataclass(frozen=True)

@@ -14,19 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from unickpt import dtypes
+from unickpt.arrays import dtypes
 from unickpt.errors import RuleError
-from unickpt.feed import Feed, Fill, whole_dims
-from unickpt.index import ArrayEntry
-from unickpt.rules import axes, refusal
-from unickpt.rules.claims import Claims, choose_variants, keep_ties, leave_to_others
+from unickpt.format.index import ArrayEntry
+from unickpt.reading.recipes import Feed, Fill, whole_dims
+from unickpt.rules import axes, explain
+from unickpt.rules.ast import Item, Nothing
+from unickpt.rules.conflicts import Claims, choose_variants, keep_ties, leave_to_others
 from unickpt.rules.functions import Function
-from unickpt.rules.lift import Shared
-from unickpt.rules.matching import Fact, Instance, Names, Unfit, instances, names_of, resolve
-from unickpt.rules.plan import Constant, Made, Plan, Same, Stored
+from unickpt.rules.matching import Instance, Names, Unfit, instances, names_of, resolve
+from unickpt.rules.optimizer_slots import Shared, shared_names
+from unickpt.rules.plan import Constant, Fact, Made, Plan, Same, Stored
 from unickpt.rules.rule import Rule, Seen, views_of
-from unickpt.rules.sharing import shared_names
-from unickpt.rules.syntax import Item, Nothing
 
 
 def make_plan(
@@ -126,7 +125,7 @@ class _Planner:
         there = {*plan.made, *plan.aliases, *plan.kept}
         asked = {} if self._want is None else self._want.facts
         unmade = {name: fact for name, fact in asked.items() if name not in there}
-        kept = refusal.misshapen(found, unused, unmade) if self._keep_misfits else []
+        kept = explain.misshapen(found, unused, unmade) if self._keep_misfits else []
         for instance in kept:
             source = next(name for name in instance.names_there() if name in unused)
             plan.misfits |= {n: source for n in instance.names_asked() if n in unmade}
@@ -135,18 +134,18 @@ class _Planner:
         plan.unused = list(unused)
         others = [rule for rule in rules if not any(rule is instance.rule for instance in kept)]
         if self._strict:
-            problems += refusal.left_over(unused, unmade, plan.made, asked, found, shared)
-            problems += refusal.idle(others, found, problems, self._have)
+            problems += explain.left_over(unused, unmade, plan.made, asked, found, shared)
+            problems += explain.idle(others, found, problems, self._have)
         else:
-            problems += refusal.misfits(unused, unmade, found, shared)
-            problems += refusal.matching_nothing(others, found, self._have)
+            problems += explain.misfits(unused, unmade, found, shared)
+            problems += explain.matching_nothing(others, found, self._have)
         if problems:
-            turned = refusal.backwards(rules, found, self._have)
-            first = turned or refusal.unfamiliar(rules, valid, found, self._have)
+            turned = explain.backwards(rules, found, self._have)
+            first = turned or explain.unfamiliar(rules, valid, found, self._have)
             told = {problem.partition("\n")[0] for problem in first}
             rest = [p for p in problems if p.partition("\n")[0] not in told]
             problems = [*first, *(rest if valid or not turned else ())]
-            raise RuleError(refusal.message(where, problems))
+            raise RuleError(explain.message(where, problems))
         if self._want is None:
             plan.nameless = _nameless(rules)
         return plan

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from unickpt.errors import RuleError
-from unickpt.rules import axes
-from unickpt.rules.names import Pattern
-from unickpt.rules.syntax import (
+from unickpt.rules import ast, axes
+from unickpt.rules.ast import (
     ELLIPSIS,
     Axis,
     Capture,
@@ -26,6 +25,7 @@ from unickpt.rules.syntax import (
     side_text,
     syntax_error,
 )
+from unickpt.rules.name_patterns import Pattern
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ def _number_axes(views: Iterable[View], sizes: Mapping[str, int]) -> frozenset[s
     """The captures that are numbers: axes in brackets, in sums, or with a size of their rule."""
     found = set(sizes)
     for view in views:
-        found.update(axis.name for axis in axes.axes_of(view.items or ()))
+        found.update(axis.name for axis in ast.axes_of(view.items or ()))
         for item in view.name.items:
             if isinstance(item, Linear) and item.lone is None:
                 found.update(axis for axis, _ in item.terms)
@@ -256,7 +256,7 @@ def _paired_choices(left: Side, right: Side, views: Sequence[View]) -> dict[str,
         if isinstance(side, Nothing):
             return set()
         views = [view for term in side for view in term]
-        return set(anonymous(side)) | {a.name for v in views for a in axes.axes_of(v.items or ())}
+        return set(anonymous(side)) | {a.name for v in views for a in ast.axes_of(v.items or ())}
 
     ours = {a: n for a, n in anonymous(left).items() if a not in used(right)}
     theirs = {a: n for a, n in anonymous(right).items() if a not in used(left)}
@@ -341,7 +341,7 @@ def _all_axes(sides: Sequence[Terms | Nothing]) -> set[str]:
     found: set[str] = set()
     for side in sides:
         for view in views_of(side):
-            found |= view.pattern.axes | {a.name for a in axes.axes_of(view.items)}
+            found |= view.pattern.axes | {a.name for a in ast.axes_of(view.items)}
             found |= view.arithmetic_axes
     if any(map(axes.is_pad, found)):
         found.add(axes.PAD)

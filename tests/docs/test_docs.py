@@ -1,0 +1,425 @@
+"""The documents hold: format.md, the schema, old checkpoints, and every docstring's example."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import doctest
+import importlib
+import itertools
+import json
+import pkgutil
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jsonschema
+import numpy as np
+import pytest
+import xxhash
+from support import TESTS
+
+import unickpt
+from unickpt import Layout, LocalFragments, Mesh, PerProcess, PerProcessValues, SaveOptions
+from unickpt.arrays import dtypes
+from unickpt.cli import tree_table
+from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
+from unickpt.format import chunk_grid, index_json, zarr_metadata
+from unickpt.format.index import INDEX_KEY, ArrayEntry, Index
+from unickpt.reading.checkpoint import Checkpoint
+from unickpt.trees import plain_values, tree
+
+HERE = Path(TESTS)
+DOCS = HERE.parent / "docs"
+FIXTURES = HERE / "fixtures"
+FORMAT = (DOCS / "format.md").read_text()
+SCHEMA = json.loads((DOCS / "index.schema.json").read_text())
+VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
+
+
+# --- the examples of format.md ------------------------------------------------------------------
+
+
+def after_mark(name: str) -> str:
+    """What stands in format.md below `<!-- test: name -->`: a table, or the inside of a block."""
+    mark = f"<!-- test: {name} -->\n"
+    assert mark in FORMAT, f"format.md has no example {name!r}"
+    rest = FORMAT.partition(mark)[2]
+    if rest.startswith("```"):
+        return rest.partition("\n")[2].partition("```")[0]
+    return rest.partition("\n\n")[0]
+
+
+def table(name: str) -> list[list[str]]:
+    """The cells of a table's rows, without the quotes of code."""
+    rows = [line.strip("|").split("|") for line in after_mark(name).splitlines()[2:]]
+    return [[cell.strip() for cell in row] for row in rows]
+
+
+def code(cell: str) -> list[str]:
+    return re.findall(r"`([^`]*)`", cell)
+
+
+def test_names_of_the_format() -> None:
+    for key, others, expected in table("names"):
+        numbers = {str(k) for c in code(others) if isinstance(k := json.loads(c), int)}
+        assert tree.component(json.loads(code(key)[0]), numbers) == code(expected)[0]
+
+
+def test_values_of_the_format() -> None:
+    for python, stored in table("values"):
+        value = eval(code(python)[0])
+        assert json.dumps(plain_values.to_json(value)) == code(stored)[0]
+        assert repr(plain_values.from_json(json.loads(code(stored)[0]))) == repr(value)
+
+
+def test_layouts_of_the_format() -> None:
+    mesh = Mesh(("dp", "tp"), (3, 2), tuple(range(6)))
+    header = after_mark("layout").splitlines()[0]
+    layouts = [Layout(mesh, (tuple(json.loads(axes)),)) for axes in code(header)]
+    rows = table("layout")
+    assert len(rows) == 6
+    for dp, tp, *expected in rows:
+        boxes = [layout.box((7,), (int(dp), int(tp))) for layout in layouts]
+        assert [f"[{b.start[0]}, {b.stop[0]})" for b in boxes] == [code(e)[0] for e in expected]
+
+
+def entry_of(body: dict[str, Any]) -> ArrayEntry:
+    """An array of format.md's table; a layout that splits 122 in two where the text says so."""
+    size = 2 if body.get("cut") else 1
+    mesh = Mesh(("x",), (size,), tuple(range(size)))
+    dims = tuple(("x",) if d in body.get("cut", ()) else () for d in range(len(body["shape"])))
+    body = {"dtype": "float32", **body}
+    if "boxes" not in body:
+        body["layout"] = 0
+    layouts = [Layout(mesh, dims)]
+    name = body.pop("name")
+    return index_json._array(name, index_json._Reader(body, name), layouts, False)
+
+
+def test_parts_of_the_format() -> None:
+    parts: dict[str, chunk_grid.Part] = {}
+    for array, expected in table("parts"):
+        entry = entry_of(json.loads(code(array)[0]))
+        found = chunk_grid.parts(entry)
+        parts |= {part.key: part for part in found}
+        described = "; ".join(
+            f"`{part.key}` `{part.box}` `{list(part.chunk)}` `{list(part.grid)}`" for part in found
+        )
+        assert described == expected
+    sentence = " ".join(FORMAT[FORMAT.index("Chunk 1 of `w`") :].partition("\n\n")[0].split())
+    w, v, s = parts["w"], parts["v/part_61_0"], parts["s"]
+    assert f"`w/{w.chunk_key(1)}` and the box `{w.chunk_box(1)}`" in sentence
+    assert f"`v/part_61_0/{v.chunk_key(2)}` and the box `{v.chunk_box(2)}`" in sentence
+    assert f"the chunk of `s` has the key `s/{s.chunk_key(0)}`" in sentence
+
+
+def test_zarr_metadata_of_the_format() -> None:
+    entry = entry_of({"name": "w", "shape": [6, 10], "chunk": [4, 10]})
+    expected = json.loads(after_mark("zarr"))
+    assert zarr_metadata.zarr_metadata(entry, chunk_grid.parts(entry)[0], ()) == expected
+    group = re.search(r"A group's is `(.*?)`", FORMAT)
+    assert group is not None
+    assert json.loads(group[1]) == json.loads(zarr_metadata.GROUP_JSON)
+
+
+def test_dtypes_of_the_format() -> None:
+    section = FORMAT[FORMAT.index("## 9.") : FORMAT.index("## 10.")]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
+    told = {}
+    for names, stored, size in rows:
+        for name in (n for n in code(names) if n != "U"):
+            same_name = stored.strip() == "the same"
+            told[name] = (name if same_name else code(stored)[0], int(size.split(",")[0]))
+    for name in ("datetime64", "timedelta64"):
+        assert told.pop(f"{name}[U]") == ("int64", 8)
+        assert told.pop(name) == (dtypes.stored_as(f"{name}[ns]"), 8)
+    assert told == {
+        name: (dtypes.stored_as(name), dtypes.from_name(name).itemsize)
+        for name in dtypes.supported()
+    }
+    assert set(told) == set(SCHEMA["$defs"]["dtype"]["anyOf"][0]["enum"])
+
+
+def test_tensorstore_alone_opens_an_array(tmp_path: Path) -> None:
+    array = np.arange(12, dtype=np.float32).reshape(4, 3)
+    unickpt.save(tmp_path / "step_100", {"params": {"w": array}})
+    source = after_mark("tensorstore").replace("/runs", str(tmp_path))
+    *body, last = ast.parse(source).body
+    assert isinstance(last, ast.Expr)
+    names: dict[str, Any] = {}
+    exec(compile(ast.Module(list(body), []), "format.md", "exec"), names)
+    found = eval(compile(ast.Expression(last.value), "format.md", "eval"), names)
+    assert np.array_equal(found, array[1:3])
+
+
+def test_index_of_the_format() -> None:
+    body = json.loads(after_mark("index"))
+    VALIDATOR.validate(body)
+    mesh = Mesh(("data",), (2,), (0, 1))
+    ours = Index(
+        tree={"dict": [["w", "*"], ["step", "*"]]},
+        arrays={"w": ArrayEntry("w", (6, 4), "float32", (3, 4), Layout(mesh, (("data",), ())))},
+        values={"step": 7},
+        processes=2,
+        chunks=2,
+        **{name: body[name] for name in ("library", "created", "attempt", "metadata")},
+        digests_xxh3=body["digests"],
+    )
+    ours_json = json.loads(index_json.encode(ours))
+    del body["xxh3"], ours_json["xxh3"]
+    assert ours_json == body
+    assert list(ours_json) == list(body)
+
+
+def test_digest_table_and_digests_of_the_format(tmp_path: Path) -> None:
+    array = np.arange(10, dtype=np.int16).reshape(5, 2)
+    unickpt.save(tmp_path / "x", {"b": array, "a": array[0]}, options=SaveOptions(chunk_bytes=8))
+    stored = unickpt.open(tmp_path / "x")
+    data = stored.read_key("unickpt.digests")
+    pieces = [array[0:2], array[2:4], array[4:5], array[0]]
+    assert stored["b"].chunk == (2, 2)
+    assert len(data) == 12 * len(pieces)
+    for at, piece in enumerate(pieces):
+        row = data[12 * at : 12 * at + 12]
+        assert int.from_bytes(row[:8], "little") == xxhash.xxh3_64_intdigest(piece.tobytes())
+        assert int.from_bytes(row[8:], "little") == 0
+
+
+def test_per_process_value_of_the_format(tmp_path: Path) -> None:
+    value = {"seed": 7, "state": np.array([1, 2], np.uint8)}
+    unickpt.save(tmp_path / "x", {"rng": PerProcess(value)})
+    body = json.loads(unickpt.open(tmp_path / "x").read_key("rng/process_00000"))
+    assert body == {
+        "tree": {"dict": [["seed", "*"], ["state", "*"]]},
+        "values": {"seed": 7},
+        "arrays": {"state": {"dtype": "uint8", "shape": [2], "data": "AQI="}},
+    }
+
+
+# --- the schema ---------------------------------------------------------------------------------
+
+
+def stored_index(path: Any) -> Any:
+    return json.loads(unickpt.open(path).read_key(INDEX_KEY))
+
+
+TREES: dict[str, Any] = {
+    "empty": {},
+    "root array": np.zeros(3),
+    "root value": 7,
+    "nested": {"a": [{"b": (np.zeros(2), None)}, [], ()], 3: np.zeros((0, 2)), "3": 1.5},
+    "values": [None, True, -7, 2**80, 1.5, float("nan"), "text", "\udfff", b"\x00"],
+    "dtypes": {name: np.zeros(2, dtypes.from_name(name)) for name in dtypes.supported()},
+    "dates": [np.zeros(2, "M8[ns]"), np.zeros(2, "m8[10D]"), np.zeros(2, "M8")],
+    "boxes": LocalFragments.flat((4, 3), [(0, np.arange(7.0)), (7, np.arange(5.0))]),
+    "processes": {"rng": PerProcess({"seed": 1})},
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_schema_accepts_real_indexes(name: str, tmp_path: Path) -> None:
+    unickpt.save(tmp_path / "x", TREES[name], options=SaveOptions(compression="gzip"))
+    VALIDATOR.validate(stored_index(tmp_path / "x"))
+
+
+@pytest.mark.parametrize("name", ["one_process_1_0", "two_processes_1_0", "key_per_process_1_1"])
+def test_schema_accepts_the_fixtures(name: str) -> None:
+    VALIDATOR.validate(stored_index(FIXTURES / name))
+
+
+def replaced(path: str, value: Any) -> Callable[[Any], None]:
+    def change(body: Any) -> None:
+        *parents, last = path.split(".")
+        for parent in parents:
+            body = body[int(parent) if isinstance(body, list) else parent]
+        body[int(last) if isinstance(body, list) else last] = value
+
+    return change
+
+
+BAD: dict[str, Callable[[Any], None]] = {
+    "a member missing": lambda body: body.pop("chunks"),
+    "a version that is none": replaced("format", "1"),
+    "a newer major version": replaced("format", "2.0"),
+    "a process too few": replaced("processes", 0),
+    "a negative extent": replaced("arrays.w.shape", [-6, 4]),
+    "an extent that is no integer": replaced("arrays.w.shape", [6.5, 4]),
+    "an extent that is a truth value": replaced("arrays.w.shape", [True, 4]),
+    "a huge extent": replaced("arrays.w.shape", [1 << 62, 4]),
+    "an empty chunk": replaced("arrays.w.chunk", [0, 4]),
+    "too many dimensions": replaced("arrays.w.shape", [1] * 33),
+    "an unknown dtype": replaced("arrays.w.dtype", "object"),
+    "a date without unit": replaced("arrays.w.dtype", "datetime64[]"),
+    "neither layout nor boxes": lambda body: body["arrays"]["w"].pop("layout"),
+    "layout and boxes": replaced("arrays.w.boxes", [[[0, 0], [6, 4], [0]]]),
+    "a box of two items": replaced("arrays.v.boxes", [[[0], [3]]]),
+    "a box that nobody held": replaced("arrays.v.boxes", [[[0], [3], []]]),
+    "cut without a layout": replaced("arrays.v.cut", [0]),
+    "a mesh with an empty axis": replaced("meshes.0.shape", [0]),
+    "a mesh without processes": lambda body: body["meshes"][0].pop("processes"),
+    "a layout that is a list": replaced("layouts.0", []),
+    "an alias to a number": replaced("aliases", {"a": 3}),
+    "a value of unknown type": replaced("values.step", {"complex": "1"}),
+    "a value of two types": replaced("values.step", {"int": "0x1", "bytes": ""}),
+    "bytes that are no base64": replaced("values.step", {"bytes": "?"}),
+    "a digest that is a number": replaced("digests", 7),
+    "a per-process value without digest": replaced("per_process.rng", [[3]]),
+    "an unknown codec": replaced("codecs", [{"name": "crc32c", "configuration": {}}]),
+    "a codec without its settings": replaced("codecs", [{"name": "zstd"}]),
+    "a codec with an unknown setting": replaced(
+        "codecs", [{"name": "zstd", "configuration": {"file": "x"}}]
+    ),
+    "two codecs": replaced("codecs", [{"name": "gzip", "configuration": {}}] * 2),
+    "an unknown container": replaced("tree", {"set": []}),
+    "a container of two kinds": replaced("tree", {"list": [], "tuple": []}),
+    "a key that is no key": replaced("tree", {"dict": [[None, "*"]]}),
+    "a leaf that is none": replaced("tree", "?"),
+}
+
+
+@pytest.fixture(scope="module")
+def sound() -> Any:
+    path = "memory://docs/sound"
+    mesh = {"axes": ["x"], "shape": [2], "processes": [0, 0]}
+    unickpt.save(
+        path,
+        {
+            "w": np.zeros((6, 4)),
+            "v": LocalFragments.whole(np.zeros(3)),
+            "step": 7,
+            "rng": PerProcess(1),
+        },
+        overwrite=True,
+    )
+    body = stored_index(path)
+    body["meshes"], body["layouts"] = [mesh], [{"mesh": 0, "dims": [["x"], []]}]
+    return body
+
+
+def sealed(body: Any) -> bytes:
+    unsealed = json.dumps({k: v for k, v in body.items() if k != "xxh3"}).encode()[:-1]
+    return unsealed + b',"xxh3":"%016x"}' % xxhash.xxh3_64_intdigest(unsealed)
+
+
+def test_schema_and_reader_accept_what_the_bad_ones_change(sound: Any) -> None:
+    VALIDATOR.validate(sound)
+    index_json.decode(sealed(sound), "here")
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_schema_and_readers_reject_bad_indexes(what: str, sound: Any) -> None:
+    body = copy.deepcopy(sound)
+    BAD[what](body)
+    assert not VALIDATOR.is_valid(body)
+    with pytest.raises((CheckpointCorrupt, UnsupportedFormat)):
+        read_all(sealed(body))
+
+
+def read_all(data: bytes) -> None:
+    """What a reader does with an index."""
+    index = index_json.decode(data, "here")
+    tree_table.outline(index, "here")
+
+
+def test_newer_minor_versions_and_unknown_members_are_accepted(sound: Any) -> None:
+    body = copy.deepcopy(sound)
+    body["format"], body["later"] = "1.7", {"x": 1}
+    for part in (body["meshes"][0], body["layouts"][0], body["arrays"]["w"]):
+        part["later"] = [1]
+    VALIDATOR.validate(body)
+    assert set(index_json.decode(sealed(body), "here").arrays) == {"w", "v"}
+
+
+# --- fixtures -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(FIXTURES)
+    return importlib.import_module("known_1_0")
+
+
+def leaves(node: Any, at: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves with their place and the types of all containers above."""
+    if isinstance(node, PerProcessValues):
+        node = node.values
+    if isinstance(node, dict):
+        items: Any = node.items()
+    elif isinstance(node, list | tuple):
+        items = zip(getattr(node, "_fields", itertools.count()), node, strict=False)
+    else:
+        yield at, node
+        return
+    yield at, type(node).__name__
+    for key, child in items:
+        yield from leaves(child, f"{at}/{key!r}")
+
+
+def same(found: Any, expected: Any) -> None:
+    ours, theirs = dict(leaves(expected)), dict(leaves(found))
+    assert list(ours) == list(theirs)
+    for at, value in ours.items():
+        if isinstance(value, np.ndarray):
+            assert (theirs[at].dtype, theirs[at].shape) == (value.dtype, value.shape), at
+            assert theirs[at].tobytes() == value.tobytes(), at
+        else:
+            assert (type(theirs[at]), repr(theirs[at])) == (type(value), repr(value)), at
+
+
+@pytest.mark.parametrize("name", ["one_process", "two_processes"])
+def test_old_checkpoints_stay_readable(name: str, known: ModuleType) -> None:
+    path = FIXTURES / f"{name}_1_0"
+    same(unickpt.load(path), getattr(known, name)())
+    report = unickpt.verify(path)
+    assert report.ok, report.damage
+
+
+def test_fixtures_hold_every_kind_of_part(known: ModuleType) -> None:
+    one = unickpt.open(FIXTURES / "one_process_1_0")
+    two = unickpt.open(FIXTURES / "two_processes_1_0")
+    assert one.metadata == known.METADATA
+    assert one.index.aliases == {"params/tied": "params/even"}
+    assert one.index.arrays["key"].prng == "threefry2x32"
+    assert one.index.arrays["params/cut"].cut == (0,)
+    assert len(one["params/cut"].parts) == 2
+    assert len(one["params/even"].fragments) == 8
+    assert len(one["params/rows"].fragments) == 8
+    assert len(two["zero"].parts) == 4
+    assert writers(two, "zero") == [0, 0, 1, 1]
+    assert two.index.codecs[0]["name"] == "zstd"
+
+
+def test_a_key_in_a_per_process_value_stays_readable() -> None:
+    path = FIXTURES / "key_per_process_1_1"
+    like = PerProcess({"key": jax.random.key(0, impl="rbg"), "seen": 0})
+    found = unickpt.load(path, {"rng": like})["rng"].value
+    assert found["seen"] == 12
+    assert found["key"].dtype == like.value["key"].dtype
+    assert jax.random.key_data(found["key"]).tolist() == [0, 7, 0, 7]
+    assert unickpt.verify(path).ok
+
+
+def writers(stored: Checkpoint, name: str) -> list[int]:
+    found: list[int] = stored.digests_of(name)["process"].tolist()
+    return found
+
+
+# --- docstrings ---------------------------------------------------------------------------------
+
+
+def modules() -> list[str]:
+    found = pkgutil.walk_packages(unickpt.__path__, "unickpt.")
+    return ["unickpt", *sorted(m.name for m in found)]
+
+
+@pytest.mark.parametrize("name", modules())
+def test_docstrings(name: str) -> None:
+    module = importlib.import_module(name)
+    result = doctest.testmod(module, verbose=False)
+    assert result.failed == 0, f"{result.failed} examples of {name} fail; see above"
+    assert sys.modules[name] is module

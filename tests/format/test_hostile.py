@@ -1,0 +1,579 @@
+"""Hostile checkpoints: whatever they claim, the reader says no, soon, and in little memory."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.forging import array, crc32c, database, forge, forge_index, index_of, redirect, sealed
+from support.forks import Forks
+
+import unickpt
+from unickpt import Box, CheckpointCorrupt, Layout, LoadOptions, Mesh, UnickptError
+from unickpt.format import chunk_grid, chunk_store, digest_table, index_json, zarr_metadata
+from unickpt.format import index as index_module
+from unickpt.format.index import ArrayEntry
+from unickpt.storage import local_values
+
+ZSTD = ({"name": "zstd", "configuration": {"level": 3}},)
+BLOSC = (
+    {
+        "name": "blosc",
+        "configuration": {"cname": "zstd", "clevel": 5, "shuffle": "shuffle"},
+    },
+)
+GZIP = ({"name": "gzip", "configuration": {"level": 5}},)
+X1000 = Layout(Mesh(("x",), (1000,), (0,) * 1000), (("x",),))
+GRID = Layout(Mesh(("x", "y"), (300, 300), (0,) * 90_000), (("x",), ("y",)))
+
+# Opens, loads, verifies and slices a checkpoint; none of it may end the process or take its memory.
+READER = """
+import json, resource, sys, time
+import numpy as np
+import unickpt
+from unickpt import LoadOptions
+
+def megabytes():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+path = ARGS[0]
+
+def each(act):
+    stored = unickpt.open(path)
+    return [act(stored[name]) for name in list(stored)[:3]]
+
+actions = {
+    "open": lambda: repr(unickpt.open(path)),
+    "load": lambda: repr(unickpt.load(path))[:200],
+    "unverified": lambda: repr(unickpt.load(path, options=LoadOptions(verify=False)))[:200],
+    "verify": lambda: str(unickpt.verify(path).damage[0]),
+    "slice": lambda: each(lambda a: a[tuple(slice(0, 1) for _ in a.shape)].tobytes().hex()),
+}
+outcomes = {}
+for name, action in actions.items():
+    started, before = time.monotonic(), megabytes()
+    try:
+        said = action()
+    except unickpt.UnickptError as error:
+        said = f"{type(error).__name__}: {error}"
+    except BaseException as error:
+        said = f"!! {type(error).__name__}: {error}"
+    outcomes[name] = [said, time.monotonic() - started, megabytes() - before]
+print(json.dumps(outcomes))
+"""
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    running = Forks(tmp_path_factory.mktemp("output"))
+    yield running
+    running.close()
+
+
+def read_all(forks: Forks, path: Path) -> dict[str, str]:
+    """What each way of reading says; fails where one crashes, hangs or grows."""
+    ended = forks.wait(forks.start(READER, str(path)))
+    assert ended.code == 0, f"the process ended with {ended.code}:\n{ended.out[-3000:]}"
+    outcomes: dict[str, list[Any]] = ended.last
+    for name, (said, seconds, megabytes) in outcomes.items():
+        assert not str(said).startswith("!!"), f"{name}: {said}"
+        assert seconds < 20, f"{name} took {seconds} s"
+        assert megabytes < 60, f"{name} took {megabytes} MB"
+    return {name: said for name, (said, *_) in outcomes.items()}
+
+
+# --- sizes that nothing backs -------------------------------------------------------------------
+
+HUGE = 1 << 50
+SHORT = "no bytes stored|not valid for value of size"
+CLAIMS: dict[str, tuple[Any, str]] = {
+    "one chunk of a petabyte": (index_of(array("w", (HUGE,))), SHORT),
+    "a petabyte in chunks of 8 MiB": (
+        index_of(array("w", (HUGE,), (1 << 21,)), rows=3),
+        "the arrays have 536870912 chunks, the index names 3",
+    ),
+    "chunks of one element": (
+        index_of(array("w", (HUGE,), (1,)), rows=10),
+        "the arrays have 1125899906842624 chunks",
+    ),
+    "a lie about the number of chunks": (
+        index_of(array("w", (HUGE,), (1,)), rows=10, chunks=HUGE),
+        "the digest table has 120 bytes",
+    ),
+    "a compressed chunk of a terabyte": (
+        index_of(array("w", (1 << 38,)), codecs=ZSTD),
+        "a compressed chunk of 1099511627776 bytes is not allowed",
+    ),
+    "a chunk that its few compressed bytes cannot hold": (
+        index_of(array("w", (1 << 28,)), codecs=GZIP),
+        SHORT,
+    ),
+    "a chunk that blosc would have to believe": (
+        index_of(array("w", (1 << 24,)), codecs=BLOSC),
+        SHORT,
+    ),
+    "billions of parts": (
+        index_of(
+            *(array(f"w{i}", (10**6, 10**6), (1, 1), layout=GRID, cut=(0, 1)) for i in range(30)),
+            rows=10,
+        ),
+        "the arrays have 30000000000000 chunks",
+    ),
+    "as many dimensions as there are": (
+        index_of(array("w", (2,) * 32, (1,) * 32), rows=10),
+        "the arrays have 4294967296 chunks",
+    ),
+    "a large chunk behind a small array": (
+        index_of(array("w", (3,), (1 << 40,), layout=Layout.replicated(1, 1))),
+        SHORT,
+    ),
+    "no elements of a vast shape": (index_of(array("w", (0, 1 << 61))), "do not fit"),
+    "more elements than can be counted": (index_of(array("w", (1 << 61, 8))), "do not fit"),
+    "more dimensions than there are": (index_of(array("w", (1,) * 33)), "do not fit"),
+}
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+@pytest.mark.parametrize("chunk", [None, b"", b"x" * 1000], ids=["missing", "empty", "short"])
+def test_no_memory_is_given_for_a_size_that_nothing_backs(
+    claim: str, chunk: bytes | None, forks: Forks, tmp_path: Path
+) -> None:
+    (index, table), reason = CLAIMS[claim]
+    keys = {}
+    if chunk is not None:
+        for entry in index.arrays.values():
+            part = next(iter(chunk_grid.parts(entry)), None) if not entry.cut else None
+            if part is not None:
+                keys[f"{part.key}/{part.chunk_key(0)}"] = chunk
+    forge_index(tmp_path, index, table, **keys)
+    said = read_all(forks, tmp_path)
+    for way in ("load", "unverified"):
+        assert said[way].startswith("CheckpointCorrupt: "), said[way]
+    assert re.search(reason, said["load"]), said["load"]
+
+
+def test_a_compressed_bomb_goes_off_within_its_chunk(forks: Forks, tmp_path: Path) -> None:
+    """A stream that unpacks to gigabytes, where a chunk of few bytes is declared."""
+    import gzip
+
+    bomb = gzip.compress(bytes(1 << 28), 1)
+    index, table = index_of(array("w", (1 << 18,)), codecs=GZIP)
+    forge_index(tmp_path, index, table, **{"w/part_0/c/0": bomb})
+    said = read_all(forks, tmp_path)
+    assert said["load"].startswith("CheckpointCorrupt"), said["load"]
+
+
+# --- an index that contradicts itself -----------------------------------------------------------
+
+W = {"shape": [4, 4], "dtype": "float32", "chunk": [2, 4], "layout": 0}
+BODY: dict[str, Any] = {
+    "format": "1.0",
+    "library": "x",
+    "created": "",
+    "attempt": "",
+    "processes": 2,
+    "metadata": {"note": [1, {"deep": None}]},
+    "tree": {"dict": [["w", "*"], ["v", "*"], ["r", "*"], ["t", "*"], ["b", "*"]]},
+    "meshes": [{"axes": ["x"], "shape": [2], "processes": [0, 1]}],
+    "layouts": [{"mesh": 0, "dims": [["x"], []]}],
+    "arrays": {
+        "w": W,
+        "b": {
+            "shape": [4],
+            "dtype": "int8",
+            "chunk": [4],
+            "boxes": [[[0], [1], [0]], [[1], [4], [1]]],
+        },
+    },
+    "aliases": {"t": "w"},
+    "values": {"v": {"int": "0xffffffffffffffffff"}},
+    "per_process": {"r": [[1, "0" * 16], [1, "0" * 16]]},
+    "codecs": [{"name": "zstd", "configuration": {"level": 3}}],
+    "chunks": 4,
+    "digests": "0" * 16,
+}
+
+
+def changed(at: str, value: Any) -> bytes:
+    """The body with the value at a path of keys replaced."""
+    body = copy.deepcopy(BODY)
+    *way, last = [int(key) if key.isdigit() else key for key in at.split(".")]
+    inner = body
+    for key in way:
+        inner = inner[key]
+    inner[last] = value
+    return sealed(body)
+
+
+def test_the_body_is_sound_before_it_is_changed() -> None:
+    assert list(index_json.decode(sealed(BODY), "here").arrays) == ["w", "b"]
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "reason"),
+    [
+        ("arrays.w.shape", [4.0, 4], "'shape' contains '4.0'"),
+        ("arrays.w.shape", "44", "'shape'"),
+        ("arrays.w.shape", [1 << 63, 4], "'shape' contains"),
+        ("arrays.w.chunk", [1 << 61, 1 << 61], "do not fit"),
+        ("arrays.w.dtype", "O", "unknown dtype"),
+        ("arrays.w.dtype", "datetime64[99999999999999999Y]", "array 'w'"),
+        ("arrays.w.dtype", "datetime64[s/0]", "unknown dtype"),  # NumPy ends the process
+        ("arrays.w.dtype", "datetime64[\ud800]", "unknown dtype"),
+        ("arrays.w.dtype", "float32, (1000000,)int8", "unknown dtype"),
+        ("arrays.w.layout", -1, "layout -1"),
+        ("arrays.w.layout", True, "'layout'"),
+        ("arrays.w.cut", [0, 0], "is cut along"),
+        ("arrays.w.cut", [9], "is cut along"),
+        ("arrays.b.boxes", [[[0], [2], [0]], [[1], [4], [1]]], "overlap"),
+        ("arrays.b.boxes", [[[0], [1], [0]], [[2], [4], [1]]], "do not cover"),
+        ("arrays.b.boxes", [[[0], [1], [0]], [[4], [1], [1]]], "negative"),
+        ("arrays.b.boxes", [[[0], [5], [0]]], "outside"),
+        ("arrays.b.boxes", [[[0], [4], []]], "does not fit"),
+        ("arrays.b.boxes", [[[0], [4]]], "contain"),
+        ("arrays.b.boxes", 7, "'boxes'"),
+        ("arrays.b.boxes", [[[0], [4], [0, 2]]], r"'b': process 2 of 2 holds \[0:4\]"),
+        ("meshes.0.processes", [0, 2], "a mesh names process 2 of 2"),
+        ("per_process.r", [[1, "0" * 16]], "'r' has 1 values of 2"),
+        ("format", "0.9", "but the lowest version is 1.0"),
+        ("values.v", {"int": "1_0"}, "has an unknown type"),
+        ("values.v", {"int": "10"}, "has an unknown type"),
+        ("values.v", {"float64": "7ff0 00000000 0000"}, "has an unknown type"),
+        ("meshes.0.shape", [1 << 60], "lists 2 devices"),
+        ("meshes.0.axes", ["x", "x"], "do not fit together"),
+        ("meshes.0.processes", [0, -1], "'processes' contains '-1'"),
+        ("layouts.0.dims", [["x"], ["x"]], "does not fit"),
+        ("layouts.0.dims", [["nobody"], []], "does not fit"),
+        ("layouts.0.mesh", 5, "names mesh 5 of 1"),
+        ("aliases.t", "b/../w", "is not an array"),
+        ("aliases", {"w": "b"}, "two leaves have the same name"),
+        ("values.v", {"pickle": "gASV"}, "has an unknown type"),
+        ("values.v", {"bytes": "!"}, "malformed"),
+        ("values.v", [1], "has an unknown type"),
+        ("values", {"\ud800": 1}, "not valid Unicode"),
+        ("per_process.r", [[1, "xyz"]], "per-process"),
+        ("per_process.r", [[-1, "0" * 16]], "per-process"),
+        ("per_process.r", [[1, "-000000000000001"]], "per-process"),
+        ("codecs", [{"name": "sharding_indexed", "configuration": {}}], "codecs"),
+        ("codecs", [{"name": "transpose", "configuration": {"order": [1, 0]}}], "codecs"),
+        ("codecs", [{"name": "zstd", "configuration": {"level": "3"}}], "codecs"),
+        ("codecs", [{"name": "zstd", "configuration": {"dictionary": "/etc/passwd"}}], "codecs"),
+        ("codecs", [{"name": "zstd", "kvstore": "file:///etc/"}], "codecs"),
+        ("codecs", [*ZSTD, *GZIP], "more than one codec"),
+        ("codecs", ["zstd"], "codecs"),
+        ("chunks", "4", "'chunks'"),
+        ("processes", -1, "-1 processes"),
+        ("metadata", [], "'metadata'"),
+    ],
+)
+def test_a_contradiction_is_refused_with_its_reason(at: str, value: Any, reason: str) -> None:
+    with pytest.raises(CheckpointCorrupt, match=f"here: the index is damaged: .*{reason}"):
+        index_json.decode(changed(at, value), "here")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ('"chunks":4', '"chunks":4,"chunks":4', "a key occurs twice"),
+        ('"w":{', '"w":{"shape":[1],"dtype":"int8"},"w":{', "a key occurs twice"),
+        ('"note":[', '"note":[NaN,', "NaN, which is not valid JSON"),
+        ('"note":[', '"note":[' + "9" * 5000 + ",", "."),
+        ('"note":[', '"note":[' + "[" * 100_000 + "]" * 100_000 + ",", "."),
+        ('"note":[', '"note":[' + '{"a":' * 100_000 + "1" + "}" * 100_000 + ",", "."),
+        ('"format"', '"\\u0000"', "format version"),
+    ],
+)
+def test_json_that_is_none_is_refused(old: str, new: str, reason: str) -> None:
+    text = json.dumps(BODY, separators=(",", ":"))
+    assert old in text
+    unsealed = text.replace(old, new, 1).encode()[:-1]
+    data = unsealed + b',"xxh3":"%016x"}' % index_module.xxhash.xxh3_64_intdigest(unsealed)
+    with pytest.raises(CheckpointCorrupt, match=f"the index is damaged: .*{reason}"):
+        index_json.decode(data, "here")
+
+
+def _paths(body: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    items = body.items() if isinstance(body, dict) else enumerate(body)
+    for key, value in items:
+        yield (*at, key)
+        if isinstance(value, dict | list):
+            yield from _paths(value, (*at, key))
+
+
+anything = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-(1 << 70), 1 << 70),
+        st.sampled_from([0, 1, 2, -1, 1 << 62, 1 << 63, "", "*", "w", "x", "int8", "../../x"]),
+        st.floats(),
+        st.text(max_size=5),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_a_mutated_index_is_read_or_refused(data: st.DataObject) -> None:
+    body = copy.deepcopy(BODY)
+    for _ in range(data.draw(st.integers(1, 3))):
+        way = data.draw(st.sampled_from(list(_paths(body))))
+        inner = body
+        for key in way[:-1]:
+            inner = inner[key]
+        if data.draw(st.booleans()):
+            inner[way[-1]] = data.draw(anything)
+        else:
+            del inner[way[-1]]
+        if not body:
+            break
+    try:
+        index = index_json.decode(sealed(body), "here")
+    except UnickptError:
+        return
+    for entry in index.arrays.values():  # what is accepted must be safe to look at
+        assert digest_table.count(entry) >= 0
+        repr(entry)
+    index_json.decode(index_json.encode(index), "here")
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_a_checkpoint_with_a_mutated_index_is_read_or_refused(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    body = copy.deepcopy(BODY)
+    way = data.draw(st.sampled_from(list(_paths(body))))
+    inner = body
+    for key in way[:-1]:
+        inner = inner[key]
+    inner[way[-1]] = data.draw(anything)
+    path = tmp_path_factory.mktemp("mutated")
+    forge(path, {"unickpt.json": sealed(body), "unickpt.digests": bytes(48)})
+    for act in (unickpt.load, lambda p: unickpt.load(p, options=LoadOptions(verify=False))):
+        with pytest.raises(UnickptError):
+            act(path)
+    assert not unickpt.verify(path).ok
+
+
+@given(st.integers(0, 10**6), st.integers(1, 40), st.lists(st.integers(1, 9), max_size=3))
+def test_chunks_are_counted_without_listing_them(n: int, chunk: int, sizes: list[int]) -> None:
+    axes = tuple("abc"[: len(sizes)])
+    mesh = Mesh(axes, tuple(sizes), (0,) * int(np.prod(sizes)))
+    n = n % 2000 + 1
+    for cut in ((), (0,)):
+        entry = array("w", (n, 3), (chunk, 2), layout=Layout(mesh, (axes, ())), cut=cut)
+        assert digest_table.count(entry) == sum(part.count for part in chunk_grid.parts(entry))
+
+
+# --- what is below the index --------------------------------------------------------------------
+
+
+def small() -> tuple[dict[str, bytes], ArrayEntry]:
+    """All keys of a sound little checkpoint."""
+    data = np.arange(200, dtype=np.float32)
+    entry = array("w", (200,), layout=Layout.replicated(1, 1))
+    table = np.array([(chunk_store.digest(data), 0)], digest_table.DTYPE).tobytes()
+    index, _ = index_of(entry)
+    digest = f"{index_module.xxhash.xxh3_64_intdigest(table):016x}"
+    index = index_module.Index(tree=index.tree, arrays=index.arrays, chunks=1, digests_xxh3=digest)
+    keys = {
+        **zarr_metadata.zarr_keys(index),
+        index_module.INDEX_KEY: index_json.encode(index),
+        index_module.DIGESTS_KEY: table,
+        "w/c/0": data.tobytes(),
+    }
+    return keys, entry
+
+
+def test_a_forged_checkpoint_without_fault_is_read(tmp_path: Path) -> None:
+    keys, _ = small()
+    forge(tmp_path, keys, plain=True)
+    np.testing.assert_array_equal(unickpt.load(tmp_path)["w"], np.arange(200, dtype=np.float32))
+    assert unickpt.verify(tmp_path).ok
+    redirect(tmp_path, b"data/inside/", b"data/inside/")
+    assert unickpt.verify(tmp_path).ok, "mending the checksums changes nothing"
+    assert crc32c(b"123456789") == 0xE3069283
+
+
+@pytest.mark.parametrize(
+    "target",
+    [b"../outside//", b"/../outside/", b"./../outsid/", b"..\\outside/\\", b"\0../outside/"],
+)
+def test_a_manifest_does_not_lead_out_of_the_checkpoint(target: bytes, tmp_path: Path) -> None:
+    """The nodes name data files beside the checkpoint, where there are such files."""
+    keys, _ = small()
+    folder = tmp_path / "c"
+    forge(folder, keys, plain=True)
+    for outside in ("outside", "outsid"):
+        os.makedirs(tmp_path / outside)
+        for name in os.listdir(folder / "data" / "inside"):
+            content = (folder / "data" / "inside" / name).read_bytes()
+            (tmp_path / outside / name).write_bytes(content)
+    redirect(folder, b"data/inside/", target)
+    with pytest.raises(CheckpointCorrupt):
+        unickpt.load(folder)
+    assert not unickpt.verify(folder).ok
+
+
+@pytest.mark.parametrize(
+    "name", ["../../../etc", "/etc/passwd", "w\0", "..", "a\nb", "%2e%2e/x", "|ocdbt:x"]
+)
+def test_a_name_is_a_key_and_never_a_path(name: str, forks: Forks, tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    entries = (array(name, (200,)), array("big", (1 << 16,)))
+    index, table = index_of(*entries, tree={"dict": []})
+    forge_index(folder, index, table)
+    said = read_all(forks, folder)
+    assert said["load"].startswith("CheckpointCorrupt")
+    assert sorted(os.listdir(tmp_path)) == ["c"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("unickpt.digests", b"", "has 0 bytes"),
+        ("unickpt.digests", b"x" * 12, "does not match its digest"),
+        ("unickpt.digests", None, "'unickpt.digests' is missing"),
+        ("w/c/0", b"x" * 800, r"array 'w' \[0:200\], written by process 0: .* do not match"),
+        ("w/c/0", b"x" * 799, "799 bytes stored, 800 expected"),
+        ("w/c/0", None, "no bytes stored, 800 expected"),
+    ],
+)
+def test_a_bad_key_is_named(key: str, value: bytes | None, reason: str, tmp_path: Path) -> None:
+    keys, _ = small()
+    forge(tmp_path, keys)
+    database(tmp_path).write(key, value).result()
+    with pytest.raises(CheckpointCorrupt, match=reason):
+        unickpt.load(tmp_path)
+    assert not unickpt.verify(tmp_path).ok
+
+
+PER_PROCESS: list[Any] = [
+    b"",
+    b"\x80\x04\x95\x00",
+    b"[]",
+    b'{"tree":"*","values":{},"arrays":{}}',
+    b'{"tree":"*","values":{"":1,"x":2},"arrays":{}}',
+    b'{"tree":"*","values":{},"arrays":{"":{"dtype":"int8","shape":[-1,-4],"data":"AAAA"}}}',
+    b'{"tree":"*","values":{},"arrays":{"":{"dtype":"int8","shape":[1e9],"data":"AAAA"}}}',
+    b'{"tree":"*","values":{},"arrays":{"":{"dtype":"O","shape":[1],"data":"AAAAAAAAAAA="}}}',
+    b'{"tree":"*","values":{},"arrays":{"":{"dtype":"datetime64[s/0]","shape":[],"data":""}}}',
+    b'{"tree":"*","values":{},"arrays":{"":{"dtype":"int8","shape":[0,4611686018427387904,8],'
+    b'"data":""}}}',
+    b'{"tree":"*","values":{},"arrays":{"":{"dtype":"int8","shape":[true],"data":"AA=="}}}',
+    b'{"tree":"*","values":{},"arrays":{"":{"dtype":"int8","shape":[1],"data":"AA==","prng":1}}}',
+    b'{"tree":"*","values":{},"arrays":{"":[]}}',
+    b'{"tree":"*","values":{"":[]},"arrays":{}}',
+    b'{"tree":{"namedtuple":[["x","*"]],"type":"__import__(1)"},"values":{"x":1},"arrays":{}}',
+    b'{"tree":' + b'{"list":[' * 5000 + b"]}" * 5000 + b',"values":{},"arrays":{}}',
+]
+
+
+@pytest.mark.parametrize("blob", PER_PROCESS)
+def test_a_bad_per_process_value_is_refused(blob: bytes, tmp_path: Path) -> None:
+    digest = index_module.xxhash.xxh3_64_intdigest(blob)
+    entry = index_module.PerProcessEntry(((len(blob), digest),))
+    index, table = index_of(per_process={"r": entry}, tree={"dict": [["r", "*"]]})
+    forge_index(tmp_path / "here/c", index, table, **{"r/process_00000": blob})
+    for like in (None, {"r": unickpt.PerProcess(1)}):
+        with pytest.raises(CheckpointCorrupt, match="here/c: per-process leaf 'r': "):
+            unickpt.load(tmp_path / "here/c", like)
+    with pytest.raises(CheckpointCorrupt, match="here/c: per-process leaf 'r': "):
+        unickpt.convert(tmp_path / "here/c", tmp_path / "converted")
+
+
+def test_an_error_of_our_own_is_not_told_as_a_fault_of_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unickpt.save(tmp_path / "c", {"r": unickpt.PerProcess({"x": np.arange(3), "y": 1})})
+
+    def broken(*arguments: object) -> object:
+        raise ValueError("a bug")
+
+    for module, name in (("values", "from_json"), ("tree", "leaves"), ("dtypes", "from_name")):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"unickpt.blob.{module}.{name}", broken)
+            with pytest.raises(ValueError, match="a bug") as caught:
+                unickpt.load(tmp_path / "c")
+        assert type(caught.value) is ValueError
+
+
+TREES: list[Any] = [
+    None,
+    [],
+    "**",
+    {"dict": [["w", "*"], ["w", "*"]]},
+    {"dict": [["w", "*"], [True, "*"]]},
+    {"dict": [["w", "*"], ["ghost", "*"]]},
+    {"dict": []},
+    {"dict": [["w", {"set": []}]]},
+    {"object": [["w", "*"]], "type": {"module": "os"}},
+    {"namedtuple": [["w", "*"]], "type": "a b"},
+    {"namedtuple": [["_w", "*"]], "type": "T"},
+    {"wrapper": {"wrapper": "*"}},
+]
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_a_bad_tree_is_refused(tree: Any, tmp_path: Path) -> None:
+    keys, entry = small()
+    index = index_json.decode(keys[index_module.INDEX_KEY], "here")
+    body = json.loads(index_json.encode(index))
+    del body["xxh3"]
+    forge(tmp_path, {**keys, index_module.INDEX_KEY: sealed({**body, "tree": tree})})
+    with pytest.raises(CheckpointCorrupt):
+        unickpt.load(tmp_path)
+    assert not unickpt.verify(tmp_path).ok
+    whole = Box.whole(entry.shape)
+    assert unickpt.open(tmp_path)["w"].read(whole).shape == (200,), "arrays can still be salvaged"
+
+
+def test_files_that_are_no_checkpoint_are_refused(forks: Forks, tmp_path: Path) -> None:
+    makers: list[Callable[[Path], Any]] = [
+        lambda p: (p / "manifest.ocdbt").write_bytes(b""),
+        lambda p: (p / "manifest.ocdbt").write_bytes(os.urandom(500)),
+        lambda p: (p / "manifest.ocdbt").mkdir(),
+        lambda p: (p / "manifest.ocdbt").symlink_to("/dev/null"),
+        lambda p: (p / "manifest.ocdbt").symlink_to("manifest.ocdbt"),
+        lambda p: forge(p, {"unickpt.json": b""}),
+        lambda p: forge(p, {"unickpt.json": b"\x80\x04\x95"}),
+        lambda p: forge(p, {"unickpt.json": b"{}"}),
+        lambda p: forge(p, {"unickpt.json": b"[" * 100_000}),
+        lambda p: forge(p, {"other": b"x"}),
+    ]
+    for number, make in enumerate(makers):
+        path = tmp_path / str(number)
+        path.mkdir()
+        make(path)
+        said = read_all(forks, path)
+        kinds = ("CheckpointCorrupt", "CheckpointNotFound", "StorageError")
+        assert said["load"].startswith(kinds), f"{number}: {said['load']}"
+
+
+def test_metadata_of_any_size_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unickpt.save(tmp_path, {"w": np.arange(3)})
+    database(tmp_path).write("w/zarr.json", b" " * (8 << 20)).result()
+    read, real = [], local_values.Files.read
+
+    def counted(self: Any, place: Any) -> bytes:
+        read.append(place.length)
+        return real(self, place)
+
+    monkeypatch.setattr(local_values.Files, "read", counted)
+    report = unickpt.verify(tmp_path)
+    assert ["'w/zarr.json' differs" in str(d) for d in report.damage] == [True]
+    assert max(read) < 1 << 20

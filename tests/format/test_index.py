@@ -1,0 +1,124 @@
+"""The index as JSON: exact round trips, and nothing hostile gets through."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+from support.strategies import laid_out, plain, shapes
+
+from unickpt import Box, CheckpointCorrupt, UnsupportedFormat
+from unickpt.format import chunk_grid, index_json
+from unickpt.format.index import ArrayEntry, Index, PerProcessEntry
+
+
+@st.composite
+def indexes(draw: st.DrawFn) -> Index:
+    arrays: dict[str, ArrayEntry] = {}
+    for number in range(draw(st.integers(0, 4))):
+        shape, layout = draw(laid_out())
+        chunk, cut = chunk_grid.chunk_grid(shape, 2, layout, draw(st.integers(1, 99)))
+        name = f"layer/{number}"
+        arrays[name] = ArrayEntry(name, shape, "bfloat16", chunk, layout, cut)
+    shape = draw(shapes(max_rank=2).filter(all))
+    arrays["boxes"] = ArrayEntry(
+        "boxes", shape, "int4", shape, boxes=((Box.whole(shape), (0, 2)),), prng="threefry2x32"
+    )
+    named = [entry.layout.mesh.processes for entry in arrays.values() if entry.layout]
+    processes = 1 + max([2, *itertools.chain(*named)])
+    return Index(
+        tree={"dict": []},
+        arrays=arrays,
+        aliases={"tied": "boxes"},
+        values=draw(st.dictionaries(st.text(max_size=4).map("value/{}".format), plain, max_size=3)),
+        per_process={"rng": PerProcessEntry(((3, 2**64 - 1), *[(0, 7)] * (processes - 1)))},
+        metadata={"note": "ä"},
+        codecs=({"name": "zstd", "configuration": {"level": 3}},),
+        processes=processes,
+        chunks=7,
+        digests_xxh3="0" * 16,
+    )
+
+
+@given(indexes())
+def test_round_trip(index: Index) -> None:
+    again = index_json.decode(index_json.encode(index), "here")
+    assert repr(again) == repr(index)  # repr, because NaN values differ from themselves
+    assert list(again.arrays) == list(index.arrays)
+
+
+SMALL = Index(tree="*", arrays={"w": ArrayEntry("w", (2, 3), "float32", (2, 3), boxes=(
+    (Box((0, 0), (2, 3)), (0,)),))})  # fmt: skip
+
+
+@given(st.integers(0, len(index_json.encode(SMALL)) - 1), st.integers(1, 255))
+def test_any_changed_byte_is_noticed(at: int, change: int) -> None:
+    data = bytearray(index_json.encode(SMALL))
+    data[at] ^= change
+    with pytest.raises((CheckpointCorrupt, UnsupportedFormat)):
+        index_json.decode(bytes(data), "here")
+
+
+@given(st.integers(0, len(index_json.encode(SMALL)) - 1))
+def test_truncation_is_noticed(length: int) -> None:
+    with pytest.raises(CheckpointCorrupt, match="here: the index is damaged"):
+        index_json.decode(index_json.encode(SMALL)[:length], "here")
+
+
+def sealed(**changes: Any) -> bytes:
+    body = json.loads(index_json.encode(SMALL))
+    del body["xxh3"]
+    body.update(changes)
+    unsealed = json.dumps(body, separators=(",", ":")).encode()[:-1]
+    return unsealed + b',"xxh3":"%016x"}' % xxhash.xxh3_64_intdigest(unsealed)
+
+
+def test_a_newer_major_version_is_refused_and_a_newer_minor_one_read() -> None:
+    with pytest.raises(UnsupportedFormat, match=r"format 2\.0; this unickpt reads up to major"):
+        index_json.decode(sealed(format="2.0"), "here")
+    assert index_json.decode(sealed(format="1.9", novelty=1), "here").arrays.keys() == {"w"}
+
+
+W = {"shape": [2, 3], "dtype": "float32", "chunk": [2, 3], "boxes": [[[0, 0], [2, 3], [0]]]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"format": None}, "format version"),
+        ({"arrays": []}, "'arrays'"),
+        ({"arrays": {"w": {**W, "shape": [-1, 3]}}}, "'shape'"),
+        ({"arrays": {"w": {**W, "shape": [1 << 61, 1 << 61]}}}, "do not fit"),
+        ({"arrays": {"w": {**W, "shape": [True, 3]}}}, "'shape'"),
+        ({"arrays": {"w": {**W, "chunk": [0, 3]}}}, "'chunk'"),
+        ({"arrays": {"w": {**W, "chunk": [3]}}}, "do not fit"),
+        ({"arrays": {"w": {**W, "dtype": "object"}}}, "unknown dtype"),
+        ({"arrays": {"w": {**W, "layout": 0}}}, "layout 0 does not fit"),
+        ({"arrays": {"w": {k: v for k, v in W.items() if k != "boxes"}}}, "either a layout"),
+        ({"arrays": {"w": {**W, "boxes": [[[0, 0], [2, 2], [0]]]}}}, "do not cover"),
+        ({"arrays": {"w": {**W, "boxes": [[[0, 0], [2, 4], [0]]]}}}, "outside"),
+        ({"arrays": {"w": {**W, "boxes": W["boxes"] * 2}}}, "overlap"),
+        ({"arrays": {"w": {**W, "boxes": [[[0], [2], [0]]]}}}, "does not fit shape"),
+        ({"arrays": {"w": {**W, "cut": [0]}}}, "is cut along"),
+        ({"aliases": {"t": "nobody"}}, "not an array"),
+        ({"values": {"v": {"pickle": "gASV"}}}, "has an unknown type"),
+        ({"meshes": [{"axes": ["a"], "shape": [9], "processes": [0]}]}, "lists 1 devices"),
+        ({"processes": 0}, "0 processes"),
+        ({"per_process": {"r": [[1]]}}, "per-process"),
+        ({"codecs": ["zstd"]}, "codecs"),
+    ],
+)
+def test_contradictions_are_refused_with_their_reason(changes: dict, reason: str) -> None:
+    with pytest.raises(CheckpointCorrupt, match=reason):
+        index_json.decode(sealed(**changes), "here")
+
+
+def test_a_bottomless_tree_is_no_crash() -> None:
+    data = sealed().replace(b'"tree":"*"', b'"tree":' + b"[" * 100_000 + b"]" * 100_000)
+    with pytest.raises(CheckpointCorrupt):
+        index_json.decode(data, "here")

@@ -1,0 +1,485 @@
+"""Processes that load together read each chunk once in all; failures of one are errors of all."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import TESTS
+from support.counts import ChunkRead
+from support.processes import Processes
+from support.rule_cases import flat_names
+
+import unickpt
+from unickpt import (
+    Box,
+    CheckpointCorrupt,
+    CheckpointNotFound,
+    LoadMismatch,
+    LoadOptions,
+    LocalFragments,
+    ProcessFailed,
+    ProcessGroup,
+    Rules,
+    SaveOptions,
+)
+from unickpt.format import index
+from unickpt.reading.collective_read import schedule
+
+HERE = Path(TESTS)
+RULES = """
+    q   [l e h (pair half)] <-> layers.{l}.q [(h half pair) e]    half=2
+    qkv [l e (a + b)]       <-> layers.{l}.a [a e], layers.{l}.b [b e]            a=40
+    mlp [l e f]             <-> layers.{l}.mlp [e f]
+    norm [l e] * 2          <-> layers.{l}.norm [e]
+"""
+L, E, H, D, A, B, F = 4, 48, 3, 16, 40, 24, 80
+SHAPES = {"q": (L, E, H, D), "qkv": (L, E, A + B), "mlp": (L, E, F), "norm": (L, E)}
+SMALL = SaveOptions(chunk_bytes=4 * E, fsync=False)
+
+
+class Threads:
+    """Groups of threads of this process, which exchange through memory."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self._data = count, [(np.empty(0, np.uint8), [0])] * count
+        self._all = threading.Barrier(count, timeout=60)
+
+    def group(self, index: int) -> ProcessGroup:
+        def exchange(data: Any, sent: Sequence[int], received: Sequence[int]) -> Any:
+            self._data[index] = (data, list(sent))
+            self._all.wait()
+            parts = []
+            for process in range(self.count):
+                theirs, sizes = self._data[process]
+                start = sum(sizes[:index])
+                parts.append(theirs[start : start + sizes[index]].copy())
+                assert len(parts[-1]) == received[process]
+            self._all.wait()
+            return np.concatenate(parts)
+
+        def agree(value: int) -> int:
+            mine = np.frombuffer(value.to_bytes(8, "big") * self.count, np.uint8)
+            every = exchange(mine, [8] * self.count, [8] * self.count)
+            return max(
+                int.from_bytes(every[i : i + 8].tobytes(), "big") for i in range(0, len(every), 8)
+            )
+
+        return ProcessGroup(index, self.count, "threads", agree, exchange)
+
+    def run(self, work: Callable[[int, LoadOptions], Any], **options: Any) -> list[Any]:
+        """What each thread returns or raises."""
+
+        def one(index: int) -> Any:
+            try:
+                group = self.group(index)
+                return work(index, LoadOptions(exchange=True, group=group, **options))
+            except Exception as error:
+                return error
+
+        with ThreadPoolExecutor(self.count) as pool:
+            return list(pool.map(one, range(self.count)))
+
+
+def left() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {name: rng.random(shape, np.float32) for name, shape in SHAPES.items()}
+
+
+# --- who reads what -------------------------------------------------------------------------------
+
+
+@st.composite
+def wanted(draw: st.DrawFn) -> tuple[Any, list[dict[str, list[Box]]]]:
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+    chunk = tuple(draw(st.integers(1, n)) for n in shape)
+    layout = unickpt.Layout.replicated(len(shape), 1)
+    entry = index.ArrayEntry("x", shape, "int16", chunk, layout)
+
+    def box() -> Box:
+        ends = [sorted(draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
+        return Box(tuple(a for a, _ in ends), tuple(max(b, a) for a, b in ends))
+
+    wants = []
+    for _ in range(draw(st.integers(1, 5))):
+        boxes = [b for b in (box() for _ in range(draw(st.integers(0, 3)))) if not b.empty]
+        wants.append({"x": boxes})
+    return entry, wants
+
+
+@settings(deadline=None, max_examples=150)
+@given(wanted(), st.integers(1, 200))
+def test_every_box_comes_out_of_chunks_that_one_process_reads(case: Any, budget: int) -> None:
+    entry, wants = case
+    rounds = list(schedule([entry], wants, budget))
+    found = [np.zeros(entry.shape, int) for _ in wants]
+    for chunks in rounds:
+        held: Counter[int] = Counter()
+        for chunk in chunks:
+            assert chunk.owner in chunk.wanted
+            for process, boxes in chunk.wanted.items():
+                for box in boxes:
+                    assert chunk.box.contains(box)
+                    found[process][box.slices] += 1
+                    held[process] += 2 * box.size
+                    held[chunk.owner] += 2 * box.size if process != chunk.owner else 0
+        assert len(chunks) == 1 or max(held.values()) <= budget
+    for process, of_process in enumerate(wants):
+        expected = np.zeros(entry.shape, int)
+        for box in of_process["x"]:
+            expected[box.slices] += 1
+        assert np.array_equal(found[process], expected)
+    numbers = [chunk.number for chunks in rounds for chunk in chunks]
+    assert numbers == sorted(set(numbers)), "each chunk once"
+
+
+def test_the_reading_is_spread_evenly() -> None:
+    """Replicas of all, and a chunk that only one needs."""
+    layout = unickpt.Layout.replicated(1, 1)
+    entry = index.ArrayEntry("x", (64,), "int8", (4,), layout)
+    whole, last = Box((0,), (64,)), Box((60,), (64,))
+    rounds = schedule([entry], [{"x": [whole]}] * 3 + [{"x": [last]}], 1 << 20)
+    owners = Counter(chunk.owner for chunks in rounds for chunk in chunks)
+    assert sorted(owners.values()) == [1, 5, 5, 5]
+    assert owners[3] == 1
+
+
+# --- loads together -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget_bytes", [1 << 30, 1 << 12])
+def test_threads_with_boxes_of_their_own(
+    budget_bytes: int, tmp_path: Path, chunk_reads: list[ChunkRead]
+) -> None:
+    """Any boxes, any trees, replicas, arithmetic and casts: all in one load."""
+    data = left()
+    unickpt.save(tmp_path / "c", {**data, "step": 3}, options=SMALL)
+    rules = Rules.parse(RULES + "step <-> step")
+    made = flat_names(unickpt.load(tmp_path / "c", rules=rules))
+    chunk_reads.clear()
+    rng = np.random.default_rng(5)
+
+    def likes(index: int) -> dict[str, Any]:
+        found: dict[str, Any] = {"step": 0}
+        for name, x in made.items():
+            if name == "step" or (index == 3 and name != "layers.1.q"):
+                continue  # the last one wants a little
+            if index == 2:
+                found[name] = np.zeros(x.shape, x.dtype)  # all
+                continue
+            start = [int(rng.integers(0, n)) for n in x.shape]
+            stop = [int(rng.integers(a, n)) + 1 for a, n in zip(start, x.shape, strict=True)]
+            box = Box(tuple(start), tuple(stop))
+            found[name] = LocalFragments(x.shape, [(box, np.zeros(box.shape, np.float64))])
+        return found
+
+    every = [likes(index) for index in range(4)]
+
+    def work(index: int, options: LoadOptions) -> Any:
+        like = every[index]
+        return unickpt.load(
+            tmp_path / "c", like, rules=rules, strict=False, cast=True, options=options
+        )
+
+    for process, result in enumerate(Threads(4).run(work, budget_bytes=budget_bytes)):
+        if isinstance(result, Exception):
+            raise result
+        assert result["step"] == 3
+        for name in every[process].keys() - {"step"}:
+            if isinstance(result[name], LocalFragments):
+                ((box, found),) = result[name].fragments
+                assert np.array_equal(found, made[name][box.slices].astype(np.float64)), name
+            else:
+                assert np.array_equal(result[name], made[name]), name
+    stored = unickpt.open(tmp_path / "c")
+    every_chunk = {
+        (p.key, n) for array in stored.values() for p in array.parts for n in range(p.count)
+    }
+    assert Counter(chunk[:2] for chunk in chunk_reads) == Counter(every_chunk)
+
+
+def test_without_like_and_tied(tmp_path: Path, chunk_reads: list[ChunkRead]) -> None:
+    x = np.arange(600.0).reshape(30, 20)
+    tree = {
+        "a": x,
+        "b": x,
+        "none": np.zeros((0, 2)),
+        "one": np.float32(3),
+        "s": "text",
+        "failed": x,
+    }
+    unickpt.save(tmp_path / "c", tree, options=SaveOptions(chunk_bytes=500))
+    for result in Threads(3).run(lambda i, o: unickpt.load(tmp_path / "c", options=o)):
+        assert result["a"] is result["b"]
+        assert np.array_equal(result["a"], x)
+        assert (result["none"].shape, result["one"], result["s"]) == ((0, 2), 3, "text")
+    assert len(chunk_reads) == len(set(chunk_reads))
+    assert chunk_reads
+
+
+def test_one_process_alone_needs_nobody(tmp_path: Path) -> None:
+    unickpt.save(tmp_path / "c", {"a": np.ones(3)})
+    found = unickpt.load(tmp_path / "c", options=LoadOptions(exchange=True))
+    assert np.array_equal(found["a"], np.ones(3))
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+
+def failing(results: list[Any], one: int, error: type[Exception], text: str) -> None:
+    """One failed so, and the others tell it."""
+    others = error if error in (CheckpointCorrupt, CheckpointNotFound) else ProcessFailed
+    for process, result in enumerate(results):
+        assert type(result) is (error if process == one else others), result
+        assert text in str(result)
+        assert process == one or str(result).startswith(f"process {one} failed: {error.__name__}")
+
+
+@pytest.mark.parametrize(
+    ("path", "like", "error", "text"),
+    [
+        ("c", {"b": np.zeros(3)}, LoadMismatch, "missing"),
+        ("c", {"a": np.zeros((5, 3))}, LoadMismatch, "shape"),
+        ("nowhere", {"a": np.zeros((3, 5))}, CheckpointNotFound, "nowhere"),
+    ],
+)
+def test_a_process_that_asks_for_what_is_not_there(
+    path: str, like: Any, error: type[Exception], text: str, tmp_path: Path
+) -> None:
+    unickpt.save(tmp_path / "c", {"a": np.ones((3, 5))})
+
+    def work(index: int, options: LoadOptions) -> Any:
+        if index == 1:
+            return unickpt.load(tmp_path / path, like, options=options)
+        return unickpt.load(tmp_path / "c", {"a": np.zeros((3, 5))}, options=options)
+
+    failing(Threads(3).run(work), 1, error, text)
+
+
+@pytest.mark.parametrize("budget_bytes", [1 << 30, 1 << 12])
+def test_a_damaged_chunk(budget_bytes: int, tmp_path: Path) -> None:
+    """Whoever reads it knows; the others are told, in an early round or in the last one."""
+    x = np.random.default_rng(0).random((64, 64))
+    for row in (5, 40, 63):
+        path = tmp_path / str(row)
+        unickpt.save(path, {"x": x}, options=SaveOptions(chunk_bytes=1 << 10))
+        whole = x[row].tobytes()
+        (file,) = (f for f in path.rglob("*") if f.is_file() and whole in f.read_bytes())
+        file.write_bytes(file.read_bytes().replace(whole[:8], whole[8:16]))
+        results = Threads(3).run(
+            lambda i, o, path=path: unickpt.load(path, {"x": np.zeros_like(x)}, options=o),
+            budget_bytes=budget_bytes,
+        )
+        (one,) = (i for i, r in enumerate(results) if not str(r).startswith("process "))
+        failing(results, one, CheckpointCorrupt, "array 'x'")
+
+
+def test_the_first_of_several_failures_decides(tmp_path: Path) -> None:
+    """All go on in the same way, as with an older step, or not at all."""
+    unickpt.save(tmp_path / "c", {"a": np.ones(3)})
+
+    def work(index: int, options: LoadOptions) -> Any:
+        path = tmp_path / ("none" if index == 1 else "c")
+        like = {"b" if index == 2 else "a": np.zeros(3)}
+        return unickpt.load(path, like, options=options)
+
+    results = Threads(4).run(work)
+    assert [type(result) for result in results] == [CheckpointNotFound] * 4
+    assert isinstance(results[2].__cause__, LoadMismatch)
+    assert str(results[2]).startswith("process 1 failed: CheckpointNotFound: ")
+
+
+def test_all_fall_back_to_an_older_step(tmp_path: Path) -> None:
+    for step in (1, 2):
+        unickpt.save(tmp_path / f"step_{step}", {"x": np.full(64, step)})
+    damaged = np.full(64, 2).tobytes()
+    for found in (tmp_path / "step_2").rglob("*"):
+        if found.is_file() and damaged in found.read_bytes():
+            found.write_bytes(found.read_bytes().replace(damaged, np.full(64, 3).tobytes()))
+
+    def work(index: int, options: LoadOptions) -> Any:
+        save = SaveOptions(group=options.group)
+        with unickpt.Checkpointer(tmp_path, options=save) as checkpointer:
+            return checkpointer.load({"x": np.zeros(64, int)}, fallback=True, options=options)
+
+    for result in Threads(3).run(work):
+        assert (result["x"] == 1).all(), result
+
+
+def test_a_value_that_does_not_fit_in_one_process(tmp_path: Path) -> None:
+    unickpt.save(tmp_path / "c", {"n": np.arange(8) << 40})
+
+    def work(index: int, options: LoadOptions) -> Any:
+        like = {"n": np.zeros(8, np.int32 if index == 2 else np.int64)}
+        return unickpt.load(tmp_path / "c", like, cast=True, options=options)
+
+    failing(Threads(3).run(work), 2, LoadMismatch, "asked for as int32, which does not hold")
+
+
+def test_a_group_without_a_way_to_exchange(tmp_path: Path) -> None:
+    unickpt.save(tmp_path / "c", {"n": np.arange(8)})
+    options = LoadOptions(exchange=True, group=ProcessGroup(0, 2, "s"))
+    with pytest.raises(ValueError, match=r"give ProcessGroup\(..., exchange=\)"):
+        unickpt.load(tmp_path / "c", options=options)
+
+
+# --- real processes -------------------------------------------------------------------------------
+
+TOGETHER = f"""
+    import json, os, sys, time
+    import numpy as np
+    import unickpt
+    from unickpt import LoadOptions
+    sys.path.insert(0, {str(HERE)!r})
+    from support.counts import chunks_read
+
+    TOGETHER = LoadOptions(exchange=True)
+"""
+
+
+def script(text: str) -> str:
+    return textwrap.dedent(TOGETHER) + textwrap.dedent(text)
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    unickpt.save(tmp_path / "left", left(), options=SMALL)
+    (tmp_path / "rules").write_text(RULES)
+    made = flat_names(unickpt.load(tmp_path / "left", rules=Rules.parse(RULES)))
+    np.savez(tmp_path / "made.npz", **made)
+    return tmp_path
+
+
+def whole() -> int:
+    return sum(x.nbytes for x in left().values())
+
+
+def test_dtensors_on_four_ranks(stored: Path, processes: Processes) -> None:
+    """Every layout, through rules that turn axes: each rank reads a fourth, and all of them one."""
+    jobs = processes.torch(
+        4,
+        script("""
+            import torch, torch.distributed as dist
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.tensor import Replicate, Shard, empty
+
+            folder = sys.argv[1]
+            dist.init_process_group("gloo")
+            expected = dict(np.load(folder + "/made.npz"))
+            rules = unickpt.Rules.load(folder + "/rules")
+            rows, columns = Shard(0), Shard(1)
+            layouts = [
+                ((4,), [rows]), ((4,), [columns]), ((4,), [Replicate()]), ((2, 2), [columns, rows]),
+                ((2, 2), [Replicate(), rows]), ((4, 1), [rows, rows]), None,
+            ]
+            told = []
+            for layout in layouts:
+                if layout is None:
+                    like = {n: torch.zeros(x.shape) for n, x in expected.items()}
+                else:
+                    mesh = init_device_mesh("cpu", layout[0])
+                    with torch.device("meta" if len(layout[0]) == 2 else "cpu"):
+                        like = {
+                            n: empty(*x.shape, device_mesh=mesh, placements=layout[1])
+                            for n, x in expected.items()
+                            if x.ndim > 1 or columns not in layout[1]
+                        }
+                with chunks_read() as seen:
+                    made = unickpt.load(
+                        folder + "/left", like, rules=rules, strict=False, options=TOGETHER
+                    )
+                full = {n: x if layout is None else x.full_tensor() for n, x in made.items()}
+                right = all(np.array_equal(full[n].numpy(), expected[n]) for n in like)
+                told.append([right, sum(chunk.nbytes for chunk in seen)])
+            print(json.dumps(told))
+            dist.destroy_process_group()
+        """),
+        stored,
+    )
+    told = [json.loads(out.splitlines()[-1]) for out in processes.finish(jobs)]
+    for of_layout in zip(*told, strict=True):
+        assert all(right for right, _ in of_layout), told
+        read = [nbytes for _, nbytes in of_layout]
+        assert whole() - left()["norm"].nbytes <= sum(read) <= whole(), told
+        assert max(read) <= 0.3 * whole(), told
+
+
+def test_jax_in_two_processes(stored: Path, processes: Processes) -> None:
+    jobs = processes.jax(
+        2,
+        4,
+        script("""
+            from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+            folder = sys.argv[1]
+            expected = dict(np.load(folder + "/made.npz"))
+            rules = unickpt.Rules.load(folder + "/rules")
+            ordered = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+            mesh = Mesh(np.array(ordered).reshape(4, 2), ("a", "b"))
+            told = []
+            for spec in [P("a"), P(None, "a"), P("b", "a"), P(), None]:
+                home = None if spec is None else NamedSharding(mesh, spec)
+                like = None if spec is None else {
+                    n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=home)
+                    for n, x in expected.items() if x.ndim > 1 or len(spec) < 2
+                }
+                with chunks_read() as seen:
+                    made = unickpt.load(
+                        folder + "/left", like, rules=rules, strict=False, options=TOGETHER
+                    )
+                right = all(
+                    np.array_equal(shard.data, expected[n][shard.index])
+                    for n, x in made.items() if like is not None for shard in x.addressable_shards
+                )
+                told.append([right, sum(chunk.nbytes for chunk in seen)])
+            print(json.dumps(told))
+        """),
+        stored,
+    )
+    told = [json.loads(out.splitlines()[-1]) for out in processes.finish(jobs)]
+    for of_spec in zip(*told, strict=True):
+        assert all(right for right, _ in of_spec), told
+        assert sum(nbytes for _, nbytes in of_spec) <= whole(), told
+
+
+def test_a_rank_that_is_killed_is_an_error_soon(stored: Path, processes: Processes) -> None:
+    jobs = processes.torch(
+        3,
+        script("""
+            import signal
+            import torch.distributed as dist
+            from unickpt.reading.checkpoint import Checkpoint
+
+            dist.init_process_group("gloo")
+            def die(self, *arguments):
+                os.kill(os.getpid(), signal.SIGKILL)
+            if dist.get_rank() == 1:
+                Checkpoint.read_chunk = die
+            begun = time.monotonic()
+            try:
+                unickpt.load(sys.argv[1] + "/left", options=TOGETHER)
+            except unickpt.ProcessFailed as error:
+                assert "one of them may have ended" in str(error), error
+                assert time.monotonic() - begun < 60
+                print("told")
+                sys.stdout.flush()
+                os._exit(0)  # the process group is broken
+        """),
+        stored,
+    )
+    begun = time.monotonic()
+    outs = [job.communicate(timeout=120) for job in jobs]
+    assert time.monotonic() - begun < 120
+    assert [job.returncode for job in jobs] == [0, -9, 0], outs
+    assert [out.split() for out, _ in outs] == [["told"], [], ["told"]], outs

@@ -1,0 +1,127 @@
+"""Values of a database are found in its B-tree and read from its files, without TensorStore."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorstore as ts
+from support.nodes import Away, inner, leaf, manifest
+
+import unickpt
+from unickpt.storage import local_values
+from unickpt.storage.locations import resolve
+from unickpt.storage.ocdbt import Place, Tree
+
+KEYS = {f"params/l%y:{i:03d}/c/0": bytes([i]) * (1 + 11 * i) for i in range(0, 90, 2)}
+
+
+@pytest.fixture
+def context() -> ts.Context:
+    return ts.Context()
+
+
+@pytest.fixture(params=[200, 500, 1 << 20], ids=["high", "lower", "flat"])
+def tree(request: pytest.FixtureRequest, tmp_path: Path, context: ts.Context) -> Tree:
+    """Trees of several heights: small nodes make high ones. Small values are in the nodes."""
+    spec = {
+        "driver": "ocdbt",
+        "base": f"file://{tmp_path}/",
+        "config": {"max_decoded_node_bytes": request.param, "max_inline_value_bytes": 100},
+    }
+    database = ts.KvStore.open(spec, context=context).result()
+    with ts.Transaction(atomic=True) as transaction:
+        for key, value in KEYS.items():
+            database.with_transaction(transaction)[key] = value
+    return of(tmp_path).tree
+
+
+def of(path: Path) -> local_values.Values:
+    """The values of the database in a folder."""
+    found = resolve(path).values(ts.Context())
+    assert isinstance(found, local_values.Values)
+    return found
+
+
+def test_every_value_is_found(tree: Tree, tmp_path: Path) -> None:
+    values = of(tmp_path)
+    for key, value in KEYS.items():
+        out = bytearray(len(value))
+        seen = bytearray()
+        values.read_into(key, memoryview(out), len(value), seen.extend)
+        assert seen == out == value
+        values.read_into(key, memoryview(out)[:1], len(value), seen.extend)
+        assert seen == value + value[:1]
+    kinds = {type(tree.find(key)) for key in KEYS}
+    assert kinds == {bytes, Place}
+
+
+@pytest.mark.parametrize("key", ["", "a", "params/l%y:001/c/0", "params/l%y:088/c/1", "z"])
+def test_a_missing_key_is_missing(tree: Tree, tmp_path: Path, key: str) -> None:
+    assert tree.find(key) is None
+    with pytest.raises(ValueError, match="no bytes stored, 3 expected"):
+        of(tmp_path).read_into(key, memoryview(bytearray(3)), 3, print)
+
+
+def test_an_empty_database_has_no_values(tmp_path: Path, context: ts.Context) -> None:
+    database = ts.KvStore.open(f"file://{tmp_path}/|ocdbt:", context=context).result()
+    database["a"] = b"1"
+    del database["a"]
+    assert of(tmp_path).tree.find("a") is None
+
+
+@pytest.mark.parametrize("wrong", [989, 991])
+def test_a_value_of_another_length_is_refused(tree: Tree, tmp_path: Path, wrong: int) -> None:
+    key = "params/l%y:088/c/0"
+    assert len(KEYS[key]) == 969
+    with pytest.raises(ValueError, match=f"969 bytes stored, {wrong} expected"):
+        of(tmp_path).read_into(key, memoryview(bytearray(9)), wrong, print)
+
+
+@pytest.mark.parametrize("path", ["../passwd", "/etc/passwd", "a/../../passwd", "..", "a\0b"])
+def test_no_value_lies_outside(path: str) -> None:
+    """Reading a checkpoint that somebody sent must not copy this machine's files into arrays."""
+    with pytest.raises(ValueError, match="lies outside the database"):
+        forged(leaf({"k": Away(path, 0, 9)})).find("k")
+
+
+def test_nodes_that_lead_to_each_other_end() -> None:
+    loop = inner([(b"", b"", "x", 0, 0)], height=5)
+    with pytest.raises(ValueError, match="does not have the height 4"):
+        forged(loop, height=5).find("k")
+
+
+def forged(node: bytes, height: int = 0) -> Tree:
+    """A tree whose manifest, and each of whose nodes, leads to one node."""
+    return Tree(lambda: manifest("x", 0, len(node), height), lambda place: node)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    options = unickpt.SaveOptions(chunk_bytes=128 << 10, fsync=False)
+    unickpt.save(tmp_path / "c", {"w": np.arange(1 << 18, dtype=np.float32)}, options=options)
+    return tmp_path / "c"
+
+
+def data_file(path: Path) -> Path:
+    return max((p for p in path.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+def test_a_file_cut_short_while_it_is_read_is_an_error(saved: Path) -> None:
+    """Mapped, it would end the process with SIGBUS."""
+    stored = unickpt.open(saved)
+    assert stored["w"][:10].tolist() == list(range(10))
+    os.truncate(data_file(saved), 300_000)
+    assert stored["w"][:10].tolist() == list(range(10)), "the first chunk is still there"
+    with pytest.raises(unickpt.CheckpointCorrupt, match=r"'w' \[65536:98304\].*ends at byte"):
+        stored["w"][...]
+
+
+def test_a_missing_file_is_named(saved: Path) -> None:
+    gone = data_file(saved)
+    stored = unickpt.open(saved)
+    gone.unlink()
+    with pytest.raises(unickpt.CheckpointCorrupt, match=f"no file .*{gone.name}"):
+        stored["w"][...]

@@ -1,0 +1,71 @@
+"""Counts what is read: chunks, and keys of databases, by TensorStore, as it says, and past it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from unittest import mock
+
+import tensorstore as ts
+
+from unickpt.reading.checkpoint import Checkpoint
+from unickpt.storage import local_values
+from unickpt.storage.ocdbt import Values
+
+
+class ChunkRead(NamedTuple):
+    """A chunk: the key of its part, its number there, its bytes."""
+
+    key: str
+    number: int
+    nbytes: int
+
+
+@contextmanager
+def chunks_read() -> Iterator[list[ChunkRead]]:
+    """Lists each chunk that is read, by any thread, until the block ends."""
+    seen: list[ChunkRead] = []
+    read = Checkpoint.read_chunk
+
+    def counted(
+        self: Checkpoint, entry: Any, part: Any, number: int, row: Any, out: Any, *rest: Any
+    ) -> bool:
+        seen.append(ChunkRead(part.key, number, out.nbytes))
+        return read(self, entry, part, number, row, out, *rest)
+
+    with mock.patch.object(Checkpoint, "read_chunk", counted):
+        yield seen
+
+
+@dataclass
+class Count:
+    keys: int = 0
+
+
+@contextmanager
+def keys_read() -> Iterator[Count]:
+    """Counts each time a key is read; the count stands when the block ends."""
+    count, before = Count(), _by_tensorstore()
+    past: list[str] = []
+
+    def counted(real: Any) -> Any:
+        def read(self: Values, key: str, *rest: Any) -> Any:
+            past.append(key)  # from several threads
+            return real(self, key, *rest)
+
+        return read
+
+    with (
+        mock.patch.object(local_values.Values, "read_into", counted(local_values.Values.read_into)),
+        mock.patch.object(Values, "read", counted(Values.read)),
+        mock.patch.object(Values, "request", counted(Values.request)),
+    ):
+        yield count
+    count.keys = _by_tensorstore() - before + len(past)
+
+
+def _by_tensorstore() -> int:
+    found = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/ocdbt/read")
+    return sum(int(metric["values"][0]["value"]) for metric in found)  # none before the first read

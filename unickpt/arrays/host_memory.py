@@ -1,0 +1,67 @@
+"""Host memory that is reused: page-aligned buffers, and scratch arrays."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+from unickpt.arrays.dtypes import Array, DType
+
+_SMALL = 1 << 20
+_STEP = 64 << 10
+
+
+class HostBuffers:
+    """Host memory that is reused: pages that were touched before cost half as much.
+
+    Large buffers are allocated from the system directly, because the C library would keep them.
+
+    Arguments:
+        most_bytes: how much to hold, in use or not; more only if more is in use.
+        allocate: allocates this many bytes; by default from the system.
+    """
+
+    def __init__(self, most_bytes: int, allocate: Callable[[int], Array] | None = None) -> None:
+        self.most_bytes, self._held = most_bytes, 0
+        self._allocate = allocate or _from_system
+        self._free: list[Array] = []
+
+    def take(self, nbytes: int) -> Array:
+        """Memory for `nbytes`, as bytes; it may be a little longer."""
+        if nbytes < _SMALL:
+            return np.empty(nbytes, np.uint8)
+        for at, buffer in enumerate(self._free):
+            if nbytes <= len(buffer) <= nbytes + nbytes // 4:
+                return self._free.pop(at)
+        size = -(-nbytes // _STEP) * _STEP
+        while self._free and self._held + size > self.most_bytes:
+            self._held -= len(self._free.pop(0))
+        buffer = self._allocate(size)  # may fail; only then is it held
+        self._held += size
+        return buffer
+
+    def give(self, buffer: Array) -> None:
+        """Takes back memory that nothing refers to any more."""
+        if len(buffer) >= _SMALL:
+            self._free.append(buffer)
+
+
+def _from_system(nbytes: int) -> Array:
+    return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+
+
+class Scratch(threading.local):
+    """Memory for one chunk per thread, reused: fresh pages cost twice as much."""
+
+    def __init__(self) -> None:
+        self._raw: Array = np.empty(0, np.uint8)
+
+    def array(self, shape: tuple[int, ...], dtype: DType) -> Array:
+        nbytes = math.prod(shape) * dtype.itemsize
+        if self._raw.nbytes < nbytes:
+            self._raw = np.empty(nbytes, np.uint8)
+        return self._raw[:nbytes].view(dtype).reshape(shape)

@@ -1,0 +1,78 @@
+"""The commands of `unickpt`, a module for each. Nothing here imports a framework."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import unickpt
+from unickpt.cli import clean, convert, diff, inspect, ls, presets, verify
+from unickpt.cli.output import fail, warn
+from unickpt.errors import RuleWarning, UnickptError
+
+
+class _Group(TyperGroup):
+    """Prints the library's errors as messages, without a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("always", RuleWarning)
+                warnings.showwarning = lambda message, *_: warn(str(message))
+                return super().invoke(ctx)
+        except UnickptError as error:
+            fail(str(error))
+
+
+app = typer.Typer(
+    cls=_Group,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"unickpt {unickpt.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def unickpt_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Look at checkpoints of sharded arrays, wherever they are stored.
+
+    \b
+    unickpt ls runs/llama                    which checkpoints are there
+    unickpt inspect runs/llama/step_100      what is in one
+    unickpt verify s3://bucket/llama/100     whether every byte is undamaged
+    unickpt diff runs/a/100 runs/b/100       how two differ
+    unickpt convert runs/jax/100 runs/torch --rules my.rules   make one from another
+    unickpt clean runs/llama                 remove what failed saves left
+    unickpt presets                          the rules that come with unickpt
+
+    Exit codes: 0 for success, 1 if verify finds damage, diff finds a difference, or clean is not
+    confirmed, 2 for every other error.
+    """
+
+
+COMMANDS = (
+    inspect.inspect,
+    ls.ls,
+    verify.verify,
+    diff.diff,
+    convert.convert,
+    clean.clean,
+    presets.presets,
+)
+for command in COMMANDS:
+    app.command()(command)

@@ -1,0 +1,150 @@
+"""clean: removes what failed and killed saves left behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from unickpt.cli.output import (
+    AsJson,
+    Cell,
+    console,
+    counted,
+    fail,
+    new_table,
+    plain_cells,
+    print_json,
+    print_rows,
+    size_text,
+    warn,
+)
+from unickpt.cli.output import clean as cleaned
+from unickpt.reading.listing import checkpoints_below
+from unickpt.runs import remnants
+from unickpt.runs.remnants import Found, Remnant
+from unickpt.storage import locations
+
+_REFUSED = 1
+
+
+def clean(
+    root: Annotated[str, typer.Argument(help="A directory, or a URL: file, s3, gs or memory.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
+    unknown_age: Annotated[
+        bool,
+        typer.Option("--unknown-age", help="Also remove what has no known time of writing."),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove what failed and killed saves left in a folder of checkpoints, or in one checkpoint.
+
+    Shows what it would remove, asks, and removes exactly that: folders in which a save never
+    committed a checkpoint, attempts that no checkpoint uses, and leftover lock files. It never
+    removes a checkpoint, a file that no save has written, what was written in the last 15 minutes,
+    or anything through a symbolic link, and nothing while a job saves there.
+
+    \b
+    unickpt clean runs/llama
+    unickpt clean s3://bucket/runs/llama --yes --json
+
+    --json prints {root, removed: [{name, kind, files, bytes, age_s}], spared: [the same]}. Fields
+    are only ever added. Exits with 1 if it asks and the answer is not yes.
+    """
+    location = locations.resolve(root, whole=True)
+    if location.is_local and os.path.islink(location.spec["path"].rstrip("/")):
+        fail(f"{root} is a symbolic link; give {os.path.realpath(location.spec['path'])}")
+    checkpoints_below(root)  # raises where there is no such folder
+    found = remnants.find(root)
+    if found.holder is not None:
+        fail(f"{root}: a job saves here now ({found.holder}); clean up when it has ended")
+    wanted = [*found.remnants, *(found.unknown if unknown_age else ())]
+    spared = [*found.under_way, *(() if unknown_age else found.unknown)]
+    if not as_json:
+        _show(root, wanted, found, unknown_age)
+    if wanted and not yes:
+        _ask(wanted)
+    removed = remnants.clean(root, wanted) if wanted else []
+    spared += [remnant for remnant in wanted if remnant not in removed]
+    if as_json:
+        sides = {"removed": removed, "spared": spared}
+        print_json({"root": root, **{side: rows_json(rows) for side, rows in sides.items()}})
+        return
+    for remnant in wanted:
+        if remnant not in removed:
+            warn(f"{remnant.name} has changed meanwhile, and was not removed")
+    if removed:
+        nbytes = size_text(sum(remnant.nbytes for remnant in removed))
+        console().print(f"removed {counted(len(removed), 'remnant')}, {nbytes}")
+
+
+def _show(root: str, wanted: Sequence[Remnant], found: Found, unknown_age: bool) -> None:
+    if wanted:
+        print_remnants(wanted)
+    else:
+        print(f"nothing to remove in {cleaned(root)}")
+    print_spared(found, unknown_age)
+
+
+def _ask(wanted: Sequence[Remnant]) -> None:
+    if not is_interactive():
+        warn("nothing was removed: no terminal to ask on; pass --yes")
+        raise typer.Exit(_REFUSED)
+    typer.confirm(f"Remove {counted(len(wanted), 'remnant')}?", abort=True)
+
+
+def is_interactive() -> bool:
+    """Whether a person can answer."""
+    return sys.stdin.isatty()
+
+
+# --- also for ls ----------------------------------------------------------------------------------
+
+
+def print_remnants(found: Sequence[Remnant]) -> None:
+    """A table of remnants."""
+    table = new_table("remnant", "kind", "files", "bytes", "written", right=("files", "bytes"))
+    print_rows(console(), table, map(_cells, found))
+
+
+def print_spared(found: Found, unknown_age: bool = False) -> None:
+    """What is left alone, and why."""
+    out = console()
+    if found.under_way and found.holder is None:
+        out.print(Text(f"perhaps of a save in progress, {_summary(found.under_way)}", "dim"))
+    elif found.holder is not None:
+        of_it = f"; perhaps of its saves: {_summary(found.under_way)}" if found.under_way else ""
+        out.print(Text(f"a job saves here now ({cleaned(found.holder)}){of_it}", "dim"))
+    if found.unknown and not unknown_age:
+        text = f"of unknown age (see clean --unknown-age), {_summary(found.unknown)}"
+        out.print(Text(text, "dim"))
+
+
+def rows_json(found: Sequence[Remnant]) -> list[dict[str, Any]]:
+    """Remnants for programs."""
+    return [
+        {"name": r.name, "kind": r.kind, "files": r.files, "bytes": r.nbytes, "age_s": r.age_s}
+        for r in found
+    ]
+
+
+def _summary(found: Sequence[Remnant]) -> str:
+    names = ", ".join(cleaned(remnant.name) for remnant in found[:3])
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return f"{size_text(sum(remnant.nbytes for remnant in found))}: {names}{more}"
+
+
+def _cells(found: Remnant) -> list[Cell]:
+    age = "unknown" if found.age_s is None else f"{_duration(found.age_s)} ago"
+    return plain_cells((found.name, found.kind, f"{found.files:,}", size_text(found.nbytes), age))
+
+
+def _duration(seconds: float) -> str:
+    for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if seconds >= 2 * length:
+            return counted(int(seconds // length), unit)
+    return counted(int(seconds), "second")

@@ -1,0 +1,149 @@
+"""convert: makes a checkpoint from another one, through rules."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+import unickpt
+from unickpt.cli.output import (
+    AsJson,
+    Cell,
+    Where,
+    clean,
+    console,
+    counted,
+    fail,
+    new_table,
+    plain_cells,
+    print_json,
+    print_rows,
+    size_text,
+    transfer,
+    warn,
+)
+from unickpt.cli.rules_option import Inverse, RulesName, Sizes, read_rules
+from unickpt.saving.options import SaveOptions
+from unickpt.tools.conversion_preview import Preview, Row, folded, preview
+
+
+def convert(
+    source: Where,
+    destination: Annotated[str, typer.Argument(help="The path of the new checkpoint.")],
+    rules: RulesName = None,
+    inverse: Inverse = False,
+    size: Sizes = None,
+    like: Annotated[
+        str | None,
+        typer.Option("--like", help="A checkpoint with the names and shapes of the new one."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be made of what, and stop.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a checkpoint at the destination.")
+    ] = False,
+    no_verify: Annotated[
+        bool, typer.Option("--no-verify", help="Do not read the destination again.")
+    ] = False,
+    budget: Annotated[
+        int, typer.Option("--budget", help="Bytes of memory for the conversion.", min=1 << 20)
+    ] = SaveOptions.budget_bytes,
+    compression: Annotated[
+        str | None, typer.Option("--compression", help="zstd, gzip or blosc.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a checkpoint from another one, through rules, with bounded memory.
+
+    The source is checked while it is read, and the destination is read again and checked.
+    Under torchrun, the processes share the work.
+
+    \b
+    unickpt convert runs/jax/step_100 runs/hf --rules transformers-llama --dry-run
+    unickpt convert runs/jax/step_100 runs/hf --rules transformers-llama
+    unickpt convert runs/hf runs/jax/tuned --rules transformers-llama --inverse
+    unickpt convert runs/hf runs/jax/tuned --rules my.rules --inverse --like runs/jax/step_100
+    torchrun --nproc-per-node 8 -m unickpt.cli convert s3://b/jax s3://b/hf --rules my.rules
+
+    --json prints {url, arrays, bytes, chunks, processes, seconds}, or for --dry-run {plan: [{made,
+    made_of, source, destination, rule, notes}], doubts: [text]}. Fields are only ever added.
+    """
+    wanted = read_rules(rules, inverse, size)
+    if like is not None and wanted is None:
+        fail("--like needs --rules")
+    if dry_run or os.environ.get("RANK", "0") == "0":
+        found = preview(source, wanted, like)
+        for doubt in found.doubts:
+            warn(doubt)
+    if dry_run:
+        _print_preview(found, as_json)
+        return
+    try:
+        options = SaveOptions(budget_bytes=budget, compression=compression)
+    except ValueError as error:
+        fail(str(error))
+    with _job() as first, transfer(source, shown=first) as progress:
+        report = unickpt.convert(
+            source,
+            destination,
+            rules=wanted,
+            like=like,
+            overwrite=overwrite,
+            verify=not no_verify,
+            options=options,
+            progress=progress,
+        )
+    if not first:
+        return
+    if as_json:
+        names = ("url", "arrays", "bytes", "chunks", "processes", "seconds")
+        print_json({name: getattr(report, name) for name in names})
+        return
+    checked = "" if no_verify else ", and checked"
+    console().print(
+        f"converted {counted(report.arrays, 'array')}, {size_text(report.bytes)} in "
+        f"{report.seconds:.2f} s ({report.gb_per_s:.2f} GB/s){checked}: {clean(report.url)}"
+    )
+
+
+@contextmanager
+def _job() -> Iterator[bool]:
+    """Joins the other processes of torchrun, where there are any; whether this is the first."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "MASTER_ADDR" not in os.environ:
+        yield True
+        return
+    dist: Any = importlib.import_module("torch.distributed")
+    dist.init_process_group("gloo")
+    try:
+        yield dist.get_rank() == 0
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def _print_preview(found: Preview, as_json: bool) -> None:
+    rows = found.rows
+    if as_json:
+        print_json({"plan": [row.as_dict() for row in rows], "doubts": list(found.doubts)})
+        return
+    out = console()
+    table = new_table("stored", "", "made", "", "rule", "notes")
+    print_rows(out, table, map(_cells, folded(rows)))
+    inexact = sum("inexact" in row.notes for row in rows)
+    made = sum(row.is_made for row in rows)
+    dropped = sum(not row.made for row in rows)
+    summary = f"{counted(made, 'leaf', 'leaves')} made, {dropped} dropped, {inexact} inexact"
+    out.print(Text(summary, "bold"))
+
+
+def _cells(row: Row) -> list[Cell]:
+    notes = ", ".join(row.notes)
+    texts = (row.made_of, row.source, row.made, row.destination, row.rule, notes)
+    return plain_cells(texts)

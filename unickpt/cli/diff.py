@@ -1,0 +1,104 @@
+"""diff: how two checkpoints differ."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+import unickpt
+from unickpt import ArrayDifference, DiffReport
+from unickpt.cli.output import (
+    DIFFERENT,
+    AsJson,
+    Where,
+    console,
+    counted,
+    new_table,
+    plain_cells,
+    print_json,
+    print_rows,
+    size_text,
+    transfer,
+)
+from unickpt.cli.rules_option import Inverse, RulesName, Sizes, read_rules
+
+
+def diff(
+    first: Where,
+    second: Where,
+    rules: RulesName = None,
+    inverse: Inverse = False,
+    size: Sizes = None,
+    layout: Annotated[
+        bool, typer.Option("--layout", help="Also show different meshes and splits.")
+    ] = False,
+    rtol: Annotated[
+        float, typer.Option("--rtol", help="Relative difference that counts as none.", min=0.0)
+    ] = 0.0,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two checkpoints: names, shapes, dtypes and values.
+
+    Arrays with equal digests are not read. Exits with 1 where anything but a layout differs.
+
+    \b
+    unickpt diff runs/a/step_100 runs/b/step_100
+    unickpt diff runs/jax/step_100 runs/hf --rules transformers-llama
+
+    --json prints {same, arrays, read_bytes, seconds, differences: [{name, problem, first, second,
+    unequal, max_abs, max_rel}]}. Fields are only ever added.
+    """
+    wanted = read_rules(rules, inverse, size)
+    with transfer(f"{first} {second}") as progress:
+        report = unickpt.diff(
+            first, second, rules=wanted, layout=layout, rtol=rtol, progress=progress
+        )
+    if as_json:
+        print_json(_report_json(report))
+    else:
+        _print_report(report)
+    if not report.same:
+        raise typer.Exit(DIFFERENT)
+
+
+def _report_json(report: DiffReport) -> dict[str, Any]:
+    def finite(value: Any) -> Any:  # JSON knows neither inf nor nan
+        return str(value) if isinstance(value, float) and not abs(value) < float("inf") else value
+
+    rows = [{k: finite(v) for k, v in asdict(row).items()} for row in report.differences]
+    return {
+        "same": report.same,
+        "arrays": report.arrays,
+        "read_bytes": report.read_bytes,
+        "seconds": report.seconds,
+        "differences": rows,
+    }
+
+
+def _print_report(report: DiffReport) -> None:
+    out = console()
+    if report.differences:
+        table = new_table("leaf", "differs in", "first", "second", "max abs", "max rel")
+        print_rows(out, table, (plain_cells(_cells(row)) for row in report.differences))
+    compared = (
+        f"{counted(report.arrays, 'array')} compared in {report.seconds:.2f} s; "
+        f"{size_text(report.read_bytes)} read, the rest is equal by its digests"
+    )
+    head = ("same: ", "bold green") if report.same else ("different: ", "bold red")
+    out.print(Text.assemble(head, compared))
+
+
+def _cells(row: ArrayDifference) -> tuple[str, ...]:
+    if row.unequal is None:
+        return row.name, row.problem, row.first, row.second, "", ""
+    return (
+        row.name,
+        row.problem,
+        f"{row.unequal:,} elements",
+        row.second,
+        f"{row.max_abs:.3g}",
+        f"{row.max_rel:.3g}",
+    )

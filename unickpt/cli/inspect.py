@@ -1,0 +1,369 @@
+"""inspect: a checkpoint's tree, or one array with a map of its fragments."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+import unickpt
+from unickpt.arrays.layout import Layout, Mesh
+from unickpt.cli import fragment_map, tree_table
+from unickpt.cli.output import (
+    AsJson,
+    Cell,
+    Where,
+    clean,
+    console,
+    counted,
+    date_text,
+    fail,
+    new_table,
+    plain_cells,
+    print_json,
+    print_rows,
+    shape_text,
+    size_text,
+)
+from unickpt.format.index import INDEX_KEY, ArrayEntry
+from unickpt.reading.checkpoint import Checkpoint, StoredArray
+from unickpt.trees import plain_values
+
+_MANY_PARTS = 20
+
+
+def inspect(
+    path: Where,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="An array, value or container in it.")
+    ] = None,
+    array: Annotated[
+        str | None, typer.Option("--array", metavar="NAME", help="The same as NAME.")
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="One row for every leaf, also for layers that are alike.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show a checkpoint's tree, or one array.
+
+    Only the index is read, so this is fast for a checkpoint of any size.
+
+    \b
+    unickpt inspect runs/step_100
+    unickpt inspect runs/step_100 opt_state
+    unickpt inspect runs/step_100 params/layers/0/mlp/up
+    unickpt inspect s3://bucket/runs/step_100 --json | jq .totals
+
+    Of an array, a map shows its fragments as they were when it was saved: p is the process and d
+    the device of the mesh, counted row-major, that held one.
+
+    --json prints one object. Fields are only ever added to it. Shapes are lists, sizes are bytes.
+
+    \b
+    url, format, created, library, attempt, processes, metadata, codecs
+    meshes      [{axes, shape, processes}]
+    arrays      [{name, shape, dtype, bytes, mesh, spec, fragments, chunk, chunks, parts, prng}]
+                mesh: place in meshes, or null; spec: the mesh axes that split each dimension
+    ties        {name: name of the array it is tied to}
+    values      {name: plain value}; what JSON lacks is an object as in docs/format.md
+    per_process {name: [bytes of each process's value]}
+    totals      {arrays, elements, bytes, chunks}
+
+    With NAME of an array, --json prints that array alone, with fragments as
+    [{start, stop, processes}] and parts as [{url, start, stop, chunk, grid}].
+    """
+    if name is not None and array is not None and name != array:
+        raise typer.BadParameter("give NAME or --array, not two different names")
+    checkpoint = unickpt.open(path)
+    wanted = (name if name is not None else array) or ""
+    if wanted or (name is not None and "" in checkpoint):
+        _inspect_one(checkpoint, wanted.rstrip("/"), everything, as_json)
+    elif as_json:
+        print_json(_checkpoint_json(checkpoint))
+    else:
+        _print_checkpoint(checkpoint, everything)
+
+
+def _format_version(checkpoint: Checkpoint) -> str:
+    return str(json.loads(checkpoint.read_key(INDEX_KEY))["format"])
+
+
+def _print_checkpoint(checkpoint: Checkpoint, everything: bool) -> None:
+    out, index = console(), checkpoint.index
+    out.print(Text(clean(str(checkpoint.location)), "bold"))
+    compression = ", ".join(str(c["name"]) for c in index.codecs) or "none"
+    out.print(
+        f"format {_format_version(checkpoint)}, created {clean(date_text(index.created))} by "
+        f"{clean(index.library)}, {counted(index.processes, 'process', 'processes')}, "
+        f"compression {clean(compression)}"
+    )
+    if index.metadata:
+        text = json.dumps(index.metadata, ensure_ascii=False)
+        out.print(clean(f"metadata {tree_table.shorten(text, 400)}"))
+    meshes = tree_table.meshes_of(index)
+    for number, mesh in enumerate(meshes):
+        out.print(clean(f"mesh {number if len(meshes) > 1 else ''}".strip() + _mesh(mesh)))
+    out.print()
+    _print_rows(out, tree_table.outline(index, str(checkpoint.location), unfolded=everything))
+    out.print()
+    out.print(_totals(checkpoint))
+
+
+def _print_rows(out: Console, rows: Sequence[tree_table.Row]) -> None:
+    table = new_table(
+        "name", "shape", "dtype", "layout", "fragments", "bytes", right=("fragments", "bytes")
+    )
+    print_rows(out, table, map(_cells, rows))
+    if any(row.count > 1 for row in rows):
+        note = "xN: N that are alike, in one row; its bytes are those of all. --all shows each."
+        out.print(Text(note, "dim"))
+
+
+def _cells(row: tree_table.Row) -> list[Cell]:
+    label = "  " * row.depth + clean(row.label) + (f"  x{row.count}" if row.count > 1 else "")
+    facts = row.facts
+    if facts is None:
+        nbytes = size_text(row.nbytes) if row.nbytes else ""
+        return [(label, "bold"), *[("", "")] * 4, (nbytes, "dim")]
+    if facts.kind == "tie":
+        return [(label, ""), ("", ""), ("tied", "dim")]
+    if facts.kind == "value":
+        return [(label, ""), ("", ""), (facts.dtype, "dim")]
+    if facts.kind == "per process":
+        held = counted(facts.fragments or 0, "value")
+        size = size_text(facts.nbytes)
+        return [(label, ""), (held, ""), (facts.dtype, "dim"), ("", ""), ("", ""), (size, "")]
+    texts = (
+        label,
+        shape_text(facts.shape or ()),
+        clean(facts.dtype),
+        clean(facts.layout),
+        str(facts.fragments),
+        size_text(facts.nbytes),
+    )
+    return [(text, "") for text in texts]
+
+
+def _mesh(mesh: Mesh) -> str:
+    axes = ", ".join(f"{a}={n}" for a, n in zip(mesh.axes, mesh.shape, strict=True))
+    processes = counted(len(set(mesh.processes)), "process", "processes")
+    return f" ({axes}): {counted(len(mesh.processes), 'device')} of {processes}"
+
+
+def _totals(checkpoint: Checkpoint) -> Text:
+    index = checkpoint.index
+    elements = sum(math.prod(entry.shape) for entry in index.arrays.values())
+    pieces = [
+        f"{counted(len(index.arrays), 'array')} of {counted(elements, 'element')}, "
+        f"{size_text(checkpoint.nbytes)} in {counted(index.chunks, 'chunk')}"
+    ]
+    others = [
+        (len(index.aliases), "tie", "ties"),
+        (len(index.values), "plain value", "plain values"),
+        (len(index.per_process), "per-process leaf", "per-process leaves"),
+    ]
+    pieces += [counted(n, one, many) for n, one, many in others if n]
+    return Text.assemble(("total: ", "bold"), "; ".join(pieces))
+
+
+def _checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
+    index = checkpoint.index
+    layouts = [entry.layout for entry in index.arrays.values() if entry.layout is not None]
+    meshes = {mesh: number for number, mesh in enumerate(dict.fromkeys(x.mesh for x in layouts))}
+    return {
+        "url": checkpoint.url,
+        "format": _format_version(checkpoint),
+        "created": index.created,
+        "library": index.library,
+        "attempt": index.attempt,
+        "processes": index.processes,
+        "metadata": index.metadata,
+        "codecs": list(index.codecs),
+        "meshes": [{"axes": m.axes, "shape": m.shape, "processes": m.processes} for m in meshes],
+        "arrays": [
+            {
+                **_array_json(checkpoint[name], entry),
+                "mesh": None if entry.layout is None else meshes[entry.layout.mesh],
+                "fragments": tree_table.fragment_count(entry),
+                "parts": len(checkpoint[name].parts),
+            }
+            for name, entry in index.arrays.items()
+        ],
+        "ties": dict(index.aliases),
+        "values": {name: plain_values.to_json(value) for name, value in index.values.items()},
+        "per_process": {n: [size for size, _ in e.blobs] for n, e in index.per_process.items()},
+        "totals": {
+            "arrays": len(index.arrays),
+            "elements": sum(math.prod(entry.shape) for entry in index.arrays.values()),
+            "bytes": checkpoint.nbytes,
+            "chunks": index.chunks,
+        },
+    }
+
+
+def _array_json(array: StoredArray, entry: ArrayEntry) -> dict[str, Any]:
+    return {
+        "name": array.name,
+        "shape": entry.shape,
+        "dtype": entry.dtype,
+        "bytes": entry.nbytes,
+        "spec": None if entry.layout is None else entry.layout.dims,
+        "chunk": entry.chunk,
+        "chunks": sum(part.count for part in array.parts),
+        "prng": entry.prng,
+    }
+
+
+# --- inspect: one name --------------------------------------------------------------------------
+
+
+def _inspect_one(checkpoint: Checkpoint, name: str, everything: bool, as_json: bool) -> None:
+    index, out = checkpoint.index, console()
+    if name in checkpoint:
+        array = checkpoint[name]
+        entry = index.arrays[index.aliases.get(name, name)]
+        if as_json:
+            print_json(_one_array_json(checkpoint, array, entry))
+        else:
+            _print_array(out, checkpoint, array, entry, everything)
+    elif name in index.values:
+        value = index.values[name]
+        if as_json:
+            print_json({"name": name, "value": plain_values.to_json(value)})
+        else:
+            out.print(Text(tree_table.value_text(value, 1 << 20)))
+    elif name in index.per_process:
+        sizes = [size for size, _ in index.per_process[name].blobs]
+        if as_json:
+            print_json({"name": name, "per_process": sizes})
+        else:
+            _print_per_process(out, name, sizes)
+    elif as_json or name not in tree_table.container_names(index):
+        fail(_unknown(checkpoint, name))
+    else:
+        where = str(checkpoint.location)
+        _print_rows(out, tree_table.outline(index, where, below=name, unfolded=everything))
+
+
+def _unknown(checkpoint: Checkpoint, name: str) -> str:
+    index = checkpoint.index
+    if name in tree_table.container_names(index):
+        return f"{checkpoint.location}: {name!r} is a container; --json shows one array or value"
+    known = [*checkpoint, *index.values, *index.per_process, *tree_table.container_names(index)]
+    close = difflib.get_close_matches(name, known[:20_000], n=3)
+    hint = f"; did you mean {', '.join(map(repr, close))}?" if close else ""
+    return f"{checkpoint.location}: nothing is named {name!r}{hint}"
+
+
+def _print_per_process(out: Console, name: str, sizes: Sequence[int]) -> None:
+    out.print(Text(clean(name) or "(the root)", "bold"))
+    table = new_table("process", "bytes", right=("process", "bytes"))
+    for process, size in enumerate(sizes):
+        table.add_row(str(process), size_text(size))
+    out.print(table)
+
+
+def _print_array(
+    out: Console, checkpoint: Checkpoint, array: StoredArray, entry: ArrayEntry, everything: bool
+) -> None:
+    title = Text(clean(array.name) or "(the root)", "bold")
+    if entry.name != array.name:
+        title.append(f"  tied to {clean(entry.name)}", "dim")
+    out.print(title)
+    for label, fact in _facts(checkpoint, array, entry):
+        out.print(Text.assemble((f"  {label:<13}", "dim"), clean(fact)))
+    if len(array.parts) > 1:
+        _print_parts(out, checkpoint, array, everything)
+    out.print()
+    width = out.width if out.is_terminal else 100
+    drawn = fragment_map.draw(array.shape, array.fragments, entry.layout, width)
+    plain = not (out.encoding or "").lower().startswith("utf")
+    for line in drawn.lines:
+        out.print(Text(line.translate(fragment_map.ASCII) if plain else line), soft_wrap=True)
+    if drawn.remark:
+        out.print(Text(drawn.remark, "dim"))
+
+
+def _facts(checkpoint: Checkpoint, array: StoredArray, entry: ArrayEntry) -> list[tuple[str, str]]:
+    parts = array.parts
+    elements = math.prod(entry.shape)
+    facts = [
+        ("shape", f"{shape_text(entry.shape)}  ({counted(elements, 'element')})"),
+        ("dtype", entry.dtype if entry.prng is None else f"{entry.dtype}, a {entry.prng} PRNG key"),
+        ("bytes", size_text(entry.nbytes)),
+        ("layout", _layout_fact(entry.layout)),
+        ("fragments", _fragments_fact(entry, array)),
+        ("chunks", f"{sum(part.count for part in parts):,} of up to {shape_text(entry.chunk)}"),
+    ]
+    if len(parts) == 1:
+        facts.append(("TensorStore", _part_url(checkpoint, parts[0].key)))
+    elif parts:
+        facts.append(("parts", str(len(parts))))
+    return facts
+
+
+def _layout_fact(layout: Layout | None) -> str:
+    if layout is None:
+        return "none: each process declared its own boxes"
+    if len(layout.mesh.processes) == 1:
+        return "one device"
+    return f"{tree_table.layout_text(layout)} on mesh{_mesh(layout.mesh)}"
+
+
+def _fragments_fact(entry: ArrayEntry, array: StoredArray) -> str:
+    count = tree_table.fragment_count(entry)
+    if not count:
+        return "none"
+    shapes = {box.shape for box, _ in array.fragments}
+    largest = shape_text(max(shapes, key=math.prod))
+    return f"{count:,} of {'up to ' if len(shapes) > 1 else ''}{largest}"
+
+
+def _part_url(checkpoint: Checkpoint, key: str) -> str:
+    return f"{checkpoint.url}|ocdbt:{quote(key)}/" if key else f"{checkpoint.url}|ocdbt:"
+
+
+def _print_parts(
+    out: Console, checkpoint: Checkpoint, array: StoredArray, everything: bool
+) -> None:
+    shown = array.parts if everything else array.parts[:_MANY_PARTS]
+    table = new_table("box", "chunk", "chunks", "TensorStore", right=("chunks",))
+    rows = (
+        (str(p.box), shape_text(p.chunk), str(p.count), _part_url(checkpoint, p.key)) for p in shown
+    )
+    print_rows(out, table, map(plain_cells, rows))
+    if len(shown) < len(array.parts):
+        out.print(Text(f"{len(array.parts) - len(shown)} more parts; --all shows each", "dim"))
+
+
+def _one_array_json(
+    checkpoint: Checkpoint, array: StoredArray, entry: ArrayEntry
+) -> dict[str, Any]:
+    mesh = None if entry.layout is None else entry.layout.mesh
+    return {
+        **_array_json(array, entry),
+        "tied_to": None if entry.name == array.name else entry.name,
+        "mesh": mesh and {"axes": mesh.axes, "shape": mesh.shape, "processes": mesh.processes},
+        "fragments": [
+            {"start": box.start, "stop": box.stop, "processes": holders}
+            for box, holders in array.fragments
+        ],
+        "parts": [
+            {
+                "url": _part_url(checkpoint, part.key),
+                "start": part.box.start,
+                "stop": part.box.stop,
+                "chunk": part.chunk,
+                "grid": part.grid,
+            }
+            for part in array.parts
+        ],
+    }

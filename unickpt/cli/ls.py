@@ -1,0 +1,102 @@
+"""ls: the checkpoints in a folder."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Any
+
+import typer
+
+import unickpt
+from unickpt.cli.clean import print_remnants, print_spared, rows_json
+from unickpt.cli.output import (
+    AsJson,
+    Cell,
+    clean,
+    console,
+    date_text,
+    new_table,
+    plain_cells,
+    print_json,
+    print_rows,
+    size_text,
+)
+from unickpt.errors import UnickptError
+from unickpt.reading.listing import Listed, checkpoints_below
+from unickpt.runs import remnants
+
+_OPEN_AT_ONCE = 8
+_NUMERIC = ("arrays", "bytes", "processes")
+
+
+def ls(
+    root: Annotated[str, typer.Argument(help="A directory, or a URL: file, s3, gs or memory.")],
+    as_json: AsJson = False,
+) -> None:
+    """List the checkpoints in a folder, and what failed saves left there.
+
+    What failed saves left behind is shown below the list, and `unickpt clean` removes it. A
+    checkpoint whose index cannot be read is listed with the reason.
+
+    \b
+    unickpt ls runs/llama
+    unickpt ls s3://bucket/runs/llama --json
+
+    --json prints {root, checkpoints: [{name, path, created, arrays, bytes, processes, error}],
+    remnants: [{name, kind, files, bytes, age_s}], under_way: [the same], unknown_age: [the same],
+    holder}. Fields are only ever added. Where error is not null, the facts before it are null.
+    under_way may be of saves in progress; holder is the job that saves here, or null.
+    """
+    with ThreadPoolExecutor(_OPEN_AT_ONCE) as pool:
+        found = list(pool.map(_listed_json, checkpoints_below(root)))
+    left = remnants.find(root)
+    if as_json:
+        beside = {
+            "remnants": rows_json(left.remnants),
+            "under_way": rows_json(left.under_way),
+            "unknown_age": rows_json(left.unknown),
+            "holder": left.holder,
+        }
+        print_json({"root": root, "checkpoints": found, **beside})
+        return
+    if found:
+        table = new_table("name", "created", *_NUMERIC, right=_NUMERIC)
+        print_rows(console(), table, map(_cells, found))
+    else:
+        print(f"no checkpoints in {clean(root)}")
+    if left.remnants:
+        print(f"\nleft by failed saves; `unickpt clean {clean(root)}` removes it:")
+        print_remnants(left.remnants)
+    print_spared(left)
+
+
+def _listed_json(listed: Listed) -> dict[str, Any]:
+    facts: dict[str, Any] = {"name": listed.name, "path": listed.path}
+    try:
+        checkpoint = unickpt.open(listed.path)
+    except UnickptError as error:
+        unknown = dict.fromkeys(("created", "arrays", "bytes", "processes"))
+        return {**facts, **unknown, "error": str(error)}
+    index = checkpoint.index
+    return {
+        **facts,
+        "created": index.created,
+        "arrays": len(index.arrays),
+        "bytes": checkpoint.nbytes,
+        "processes": index.processes,
+        "error": None,
+    }
+
+
+def _cells(facts: dict[str, Any]) -> list[Cell]:
+    name = clean(facts["name"])
+    if facts["error"] is not None:
+        return [(f"{name}  {clean(facts['error'])}", "red")]
+    texts = (
+        name,
+        date_text(facts["created"]),
+        f"{facts['arrays']:,}",
+        size_text(facts["bytes"]),
+        str(facts["processes"]),
+    )
+    return plain_cells(texts)

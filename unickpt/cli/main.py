@@ -1,0 +1,28 @@
+"""The command line `unickpt inspect | ls | verify | ...`; see `commands`."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+
+def main() -> None:
+    """Runs the command line, or says what to install where the extra `cli` is missing."""
+    try:
+        from unickpt.cli.app import app
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("typer", "rich"):
+            raise
+        print(
+            f"unickpt: the command line needs {error.name}; pip install 'unickpt[cli]'",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names may not fit a narrow encoding
+    app(prog_name="unickpt")
+
+
+if __name__ == "__main__":
+    main()

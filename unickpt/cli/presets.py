@@ -1,0 +1,43 @@
+"""presets: the rule files that come with unickpt."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from unickpt import Rules
+from unickpt.cli.output import AsJson, print_json
+from unickpt.rules import preset_text
+
+
+def presets(
+    name: Annotated[str | None, typer.Argument(help="Print this one.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the rule files that come with unickpt, or print one, to be copied and changed.
+
+    \b
+    unickpt presets
+    unickpt presets transformers-llama > my.rules
+
+    --json prints {presets: {name: text}}. Fields are only ever added.
+    """
+    names = Rules.presets() if name is None else [name]
+    texts = {preset: preset_text(preset) for preset in names}
+    if as_json:
+        print_json({"presets": texts})
+    elif name is not None:
+        print(texts[name], end="")
+    else:
+        width = max(map(len, texts))
+        for preset, text in texts.items():
+            print(preset.ljust(width), "", _about(text))
+
+
+def _about(text: str) -> str:
+    """The first sentence of a rule file."""
+    comment = " ".join(
+        line.lstrip("# ") for line in text.partition("\n\n")[0].splitlines() if line.startswith("#")
+    )
+    return comment.partition(". ")[0].rstrip(".")

@@ -1,0 +1,81 @@
+"""verify: compares every byte of a checkpoint with its digest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from rich.text import Text
+
+import unickpt
+from unickpt.cli.output import (
+    DAMAGED,
+    AsJson,
+    Where,
+    console,
+    counted,
+    new_table,
+    plain_cells,
+    print_json,
+    print_rows,
+    size_text,
+    transfer,
+)
+from unickpt.tools.verification import VerifyReport
+
+
+def verify(path: Where, as_json: AsJson = False) -> None:
+    """Read a whole checkpoint and compare every byte with its digest.
+
+    Exits with 1 if anything is damaged, missing, or does not belong there.
+
+    \b
+    unickpt verify runs/step_100
+    unickpt verify s3://bucket/runs/step_100 --json
+
+    --json prints {url, ok, arrays, chunks, bytes, seconds, damage}, damage being a list of
+    {array, box, process, reason}. Fields are only ever added. array and box are empty, and
+    process is null, where the damage is not in a chunk.
+    """
+    with transfer(path) as progress:
+        report = unickpt.verify(path, progress=progress)
+    if as_json:
+        print_json(_report_json(report))
+    else:
+        _print_report(report)
+    if not report.ok:
+        raise typer.Exit(DAMAGED)
+
+
+def _print_report(report: VerifyReport) -> None:
+    out = console()
+    checked = (
+        f"{counted(report.arrays, 'array')}, {counted(report.chunks, 'chunk')}, "
+        f"{size_text(report.bytes)} checked in {report.seconds:.2f} s ({report.gb_per_s:.2f} GB/s)"
+    )
+    if report.ok:
+        out.print(Text.assemble(("ok: ", "bold green"), checked))
+        return
+    table = new_table("array", "box", "process", "reason", right=("process",))
+    rows = (
+        (d.array, d.box, "" if d.process is None else str(d.process), d.reason)
+        for d in report.damage
+    )
+    print_rows(out, table, map(plain_cells, rows))
+    places = counted(len(report.damage), "place")
+    out.print(Text.assemble(("damaged: ", "bold red"), f"{places} in {checked}"))
+
+
+def _report_json(report: VerifyReport) -> dict[str, Any]:
+    return {
+        "url": report.url,
+        "ok": report.ok,
+        "arrays": report.arrays,
+        "chunks": report.chunks,
+        "bytes": report.bytes,
+        "seconds": report.seconds,
+        "damage": [
+            {"array": d.array, "box": d.box, "process": d.process, "reason": d.reason}
+            for d in report.damage
+        ],
+    }

@@ -1,0 +1,1 @@
+"""From what the processes wrote to one checkpoint that appears atomically."""

@@ -1,0 +1,89 @@
+"""The record: what one process wrote, as the small object that ends its part of a save."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from unickpt.arrays.box import Box
+
+# `array` is the number of the array in the process's own description, `chunk` that of the chunk in
+# the array's parts, in order (for arrays with boxes instead of a layout: in this process's boxes).
+CHUNK_DTYPE = np.dtype([("array", "<u4"), ("chunk", "<u8"), ("digest", "<u8")])
+# A fingerprint of an array that is assumed to be equal on all processes that have it.
+REPLICA_DTYPE = np.dtype([("array", "<u4"), ("fingerprint", "<u8")])
+_SEAL_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a process wrote.
+
+    Arguments:
+        description: xxh3-64 of the process's encoded description.
+        chunks: one element of `CHUNK_DTYPE` per chunk.
+        boxes: for arrays that no layout describes, this process's boxes by array number.
+        blobs: per-process values by name: size in bytes and xxh3-64.
+        statistics: bytes and seconds, for the report.
+        replaces: xxh3-64 of the root manifest that the process found, empty if it found none.
+        replicas: one element of `REPLICA_DTYPE` for each array whose replication is assumed.
+        checked: whether `replicas` cover every byte; else only a sample.
+    """
+
+    description: int
+    chunks: np.ndarray[Any, Any]
+    boxes: Mapping[int, tuple[Box, ...]] = field(default_factory=dict)
+    blobs: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    statistics: Mapping[str, float] = field(default_factory=dict)
+    replaces: str = ""
+    replicas: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, REPLICA_DTYPE))
+    checked: bool = False
+
+    def with_statistics(self, more: Mapping[str, float]) -> Record:
+        """The same with more statistics."""
+        return replace(self, statistics={**self.statistics, **more})
+
+    def encode(self) -> bytes:
+        """A line of JSON, chunks and replicas as they are in memory, and the xxh3-64 of it."""
+        head = {
+            "description": self.description,
+            "boxes": [
+                [number, [[b.start, b.stop] for b in boxes]] for number, boxes in self.boxes.items()
+            ],
+            "blobs": self.blobs,
+            "statistics": self.statistics,
+            "replaces": self.replaces,
+            "chunks": len(self.chunks),
+            "checked": self.checked,
+        }
+        line = json.dumps(head, separators=(",", ":")).encode() + b"\n"
+        body = line + self.chunks.tobytes() + self.replicas.tobytes()
+        return body + xxhash.xxh3_64_intdigest(body).to_bytes(_SEAL_BYTES, "little")
+
+    @classmethod
+    def decode(cls, data: bytes) -> Record:
+        """Decodes a record; raises ValueError if the bytes are not one."""
+        body, seal = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
+        if xxhash.xxh3_64_intdigest(body).to_bytes(_SEAL_BYTES, "little") != seal:
+            raise ValueError("the record does not match its checksum")
+        head_bytes, _, payload = body.partition(b"\n")
+        try:
+            head = json.loads(head_bytes)
+            end = head["chunks"] * CHUNK_DTYPE.itemsize
+            return cls(
+                head["description"],
+                np.frombuffer(payload[:end], CHUNK_DTYPE),
+                {n: tuple(Box(tuple(a), tuple(b)) for a, b in bs) for n, bs in head["boxes"]},
+                {name: (size, digest) for name, (size, digest) in head["blobs"].items()},
+                head["statistics"],
+                head["replaces"],
+                np.frombuffer(payload[end:], REPLICA_DTYPE),
+                head["checked"],
+            )
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"the record is malformed: {error!r}") from None

@@ -1,0 +1,151 @@
+"""The root database, which makes a checkpoint exist: built next to the old one, then put in place.
+
+OCDBT writes an empty manifest before it commits, and a path with a manifest is a checkpoint. So the
+root's B-tree is built with its manifest in memory, and that manifest is then written atomically.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import tensorstore as ts
+import xxhash
+
+from unickpt.errors import StorageError
+from unickpt.format.zarr_metadata import join_key
+from unickpt.storage import ocdbt_nodes
+from unickpt.storage.kvstore import Failed, commit
+from unickpt.storage.locations import Location
+from unickpt.storage.ocdbt import MANIFEST
+
+
+@dataclass(frozen=True)
+class State:
+    """The root manifest at one moment.
+
+    Arguments:
+        digest: of its bytes; empty if there is none.
+        generation: the storage's identifier of this version of it.
+    """
+
+    digest: str
+    generation: bytes
+
+
+class Root:
+    """The database at a checkpoint's path.
+
+    Arguments:
+        location: the path.
+        context: the TensorStore context of this save.
+    """
+
+    def __init__(self, location: Location, context: ts.Context) -> None:
+        self._location, self._context = location, context
+        self._store = location.store(context)
+
+    def read(self) -> State:
+        """The current state."""
+        read = self._location.read_manifest(self._context)
+        return State(digest(read.value) if read.state == "value" else "", read.stamp.generation)
+
+    def build(
+        self,
+        folder: str,
+        parts: Sequence[Location],
+        extra: Mapping[str, bytes],
+        count: int,
+        without: Mapping[int, Sequence[str]] | None = None,
+    ) -> bytes:
+        """Writes a B-tree that refers to the values of other databases; it is not visible yet.
+
+        Arguments:
+            folder: where its nodes go, relative to the path, ending with `/`; used only once.
+            parts: the databases.
+            extra: additional values, by key.
+            count: how many keys the databases must have in total.
+            without: arrays whose chunks are not taken from a database, by its number in `parts`.
+
+        Returns:
+            The manifest that makes it the database at the path.
+
+        Raises:
+            StorageError: the number of keys differs.
+        """
+        draft, held = self._location.draft(self._context, folder)
+        transaction = ts.Transaction(atomic=True)
+        root = draft.with_transaction(transaction)
+        work = [
+            part.database(self._context).experimental_copy_range_to(root, keys)
+            for number, part in enumerate(parts)
+            for keys in _all_but((without or {}).get(number, ()))
+        ]
+        for copied in work:
+            copied.result()
+        for write in [root.write(key, value) for key, value in extra.items()]:
+            write.result()
+        commit(transaction).result()
+        manifest: bytes = held.read(MANIFEST).result().value
+        found = ocdbt_nodes.manifest(manifest).keys - len(extra)
+        if found != count:
+            raise StorageError(
+                f"{self._location}: the processes reported {count} keys, but wrote {found}"
+            )
+        return manifest
+
+    def replace(
+        self,
+        expected: State,
+        manifest: bytes,
+        timeout_s: float,
+        begun: Callable[[], None] = lambda: None,
+    ) -> bool:
+        """Puts a manifest in place; False if the current one is not the expected one.
+
+        Arguments:
+            expected: what `read` returned.
+            manifest: from `build`.
+            timeout_s: how long to wait for another process that does the same.
+            begun: called right before the write; earlier nothing can have been put in place.
+        """
+        try:
+            with self._location.locked(timeout_s):
+                begun()
+                written = self._store.write(MANIFEST, manifest, if_equal=expected.generation)
+                try:
+                    stamp = written.result()
+                except KeyboardInterrupt:
+                    written.result()  # it continues, and must end before the lock is released
+                    raise
+                if stamp.generation:
+                    return True
+        except Failed:
+            if self.read().digest != digest(manifest):
+                raise
+        # Refused, or no answer. A retry is also refused after a success whose answer was lost.
+        return self.read().digest == digest(manifest)
+
+    def retract(self, manifest: bytes, timeout_s: float) -> None:
+        """Removes what `replace` put in place, if it is still there.
+
+        Arguments:
+            manifest, timeout_s: as for `replace`.
+        """
+        with self._location.locked(timeout_s):  # otherwise it could be another job's by then
+            found = self._store.read(MANIFEST).result()
+            if found.value == manifest:
+                self._store.write(MANIFEST, None, if_equal=found.stamp.generation).result()
+
+
+def _all_but(arrays: Sequence[str]) -> list[ts.KvStore.KeyRange]:
+    """The keys before, between and after those of the chunks of single-part arrays."""
+    bounds = [""]
+    for first in sorted(join_key(name, "c") for name in arrays):
+        bounds += [first, first + "0"]  # "0" follows the "/" that is part of a chunk's key
+    bounds.append("")
+    return [ts.KvStore.KeyRange(a, b) for a, b in zip(bounds[::2], bounds[1::2], strict=True)]
+
+
+def digest(manifest: bytes) -> str:
+    return f"{xxhash.xxh3_64_intdigest(manifest):016x}"

@@ -1,0 +1,193 @@
+"""Planning: chunk grids, parts, which process writes which chunk, which chunks meet a box.
+
+Nothing here does I/O, uses a framework, or communicates.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from unickpt.arrays.box import Box
+from unickpt.arrays.layout import Layout
+from unickpt.format.index import ArrayEntry
+
+# Parts replace one grid if the grid would need chunks smaller than wanted by this factor.
+_TOLERANCE = 4
+
+
+@dataclass(frozen=True)
+class Part:
+    """One stored zarr array that carries `box` of a global array in chunks of extent `chunk`."""
+
+    key: str
+    box: Box
+    chunk: tuple[int, ...]
+
+    @cached_property
+    def grid(self) -> tuple[int, ...]:
+        """Number of chunks along each dimension."""
+        return tuple(-(-n // c) for n, c in zip(self.box.shape, self.chunk, strict=True))
+
+    @cached_property
+    def count(self) -> int:
+        return math.prod(self.grid)
+
+    def chunk_box(self, number: int) -> Box:
+        """The box, in global coordinates, of the chunk with a row-major number."""
+        start, stop = [], []
+        for n, c, a, b in reversed(
+            list(zip(self.grid, self.chunk, self.box.start, self.box.stop, strict=True))
+        ):
+            number, at = divmod(number, n)
+            start.append(a + at * c)
+            stop.append(min(a + at * c + c, b))
+        return Box(tuple(start[::-1]), tuple(stop[::-1]))
+
+    def chunk_key(self, number: int) -> str:
+        """The key of a chunk below the part's own: zarr v3's default encoding."""
+        at = []
+        for n in reversed(self.grid):
+            number, index = divmod(number, n)
+            at.append(str(index))
+        return "/".join(["c", *at[::-1]])
+
+    def chunks_in(self, box: Box) -> Iterator[int]:
+        """Row-major numbers of the chunks that intersect a box in global coordinates."""
+        common = self.box.intersect(box)
+        if common is None:
+            return
+        if common == self.box:
+            yield from range(self.count)
+            return
+        local = common.relative_to(self.box.start)
+        ranges = [
+            range(a // c, -(-b // c))
+            for a, b, c in zip(local.start, local.stop, self.chunk, strict=True)
+        ]
+        strides = [math.prod(self.grid[d + 1 :]) for d in range(len(self.grid))]
+        for at in itertools.product(*ranges):
+            yield sum(i * s for i, s in zip(at, strides, strict=True))
+
+
+def free_chunk(shape: Sequence[int], itemsize: int, chunk_bytes: int) -> tuple[int, ...]:
+    """Chunk extents for a box without inner boundaries: near `chunk_bytes`, contiguous, balanced.
+
+    Leading dimensions are split first, so that a chunk is contiguous in row-major memory.
+    """
+    chunk = [max(1, n) for n in shape]
+    for dim in range(len(chunk)):
+        rest = itemsize * math.prod(chunk[dim + 1 :])
+        if chunk[dim] * rest <= chunk_bytes:
+            break
+        chunk[dim] = _balanced(chunk[dim], max(1, chunk_bytes // rest))
+    return tuple(chunk)
+
+
+def _balanced(extent: int, limit: int) -> int:
+    """The extent of the fewest pieces of nearly equal size that are at most `limit`."""
+    return -(-extent // -(-extent // limit))
+
+
+@lru_cache(maxsize=4096)
+def chunk_grid(
+    shape: tuple[int, ...],
+    itemsize: int,
+    layout: Layout,
+    chunk_bytes: int,
+    chunk_shape: tuple[int, ...] | None = None,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Chooses chunk extents for an array so that no chunk has two writers.
+
+    Arguments:
+        shape: global shape.
+        itemsize: bytes per element.
+        layout: how the array is split; fragment boundaries must lie between chunks.
+        chunk_bytes: target size of a chunk in bytes.
+        chunk_shape: target extents instead; upper bounds, lowered to divide the fragment
+            boundaries.
+
+    Returns:
+        The chunk extents, and the dimensions along which the array is cut into one part per
+        interval, because no reasonable grid has a line on every boundary.
+    """
+    units, extents = [], []
+    for dim in range(len(shape)):
+        pieces = [p for p in layout.intervals(shape, dim) if p[0] < p[1]]
+        extents.append(max((b - a for a, b in pieces), default=1))
+        units.append(math.gcd(*(a for a, _ in pieces[1:])) if len(pieces) > 1 else 0)
+    wanted = (
+        [max(1, min(c, n)) for c, n in zip(chunk_shape, extents, strict=True)]
+        if chunk_shape is not None
+        else list(free_chunk(extents, itemsize, chunk_bytes))
+    )
+    chunk, cut = list(wanted), []
+    for dim, (unit, want) in enumerate(zip(units, wanted, strict=True)):
+        if unit:
+            divisor = _near_divisor(unit, want)
+            if divisor * _TOLERANCE < want:
+                cut.append(dim)
+            else:
+                chunk[dim] = divisor
+    return tuple(chunk), tuple(cut)
+
+
+def _near_divisor(unit: int, want: int) -> int:
+    """The largest divisor of `unit` that is at most `want`."""
+    best = 1
+    for low in range(1, math.isqrt(unit) + 1):
+        if unit % low == 0:
+            for divisor in (low, unit // low):
+                if best < divisor <= want:
+                    best = divisor
+    return best
+
+
+def parts(entry: ArrayEntry) -> list[Part]:
+    """The parts of an array, in the order in which the digest table lists them."""
+    if math.prod(entry.shape) == 0:
+        return []
+    if entry.boxes is not None:
+        return [box_part(entry, box) for box, _ in entry.boxes]
+    if not entry.cut:
+        return [Part(entry.name, Box.whole(entry.shape), entry.chunk)]
+    layout = entry.layout
+    assert layout is not None
+    ranges = [
+        [p for p in layout.intervals(entry.shape, d) if p[0] < p[1]] if d in entry.cut else [(0, n)]
+        for d, n in enumerate(entry.shape)
+    ]
+    return [
+        box_part(entry, Box(tuple(a for a, _ in at), tuple(b for _, b in at)))
+        for at in itertools.product(*ranges)
+    ]
+
+
+def numbered_parts(entry: ArrayEntry) -> Iterator[tuple[int, Part]]:
+    """The parts of an array, each with the row of its first chunk in the array's digest table."""
+    first = 0
+    for part in parts(entry):
+        yield first, part
+        first += part.count
+
+
+def box_part(entry: ArrayEntry, box: Box) -> Part:
+    """The part that carries one box of an array of several parts; it is named by its origin.
+
+    In dimensions where the box is smaller than the array, chunks are balanced so that the last one
+    has little padding; in the others they keep the array's chunk extent.
+    """
+    chunk = tuple(
+        c if (a, b) == (0, n) else _balanced(b - a, c)
+        for a, b, n, c in zip(box.start, box.stop, entry.shape, entry.chunk, strict=True)
+    )
+    suffix = "part_" + "_".join(map(str, box.start))
+    return Part(f"{entry.name}/{suffix}" if entry.name else suffix, box, chunk)
+
+
+def is_whole(entry: ArrayEntry, part: Part) -> bool:
+    """Whether the array of this part is a single chunk."""
+    return part.count == 1 and part.box.shape == entry.shape

@@ -1,0 +1,249 @@
+"""The chunks of a database: how each is written, read and verified."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+import xxhash
+
+from unickpt.arrays import dtypes
+from unickpt.arrays.dtypes import Array
+from unickpt.errors import CheckpointCorrupt, CheckpointReplaced, StorageError
+from unickpt.format.chunk_grid import Part
+from unickpt.format.index import ArrayEntry
+from unickpt.format.zarr_metadata import Codecs, zarr_metadata
+from unickpt.storage import local_values, ocdbt
+from unickpt.storage.errors import translate
+from unickpt.storage.kvstore import Damaged, Failed, Future, KvStore, asking
+from unickpt.storage.locations import Location
+
+# Opening an array costs TensorStore about 80 us, which dominates for a small chunk. Below this size
+# the bytes are written to the database directly, exactly as zarr would write them.
+SMALL = 64 << 10
+# Memory for larger chunks is allocated only after a stored chunk of that size was found.
+_BELIEVED = 16 << 20
+# No codec of `index.CODECS` compresses by more than this factor.
+_MOST_PER_BYTE = 1 << 16
+# Only the index says how much memory a compressed chunk takes, so that is bounded.
+COMPRESSED_MOST = 1 << 30
+
+
+def digest(chunk: Array) -> int:
+    """xxh3-64 of a chunk's logical elements: row-major, little-endian."""
+    return xxhash.xxh3_64_intdigest(_bytes_of(chunk).data)
+
+
+def _bytes_of(chunk: Array) -> Array:
+    return np.ascontiguousarray(chunk).reshape(-1).view(np.uint8)
+
+
+class ChunkStore:
+    """The chunks in one OCDBT database.
+
+    Arguments:
+        location: the database's folder.
+        context: the TensorStore context that all databases of a checkpoint share.
+        codecs: the checkpoint's compression.
+        values: reads the database, if it exists already.
+    """
+
+    def __init__(
+        self,
+        location: Location,
+        context: ts.Context,
+        codecs: Codecs,
+        values: ocdbt.Values | None = None,
+    ) -> None:
+        self.location, self.context, self.codecs = location, context, codecs
+        self.values = values or location.values(context)  # here, so that threads share one
+        self._local = self.values if isinstance(self.values, local_values.Values) else None
+        self._open: dict[str, ts.TensorStore] = {}
+        self._backed: set[str] = set()
+
+    @cached_property
+    def database(self) -> KvStore:
+        """The database, for writing; readers do not need it."""
+        return self.location.database(self.context)
+
+    def array(self, entry: ArrayEntry, part: Part) -> ts.TensorStore:
+        """The zarr array of a part, opened without I/O."""
+        found = self._open.get(part.key)
+        if found is None:
+            spec = {
+                "driver": "zarr3",
+                "kvstore": self.location.array_spec(part.key),
+                "metadata": zarr_metadata(entry, part, self.codecs),
+                # Without these two, all-zero chunks would be left out and missing ones read as 0.
+                "store_data_equal_to_fill_value": True,
+                "fill_missing_data_reads": False,
+            }
+            with asking():
+                opened = ts.open(spec, context=self.context, open=True, assume_metadata=True)
+                found = opened.result()
+            self._open[part.key] = found
+        return found
+
+    def write(
+        self, entry: ArrayEntry, part: Part, number: int, chunk: Array, transaction: ts.Transaction
+    ) -> Future[Any]:
+        """Adds a chunk to a transaction; `chunk` must stay unchanged until that is committed."""
+        if self._is_raw(part, chunk.shape, entry):
+            store = self.database.with_transaction(transaction)
+            return store.write(_key(part, number), _bytes_of(chunk).tobytes())
+        box = part.chunk_box(number).relative_to(part.box.start)
+        target = self.array(entry, part).with_transaction(transaction)[box.slices]
+        stored = _as_stored(chunk, entry.dtype)
+        with asking():
+            return Future(target.write(stored, can_reference_source_data_indefinitely=True).copy)
+
+    def request(self, entry: ArrayEntry, part: Part, number: int) -> Any:
+        """Starts to read a small chunk where each request takes time of its own; else None."""
+        if self._local is None and self._is_raw(part, part.chunk_box(number).shape, entry):
+            return self.values.request(_key(part, number))
+        return None
+
+    def request_key(self, key: str) -> Any:
+        """Likewise for any key."""
+        return self.values.request(key) if self._local is None else None
+
+    def read_key(self, key: str, length: int | None = None, requested: Any = None) -> bytes | None:
+        """The bytes of a key; None where there is none.
+
+        Arguments:
+            key: of the database.
+            length: how many bytes it must have, where that is known.
+            requested: what `request_key` gave for it.
+
+        Raises:
+            Failed: it has another length, or cannot be read.
+        """
+        if requested is None:
+            return self.values.read(key, length)
+        found = requested.result()
+        if found.state != "value":
+            return None
+        if length is not None and len(found.value) != length:
+            raise Damaged(f"{len(found.value)} bytes stored, {length} expected")
+        value: bytes = found.value
+        return value
+
+    def read(
+        self,
+        entry: ArrayEntry,
+        part: Part,
+        number: int,
+        out: Array,
+        requested: Any = None,
+        *,
+        hashed: bool = False,
+    ) -> int | None:
+        """Reads a chunk into contiguous memory of its shape.
+
+        Arguments:
+            entry: the array.
+            part: the part of the array.
+            number: the chunk's row-major number in the part.
+            out: where the chunk goes.
+            requested: what `request` gave for it.
+            hashed: return the digest of what was read.
+
+        Raises:
+            CheckpointCorrupt: it is missing or cannot be decoded.
+            StorageError: the storage failed.
+        """
+        box = part.chunk_box(number)
+        whole = math.prod(part.chunk) * out.itemsize
+        try:
+            requested = requested or self.request(entry, part, number)
+            if self._local is not None and not self.codecs and out.shape[1:] == part.chunk[1:]:
+                hasher, key = xxhash.xxh3_64(), _key(part, number)
+                look = hasher.update if hashed else lambda _: None
+                self._local.read_into(key, _bytes_of(out).data, whole, look)
+                return hasher.intdigest() if hashed else None
+            if requested is not None:
+                result = requested.result()
+                if result.state != "value" or len(result.value) != out.nbytes:
+                    found = len(result.value) if result.state == "value" else "no"
+                    raise Damaged(f"{found} bytes stored, {out.nbytes} expected")
+                _bytes_of(out)[:] = np.frombuffer(result.value, np.uint8)
+            else:
+                local = box.relative_to(part.box.start)
+                target = ts.array(_as_stored(out, entry.dtype), context=self.context)
+                self.check_backed(entry, part)
+                self.values.check(part.key)
+                source = self.array(entry, part)[local.slices]
+                with asking():
+                    target.write(source).result()
+        except Failed as error:
+            raise self.explained(error, f"{self.location}: array {entry.name!r} {box}") from error
+        return digest(out) if hashed else None
+
+    def explained(self, error: Failed, where: str) -> Exception:
+        """What to raise for a failure to read: damage, the storage's fault, or another's save."""
+        return self.unless_replaced(translate(error, where))
+
+    def unless_replaced(self, found: Exception) -> Exception:
+        """See the function of this name."""
+        return unless_replaced(found, self.location, self.context)
+
+    def check_backed(self, entry: ArrayEntry, part: Part) -> None:
+        """Checks that enough data is stored to justify memory for a chunk of the declared shape.
+
+        TensorStore aborts the process if it cannot allocate memory for a chunk, so it must not read
+        one whose size only the index claims. Checks the first chunk of each part, once.
+
+        Raises:
+            Damaged: the stored chunk is smaller than declared.
+            MemoryError: the chunk is as large as declared, and too large for this machine.
+        """
+        nbytes = math.prod(part.chunk) * dtypes.from_name(entry.dtype).itemsize
+        if nbytes <= _BELIEVED or part.key in self._backed:
+            return
+        if self.codecs and nbytes > COMPRESSED_MOST:
+            raise Damaged(f"a compressed chunk of {nbytes} bytes is not allowed")
+        least = -(-nbytes // _MOST_PER_BYTE) if self.codecs else nbytes
+        if not self.values.has(_key(part, 0), least):
+            raise Damaged(f"no bytes stored, {least} expected")
+        np.empty(nbytes, np.uint8)
+        self._backed.add(part.key)
+
+    def _is_raw(self, part: Part, shape: tuple[int, ...], entry: ArrayEntry) -> bool:
+        if self.codecs or shape != part.chunk:
+            return False
+        return math.prod(shape) * dtypes.from_name(entry.dtype).itemsize <= SMALL
+
+
+def _key(part: Part, number: int) -> str:
+    key = part.chunk_key(number)
+    return f"{part.key}/{key}" if part.key else key
+
+
+def _as_stored(chunk: Array, dtype: str) -> Array:
+    stored = ts.dtype(dtypes.stored_as(dtype)).numpy_dtype
+    return chunk if chunk.dtype == stored else chunk.view(stored)
+
+
+def unless_replaced(found: Exception, location: Location, context: ts.Context) -> Exception:
+    """The error of a reader, or CheckpointReplaced if the checkpoint was replaced or removed.
+
+    Called after the error, because only then does an unchanged manifest prove that the data read
+    belonged to this checkpoint.
+    """
+    # If the network failed, another request would fail too, after all its retries.
+    asks = CheckpointCorrupt if location.is_remote else CheckpointCorrupt | StorageError
+    if not isinstance(found, asks):
+        return found
+    try:
+        change = location.change(context)
+    except Failed as error:
+        return translate(error, str(location))
+    if not change:
+        return found
+    by = "another save" if change == "replaced" else "somebody"
+    return CheckpointReplaced(
+        f"{location}: {by} {change} this checkpoint while it was being read; open it again"
+    )

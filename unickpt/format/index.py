@@ -1,0 +1,78 @@
+"""The index: a checkpoint's own metadata, as dataclasses, as JSON, and checked as untrusted input.
+
+docs/format.md is the normative text; `FORMAT` is the version both describe.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from unickpt.arrays import dtypes
+from unickpt.arrays.box import Box
+from unickpt.arrays.layout import Layout
+from unickpt.trees import plain_values
+
+FORMAT = (1, 1)
+RESERVED = "unickpt"
+"""The metadata key under which `Checkpointer` stores `step`, and process 0's `metrics`."""
+INDEX_KEY = "unickpt.json"
+DIGESTS_KEY = "unickpt.digests"
+
+
+@dataclass(frozen=True)
+class ArrayEntry:
+    """The index's entry of one array.
+
+    Arguments:
+        name: the array's name.
+        shape: global shape.
+        dtype: a name of `unickpt.dtypes`.
+        chunk: largest extent of a chunk in each dimension.
+        layout: how the writer's mesh split it; None if no layout describes the fragments.
+        cut: dimensions along whose layout intervals the array is cut into parts.
+        boxes: without a layout, each fragment with the processes that held it; one part each.
+        prng: for typed JAX PRNG keys, the name of their implementation.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    chunk: tuple[int, ...]
+    layout: Layout | None = None
+    cut: tuple[int, ...] = ()
+    boxes: tuple[tuple[Box, tuple[int, ...]], ...] | None = None
+    prng: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Logical bytes of the array."""
+        return math.prod(self.shape) * dtypes.from_name(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class PerProcessEntry:
+    """One leaf that differs by process: size in bytes and digest of each process's blob."""
+
+    blobs: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Index:
+    """The whole content of `unickpt.json`. `tree` is the JSON of `unickpt.tree`."""
+
+    tree: Any
+    arrays: Mapping[str, ArrayEntry]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, plain_values.Plain] = field(default_factory=dict)
+    per_process: Mapping[str, PerProcessEntry] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    codecs: tuple[Mapping[str, Any], ...] = ()
+    processes: int = 1
+    attempt: str = ""
+    created: str = ""
+    library: str = ""
+    chunks: int = 0
+    digests_xxh3: str = ""

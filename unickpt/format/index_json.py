@@ -1,0 +1,379 @@
+"""The JSON of an index, and its validation: an index from a storage is untrusted."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import xxhash
+
+from unickpt.arrays import dtypes
+from unickpt.arrays.box import Box, fill_exactly, overlap
+from unickpt.arrays.layout import Layout, Mesh
+from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
+from unickpt.format.index import FORMAT, ArrayEntry, Index, PerProcessEntry
+from unickpt.quoting import quoted
+from unickpt.trees import plain_values
+
+T = TypeVar("T")
+# The codecs that may follow `bytes`, with their settings. Others are refused: some zarr codecs
+# refer to further storage, or unpack into any amount of memory.
+CODECS: Mapping[str, Mapping[str, type]] = {
+    "zstd": {"level": int},
+    "gzip": {"level": int},
+    "blosc": {"cname": str, "clevel": int, "shuffle": str, "typesize": int, "blocksize": int},
+}
+_MAX_EXTENT = 1 << 62
+_MAX_RANK = 32
+_SEAL = re.compile(rb',"xxh3":"([0-9a-f]{16})"}\Z')
+_CODEC_FIELDS = ("name", "configuration")
+_DIGEST = re.compile(r"[0-9a-f]{16}")
+
+
+def encode(index: Index) -> bytes:
+    """The index as JSON, sealed by the xxh3-64 of all bytes before the seal."""
+    meshes: dict[Mesh, int] = {}
+    layouts: dict[Layout, int] = {}
+    arrays = {}
+    for entry in index.arrays.values():
+        if entry.layout is not None:
+            meshes.setdefault(entry.layout.mesh, len(meshes))
+            layouts.setdefault(entry.layout, len(layouts))
+        arrays[entry.name] = _array_to_json(entry, layouts)
+    body = {
+        "format": f"{FORMAT[0]}.{FORMAT[1]}",
+        "library": index.library,
+        "created": index.created,
+        "attempt": index.attempt,
+        "processes": index.processes,
+        "metadata": index.metadata,
+        "tree": index.tree,
+        "meshes": [{"axes": m.axes, "shape": m.shape, "processes": m.processes} for m in meshes],
+        "layouts": [{"mesh": meshes[x.mesh], "dims": x.dims} for x in layouts],
+        "arrays": arrays,
+        "aliases": dict(index.aliases),
+        "values": {name: plain_values.to_json(v) for name, v in index.values.items()},
+        "per_process": {
+            name: [[size, f"{digest:016x}"] for size, digest in entry.blobs]
+            for name, entry in index.per_process.items()
+        },
+        "codecs": list(index.codecs),
+        "chunks": index.chunks,
+        "digests": index.digests_xxh3,
+    }
+    text = json.dumps(body, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+    unsealed = text.encode()[:-1]
+    return unsealed + b',"xxh3":"%016x"}' % xxhash.xxh3_64_intdigest(unsealed)
+
+
+def _array_to_json(entry: ArrayEntry, layouts: dict[Layout, int]) -> dict[str, Any]:
+    out: dict[str, Any] = {"shape": entry.shape, "dtype": entry.dtype, "chunk": entry.chunk}
+    if entry.layout is not None:
+        out["layout"] = layouts[entry.layout]
+    if entry.cut:
+        out["cut"] = entry.cut
+    if entry.boxes is not None:
+        out["boxes"] = [[box.start, box.stop, holders] for box, holders in entry.boxes]
+    if entry.prng is not None:
+        out["prng"] = entry.prng
+    return out
+
+
+def decode(data: bytes, where: str, *, partial: bool = False) -> Index:
+    """Reads and checks an index.
+
+    Arguments:
+        data: the bytes of `unickpt.json`; untrusted.
+        where: the checkpoint's path, for messages.
+        partial: whether it is one process's description, whose boxes need not cover the arrays.
+
+    Raises:
+        UnsupportedFormat: written in a newer major version.
+        CheckpointCorrupt: anything else is wrong; says what.
+    """
+    try:
+        seal = _SEAL.search(data)
+        body = _json(data)
+        if isinstance(body, dict):
+            _check_version(body.get("format"), where)
+        if seal is None or int(seal[1], 16) != xxhash.xxh3_64_intdigest(data[: seal.start()]):
+            raise _Bad("its seal does not match its bytes")
+        return _decode(_Reader(body, "index"), partial)
+    except (_Bad, plain_values.BadValue) as error:
+        raise CheckpointCorrupt(f"{where}: the index is damaged: {error}") from None
+
+
+class _Bad(ValueError):
+    """A reason why the index is invalid."""
+
+
+def _json(data: bytes) -> Any:
+    try:
+        return json.loads(data, object_pairs_hook=_object, parse_constant=_constant)
+    except (RecursionError, ValueError) as error:
+        raise _Bad(str(error)) from None
+
+
+def _made(kind: Callable[..., T], *fields: Any) -> T:
+    """An object built from stored fields; _Bad if its class refuses them."""
+    try:
+        return kind(*fields)
+    except ValueError as error:
+        raise _Bad(str(error)) from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise _Bad("a key occurs twice in an object")
+    return found
+
+
+def _constant(name: str) -> Any:
+    raise _Bad(f"it contains {name}, which is not valid JSON")
+
+
+def _check_version(version: Any, where: str) -> None:
+    match = re.fullmatch(r"(\d{1,6})\.(\d{1,6})", version) if isinstance(version, str) else None
+    if match is None:
+        raise _Bad(f"its format version is {quoted(version)}")
+    if int(match[1]) < 1:
+        raise _Bad(f"its format version is {version}, but the lowest version is 1.0")
+    if int(match[1]) > FORMAT[0]:
+        raise UnsupportedFormat(
+            f"{where}: written in format {version}; this unickpt reads up to major version "
+            f"{FORMAT[0]}. Install a newer unickpt."
+        )
+
+
+class _Reader:
+    """A JSON object; reading a field checks its type.
+
+    Arguments:
+        body: the object.
+        kind: what it is, for messages.
+        name: its name, if it has one.
+    """
+
+    __slots__ = ("_kind", "_name", "body")
+
+    def __init__(self, body: Any, kind: str, name: str | None = None) -> None:
+        self.body, self._kind, self._name = body, kind, name
+        if not isinstance(body, dict):
+            raise _Bad(f"{self._at} is not an object")
+
+    @property
+    def _at(self) -> str:
+        return self._kind if self._name is None else f"{self._kind} {quoted(self._name)}"
+
+    def get(self, key: str, kind: type, default: Any = None) -> Any:
+        value = self.body.get(key, default)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise _Bad(f"{self._at}: {key!r} is {quoted(value)}, not {kind.__name__}")
+        return value
+
+    def ints(self, key: str, low: int) -> tuple[int, ...]:
+        items = self.get(key, list)
+        if not _are_ints(items, low):
+            raise _Bad(f"{self._at}: {key!r} contains {quoted(_first_bad(items, low))}")
+        return tuple(items)
+
+
+def _ints(items: Any, low: int, at: str) -> tuple[int, ...]:
+    if not isinstance(items, list):
+        raise _Bad(f"{at} is {quoted(items)}, not a list")
+    if not _are_ints(items, low):
+        raise _Bad(f"{at} contains {quoted(_first_bad(items, low))}")
+    return tuple(items)
+
+
+def _are_ints(items: list[Any], low: int) -> bool:
+    """Whether all items are integers, from `low` on and below the largest extent."""
+    if not items:
+        return True
+    return {*map(type, items)} == {int} and low <= min(items) and max(items) < _MAX_EXTENT
+
+
+def _first_bad(items: list[Any], low: int) -> str:
+    bad = (x for x in items if type(x) is not int or not low <= x < _MAX_EXTENT)
+    return str(next(bad))
+
+
+def _decode(r: _Reader, partial: bool) -> Index:
+    processes = r.get("processes", int)
+    if not 0 < processes < 1 << 31:
+        raise _Bad(f"it names {processes} processes")
+    meshes = [_mesh(_Reader(m, "mesh")) for m in r.get("meshes", list)]
+    layouts = [_layout(_Reader(x, "layout"), meshes) for x in r.get("layouts", list)]
+    arrays = {
+        name: _array(name, _Reader(a, "array", name), layouts, partial)
+        for name, a in r.get("arrays", dict).items()
+    }
+    aliases = r.get("aliases", dict)
+    for alias, target in aliases.items():
+        if not isinstance(target, str) or target not in arrays:
+            raise _Bad(f"alias {quoted(alias)} names {quoted(target)}, which is not an array")
+    plain = r.get("values", dict)
+    per_process = {
+        name: _per_process(blobs, f"per-process leaf {quoted(name)}")
+        for name, blobs in r.get("per_process", dict).items()
+    }
+    _check_names([*arrays, *aliases, *plain, *per_process])
+    _check_processes(processes, meshes, arrays, per_process, partial)
+    return Index(
+        tree=r.body.get("tree"),
+        arrays=arrays,
+        aliases=aliases,
+        values={k: plain_values.from_json(v) for k, v in plain.items()},
+        per_process=per_process,
+        metadata=r.get("metadata", dict),
+        codecs=_codecs(r.get("codecs", list)),
+        processes=processes,
+        attempt=r.get("attempt", str),
+        created=r.get("created", str),
+        library=r.get("library", str),
+        chunks=r.get("chunks", int),
+        digests_xxh3=r.get("digests", str),
+    )
+
+
+def _check_names(names: list[str]) -> None:
+    if len(set(names)) != len(names):
+        raise _Bad("two leaves have the same name")
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise _Bad(f"the name {quoted(name)} is not valid Unicode") from None
+
+
+def _check_processes(
+    processes: int,
+    meshes: Sequence[Mesh],
+    arrays: Mapping[str, ArrayEntry],
+    per_process: Mapping[str, PerProcessEntry],
+    partial: bool,
+) -> None:
+    """Checks that only processes that took part are named, and that each has its own values."""
+    for mesh in meshes:
+        if max(mesh.processes, default=0) >= processes:
+            raise _Bad(f"a mesh names process {max(mesh.processes)} of {processes}")
+    for name, entry in arrays.items():
+        for box, holders in entry.boxes or ():
+            if max(holders) >= processes:
+                raise _Bad(
+                    f"array {quoted(name)}: process {max(holders)} of {processes} holds {box}"
+                )
+    for name, own in per_process.items():
+        if not partial and len(own.blobs) != processes:
+            raise _Bad(
+                f"per-process leaf {quoted(name)} has {len(own.blobs)} values of {processes}"
+            )
+
+
+def _codecs(items: list[Any]) -> tuple[Mapping[str, Any], ...]:
+    for item in items:
+        known = CODECS.get(str(item.get("name"))) if isinstance(item, dict) else None
+        settings = item.get("configuration") if isinstance(item, dict) else None
+        if known is None or not isinstance(settings, dict) or item.keys() - {*_CODEC_FIELDS}:
+            raise _Bad(f"its codecs hold {quoted(item)}")
+        for key, value in settings.items():
+            if type(value) is not known.get(key):
+                raise _Bad(f"its codecs hold {quoted(item)}")
+    if len(items) > 1:
+        raise _Bad("it names more than one codec")
+    return tuple(items)
+
+
+def _mesh(r: _Reader) -> Mesh:
+    axes = r.get("axes", list)
+    if not all(isinstance(a, str) for a in axes):
+        raise _Bad(f"mesh axes are {quoted(axes)}")
+    if len(axes) > _MAX_RANK:
+        raise _Bad(f"a mesh has {len(axes)} axes, more than {_MAX_RANK}")
+    return _made(Mesh, tuple(axes), r.ints("shape", 1), r.ints("processes", 0))
+
+
+def _layout(r: _Reader, meshes: list[Mesh]) -> Layout:
+    mesh = r.get("mesh", int)
+    dims = r.get("dims", list)
+    if not 0 <= mesh < len(meshes):
+        raise _Bad(f"a layout names mesh {mesh} of {len(meshes)}")
+    if not all(isinstance(d, list) and all(isinstance(a, str) for a in d) for d in dims):
+        raise _Bad(f"layout dimensions are {quoted(dims)}")
+    return _made(Layout, meshes[mesh], tuple(tuple(d) for d in dims))
+
+
+def _array(name: str, r: _Reader, layouts: list[Layout], partial: bool) -> ArrayEntry:
+    shape, chunk = r.ints("shape", 0), r.ints("chunk", 1)
+    dtype = r.get("dtype", str)
+    try:
+        itemsize = dtypes.from_name(dtype).itemsize
+    except TypeError as error:
+        raise _Bad(f"array {quoted(name)}: {error}") from None
+    sizes = [math.prod(map(max, extents, (1,) * len(extents))) for extents in (shape, chunk)]
+    if len(chunk) != len(shape) or max(sizes) * itemsize >= _MAX_EXTENT or len(shape) > _MAX_RANK:
+        raise _Bad(
+            f"array {quoted(name)}: shape {quoted(shape)} and chunk {quoted(chunk)} do not fit"
+        )
+    layout, boxes = None, None
+    cut: tuple[int, ...] = ()
+    if "layout" in r.body:
+        at = r.get("layout", int)
+        if not 0 <= at < len(layouts) or len(layouts[at].dims) != len(shape):
+            raise _Bad(f"array {quoted(name)}: layout {at} does not fit shape {quoted(shape)}")
+        layout = layouts[at]
+    if "cut" in r.body:
+        cut = r.ints("cut", 0)
+        if layout is None or list(cut) != sorted(set(cut)) or cut[-1:] >= (len(shape),):
+            raise _Bad(f"array {quoted(name)}: is cut along dimensions {quoted(cut)}")
+    if "boxes" in r.body:
+        boxes = _boxes(name, r.get("boxes", list), shape, partial)
+    if (layout is None) == (boxes is None):
+        raise _Bad(f"array {quoted(name)}: needs either a layout or boxes")
+    prng = r.get("prng", str) if "prng" in r.body else None
+    return ArrayEntry(name, shape, dtype, chunk, layout, cut, boxes, prng)
+
+
+def _boxes(
+    name: str, items: list[Any], shape: tuple[int, ...], partial: bool
+) -> tuple[tuple[Box, tuple[int, ...]], ...]:
+    boxes = []
+    at = f"array {quoted(name)}: boxes"
+    for item in items:
+        if not isinstance(item, list) or len(item) != 3:
+            raise _Bad(f"{at} contain {quoted(item)}")
+        start, stop, holders = _ints(item[0], 0, at), _ints(item[1], 0, at), _ints(item[2], 0, at)
+        if len(start) != len(shape) or not holders:
+            raise _Bad(f"{at}: {quoted(item)} does not fit shape {quoted(shape)}")
+        boxes.append((_made(Box, start, stop), holders))
+    plain = [box for box, _ in boxes]
+    whole = Box.whole(shape)
+    size = sum(b.size for b in plain)
+    if any(b.empty or not whole.contains(b) for b in plain):
+        raise _Bad(f"{at} are empty or lie outside shape {shape}")
+    if not partial and size < whole.size:
+        raise _Bad(f"{at} do not cover shape {shape}")
+    # Boxes that cover a shape and have its total size do not overlap.
+    if overlap(plain) is not None if partial else not fill_exactly(whole, plain):
+        raise _Bad(f"{at} overlap")
+    return tuple(boxes)
+
+
+def _per_process(blobs: Any, at: str) -> PerProcessEntry:
+    if not isinstance(blobs, list):
+        raise _Bad(f"{at} is not a list")
+    out = []
+    for blob in blobs:
+        if not (isinstance(blob, list) and len(blob) == 2 and _is_digest(blob[1])):
+            raise _Bad(f"{at} contains {quoted(blob)}")
+        (size,) = _ints(blob[:1], 0, at)
+        out.append((size, int(blob[1], 16)))
+    return PerProcessEntry(tuple(out))
+
+
+def _is_digest(text: Any) -> bool:
+    return isinstance(text, str) and _DIGEST.fullmatch(text) is not None

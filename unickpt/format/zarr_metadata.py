@@ -1,0 +1,88 @@
+"""The Zarr v3 metadata of a checkpoint's arrays and groups."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from unickpt.arrays import dtypes
+from unickpt.arrays.box import Box
+from unickpt.format import chunk_grid
+from unickpt.format.chunk_grid import Part
+from unickpt.format.index import ArrayEntry, Index
+
+Codecs = Sequence[Mapping[str, Any]]
+
+
+def codecs_for(compression: str | None) -> tuple[dict[str, Any], ...]:
+    """The zarr v3 codecs that follow `bytes`."""
+    settings = {
+        "zstd": {"level": 3},
+        "gzip": {"level": 5},
+        "blosc": {"cname": "zstd", "clevel": 5, "shuffle": "shuffle"},
+    }
+    if compression is None:
+        return ()
+    return ({"name": compression, "configuration": settings[compression]},)
+
+
+def zarr_metadata(entry: ArrayEntry, part: Part, codecs: Codecs) -> dict[str, Any]:
+    """The `zarr.json` of a part."""
+    stored = dtypes.stored_as(entry.dtype)
+    itemsize = dtypes.from_name(entry.dtype).itemsize
+    fill: Any = False if stored == "bool" else 0
+    if stored.startswith("complex"):
+        fill = [0, 0]
+    to_bytes = {"name": "bytes", "configuration": {"endian": "little"}}
+    if itemsize == 1:
+        to_bytes = {"name": "bytes"}
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(part.box.shape),
+        "data_type": stored,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(part.chunk)}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": fill,
+        "codecs": [to_bytes, *(_complete(codec, itemsize) for codec in codecs)],
+        "attributes": {},
+    }
+
+
+def _complete(codec: Mapping[str, Any], itemsize: int) -> Mapping[str, Any]:
+    """A codec with the settings that depend on the array."""
+    if codec["name"] != "blosc":
+        return codec
+    settings = {"typesize": itemsize, "blocksize": 0, **codec["configuration"]}
+    return {**codec, "configuration": settings}
+
+
+def zarr_json(metadata: Mapping[str, Any]) -> bytes:
+    return json.dumps(metadata, separators=(",", ":")).encode()
+
+
+GROUP_JSON = zarr_json({"zarr_format": 3, "node_type": "group", "attributes": {}})
+
+
+def zarr_keys(index: Index) -> dict[str, bytes]:
+    """The zarr metadata of all groups and parts, by key."""
+    groups, out = {""}, {}
+    for name, entry in index.arrays.items():
+        stored = chunk_grid.parts(entry) or [
+            chunk_grid.Part(name, Box.whole(entry.shape), entry.chunk)
+        ]
+        for part in stored:
+            metadata = zarr_metadata(entry, part, index.codecs)
+            out[join_key(part.key, "zarr.json")] = zarr_json(metadata)
+            parent = part.key
+            while parent:
+                parent = parent.rpartition("/")[0]
+                groups.add(parent)
+    for group in groups:
+        out.setdefault(join_key(group, "zarr.json"), GROUP_JSON)
+    return out
+
+
+def join_key(prefix: str, key: str) -> str:
+    return f"{prefix}/{key}" if prefix else key

@@ -1,0 +1,1 @@
+"""What the core knows of frameworks: the adapters' protocol and registry, processes, leaves."""

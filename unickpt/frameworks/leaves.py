@@ -1,0 +1,262 @@
+"""Leaves for what no framework can describe: `PerProcess` and `LocalFragments`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from numbers import Integral
+from typing import Any
+
+from unickpt.arrays import dtypes
+from unickpt.arrays.box import Box, flat_range_to_boxes, overlap
+from unickpt.arrays.dtypes import Array
+from unickpt.frameworks.process_group import Group
+from unickpt.frameworks.protocol import Adapter, ArraySource, Fragment, Memory, Read
+from unickpt.frameworks.registry import adapter_of, adapters
+from unickpt.quoting import quoted
+from unickpt.trees import plain_values, tree
+
+
+def is_leaf(obj: Any, among: Sequence[Adapter]) -> bool:
+    """Whether an object of a tree is a leaf for saving and loading."""
+    return (
+        plain_values.is_plain(obj)
+        or isinstance(obj, PerProcess | Described)
+        or adapter_of(obj, among) is not None
+    )
+
+
+def expand(
+    obj: Any, name: str, among: Sequence[Adapter], stored: Mapping[str, Any] | None = None
+) -> tree.Expansion | None:
+    """One level of a framework's container, or of an object with `state_dict`."""
+    for adapter in among:
+        level = adapter.expand(obj, name, stored)
+        if level is not None:
+            return level
+    if not _is_stateful(obj):
+        return None
+
+    def rebuild(children: list[Any]) -> Any:
+        obj.load_state_dict(children[0])
+        return obj
+
+    state = obj.state_dict()
+    return tree.Expansion("wrapper", ("state_dict",), (state,), rebuild, type(obj).__name__)
+
+
+def _is_stateful(obj: Any) -> bool:
+    kind = type(obj)
+    return callable(getattr(kind, "state_dict", None)) and callable(
+        getattr(kind, "load_state_dict", None)
+    )
+
+
+@dataclass(frozen=True)
+class PerProcess:
+    """A leaf whose value differs by process, such as RNG or data-loader state.
+
+    If as many processes load it as saved it, each gets its own value back; for another number of
+    processes, `redistribute` in `like` computes the values.
+
+    Arguments:
+        value: any nesting of containers, plain values and host arrays. In `like`, its arrays are
+            the ones to load into; with None, arrays are returned as NumPy arrays.
+        redistribute: in `like`, called on every process if their number has changed, with the
+            values of all processes that saved (arrays as NumPy arrays), the index of this process
+            and the current number of processes; returns this process's value.
+
+    Example:
+        >>> tree = {"rng": PerProcess({"seed": 7, "offset": 120})}
+        >>> def share_out(saved, index, count):
+        ...     return {"seed": 7 + index, "offset": min(s["offset"] for s in saved)}
+        >>> like = {"rng": PerProcess(redistribute=share_out)}
+    """
+
+    value: Any = None
+    redistribute: Callable[[Sequence[Any], int, int], Any] | None = None
+
+
+@dataclass(frozen=True)
+class PerProcessValues:
+    """What `load` without `like` returns for a `PerProcess` leaf: the value of every process."""
+
+    values: tuple[Any, ...]
+
+
+class Described(ABC):
+    """A leaf that describes itself, without an adapter."""
+
+    @abstractmethod
+    def source(self, group: Group) -> ArraySource:
+        """As an adapter's `source`."""
+
+
+class LocalFragments(Described):
+    """Elements of a global array that this process holds, in any partitioning.
+
+    Other processes hold the rest, and declare it themselves; nothing is communicated. The fragments
+    of all processes must cover the array exactly once; the coordinator checks it before the commit.
+    In `like`, the given memory is filled in place.
+
+    Arguments:
+        shape: shape of the global array.
+        fragments: boxes with their data: NumPy arrays or torch tensors of the shape of the box.
+        dtype: a dtype name such as "bfloat16"; needed only where `fragments` is empty.
+
+    Raises:
+        ValueError: a box does not fit its data or the shape, or two overlap; or an argument has
+            a wrong type.
+
+    Example:
+        >>> import numpy as np
+        >>> mine = LocalFragments((4, 3), [(Box((0, 0), (2, 3)), np.zeros((2, 3)))])
+    """
+
+    def __init__(
+        self, shape: Sequence[int], fragments: Sequence[tuple[Box, Any]], dtype: str | None = None
+    ) -> None:
+        self.shape = _shape(shape)
+        self.fragments = tuple(fragments)
+        whole = Box.whole(self.shape)
+        for fragment in self.fragments:
+            if not (isinstance(fragment, tuple) and len(fragment) == 2):
+                raise ValueError("a fragment is a pair (Box(start, stop), data)")
+            box, data = fragment
+            if not isinstance(box, Box):
+                raise ValueError(f"a fragment's box is {quoted(box)}, not a Box(start, stop)")
+            _check_data(data)
+            if len(box.start) != len(self.shape) or not whole.contains(box):
+                raise ValueError(f"box {box} does not lie within shape {self.shape}")
+            if tuple(data.shape) != box.shape:
+                raise ValueError(f"data of shape {tuple(data.shape)} does not fit box {box}")
+        pair = overlap([box for box, _ in self.fragments])
+        if pair is not None:
+            first, second = (self.fragments[i][0] for i in pair)
+            raise ValueError(f"boxes {first} and {second} overlap")
+        self.dtype = dtype
+
+    @classmethod
+    def flat(
+        cls, shape: Sequence[int], ranges: Sequence[tuple[int, Any]], dtype: str | None = None
+    ) -> LocalFragments:
+        """Row-major flat ranges, as ZeRO and distributed optimizers hold them.
+
+        Arguments:
+            shape: shape of the global array.
+            ranges: pairs of the flat position of the first element and contiguous 1-d data.
+            dtype: as for the class.
+
+        Example:
+            >>> import numpy as np
+            >>> mine = LocalFragments.flat((4, 3), [(2, np.arange(5.0))])  # elements [2, 7)
+        """
+        pieces: list[tuple[Box, Any]] = []
+        shape = _shape(shape)
+        for part in ranges:
+            if not (isinstance(part, tuple) and len(part) == 2 and isinstance(part[0], Integral)):
+                raise ValueError("a flat range is a pair (position of its first element, 1-d data)")
+            start, data = int(part[0]), part[1]
+            _check_data(data)
+            if len(data.shape) != 1:
+                raise ValueError(f"a flat range needs 1-d data, not shape {tuple(data.shape)}")
+            contiguous = data.flags.c_contiguous if hasattr(data, "flags") else data.is_contiguous()
+            if not contiguous:
+                raise ValueError("a flat range needs contiguous data, so that it can be filled")
+            at = 0
+            for box in flat_range_to_boxes(shape, start, start + data.shape[0]):
+                pieces.append((box, data[at : at + box.size].reshape(box.shape)))
+                at += box.size
+        return cls(shape, pieces, dtype)
+
+    @classmethod
+    def whole(cls, data: Any) -> LocalFragments:
+        """Declares that this process alone holds a whole array."""
+        return cls(tuple(data.shape), [(Box.whole(tuple(data.shape)), data)])
+
+    def source(self, group: Group) -> ArraySource:
+        """As an adapter's `source`."""
+        fragments, dtype = [], self._declared()
+        for box, data in self.fragments:
+            inner = _adapter(data).source(data, group)
+            if inner.layout is None or any(inner.layout.dims):
+                raise TypeError("LocalFragments can only hold NumPy arrays and plain torch tensors")
+            dtype = self._agree(dtype, inner.dtype)
+            for held in inner.fragments:
+                read, memory = _shifted(held.read, box), _shifted_memory(held.memory, box)
+                fragments.append(Fragment(box, (group.index,), read, memory))
+        if dtype is None:
+            raise TypeError("LocalFragments without any fragment need a dtype, e.g. 'float32'")
+        return ArraySource(self.shape, dtype, tuple(fragments))
+
+    def target(self) -> LocalTarget:
+        """As an adapter's `target`."""
+        return LocalTarget(self)
+
+    def _declared(self) -> dtypes.DType | None:
+        return None if self.dtype is None else dtypes.from_name(self.dtype)
+
+    def _agree(self, dtype: dtypes.DType | None, found: dtypes.DType) -> dtypes.DType:
+        found = found.newbyteorder("=")
+        if dtype is not None and dtype != found:
+            raise TypeError(f"LocalFragments mix dtypes {dtype} and {found}")
+        return found
+
+
+class LocalTarget:
+    """Fills the fragments' own memory."""
+
+    identity: Hashable = None
+    abstract = False
+    prng: str | None = None
+
+    def __init__(self, marked: LocalFragments) -> None:
+        self.marked, self.shape = marked, marked.shape
+        self.inner = [_adapter(data).target(data) for _, data in marked.fragments]
+        dtype = marked._declared()
+        for (box, _), inner in zip(marked.fragments, self.inner, strict=True):
+            if inner.identity is None and not box.empty:
+                raise TypeError(f"the memory of fragment {box} cannot be filled in place")
+            dtype = marked._agree(dtype, inner.dtype)
+        if dtype is None:
+            raise TypeError("LocalFragments without any fragment need a dtype, e.g. 'float32'")
+        self.dtype = dtype
+        self.boxes: Sequence[Box] = tuple(box for box, _ in marked.fragments)
+
+    def buffer(self, position: int) -> Array:
+        return self.inner[position].buffer(0)
+
+    def finish(self, buffers: Sequence[Array]) -> Any:
+        for inner, buffer in zip(self.inner, buffers, strict=True):
+            inner.finish([buffer])
+        return self.marked
+
+
+def _shape(shape: object) -> tuple[int, ...]:
+    if not isinstance(shape, Iterable):
+        raise ValueError(f"shape {quoted(shape)} must be a tuple of integers")
+    return tuple(int(n) for n in shape)
+
+
+def _check_data(data: object) -> None:
+    if not hasattr(data, "shape"):
+        raise ValueError(
+            f"a fragment's data is of type {type(data).__name__}; pass a NumPy array or a tensor"
+        )
+
+
+def _adapter(data: Any) -> Adapter:
+    found = adapter_of(data, adapters())
+    if found is None:
+        raise TypeError(f"a fragment's data is a {type(data).__name__}, not an array")
+    return found
+
+
+def _shifted(read: Read, box: Box) -> Read:
+    return lambda wanted, room: read(wanted.relative_to(box.start), room)
+
+
+def _shifted_memory(memory: Memory, box: Box) -> Memory:
+    keep = memory.keep
+    return memory if keep is None else replace(memory, keep=lambda: _shifted(keep(), box))

@@ -1,0 +1,193 @@
+"""The protocol between the core and the frameworks' adapters.
+
+The core knows arrays only as `ArraySource` (to save) and `ArrayTarget` (to load into).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from unickpt.arrays import dtypes
+from unickpt.arrays.box import Box
+from unickpt.arrays.dtypes import Array, DType
+from unickpt.arrays.layout import Layout
+from unickpt.frameworks.process_group import Group
+from unickpt.trees.tree import Expansion
+
+Read = Callable[[Box, Callable[[], Array]], Array]
+Sample = Callable[[tuple[Array, ...]], Callable[[], Array]]
+
+# Objects of these classes are never modified. They are not frozen, because that makes creating them
+# three times as slow (and `dataclasses.replace` four times), and a save creates some for each array
+# while its caller waits.
+
+
+@dataclass(slots=True, eq=False)
+class Memory:
+    """The memory of a fragment, and how its framework reports changes to it.
+
+    Arguments:
+        mutable: whether its owner may write to it; immutable memory may still be deleted.
+        on_device: whether it is on an accelerator, so that reading it already makes a copy.
+        keep: keeps the data as it is now, without host memory (references to immutable data, or a
+            clone on the device), and returns a function that reads it; None if that is impossible.
+            Raises `MemoryError` if the device has no room.
+        changed: whether the data was changed or deleted since it was described; None if that
+            cannot be known.
+        owner: the key by which a `Fence` identifies it.
+        allocate: allocates this many bytes of host memory, for fast transfers from this device.
+        spans: the host address ranges that it lies in, as (begin, end); None on a device.
+    """
+
+    mutable: bool = True
+    on_device: bool = False
+    keep: Callable[[], Read] | None = None
+    changed: Callable[[], bool] | None = None
+    owner: Hashable = None
+    allocate: Callable[[int], Array] | None = None
+    spans: Callable[[], Sequence[tuple[int, int]]] | None = None
+
+    def watched(self, changed: Callable[[], bool] | None) -> Memory:
+        """The same memory with another way to detect changes."""
+        return Memory(
+            self.mutable, self.on_device, self.keep, changed, self.owner, self.allocate, self.spans
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Fragment:
+    """A box of an array that this process holds.
+
+    Arguments:
+        box: in global coordinates, not empty.
+        replicas: all processes that hold the same box, ascending.
+        read: returns host memory of a sub-box in global coordinates: a view where possible, else
+            memory that the second argument allocates (of that shape and the array's dtype), filled.
+        memory: the memory that holds it.
+        sample: keeps the elements at some indices (an array of indices per dimension; a scalar
+            counts as one-dimensional) as they are now, without waiting for a device, and returns
+            a function that returns them; None if `read` returns a view of the whole box.
+    """
+
+    box: Box
+    replicas: tuple[int, ...]
+    read: Read
+    memory: Memory = field(default_factory=Memory)
+    sample: Sample | None = None
+
+
+@dataclass(slots=True, eq=False)
+class ArraySource:
+    """An adapter's description of a leaf to save.
+
+    Arguments:
+        shape: global shape.
+        dtype: NumPy dtype of the stored elements.
+        fragments: the distinct boxes of this process.
+        layout: how all processes hold the array; None if no layout describes it.
+        boxes: without a layout, all fragments of all processes, if this process knows them.
+        identity: equal for leaves that are the same array (tied parameters).
+        prng: implementation of a typed PRNG key.
+        assumed: whether `layout` only assumes that all processes hold the array; a process that
+            has it in its tree holds it whole.
+    """
+
+    shape: tuple[int, ...]
+    dtype: DType
+    fragments: tuple[Fragment, ...]
+    layout: Layout | None = None
+    boxes: tuple[tuple[Box, tuple[int, ...]], ...] | None = None
+    identity: Hashable = None
+    prng: str | None = None
+    assumed: bool = False
+
+    def with_fragments(self, fragments: tuple[Fragment, ...]) -> ArraySource:
+        """The same array with other fragments."""
+        return ArraySource(
+            self.shape, self.dtype, fragments, self.layout, self.boxes, self.identity, self.prng,
+            self.assumed,
+        )  # fmt: skip
+
+
+class ArrayTarget(Protocol):
+    """An adapter's description of a leaf to load into.
+
+    `boxes` are the distinct, possibly overlapping boxes that this process needs. `buffer(i)`
+    returns writable host memory of the shape of `boxes[i]`, the destination itself if possible.
+    `finish` takes these buffers, filled, and returns the leaf. `identity` is equal for leaves that
+    share memory, and None if loading allocates new memory; `abstract` leaves hold no data to keep;
+    `prng` is the implementation of a typed PRNG key.
+    """
+
+    shape: tuple[int, ...]
+    dtype: DType
+    boxes: Sequence[Box]
+    identity: Hashable
+    abstract: bool
+    prng: str | None
+
+    def buffer(self, position: int) -> Array: ...
+
+    def finish(self, buffers: Sequence[Array]) -> Any: ...
+
+
+class Fence(Protocol):
+    """A hook before every update that an optimizer makes to the memory it owns."""
+
+    def owners(self) -> set[Hashable]:
+        """`Memory.owner` of all memory that only the optimizer changes."""
+
+    def remove(self) -> None:
+        """Removes the hook."""
+
+
+class Adapter(Protocol):
+    """The interface of a module under `unickpt.adapters`."""
+
+    def is_array(self, leaf: Any) -> bool:
+        """Whether `source` and `target` handle this leaf."""
+
+    def source(self, leaf: Any, group: Group) -> ArraySource:
+        """Describes an array to save.
+
+        Raises:
+            TypeError: the dtype or the layout cannot be stored; the message need not name the leaf.
+        """
+
+    def target(self, leaf: Any) -> ArrayTarget:
+        """Describes an array to load into. Raises as `source`."""
+
+    def expand(self, obj: Any, name: str, stored: Mapping[str, Any] | None) -> Expansion | None:
+        """Expands one level of a container of this framework; None for other objects.
+
+        Arguments:
+            obj: an object that is neither a leaf nor a builtin container.
+            name: its name in the tree.
+            stored: while loading, the stored arrays and values by name; else None.
+        """
+
+    def group(self) -> Group | None:
+        """This framework's job, if it is initialised with more than one process."""
+
+    def fence(self, optimizer: Any, wait: Callable[[], None]) -> Fence | None:
+        """Calls `wait` before every step of an optimizer; None if it is of another framework."""
+
+
+def whole_source(
+    shape: tuple[int, ...],
+    dtype: dtypes.DType,
+    group: Group,
+    read: Read,
+    identity: Hashable,
+    memory: Memory,
+    sample: Sample | None = None,
+) -> ArraySource:
+    """An array that every process of the job holds whole, if it has it in its tree."""
+    box = Box.whole(shape)
+    holders = tuple(range(group.count))
+    fragments = () if 0 in shape else (Fragment(box, holders, read, memory, sample),)
+    layout = Layout.replicated(len(shape), group.count)
+    assumed = group.count > 1
+    return ArraySource(shape, dtype, fragments, layout, identity=identity, assumed=assumed)

@@ -1,0 +1,43 @@
+"""The registry of the frameworks' adapters."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any, cast
+
+from unickpt.frameworks.process_group import Group, alone
+from unickpt.frameworks.protocol import Adapter
+
+_FRAMEWORKS = ("jax", "torch")
+
+
+def adapters() -> list[Adapter]:
+    """The adapters of the frameworks that this process has imported, and NumPy's."""
+    loaded = [name for name in _FRAMEWORKS if sys.modules.get(name) is not None]
+    modules = [importlib.import_module(f"unickpt.adapters.{n}") for n in [*loaded, "numpy"]]
+    return [cast(Adapter, module) for module in modules]
+
+
+def adapter_of(leaf: Any, among: Sequence[Adapter]) -> Adapter | None:
+    """The adapter that handles a leaf, if any."""
+    for adapter in among:
+        if adapter.is_array(leaf):
+            return adapter
+    return None
+
+
+def current_group(among: Sequence[Adapter]) -> Group:
+    """The job of this process, as its frameworks report it.
+
+    Raises:
+        ValueError: two frameworks each report a job.
+    """
+    groups = [g for g in (a.group() for a in among) if g is not None]
+    if len(groups) > 1:
+        raise ValueError(
+            "jax.distributed and torch.distributed are both initialised; say which processes save "
+            "together: options=SaveOptions(group=unickpt.ProcessGroup(index, count, session))"
+        )
+    return groups[0] if groups else alone()

@@ -1,0 +1,1 @@
+"""Loads a checkpoint into what is requested."""

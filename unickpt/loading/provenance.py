@@ -1,0 +1,152 @@
+"""Provenance: what the numbers of a converted checkpoint mean, recorded in its metadata.
+
+The record has their conventions, the arithmetic that was applied to them, and the sizes of axes
+that are stored padded. It allows to refuse rules that would apply the same conversion twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from unickpt.errors import CheckpointCorrupt, RuleError
+from unickpt.format.index import RESERVED
+from unickpt.reading.recipes import Feed
+from unickpt.rules import Rules
+from unickpt.rules.plan import Made, Plan
+
+_KEY = "conversion"
+
+Net = tuple[float, float]
+"""`scale` and `offset` of elements that are `scale * x + offset` of their original values."""
+_AS_IT_WAS: Net = (1.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """The record.
+
+    Arguments:
+        conventions: the meaning of the numbers, by the name of the convention.
+        arithmetic: for each array with converted elements, the total arithmetic; for an array of
+            several pieces, that of each.
+        sizes: for arrays with padding, the sizes of the axes of their rule.
+    """
+
+    conventions: Mapping[str, str] = field(default_factory=dict)
+    arithmetic: Mapping[str, frozenset[Net]] = field(default_factory=dict)
+    sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, metadata: Mapping[str, Any], where: str) -> Provenance:
+        """Reads the record from a checkpoint's metadata.
+
+        Raises:
+            CheckpointCorrupt: the record is malformed.
+        """
+        own = metadata.get(RESERVED)
+        record = own.get(_KEY, {}) if isinstance(own, dict) else {}
+        try:
+            return cls(
+                {str(k): str(v) for k, v in record.get("conventions", {}).items()},
+                {
+                    **{k: _nets([pair]) for k, pair in record.get("arithmetic", {}).items()},
+                    **{
+                        name: _nets(pairs) | {_AS_IT_WAS}
+                        for name, pairs in record.get("pieces", {}).items()
+                    },
+                },
+                {
+                    name: {str(axis): int(size) for axis, size in sizes.items()}
+                    for name, sizes in record.get("sizes", {}).items()
+                },
+            )
+        except (AttributeError, TypeError, ValueError) as error:
+            raise CheckpointCorrupt(f"{where}: the record of its conversion: {error}") from None
+
+    def check(self, rules: Rules, where: str) -> None:
+        """Refuses rules for numbers of another convention.
+
+        Raises:
+            RuleError: names the convention, the recorded value, and the value that the rules
+                expect.
+        """
+        for convention in rules.conventions:
+            recorded = self.conventions.get(convention.name)
+            if recorded is not None and recorded != convention.left:
+                done = " (they have been applied already)" if recorded == convention.right else ""
+                raise RuleError(
+                    f"{where}: its convention {convention.name!r} is {recorded!r}, and the rules "
+                    f"are for {convention.left!r}{done}"
+                )
+
+    def after(self, rules: Rules, plan: Plan, where: str) -> Provenance:
+        """The record for what the rules make.
+
+        Raises:
+            RuleError: arithmetic would be applied to an array a second time.
+        """
+        conventions = {**self.conventions, **{c.name: c.right for c in rules.conventions}}
+        arithmetic: dict[str, frozenset[Net]] = {}
+        sizes: dict[str, Mapping[str, int]] = {}
+        for name, made in plan.made.items():
+            if made.sizes:
+                sizes[name] = made.sizes
+            nets = {net for feed in made.feeds for net in self._nets_after(feed, made, where)}
+            if nets - {_AS_IT_WAS}:
+                arithmetic[name] = frozenset(nets)
+        return Provenance(conventions, arithmetic, sizes)
+
+    def _nets_after(self, feed: Feed, made: Made, where: str) -> Collection[Net]:
+        """The total arithmetic of elements after a feed.
+
+        Raises:
+            RuleError: this would apply arithmetic to them a second time.
+        """
+        before = self.arithmetic.get(feed.entry.name, frozenset([_AS_IT_WAS]))
+        whole = math.prod(feed.extents) == math.prod(feed.entry.shape)
+        if feed.is_exact:  # for a part of an array, the piece is unknown
+            return before if whole or len(before) == 1 else [_AS_IT_WAS]
+        after = {_composed(feed, net) for net in before}
+        if _AS_IT_WAS in after or before == {_AS_IT_WAS}:
+            return [_AS_IT_WAS] if _AS_IT_WAS in after else after
+        scale, offset = min(before - {_AS_IT_WAS})
+        raise RuleError(
+            f"{where}: {feed.entry.name!r} was converted already, to {scale:g} * x + {offset:g}; "
+            f"these rules would apply arithmetic a second time\n  {made.rule}"
+        )
+
+    def merged_into(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
+        """The metadata with this record added."""
+        record = {
+            "conventions": dict(self.conventions),
+            "arithmetic": {n: list(*nets) for n, nets in self.arithmetic.items() if len(nets) == 1},
+            "pieces": {
+                name: sorted(map(list, nets - {_AS_IT_WAS}))
+                for name, nets in self.arithmetic.items()
+                if len(nets) > 1
+            },
+            "sizes": {name: dict(sizes) for name, sizes in self.sizes.items()},
+        }
+        own = metadata.get(RESERVED)
+        filled = {key: value for key, value in record.items() if value}
+        rest = {k: v for k, v in (own if isinstance(own, dict) else {}).items() if k != _KEY}
+        inner = {**rest, **({_KEY: filled} if filled else {})}
+        outer = {key: value for key, value in metadata.items() if key != RESERVED}
+        return {**outer, **({RESERVED: inner} if inner else {})}
+
+
+def _nets(pairs: Iterable[Any]) -> frozenset[Net]:
+    return frozenset((float(a), float(b)) for a, b in pairs)
+
+
+def _composed(feed: Feed, net: Net) -> Net:
+    """The total of earlier arithmetic and a feed's arithmetic."""
+    found = feed.scale * net[0], feed.scale * net[1] + feed.offset
+    same = all(
+        math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9)
+        for a, b in zip(found, _AS_IT_WAS, strict=True)
+    )
+    return _AS_IT_WAS if same else found

@@ -1,0 +1,101 @@
+"""The report of a load: what was loaded, kept, skipped and cast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from unickpt.trees.name_ranges import fold_all
+
+_MOST_ROWS = 20
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load did; `str(report)` is a short table with one row for repeated layers.
+
+    Arguments:
+        url: the checkpoint.
+        loaded: the names of loaded leaves, in terms of `like` if given.
+        kept: leaves of `like` that are not stored; they keep what `like` held.
+        skipped: stored leaves that `like` does not request.
+        mismatched: leaves whose shape differs from the stored one and that keep what `like` held
+            (`mismatched="keep"`): name, stored shape, requested shape.
+        cast: arrays whose dtype was converted: name, stored dtype, requested dtype.
+        renamed: leaves that are stored under another name because a module wrapper added
+            components: stored name, requested name. They are in `loaded` too.
+
+    Example:
+        >>> import numpy as np, unickpt
+        >>> _ = unickpt.save("memory://run/partial", {"w": np.ones(2), "old": np.ones(2)})
+        >>> like = {"w": np.zeros(2), "new": np.zeros(2)}
+        >>> _, report = unickpt.load("memory://run/partial", like, strict=False, return_report=True)
+        >>> print(report)
+        memory://run/partial: loaded 1 leaf, kept 1, skipped 1
+          kept     new  not stored, `like` keeps what it held
+          skipped  old  stored, and `like` does not ask for it
+    """
+
+    url: str
+    loaded: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+    mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
+    cast: tuple[tuple[str, str, str], ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        counts = {
+            "kept": len(self.kept),
+            "skipped": len(self.skipped),
+            "mismatched": len(self.mismatched),
+            "cast": len(self.cast),
+            "renamed": len(self.renamed),
+        }
+        leaves = f"{len(self.loaded)} lea{'f' if len(self.loaded) == 1 else 'ves'}"
+        told = [f"loaded {leaves}", *(f"{kind} {n}" for kind, n in counts.items() if n)]
+        rows = [
+            *_rows("kept", ((n, "not stored, `like` keeps what it held") for n in self.kept)),
+            *_rows(
+                "skipped", ((n, "stored, and `like` does not ask for it") for n in self.skipped)
+            ),
+            *_rows(
+                "mismatched",
+                (
+                    (name, f"stored {list(stored)}, asked {list(asked)}, kept what `like` held")
+                    for name, stored, asked in self.mismatched
+                ),
+            ),
+            *_rows("cast", ((name, f"from {old} to {new}") for name, old, new in self.cast)),
+            *_rows("renamed", ((old, _rest(old, new)) for old, new in self.renamed)),
+        ]
+        widths = [max((len(row[at]) for row in rows), default=0) for at in range(2)]
+        lines = [
+            "  " + "  ".join([kind.ljust(widths[0]), name.ljust(widths[1]), text]).rstrip()
+            for kind, name, text in rows
+        ]
+        return "\n".join([f"{self.url}: {', '.join(told)}", *lines])
+
+
+def _rest(stored: str, asked: str) -> str:
+    """Which wrapper components a name lost; the same text for all layers, so that they fold."""
+    parts = iter(asked.replace("/", ".").split("."))
+    here = next(parts, None)
+    dropped = []
+    for part in stored.replace("/", ".").split("."):
+        if part == here:
+            here = next(parts, None)
+        else:
+            dropped.append(part)
+    return f"loaded without {'.'.join(dict.fromkeys(dropped))!r} in its name"
+
+
+def _rows(kind: str, of: Iterable[tuple[str, str]]) -> list[tuple[str, str, str]]:
+    by_text: dict[str, list[str]] = {}
+    for name, text in of:
+        by_text.setdefault(text, []).append(name)
+    rows = [(kind, n or "(root)", text) for text, names in by_text.items() for n in fold_all(names)]
+    if len(rows) > _MOST_ROWS:
+        more = len(rows) - _MOST_ROWS
+        rows = [*rows[:_MOST_ROWS], (kind, f"... and {more} more rows", "")]
+    return rows

@@ -1,0 +1,85 @@
+"""Wanted: the leaves of `like`, and what rules need to know about them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unickpt.arrays import dtypes
+from unickpt.errors import UnsupportedLeaf
+from unickpt.frameworks.leaves import LocalFragments, PerProcess, expand, is_leaf
+from unickpt.frameworks.protocol import Adapter, ArrayTarget
+from unickpt.frameworks.registry import adapter_of
+from unickpt.rules.plan import Fact
+from unickpt.trees import tree
+
+_NUMBERS = {bool: "bool", int: "int64", float: "float64"}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a load requests.
+
+    Arguments:
+        node: the structure of `like`.
+        leaves: by name.
+        targets: the arrays among them.
+    """
+
+    node: tree.Node | tree.Leaf
+    leaves: Mapping[str, Any]
+    targets: Mapping[str, ArrayTarget]
+
+    @classmethod
+    def of(cls, like: Any, among: Sequence[Adapter], known: Mapping[str, Any]) -> Wanted:
+        """The leaves of a tree.
+
+        Arguments:
+            like: the tree.
+            among: the frameworks' adapters.
+            known: what is stored, or what rules make of it; for optimizers without state.
+        """
+        node = tree.flatten(
+            like,
+            lambda x: is_leaf(x, among),
+            lambda obj, name: expand(obj, name, among, known),
+            "`like` cannot be loaded into",
+        )
+        leaves = {leaf.name: leaf.value for leaf in tree.leaves(node)}
+        return cls(node, leaves, _targets_of(leaves, among))
+
+    @property
+    def facts(self) -> dict[str, Fact]:
+        """The leaves as rules see them."""
+        return {name: self._fact(name, value) for name, value in self.leaves.items()}
+
+    def _fact(self, name: str, value: Any) -> Fact:
+        target = self.targets.get(name)
+        if target is not None:
+            return Fact("array", tuple(target.shape), dtypes.name_of(target.dtype))
+        if isinstance(value, PerProcess):
+            return Fact("process")
+        return Fact("value", (), _NUMBERS.get(type(value), ""))
+
+
+def _targets_of(wanted: Mapping[str, Any], among: Sequence[Adapter]) -> dict[str, ArrayTarget]:
+    """The arrays among the leaves of `like`, as targets.
+
+    Raises:
+        UnsupportedLeaf: names every leaf that cannot be loaded into, and why.
+    """
+    targets: dict[str, ArrayTarget] = {}
+    bad: list[str] = []
+    for name, value in wanted.items():
+        adapter = adapter_of(value, among)
+        try:
+            if isinstance(value, LocalFragments):
+                targets[name] = value.target()
+            elif adapter is not None:
+                targets[name] = adapter.target(value)
+        except (TypeError, ValueError) as error:
+            bad.append(f"  {name!r}: {error}")
+    if bad:
+        raise UnsupportedLeaf("these leaves of `like` cannot be loaded into:\n" + "\n".join(bad))
+    return targets

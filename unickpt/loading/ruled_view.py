@@ -1,0 +1,340 @@
+"""A checkpoint as a load sees it through rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from unickpt.arrays import dtypes
+from unickpt.arrays.box import Box, cut
+from unickpt.arrays.dtypes import Array
+from unickpt.arrays.layout import Layout
+from unickpt.errors import LoadMismatch
+from unickpt.format.index import ArrayEntry, Index, PerProcessEntry
+from unickpt.frameworks.protocol import Adapter
+from unickpt.loading.provenance import Provenance
+from unickpt.loading.request import Wanted
+from unickpt.loading.views import as_array_entry, number_recipe, shown, stored_leaf, stored_names
+from unickpt.reading.checkpoint import Checkpoint
+from unickpt.reading.chunk_reader import read_box, read_made
+from unickpt.reading.options import LoadOptions
+from unickpt.reading.recipes import Itself, Recipe
+from unickpt.rules import Function, Rules
+from unickpt.rules.plan import Constant, Fact, Made, Plan, Same, Stored
+from unickpt.rules.planner import make_plan, offers
+from unickpt.trees import plain_values, tree
+
+
+class Ruled:
+    """A checkpoint through rules.
+
+    Arguments:
+        checkpoint: what is stored.
+        plan: what rules make of it.
+        provenance: what to record about the result.
+        asked: what is asked for, where that is known.
+    """
+
+    renamed: Mapping[str, str] = {}
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        plan: Plan,
+        provenance: Provenance,
+        asked: Mapping[str, Fact] | None = None,
+    ) -> None:
+        self.checkpoint, self.plan, self.provenance = checkpoint, plan, provenance
+        self._recipes: dict[str, Recipe] = {}
+        self.numbers: dict[str, plain_values.Plain] = {}
+        arrays: dict[str, ArrayEntry] = {}
+        plain: dict[str, plain_values.Plain] = {}
+        self._sources: dict[str, str] = {}
+        blobs: dict[str, PerProcessEntry] = {}
+        stored = checkpoint.index
+        for name, made in plan.made.items():
+            if made.fact.kind == "array":
+                arrays[name] = _entry(made, stored)
+                self._recipes[name] = Recipe(made.feeds, made.fills, self._function(made))
+            elif made.fact.kind == "process":
+                assert made.source is not None, "only arrays are made of more than one thing"
+                blobs[name] = stored.per_process[made.source]
+                self._sources[name] = made.source
+            else:
+                assert made.source is not None, "likewise"
+                value = stored.values[made.source]
+                entry = as_array_entry(name, value, (asked or {}).get(name), made)
+                if entry is None:
+                    plain[name] = value
+                else:
+                    arrays[name], self.numbers[name] = entry, value
+                    self._recipes[name] = number_recipe(value)
+        self.index = replace(
+            stored, tree=None, arrays=arrays, aliases=plan.aliases, values=plain, per_process=blobs
+        )
+        self.kept, self.misfits = frozenset(plan.kept), plan.misfits
+        self.unused: Sequence[str] = plan.unused
+
+    def shown(self, name: str) -> str:
+        return shown(stored_leaf(self.checkpoint.index, name))
+
+    def node(self) -> tree.Node | tree.Leaf:
+        return tree.from_names(stored_names(self.index))
+
+    def keep(self, plain: Mapping[str, plain_values.Plain]) -> None:
+        """Adds values that no rule makes."""
+        self.index = replace(self.index, values={**self.index.values, **plain})
+
+    def recipe(self, name: str) -> Recipe:
+        return self._recipes[name]
+
+    def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[bytes, ...]:
+        return self.checkpoint.per_process(self._sources[name], of)
+
+    def twin(self, name: str) -> ArrayEntry | None:
+        made = self.plan.made[name]
+        if made.fact.kind != "array" or len(made.feeds) != 1 or made.fills:
+            return None
+        (feed,) = made.feeds
+        return feed.entry if feed.is_identity and feed.entry.dtype == made.fact.dtype else None
+
+    def check(self, options: LoadOptions) -> None:
+        """Checks that no data is lost with the stored arrays that are not read.
+
+        Raises:
+            LoadMismatch: two arrays that become one differ, or an array that is dropped as a
+                constant is not constant.
+        """
+        for check in self.plan.checks:
+            if isinstance(check, Same):
+                self._check_same(check, options)
+            else:
+                self._check_constant(check, options)
+
+    def _check_same(self, check: Same, options: LoadOptions) -> None:
+        index = self.checkpoint.index
+        if check.first in index.values or check.other in index.values:
+            same = index.values.get(check.first) == index.values.get(check.other)
+        else:
+            first, other = (_stored_entry(index, n) for n in (check.first, check.other))
+            recipe = Recipe((Itself(first),))
+            if check.made is not None:
+                recipe = Recipe(check.made.feeds)
+                same = False
+            else:
+                one = first.name == other.name
+                same = one or same_digests(self.checkpoint, first, self.checkpoint, other)
+            both = recipe, Recipe((Itself(other),))
+            same = same or all(
+                _same_bits(*(read_made(self.checkpoint, other, r, box, options) for r in both))
+                for box in _pieces(other, options)
+            )
+        if not same:
+            raise LoadMismatch(
+                f"{self.checkpoint.location}: {check.first!r} and {check.other!r} are to become "
+                f"one, but differ\n  {check.rule}"
+            )
+
+    def _check_constant(self, check: Constant, options: LoadOptions) -> None:
+        index = self.checkpoint.index
+        if check.name in index.values:
+            same = index.values[check.name] == check.value
+        else:
+            entry = _stored_entry(index, check.name)
+            value = dtypes.constant(check.value, dtypes.from_name(entry.dtype))
+            same = all(
+                (read_box(self.checkpoint, entry, box, verify=options.verify) == value).all()
+                for box in _pieces(entry, options)
+            )
+        if not same:
+            raise LoadMismatch(
+                f"{self.checkpoint.location}: {check.name!r} is not {check.value:g} "
+                f"everywhere, so leaving it out would lose it\n  {check.rule}"
+            )
+
+    def _function(self, made: Made) -> _Function | None:
+        if made.function is None:
+            return None
+        return _Function(self.checkpoint, made, made.function)
+
+
+@dataclass(frozen=True)
+class _Function:
+    """A function that makes an array of a view from stored arrays."""
+
+    checkpoint: Checkpoint
+    made: Made
+    function: Function
+
+    @property
+    def name(self) -> str:
+        return self.made.name
+
+    def __call__(self, box: Box, verify: bool) -> Array:
+        """The elements of a box.
+
+        Raises:
+            LoadMismatch: the function returns a wrong shape, or values that the dtype does not
+                hold.
+        """
+        made, function = self.made, self.function
+        regions: Sequence[Box] = [box] * len(made.inputs)
+        if function.region is not None:
+            regions = function.region(box, *(one.fact.shape for one in made.inputs))
+        stored, options = self.checkpoint, LoadOptions(verify=verify)
+        inputs = [
+            read_made(stored, _entry(one, stored.index), Recipe(one.feeds), region, options)
+            for one, region in zip(made.inputs, regions, strict=True)
+        ]
+        found = np.asarray(function.apply(box, *inputs))
+        if found.shape != box.shape:
+            raise LoadMismatch(
+                f"array {made.name!r}: the function made {list(found.shape)} for the box {box} of "
+                f"shape {list(box.shape)}\n  {made.rule}"
+            )
+        due = dtypes.from_name(made.fact.dtype)
+        with np.errstate(all="ignore"):
+            cast = found.astype(due, copy=False)
+            same = (cast == found) | ((cast != cast) & (found != found))
+        if not same.all():
+            raise LoadMismatch(
+                f"array {made.name!r}: the function made {found.dtype}, which {due} does not hold; "
+                f"convert it in the function, or write `as {found.dtype}` after the axes\n  "
+                f"{made.rule}"
+            )
+        return cast
+
+
+def same_digests(a: Checkpoint, mine: ArrayEntry, b: Checkpoint, other: ArrayEntry) -> bool:
+    """Whether digests alone prove that two stored arrays are equal; reads nothing else."""
+    grids = [(x.shape, x.dtype, x.chunk, x.cut, x.boxes) for x in (mine, other)]
+    if grids[0] != grids[1] or (mine.cut and mine.layout != other.layout):
+        return False
+    ours, theirs = a.digests_of(mine.name), b.digests_of(other.name)
+    return bool(np.array_equal(ours["digest"], theirs["digest"]))
+
+
+def through(
+    checkpoint: Checkpoint,
+    rules: Rules,
+    asked: Mapping[str, Fact] | None = None,
+    *,
+    strict: bool = True,
+    keep_misfits: bool = False,
+) -> Ruled:
+    """A checkpoint through rules.
+
+    Arguments:
+        checkpoint: what is stored.
+        rules: the rules.
+        asked: what is requested; None if the rules alone decide.
+        strict, keep_misfits: see `make_plan`.
+
+    Raises:
+        RuleError: the rules do not fit what is stored or requested.
+        TypeError: they are not `Rules`.
+    """
+    if not isinstance(rules, Rules):
+        raise TypeError(
+            f"rules is of type {type(rules).__name__}; make it with unickpt.Rules.load(file), "
+            ".parse(text) or .preset(name)"
+        )
+    where = str(checkpoint.location)
+    recorded = Provenance.of(checkpoint.metadata, where)
+    recorded.check(rules, where)
+    plan = make_plan(
+        rules.rules,
+        rules.shared,
+        rules.functions,
+        replace(stored_facts(checkpoint), sizes=recorded.sizes),
+        asked,
+        strict=strict,
+        keep_misfits=keep_misfits,
+        where=where,
+    )
+    return Ruled(checkpoint, plan, recorded.after(rules, plan, where), asked)
+
+
+class Offered(Mapping[str, Any]):
+    """Everything that rules could make of a checkpoint, by name; computed on first access.
+
+    Arguments:
+        checkpoint: what is stored.
+        rules: the rules.
+        asked: returns what else is requested.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, rules: Rules, asked: Callable[[], Mapping[str, Fact]]
+    ) -> None:
+        self._checkpoint, self._rules, self._asked = checkpoint, rules, asked
+
+    @cached_property
+    def _found(self) -> dict[str, Any]:
+        index = self._checkpoint.index
+        made = offers(
+            self._rules.rules,
+            self._rules.shared,
+            self._rules.functions,
+            stored_facts(self._checkpoint),
+            self._asked(),
+        )
+        return {
+            name: _entry(m, index) if m.fact.kind == "array" else index.values.get(m.source or "")
+            for name, m in made.items()
+        }
+
+    def __getitem__(self, name: str) -> Any:
+        return self._found[name]
+
+    def __iter__(self) -> Any:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+
+def wanted_through(
+    like: Any, checkpoint: Checkpoint, rules: Rules, among: Sequence[Adapter]
+) -> Wanted:
+    """What a tree requests; optimizers without state request what the rules could make."""
+    known = Offered(checkpoint, rules, lambda: Wanted.of(like, among, {}).facts)
+    return Wanted.of(like, among, known)
+
+
+def stored_facts(checkpoint: Checkpoint) -> Stored:
+    """What is stored, as rules see it."""
+    index = checkpoint.index
+    entries = {**index.arrays, **{a: index.arrays[t] for a, t in index.aliases.items()}}
+    facts = {name: Fact("array", e.shape, e.dtype) for name, e in entries.items()}
+    facts |= {name: Fact("value") for name in index.values}
+    facts |= {name: Fact("process") for name in index.per_process}
+    return Stored(facts, entries)
+
+
+def _entry(made: Made, stored: Index) -> ArrayEntry:
+    shape = made.fact.shape
+    # Nothing is written with this entry, so its layout and chunk are those of an unsplit array.
+    chunk = tuple(max(1, n) for n in shape)
+    prng = None
+    if len(made.feeds) == 1 and made.feeds[0].is_identity:
+        prng = made.feeds[0].entry.prng
+    layout = Layout.replicated(len(shape), 1)
+    return ArrayEntry(made.name, shape, made.fact.dtype, chunk, layout, prng=prng)
+
+
+def _stored_entry(index: Index, name: str) -> ArrayEntry:
+    return index.arrays[index.aliases.get(name, name)]
+
+
+def _pieces(entry: ArrayEntry, options: LoadOptions) -> Iterator[Box]:
+    itemsize = dtypes.from_name(entry.dtype).itemsize
+    return cut(Box.whole(entry.shape), max(1, options.budget_bytes // 4 // itemsize))
+
+
+def _same_bits(a: Array, b: Array) -> bool:
+    return a.dtype == b.dtype and a.tobytes() == b.tobytes()

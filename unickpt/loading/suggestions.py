@@ -1,0 +1,199 @@
+"""Likely causes: why requested names and stored names do not match."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from unickpt.trees.name_ranges import natural
+from unickpt.trees.wrapper_names import bare
+
+_SEPARATORS = r"%2F|[/.]"
+_SHAPE = r"\[(.*)\]"
+_MOST_CAUSES = 5
+_MOST_NAME = 500  # characters; longer names, which may be hostile, are not compared
+_MOST_ALIKE = 8  # stored names with the same ending that are compared with a requested one
+# difflib's ratios: a single pair of names is reported only if it looks like a typo, both as a whole
+# and in the part that differs. That two names are in the same folder makes them no more alike.
+_SIMILAR, _SIMILAR_PARTS = 0.7, 0.5
+
+Tokens = tuple[str, ...]
+Change = tuple[Tokens, Tokens]
+"""A part of the requested names, and the part of the stored names in its place."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One change of names, and the leaves that it would fix.
+
+    Arguments:
+        text: one line.
+        pairs: the requested and the stored name of each leaf.
+    """
+
+    text: str
+    pairs: tuple[tuple[str, str], ...]
+
+
+def causes(missing: Mapping[str, str], unexpected: Mapping[str, str]) -> list[Cause]:
+    """The likeliest reasons why leaves are not found; the one with most leaves first.
+
+    Arguments:
+        missing: leaves that are requested but not stored: dtype and shape as text, by name.
+        unexpected: leaves that are stored but not requested, likewise.
+    """
+    left, rest = (
+        {n: x for n, x in of.items() if len(n) <= _MOST_NAME} for of in (missing, unexpected)
+    )
+    found: list[Cause] = []
+    for reduced, tell in ((_tokens, _tell_separators), (bare, _tell_wrappers)):
+        pairs = tuple(_same_when(reduced, left, rest))
+        if pairs:
+            found.append(Cause(tell(pairs), pairs))
+            _without(left, rest, pairs)
+    while left and rest and len(found) < _MOST_CAUSES:
+        best = _best_change(left, rest)
+        if best is None:
+            break
+        found.append(best)
+        _without(left, rest, best.pairs)
+    return found
+
+
+def _without(left: dict[str, str], rest: dict[str, str], pairs: Sequence[tuple[str, str]]) -> None:
+    for asked, stored in pairs:
+        left.pop(asked, None)
+        rest.pop(stored, None)
+
+
+def _tokens(name: str) -> Tokens:
+    return tuple(re.split(_SEPARATORS, name))
+
+
+def _same_when(
+    reduced: Callable[[str], object], left: Mapping[str, str], rest: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
+    """Pairs of a requested and a stored name that are the same once both are reduced."""
+    stored = {reduced(name): name for name in rest}
+    for name in left:
+        if reduced(name) in stored:
+            yield name, stored[reduced(name)]
+
+
+def _tell_separators(pairs: Sequence[tuple[str, str]]) -> str:
+    return (
+        f"names differ only in dots and slashes{_such_as(pairs)}. A slash separates the keys of "
+        "nested containers, a dot is part of a key (as in state_dict()), %2F is a slash within a "
+        "key: nest `like` like the stored tree, or map the names with rules"
+    )
+
+
+def _tell_wrappers(pairs: Sequence[tuple[str, str]]) -> str:
+    return (
+        f"names differ only in what a wrapper (DDP, torch.compile) adds{_such_as(pairs)}. Put the "
+        "module itself into `like`, not its state_dict(): the wrappers' names are then removed"
+    )
+
+
+def _such_as(pairs: Sequence[tuple[str, str]]) -> str:
+    count = f" ({len(pairs)} leaves)" if len(pairs) > 1 else ""
+    return f"{count}: asked {pairs[0][0]!r}, stored {pairs[0][1]!r}"
+
+
+# --- one component, or the beginning of the names, differs -------------------------------------
+
+
+def _best_change(left: Mapping[str, str], rest: Mapping[str, str]) -> Cause | None:
+    votes: dict[Change, list[tuple[str, str]]] = {}
+    for asked, stored, change in _changes(left, rest):
+        votes.setdefault(change, []).append((asked, stored))
+    ranked = sorted(votes.items(), key=lambda vote: (-len(vote[1]), natural(vote[1][0][0])))
+    for change, pairs in ranked:
+        if len(pairs) > 1:
+            return Cause(_tell_change(change, pairs), tuple(pairs))
+    near = [(_ratio(*pairs[0]), pairs[0]) for change, pairs in ranked[:200] if _is_near(change)]
+    likeliest = max(near, key=lambda pair: pair[0], default=(0.0, ("", "")))
+    if likeliest[0] < _SIMILAR:
+        return None
+    asked, stored = likeliest[1]
+    return Cause(f"did you mean: asked {asked!r}, stored {stored!r}?", (likeliest[1],))
+
+
+def _is_near(change: Change) -> bool:
+    asked, stored = ("/".join(part) for part in change)
+    return not asked or not stored or _ratio(asked, stored) >= _SIMILAR_PARTS
+
+
+def _ratio(a: str, b: str) -> float:
+    return difflib.SequenceMatcher(None, a, b).ratio()
+
+
+def _changes(left: Mapping[str, str], rest: Mapping[str, str]) -> Iterator[tuple[str, str, Change]]:
+    """All pairs of names that differ in one component, or at the beginning."""
+    by_ending: dict[Tokens, list[tuple[str, Tokens]]] = {}
+    by_others: dict[tuple[Tokens, Tokens], list[tuple[str, Tokens]]] = {}
+    for name in rest:
+        tokens = _tokens(name)
+        for at in range(len(tokens)):
+            by_ending.setdefault(tokens[at:], []).append((name, tokens))
+            by_others.setdefault((tokens[:at], tokens[at + 1 :]), []).append((name, tokens))
+    for name in left:
+        tokens = _tokens(name)
+        near: dict[str, Tokens] = {}
+        for at in range(len(tokens)):
+            near |= by_others.get((tokens[:at], tokens[at + 1 :]), [])[:_MOST_ALIKE]
+        ending = next((tokens[at:] for at in range(len(tokens)) if tokens[at:] in by_ending), None)
+        if ending is not None:
+            near |= by_ending[ending][:_MOST_ALIKE]
+        told = set()
+        for stored, other in near.items():
+            change = _difference(tokens, other)
+            if change not in told and _may_be_one(left[name], rest[stored]) and _says(change):
+                told.add(change)
+                yield name, stored, change
+
+
+def _difference(asked: Tokens, stored: Tokens) -> Change:
+    """What remains of two names without their common first and last components."""
+    head = 0
+    while head < min(len(asked), len(stored)) and asked[head] == stored[head]:
+        head += 1
+    a, b = asked[head:], stored[head:]
+    while a and b and a[-1] == b[-1]:
+        a, b = a[:-1], b[:-1]
+    return a, b
+
+
+def _says(change: Change) -> bool:
+    """Whether a change is more than a different number, which missing layers explain."""
+    return not all(part.isdecimal() for part in (*change[0], *change[1]))
+
+
+def _may_be_one(asked: str, stored: str) -> bool:
+    """Whether a requested and a stored leaf could be the same: arrays with the same extents in any
+    order."""
+    shapes = [re.search(_SHAPE, text) for text in (asked, stored)]
+    if shapes[0] is None or shapes[1] is None:
+        return shapes == [None, None]
+    one, other = (sorted(shape[1].split(", ")) for shape in shapes if shape is not None)
+    return one == other
+
+
+def _tell_change(change: Change, pairs: Sequence[tuple[str, str]]) -> str:
+    asked, stored = (_shown(part, name) for part, name in zip(change, pairs[0], strict=True))
+    if not change[0]:
+        what = f"stored under {stored!r}, but asked for without it"
+    elif not change[1]:
+        what = f"asked for under {asked!r}, but stored without it"
+    else:
+        what = f"asked {asked!r}, stored {stored!r}?"
+    return f"{what}{_such_as(pairs)}. Rename it in `like`, or map the names with rules"
+
+
+def _shown(part: Tokens, name: str) -> str:
+    """Components as written in a name, with its separators."""
+    text = r"(?:%2F|[/.])".join(map(re.escape, part))
+    found = re.search(rf"(?:^|(?<=[/.])|(?<=%2F)){text}(?:$|%2F|[/.])", name)
+    return found[0] if found is not None else "/".join(part)

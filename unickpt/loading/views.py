@@ -1,0 +1,245 @@
+"""Views: a checkpoint as a load sees it, either as stored or through rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from unickpt.arrays import dtypes
+from unickpt.arrays.layout import Layout
+from unickpt.errors import CheckpointCorrupt, LoadMismatch
+from unickpt.format.index import ArrayEntry, Index
+from unickpt.frameworks.leaves import PerProcess
+from unickpt.frameworks.protocol import ArrayTarget
+from unickpt.reading.checkpoint import Checkpoint
+from unickpt.reading.read_plan import Job
+from unickpt.reading.recipes import Fill, Itself, Recipe, whole_dims
+from unickpt.rules.plan import Fact, Made
+from unickpt.trees import plain_values, tree
+from unickpt.trees.wrapper_names import without_wrappers
+
+
+class View(Protocol):
+    """What a load needs to know about a checkpoint."""
+
+    @property
+    def checkpoint(self) -> Checkpoint: ...
+
+    @property
+    def index(self) -> Index:
+        """The arrays and values, under the requested names."""
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """Names that may be requested and are missing on purpose."""
+
+    @property
+    def misfits(self) -> Mapping[str, str]:
+        """Requested leaves that are missing because the stored leaf has a different shape: what is
+        stored, by name."""
+
+    @property
+    def renamed(self) -> Mapping[str, str]:
+        """The stored names of leaves that are requested under other names without a rule."""
+
+    @property
+    def unused(self) -> Sequence[str]:
+        """The names of stored leaves that no requested leaf uses."""
+
+    @property
+    def numbers(self) -> Mapping[str, plain_values.Plain]:
+        """The arrays of the index that are stored as plain numbers."""
+
+    def shown(self, name: str) -> str:
+        """What is stored under a name, as text."""
+
+    def node(self) -> tree.Node | tree.Leaf:
+        """The structure that a load without `like` returns."""
+
+    def recipe(self, name: str) -> Recipe:
+        """The sources of an array of the index."""
+
+    def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[bytes, ...]:
+        """As `Checkpoint.per_process`."""
+
+    def twin(self, name: str) -> ArrayEntry | None:
+        """The stored array that equals an array of the index unchanged; None if there is none."""
+
+
+class AsStored:
+    """A checkpoint as it is stored, adapted to what is requested, if that is known.
+
+    Numbers that are requested as arrays become arrays, and names lose the components of torch's
+    wrappers (see `unickpt.wrapped`).
+
+    Arguments:
+        checkpoint: what is stored.
+        asked: what is asked for, where that is known.
+    """
+
+    kept: frozenset[str] = frozenset()
+    misfits: Mapping[str, str] = {}
+
+    def __init__(self, checkpoint: Checkpoint, asked: Mapping[str, Fact] | None = None) -> None:
+        self.checkpoint, self.index = checkpoint, checkpoint.index
+        self.renamed: Mapping[str, str] = {}
+        self._asked, self.numbers = asked or {}, dict[str, plain_values.Plain]()
+        if asked is not None:
+            self._serve(asked)
+
+    def _serve(self, asked: Mapping[str, Fact]) -> None:
+        have = stored_names(self.index)
+        self.renamed = without_wrappers(
+            [name for name in asked if name not in have],
+            [name for name in have if name not in asked],
+        )
+        index = _with_names(self.index, self.renamed)
+        entries = {
+            name: as_array_entry(name, v, asked.get(name)) for name, v in index.values.items()
+        }
+        numbers = {name: entry for name, entry in entries.items() if entry is not None}
+        self.numbers = {name: index.values[name] for name in numbers}
+        plain = {name: v for name, v in index.values.items() if name not in numbers}
+        self.index = replace(index, arrays={**index.arrays, **numbers}, values=plain)
+
+    @property
+    def unused(self) -> Sequence[str]:
+        served = {*self._asked, *self.renamed.values()}
+        return [name for name in stored_names(self.checkpoint.index) if name not in served]
+
+    def shown(self, name: str) -> str:
+        return shown(stored_leaf(self.checkpoint.index, name))
+
+    def node(self) -> tree.Node | tree.Leaf:
+        index = self.index
+        try:
+            node = tree.from_json(index.tree)
+        except tree.BadTree as error:
+            raise CheckpointCorrupt(f"{self.checkpoint.location}: {error}") from None
+        in_tree = {leaf.name for leaf in tree.leaves(node)}
+        in_index = set(stored_names(index))
+        if in_tree != in_index:
+            name = min(in_tree ^ in_index)
+            raise CheckpointCorrupt(
+                f"{self.checkpoint.location}: leaf {name!r} is in the tree of the index or in its "
+                "lists, but not in both"
+            )
+        return node
+
+    def recipe(self, name: str) -> Recipe:
+        if name in self.numbers:
+            return number_recipe(self.numbers[name])
+        return Recipe((Itself(self.index.arrays[name]),))
+
+    def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[bytes, ...]:
+        return self.checkpoint.per_process(self.renamed.get(name, name), of)
+
+    def twin(self, name: str) -> ArrayEntry | None:
+        return None if name in self.numbers else self.index.arrays[name]
+
+
+def as_array_entry(
+    name: str, value: plain_values.Plain, asked: Fact | None, made: Made | None = None
+) -> ArrayEntry | None:
+    """The entry of a plain number that is requested as an array.
+
+    A float that the requested dtype does not hold exactly stays a float64, as in Python;
+    `cast=True` may round it.
+    """
+    told = made.fact.dtype if made is not None else ""
+    target = asked.dtype if asked is not None and asked.kind == "array" else ""
+    if not (told or target) or not isinstance(value, bool | int | float):
+        return None
+    if target and asked is not None and asked.shape != ():
+        return None
+    dtype = dtypes.from_name(told or target)
+    if made is not None and told:
+        array = np.asarray(value).astype(dtype)
+        if type(value) is not float and array.item() != value:
+            raise LoadMismatch(
+                f"value {made.source!r}: {dtypes.name_of(dtype)} does not hold {value} exactly\n"
+                f"  {made.rule}"
+            )
+    elif plain_values.as_array(value, dtype) is None:
+        if not (isinstance(value, float) and plain_values.is_kind(value, dtype)):
+            return None
+        dtype = np.dtype(np.float64)
+    return ArrayEntry(name, (), dtypes.name_of(dtype), (), Layout.replicated(0, 1))
+
+
+def number_recipe(value: Any) -> Recipe:
+    """The recipe of a 0-d array from a number; reads nothing."""
+    return Recipe((), (Fill((), whole_dims(()), value),))
+
+
+def stored_names(index: Index) -> dict[str, None]:
+    """All names of an index, in its order."""
+    return dict.fromkeys([*index.arrays, *index.aliases, *index.values, *index.per_process])
+
+
+def stored_leaf(index: Index, name: str) -> Any:
+    """The leaf of a name in an index: the entry of an array, a `PerProcess`, or a plain value."""
+    target = index.aliases.get(name, name)
+    if target in index.arrays:
+        return index.arrays[target]
+    return PerProcess() if name in index.per_process else index.values.get(name)
+
+
+def shown(found: Any) -> str:
+    """What is stored, as text."""
+    if isinstance(found, ArrayEntry):
+        return f"{found.dtype}{list(found.shape)}"
+    if isinstance(found, PerProcess):
+        return "a PerProcess"
+    number = f" {found}" if isinstance(found, bool | int | float) else ""
+    return f"plain {type(found).__name__}{number}"
+
+
+def _with_names(index: Index, renamed: Mapping[str, str]) -> Index:
+    """An index with renamed leaves.
+
+    Arguments:
+        index: as it is stored.
+        renamed: the stored names by the new ones.
+    """
+    if not renamed:
+        return index
+    new = {old: name for name, old in renamed.items()}
+    aliases = {new.get(alias, alias): target for alias, target in index.aliases.items()}
+    # An entry's name locates its chunks, so the entry stays as it is under the new name.
+    aliases |= {name: old for name, old in renamed.items() if old in index.arrays}
+    return replace(
+        index,
+        aliases=aliases,
+        values={new.get(name, name): v for name, v in index.values.items()},
+        per_process={new.get(name, name): p for name, p in index.per_process.items()},
+    )
+
+
+def jobs_of(view: View, wanted: Mapping[str, Mapping[str, ArrayTarget]]) -> list[Job]:
+    """What to read, in groups that need the same stored arrays.
+
+    Arguments:
+        wanted: for arrays of the view's index, their targets by name.
+    """
+    jobs: list[dict[str, Recipe]] = []
+    at: dict[str, int] = {}  # which job reads a stored array
+    for name, targets in wanted.items():
+        recipe = view.recipe(name)
+        used = {feed.entry.name for feed in recipe.feeds}
+        joined = sorted({at[entry] for entry in used if entry in at})
+        if not joined:
+            joined = [len(jobs)]
+            jobs.append({})
+        home, *others = joined
+        for other in others:
+            jobs[home] |= jobs[other]
+            jobs[other] = {}
+            at.update({entry: home for entry, job in at.items() if job == other})
+        at.update(dict.fromkeys(used, home))
+        jobs[home] |= dict.fromkeys(targets, recipe)
+    all_targets = {name: target for targets in wanted.values() for name, target in targets.items()}
+    return [Job({n: all_targets[n] for n in recipes}, recipes) for recipes in jobs if recipes]

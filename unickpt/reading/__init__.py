@@ -1,0 +1,1 @@
+"""Opens checkpoints, and reads boxes of their arrays."""

@@ -1,0 +1,199 @@
+"""Reads chunks on threads, each once, checks and places them."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from operator import mul
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from unickpt.arrays import dtypes, strided_copy
+from unickpt.arrays.box import Box
+from unickpt.arrays.dtypes import Array
+from unickpt.arrays.host_memory import Scratch
+from unickpt.format.index import ArrayEntry
+from unickpt.reading.options import LoadOptions
+from unickpt.reading.recipes import Copy, Itself, Recipe
+from unickpt.threads import Pool, Window, step_back
+
+if TYPE_CHECKING:
+    from unickpt.reading.checkpoint import Checkpoint
+from unickpt.reading.read_plan import ChunkRead, Job, buffers_of, fill, reads_of, slots_of, users_of
+from unickpt.reading.targets import NewTarget
+
+T = TypeVar("T")
+
+_REMOTE_THREADS = 32
+# A task reads chunks in sequence; small chunks share a task, to reduce scheduling overhead.
+TASK_BYTES = 1 << 20
+TASK_CHUNKS = 256
+
+
+def threads_for(stored: Checkpoint, name: str, *, behind: bool = False) -> ThreadPoolExecutor:
+    """Threads that read chunks: many if each request crosses a network."""
+    local = max(4, 2 * (os.cpu_count() or 1))
+    count = _REMOTE_THREADS if stored.location.is_remote else local
+    return Pool(count, thread_name_prefix=name, initializer=step_back if behind else None)
+
+
+def read_arrays(
+    stored: Checkpoint,
+    jobs: Sequence[Job],
+    options: LoadOptions,
+    reader: Reader | None = None,
+) -> dict[str, Any]:
+    """Reads arrays; reads every chunk that a job needs exactly once.
+
+    Arguments:
+        stored: the checkpoint.
+        jobs: what to read.
+        options: see `LoadOptions`.
+        reader: of this checkpoint, to reuse its threads for several calls.
+    """
+    done: dict[str, Any] = {}
+    window = Window(options.budget_bytes)
+    own = reader or Reader(stored)
+    try:
+        for job in jobs:
+            nbytes = job.nbytes
+            window.make_room(nbytes)
+            window.add(nbytes, _start(stored, job, options.verify, own, done))
+        window.drain()
+    finally:
+        if reader is None:
+            own.close()
+    return done
+
+
+def _start(
+    stored: Checkpoint, job: Job, verify: bool, reader: Reader, done: dict[str, Any]
+) -> Callable[[], None]:
+    """Starts to read an array; calling the result waits for it and finishes the leaf."""
+    for entry in job.entries:
+        stored.check_backed(entry)
+    buffers = buffers_of(stored, job)
+    slots = slots_of(job)
+    fill(slots, buffers, verify)
+    pending = {reader.submit(read) for read in reads_of(stored, users_of(slots, buffers), verify)}
+
+    def finish() -> None:
+        for task in pending:
+            reader.wait(task)
+        for name, target in job.targets.items():
+            done[name] = target.finish(buffers.pop(name))
+
+    return finish
+
+
+class Task:
+    """Chunks that one thread reads in sequence."""
+
+    def __init__(self) -> None:
+        self.reads: list[ChunkRead] = []
+        self.nbytes = 0
+        self.future: Future[Any] | None = None
+
+
+class Reader:
+    """Threads that read chunks; small chunks share a task, also across arrays."""
+
+    def __init__(
+        self, stored: Checkpoint, name: str = "unickpt-load", *, behind: bool = False
+    ) -> None:
+        self._pool = threads_for(stored, name, behind=behind)
+        self._stored, self._scratch, self._task = stored, Scratch(), Task()
+
+    def submit(self, read: ChunkRead) -> Task:
+        """Adds a chunk to a task, which starts once it is large enough for a thread."""
+        task = self._task
+        task.reads.append(read)
+        task.nbytes += read.box.size * dtypes.from_name(read.entry.dtype).itemsize
+        if task.nbytes >= TASK_BYTES or len(task.reads) == TASK_CHUNKS:
+            self._flush()
+        return task
+
+    def wait(self, task: Task) -> Any:
+        """Waits for a task; returns its result or raises its error."""
+        if task.future is None:
+            self._flush()
+        assert task.future is not None, "only the newest task has not started"
+        return task.future.result()
+
+    def work(self, function: Callable[[T], object], items: Sequence[T]) -> None:
+        """Calls a function with each item, on the threads."""
+        for _ in self._pool.map(function, items):
+            pass
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def _flush(self) -> None:
+        task, self._task = self._task, Task()
+        task.future = self._pool.submit(self._run, task.reads)
+
+    def _run(self, reads: list[ChunkRead]) -> Any:
+        """Reads the chunks of one task; `wait` returns the result."""
+        stored = self._stored
+        requests = [stored.request_chunk(r.entry, r.part, r.number) for r in reads]
+        for read, requested in zip(reads, requests, strict=True):
+            there = _direct(read)
+            if there is not None:
+                self._fetch(read, there, requested)
+                continue
+            chunk = self._scratch.array(read.box.shape, dtypes.from_name(read.entry.dtype))
+            self._fetch(read, chunk, requested)
+            for piece in read.pieces:
+                piece.place(chunk)
+
+    def _fetch(self, read: ChunkRead, out: Array, requested: Any) -> None:
+        stored, row = self._stored, read.row
+        if not stored.read_chunk(read.entry, read.part, read.number, row, out, requested):
+            raise stored.damaged(
+                f"array {read.entry.name!r} {read.box}, written by process {row['process']}: "
+                "the stored bytes do not match their digest"
+            )
+
+
+def _direct(read: ChunkRead) -> Array | None:
+    """The destination into which a chunk can be read directly: contiguous, of its dtype, the only
+    one."""
+    copy, out, feed = read.pieces[0]
+    if len(read.pieces) > 1 or out.size != read.box.size or not out.flags.c_contiguous:
+        return None
+    if not feed.is_exact or out.dtype != dtypes.from_name(read.entry.dtype):
+        return None
+    return out.reshape(read.box.shape) if _in_order(copy, read.box.shape) else None
+
+
+def _in_order(copy: Copy, shape: tuple[int, ...]) -> bool:
+    """Whether a copy takes the whole chunk in its stored order."""
+    if copy.shape == shape and copy.source_steps == strided_copy.unit_steps(len(shape)):
+        return True
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    below = 1
+    for n, steps in zip(reversed(copy.shape), reversed(copy.source_steps), strict=True):
+        if n > 1 and sum(map(mul, steps, strides)) != below:
+            return False
+        below *= n
+    return True
+
+
+def read_box(stored: Checkpoint, entry: ArrayEntry, box: Box, *, verify: bool) -> Array:
+    """A box of a stored array as a new NumPy array."""
+    return read_made(stored, entry, Recipe((Itself(entry),)), box, LoadOptions(verify=verify))
+
+
+def read_made(
+    stored: Checkpoint,
+    entry: ArrayEntry,
+    recipe: Recipe,
+    box: Box,
+    options: LoadOptions,
+    reader: Reader | None = None,
+) -> Array:
+    """A box of an array made by a recipe, as a new NumPy array with an entry's dtype."""
+    job = Job({entry.name: NewTarget(entry, box)}, {entry.name: recipe})
+    found: Array = read_arrays(stored, [job], options, reader)[entry.name]
+    return found

@@ -1,0 +1,439 @@
+"""Exchange: the processes of a job read each chunk once in total, and send it to each other.
+
+Every process sends the others the boxes of stored arrays that it needs. All then compute the same
+schedule: who reads which chunk, and where its boxes go. (ByteCheckpoint,
+https://arxiv.org/abs/2407.20143, section 4, eliminates repeated reads among replicas in this way.)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from unickpt.arrays import dtypes
+from unickpt.arrays.box import Box
+from unickpt.arrays.dtypes import Array
+from unickpt.errors import (
+    CheckpointCorrupt,
+    CheckpointNotFound,
+    CheckpointReplaced,
+    ProcessFailed,
+    SaveTimeout,
+)
+from unickpt.format import chunk_grid
+from unickpt.format.chunk_grid import Part
+from unickpt.format.index import ArrayEntry
+from unickpt.frameworks.process_group import Group, within
+from unickpt.frameworks.protocol import Adapter
+from unickpt.frameworks.registry import current_group
+from unickpt.reading.chunk_reader import Reader, read_arrays
+from unickpt.reading.options import LoadOptions
+from unickpt.reading.read_plan import (
+    ChunkRead,
+    Job,
+    User,
+    buffers_of,
+    by_chunk,
+    fill,
+    slots_of,
+    users_of,
+)
+from unickpt.reading.recipes import Itself
+
+if TYPE_CHECKING:
+    from unickpt.reading.checkpoint import Checkpoint
+
+
+_ALIGN = 16  # bytes, also of a parcel's head, whose first byte is the status
+_IN_FLIGHT = 4  # buffers in the budget: for two rounds, what is sent and what is received
+
+# A caller may recover from these with a new or older checkpoint or a copy; then all must.
+_SAME: Mapping[str, type[Exception]] = {
+    kind.__name__: kind for kind in (CheckpointCorrupt, CheckpointNotFound, CheckpointReplaced)
+}
+
+Wants = Mapping[str, Sequence[Box]]
+"""Boxes of stored arrays, by name."""
+ReadArrays = Callable[["Checkpoint", Sequence[Job]], dict[str, Any]]
+
+
+@contextmanager
+def reading(options: LoadOptions, among: Sequence[Adapter]) -> Iterator[ReadArrays]:
+    """The function that reads arrays: for each process alone, or, with `exchange`, for all
+    together.
+
+    If one process fails before it is called, the others learn of it.
+    """
+    found = (options.group or current_group(among)) if options.exchange else None
+    group = None if found is None else within(found, options.timeout_s)
+    if group is None or group.count == 1:
+        yield lambda stored, jobs: read_arrays(stored, jobs, options)
+        return
+    exchange = _Exchange(group, options)
+    try:
+        yield exchange.read
+    except Exception as error:
+        with suppress(_Unreachable):  # then this error says more
+            exchange.fail(error)  # raises if the others do not know yet
+        raise
+
+
+class _Unreachable(ProcessFailed):
+    """The processes cannot exchange anything any more."""
+
+
+class _Chunk(NamedTuple):
+    """A chunk, its reader, and the boxes of it that each process needs."""
+
+    entry: ArrayEntry
+    part: Part
+    number: int
+    row: int
+    box: Box
+    owner: int
+    wanted: Mapping[int, Sequence[Box]]
+
+
+def schedule(
+    entries: Sequence[ArrayEntry], wants: Sequence[Wants], budget_bytes: int
+) -> Iterator[list[_Chunk]]:
+    """All chunks that any process needs, in rounds; all processes get the same result.
+
+    A chunk is read by a process that needs it, the one with the least to read so far.
+
+    Arguments:
+        entries: the stored arrays.
+        wants: what each process needs.
+        budget_bytes: the most bytes that a process sends and receives in a round, unless a single
+            chunk is larger.
+    """
+    read = [0] * len(wants)
+    held = [0] * len(wants)
+    batch: list[_Chunk] = []
+    for entry in entries:
+        itemsize = dtypes.from_name(entry.dtype).itemsize
+        for part, number, row, wanted in _wanted_chunks(entry, wants):
+            owner = min(wanted, key=lambda process: (read[process], process))
+            box = part.chunk_box(number)
+            read[owner] += box.size
+            chunk = _Chunk(entry, part, number, row, box, owner, wanted)
+            moved = {p: itemsize * sum(b.size for b in boxes) for p, boxes in wanted.items()}
+            moved[owner] = sum(moved.values())
+            full = max(held) > budget_bytes  # by a chunk that is larger than that
+            if batch and (full or any(held[p] + n > budget_bytes for p, n in moved.items())):
+                yield batch
+                batch, held = [], [0] * len(wants)
+            batch.append(chunk)
+            for process, nbytes in moved.items():
+                held[process] += nbytes
+    if batch:
+        yield batch
+
+
+def _wanted_chunks(
+    entry: ArrayEntry, wants: Sequence[Wants]
+) -> Iterator[tuple[Part, int, int, dict[int, list[Box]]]]:
+    """The needed chunks of an array, each with the boxes that each process needs."""
+    for first, part in chunk_grid.numbered_parts(entry):
+        found: dict[int, dict[int, list[Box]]] = {}
+        for process, of_process in enumerate(wants):
+            for box in of_process.get(entry.name, ()):
+                for number in part.chunks_in(box):
+                    common = part.chunk_box(number).intersect(box)
+                    assert common is not None, "the chunk meets the box"
+                    found.setdefault(number, {}).setdefault(process, []).append(common)
+        for number in sorted(found):
+            yield part, number, first + number, found[number]
+
+
+@dataclass
+class _Filling:
+    """A job under way.
+
+    Arguments:
+        job: the job.
+        left: the number of chunks that it still needs.
+        buffers: memory of its targets; None before its first chunk is read.
+        users: the buffers that need each chunk of its stored arrays, by name and row.
+    """
+
+    job: Job
+    left: int = 0
+    buffers: dict[str, list[Array]] | None = None
+    users: dict[tuple[str, int], list[User]] = field(default_factory=dict)
+
+
+class _Item(NamedTuple):
+    """A box of a chunk that is sent, and its place in the parcel of a process."""
+
+    chunk: _Chunk
+    box: Box
+    process: int
+    offset: int
+
+
+class _Parcels:
+    """What a process sends to or receives from each process in a round: a head, then boxes."""
+
+    def __init__(self, count: int) -> None:
+        self.sizes = [_ALIGN] * count
+        self.items: list[_Item] = []
+
+    def add(self, chunk: _Chunk, box: Box, process: int) -> _Item:
+        item = _Item(chunk, box, process, self.sizes[process])
+        nbytes = box.size * dtypes.from_name(chunk.entry.dtype).itemsize
+        self.sizes[process] += -(-nbytes // _ALIGN) * _ALIGN
+        self.items.append(item)
+        return item
+
+    @cached_property
+    def heads(self) -> list[int]:
+        """Where each parcel begins, after everything was added."""
+        return [0, *accumulate(self.sizes)][:-1]
+
+    def view(self, data: Array, item: _Item) -> Array:
+        """A box in the bytes of all parcels."""
+        dtype = dtypes.from_name(item.chunk.entry.dtype)
+        begin = self.heads[item.process] + item.offset
+        bits = data[begin : begin + item.box.size * dtype.itemsize]
+        return bits.view(dtype).reshape(item.box.shape)
+
+
+@dataclass
+class _Round:
+    """A batch of chunks in progress."""
+
+    chunks: Sequence[_Chunk]
+    sent: _Parcels
+    received: _Parcels
+    outbox: Array
+    tasks: set[Any] = field(default_factory=set)
+
+
+class _Exchange:
+    """One load by all processes of a group.
+
+    A process that fails keeps taking part until all know of it, so that nobody waits for it. The
+    error of the first failed process decides for all, so that all continue in the same way.
+    """
+
+    def __init__(self, group: Group, options: LoadOptions) -> None:
+        self._group, self._options = group, options
+        self._has_told = False
+        self._error: Exception | None = None
+
+    def fail(self, error: Exception) -> None:
+        """Tells the others, if they still wait for what this process needs."""
+        if not self._has_told:
+            self._error = error
+            self._tell({}, "")
+
+    def read(self, stored: Checkpoint, jobs: Sequence[Job]) -> dict[str, Any]:
+        """As `read_arrays`, by all processes together.
+
+        Raises:
+            ProcessFailed: another process failed; has that process's message.
+        """
+        fillings = [_Filling(job) for job in jobs]
+        self._filling = {entry.name: f for f in fillings for entry in f.job.entries}
+        wants = self._tell(_wants_of(jobs), f"{stored.index.attempt} {stored.index.created}")
+        budget = max(1, self._options.budget_bytes // _IN_FLIGHT)
+        rounds = list(schedule(list(stored.index.arrays.values()), wants, budget))
+        for chunk in (chunk for chunks in rounds for chunk in chunks):
+            if self._group.index in chunk.wanted:
+                self._filling[chunk.entry.name].left += 1
+        done: dict[str, Any] = {}
+        self._stored, self._reader = stored, Reader(stored)
+        try:
+            self._try(self._finish, [f for f in fillings if not f.left], done)
+            under_way: _Round | None = None
+            for chunks in [*rounds, None]:
+                begun = None if chunks is None else self._begin(chunks)
+                if under_way is not None:
+                    self._end(under_way, done)
+                under_way = begun
+            self._settle()
+        finally:
+            self._reader.close()
+        return done
+
+    def _tell(self, mine: Wants, opened: str) -> list[Wants]:
+        """What each process needs; raises if one has already failed.
+
+        Arguments:
+            mine: what this one needs.
+            opened: which checkpoint it opened.
+
+        Raises:
+            CheckpointReplaced: in all processes, if they opened different checkpoints.
+        """
+        self._has_told = True
+        boxes = {name: [[b.start, b.stop] for b in of_name] for name, of_name in mine.items()}
+        told = self._settle([boxes, opened])
+        if len({of for _, of in told}) > 1:
+            raise CheckpointReplaced(
+                "the processes opened different checkpoints, because a save replaced the one at "
+                "this path; load again"
+            )
+        return [
+            {name: [Box(tuple(a), tuple(b)) for a, b in of] for name, of in theirs.items()}
+            for theirs, _ in told
+        ]
+
+    # --- a round --------------------------------------------------------------------------------
+
+    def _begin(self, chunks: Sequence[_Chunk]) -> _Round:
+        """Begins to read this process's chunks of a round."""
+        me, count = self._group.index, self._group.count
+        sent, received = _Parcels(count), _Parcels(count)
+        own: list[tuple[_Chunk, list[_Item]]] = []
+        for chunk in chunks:
+            if chunk.owner == me:
+                others = [(p, box) for p, of_p in chunk.wanted.items() for box in of_p if p != me]
+                own.append((chunk, [sent.add(chunk, box, p) for p, box in others]))
+            else:
+                for box in chunk.wanted.get(me, ()):
+                    received.add(chunk, box, chunk.owner)
+        begun = _Round(chunks, sent, received, np.empty(sum(sent.sizes), np.uint8))
+        self._try(self._read, begun, own)
+        return begun
+
+    def _read(self, begun: _Round, own: Sequence[tuple[_Chunk, Sequence[_Item]]]) -> None:
+        for chunk, items in own:
+            pieces = [piece for user in self._users(chunk) for piece in user.pieces(chunk.box)]
+            for item in items:
+                feed = Itself(chunk.entry)
+                needed = feed.within(item.box)
+                assert needed is not None, "nobody needs an empty box"
+                memory = begun.sent.view(begun.outbox, item)
+                pieces += User(needed, memory, feed).pieces(chunk.box)
+            if pieces:
+                verify = self._options.verify
+                row = self._stored.digests_of(chunk.entry.name)[chunk.row] if verify else None
+                read = ChunkRead(chunk.entry, chunk.part, chunk.number, chunk.box, row, pieces)
+                begun.tasks.add(self._reader.submit(read))
+
+    def _end(self, begun: _Round, done: dict[str, Any]) -> None:
+        """Sends what this process read, receives what the others read, and places it."""
+        for task in begun.tasks:
+            self._try(self._reader.wait, task)
+        begun.outbox[begun.sent.heads] = self._error is not None
+        inbox = _exchange(self._group, begun.outbox, begun.sent.sizes, begun.received.sizes)
+        if self._error is not None or inbox[begun.received.heads].any():
+            self._settle()
+        self._try(self._place, begun, inbox, done)
+
+    def _place(self, begun: _Round, inbox: Array, done: dict[str, Any]) -> None:
+        def place(received: tuple[_Item, Sequence[User]]) -> None:
+            item, users = received
+            data = begun.received.view(inbox, item)
+            for user in users:
+                for piece in user.pieces(item.box):
+                    piece.place(data)
+
+        items = begun.received.items
+        self._reader.work(place, [(item, self._users(item.chunk)) for item in items])
+        for chunk in begun.chunks:
+            if self._group.index in chunk.wanted:
+                filling = self._filling[chunk.entry.name]
+                filling.left -= 1
+                if not filling.left:
+                    self._finish([filling], done)
+
+    # --- jobs -----------------------------------------------------------------------------------
+
+    def _open(self, filling: _Filling) -> None:
+        """Allocates memory for the targets of a job, and fills in what needs no chunk."""
+        if filling.buffers is None:
+            for entry in filling.job.entries:
+                self._stored.check_backed(entry)
+            filling.buffers = buffers_of(self._stored, filling.job)
+            slots = slots_of(filling.job)
+            fill(slots, filling.buffers, self._options.verify)
+            for name, (entry, users) in users_of(slots, filling.buffers).items():
+                for first, part in chunk_grid.numbered_parts(entry):
+                    for number, by in by_chunk(part, users).items():
+                        filling.users[name, first + number] = by
+
+    def _users(self, chunk: _Chunk) -> Sequence[User]:
+        filling = self._filling[chunk.entry.name]
+        self._open(filling)
+        return filling.users[chunk.entry.name, chunk.row]
+
+    def _finish(self, fillings: Sequence[_Filling], done: dict[str, Any]) -> None:
+        for filling in fillings:
+            self._open(filling)
+            buffers, filling.buffers, filling.users = filling.buffers, {}, {}
+            assert buffers is not None, "it was opened"
+            for name, target in filling.job.targets.items():
+                done[name] = target.finish(buffers.pop(name))
+
+    # --- errors ---------------------------------------------------------------------------------
+
+    def _try(self, work: Callable[..., object], *arguments: Any) -> None:
+        """Calls `work`, and keeps the first error for `_settle`."""
+        if self._error is None:
+            try:
+                work(*arguments)
+            except Exception as error:
+                self._error = error
+
+    def _settle(self, told: Any = None) -> list[Any]:
+        """What every process reports; if any failed, raises the error of the first one.
+
+        Called by all processes at the same point.
+        """
+        error = self._error
+        failed = None if error is None else [type(error).__name__, str(error)]
+        every = [json.loads(x) for x in _gather(self._group, json.dumps([failed, told]).encode())]
+        for process, (failure, _) in enumerate(every):
+            if failure is None:
+                continue
+            if error is not None and process == self._group.index:
+                raise error
+            kind, text = failure
+            made = _SAME.get(kind, ProcessFailed)
+            raise made(f"process {process} failed: {kind}: {text}") from error
+        return [theirs for _, theirs in every]
+
+
+def _wants_of(jobs: Sequence[Job]) -> Wants:
+    wants: dict[str, dict[Box, None]] = {}
+    for job in jobs:
+        for slot in slots_of(job):
+            for feed in slot.recipe.feeds:
+                needed = feed.within(slot.box)
+                boxes = () if needed is None else needed.boxes
+                wants.setdefault(feed.entry.name, {}).update(dict.fromkeys(boxes))
+    return {name: list(boxes) for name, boxes in wants.items() if boxes}
+
+
+def _gather(group: Group, data: bytes) -> list[bytes]:
+    """The `data` of each process of a group."""
+    count = group.count
+    length = np.frombuffer(len(data).to_bytes(8, "little"), np.uint8)
+    lengths = _exchange(group, np.tile(length, count), [8] * count, [8] * count)
+    sizes = [int.from_bytes(lengths[8 * p : 8 * p + 8].tobytes(), "little") for p in range(count)]
+    mine = np.tile(np.frombuffer(data, np.uint8), count)
+    found = _exchange(group, mine, [len(data)] * count, sizes)
+    starts = [0, *accumulate(sizes)]
+    return [found[a:b].tobytes() for a, b in pairwise(starts)]
+
+
+def _exchange(group: Group, data: Array, sent: Sequence[int], received: Sequence[int]) -> Array:
+    try:
+        return group.exchange(data, sent, received)
+    except SaveTimeout as error:
+        raise _Unreachable(str(error)) from error
+    except RuntimeError as error:
+        raise _Unreachable(
+            "the processes could not exchange the chunks that they read; one of them may have "
+            f"ended: {error}"
+        ) from error

@@ -1,0 +1,39 @@
+"""The options of a load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from unickpt.frameworks.options import CommonOptions, check_group, check_number
+from unickpt.frameworks.process_group import Group
+
+
+@dataclass(frozen=True)
+class LoadOptions(CommonOptions):
+    """How to load.
+
+    Arguments:
+        verify: whether to check each chunk that is read against its digest.
+        budget_bytes: bytes of host memory that a load may use beyond the destination.
+        exchange: whether the processes of a job read together: one process reads each chunk, and
+            sends the others the parts that they need. Use it if the storage is slower than the
+            network and processes need parts of the same chunks: replicas, or shards along another
+            axis than the saved ones. All processes must then call `load` in the same way.
+        timeout_s: with `exchange`, how long a process waits for the others, in seconds, each time
+            that they exchange data; a `ProcessGroup` waits as long as its own function does.
+        group: as in `SaveOptions`; used for `exchange` and for `PerProcess` leaves.
+
+    Raises:
+        ValueError, TypeError: an option is out of range, or of a wrong type.
+    """
+
+    verify: bool = True
+    budget_bytes: int = 1 << 30
+    exchange: bool = False
+    timeout_s: float = 600.0
+    group: Group | None = None
+
+    def __post_init__(self) -> None:
+        check_number("budget_bytes", self.budget_bytes)
+        check_number("timeout_s", self.timeout_s)
+        check_group(self.group)

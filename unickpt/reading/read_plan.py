@@ -1,0 +1,192 @@
+"""Read plans: which chunks serve the requested boxes, and where their pieces go."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from unickpt.arrays import dtypes, strided_copy
+from unickpt.arrays.box import Box
+from unickpt.arrays.dtypes import Array
+from unickpt.format import chunk_grid
+from unickpt.format.chunk_grid import Part
+from unickpt.format.index import ArrayEntry
+from unickpt.frameworks.protocol import ArrayTarget
+from unickpt.reading.recipes import Copy, Recipe, Source, Wanted
+
+if TYPE_CHECKING:
+    from unickpt.reading.checkpoint import Checkpoint
+from unickpt.reading.placement import place, put
+
+
+@dataclass(frozen=True)
+class Job:
+    """Arrays to read together, because they are tied, requested more than once, or need the same
+    chunks.
+
+    Arguments:
+        targets: the destinations, by name.
+        recipes: their sources, by the same names.
+    """
+
+    targets: Mapping[str, ArrayTarget]
+    recipes: Mapping[str, Recipe]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all destinations."""
+        return sum(
+            box.size * target.dtype.itemsize for target in self.targets.values()
+            for box in target.boxes
+        )  # fmt: skip
+
+    @property
+    def entries(self) -> list[ArrayEntry]:
+        """The stored arrays that are read."""
+        used = (feed.entry for recipe in self.recipes.values() for feed in recipe.feeds)
+        return list({entry.name: entry for entry in used}.values())
+
+
+class Slot(NamedTuple):
+    """A box of a target to fill."""
+
+    name: str
+    position: int
+    box: Box
+    recipe: Recipe
+
+
+class User(NamedTuple):
+    """A buffer, and what it needs from a stored array."""
+
+    needed: Wanted
+    buffer: Array
+    feed: Source
+
+    def pieces(self, box: Box) -> Iterator[Piece]:
+        """What it needs from a box of the stored array."""
+        for copy in self.needed.copies(box):
+            out = strided_copy.view(self.buffer, copy.out, copy.out_steps, copy.shape)
+            yield Piece(copy, out, self.feed)
+
+
+class Piece(NamedTuple):
+    """A piece of a box of a stored array, and its destination."""
+
+    copy: Copy
+    out: Array
+    feed: Source
+
+    def place(self, source: Array) -> None:
+        """Copies the elements of the box to the destination."""
+        copy = self.copy
+        place(
+            strided_copy.view(source, copy.source, copy.source_steps, copy.shape),
+            self.out,
+            self.feed,
+        )
+
+
+@dataclass(slots=True)
+class ChunkRead:
+    """One chunk to read, and the destinations of its pieces.
+
+    Arguments:
+        entry, part, number: which one.
+        box: of the chunk.
+        row: of the digest table; None without verification.
+        pieces: of the chunk.
+    """
+
+    entry: ArrayEntry
+    part: Part
+    number: int
+    box: Box
+    row: Any
+    pieces: Sequence[Piece]
+
+
+def buffers_of(stored: Checkpoint, job: Job) -> dict[str, list[Array]]:
+    """Memory for all boxes of all targets.
+
+    Raises:
+        MemoryError: names the array.
+    """
+    buffers = {}
+    for name, target in job.targets.items():
+        try:
+            buffers[name] = [target.buffer(i) for i in range(len(target.boxes))]
+        except MemoryError as error:
+            raise MemoryError(
+                f"{stored.location}: no memory for array {name!r}, "
+                f"{dtypes.name_of(target.dtype)}{list(target.shape)}: {error}"
+            ) from None
+    return buffers
+
+
+def slots_of(job: Job) -> list[Slot]:
+    """All boxes to fill; targets that share memory count once."""
+    first: dict[Hashable, str] = {}
+    slots: list[Slot] = []
+    for name, target in job.targets.items():
+        if target.identity is None or first.setdefault(target.identity, name) == name:
+            recipe = job.recipes[name]
+            slots += [Slot(name, i, box, recipe) for i, box in enumerate(target.boxes)]
+    return slots
+
+
+def fill(slots: Sequence[Slot], buffers: Mapping[str, Sequence[Array]], verify: bool) -> None:
+    """Fills in what needs no chunk."""
+    for name, position, box, recipe in slots:
+        buffer = buffers[name][position]
+        for constant in recipe.fills:
+            for copy in constant.copies(box):
+                view = strided_copy.view(buffer, copy.out, copy.out_steps, copy.shape)
+                view[...] = constant.value
+        if recipe.function is not None:
+            found = recipe.function(box, verify)
+            put(found, buffer, f"{recipe.function.name!r}: made as {found.dtype}")
+
+
+def users_of(
+    slots: Sequence[Slot], buffers: Mapping[str, Sequence[Array]]
+) -> dict[str, tuple[ArrayEntry, list[User]]]:
+    """The users of each stored array, by its name."""
+    users: dict[str, tuple[ArrayEntry, list[User]]] = {}
+    for name, position, box, recipe in slots:
+        for feed in recipe.feeds:
+            needed = feed.within(box)
+            if needed is not None:
+                of_entry = users.setdefault(feed.entry.name, (feed.entry, []))[1]
+                of_entry.append(User(needed, buffers[name][position], feed))
+    return users
+
+
+def reads_of(
+    stored: Checkpoint, users: Mapping[str, tuple[ArrayEntry, list[User]]], verify: bool
+) -> Iterator[ChunkRead]:
+    for name, (entry, of_entry) in users.items():
+        table = stored.digests_of(name) if verify else None
+        for first, part in chunk_grid.numbered_parts(entry):
+            for number, by in sorted(by_chunk(part, of_entry).items()):
+                chunk = part.chunk_box(number)
+                pieces = [piece for user in by for piece in user.pieces(chunk)]
+                if pieces:
+                    row = None if table is None else table[first + number]
+                    yield ChunkRead(entry, part, number, chunk, row, pieces)
+
+
+def by_chunk(part: Part, users: Iterable[User]) -> dict[int, list[User]]:
+    """The users of each chunk of a part."""
+    found: dict[int, list[User]] = {}
+    for user in users:
+        for number in _chunks_of(part, user.needed.boxes):
+            found.setdefault(number, []).append(user)
+    return found
+
+
+def _chunks_of(part: Part, boxes: Sequence[Box]) -> Iterable[int]:
+    if len(boxes) == 1:
+        return part.chunks_in(boxes[0])
+    return {number for box in boxes for number in part.chunks_in(box)}

@@ -1,0 +1,238 @@
+"""Feeds: where the elements of a requested array come from in stored arrays, box by box.
+
+Without rules every array has one feed, from itself. Rules permute, merge, split, stack and cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from operator import sub
+from typing import NamedTuple, Protocol
+
+from unickpt.arrays.box import Box
+from unickpt.arrays.dtypes import Array
+from unickpt.arrays.index_map import Digit, Dim, Line, Ranges, line_of, pull
+from unickpt.arrays.strided_copy import unit_steps
+from unickpt.format.index import ArrayEntry
+
+
+class Copy(NamedTuple):
+    """Elements of a chunk and their destination: two strided views of the same shape.
+
+    Arguments:
+        shape: extents of both.
+        source: index of the first element in the chunk.
+        source_steps: per axis of `shape`, the step along each dimension of the chunk.
+        out, out_steps: the same for the destination.
+    """
+
+    shape: tuple[int, ...]
+    source: tuple[int, ...]
+    source_steps: tuple[tuple[int, ...], ...]
+    out: tuple[int, ...]
+    out_steps: tuple[tuple[int, ...], ...]
+
+
+class Wanted(Protocol):
+    """What a box of a requested array needs from a stored array."""
+
+    @property
+    def boxes(self) -> Sequence[Box]:
+        """Boxes of the stored array that contain all of it."""
+
+    def copies(self, chunk: Box) -> Iterator[Copy]:
+        """The copies from a box of the stored array."""
+
+
+class Source(Protocol):
+    """Where elements come from; see `Feed`, the general one."""
+
+    @property
+    def entry(self) -> ArrayEntry: ...
+    @property
+    def is_exact(self) -> bool: ...
+    @property
+    def scale(self) -> float: ...
+    @property
+    def offset(self) -> float: ...
+
+    def within(self, box: Box) -> Wanted | None: ...
+
+
+@dataclass(frozen=True)
+class Feed:
+    """A block of a requested array, and the stored array that it comes from.
+
+    Arguments:
+        entry: the stored array.
+        extents: of the axes that both arrays share.
+        source: the stored array's dimensions in terms of these axes.
+        out: those of the requested array.
+        scale, offset: arithmetic on the elements, in float32 (float64 for float64 elements).
+    """
+
+    entry: ArrayEntry
+    extents: tuple[int, ...]
+    source: tuple[Dim, ...]
+    out: tuple[Dim, ...]
+    scale: float = 1.0
+    offset: float = 0.0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether elements are copied without arithmetic."""
+        return self.scale == 1 and self.offset == 0
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether it is the whole stored array, unchanged."""
+        whole = whole_dims(self.entry.shape)
+        return self.is_exact and self.source == self.out == whole
+
+    @cached_property
+    def _source_lines(self) -> tuple[Line, ...]:
+        return tuple(map(line_of, self.source))
+
+    @cached_property
+    def _out_lines(self) -> tuple[Line, ...]:
+        return tuple(map(line_of, self.out))
+
+    def within(self, box: Box) -> Wanted | None:
+        """What a box of the requested array needs; None if nothing."""
+        ranges = pull(self.out, box.start, box.stop, tuple((0, n) for n in self.extents))
+        return _Pulled(self, box, ranges) if ranges else None
+
+    def reach(self, ranges: Ranges) -> Box:
+        """A box of the stored array that contains everything that the ranges of the axes need."""
+        found = [line.reach(ranges) for line in self._source_lines]
+        return Box(tuple(a for a, _ in found), tuple(b for _, b in found))
+
+    def held(self, chunk: Box) -> list[Ranges]:
+        """The axes' ranges that lie within a box of the stored array."""
+        whole = tuple((0, n) for n in self.extents)
+        return pull(self.source, chunk.start, chunk.stop, whole)
+
+    def copy(self, common: Ranges, box: Box, chunk: Box) -> Copy:
+        """Where ranges lie in a chunk, and in a box of the requested array."""
+        first = [a for a, _ in common]
+        return Copy(
+            tuple(b - a for a, b in common),
+            tuple(x.at(first) - o for x, o in zip(self._source_lines, chunk.start, strict=True)),
+            _steps(self._source_lines, len(common)),
+            tuple(x.at(first) - o for x, o in zip(self._out_lines, box.start, strict=True)),
+            _steps(self._out_lines, len(common)),
+        )
+
+
+class _Pulled:
+    """What a box needs from a feed."""
+
+    def __init__(self, feed: Feed, box: Box, ranges: Sequence[Ranges]) -> None:
+        self._feed, self._box, self._ranges = feed, box, ranges
+        self.boxes: Sequence[Box] = [feed.reach(r) for r in ranges]
+
+    def copies(self, chunk: Box) -> Iterator[Copy]:
+        for ours in self._feed.held(chunk):
+            for theirs in self._ranges:
+                common = tuple(
+                    (max(a, c), min(b, d)) for (a, b), (c, d) in zip(ours, theirs, strict=True)
+                )
+                if all(a < b for a, b in common):
+                    yield self._feed.copy(common, self._box, chunk)
+
+
+class Itself:
+    """An array as it is stored: a faster feed for loads without rules."""
+
+    __slots__ = ("entry",)
+    is_exact, scale, offset = True, 1.0, 0.0
+
+    def __init__(self, entry: ArrayEntry) -> None:
+        self.entry = entry
+
+    def within(self, box: Box) -> Wanted | None:
+        return None if box.empty else _Plain(box)
+
+
+class _Plain:
+    """A box of an array as it is stored."""
+
+    __slots__ = ("boxes",)
+
+    def __init__(self, box: Box) -> None:
+        self.boxes: Sequence[Box] = (box,)
+
+    def copies(self, chunk: Box) -> Iterator[Copy]:
+        (box,) = self.boxes
+        common = chunk.intersect(box)
+        if common is not None:
+            there = tuple(map(sub, common.start, chunk.start))
+            steps = unit_steps(len(there))
+            yield Copy(common.shape, there, steps, tuple(map(sub, common.start, box.start)), steps)
+
+
+def whole_dims(shape: Sequence[int]) -> tuple[Dim, ...]:
+    """Dimensions each of which is an axis."""
+    return tuple((Digit(n, 0, n, axis),) for axis, n in enumerate(shape))
+
+
+@dataclass(frozen=True)
+class Fill:
+    """A block of a requested array that holds a constant.
+
+    Arguments:
+        extents: of the block's axes.
+        out: the array's dimensions, made of these.
+        value: of all elements.
+    """
+
+    extents: tuple[int, ...]
+    out: tuple[Dim, ...]
+    value: float | int | bool | complex
+
+    def copies(self, box: Box) -> Iterator[Copy]:
+        """Where the constant lies in a box of the array; reads nothing."""
+        whole = tuple((0, n) for n in self.extents)
+        lines = tuple(map(line_of, self.out))
+        for ranges in pull(self.out, box.start, box.stop, whole):
+            first = [a for a, _ in ranges]
+            yield Copy(
+                tuple(b - a for a, b in ranges),
+                (),
+                (),
+                tuple(x.at(first) - o for x, o in zip(lines, box.start, strict=True)),
+                _steps(lines, len(ranges)),
+            )
+
+
+class Applied(Protocol):
+    """A function that makes an array."""
+
+    @property
+    def name(self) -> str:
+        """The array's name."""
+
+    def __call__(self, box: Box, verify: bool) -> Array:
+        """The elements of a box; `verify`: whether to check the chunks that are read for them."""
+
+
+@dataclass(slots=True)
+class Recipe:
+    """The sources of a requested array.
+
+    Arguments:
+        feeds: the stored sources; with `fills`, they give each element exactly once.
+        fills: the constant blocks.
+        function: makes the array instead of these.
+    """
+
+    feeds: Sequence[Source] = ()
+    fills: Sequence[Fill] = ()
+    function: Applied | None = None
+
+
+def _steps(lines: Sequence[Line], axes: int) -> tuple[tuple[int, ...], ...]:
+    by_line = [dict(line.steps) for line in lines]
+    return tuple(tuple(steps.get(axis, 0) for steps in by_line) for axis in range(axes))

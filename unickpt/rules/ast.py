@@ -1,0 +1,341 @@
+"""What a rule file says, as dataclasses: the tree that `grammar` makes of the text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from unickpt.errors import RuleSyntaxError
+
+
+def axes_of(items: Sequence[Item]) -> Iterator[Axis]:
+    """All axes, in their order, as often as they occur."""
+    for item in items:
+        match item:
+            case Axis():
+                yield item
+            case Flip(inner):
+                yield from axes_of([inner])
+            case Group(segments):
+                for segment in segments:
+                    yield from axes_of(segment)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where something is written: file, line and column from 1, and the text of that line."""
+
+    file: str
+    line: int
+    column: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}, line {self.line}"
+
+    def pointed(self) -> str:
+        """The line with a caret below the column."""
+        return f"  {self.text}\n  {' ' * (self.column - 1)}^"
+
+
+def syntax_error(message: str, place: Place) -> RuleSyntaxError:
+    """An error that shows its line with a caret."""
+    return RuleSyntaxError(f"{place}: {message}\n{place.pointed()}")
+
+
+# --- names ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Text:
+    """`{m}`: one component of a name or a piece of one; with `path`, `{m...}`: any number; with
+    `options`, `{m=up|down}`: one of these."""
+
+    key: str
+    path: bool = False
+    options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Linear:
+    """`{6*b+j}`: a number in a name, made of axes; a lone `{l}` may turn out to be `Text`."""
+
+    terms: tuple[tuple[str, int], ...]
+    constant: int = 0
+
+    @property
+    def lone(self) -> str | None:
+        """The axis of `{l}`."""
+        alone = len(self.terms) == 1 and self.terms[0][1] == 1 and self.constant == 0
+        return self.terms[0][0] if alone else None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`{query|key|value}` or `{qkv:query|key|value}`: an axis whose indices are spelled out."""
+
+    axis: str
+    options: tuple[str, ...]
+    named: bool = False
+
+
+Capture = Text | Linear | Choice
+
+
+@dataclass(frozen=True)
+class Name:
+    """A name with captures, which matches whole names only."""
+
+    items: tuple[str | Capture, ...]
+    place: Place = field(compare=False)
+
+    def __str__(self) -> str:
+        return "".join(map(item_text, self.items))
+
+
+def item_text(item: str | Capture) -> str:
+    """A piece of a name as it is written."""
+    match item:
+        case str():
+            return item.replace("{", "{{").replace("}", "}}")
+        case Text(key, path, options):
+            return "{" + key + ("..." if path else "=" * bool(options) + "|".join(options)) + "}"
+        case Choice(axis, options, named):
+            return "{" + (f"{axis}:" if named else "") + "|".join(options) + "}"
+        case Linear(terms, constant):
+            parts = [axis if factor == 1 else f"{factor}*{axis}" for axis, factor in terms]
+            text = "+".join(parts).replace("+-", "-")
+            return "{" + text + (f"{constant:+d}" if constant else "") + "}"
+
+
+# --- axes -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A named axis; `...` matches any number of them."""
+
+    name: str
+    place: Place = field(compare=False)
+
+    def __str__(self) -> str:
+        if self.name.startswith("_"):
+            return "_"
+        return "{" + self.name + "}" if "|" in self.name else self.name
+
+
+@dataclass(frozen=True)
+class One:
+    """An extent of 1."""
+
+    def __str__(self) -> str:
+        return "1"
+
+
+@dataclass(frozen=True)
+class Pad:
+    """`_`: elements that have no counterpart."""
+
+    place: Place = field(compare=False)
+
+    def __str__(self) -> str:
+        return "_"
+
+
+@dataclass(frozen=True)
+class Flip:
+    """`-h`: an axis in reverse order."""
+
+    item: Item
+
+    def __str__(self) -> str:
+        return f"-{self.item}"
+
+
+@dataclass(frozen=True)
+class Group:
+    """`(a b + c)`: segments one after the other, each the product of its items."""
+
+    segments: tuple[tuple[Item, ...], ...]
+
+    def __str__(self) -> str:
+        return "(" + " + ".join(" ".join(map(str, s)) for s in self.segments) + ")"
+
+
+Item = Axis | One | Pad | Flip | Group
+
+ELLIPSIS = "..."
+
+
+# --- sides and statements -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A number or an axis, to a power."""
+
+    value: float | str
+    power: float = 1.0
+
+    def __str__(self) -> str:
+        base = self.value if isinstance(self.value, str) else f"{self.value:g}"
+        return base if self.power == 1 else f"{base}**{self.power:g}"
+
+
+@dataclass(frozen=True)
+class View:
+    """A name with its axes, arithmetic and dtype; `items` is None where no axes are given."""
+
+    name: Name
+    items: tuple[Item, ...] | None = None
+    arithmetic: tuple[tuple[str, Operand], ...] = ()
+    dtype: str | None = None
+
+    def __str__(self) -> str:
+        text = str(self.name)
+        if self.items is not None:
+            text += " [" + " ".join(map(str, self.items)) + "]"
+        text += "".join(f" {op} {operand}" for op, operand in self.arithmetic)
+        return text + (f" as {self.dtype}" if self.dtype else "")
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """A side without arrays: `drop`, a constant (`0`), or both (`drop 0`).
+
+    Arguments:
+        value: what the other side's arrays are made of; None where nothing makes them.
+        unchecked: whether the other side's arrays are dropped without a check of their values.
+    """
+
+    value: float | None
+    unchecked: bool
+
+    def __str__(self) -> str:
+        value = "" if self.value is None else f"{self.value:g}"
+        return f"{'drop ' if self.unchecked else ''}{value}".strip()
+
+
+Term = tuple[View, ...]
+"""Views that are one array under several names (`a = b`); usually one."""
+Side = tuple[Term, ...] | Nothing
+
+
+def side_text(side: Side) -> str:
+    """A side as it is written."""
+    if isinstance(side, Nothing):
+        return str(side)
+    return ", ".join(" = ".join(map(str, term)) for term in side)
+
+
+@dataclass(frozen=True)
+class RuleLine:
+    """`left <-> right`, with the sizes that follow it."""
+
+    place: Place = field(compare=False)
+    left: Side
+    right: Side
+    optional: bool = False
+    default: bool = False
+    function: str | None = None
+    sizes: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class LiftLine:
+    """`lift left <-> right for prefix <-> prefix law=...`: the rules of parameters serve slots."""
+
+    place: Place = field(compare=False)
+    left: View
+    right: View
+    domain: tuple[Name, Name] | None
+    law: str | None
+
+
+@dataclass(frozen=True)
+class WhereLine:
+    """`where a=1, b=2`: sizes for all rules of the file."""
+
+    place: Place = field(compare=False)
+    sizes: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class IncludeLine:
+    """`include target under left <-> right for prefix <-> prefix`: another file, or a preset."""
+
+    place: Place = field(compare=False)
+    target: str
+    under: tuple[str, str]
+    domain: tuple[Name, Name] | None = None
+    default: bool = False
+    sizes: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class ConventionLine:
+    """`convention rope: interleaved <-> half`: what the numbers of each side mean."""
+
+    place: Place = field(compare=False)
+    name: str
+    left: str
+    right: str
+
+
+Statement = RuleLine | LiftLine | WhereLine | IncludeLine | ConventionLine
+
+
+def included(statement: Statement, line: IncludeLine) -> Statement:
+    """A statement of an included file: its names after prefixes, its lifts for some parameters."""
+    under = line.under
+    match statement:
+        case RuleLine(left=left, right=right):
+            sides = [_prefixed_side(s, p) for s, p in zip((left, right), under, strict=True)]
+            default = statement.default or line.default
+            return replace(statement, left=sides[0], right=sides[1], default=default)
+        case LiftLine(left=left, right=right, domain=domain):
+            views = [_prefixed_view(v, p) for v, p in zip((left, right), under, strict=True)]
+            if domain is None and line.domain is not None:
+                domain = line.domain
+            else:
+                inner = domain or _own_domain(statement)
+                names = [_prefixed_name(n, p) for n, p in zip(inner, under, strict=True)]
+                domain = (names[0], names[1])
+            return replace(statement, left=views[0], right=views[1], domain=domain)
+        case IncludeLine(under=(a, b)):
+            return replace(
+                statement,
+                under=(under[0] + a, under[1] + b),
+                domain=statement.domain or line.domain,
+                default=statement.default or line.default,
+            )
+    return statement
+
+
+def _own_domain(line: LiftLine) -> tuple[Name, Name]:
+    """The names of parameters as a lift has them that does not say: what its capture takes."""
+    captures = [
+        item for view in (line.left, line.right) for item in view.name.items
+        if not isinstance(item, str)
+    ]  # fmt: skip
+    name = Name(tuple(captures[:1]), line.place)
+    return name, name
+
+
+def _prefixed_side(side: Side, prefix: str) -> Side:
+    if isinstance(side, Nothing):
+        return side
+    return tuple(tuple(_prefixed_view(view, prefix) for view in term) for term in side)
+
+
+def _prefixed_view(view: View, prefix: str) -> View:
+    return replace(view, name=_prefixed_name(view.name, prefix))
+
+
+def _prefixed_name(name: Name, prefix: str) -> Name:
+    items = list(name.items)
+    if prefix and items and isinstance(items[0], str):
+        items[0] = prefix + items[0]
+    elif prefix:
+        items.insert(0, prefix)
+    return replace(name, items=tuple(items))

@@ -1,0 +1,178 @@
+"""Checks that each stored array is used by one rule, and each requested one made by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from unickpt.format.index import ArrayEntry
+from unickpt.rules.ast import Nothing
+from unickpt.rules.matching import Instance, Names, names_of
+
+_HOW_TO_TELL = (
+    "make the names of one of them narrower, or begin the more general one with `default`: it then "
+    "applies only where no other rule does"
+)
+_JOIN = "; if two names are loaded from one stored array, join them in one rule by `=`"
+_TO_DEFAULT = "; to let the default rule handle such arrays, begin this rule with `optional`"
+_NAMES_TELL = "or give the names of the other side by `like` (--like)"
+
+
+class Claims:
+    """Which rule uses each stored array, and which makes each array that is asked for."""
+
+    def __init__(self) -> None:
+        self._clashes: dict[tuple[str, ...], list[tuple[str, str]]] = {}
+        self._taken: dict[str, str] = {}
+        self._made: dict[str, str] = {}
+        self._left: set[tuple[str, int]] = set()
+
+    def settle(self, valid: Sequence[Instance], have: Names, want: Names | None) -> None:
+        """Finds arrays that two of the rules that fit use or make.
+
+        Where a rule gives an array several names (tied by `=`), another rule may take all but the
+        first of them.
+        """
+        for right, names, claimed in ((False, have, self._taken), (True, want, self._made)):
+            claims: dict[str, list[tuple[Instance, int]]] = {}
+            for instance in valid:
+                side = instance.rule.right if right else instance.rule.left
+                for term in () if isinstance(side, Nothing) else side:
+                    for rank, view in enumerate(term):
+                        for _, name in instance.grid(view):
+                            if names is None or name in names.facts:
+                                claims.setdefault(name, []).append((instance, min(rank, 1)))
+            for name, by in claims.items():
+                best = min(rank for _, rank in by)
+                kept = [instance for instance, rank in by if rank == best]
+                self._left.update((name, id(instance)) for instance, rank in by if rank > best)
+                claimed[name] = str(kept[0].rule)
+                if len(kept) > 1 and not _same_constant(kept):
+                    self._twice(name, "made" if right else "taken", [str(i.rule) for i in kept])
+
+    def add(self, have: Iterable[str], want: Iterable[str], rule: str) -> None:
+        """Adds what a lift takes and makes; no `Instance` exists for it."""
+        for names, claimed, verb in ((have, self._taken, "taken"), (want, self._made, "made")):
+            for name in names:
+                other = claimed.setdefault(name, rule)
+                if other != rule:
+                    self._twice(name, verb, [other, rule])
+
+    def is_left(self, name: str, instance: Instance) -> bool:
+        """Whether another rule takes this name, so that this one skips it."""
+        return (name, id(instance)) in self._left
+
+    def problems(self, both_known: bool) -> list[str]:
+        """Arrays that two rules use or make, as one message for each set of rules.
+
+        Arguments:
+            both_known: whether the names of both sides are known.
+        """
+        advice = _HOW_TO_TELL if both_known else f"{_HOW_TO_TELL}; {_NAMES_TELL}"
+        told = []
+        for rules, clashes in self._clashes.items():
+            (name, verb), count = clashes[0], sum(verb == clashes[0][1] for _, verb in clashes)
+            more = f" (and {count - 1} more)" if count > 1 else ""
+            join = _JOIN if verb == "taken" else ""
+            told.append("\n    ".join([f"{name!r}{more} is {verb} twice", *rules, advice + join]))
+        return told
+
+    def _twice(self, name: str, verb: str, rules: Iterable[str]) -> None:
+        self._clashes.setdefault(tuple(dict.fromkeys(rules)), []).append((name, verb))
+
+
+def _same_constant(claims: Sequence[Instance]) -> bool:
+    """Whether all of some rules have the same `drop` or constant on the same side."""
+    sides = [(i.rule.left, i.rule.right) for i in claims]
+    return any(
+        all(isinstance(pair[side], Nothing) and pair[side] == sides[0][side] for pair in sides)
+        for side in (0, 1)
+    )
+
+
+def keep_ties(found: Sequence[Instance], entries: Mapping[str, ArrayEntry]) -> None:
+    """Leaves stored arrays that are tied to the rule that ties them, where `like` is not given.
+
+    Otherwise a rule for models without the tie would load a second array from the shared one.
+    """
+    tied: dict[str, Instance] = {}
+    for instance in found:
+        side = instance.rule.left
+        if instance.why_not is not None or isinstance(side, Nothing):
+            continue
+        for term in side:
+            for at, first in instance.grid(term[0]):
+                for view in term[1:]:
+                    name = view.pattern.format(instance.texts, at)
+                    if name in entries and entries.get(first) is entries[name]:
+                        tied[name] = instance
+    for instance in found:
+        if instance.why_not is None and not isinstance(instance.rule.left, Nothing):
+            owners = {tied.get(name) for name in names_of(instance, instance.rule.left)}
+            if owners and None not in owners and instance not in owners:
+                instance.why_not = "another rule takes it, as tied to another name"
+
+
+def leave_to_others(
+    found: Sequence[Instance],
+    shared: Iterable[tuple[Sequence[str], Sequence[str]]],
+    both_known: bool,
+) -> None:
+    """Lets a `default` rule apply only to arrays that no other rule matches.
+
+    Where the names of both sides are known, all but the first of several names of one array are
+    free for another rule; see `Claims.settle`. A rule whose names all exist keeps them even if its
+    axes do not fit: that is an error to report, which a default must not hide.
+
+    Arguments:
+        found: all families that a rule matches.
+        shared: the names, on both sides, of what all parameters share.
+        both_known: whether the names of both sides are known.
+    """
+    if not any(instance.rule.default for instance in found):
+        return
+    taken: set[str] = set()
+    made: set[str] = set()
+    for have, want in shared:
+        if have:
+            taken.update(have)
+            made.update(want)
+    misfits: dict[str, Instance] = {}
+    valid = [i for i in found if i.why_not is None]
+    for instance in found:
+        there = instance.have and (instance.want or not both_known)
+        fits_names = instance.why_not is not None and not instance.lacks_names and there
+        if fits_names and not instance.rule.optional:
+            misfits.update(dict.fromkeys(instance.matched_names(), instance))
+    for instance in valid:
+        for side, names in ((instance.rule.left, taken), (instance.rule.right, made)):
+            if instance.rule.default or isinstance(side, Nothing):
+                continue
+            for term in side:
+                for view in term[:1] if both_known else term:
+                    names.update(name for _, name in instance.grid(view))
+    for instance in valid:
+        rule = instance.rule
+        if not rule.default:
+            continue
+        left, right = set(names_of(instance, rule.left)), set(names_of(instance, rule.right))
+        hidden = next((misfits[name] for name in left | right if name in misfits), None)
+        if hidden is not None and _TO_DEFAULT not in str(hidden.why_not):
+            hidden.why_not = f"{hidden.why_not}{_TO_DEFAULT}"
+        if hidden is not None or left & taken or right & made:
+            instance.why_not = "another rule applies to it"
+
+
+def choose_variants(found: Sequence[Instance]) -> None:
+    """Of the readings of one rule that all fit the same arrays, keeps the likeliest."""
+    best: dict[tuple[str, str, str], int] = {}
+    valid = [i for i in found if i.why_not is None and i.rule.lifted]
+    for instance in valid:
+        rule = instance.rule
+        for name in names_of(instance, rule.left):
+            key = (str(rule.place), rule.text, name)
+            best[key] = min(best.get(key, rule.variant), rule.variant)
+    for instance in valid:
+        rule = instance.rule
+        names = names_of(instance, rule.left)
+        if any(best[str(rule.place), rule.text, name] < rule.variant for name in names):
+            instance.why_not = "another reading of the rule fits too"

@@ -1,0 +1,263 @@
+"""Names with captures: matched against whole names, and made again from what was captured."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from unickpt.errors import RuleSyntaxError
+from unickpt.rules.ast import Capture, Choice, Linear, Name, Place, Text, item_text, syntax_error
+
+Path = tuple[str, ...]
+_SEPARATORS = "/."
+_NUMBER = "(0|[1-9][0-9]{0,17})"
+
+
+@dataclass(frozen=True)
+class Match:
+    """What the captures of a name match.
+
+    Arguments:
+        texts: the components that each text capture took.
+        numbers: what each linear capture of the pattern reads, in their order.
+        chosen: the index of each enumeration's axis.
+    """
+
+    texts: tuple[tuple[str, Path], ...]
+    numbers: tuple[int, ...]
+    chosen: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A name whose captures are divided into texts, and numbers that are axes."""
+
+    name: Name
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """The axes whose indices are in the name."""
+        found: set[str] = set()
+        for item in self.name.items:
+            if isinstance(item, Linear):
+                found.update(axis for axis, _ in item.terms)
+            elif isinstance(item, Choice):
+                found.add(item.axis)
+        return frozenset(found)
+
+    @property
+    def texts(self) -> frozenset[str]:
+        """The keys of its text captures."""
+        return frozenset(item.key for item in self.name.items if isinstance(item, Text))
+
+    @property
+    def linears(self) -> list[Linear]:
+        return [item for item in self.name.items if isinstance(item, Linear)]
+
+    @property
+    def choices(self) -> list[Choice]:
+        return [item for item in self.name.items if isinstance(item, Choice)]
+
+    @cached_property
+    def prefix(self) -> str:
+        """What all its names begin with."""
+        first = self._parts[0][0] if self._parts else ""
+        return first if isinstance(first, str) else ""
+
+    @cached_property
+    def literal(self) -> bool:
+        """Whether it names a single array."""
+        return all(isinstance(item, str) for item in self.name.items)
+
+    @cached_property
+    def _parts(self) -> list[tuple[str | Text | Linear | Choice, str]]:
+        """The pieces with their separators: those of `Text` may be left out with it."""
+        items = list(self.name.items)
+        parts: list[tuple[str | Text | Linear | Choice, str]] = []
+        for at, item in enumerate(items):
+            if not isinstance(item, Text) or not item.path:
+                parts.append((item, ""))
+                continue
+            after = items[at + 1] if at + 1 < len(items) else ""
+            before = parts[-1][0] if parts else ""
+            if isinstance(after, str) and after[:1] and after[0] in _SEPARATORS:
+                parts.append((item, ">" + after[0]))
+                items[at + 1] = after[1:]
+            elif isinstance(before, str) and before[-1:] and before[-1] in _SEPARATORS:
+                parts[-1] = (before[:-1], "")
+                parts.append((item, "<" + before[-1]))
+            else:
+                parts.append((item, ""))
+        return parts
+
+    @cached_property
+    def _regex(self) -> re.Pattern[str]:
+        text = ""
+        for item, separator in self._parts:
+            match item:
+                case str():
+                    text += re.escape(item)
+                case Linear():
+                    text += _NUMBER
+                case Choice(_, options, _):
+                    text += "(" + "|".join(map(re.escape, options)) + ")"
+                case Text(_, False, options):
+                    text += f"({'|'.join(map(re.escape, options))})" if options else "([^/.]+)"
+                case _:
+                    one = "[^/.]+" if separator[1:] == "." else "[^/]+"
+                    path = f"({one}(?:{re.escape(separator[1:] or '/')}{one})*)"
+                    if separator:
+                        edge = re.escape(separator[1:])
+                        path = f"(?:{path}{edge})?" if separator[0] == ">" else f"(?:{edge}{path})?"
+                    text += path
+        return re.compile(text)
+
+    def check(self) -> None:
+        """Refuses patterns that could take one name in two ways.
+
+        Raises:
+            RuleSyntaxError: two captures in one component, two with `...`, or one key twice.
+        """
+        keys = [i.key for i in self.name.items if isinstance(i, Text)] + sorted(
+            axis for i in self.name.items if isinstance(i, Linear) for axis, _ in i.terms
+        )
+        for key in keys:
+            if keys.count(key) > 1:
+                raise syntax_error(f"capture {key!r} occurs twice in one name", self.name.place)
+        path: Text | None = None
+        in_component: Text | None = None
+        items = ("", *self.name.items, "")
+        for before, item, after in zip(items, items[1:], items[2:], strict=False):
+            if isinstance(item, Text) and item.path:
+                self._check_whole(item, before, after)
+            if isinstance(item, str) and any(s in item for s in _SEPARATORS):
+                in_component = None
+            elif isinstance(item, Text):
+                if path and item.path:
+                    raise self._two_paths(path, item)
+                if in_component:
+                    raise self._one_component(in_component, item)
+                in_component, path = item, item if item.path else path
+
+    def _two_paths(self, first: Text, second: Text) -> RuleSyntaxError:
+        line = self._rewritten(second, item_text(Text(second.key)))
+        return syntax_error(
+            f"{item_text(first)} and {item_text(second)} both match any number of components, so "
+            "a name could be matched in several ways. If the second is always one "
+            f"component, write\n    {line}",
+            self._place_of(second),
+        )
+
+    def _one_component(self, first: Text, second: Text) -> RuleSyntaxError:
+        options = second.options or ("one", "two")
+        line = self._rewritten(second, item_text(Choice("", options)))
+        where = "" if second.options else f"\nwhere {second.key} is `one` or `two`"
+        return syntax_error(
+            f"{item_text(first)} and {item_text(second)} are in one component, without `/` or "
+            "`.` between them, so a name could be matched in several ways. List what one of "
+            f"them matches, as in\n    {line}{where}",
+            self._place_of(second),
+        )
+
+    def _rewritten(self, capture: Text, text: str) -> str:
+        """The line with another text for a capture, wherever it occurs."""
+        dots = r"\.\.\." if capture.path else ""
+        written = rf"\{{\s*{capture.key}\s*{dots}(?:=[^}}]*)?\}}"
+        return re.sub(written, lambda _: text, self.name.place.text).strip()
+
+    def _place_of(self, capture: Capture) -> Place:
+        """Where a capture is written; if that is not certain, where the whole name is."""
+        place = self.name.place
+        before = self.name.items[: self.name.items.index(capture)]
+        quote = place.text.startswith('"', place.column - 1)
+        column = place.column + quote + len("".join(map(item_text, before)))
+        certain = place.text.startswith("{", column - 1)
+        return replace(place, column=column) if certain else place
+
+    def _check_whole(self, item: Text, before: str | Capture, after: str | Capture) -> None:
+        for neighbour, end in ((before, -1), (after, 0)):
+            if not isinstance(neighbour, str) or neighbour[end:][:1] not in ("", *_SEPARATORS):
+                raise syntax_error(
+                    f"{{{item.key}...}} matches whole components, so `/` or `.` must be around it; "
+                    f"for a part of the next one, write {{{item.key}...}}/{{n}}",
+                    self.name.place,
+                )
+
+    def match(self, name: str) -> Match | None:
+        """What the captures take of a whole name; None where it does not match."""
+        found = self._regex.fullmatch(name)
+        if found is None:
+            return None
+        texts: list[tuple[str, Path]] = []
+        numbers: list[int] = []
+        chosen: list[tuple[str, int]] = []
+        groups = iter(found.groups())
+        for item, separator in self._parts:
+            if isinstance(item, str):
+                continue
+            taken = next(groups)
+            match item:
+                case Linear():
+                    numbers.append(int(taken))
+                case Choice(axis, options, _):
+                    chosen.append((axis, options.index(taken)))
+                case Text(key, False):
+                    texts.append((key, (taken,)))
+                case Text(key):
+                    parts = () if taken is None else tuple(taken.split(separator[1:] or "/"))
+                    texts.append((key, parts))
+        return Match(tuple(sorted(texts)), tuple(numbers), tuple(chosen))
+
+    def format(self, texts: Mapping[str, Path], indices: Mapping[str, int]) -> str:
+        """The name that the captures make."""
+        out = ""
+        for item, separator in self._parts:
+            match item:
+                case str():
+                    out += item
+                case Linear(terms, constant):
+                    out += str(sum(indices[axis] * factor for axis, factor in terms) + constant)
+                case Choice(axis, options, _):
+                    out += options[indices[axis]]
+                case Text(key, False):
+                    out += texts[key][0]
+                case Text(key):
+                    path = (separator[1:] or "/").join(texts[key])
+                    if path and separator:
+                        path = path + separator[1:] if separator[0] == ">" else separator[1:] + path
+                    out += path
+        return out
+
+
+def solve_linear(linear: Linear, number: int, sizes: Mapping[str, int]) -> dict[str, int] | None:
+    """The indices of axes that make a number; None where none in their ranges do.
+
+    Arguments:
+        linear: the sum of multiples of axes.
+        number: what it should be.
+        sizes: extents of axes; those not given are bounded by the next larger multiple alone.
+
+    Example:
+        >>> solve_linear(Linear((("b", 6), ("j", 1))), 13, {"j": 6})
+        {'b': 2, 'j': 1}
+    """
+    rest = number - linear.constant
+    found: dict[str, int] = {}
+    for axis, factor in sorted(linear.terms, key=lambda term: -term[1]):
+        index, rest = divmod(rest, factor)
+        if index < 0 or index >= sizes.get(axis, index + 1):
+            return None
+        found[axis] = index
+    return found if rest == 0 else None
+
+
+def is_ambiguous(linear: Linear, sizes: Mapping[str, int]) -> bool:
+    """Whether two different sets of indices make one number."""
+    reach = 0
+    for axis, factor in sorted(linear.terms, key=lambda term: term[1]):
+        if factor <= reach:
+            return True
+        reach += factor * (sizes.get(axis, 1) - 1)
+    return False

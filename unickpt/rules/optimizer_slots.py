@@ -1,0 +1,263 @@
+"""Lifts: the rules of optimizer slots that follow from the rules of parameters."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from unickpt.rules.ast import (
+    Capture,
+    LiftLine,
+    Linear,
+    Name,
+    Nothing,
+    Place,
+    Text,
+    View,
+    syntax_error,
+)
+from unickpt.rules.matching import Instance, Names, names_of
+from unickpt.rules.name_patterns import Pattern
+from unickpt.rules.rule import Rule, Terms, views_of
+
+Domain = tuple[Name | None, Name | None]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The names of one slot of all parameters, or the one name of what all of them share.
+
+    Arguments:
+        name: with one capture for a parameter's name, or with none.
+        domain: what a parameter's own name is, where that capture is only a part of it.
+        dtype: of the elements where this side is made.
+    """
+
+    name: Name
+    domain: Name | None
+    dtype: str | None
+
+    @property
+    def single(self) -> str | None:
+        """The name, where it has no capture."""
+        alone = all(isinstance(item, str) for item in self.name.items)
+        return "".join(map(str, self.name.items)) if alone else None
+
+    def of(self, parameter: str) -> list[str]:
+        """The names that the slot of a parameter may have; none where it is not in the domain."""
+        inner = _without((parameter,), self.domain)
+        whole = [] if inner is None else [inner]
+        if self.domain is None and "/" in parameter:  # see `_domains`
+            whole.append((parameter.partition("/")[2],))
+        return ["".join(map(str, _nested(self.name, items))) for items in whole]
+
+
+@dataclass(frozen=True)
+class Shared:
+    """`lift count <-> state/{p}/step`: one value on one side, on the other one per parameter."""
+
+    place: Place = field(compare=False)
+    left: Slot
+    right: Slot
+
+    @property
+    def inverse(self) -> Shared:
+        return Shared(self.place, self.right, self.left)
+
+    def __str__(self) -> str:
+        return f"{self.place}: lift {self.left.name} <-> {self.right.name}"
+
+
+def lift(line: LiftLine, rules: Sequence[Rule]) -> list[Rule] | Shared:
+    """The rules of optimizer slots that follow from the rules of parameters.
+
+    Raises:
+        RuleSyntaxError: the names do not show where the parameter's name is.
+    """
+    captures = [_capture_of(view.name) for view in (line.left, line.right)]
+    keys = {key for key in captures if key is not None}
+    if len(keys) != 1:
+        raise syntax_error(
+            "a lift has one capture for the parameter's name, such as {p}, on one or both sides",
+            line.place,
+        )
+    for name in line.domain or ():
+        if _capture_of(name) not in keys:
+            raise syntax_error(f"this name needs the capture {{{min(keys)}}}", name.place)
+    if None in captures:
+        left, right = line.domain or (None, None)
+        return Shared(
+            line.place,
+            Slot(line.left.name, left, line.left.dtype),
+            Slot(line.right.name, right, line.right.dtype),
+        )
+    lifted: list[Rule] = []
+    for rule in rules:
+        for variant, domain in enumerate(_domains(line, rule) if rule.function is None else ()):
+            found = _lift_one(line, rule, domain)
+            lifted += [] if found is None else [replace(found, variant=variant)]
+    return lifted
+
+
+def _domains(line: LiftLine, rule: Rule) -> list[Domain]:
+    """What a parameter's name may be taken for: where nobody says, all of it, or all but its first
+    component, since optimizers often know nothing of that."""
+    if line.domain is not None:
+        return [line.domain]
+    capture = next(
+        i for v in (line.left, line.right) for i in v.name.items if not isinstance(i, str)
+    )
+    left, right = (_readings(side, capture, line) for side in (rule.left, rule.right))
+    return list(itertools.product(left, right))
+
+
+def _readings(side: Terms | Nothing, capture: Capture, line: LiftLine) -> list[Name | None]:
+    heads = {_head(view.pattern.name) for view in views_of(side)}
+    head = heads.pop() if len(heads) == 1 else ""
+    return [None, *([Name((head, capture), line.place)] if head else [])]
+
+
+def _head(name: Name) -> str:
+    """A name's first component with its slash, where there is one; see `_domains`."""
+    first = name.items[0] if name.items else ""
+    return first[: first.index("/") + 1] if isinstance(first, str) and "/" in first else ""
+
+
+def _capture_of(name: Name) -> str | None:
+    """The key of the one capture of a name; None where there is none."""
+    captures = [item for item in name.items if not isinstance(item, str)]
+    match captures:
+        case []:
+            return None
+        case [Text(key, _)]:
+            return key
+        case [Linear() as linear] if linear.lone is not None:
+            return linear.lone
+    raise syntax_error("a name has one capture for the parameter's name, such as {p}", name.place)
+
+
+def _lift_one(line: LiftLine, rule: Rule, domains: Domain) -> Rule | None:
+    sides: list[Terms | Nothing] = []
+    for view, domain, side in zip(
+        (line.left, line.right), domains, (rule.left, rule.right), strict=True
+    ):
+        lifted = _lift_side(view, domain, side, line.law)
+        if lifted is None:
+            return None
+        sides.append(lifted)
+    left, right = sides
+    text = f"lift {line.left} <-> {line.right}, of line {rule.place.line}: {rule.text}"
+    return replace(
+        rule,
+        place=line.place,
+        text=text,
+        left=left,
+        right=right,
+        optional=True,
+        parameter=str(rule),
+    )
+
+
+def _lift_side(
+    view: View, domain: Name | None, side: Terms | Nothing, law: str | None
+) -> Terms | Nothing | None:
+    if isinstance(side, Nothing):
+        return side if side.value is None else Nothing(0.0, side.unchecked)
+    terms = []
+    for term in side:
+        views = []
+        for seen in term:
+            inner = _without(seen.pattern.name.items, domain)
+            if inner is None:
+                return None
+            name = Name(_nested(view.name, inner), view.name.place)
+            views.append(replace(seen, pattern=Pattern(name), law=law, dtype=view.dtype))
+        terms.append(tuple(views))
+    return tuple(terms)
+
+
+def _without(
+    items: Sequence[str | Capture], domain: Name | None
+) -> tuple[str | Capture, ...] | None:
+    """A parameter's name without the rest of `domain`; None if `domain` does not match."""
+    rest = list(items)
+    if domain is None:
+        return tuple(rest)
+    at = next(i for i, item in enumerate(domain.items) if not isinstance(item, str))
+    before, after = "".join(map(str, domain.items[:at])), "".join(map(str, domain.items[at + 1 :]))
+    if before:
+        if not rest or not isinstance(rest[0], str) or not rest[0].startswith(before):
+            return None
+        rest[0] = rest[0][len(before) :]
+    if after:
+        if not rest or not isinstance(rest[-1], str) or not rest[-1].endswith(after):
+            return None
+        rest[-1] = rest[-1][: -len(after)]
+    return tuple(item for item in rest if item != "")
+
+
+def _nested(outer: Name, inner: Sequence[str | Capture]) -> tuple[str | Capture, ...]:
+    out: list[str | Capture] = []
+    for item in outer.items:
+        for piece in [item] if isinstance(item, str) else inner:
+            if isinstance(piece, str) and out and isinstance(out[-1], str):
+                out[-1] += piece
+            else:
+                out.append(piece)
+    return tuple(out)
+
+
+def shared_names(
+    lift: Shared, found: Sequence[Instance], have: Names, want: Names | None
+) -> tuple[list[str], list[str]]:
+    """The names that a lift is about, on both sides.
+
+    Arguments:
+        lift: what is shared.
+        found: the families of arrays that rules apply to.
+        have: what is stored.
+        want: what is asked for, where that is known.
+    """
+    left = _names(lift.left, found, True, lift.right)
+    right = _names(lift.right, found, False, lift.left)
+    return [n for n in left if n in have.facts], [
+        n for n in right if want is None or n in want.facts
+    ]
+
+
+def _names(slot: Slot, found: Sequence[Instance], left: bool, other: Slot) -> list[str]:
+    if slot.single is not None:
+        return [slot.single]
+    parameters = [
+        name
+        for instance in found
+        if not instance.rule.lifted
+        for name in names_of(instance, instance.rule.left if left else instance.rule.right)
+    ]
+    names = list(dict.fromkeys(n for parameter in parameters for n in slot.of(parameter)))
+    assert other.single is not None, "one side has one name"
+    beside = _folders_beside(other.single, found, left)
+    return [name for name in names if _folder(name) in beside] if beside else names
+
+
+def _folders_beside(single: str, found: Sequence[Instance], left: bool) -> set[str]:
+    """Where the slots lie that stand beside the one name on the other side.
+
+    A job may have several optimizers, or groups of parameters, each with a count of its own.
+    """
+    folder = _folder(single)
+    beside: set[str] = set()
+    for instance in found:
+        if not instance.rule.lifted:
+            continue
+        ours, theirs = instance.rule.left, instance.rule.right
+        if not left:
+            ours, theirs = theirs, ours
+        if any(f"{name}/".startswith(f"{folder}/") for name in names_of(instance, theirs)):
+            beside.update(map(_folder, names_of(instance, ours)))
+    return beside
+
+
+def _folder(name: str) -> str:
+    return name.rpartition("/")[0]

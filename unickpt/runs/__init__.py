@@ -1,0 +1,1 @@
+"""The Checkpointer: the steps of a training run."""

@@ -1,0 +1,261 @@
+"""The lease on a folder of checkpoints: at most one job at a time saves into it.
+
+A local folder is locked by the operating system, which releases the lock when its holder ends. On
+other storage the job writes an object and keeps renewing it; another job takes it over only if it
+was not renewed for some time (Gray and Cheriton, "Leases", SOSP 1989), and a job whose object was
+taken over no longer commits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import tensorstore as ts
+
+from unickpt.errors import SaveConflict
+from unickpt.storage import contexts, errors, local_locks
+from unickpt.storage.kvstore import Failed
+from unickpt.storage.locations import Location
+from unickpt.threads import start
+
+NAME = ".unickpt.lock"
+_RENEW_S = 10.0
+_EXPIRES_S = 40.0
+# For this long, a write that a job began before it lost its lease may still be retried.
+_SETTLES_S = 900.0
+# A unique name of this process; two containers may have the same host name and process id.
+_PROGRAM = secrets.token_hex(8)
+
+
+class Lease:
+    """The right to save into a folder; held after `take` returns.
+
+    Arguments:
+        location: the folder.
+    """
+
+    def __init__(self, location: Location) -> None:
+        self._location = location
+        self._holder = {
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "program": _PROGRAM,
+            "session": secrets.token_hex(8),
+        }
+        self._held: _Lock | _Claim | None = None
+        self._settled_at = 0.0
+
+    def take(self) -> bool:
+        """Takes the lease, if this job does not hold it.
+
+        Returns:
+            Whether it was not held before, so that another job may have saved here.
+
+        Raises:
+            SaveConflict: another job holds it.
+            StorageError: the storage failed.
+        """
+        with self._translated():
+            if self._held is not None and not self._held.is_valid():
+                self.give_back()
+            if self._held is not None:
+                return False
+            kind = _Lock if self._location.is_local else _Claim
+            held = kind(self._location, self._holder)
+            if held.take():
+                self._settled_at = time.monotonic() + _SETTLES_S
+            self._held = held
+            return True
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether writes of an earlier holder can no longer arrive."""
+        return time.monotonic() >= self._settled_at
+
+    def check(self) -> None:
+        """Checks before a commit that no other job took over the lease.
+
+        Raises:
+            SaveConflict: another job took it over, because this one did not renew it in time.
+            StorageError: the storage failed.
+        """
+        with self._translated():
+            if self._held is not None:
+                self._held.check()
+
+    def give_back(self) -> None:
+        """Releases the lease, so that another job can take it."""
+        if self._held is not None:
+            with suppress(Exception):  # the next job waits until it expires
+                self._held.release()
+            self._held = None
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except Failed as error:
+            raise errors.translate(error, str(self._location), reading=False) from error
+
+    @staticmethod
+    def was_taken(location: Location) -> bool:
+        """Whether any job holds or held the lease on a folder."""
+        if location.is_local:
+            return os.path.isfile(os.path.join(location.spec["path"], NAME))
+        read = location.store(contexts.context()).read(NAME).result()
+        return bool(read.state == "value")
+
+
+def holder(location: Location) -> str | None:
+    """Describes the holder of the lease on a folder; None if no holder is visible.
+
+    A lock on a local folder by a job on another machine is not always visible.
+    """
+    if location.is_local:
+        said = local_locks.Hold.said(location.spec["path"], NAME)
+        return None if said is None else _who(said)
+    read = location.store(contexts.context()).read(NAME).result()
+    if read.state != "value":
+        return None
+    try:
+        renewed = float(json.loads(read.value)["renewed"])
+    except (ValueError, KeyError, TypeError):
+        return _who("")
+    return _who(read.value) if time.time() - renewed < _EXPIRES_S else None
+
+
+def _who(said: str | bytes) -> str:
+    try:
+        facts = json.loads(said)
+        return f"process {facts['process']} on {facts['host']}"
+    except (ValueError, KeyError, TypeError):
+        return "another process"
+
+
+class _Lock:
+    """A lock of the operating system, on a file in a local folder."""
+
+    def __init__(self, location: Location, holder: dict[str, object]) -> None:
+        self._location, self._holder = location, holder
+
+    def take(self) -> bool:
+        """Takes the lease. Returns False, because writes of its last holder ended with that
+        process.
+
+        Raises:
+            SaveConflict: another process holds it.
+        """
+        try:
+            self._hold = local_locks.Hold(
+                self._location.spec["path"], NAME, json.dumps(self._holder)
+            )
+        except BlockingIOError as error:
+            raise _conflict(self._location, str(error)) from None
+        return False
+
+    def is_valid(self) -> bool:
+        """Whether the folder still has this lock; false if the folder was removed or recreated."""
+        return self._hold.is_valid()
+
+    def check(self) -> None:
+        """Does nothing: no job can take over a lock, and the commit fails if the folder is gone."""
+
+    def release(self) -> None:
+        self._hold.release()
+
+
+class _Claim:
+    """An object that its job keeps renewing."""
+
+    def __init__(self, location: Location, holder: dict[str, object]) -> None:
+        self._location, self._holder = location, holder
+        self._store = location.store(contexts.context())
+        self._generation: bytes | None = None
+        self._ended, self._writing = threading.Event(), threading.Lock()
+
+    def take(self) -> bool:
+        """Takes the lease. Returns whether the last holder had not released it.
+
+        Raises:
+            SaveConflict: another job renews it.
+        """
+        before = self._store.read(NAME).result()
+        was_held = before.state == "value"
+        deadline = time.monotonic() + _EXPIRES_S
+        while before.state == "value" and time.monotonic() < deadline:
+            time.sleep(_RENEW_S / 4)
+            now = self._store.read(NAME).result()
+            if now.stamp.generation != before.stamp.generation and now.state == "value":
+                raise _conflict(self._location, now.value.decode(errors="replace"))
+            before = now
+        if not self._write(before.stamp.generation):
+            found = self._store.read(NAME).result().value
+            raise _conflict(self._location, found.decode(errors="replace"))
+        # At interpreter exit no thread starts, so nothing renews it; `check` still detects a
+        # takeover.
+        start(self._renew, "unickpt lease", daemon=True)
+        return was_held
+
+    def is_valid(self) -> bool:
+        """Whether no other job took it over."""
+        return self._is_ours(self._store.read(NAME).result())
+
+    def check(self) -> None:
+        """Raises SaveConflict if another job took it over."""
+        found = self._store.read(NAME).result()
+        if not self._is_ours(found):
+            raise _conflict(self._location, found.value.decode(errors="replace"))
+
+    def release(self) -> None:
+        """Lets another job take it at once."""
+        self._ended.set()
+        with self._writing:
+            self._store.write(NAME, None, if_equal=self._generation).result()
+
+    def _write(self, expected: bytes) -> bool:
+        text = json.dumps({**self._holder, "renewed": time.time()})
+        stamp = self._store.write(NAME, text.encode(), if_equal=expected).result()
+        if stamp.generation:
+            self._generation = stamp.generation
+            return True
+        # Refused; or this answers a retry, and the answer to the first request was lost.
+        found = self._store.read(NAME).result()
+        if self._is_ours(found):
+            self._generation = found.stamp.generation
+            return True
+        return False
+
+    def _is_ours(self, found: ts.KvStore.ReadResult) -> bool:
+        try:
+            return bool(json.loads(found.value)["session"] == self._holder["session"])
+        except (ValueError, KeyError, TypeError):
+            return False
+
+    def _renew(self) -> None:
+        while not self._ended.wait(_RENEW_S):
+            with self._writing, suppress(Exception):  # `check` detects a lasting failure
+                assert self._generation is not None
+                if not self._ended.is_set() and not self._write(self._generation):
+                    return
+
+
+def _conflict(location: Location, said: str) -> SaveConflict:
+    with suppress(ValueError, KeyError, TypeError):
+        holder = json.loads(said)
+        if (holder["process"], holder["program"]) == (os.getpid(), _PROGRAM):
+            return SaveConflict(
+                f"{location}: another Checkpointer of this same process saves here and is not "
+                "closed. Call its close(), or use it in a `with` statement, before the next one "
+                "saves"
+            )
+    return SaveConflict(
+        f"{location}: another job saves here now ({_who(said)}); two jobs in one folder would mix "
+        "their steps. End that job, or give this one its own folder"
+    )

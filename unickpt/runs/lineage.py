@@ -1,0 +1,82 @@
+"""Lineage: which versions a save into the local tier replaced and followed. It needs no clocks.
+
+A version of a step is one commit of it. Its name is the digest of its manifest, which is the same
+in every copy of the step. Before its commit, a save into the local tier records which versions of
+its step it supersedes and which versions of other steps it follows; after its copy to the root is
+committed, that is recorded as well. The records are in the attempt's folder, so they are removed
+with that version.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from unickpt.storage import contexts
+from unickpt.storage.locations import Location
+
+_NOTE, _COPIED = "lineage", "copied"
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """What a version of a step in the local tier replaced and followed, by the names of versions.
+
+    Arguments:
+        supersedes: the earlier versions of the same step, oldest first.
+        follows: the newest version in the root, and all in the local tier, when it was saved; None
+            if that was not recorded.
+        copied: whether its copy to the root was committed.
+    """
+
+    supersedes: tuple[str, ...] = ()
+    follows: frozenset[str] | None = None
+    copied: bool = False
+
+
+def record(place: Location, attempt: str, lineage: Lineage, *, fsync: bool) -> None:
+    """Records the lineage of an attempt, which counts if it is committed.
+
+    Arguments:
+        place: of the step.
+        attempt: its name.
+        lineage: what it supersedes and follows.
+        fsync: whether the record must survive a power failure.
+
+    Raises:
+        Failed: the storage failed.
+    """
+    data = {"supersedes": lineage.supersedes, "follows": sorted(lineage.follows or ())}
+    _write(place, attempt, _NOTE, json.dumps(data).encode(), fsync)
+
+
+def record_copied(place: Location, attempt: str, *, fsync: bool) -> None:
+    """Records that the copy of an attempt to the root is committed. Raises as `record`."""
+    _write(place, attempt, _COPIED, b"", fsync)
+
+
+def recorded(place: Location, attempt: str) -> Lineage:
+    """The lineage of an attempt, as far as it was recorded.
+
+    Raises:
+        Failed: the storage failed.
+    """
+    notes = _notes(place, attempt).store(contexts.context())
+    copied = notes.read(_COPIED).result().state == "value"
+    read = notes.read(_NOTE).result()
+    try:
+        found = json.loads(read.value) if read.state == "value" else {}
+        return Lineage(tuple(map(str, found["supersedes"])), frozenset(found["follows"]), copied)
+    except (ValueError, KeyError, TypeError):
+        return Lineage(copied=copied)  # missing, or damaged and treated as missing
+
+
+def _write(place: Location, attempt: str, name: str, data: bytes, fsync: bool) -> None:
+    notes = _notes(place, attempt)
+    notes.store(contexts.context(fsync=fsync)).write(name, data).result()
+    if fsync:
+        notes.sync(place)
+
+
+def _notes(place: Location, attempt: str) -> Location:
+    return place.child(f"processes/{attempt}/notes")

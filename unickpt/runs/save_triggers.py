@@ -1,0 +1,109 @@
+"""Policy: whether to save now; all processes of a job decide the same."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable
+from numbers import Real
+from types import FrameType
+from typing import Any
+
+from unickpt.frameworks.process_group import Group
+
+_log = logging.getLogger("unickpt")
+_DUE, _PREEMPTED = 1, 2
+
+
+class Policy:
+    """Decides, on one process, when to save.
+
+    Arguments:
+        save_every: save at steps that are multiples of this.
+        save_every_s: save when this many seconds have passed since the last save, by the
+            coordinator's clock.
+        preemption: also save when a process was told to stop.
+
+    Raises:
+        ValueError: a value is not positive.
+    """
+
+    def __init__(
+        self,
+        save_every: int | None = None,
+        save_every_s: float | None = None,
+        preemption: bool = False,
+    ) -> None:
+        for name, value in {"save_every": save_every, "save_every_s": save_every_s}.items():
+            if value is not None and not (isinstance(value, Real) and value > 0):
+                raise ValueError(f"{name}={value!r} must be a positive number")
+        self._save_every, self._save_every_s = save_every, save_every_s
+        self._preemption = preemption
+        self._saved = time.monotonic()
+        self._told = threading.Event()
+        self._done = False
+        self.preempted = False
+        """Whether the processes agreed that one of them was told to stop."""
+
+    def tell(self) -> None:
+        """Records that this process was told to stop."""
+        self._told.set()
+
+    def saved(self) -> None:
+        """Records that a save has started."""
+        self._saved = time.monotonic()
+        self._done = self._done or self.preempted
+
+    def is_due(self, step: int, group: Group) -> bool:
+        """Whether to save now; unless the step alone decides, the processes agree on it.
+
+        Raises:
+            ValueError: the processes have no way to agree.
+        """
+        by_step = self._save_every is not None and step % self._save_every == 0
+        late = False
+        if self._save_every_s is not None and group.index == 0:
+            late = time.monotonic() - self._saved >= self._save_every_s
+        told = _PREEMPTED if self._told.is_set() else _DUE if late else 0
+        if group.count > 1 and (self._save_every_s is not None or self._preemption):
+            told = group.agree(told)
+        elif told == _PREEMPTED and group.count > 1:
+            raise ValueError(
+                "this process was told to stop, but the others do not check for that: create the "
+                "Checkpointer with preemption=True on all processes"
+            )
+        if told == _PREEMPTED and not self.preempted:
+            self.preempted = True
+            _log.info("told to stop: saving a last checkpoint, at step %d", step)
+        if self.preempted:
+            return not self._done
+        return by_step or told == _DUE
+
+
+class SigtermHandler:
+    """Calls a function when the process receives SIGTERM, instead of ending it.
+
+    Arguments:
+        tell: the function.
+    """
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell = tell
+        self._before: Any = None
+        self._installed = threading.current_thread() is threading.main_thread()
+        if self._installed:
+            self._before = signal.signal(signal.SIGTERM, self._handle)
+        else:
+            _log.warning("only the main thread can handle SIGTERM; call Checkpointer.preempt()")
+
+    def remove(self) -> None:
+        """Restores the previous handler."""
+        if self._installed and signal.getsignal(signal.SIGTERM) == self._handle:
+            signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._tell()
+        if callable(self._before):
+            self._before(number, frame)

@@ -1,0 +1,316 @@
+"""Steps: the checkpoints `step_<n>` in one folder, and the remains of crashed jobs."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+from unickpt.commit import version
+from unickpt.commit.version import Version
+from unickpt.errors import (
+    CheckpointCorrupt,
+    CheckpointExists,
+    CheckpointNotFound,
+    CheckpointReplaced,
+    UnickptError,
+)
+from unickpt.format.index import RESERVED
+from unickpt.reading import checkpoint
+from unickpt.reading.listing import checkpoints_below
+from unickpt.runs import lineage, remnants
+from unickpt.runs.lineage import Lineage
+from unickpt.storage import contexts, errors, locations
+from unickpt.storage.kvstore import Failed
+from unickpt.storage.locations import Location
+from unickpt.storage.ocdbt import MANIFEST
+
+_log = logging.getLogger("unickpt")
+_LISTINGS = 50
+PROBE = ".unickpt-"
+"""Prefix of files by which the processes of a job find out that they see the same folder."""
+_NAME = re.compile(r"step_(0|[1-9][0-9]{0,17})")
+
+
+class Steps:
+    """The steps in a folder of any storage.
+
+    Arguments:
+        root: a local path or a URL.
+    """
+
+    def __init__(self, root: locations.Path) -> None:
+        self._root = root
+        self.location = locations.resolve(root)
+        self._context = contexts.context()
+
+    def path(self, step: int) -> str:
+        """The path of a step, saved or not."""
+        return str(self.at(step))
+
+    def at(self, step: int) -> Location:
+        return self.location.child(f"step_{step}")
+
+    def committed(self) -> list[int]:
+        """All steps that exist, ascending.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        try:
+            names = [listed.name for listed in checkpoints_below(self._root)]
+        except CheckpointNotFound:
+            return []
+        return sorted(_numbers(names))
+
+    def steady(self) -> list[int]:
+        """As `committed`, while another job may commit and remove steps.
+
+        During one listing, a step can be removed and the next one committed, so that the listing
+        has neither. The listing is therefore repeated until nothing changes.
+        """
+        before: tuple[list[int], set[str]] | None = None
+        for _ in range(_LISTINGS):
+            now = self.committed(), set[str]()
+            if self.location.is_local:  # includes folders without a manifest
+                now = now[0], set(self.location.folders(self._context))
+            if now == before:
+                break
+            before = now
+        return now[0]
+
+    def after(self, step: int) -> int | None:
+        """The step after which the job that saved a step continued; None if after the newest.
+
+        Raises:
+            CheckpointNotFound, CheckpointCorrupt, UnsupportedFormat: it cannot be opened.
+            StorageError: the storage failed.
+        """
+        own = checkpoint.open(self.path(step)).metadata.get(RESERVED)
+        found = own.get("after") if isinstance(own, dict) else None
+        return found if type(found) is int else None
+
+    def version(self, step: int) -> Version | None:
+        """The committed version of a step, if any. Costs one small read.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        with self._asking(step):
+            return version.version_at(self.at(step))
+
+    def lineage(self, step: int, version: Version) -> Lineage:
+        """What a version of a step superseded and followed.
+
+        Where its manifest is damaged, so that nothing tells which attempt made it, it superseded
+        what any attempt that is there did: better damage that is told than an older version in its
+        place.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        with self._asking(step):
+            place = self.at(step)
+            if version.attempt:
+                return lineage.recorded(place, version.attempt)
+            attempts = sorted(place.child("processes").folders(self._context))
+            found = [lineage.recorded(place, attempt) for attempt in attempts]
+            return Lineage(tuple(dict.fromkeys(name for one in found for name in one.supersedes)))
+
+    def record_lineage(self, step: int, attempt: str, found: Lineage, *, fsync: bool) -> None:
+        """Records the lineage of an attempt; see `lineage.record`.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        with self._asking(step):
+            lineage.record(self.at(step), attempt, found, fsync=fsync)
+
+    def record_copied(self, step: int, version: Version, *, fsync: bool) -> None:
+        """Records that the copy of a version is committed, unless it was replaced meanwhile.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        with self._asking(step):
+            lineage.record_copied(self.at(step), version.attempt, fsync=fsync)
+            if self.version(step) != version:  # its folder may have been removed before that
+                self.at(step).child(f"processes/{version.attempt}").remove(self._context)
+                self.at(step).remove_empty()
+
+    def damage(self, step: int) -> str:
+        """Why a committed step cannot be opened; empty if it can.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        try:
+            checkpoint.open(self.path(step))
+        except CheckpointReplaced:
+            return ""
+        except CheckpointCorrupt as error:
+            return str(error)
+        except CheckpointNotFound as error:
+            return "" if self.version(step) is None else str(error)
+        return ""
+
+    def newest(self) -> Version | None:
+        """The version of the newest step, if there is any step.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        while True:
+            committed = self.committed()
+            version = self.version(committed[-1]) if committed else None
+            if version is not None or not committed:  # otherwise it was removed meanwhile
+                return version
+
+    def metrics(self, step: int) -> Mapping[str, float]:
+        """The metrics that a step was saved with; empty if they cannot be read."""
+        try:
+            found = checkpoint.open(self.path(step)).metadata[RESERVED]["metrics"]
+            return {str(name): float(value) for name, value in found.items()}
+        except (UnickptError, KeyError, TypeError, ValueError, AttributeError) as error:
+            _log.warning("%s: its metrics cannot be read: %s", self.path(step), error)
+            return {}
+
+    def remove(self, step: int) -> None:
+        """Removes a step: first its manifest, atomically, then its files.
+
+        Does not touch other attempts to save this step, which may be in progress. Does not follow
+        symbolic links: only removes the link itself.
+
+        Raises:
+            StorageError: it could not be removed; `remove_debris` recognises the rest.
+        """
+        place = self.at(step)
+        try:
+            if place.link is not None:
+                place.unlink()
+                return
+            attempts = self._attempts(step)
+            place.store(self._context).write(MANIFEST, None).result()
+            if place.is_local:
+                place.sync(place)
+            self._remove_attempts(place.child("processes"), attempts)
+            place.remove_empty()
+        except Failed as error:
+            raise errors.translate(error, str(place), reading=False) from error
+
+    def _remove_attempts(self, folder: Location, attempts: Iterable[str]) -> None:
+        """Removes attempts, or the symbolic links in their place."""
+        if folder.link is not None:
+            folder.unlink()
+            return
+        for name in folder.links():
+            folder.child(name).unlink()
+        for attempt in attempts:
+            if "/" not in attempt and attempt not in ("", ".", ".."):  # an index is untrusted
+                folder.child(attempt).remove(self._context)
+
+    def _attempts(self, step: int) -> list[str]:
+        """The attempt that made a step; all attempts if it is too damaged to tell."""
+        return remnants.attempts_of_checkpoint(self.at(step), self._context)
+
+    def check_no_checkpoint(self) -> None:
+        """Refuses to save steps into a folder that is a checkpoint itself.
+
+        Raises:
+            CheckpointExists: names it.
+            StorageError: the storage failed.
+        """
+        try:
+            is_one = version.version_at(self.location) is not None
+        except Failed as error:
+            raise errors.translate(error, str(self.location), reading=False) from error
+        if is_one:
+            raise CheckpointExists(
+                f"{self.location} is a checkpoint, not a folder of steps; pass the folder above it "
+                "to Checkpointer, or load it by unickpt.load"
+            )
+
+    def check_no_link(self, step: int) -> None:
+        """Refuses to save a step through a symbolic link.
+
+        Raises:
+            CheckpointExists: the step is a link; names its target.
+        """
+        leads = self.at(step).link
+        if leads is not None:
+            raise CheckpointExists(
+                f"{self.path(step)} is a symbolic link to {leads}; a run saves only into its own "
+                "folders: remove the link, or save another step"
+            )
+
+    def remove_debris(self, in_flight: Iterable[int], session: str) -> None:
+        """Removes the remains of crashed saves and deletions.
+
+        Only for the job that holds the lease. A step's folder without a manifest is debris if it
+        contains only what a save puts there; in a committed step, so is every attempt except the
+        committed one.
+
+        Arguments:
+            in_flight: steps that this process is saving.
+            session: prefix of the names of this job's attempts. Another process of the job may
+                already save a step that is not in flight here.
+        """
+        committed, spared = set(self.committed()), set(in_flight)
+        for step, attempts in sorted(self._attempts_by_step().items()):
+            if step in spared:
+                continue
+            if step in committed:
+                if len(attempts) > 1:  # a single one must be the committed one
+                    self.remove_older(step, session)
+                continue
+            place = self.at(step)
+            ours = remnants.is_unfinished(place, self._context)
+            if ours and not any(_is_of(name, session) for name in attempts):
+                _log.info("removing %s, the remains of a crashed save", place)
+                remnants.remove_attempts(place, attempts, self._context)
+        for name in self.location.files(self._context):
+            if name.startswith(PROBE):  # of a job that was killed while it looked for it
+                self.location.remove_file(name, self._context)
+
+    def _attempts_by_step(self) -> dict[int, set[str]]:
+        """The names of all attempts in all folders of steps, also of steps without any."""
+        folders = self.location.folders(self._context)
+        found: dict[int, set[str]] = {step: set() for step in _numbers(folders)}
+        if self.location.is_local:
+            for step, attempts in found.items():
+                attempts.update(self.at(step).child("processes").folders(self._context))
+            return found
+        for key in self.location.store(self._context).list().result():  # once for all steps
+            folder, _, rest = key.decode(errors="replace").partition("/")
+            parts = rest.split("/", 2)
+            if len(parts) == 3 and parts[0] == "processes":
+                for step in _numbers([folder]):
+                    found.setdefault(step, set()).add(parts[1])
+        return found
+
+    @contextmanager
+    def _asking(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except Failed as error:
+            raise errors.translate(error, self.path(step), reading=False) from error
+
+    def remove_older(self, step: int, session: str = "") -> None:
+        """Removes all attempts to save a step except the committed one and those of `session`; see
+        `remove_debris`. Does nothing if the step is a symbolic link."""
+        if self.at(step).link is not None:
+            return
+        folder, kept = self.at(step).child("processes"), self._attempts(step)
+        for attempt in folder.folders(self._context):
+            if attempt not in kept and not _is_of(attempt, session):
+                folder.child(attempt).remove(self._context)
+
+
+def _is_of(attempt: str, session: str) -> bool:
+    return bool(session) and attempt.rpartition("-")[0] == session
+
+
+def _numbers(names: Iterable[str]) -> set[int]:
+    matches = (_NAME.fullmatch(name) for name in names)
+    return {int(match[1]) for match in matches if match}

@@ -1,0 +1,1 @@
+"""Describes a tree, plans who writes what, stages and writes it."""

@@ -1,0 +1,101 @@
+"""Supply: where a writer gets its chunks from, and when it releases them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from unickpt.arrays.dtypes import Array
+from unickpt.arrays.host_memory import HostBuffers
+from unickpt.errors import StateChanged
+from unickpt.format import chunk_store
+from unickpt.frameworks.host_copy import stage
+from unickpt.saving.write_plan import ChunkJob
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A chunk in host memory, unchanged until `release`.
+
+    Arguments:
+        data: the chunk, contiguous and in native byte order.
+        nbytes: memory that this holds, beyond the state itself and what was counted before.
+        release: releases the memory.
+    """
+
+    data: Array
+    nbytes: int
+    release: Callable[[], None]
+
+
+class Supply(Protocol):
+    """Where a writer gets its chunks from.
+
+    `behind` says whether it is written in the background of a training loop.
+    """
+
+    behind: bool
+
+    def ready(self, jobs: Sequence[ChunkJob]) -> bool:
+        """Whether `fetch` returns without waiting."""
+
+    def fetch(self, job: ChunkJob) -> Staged:
+        """Waits until a chunk is staged, and returns it."""
+
+    def digest(self, job: ChunkJob) -> int:
+        """The digest of a chunk, which can still be fetched afterwards."""
+
+
+class Direct:
+    """Stages chunks when they are written, from memory that does not change.
+
+    Arguments:
+        budget_bytes: bytes of memory to keep for copies.
+    """
+
+    behind = False
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._buffers = HostBuffers(budget_bytes)
+
+    def ready(self, jobs: Sequence[ChunkJob]) -> bool:
+        return True
+
+    def fetch(self, job: ChunkJob) -> Staged:
+        taken: list[Array] = []
+
+        def take(nbytes: int) -> Array:
+            taken.append(self._buffers.take(nbytes))
+            return taken[0]
+
+        try:
+            data = stage(job.fragment, job.box, job.dtype, take)
+        except StateChanged as error:
+            raise named(error, job) from None
+        # Kept for every chunk until its commit: as few objects as possible, because Python's
+        # garbage collector visits each again and again.
+        if not taken:
+            return Staged(data, 0, _nothing_to_release)
+        return Staged(data, data.nbytes, partial(self._buffers.give, taken[0]))
+
+    def digest(self, job: ChunkJob) -> int:
+        staged = self.fetch(job)
+        try:
+            return chunk_store.digest(staged.data)
+        finally:
+            staged.release()
+
+
+def _nothing_to_release() -> None:
+    """For a chunk that is a view of the state itself."""
+
+
+def named(error: StateChanged, job: ChunkJob) -> StateChanged:
+    """The error that names the array if its memory is gone when a chunk is read."""
+    return StateChanged(
+        f"array {job.entry.name!r} {job.box}: {error} after the save was requested and before "
+        "it was read. The checkpoint was not saved. Call PendingSave.wait_staged() before that "
+        'change, or save with SaveOptions(staging="copy")'
+    )

@@ -1,0 +1,205 @@
+"""The first step of a save: describes every leaf, and checks the request."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import xxhash
+
+from unickpt.arrays import dtypes
+from unickpt.errors import UnsupportedLeaf
+from unickpt.format import chunk_grid, chunk_store, index_json, zarr_metadata
+from unickpt.format.index import ArrayEntry, Index, PerProcessEntry
+from unickpt.frameworks import per_process
+from unickpt.frameworks.leaves import Described, PerProcess, expand, is_leaf
+from unickpt.frameworks.process_group import Group
+from unickpt.frameworks.protocol import Adapter, ArraySource
+from unickpt.frameworks.registry import adapter_of
+from unickpt.quoting import quoted
+from unickpt.saving.options import SaveOptions
+from unickpt.trees import plain_values, tree
+
+
+@dataclass(frozen=True)
+class Description:
+    """What one process has to save.
+
+    Arguments:
+        index: what all processes should agree on; arrays of `LocalFragments` have no boxes yet.
+        sources: the arrays of this process by name.
+        blobs: its per-process values by name, encoded.
+    """
+
+    index: Index
+    sources: Mapping[str, ArraySource]
+    blobs: Mapping[str, bytes]
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """The index as stored in this process's database until the commit."""
+        return index_json.encode(self.index)
+
+    @cached_property
+    def digest(self) -> int:
+        """xxh3-64 of `encoded`: equal where processes describe the same."""
+        return xxhash.xxh3_64_intdigest(self.encoded)
+
+
+def describe(
+    root: Any,
+    metadata: Mapping[str, Any] | None,
+    group: Group,
+    options: SaveOptions,
+    among: Sequence[Adapter],
+) -> Description:
+    """Describes every leaf of a tree, flattened already or not, without side effects.
+
+    Raises:
+        UnsupportedLeaf: names every leaf that cannot be stored, and why.
+    """
+    node = root
+    if not isinstance(root, tree.Node | tree.Leaf):
+        node = tree.flatten(
+            root, lambda x: is_leaf(x, among), lambda obj, name: expand(obj, name, among)
+        )
+    entries: dict[str, ArrayEntry] = {}
+    sources: dict[str, ArraySource] = {}
+    aliases: dict[str, str] = {}
+    plain: dict[str, plain_values.Plain] = {}
+    blobs: dict[str, bytes] = {}
+    first: dict[Any, str] = {}
+    bad: list[str] = []
+    for leaf in tree.leaves(node):
+        name, value = leaf.name, leaf.value
+        try:
+            if isinstance(value, PerProcess):
+                blobs[name] = per_process.encode(value.value, among)
+                continue
+            if plain_values.is_plain(value):
+                plain[name] = plain_values.plain(value)
+                continue
+            source = _source(value, group, among)
+            if source.identity is not None and source.identity in first:
+                aliases[name] = first[source.identity]
+                continue
+            first[source.identity] = name
+            entries[name], sources[name] = _entry(name, source, options), source
+        except (TypeError, ValueError) as error:
+            bad.append(f"{name!r}: {error}")
+    if bad:
+        raise UnsupportedLeaf("these leaves cannot be stored:\n" + _indent(bad))
+    index = Index(
+        tree=tree.to_json(node),
+        arrays=entries,
+        aliases=aliases,
+        values=plain,
+        per_process={name: PerProcessEntry(()) for name in blobs},
+        metadata=_checked_metadata(metadata),
+        codecs=zarr_metadata.codecs_for(options.compression),
+        processes=group.count,
+    )
+    return Description(index, sources, blobs)
+
+
+def _source(value: Any, group: Group, among: Sequence[Adapter]) -> ArraySource:
+    if isinstance(value, Described):
+        return value.source(group)
+    adapter = adapter_of(value, among)
+    assert adapter is not None, "a leaf is a mark, a plain value or an array"
+    return adapter.source(value, group)
+
+
+def _entry(name: str, source: ArraySource, options: SaveOptions) -> ArrayEntry:
+    dtype = dtypes.name_of(source.dtype)
+    rank = len(source.shape)
+    shape = options.chunk_shape if len(options.chunk_shape or ()) == rank else None
+    cut: tuple[int, ...] = ()
+    if source.layout is not None:
+        chunk, cut = chunk_grid.chunk_grid(
+            source.shape, source.dtype.itemsize, source.layout, options.chunk_bytes, shape
+        )
+    else:
+        free = chunk_grid.free_chunk(source.shape, source.dtype.itemsize, options.chunk_bytes)
+        chunk = tuple(map(min, shape, map(max, source.shape, free))) if shape else free
+    nbytes = math.prod(chunk) * source.dtype.itemsize
+    if options.compression is not None and nbytes > chunk_store.COMPRESSED_MOST:
+        raise ValueError(
+            f"its chunks would have {nbytes} bytes, but compressed ones hold at most "
+            f"{chunk_store.COMPRESSED_MOST}; lower SaveOptions.chunk_bytes, or do not compress"
+        )
+    boxes = source.boxes if source.boxes is not None else () if source.layout is None else None
+    return ArrayEntry(name, source.shape, dtype, chunk, source.layout, cut, boxes, source.prng)
+
+
+def check_mapping(what: str, given: object) -> None:
+    """Checks that metadata or metrics are a dict.
+
+    Raises:
+        UnsupportedLeaf: they are not.
+    """
+    if given is not None and not isinstance(given, Mapping):
+        raise UnsupportedLeaf(f"{what} must be a dict, not of type {type(given).__name__}")
+
+
+def _checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+    check_mapping("metadata", metadata)
+    checked = dict(metadata or {})
+    if not _is_json(checked):
+        raise UnsupportedLeaf(_json_fault(checked, "metadata", ()))
+    return checked
+
+
+def _is_json(value: Any) -> bool:
+    """Whether JSON holds a value as it is."""
+    try:
+        text = json.dumps(value, allow_nan=False, ensure_ascii=False)
+        text.encode()  # surrogates are not Unicode text
+        return bool(json.loads(text) == value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+
+
+def _json_fault(value: Any, where: str, within: tuple[int, ...]) -> str:
+    """Where a value that JSON does not hold has its first fault, and what to store instead.
+
+    Arguments:
+        value: anything that is not JSON.
+        where: its place, as Python code.
+        within: the ids of the containers around it.
+    """
+    if id(value) in within or len(within) > tree.MAX_DEPTH:
+        return f"{where} cannot be stored in JSON: it contains itself, or is nested too deeply"
+    within = (*within, id(value))
+    if isinstance(value, dict):
+        for key, child in value.items():
+            if not isinstance(key, str):
+                return f"{where} has the key {quoted(key)}, but keys in JSON are str"
+            if not _is_json(key):
+                return f"{where} has the key {quoted(key)}, which is not valid Unicode text"
+            if not _is_json(child):
+                return _json_fault(child, f"{where}[{quoted(key)}]", within)
+    if isinstance(value, list):
+        for at, child in enumerate(value):
+            if not _is_json(child):
+                return _json_fault(child, f"{where}[{at}]", within)
+    fault = (
+        f"{where} cannot be stored in JSON: it is {quoted(value)} of type {type(value).__name__}"
+    )
+    if isinstance(value, tuple):
+        return f"{fault}; store list(x)"
+    if isinstance(value, float):
+        return f"{fault}; store str(x)"
+    if isinstance(value, str):
+        return f"{fault}, which is not valid Unicode text"
+    if hasattr(value, "tolist"):
+        return f"{fault}; store x.tolist()"
+    return f"{fault}; {plain_values.hint(value)}"
+
+
+def _indent(lines: list[str]) -> str:
+    return "\n".join(f"  {line}" for line in lines)

@@ -1,0 +1,103 @@
+"""Fingerprints of replicas that are only assumed to be equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import groupby
+from math import gcd, prod
+
+import numpy as np
+import xxhash
+
+from unickpt.arrays import dtypes
+from unickpt.arrays.dtypes import Array
+from unickpt.commit.record import REPLICA_DTYPE, Record
+from unickpt.format import chunk_store
+from unickpt.frameworks.protocol import ArraySource, Fragment
+from unickpt.saving.write_plan import ChunkJob
+
+_WHOLE_BYTES = 4 << 10  # up to this size all elements are compared
+_SAMPLES = 512
+
+
+# --- fingerprints -------------------------------------------------------------------------------
+
+
+def keep_sample(source: ArraySource) -> Callable[[], int]:
+    """Keeps some elements of an assumed replica as they are now.
+
+    They are spread over the whole array; of a small one all are kept. Does not wait for a device.
+
+    Returns:
+        A function that returns their fingerprint, which is equal for equal arrays.
+    """
+    (fragment,) = source.fragments
+    at = spots(source.shape, source.dtype.itemsize)
+    kept = _sample(fragment, source.dtype, at) if fragment.sample is None else fragment.sample(at)
+    return lambda: _fingerprint(kept(), source)
+
+
+@lru_cache(maxsize=256)
+def spots(shape: tuple[int, ...], itemsize: int) -> tuple[Array, ...]:
+    """The indices of the sampled elements, an array per dimension; one index for a scalar."""
+    count = prod(shape)
+    step = 1
+    if count * itemsize > _WHOLE_BYTES:
+        step = max(1, count // _SAMPLES)
+        while gcd(step, shape[-1]) > 1:  # otherwise all lie in few columns
+            step += 1
+    return np.unravel_index(np.arange(0, count, step), shape or (1,))
+
+
+def _sample(fragment: Fragment, dtype: dtypes.DType, at: tuple[Array, ...]) -> Callable[[], Array]:
+    view = fragment.read(fragment.box, lambda: np.empty(fragment.box.shape, dtype))
+    found: Array = np.atleast_1d(view)[at]  # a copy
+    return lambda: found
+
+
+def _fingerprint(found: Array, source: ArraySource) -> int:
+    native = source.dtype.newbyteorder("=")
+    if native == np.bool_:  # a bool may be any byte in memory
+        found = np.not_equal(np.ascontiguousarray(found).view(np.uint8), 0)
+    what = f"{dtypes.name_of(native)} {source.shape} {chunk_store.digest(found.astype(native)):x}"
+    return xxhash.xxh3_64_intdigest(what.encode())
+
+
+def sampled(samples: Mapping[int, Callable[[], int]]) -> Array:
+    """The rows of a record for samples: fingerprints by the number of the array."""
+    return _rows((number, fingerprint()) for number, fingerprint in samples.items())
+
+
+def whole(held: Sequence[ChunkJob], record: Record, digest: Callable[[ChunkJob], int]) -> Array:
+    """The rows of a record for every byte of the assumed replicas.
+
+    Arguments:
+        held: all chunks that this process holds.
+        record: lists those that it wrote.
+        digest: returns the digest of another chunk.
+    """
+    written = record.chunks
+    known = dict(
+        zip(
+            zip(written["array"].tolist(), written["chunk"].tolist(), strict=True),
+            written["digest"].tolist(),
+            strict=True,
+        )
+    )
+
+    def rows() -> Iterator[tuple[int, int]]:
+        assumed = (job for job in held if job.assumed)
+        for number, jobs in groupby(assumed, lambda job: job.array):
+            hashed = xxhash.xxh3_64()
+            for job in jobs:
+                own = known.get((job.array, job.position))
+                found = digest(job) if own is None else own
+                hashed.update(found.to_bytes(8, "little"))
+            yield number, hashed.intdigest()
+
+    return _rows(rows())
+
+
+def _rows(rows: Iterable[tuple[int, int]]) -> Array:
+    return np.array(list(rows), REPLICA_DTYPE)

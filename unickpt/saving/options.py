@@ -1,0 +1,149 @@
+"""The options of a save, and its report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any, Literal
+
+from unickpt.frameworks.options import CommonOptions, check_group, check_number
+from unickpt.frameworks.process_group import Group
+
+COMPRESSORS = ("zstd", "gzip", "blosc")
+STAGINGS = ("auto", "copy", "reference", "lazy", "device")
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, tuple | list) and all(
+        isinstance(n, Integral) and int(n) > 0 for n in value
+    )
+
+
+@dataclass(frozen=True)
+class SaveOptions(CommonOptions):
+    """How to save.
+
+    Arguments:
+        staging: how `save_async` keeps the state as it is at the call; `save` ignores it.
+            "auto": the loop may change anything after the call returns. On the host, JAX arrays are
+            kept by reference, and all others are copied before the call returns. (A JAX array made
+            from NumPy or torch memory by `device_put` or dlpack may share it. It is copied if that
+            memory is also in the tree; otherwise do not write to that memory before
+            `PendingSave.result`.) On an accelerator, everything is copied before the call returns;
+            with `Checkpointer(optimizers=...)`, arrays that the optimizers own are copied in the
+            background (see there), and all others are cloned on the device if it has room.
+            "copy": everything is copied to host memory before the call returns.
+            "reference": immutable arrays (JAX's) are kept by reference. Those on an accelerator
+            are read in the background, and must not be donated before
+            `PendingSave.wait_staged`. All others are copied before the call returns, as by "auto".
+            "lazy": copied in the background; nothing may be changed or freed before
+            `PendingSave.wait_staged`. Small arrays, NumPy arrays, and DTensors that no optimizer of
+            `Checkpointer(optimizers=...)` guards are copied before the call returns. An earlier
+            change raises `StateChanged` if it is detected. Always detected: changes that torch's
+            version counters record, and host memory that is freed. Other changes (through `.data`
+            or NumPy, and of DTensors) are detected on the host only if they touch one of about 64
+            sampled elements of each array, so a changed row is usually not detected; on an
+            accelerator they are never detected.
+            "device": arrays on an accelerator are cloned there if it has room, and copied to the
+            host in the background.
+        fsync: whether to flush files and directories to disk before the save returns.
+        budget_bytes: bytes of host memory that saves may use beyond the state itself: for chunks
+            that are being written, and, in `save_async`, the same again for staged copies of all
+            saves in flight. For a larger state, staging waits for writes to finish.
+        chunk_bytes: target size of a chunk, the unit of writing, reading and checking.
+        chunk_shape: chunk shape for all arrays with this number of dimensions, reduced where a
+            chunk would cross a fragment's boundary; other arrays use `chunk_bytes`.
+        compression: None, or one of "zstd", "gzip", "blosc". Digests do not depend on it.
+        timeout_s: seconds to wait for the other processes: to start the save, and again to finish
+            their part after this process has written its own.
+        check_replicas: whether to compare every byte of plain tensors and arrays, which are assumed
+            to be equal on all processes, and to refuse the save if they differ. By default only a
+            sample of each is compared; if it differs, one process's data is stored whole, with a
+            warning (`ReplicasDiffer`).
+        group: the processes that save together; detected automatically under `torch.distributed`
+            and `jax.distributed`.
+        metrics: called with the report of each successful save, on every process, on the saving
+            thread, for one save at a time. `PendingSave.result` and the program's exit wait for it;
+            later saves do not. It may save, load and wait for saves; its own wait for a save ends
+            at the commit. In a job of several processes, calls that all processes must make in the
+            same order belong on one thread. An error that it raises is logged, and does not affect
+            the save.
+
+    Raises:
+        ValueError, TypeError: an option is out of range, or of a wrong type.
+    """
+
+    staging: Literal["auto", "copy", "reference", "lazy", "device"] = "auto"
+    fsync: bool = True
+    budget_bytes: int = 1 << 30
+    chunk_bytes: int = 8 << 20
+    chunk_shape: tuple[int, ...] | None = None
+    compression: str | None = None
+    timeout_s: float = 600.0
+    check_replicas: bool = False
+    group: Group | None = None
+    metrics: Callable[[SaveReport], None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.staging not in STAGINGS:
+            raise ValueError(f"staging {self.staging!r} is not one of {', '.join(STAGINGS)}")
+        for name in ("budget_bytes", "chunk_bytes", "timeout_s"):
+            check_number(name, getattr(self, name))
+        if self.chunk_shape is not None and not _is_shape(self.chunk_shape):
+            raise ValueError(
+                f"chunk_shape={self.chunk_shape!r} must be a tuple of positive integers"
+            )
+        check_group(self.group)
+        if self.metrics is not None and not callable(self.metrics):
+            raise TypeError(
+                f"metrics is of type {type(self.metrics).__name__}, but is called with each "
+                "SaveReport; pass the metrics of a step to Checkpointer.save"
+            )
+        if self.compression is not None and self.compression not in COMPRESSORS:
+            raise ValueError(
+                f"compression {self.compression!r} is not one of None, {', '.join(COMPRESSORS)}"
+            )
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """What a save did.
+
+    Arguments:
+        url: where the checkpoint is.
+        arrays: number of arrays.
+        bytes: logical bytes of all arrays.
+        written_bytes: logical bytes of the chunks that this process wrote.
+        chunks: number of chunks that this process wrote.
+        processes: number of processes that took part.
+        seconds: wall time in this process, from the call to the commit.
+        phases: seconds per phase: `describe`, `stage` (in the call), `queue` (waiting for earlier
+            saves), `write` and `commit`, which includes waiting for the other processes.
+        process: index of this process.
+        blocked_s: seconds for which the call blocked the caller.
+        staged_bytes: bytes that were copied to host memory, in the call or in the background.
+        writers: on the coordinator only, the statistics of each process: `bytes` and `chunks`
+            written, `seconds` that took, `blocked_s`, `staged_bytes`.
+        replicas_differ: on the coordinator only, names of plain arrays that differ between
+            processes, and are stored as one of them held them; see `ReplicasDiffer`.
+    """
+
+    url: str
+    arrays: int
+    bytes: int
+    written_bytes: int
+    chunks: int
+    processes: int
+    seconds: float
+    phases: dict[str, float] = field(default_factory=dict)
+    process: int = 0
+    blocked_s: float = 0.0
+    staged_bytes: int = 0
+    writers: tuple[Mapping[str, float], ...] = ()
+    replicas_differ: tuple[str, ...] = ()
+
+    @property
+    def gb_per_s(self) -> float:
+        """Logical gigabytes (1e9 bytes) of the checkpoint per second."""
+        return self.bytes / 1e9 / max(self.seconds, 1e-9)

@@ -1,0 +1,119 @@
+"""save() and save_async()."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from unickpt.saving.chunk_source import Direct
+from unickpt.saving.options import SaveOptions, SaveReport
+from unickpt.saving.pending import PendingSave, SaveQueue
+from unickpt.saving.save_job import Saving, tell
+from unickpt.storage import locations
+
+
+def save_async(
+    path: locations.Path,
+    tree: Any,
+    *,
+    overwrite: bool = False,
+    metadata: Mapping[str, Any] | None = None,
+    options: SaveOptions | None = None,
+) -> PendingSave:
+    """Saves a tree of arrays and values in the background.
+
+    Returns when the state is safe to change, or earlier if `SaveOptions.staging` says so; then
+    call `PendingSave.wait_staged` before changing it. Saves are written in the order of the
+    calls. At most two are in flight; a further call waits. The program waits for them before it
+    exits. An error in the background is raised by `PendingSave.result`, else by the next call of
+    this function, else it makes the program exit with status 1.
+
+    Arguments:
+        path, tree, overwrite, metadata: as for `save`.
+        options: see `SaveOptions`, especially `staging` and `budget_bytes`.
+
+    Returns:
+        The pending save, to wait for.
+
+    Raises:
+        UnsupportedLeaf: something in the tree cannot be stored; nothing was written.
+        CheckpointExists: the path holds a checkpoint or other files. On remote storage this is
+            checked in the background.
+        InvalidPath: the path is not a storage location.
+        SaveTimeout: process 0 did not call this in time.
+        UnickptError: the error of an earlier save, if it was not raised before; this save was not
+            started.
+
+    Example:
+        >>> import numpy as np, unickpt
+        >>> w = np.ones(3)
+        >>> pending = unickpt.save_async("memory://run/async", {"w": w})
+        >>> w += 1  # it was copied
+        >>> _ = pending.result()
+        >>> unickpt.load("memory://run/async")["w"]
+        array([1., 1., 1.])
+    """
+    return _queue(os.getpid()).save(
+        path,
+        tree,
+        overwrite=overwrite,
+        metadata=lambda: metadata,
+        options=SaveOptions.or_default(options),
+    )
+
+
+@cache
+def _queue(process: int) -> SaveQueue:
+    """The queue of this process; a forked process has its own."""
+    return SaveQueue()
+
+
+def save(
+    path: locations.Path,
+    tree: Any,
+    *,
+    overwrite: bool = False,
+    metadata: Mapping[str, Any] | None = None,
+    options: SaveOptions | None = None,
+) -> SaveReport:
+    """Saves a tree of arrays and values as one checkpoint.
+
+    In a job of several processes (`torch.distributed`, `jax.distributed`), all of them call this
+    with the same arguments. Each writes its own part, and the checkpoint appears atomically when
+    the last one is done, or not at all.
+
+    Arguments:
+        path: a local path or a URL (file, memory, s3, gs) at which no checkpoint exists yet.
+        tree: any nesting of containers of JAX arrays, torch tensors and DTensors, NumPy arrays,
+            plain values, `PerProcess`, `LocalFragments` and objects with `state_dict`.
+        overwrite: replace a checkpoint at `path`; it stays readable until the new one is committed.
+        metadata: anything that JSON can hold; `unickpt.open(path).metadata` returns it.
+        options: see `SaveOptions`.
+
+    Returns:
+        What was written, and how long it took.
+
+    Raises:
+        UnsupportedLeaf: something in the tree cannot be stored; nothing was written.
+        CheckpointExists: the path holds a checkpoint or other files; nothing was written.
+        InvalidPath: the path is not a storage location.
+        CoverageError: the processes' fragments do not cover an array exactly once.
+        ProcessFailed: another process failed; the message includes its message.
+        SaveTimeout: another process did not start, or did not finish, in time.
+        StorageError: a storage operation failed.
+
+    Example:
+        >>> import numpy as np, unickpt
+        >>> report = unickpt.save("memory://run/step_1", {"w": np.ones((2, 3)), "step": 1})
+        >>> report.arrays
+        1
+    """
+    options = SaveOptions.or_default(options)
+    saving = Saving(path, overwrite, options)
+    saving.describe(tree, metadata)
+    saving.plan()
+    report = saving.run(Direct(options.budget_bytes))
+    tell(options, report)
+    return report

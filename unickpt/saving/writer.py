@@ -1,0 +1,171 @@
+"""Write: staged chunks -> this process's own database, a bounded number of bytes at a time."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+import xxhash
+
+from unickpt.commit.attempt import Attempt
+from unickpt.commit.record import CHUNK_DTYPE, Record
+from unickpt.format import chunk_store
+from unickpt.format.chunk_store import ChunkStore
+from unickpt.format.index import INDEX_KEY
+from unickpt.frameworks.per_process import blob_key
+from unickpt.saving.chunk_source import Staged, Supply
+from unickpt.saving.describe import Description
+from unickpt.saving.options import SaveOptions
+from unickpt.saving.write_plan import ChunkJob
+from unickpt.storage.kvstore import Future, commit
+from unickpt.threads import Window, Workers
+
+# Measured: smaller transactions cost an fsync each, larger ones leave too little overlap.
+_TRANSACTION_BYTES = 256 << 20
+_TRANSACTION_CHUNKS = 16384
+_TRANSACTIONS = 4  # at once
+# In the background of a training loop (measured too): each keeps a CPU busy, which it may need.
+_TRANSACTIONS_BEHIND = max(1, min(_TRANSACTIONS, (os.cpu_count() or 1) // 4))
+_HASH_THREADS = 2
+_HASH_HERE_BYTES = 256 << 10  # handing less to a thread costs more than hashing it
+_LOOK_EVERY_S = 0.5
+
+
+class Writer:
+    """Stages, hashes and writes chunks in transactions.
+
+    Arguments:
+        attempt: the attempt to save that this is part of.
+        description: what this process saves.
+        options: as for `save`.
+        supply: provides the chunks.
+    """
+
+    def __init__(
+        self, attempt: Attempt, description: Description, options: SaveOptions, supply: Supply
+    ) -> None:
+        self._attempt, self._description, self._options = attempt, description, options
+        location = attempt.database(attempt.group.index)
+        self._store = ChunkStore(location, attempt.context, description.index.codecs)
+        self._supply = supply
+        self._batch_bytes = min(_TRANSACTION_BYTES, max(1, options.budget_bytes // 4))
+        self._committing: list[Future[None]] = []
+        self.nbytes, self.count = 0, 0
+
+    def write_all(self, jobs: Sequence[ChunkJob]) -> Record:
+        """Writes this process's share, its per-process values and its description."""
+        started = time.perf_counter()
+        blobs, sources = self._description.blobs, self._description.sources
+        rest = {blob_key(name, self._attempt.group.index): data for name, data in blobs.items()}
+        table = self._write(jobs, {**rest, INDEX_KEY: self._description.encoded})
+        arrays = self._description.index.arrays.items()
+        return Record(
+            description=self._description.digest,
+            chunks=table,
+            boxes={
+                number: tuple(f.box for f in sources[name].fragments)
+                for number, (name, entry) in enumerate(arrays)
+                if entry.boxes == ()
+            },
+            blobs={name: (len(b), xxhash.xxh3_64_intdigest(b)) for name, b in blobs.items()},
+            statistics={"bytes": self.nbytes, "seconds": time.perf_counter() - started},
+        )
+
+    def write_more(self, jobs: Sequence[ChunkJob]) -> Record:
+        """Writes chunks that the coordinator asked for after all shares were written."""
+        return Record(description=self._description.digest, chunks=self._write(jobs, {}))
+
+    def settle(self) -> None:
+        """Waits, after a failure, until all writes in progress have ended."""
+        for committed in self._committing:
+            with suppress(Exception):
+                committed.result()
+
+    def _write(self, jobs: Sequence[ChunkJob], rest: dict[str, bytes]) -> Any:
+        # The rest of the budget is for what TensorStore needs besides the data.
+        beside = self._supply.behind and self._store.location.is_local
+        most = _TRANSACTIONS_BEHIND if beside else _TRANSACTIONS
+        window = Window(self._options.budget_bytes - self._batch_bytes, most)
+        digests: list[Callable[[], int]] = []
+        looked = time.monotonic()
+        batches = list(self._batches(jobs)) or [[]]
+        with Workers(_HASH_THREADS, behind=self._supply.behind) as pool:
+            for batch in batches:
+                while not self._supply.ready(batch) and window.wait_oldest():
+                    pass  # the chunks staged next may need the memory that this releases
+                size = sum(job.nbytes for job in batch)
+                window.make_room(size)
+                extra = rest if batch is batches[-1] else {}
+                window.add(*self._write_batch(batch, extra, pool, digests))
+                if time.monotonic() - looked > _LOOK_EVERY_S:
+                    self._attempt.check_others()
+                    looked = time.monotonic()
+            window.drain()
+            table = np.zeros(len(jobs), CHUNK_DTYPE)
+            table["array"] = [job.array for job in jobs]
+            table["chunk"] = [job.position for job in jobs]
+            table["digest"] = [result() for result in digests]
+        self.nbytes += sum(job.nbytes for job in jobs)
+        self.count += len(jobs)
+        return table
+
+    def _batches(self, jobs: Sequence[ChunkJob]) -> Iterator[list[ChunkJob]]:
+        batch: list[ChunkJob] = []
+        size = 0
+        for job in jobs:
+            nbytes = job.nbytes
+            if batch and (size + nbytes > self._batch_bytes or len(batch) == _TRANSACTION_CHUNKS):
+                yield batch
+                batch, size = [], 0
+            batch.append(job)
+            size += nbytes
+        if batch:
+            yield batch
+
+    def _write_batch(
+        self,
+        batch: Sequence[ChunkJob],
+        rest: dict[str, bytes],
+        pool: Workers,
+        digests: list[Callable[[], int]],
+    ) -> tuple[int, Callable[[], None]]:
+        """Starts to write a batch; returns the memory it holds and a function that waits for it."""
+        transaction = ts.Transaction(atomic=True)
+        store = self._store.database.with_transaction(transaction)
+        writes: list[Any] = [store.write(key, data) for key, data in rest.items()]
+        # Files are written from staged memory and views of the user's memory, without a copy.
+        by_reference = self._store.location.is_local and not self._store.codecs
+        staged: list[Staged] = []
+        held, begin = 0, len(digests)
+        for job in batch:
+            staged.append(self._supply.fetch(job))
+            host = staged[-1].data
+            copied = not by_reference or host.nbytes <= chunk_store.SMALL
+            held += host.nbytes if copied else staged[-1].nbytes
+            if host.nbytes > _HASH_HERE_BYTES:
+                digests.append(pool.submit(partial(chunk_store.digest, host)))
+            else:
+                digests.append(partial(int, chunk_store.digest(host)))
+            writes.append(self._store.write(job.entry, job.part, job.number, host, transaction))
+        for write in writes:
+            write.result()
+        committed = commit(transaction)
+        self._committing.append(committed)
+        hashing = digests[begin:]
+
+        def wait() -> None:
+            committed.result()
+            self._committing.remove(committed)
+            for result in hashing:
+                result()  # before the memory is reused for the next chunks
+            for chunk in staged:  # TensorStore refers to this memory until the commit
+                chunk.release()
+            staged.clear()
+
+        return held, wait

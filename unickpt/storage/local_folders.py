@@ -1,0 +1,178 @@
+"""Operations on folders of a local file system."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from contextlib import suppress
+
+from unickpt.errors import InvalidPath, StorageError
+from unickpt.storage.kvstore import Failed, asking_system
+
+LOCK_SUFFIX = ".__lock"
+_OURS = ("processes", "manifest.ocdbt")
+
+
+def is_directory(existing: str, path: str) -> bool:
+    """Whether a directory exists; one system call, because another process may remove it."""
+    try:
+        if stat.S_ISDIR(os.stat(existing).st_mode):
+            return True
+    except OSError as error:  # other errors show when the path is used
+        if error.errno == errno.ENAMETOOLONG:
+            raise InvalidPath(f"{path!r}: {error.strerror}; give a shorter one") from None
+        if not os.path.islink(existing):
+            return False
+    where = repr(path) if existing == path else f"{path!r}: {existing!r}"
+    raise InvalidPath(f"{where} is not a directory; a checkpoint needs its own directory")
+
+
+def foreign(path: str) -> list[str]:
+    """Names in a folder that are not a checkpoint's; ignores hidden ones."""
+    try:
+        names = os.listdir(path)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
+    return sorted(
+        n for n in names if not n.endswith(LOCK_SUFFIX) and n not in _OURS and n[0] != "."
+    )
+
+
+def folders(path: str) -> list[str]:
+    """Names of the folders in a folder; empty for a link, which may lead anywhere."""
+    if os.path.islink(path.rstrip("/")) or not os.path.isdir(path):
+        return []
+    with asking_system(), os.scandir(path) as entries:
+        return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+
+
+def make(path: str) -> None:
+    """Creates a folder and its parents.
+
+    Raises:
+        Failed: names the folder that cannot be created.
+    """
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        name = str(error.filename or path).rstrip("/")
+        above = os.path.dirname(name)
+        raise Failed(
+            f"cannot make the directory {name}: {error.strerror}. Save to a path "
+            f"where directories can be made, or let this user write to {above}",
+            error.errno,
+        ) from error
+
+
+def link(path: str) -> str | None:
+    """The target of a symbolic link as written in it; None if the path is not a link."""
+    try:
+        return os.readlink(path.rstrip("/"))
+    except OSError:
+        return None
+
+
+def files(path: str) -> list[str]:
+    """Names of the files in a folder; links do not count."""
+    if not os.path.isdir(path):
+        return []
+    with asking_system(), os.scandir(path) as entries:
+        return [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+
+
+def links(path: str) -> list[str]:
+    """Names of the symbolic links in a folder."""
+    if not os.path.isdir(path):
+        return []
+    with asking_system(), os.scandir(path) as entries:
+        return [entry.name for entry in entries if entry.is_symlink()]
+
+
+def unlink(path: str) -> None:
+    """Removes a symbolic link, not its target.
+
+    Raises:
+        Failed: it cannot be removed.
+    """
+    try:
+        os.unlink(path.rstrip("/"))
+    except OSError as error:
+        why = f"{path.rstrip('/')}: the link cannot be removed: {error.strerror}"
+        raise Failed(why, error.errno) from error
+
+
+def remove(path: str) -> None:
+    """Removes a folder and everything below it, without following links."""
+    shutil.rmtree(path.rstrip("/"), ignore_errors=True)
+
+
+def remove_file(folder: str, name: str) -> None:
+    """Removes a file below a folder, if no folder between them is a symbolic link."""
+    top, between = os.path.realpath(folder), os.path.dirname(name)
+    above = os.path.join(top, between) if between else top
+    if os.path.realpath(above) == above:
+        with asking_system(), suppress(FileNotFoundError):
+            os.unlink(os.path.join(folder, name))
+
+
+def exists(path: str) -> bool:
+    return os.path.isdir(path)
+
+
+def remove_empty(path: str) -> None:
+    """Removes a checkpoint's folders that contain only lock files."""
+    for name in ("processes", ""):
+        folder = os.path.join(path, name)
+        with suppress(OSError):
+            if os.path.islink(folder.rstrip("/")):
+                break  # the target is not ours
+            for entry in os.listdir(folder):
+                if entry.endswith(LOCK_SUFFIX):
+                    os.unlink(os.path.join(folder, entry))
+            os.rmdir(folder)
+
+
+def count_missing(path: str) -> int:
+    """The number of folders to create for this one to exist, including itself."""
+    at, count = path.rstrip("/"), 0
+    while at and not os.path.lexists(at):
+        at, count = os.path.dirname(at), count + 1
+    return count
+
+
+def remove_made(path: str, count: int) -> None:
+    """Removes the folders that a failed save created, if empty: the checkpoint's and its parents.
+
+    Arguments:
+        path: of the checkpoint.
+        count: the number of folders created for it, from `count_missing`.
+    """
+    at = path.rstrip("/")
+    with suppress(OSError):
+        os.rmdir(os.path.join(at, "processes"))
+    with suppress(OSError):
+        for _ in range(count):
+            os.rmdir(at)
+            at = os.path.dirname(at)
+
+
+def sync(path: str, top: str) -> None:
+    """Syncs the entries of a folder and of each parent up to the one that contains `top`;
+    TensorStore does so only for the folder of a file."""
+    end = os.path.dirname(top.rstrip("/"))
+    at = path.rstrip("/")
+    while len(at) >= len(end):
+        if os.path.isdir(at):
+            with asking_system():
+                handle = os.open(at, os.O_RDONLY)
+                try:
+                    os.fsync(handle)
+                finally:
+                    os.close(handle)
+        if at == end:
+            break
+        at = os.path.dirname(at)

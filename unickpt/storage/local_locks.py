@@ -1,0 +1,242 @@
+"""Locks in folders of a local file system."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import socket
+import stat
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from unickpt.errors import StorageError
+from unickpt.storage.kvstore import Failed, asking_system
+from unickpt.storage.local_folders import LOCK_SUFFIX, make
+from unickpt.storage.local_values import _check_regular
+
+_log = logging.getLogger("unickpt")
+_EXCLUSIVE = "manifest.ocdbt.exclusive" + LOCK_SUFFIX
+_EXCLUSIVE_S = 60.0  # how long to wait for a lock file
+_LOCK_PAUSE_S = 0.02
+# Errors of `flock` on file systems without locks: some NFS mounts and FUSE file systems.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+
+
+@contextmanager
+def locked(path: str, timeout_s: float) -> Iterator[None]:
+    """Lets one process at a time compare a folder's manifest with what it expects and replace it.
+
+    TensorStore's own lock file keeps the partial data of a killed process, and appends the next
+    process's data to it. A lock of the operating system is released when its holder ends. If the
+    file system has no locks, a lock file is used, and its creator removes it.
+    """
+    name = os.path.join(path, "manifest.ocdbt" + LOCK_SUFFIX)
+    make(path)
+    with asking_system():
+        handle = _acquire(name, timeout_s)
+    if handle is None:
+        with _exclusive(os.path.join(path, _EXCLUSIVE), timeout_s):
+            yield
+        return
+    try:
+        with asking_system():
+            for other in os.listdir(path):
+                if other.startswith("manifest.ocdbt_") and other.endswith(LOCK_SUFFIX):
+                    os.unlink(os.path.join(path, other))  # partial data of a killed process
+        yield
+    finally:
+        with suppress(OSError):
+            os.unlink(name)
+        os.close(handle)
+
+
+_held: set[int] = set()
+
+
+class Hold:
+    """A lock in a folder, kept until `release`, or until the process ends.
+
+    Arguments:
+        path: of the folder, which is created if needed.
+        name: of the lock file.
+        text: for processes that do not get the lock.
+
+    Raises:
+        BlockingIOError: this or another process holds it; the message is the holder's text.
+        Failed: the storage failed.
+    """
+
+    def __init__(self, path: str, name: str, text: str) -> None:
+        make(path)
+        self._name = os.path.join(path, name)
+        with asking_system():
+            self._handle = _open_lock(self._name)
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            said = os.pread(self._handle, 4096, 0).decode(errors="replace")
+            os.close(self._handle)
+            raise BlockingIOError(said) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                os.close(self._handle)
+                raise Failed(f"{self._name}: {error}", error.errno) from error
+            message = (
+                f"{path}: this file system has no locks ({error.strerror}), so nothing stops a "
+                "second job from saving into this folder and mixing its steps with these. Make "
+                "sure that no other job does"
+            )
+            _log.warning("%s", message)
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+        _held.add(self._handle)
+        with suppress(OSError):  # on a full disk the text is missing, but not the lock
+            os.ftruncate(self._handle, 0)
+            os.pwrite(self._handle, text.encode(), 0)
+
+    @staticmethod
+    def said(path: str, name: str) -> str | None:
+        """The text of a lock's holder; None if no process on this machine holds it.
+
+        Does not try to take the lock, which could make another process fail to get it.
+        """
+        try:
+            facts, text = _text_of(os.path.join(path, name))
+            with open("/proc/locks", encoding="ascii") as locks:
+                held = any(_is_lock_of(line, facts) for line in locks)
+        except OSError:
+            return None
+        return text if held else None
+
+    def is_valid(self) -> bool:
+        """Whether the locked file is still the one in the folder."""
+        with asking_system():
+            try:
+                return os.path.samestat(os.fstat(self._handle), os.stat(self._name))
+            except FileNotFoundError:
+                return False
+
+    def release(self) -> None:
+        if self._handle in _held:
+            _held.discard(self._handle)
+            os.close(self._handle)
+
+
+def _text_of(name: str) -> tuple[os.stat_result, str]:
+    """What a lock file says, and the facts of the file; never blocks."""
+    handle = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        facts = os.fstat(handle)
+        _check_regular(facts, name)
+        return facts, os.pread(handle, 4096, 0).decode(errors="replace")
+    finally:
+        os.close(handle)
+
+
+def _is_lock_of(line: str, facts: os.stat_result) -> bool:
+    """Whether a line of /proc/locks refers to a file: `1: FLOCK ADVISORY WRITE 123 08:01:456 0
+    EOF`."""
+    fields = line.split()
+    return len(fields) > 5 and fields[5].rpartition(":")[2] == str(facts.st_ino)
+
+
+def _forget_held() -> None:
+    """Forgets held locks in a forked child, which would keep the locks of a dead parent."""
+    for handle in _held:
+        os.close(handle)
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_held)
+
+
+def _open_lock(name: str) -> int:
+    """Opens a lock file, and creates it if needed.
+
+    Raises:
+        StorageError: it is a link, which may lead to any file, or not a regular file.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+    try:
+        handle = os.open(name, flags, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise StorageError(f"{name} is not a regular file; remove it") from None
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise StorageError(f"{name} is not a regular file; remove it")
+    return handle
+
+
+def _acquire(name: str, timeout_s: float) -> int | None:
+    """A handle of the locked file; None if the file system has no locks."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        handle = _open_lock(name)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(handle), os.stat(name)):
+                    return handle
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(handle)
+                raise StorageError(f"{name}: another process holds this lock") from None
+        except OSError as error:
+            os.close(handle)
+            if error.errno not in _NO_LOCKS:
+                raise
+            with suppress(FileNotFoundError):
+                os.unlink(name)
+            return None
+        os.close(handle)
+        time.sleep(_LOCK_PAUSE_S)
+
+
+@contextmanager
+def _exclusive(name: str, timeout_s: float) -> Iterator[None]:
+    """A lock by the existence of a file, which a killed process leaves behind.
+
+    Raises:
+        StorageError: another process has held it for too long; names that process.
+    """
+    with asking_system():
+        handle = _make_exclusively(name, timeout_s)
+    who = f"process {os.getpid()} on {socket.gethostname()}"
+    try:
+        with suppress(OSError):  # on a full disk the text is missing, but not the lock
+            os.pwrite(handle, who.encode(), 0)
+        yield
+    finally:
+        with suppress(OSError):  # someone may have removed it and a third process created it
+            if os.path.samestat(os.fstat(handle), os.stat(name)):
+                os.unlink(name)
+        os.close(handle)
+
+
+def _make_exclusively(name: str, timeout_s: float) -> int:
+    deadline = time.monotonic() + min(timeout_s, _EXCLUSIVE_S)
+    while True:
+        try:
+            return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except FileExistsError:
+            if time.monotonic() > deadline:
+                raise StorageError(_why_held(name)) from None
+        time.sleep(_LOCK_PAUSE_S)
+
+
+def _why_held(name: str) -> str:
+    who, age = "another process", 0.0
+    with suppress(OSError):
+        age = time.time() - os.stat(name).st_mtime
+        who = _text_of(name)[1][:200] or who
+    return (
+        f"{name}: this file system has no locks (flock), so this file is the lock on the "
+        f"checkpoint, and {who} has held it for {age:.0f} s. A commit takes less than a second. If "
+        "that process no longer runs, delete the file and save again; else wait for it"
+    )

@@ -1,0 +1,259 @@
+"""OCDBT, TensorStore's B-tree database: the container in which all backends keep checkpoints."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from unickpt.storage import ocdbt_nodes
+from unickpt.storage.kvstore import Damaged, Future, KvStore
+from unickpt.storage.ocdbt_nodes import Place
+
+MANIFEST = "manifest.ocdbt"
+# Without its own cache, every chunk read would read the B-tree's nodes again.
+NODE_CACHE = "cache_pool#nodes"
+NODE_CACHE_BYTES = 64 << 20
+
+
+def spec(
+    base: Mapping[str, Any],
+    *,
+    manifest: Mapping[str, Any] | None = None,
+    data: str | None = None,
+) -> dict[str, Any]:
+    """The database in the folder that the key-value store `base` names.
+
+    Data files are large, so that a save writes few of them; this was measured.
+
+    Arguments:
+        base: the folder.
+        manifest: the key-value store with the manifest, if that is not the folder.
+        data: subfolder for new data, ending with `/`; `d/` by default.
+    """
+    out = {
+        "driver": "ocdbt",
+        "base": dict(base),
+        "target_data_file_size": 256 << 20,
+        "cache_pool": NODE_CACHE,
+    }
+    if manifest is not None:
+        out["manifest"] = dict(manifest)
+    if data is not None:
+        kinds = ("value_data", "btree_node_data", "version_tree_node_data")
+        out |= {f"{kind}_prefix": data for kind in kinds}
+    return out
+
+
+class Tree:
+    """Finds the places of a database's values; reads its nodes on demand.
+
+    Arguments:
+        manifest: returns the database's manifest, or None if it has none.
+        fetch: returns the bytes at a place.
+    """
+
+    def __init__(
+        self, manifest: Callable[[], bytes | None], fetch: Callable[[Place], bytes]
+    ) -> None:
+        self._manifest, self._fetch = manifest, fetch
+        self._nodes: dict[tuple[Place | None, bytes], ocdbt_nodes.Node | None] = {}
+        self._top: set[str] = set()
+        self._budget, self._stored = ocdbt_nodes.Budget(), set[Place]()
+        self._lock = threading.Lock()
+
+    def find(self, key: str) -> bytes | Place | None:
+        """A value that the tree itself holds, or its place; None if the key is missing.
+
+        Raises:
+            Damaged: the tree is damaged, or needs far more memory than its stored bytes justify.
+            Failed: the storage failed.
+        """
+        wanted = key.encode()
+        with self._lock:
+            node = self._root()
+            while node is not None and node.height > 0:
+                at = bisect_right(node.keys, wanted) - 1
+                if at < 0:
+                    return None
+                node = self._below(node, at)
+        if node is None:
+            return None
+        at = bisect_left(node.keys, wanted)
+        if at == len(node.keys) or node.keys[at] != wanted:
+            return None
+        return node.find(at)
+
+    def files(self, prefix: str) -> set[str]:
+        """The files with the values of all keys with a prefix and with the nodes that lead to them.
+
+        Raises:
+            Damaged: as for `find`.
+        """
+        first = prefix.encode()
+        after = _after(first)
+        with self._lock:
+            root = self._root()
+            named = set(self._top)
+            ahead, seen = [] if root is None else [root], set[int]()
+            while ahead:
+                node = ahead.pop()
+                seen.add(id(node))  # a few hostile nodes that share children can make many paths
+                low = bisect_left(node.keys, first)
+                high = len(node.keys) if after is None else bisect_left(node.keys, after)
+                if node.height > 0 and low > 0 and first not in node.keys[low : low + 1]:
+                    low -= 1
+                which = np.unique(node.which[low:high])
+                named |= {node.files[at][0] for at in which[which >= 0].tolist()}
+                if node.height > 0:
+                    below = [self._below(node, at) for at in range(low, high)]
+                    ahead += {id(each): each for each in below if id(each) not in seen}.values()
+        return named
+
+    def _root(self) -> ocdbt_nodes.Node | None:
+        if (None, b"") not in self._nodes:
+            data = self._manifest()
+            found = ocdbt_nodes.manifest(data) if data is not None else None
+            root = found.root if found is not None else None
+            if found is not None and root is not None:
+                self._top.add(root.path)
+                self._nodes[None, b""] = self._node(root, found.height, b"")
+            else:
+                self._nodes[None, b""] = None
+        return self._nodes[None, b""]
+
+    def _below(self, node: ocdbt_nodes.Node, at: int) -> ocdbt_nodes.Node:
+        """The node that an entry of an inner node leads to."""
+        place = node.find(at)
+        assert isinstance(place, Place), "inner nodes hold no values"
+        return self._node(place, node.height - 1, node.keys[at][: node.common[at]])
+
+    def _node(self, place: Place, height: int, prefix: bytes) -> ocdbt_nodes.Node:
+        found = self._nodes.get((place, prefix))
+        if found is not None:
+            return found
+        data = self._fetch(place)
+        if place not in self._stored:
+            self._stored.add(place)
+            self._budget.earn(len(data))
+        found = ocdbt_nodes.node(data, place, height, prefix, self._budget)
+        self._nodes[place, prefix] = found
+        return found
+
+
+def _after(prefix: bytes) -> bytes | None:
+    """The first key after all keys with a prefix; None if there is none."""
+    kept = prefix.rstrip(b"\xff")
+    return kept[:-1] + bytes([kept[-1] + 1]) if kept else None
+
+
+class Values:
+    """The values of an untrusted database.
+
+    TensorStore only reads bytes of files; the nodes that lead to them are checked here first.
+
+    Arguments:
+        store: the key-value store of the database's folder.
+        tree: its B-tree.
+    """
+
+    def __init__(self, store: KvStore, tree: Tree) -> None:
+        self._store, self.tree = store, tree
+        self._checked: set[str] = set()
+
+    def request(self, key: str) -> Future[ts.KvStore.ReadResult] | Found:
+        """Starts to read a value."""
+        found = self.tree.find(key)
+        if isinstance(found, Place):
+            return self._store.read(found.path, byte_range=_range(found))
+        return Found(found)
+
+    def read(self, key: str, length: int | None = None) -> bytes | None:
+        """A value, or None if it is missing.
+
+        Arguments:
+            key: of the value.
+            length: that the value must have, in bytes, if known.
+
+        Raises:
+            Damaged: it has another length, is incomplete, or the tree is damaged.
+        """
+        found = self.tree.find(key)
+        if length is not None and found is not None and length_of(found) != length:
+            raise Damaged(f"{length_of(found)} bytes stored, {length} expected")
+        return self._bytes(found) if isinstance(found, Place) else found
+
+    def length(self, key: str) -> int | None:
+        """The length of a value in bytes according to the tree; None if it is missing."""
+        found = self.tree.find(key)
+        return None if found is None else length_of(found)
+
+    def has(self, key: str, length: int) -> bool:
+        """Whether a value of at least `length` bytes is stored, including its last byte."""
+        found = self.tree.find(key)
+        if found is None or length_of(found) < length:
+            return False
+        if isinstance(found, Place):
+            self._bytes(Place(found.path, found.offset + length - 1, 1))
+        return True
+
+    def check(self, prefix: str) -> None:
+        """Checks all nodes that lead to keys with a prefix, before TensorStore reads them.
+
+        Raises:
+            Damaged: they are damaged, or need far more memory than their stored bytes justify.
+        """
+        if prefix not in self._checked:
+            for path in self.tree.files(prefix):
+                self._check_file(path)
+            self._checked.add(prefix)
+
+    def _bytes(self, place: Place) -> bytes:
+        return fetch(self._store, place)
+
+    def _check_file(self, path: str) -> None:
+        """Does nothing: object storage contains only objects."""
+
+
+class Found:
+    """A value that is available; with the interface of TensorStore's future."""
+
+    def __init__(self, value: bytes | None) -> None:
+        self._value = value
+
+    def result(self) -> Found:
+        return self
+
+    @property
+    def state(self) -> str:
+        return "missing" if self._value is None else "value"
+
+    @property
+    def value(self) -> bytes:
+        return self._value or b""
+
+
+def fetch(store: KvStore, place: Place) -> bytes:
+    """The bytes at a place below a folder.
+
+    Raises:
+        Damaged: some are missing.
+    """
+    read = store.read(place.path, byte_range=_range(place)).result()
+    if read.state != "value":
+        raise Damaged(f"no file {place.path}")
+    data: bytes = read.value
+    return data
+
+
+def length_of(found: bytes | Place) -> int:
+    """The length in bytes of what `Tree.find` found."""
+    return found.length if isinstance(found, Place) else len(found)
+
+
+def _range(place: Place) -> slice:
+    return slice(place.offset, place.offset + place.length)

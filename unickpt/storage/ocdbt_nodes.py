@@ -1,0 +1,417 @@
+"""OCDBT's manifests and B-tree nodes, decoded as untrusted input and within bounds.
+
+TensorStore's own decoder trusts its input: a node of a few kilobytes can unpack to gigabytes, and
+keys that share long prefixes expand it again. So every node is decoded here before it reaches
+TensorStore. TensorStore's documentation describes the format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from operator import add, gt, le, lt
+from typing import Any
+
+import numpy as np
+
+from unickpt.storage import bounded_zstd
+from unickpt.storage.kvstore import Damaged
+
+MOST_MANIFEST_BYTES = 1 << 20
+_MANIFEST_MAGIC = bytes.fromhex("0cdb3a2a")
+_NODE_MAGIC = bytes.fromhex("0cdb20de")
+_HEADER_BYTES = 4 + 8 + 2
+_ENDING_BYTES = 4
+_MOST_ENTRIES = 1 << 20  # as TensorStore
+_MOST_LENGTH = (1 << 16) - 1  # of a key, and of a file's path; as TensorStore
+_MOST_OFFSET = (1 << 63) - 1
+_MISSING = (1 << 64) - 1
+_FEW = 32  # below this, NumPy is slower than Python
+# Memory of an entry or a file name in addition to its bytes.
+_ENTRY_BYTES = 96
+_FREE_BYTES = 32 << 20
+_PER_STORED_BYTE = 256  # measured: up to 85 for keys that follow a pattern
+
+Numbers = np.ndarray[Any, Any]
+
+
+class Budget:
+    """Limits the memory of a database's nodes relative to their stored bytes."""
+
+    def __init__(self) -> None:
+        self._most, self._taken = _FREE_BYTES, 0
+
+    @property
+    def left(self) -> int:
+        return self._most - self._taken
+
+    def earn(self, stored: int) -> None:
+        """Counts the stored bytes of a node, once per node.
+
+        Arguments:
+            stored: the number of its stored bytes.
+        """
+        self._most += _PER_STORED_BYTE * stored
+
+    def take(self, nbytes: int) -> None:
+        """Counts memory that is about to be used.
+
+        Raises:
+            Damaged: it is too much for the stored bytes.
+        """
+        self._taken += nbytes
+        if self._taken > self._most:
+            raise Damaged(
+                f"the nodes of the B-tree take more than {self._most >> 20} MiB when unpacked, "
+                "far more than their stored bytes should need"
+            )
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a value or a node.
+
+    Arguments:
+        path: of the file, below the database's folder.
+        offset: of the first byte.
+        length: in bytes.
+        base: of a node: length of the prefix of `path` that all its paths share.
+    """
+
+    path: str
+    offset: int
+    length: int
+    base: int = 0
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a manifest says about the newest version of a database.
+
+    Arguments:
+        root: the place of the root node; None if the database is empty.
+        height: of the root node.
+        keys: number of keys, as the manifest claims.
+        nbytes: of all nodes and values in files, likewise.
+        committed: when it was committed, in seconds since 1970, likewise.
+    """
+
+    root: Place | None = None
+    height: int = 0
+    keys: int = 0
+    nbytes: int = 0
+    committed: float = 0.0
+
+
+@dataclass(frozen=True)
+class Node:
+    """A B-tree node.
+
+    Arguments:
+        height: 0 for a leaf.
+        keys: of the entries, ascending, whole.
+        files: the paths of all files that the node names, with the length of their bases.
+        which: of each entry: the position of its file in `files`; -1 for a value in the node.
+        offsets: of each entry: in bytes; in `inline` for a value in the node.
+        lengths: of each entry: in bytes.
+        common: of each entry of an inner node: length of the key prefix of all keys below it.
+        inline: the values in the node, joined.
+    """
+
+    height: int
+    keys: list[bytes]
+    files: list[tuple[str, int]]
+    which: Numbers
+    offsets: Numbers
+    lengths: Numbers
+    common: list[int]
+    inline: bytes
+
+    def find(self, entry: int) -> bytes | Place:
+        """The value of an entry, or its place, or that of its node."""
+        offset, length = int(self.offsets[entry]), int(self.lengths[entry])
+        if self.which[entry] < 0:
+            return self.inline[offset : offset + length]
+        path, base = self.files[self.which[entry]]
+        return Place(path, offset, length, base)
+
+
+def manifest(data: bytes) -> Manifest:
+    """Decodes a manifest.
+
+    Raises:
+        Damaged: it is invalid, or of a kind that checkpoints do not use.
+    """
+    if len(data) > MOST_MANIFEST_BYTES:
+        raise Damaged(
+            f"the manifest has {len(data)} bytes; a checkpoint's has at most {MOST_MANIFEST_BYTES}"
+        )
+    budget = Budget()
+    body = _open(data, _MANIFEST_MAGIC, "the manifest", budget)
+    body.take(16)  # the database's name
+    if body.byte() != 0:
+        raise Damaged("the manifest does not hold the database's versions")
+    body.number()
+    body.number()
+    body.byte()
+    if body.number() != 0:
+        body.take(4)
+    files = _files(body, "", budget)
+    count = body.number()
+    if not 0 < count <= _MOST_ENTRIES:
+        raise Damaged(f"the manifest names {count} versions")
+    budget.take(count * _ENTRY_BYTES)
+    body.numbers(count)
+    heights = body.take(count)
+    which, offset, length, keys, *nbytes = (int(body.numbers(count)[-1]) for _ in range(6))
+    committed = int.from_bytes(body.take(8 * count)[-8:], "little") / 1e9
+    if offset == length == _MISSING:
+        return Manifest(committed=committed)
+    _check_places([which], [offset], [length], files)
+    path, base = files[which]
+    place = Place(path, offset, length, base)
+    return Manifest(place, heights[-1], keys, sum(nbytes), committed)
+
+
+def node(data: bytes, where: Place, height: int, prefix: bytes, budget: Budget) -> Node:
+    """Decodes a B-tree node.
+
+    Arguments:
+        data: the stored bytes.
+        where: their place.
+        height: that the node must have.
+        prefix: of all its keys.
+        budget: of the database.
+
+    Raises:
+        Damaged: it is invalid, has another height, or is too large for its stored bytes.
+    """
+    at = f"the B-tree node at byte {where.offset} of {where.path}"
+    body = _open(data, _NODE_MAGIC, at, budget)
+    if body.byte() != height:
+        raise Damaged(f"{at} does not have the height {height}")
+    files = _files(body, where.path[: where.base], budget)
+    count = body.number()
+    if not 0 < count <= _MOST_ENTRIES:
+        raise Damaged(f"{at} has {count} entries")
+    budget.take(count * _ENTRY_BYTES)
+    keys, common = _keys(body, count, prefix, height > 0, budget)
+    if height:
+        which, offsets, lengths = (body.numbers(count) for _ in range(3))
+        _check_places(which, offsets, lengths, files)
+        common = [len(prefix) + n for n in common]
+        return Node(height, keys, files, which.astype(np.int64), offsets, lengths, common, b"")
+    lengths = body.numbers(count)
+    apart = np.frombuffer(body.take(count), np.uint8) != 0
+    there = int(apart.sum())
+    found, starts = body.numbers(there), body.numbers(there)
+    _check_places(found, starts, lengths[apart], files)
+    which = np.full(count, -1, np.int64)
+    which[apart] = found
+    within = np.where(apart, np.uint64(0), lengths)
+    if int(within.max()) > budget.left:
+        raise body.too_short()
+    offsets = np.cumsum(within) - within
+    offsets[apart] = starts
+    inline = body.take(int(within.sum()))
+    return Node(0, keys, files, which, offsets, lengths, [], inline)
+
+
+def _open(data: bytes, magic: bytes, at: str, budget: Budget) -> _Body:
+    """Checks the header and checksum of a manifest or a node."""
+    length = int.from_bytes(data[4:12], "little")
+    if data[:4] != magic or length != len(data) or len(data) < _HEADER_BYTES + _ENDING_BYTES:
+        raise Damaged(f"{at} does not begin with the right bytes")
+    if data[12] != 0 or data[13] > 1:
+        raise Damaged(
+            f"{at} has version {data[12]} and compression {data[13]}; supported are version 0 and "
+            "compression 0 and 1"
+        )
+    if not bounded_zstd.is_sound(data):
+        raise Damaged(f"{at} does not match its checksum")
+    return _Body(data[_HEADER_BYTES:-_ENDING_BYTES], data[13] == 1, at, budget)
+
+
+class _Body:
+    """The body of a manifest or node, read from its start; unpacked only as far as needed.
+
+    Arguments:
+        stored: the bytes.
+        packed: whether they are a zstd stream.
+        at: what they are, for messages.
+        budget: for what is unpacked.
+    """
+
+    def __init__(self, stored: bytes, packed: bool, at: str, budget: Budget) -> None:
+        self._stored, self._packed, self._name, self._budget = stored, packed, at, budget
+        self._data = b"" if packed else stored
+        self._at = 0
+        # How much to unpack next; no more than this is unpacked.
+        self._guess, self._most = bounded_zstd.zstd_sizes(stored) if packed else (0, len(stored))
+
+    def too_short(self) -> Exception:
+        return Damaged(f"{self._name} ends early, or is too large when unpacked")
+
+    def _need(self, end: int, likely: int | None = None) -> None:
+        """Unpacks at least up to a position.
+
+        Arguments:
+            end: the position.
+            likely: how far to unpack if the body is that long.
+        """
+        if end <= len(self._data):
+            return
+        if not self._packed or end > self._most:
+            raise self.too_short()
+        self._budget.take(end - len(self._data))
+        guess = self._guess if likely is None or likely > self._most else likely
+        more = min(max(end, guess), end + self._budget.left)
+        found = bounded_zstd.zstd_prefix(self._stored, more)
+        if found is None and more > end:
+            self._most = more - 1
+            found = bounded_zstd.zstd_prefix(self._stored, end)
+        if found is None:
+            raise self.too_short()
+        self._budget.take(len(found) - end)
+        self._data = found
+        self._guess = len(found) + (self._most - len(found) + 1) // 2
+
+    def take(self, count: int) -> bytes:
+        """The next bytes."""
+        self._need(self._at + count)
+        found = self._data[self._at : self._at + count]
+        self._at += count
+        return found
+
+    def byte(self) -> int:
+        at = self._at
+        if at >= len(self._data):
+            self._need(at + 1)
+        self._at = at + 1
+        return self._data[at]
+
+    def number(self) -> int:
+        """The next number, with seven bits per byte; all bytes except the last are above 127."""
+        value = self.byte()
+        if value < 128:
+            return value
+        value &= 127
+        for shift in range(7, 70, 7):
+            byte = self.byte()
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value
+        raise Damaged(f"{self._name} holds a number of more than 64 bits")
+
+    def numbers(self, count: int) -> Numbers:
+        """The next numbers, as `number` gives them."""
+        if count < _FEW:
+            return np.array(self._few(count), np.uint64)
+        self._need(self._at + count)
+        while True:
+            most = self._at + 10 * count
+            end = min(most, len(self._data))
+            raw = np.frombuffer(self._data, np.uint8, end - self._at, self._at)
+            ends = np.flatnonzero(raw < 128)[:count]
+            if len(ends) == count:
+                break
+            if end == most:
+                raise Damaged(f"{self._name} holds a number of more than 64 bits")
+            missing = count - len(ends)
+            # The rest is probably as wide, but a guess beyond the body's end costs more than one
+            # that is a little too short.
+            wide = missing * len(raw) // (len(ends) or 1)
+            self._need(end + missing, end + max(missing, wide - wide // 16))
+        starts = np.concatenate([[0], ends[:-1] + 1])
+        widths = ends - starts + 1
+        if widths.max() > 10:
+            raise Damaged(f"{self._name} holds a number of more than 64 bits")
+        out = np.zeros(count, np.uint64)
+        for k in range(int(widths.max())):
+            some = widths > k
+            out[some] |= (raw[starts[some] + k].astype(np.uint64) & np.uint64(127)) << np.uint64(
+                7 * k
+            )
+        self._at += int(ends[-1]) + 1
+        return out
+
+    def lengths(self, count: int) -> list[int]:
+        """The next numbers, which are lengths of keys or paths."""
+        found: list[int] = self._few(count) if count < _FEW else self.numbers(count).tolist()
+        longest = max(found, default=0)
+        if longest > _MOST_LENGTH:
+            raise Damaged(
+                f"{self._name} holds a key or a path of {longest} bytes, which is too long"
+            )
+        return found
+
+    def _few(self, count: int) -> list[int]:
+        found = [self.number() for _ in range(count)]
+        if max(found, default=0) > _MISSING:
+            raise Damaged(f"{self._name} holds a number of more than 64 bits")
+        return found
+
+
+def _files(body: _Body, base: str, budget: Budget) -> list[tuple[str, int]]:
+    """The table of files: their paths, and the length of each base path."""
+    count = body.number()
+    if count > _MOST_ENTRIES:
+        raise Damaged(f"a node of the B-tree names {count} files")
+    if count == 0:
+        return []
+    shared, rest, bases = [0, *body.lengths(count - 1)], body.lengths(count), body.lengths(count)
+    budget.take(count * (_ENTRY_BYTES + len(base)) + sum(shared) + sum(rest))
+    out, path, at = [], b"", 0
+    ends = body.take(sum(rest))
+    for again, more, own in zip(shared, rest, bases, strict=True):
+        if again > len(path) or own > again + more:
+            raise Damaged("the paths of files in a node of the B-tree contradict each other")
+        path, at = path[:again] + ends[at : at + more], at + more
+        name = _text(path)
+        out.append((base + name, len(base) + len(_text(path[:own]))))
+        if name.startswith("/") or "\0" in name or ".." in out[-1][0].split("/"):
+            raise Damaged(f"{out[-1][0][:200]!r} lies outside the database")
+    return out
+
+
+def _text(path: bytes) -> str:
+    try:
+        return path.decode()
+    except UnicodeDecodeError:
+        raise Damaged(f"a path of a file in the B-tree is {path[:200]!r}") from None
+
+
+def _keys(
+    body: _Body, count: int, prefix: bytes, is_inner: bool, budget: Budget
+) -> tuple[list[bytes], list[int]]:
+    """The keys of a node; for an inner node also the prefix of the keys below each."""
+    shared, rest = [0, *body.lengths(count - 1)], body.lengths(count)
+    common = body.lengths(count) if is_inner else []
+    budget.take(sum(shared) + sum(rest) + count * len(prefix))
+    ends = body.take(sum(rest))
+    whole = list(map(add, shared, rest))
+    possible = max(whole) <= _MOST_LENGTH and all(map(le, shared[1:], whole))
+    out: list[bytes] = []
+    key, at = prefix, 0
+    for again, more in zip(shared, rest, strict=True) if possible else ():
+        key = key[: len(prefix) + again] + ends[at : at + more]
+        at += more
+        out.append(key)
+    if not possible or not all(map(lt, out, islice(out, 1, None))):
+        raise Damaged("the keys of a node of the B-tree are not in order")
+    if is_inner and any(map(gt, common, whole)):
+        raise Damaged("the keys of a node of the B-tree are shorter than what they share")
+    return out, common
+
+
+def _check_places(which: Any, offsets: Any, lengths: Any, files: Sequence[object]) -> None:
+    """Checks that a node refers only to files of its table and to possible offsets."""
+    if len(which) == 0:
+        return
+    each = (which, offsets, lengths)
+    file, offset, length = (int(max(n) if len(n) < _FEW else n.max()) for n in each)
+    if file >= len(files):
+        raise Damaged(f"a node of the B-tree names file {file} of {len(files)}")
+    if offset > _MOST_OFFSET or length > _MOST_OFFSET:
+        raise Damaged("a node of the B-tree refers to bytes outside of any possible file")

@@ -1,0 +1,1 @@
+"""convert, diff and verify."""

@@ -1,0 +1,295 @@
+"""convert(): makes a checkpoint from another, within a memory budget, split over processes."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from unickpt.arrays import dtypes
+from unickpt.arrays.box import Box
+from unickpt.arrays.dtypes import Array
+from unickpt.arrays.host_memory import HostBuffers
+from unickpt.errors import CheckpointCorrupt, LoadMismatch
+from unickpt.format.index import ArrayEntry
+from unickpt.frameworks import per_process
+from unickpt.frameworks.leaves import Described, PerProcess
+from unickpt.frameworks.process_group import Group
+from unickpt.frameworks.protocol import ArraySource, Memory, whole_source
+from unickpt.frameworks.registry import adapters
+from unickpt.loading.ruled_view import Ruled, stored_facts, through, wanted_through
+from unickpt.loading.views import AsStored, View, jobs_of
+from unickpt.reading import checkpoint
+from unickpt.reading.chunk_reader import read_arrays
+from unickpt.reading.options import LoadOptions
+from unickpt.reading.targets import NewTarget
+from unickpt.rules import Rules
+from unickpt.rules.plan import Fact
+from unickpt.saving.chunk_source import Staged
+from unickpt.saving.options import SaveOptions, SaveReport
+from unickpt.saving.save_job import Saving, tell
+from unickpt.saving.write_plan import ChunkJob
+from unickpt.storage import locations
+from unickpt.tools import verification
+from unickpt.trees import tree
+
+# Shares of the budget: two slabs that are read ahead, and what the writer holds.
+_AHEAD, _WRITER = 6, 2
+
+
+def convert(
+    source: locations.Path,
+    destination: locations.Path,
+    *,
+    rules: Rules | None = None,
+    like: Any = None,
+    overwrite: bool = False,
+    verify: bool = True,
+    options: SaveOptions | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> SaveReport:
+    """Makes a checkpoint from another one through rules, without holding all of it in memory.
+
+    In a job of several processes (`torch.distributed`, `jax.distributed`), all of them call this
+    with the same arguments, and each converts its own part.
+
+    Arguments:
+        source: a local path or a URL of a committed checkpoint.
+        destination: the path or URL of the new checkpoint.
+        rules: map the names and axes of the source to those of the destination; without rules all
+            arrays stay the same, and only options (chunks, compression) change.
+        like: gives names, shapes and dtypes of the destination: another checkpoint's path or URL,
+            or a tree as for `load`. Needed for rules whose names are ambiguous; see docs/rules.md.
+            Plain values that rules drop on this side (`drop <-> name`) are taken from it.
+        overwrite: as for `save`.
+        verify: whether to read the destination back and check it.
+        options: as for `save`; `budget_bytes` bounds the memory of the whole conversion.
+        progress: called with this process's bytes converted so far and in total.
+
+    Returns:
+        A report of what was written and how long it took.
+
+    Raises:
+        RuleError: the rules do not fit the source; nothing was written.
+        CheckpointCorrupt: a chunk of the source or of the destination is damaged.
+        LoadMismatch: data would be lost: a cast is not exact, arrays that become one differ, a
+            `PerProcess` leaf was saved by a different number of processes; or `like` has another
+            dtype.
+        ValueError: `like` without rules.
+        All that `save` raises.
+
+    Example:
+        >>> import numpy as np, unickpt
+        >>> _ = unickpt.save("memory://run/jax", {"up": {"kernel": np.ones((3, 5))}})
+        >>> rules = unickpt.Rules.parse("{m...}/kernel [i o] <-> {m...}.weight [o i]")
+        >>> _ = unickpt.convert("memory://run/jax", "memory://run/torch", rules=rules)
+        >>> unickpt.open("memory://run/torch")["up.weight"].shape
+        (5, 3)
+    """
+    options = SaveOptions.or_default(options)
+    stored = checkpoint.open(source)
+    view = convertible(stored, rules, like)
+    reading = LoadOptions(budget_bytes=max(1, options.budget_bytes // _AHEAD))
+    metadata = stored.metadata
+    if isinstance(view, Ruled):
+        view.check(reading)
+        metadata = view.provenance.merged_into(metadata)
+    writing = replace(options, budget_bytes=max(1, options.budget_bytes // _WRITER))
+    saving = Saving(destination, overwrite, writing)
+    leaves = _leaves(view, saving.group)
+    saving.describe(tree.with_values(view.node(), leaves.__getitem__), metadata)
+    saving.plan()
+    supply = _Reread(view, saving.share, reading, options.budget_bytes, progress)
+    try:
+        report = saving.run(supply)
+    finally:
+        supply.close()
+    tell(options, report)
+    if verify and saving.group.index == 0:
+        found = verification.verify(destination)
+        if not found.ok:
+            damage = "\n".join(f"  {d}" for d in found.damage[:10])
+            raise CheckpointCorrupt(
+                f"{found.url} was written, but is damaged when read back:\n{damage}"
+            )
+    return report
+
+
+def convertible(stored: checkpoint.Checkpoint, rules: Rules | None, like: Any) -> AsStored | Ruled:
+    """What `convert` makes of a checkpoint; reads only indices. Raises as `convert`."""
+    if rules is None:
+        if like is not None:
+            raise ValueError("`like` gives the names that rules make; pass rules too")
+        return AsStored(stored)
+    if like is None:
+        return through(stored, rules)
+    asked: Mapping[str, Fact]
+    held: Mapping[str, Any]
+    if isinstance(like, str | os.PathLike):
+        template = checkpoint.open(like)
+        asked, held = stored_facts(template).facts, template.index.values
+    else:
+        wanted = wanted_through(like, stored, rules, adapters())
+        asked, held = wanted.facts, wanted.leaves
+    view = through(stored, rules, asked)
+    # As in a load, `like` keeps what rules drop on purpose, such as hyper-parameters.
+    view.keep({n: held[n] for n in view.kept if asked[n].kind == "value"})
+    others = [
+        f"  {name!r} is made as {entry.dtype}, but `like` has {asked[name].dtype}; write "
+        f"`as {asked[name].dtype}` in its rule"
+        for name, entry in view.index.arrays.items()
+        if name in asked and asked[name].kind == "array" and asked[name].dtype != entry.dtype
+    ]
+    if others:
+        raise LoadMismatch("\n".join([f"{stored.location} does not fit `like`:", *others[:10]]))
+    return view
+
+
+def _leaves(view: View, group: Group) -> dict[str, Any]:
+    index = view.index
+    leaves: dict[str, Any] = {name: Converted(entry) for name, entry in index.arrays.items()}
+    leaves |= {alias: leaves[name] for alias, name in index.aliases.items()}
+    leaves |= index.values
+    for name, entry in index.per_process.items():
+        where = f"{view.checkpoint.location}: per-process leaf {name!r}"
+        if len(entry.blobs) != group.count:
+            raise LoadMismatch(
+                f"{where} was saved by "
+                f"{len(entry.blobs)} processes, and {group.count} convert it; convert with as many,"
+                f" or drop it by a rule: {name} <-> drop"
+            )
+        (data,) = view.per_process(name, [group.index])
+        leaves[name] = PerProcess(per_process.decode(data, where, None, adapters()))
+    return leaves
+
+
+class Converted(Described):
+    """An array of a view, as a leaf to save; any process can write any chunk of it."""
+
+    def __init__(self, entry: ArrayEntry) -> None:
+        self._entry = entry
+
+    def source(self, group: Group) -> ArraySource:
+        dtype = dtypes.from_name(self._entry.dtype)
+        identity: Hashable = ("converted", id(self))
+        whole = whole_source(self._entry.shape, dtype, group, _not_read, identity, _HOST)
+        return replace(whole, prng=self._entry.prng, assumed=False)
+
+
+_HOST = Memory(mutable=False)
+
+
+def _not_read(box: Box, room: Callable[[], Array]) -> Array:
+    raise AssertionError("chunks come from the supply, which reads many of them together")
+
+
+class _SlabTarget(NewTarget):
+    """Chunks of one array, each with its own memory."""
+
+    def __init__(self, entry: ArrayEntry, jobs: Sequence[ChunkJob], buffers: HostBuffers) -> None:
+        super().__init__(entry)
+        self.boxes = tuple(job.box for job in jobs)
+        self.memory = [buffers.take(job.nbytes) for job in jobs]
+
+    def buffer(self, position: int) -> Array:
+        shape = self.boxes[position].shape
+        nbytes = math.prod(shape) * self.dtype.itemsize
+        buffer: Array = self.memory[position][:nbytes].view(self.dtype).reshape(shape)
+        return buffer
+
+    def finish(self, buffers: Sequence[Array]) -> list[tuple[Array, Array]]:
+        return list(zip(buffers, self.memory, strict=True))
+
+
+class _Reread:
+    """Supplies the writer with chunks of a view; reads them in slabs, one slab ahead.
+
+    Arguments:
+        view: the source.
+        share: the chunks that this process writes, in order.
+        options: of reading.
+        budget_bytes: of the whole conversion.
+        progress: see `convert`.
+    """
+
+    behind = False
+
+    def __init__(
+        self,
+        view: View,
+        share: Sequence[ChunkJob],
+        options: LoadOptions,
+        budget_bytes: int,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self._view, self._options = view, options
+        self._buffers = HostBuffers(budget_bytes // _WRITER)
+        self._slabs = list(_slabs(share, options.budget_bytes))
+        self._slab_of = {id(job): at for at, slab in enumerate(self._slabs) for job in slab}
+        self._reading: dict[int, Future[dict[int, tuple[Array, Array]]]] = {}
+        self._ready: dict[int, tuple[Array, Array]] = {}
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="unickpt-convert")
+        self._progress = progress or (lambda done, total: None)
+        self._done, self._total = 0, sum(job.nbytes for job in share)
+
+    def ready(self, jobs: Sequence[ChunkJob]) -> bool:
+        return True
+
+    def digest(self, job: ChunkJob) -> int:
+        raise AssertionError("asked of assumed replicas, and a view has none")
+
+    def fetch(self, job: ChunkJob) -> Staged:
+        if id(job) not in self._ready:
+            at = self._slab_of.pop(id(job), None)
+            if at is None or at not in self._start(at):
+                self._ready |= self._read([job])  # requested again by the coordinator
+            else:
+                self._ready |= self._reading.pop(at).result()
+                self._start(at + 1)
+        data, memory = self._ready.pop(id(job))
+        self._done += job.nbytes
+        self._progress(min(self._done, self._total), self._total)
+        return Staged(data, data.nbytes, partial(self._buffers.give, memory))
+
+    def close(self) -> None:
+        """Stops reading; discards slabs that were not used."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _start(self, at: int) -> Mapping[int, Any]:
+        """Starts to read the next slab, if there is one."""
+        if at < len(self._slabs) and self._slabs[at]:
+            slab, self._slabs[at] = self._slabs[at], []
+            self._reading[at] = self._pool.submit(self._read, slab)
+        return self._reading
+
+    def _read(self, jobs: Sequence[ChunkJob]) -> dict[int, tuple[Array, Array]]:
+        by_array: dict[str, list[ChunkJob]] = {}
+        for job in jobs:
+            by_array.setdefault(job.entry.name, []).append(job)
+        wanted = {
+            name: {name: _SlabTarget(self._view.index.arrays[name], of_array, self._buffers)}
+            for name, of_array in by_array.items()
+        }
+        found = read_arrays(self._view.checkpoint, jobs_of(self._view, wanted), self._options)
+        return {
+            id(job): data
+            for name, of_array in by_array.items()
+            for job, data in zip(of_array, found[name], strict=True)
+        }
+
+
+def _slabs(share: Sequence[ChunkJob], slab_bytes: int) -> Iterator[list[ChunkJob]]:
+    slab: list[ChunkJob] = []
+    size = 0
+    for job in share:
+        if slab and size + job.nbytes > slab_bytes:
+            yield slab
+            slab, size = [], 0
+        slab.append(job)
+        size += job.nbytes
+    if slab:
+        yield slab

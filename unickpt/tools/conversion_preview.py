@@ -1,0 +1,172 @@
+"""A plan as readable rows: what is made from what, and what is dropped."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from unickpt.loading.ruled_view import Ruled, stored_facts
+from unickpt.reading import checkpoint
+from unickpt.rules import Rules
+from unickpt.rules.numbering import doubts
+from unickpt.rules.plan import Constant, Fact, Made
+from unickpt.storage import locations
+from unickpt.tools.conversion import convertible
+from unickpt.trees.name_ranges import fold, skeleton
+
+_NOT_MADE = "not made: give the names of the other side with `like`"
+_DROPPED = "not made: a rule drops it on this side"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One leaf that is made or dropped, on either side, or constants without names.
+
+    Arguments:
+        made_of, source: the stored names, and their description.
+        made, destination: the new name and its description; empty if it is dropped.
+        rule: the place of the rule, as "file, line 3".
+        notes: what rules do to it: "stacked", "padded", "inexact", ...
+    """
+
+    made_of: str
+    source: str
+    made: str
+    destination: str
+    rule: str
+    notes: tuple[str, ...]
+
+    @property
+    def is_made(self) -> bool:
+        return bool(self.made) and {_NOT_MADE, _DROPPED}.isdisjoint(self.notes)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "made": self.made,
+            "made_of": self.made_of,
+            "source": self.source,
+            "destination": self.destination,
+            "rule": self.rule,
+            "notes": list(self.notes),
+        }
+
+
+def folded(rows: Sequence[Row]) -> list[Row]:
+    """Folds rows whose names differ only in numbers."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        names = skeleton(row.made), skeleton(row.made_of)
+        key = (*names, row.source, row.destination, row.rule, row.notes)
+        groups.setdefault(key, []).append(row)
+    out: list[Row] = []
+    for same in groups.values():
+        made, of = fold([row.made for row in same]), fold([row.made_of for row in same])
+        if len(made) > 1 or len(of) > 1:
+            out += same
+        else:
+            out.append(replace(same[0], made=made[0], made_of=of[0]))
+    return out
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What `convert` would make of a checkpoint.
+
+    Arguments:
+        rows: a row for each leaf.
+        doubts: what may be unintended.
+    """
+
+    rows: Sequence[Row]
+    doubts: Sequence[str] = ()
+
+
+def preview(path: locations.Path, rules: Rules | None, like: Any = None) -> Preview:
+    """What `convert` would make of a checkpoint; reads only indices. Raises as `convert`.
+
+    Arguments:
+        path, rules, like: as for `convert`.
+    """
+    stored = checkpoint.open(path)
+    facts = stored_facts(stored).facts
+    view = convertible(stored, rules, like)
+    if rules is None or not isinstance(view, Ruled):
+        return Preview([Row(n, str(fact), n, str(fact), "", ()) for n, fact in facts.items()])
+    plan = view.plan
+    users = Counter(name for made in plan.made.values() for name in _sources(made))
+    rows = [_row(made, facts, users) for made in plan.made.values()]
+    rules_of = {row.made: row.rule for row in rows}
+    rows += [
+        Row(first, "", alias, "", rules_of[first], ("the same array",))
+        for alias, first in plan.aliases.items()
+    ]
+    constants = {check.name: check for check in plan.checks if isinstance(check, Constant)}
+    for name, rule in plan.dropped.items():
+        check = constants.get(name)
+        note = "dropped" if check is None else f"left out if it is {check.value:g} everywhere"
+        rows.append(Row(name, str(facts[name]), "", "", _place(rule), (note,)))
+    rows += [Row("-", "", n, "", _place(rule), (_NOT_MADE,)) for n, rule in plan.nameless.items()]
+    for name in sorted(plan.kept):
+        taken = name in view.index.values
+        kind, note = ("a plain value", "taken from `like`") if taken else ("", _DROPPED)
+        rows.append(Row("-", "", name, kind, "", (note,)))
+    return Preview(rows, list(doubts(rules.rules, plan.made)) if like is None else ())
+
+
+def _sources(made: Made) -> list[str]:
+    if made.source is not None:
+        return [made.source]
+    feeds = [feed for one in (made, *made.inputs) for feed in one.feeds]
+    return list(dict.fromkeys(feed.entry.name for feed in feeds))
+
+
+def _row(made: Made, facts: Mapping[str, Fact], users: Mapping[str, int]) -> Row:
+    sources = _sources(made)
+    of = ", ".join(fold(sources) if len({*map(skeleton, sources)}) == 1 else sources) or "-"
+    source = ", ".join(dict.fromkeys(str(facts[name]) for name in sources))
+    notes = []
+    if not sources:
+        notes.append(f"constant {made.fills[0].value:g}" if made.fills else "constant")
+    if len(sources) > 1:
+        notes.append("joined")
+    if made.fills and sources:
+        notes.append("padded")
+    if made.cropped:
+        notes.append("padding left out")
+    if any(users[name] > 1 for name in sources):
+        notes.append("a part")
+    notes += _what_is_done(made)
+    if made.function is not None:
+        notes.append("function")
+    if not made.exact:
+        notes.append("inexact")
+    return Row(of, source, made.name, str(made.fact), _place(made.rule), tuple(notes))
+
+
+def _what_is_done(made: Made) -> list[str]:
+    done = {(feed.scale, feed.offset) for feed in made.feeds}
+    notes = [_arithmetic(*pair) for pair in sorted(done - {(1.0, 0.0)})]
+    if notes and len(done) > 1:
+        notes = [f"{note} in a part of it" for note in notes]
+    if not notes and all(feed.is_identity for feed in made.feeds) and made.feeds:
+        notes.append("as it is")
+    padded = made.cropped or made.fills
+    if len(made.feeds) == 1 and made.feeds[0].source != made.feeds[0].out and not padded:
+        notes.append("axes moved")
+    if any(feed.entry.dtype != made.fact.dtype for feed in made.feeds):
+        notes.append("cast")
+    return notes
+
+
+def _place(rule: str) -> str:
+    """The place of a rule, taken from its text."""
+    return rule.partition(": ")[0]
+
+
+def _arithmetic(scale: float, offset: float) -> str:
+    parts = [f"* {scale:g}"] if scale != 1 else []
+    if offset:
+        parts.append(f"{'-' if offset < 0 else '+'} {abs(offset):g}")
+    return " ".join(parts)

@@ -1,0 +1,258 @@
+"""diff(): how two checkpoints differ; reads only values that digests cannot compare."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from unickpt.arrays import dtypes
+from unickpt.arrays.box import Box, cut
+from unickpt.arrays.dtypes import Array
+from unickpt.errors import RuleError
+from unickpt.format.index import ArrayEntry
+from unickpt.loading.ruled_view import Ruled, same_digests, stored_facts, through
+from unickpt.loading.views import AsStored, View
+from unickpt.reading import checkpoint
+from unickpt.reading.checkpoint import Checkpoint
+from unickpt.reading.chunk_reader import Reader, read_made
+from unickpt.reading.options import LoadOptions
+from unickpt.rules import Rules
+from unickpt.storage import locations
+
+_MISSING = "missing"
+
+
+@dataclass(frozen=True)
+class ArrayDifference:
+    """How one leaf differs.
+
+    Arguments:
+        name: its name in the second checkpoint.
+        problem: "missing" (not in the first), "unexpected" (not in the second), "kind", "shape",
+            "dtype", "value", or "layout", which changes no value.
+        first, second: what each checkpoint has.
+        unequal: number of elements whose bits differ; None if they were not compared.
+        max_abs, max_rel: largest absolute and relative difference of elements, in float64.
+    """
+
+    name: str
+    problem: str
+    first: str
+    second: str
+    unequal: int | None = None
+    max_abs: float | None = None
+    max_rel: float | None = None
+
+
+@dataclass(frozen=True)
+class DiffReport:
+    """What `diff` found; `same` if nothing differs except layouts.
+
+    Arguments:
+        differences: a row for each leaf that differs.
+        arrays: number of arrays that were compared.
+        read_bytes: logical bytes of the second checkpoint that were compared element by element;
+            the others are equal by their digests.
+        seconds: time of the comparison.
+    """
+
+    differences: tuple[ArrayDifference, ...]
+    arrays: int
+    read_bytes: int
+    seconds: float
+
+    @property
+    def same(self) -> bool:
+        return all(found.problem == "layout" for found in self.differences)
+
+
+def diff(
+    first: locations.Path,
+    second: locations.Path,
+    *,
+    rules: Rules | None = None,
+    layout: bool = False,
+    rtol: float = 0.0,
+    options: LoadOptions | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> DiffReport:
+    """Compares two checkpoints.
+
+    Arguments:
+        first, second: local paths or URLs of committed checkpoints.
+        rules: map names and axes of the first to those of the second. What they drop on either side
+            is no difference.
+        layout: whether to report different meshes and splits too; they change no value.
+        rtol: the relative difference up to which elements count as equal, for rules with
+            arithmetic; by default bits must be equal.
+        options: see `LoadOptions`; `budget_bytes` bounds the memory for both.
+        progress: called with the bytes compared so far and in total.
+
+    Raises:
+        CheckpointNotFound, CheckpointCorrupt: of either.
+        RuleError: the rules do not fit.
+
+    Example:
+        >>> import numpy as np, unickpt
+        >>> _ = unickpt.save("memory://run/x", {"w": np.zeros(3)})
+        >>> _ = unickpt.save("memory://run/y", {"w": np.array([0, 0, 2.0])})
+        >>> found = unickpt.diff("memory://run/x", "memory://run/y").differences[0]
+        >>> found.name, found.problem, found.unequal, found.max_abs
+        ('w', 'value', 1, 2.0)
+    """
+    started = time.perf_counter()
+    options = LoadOptions.or_default(options)
+    report = progress or (lambda done, total: None)
+    a, b = checkpoint.open(first), checkpoint.open(second)
+    ours: View = AsStored(a) if rules is None else _through(a, rules, b)
+    if isinstance(ours, Ruled):
+        ours.check(options)
+    theirs = AsStored(b)
+    rows = list(_structure(ours, theirs))
+    left, right = _arrays(ours), _arrays(theirs)
+    both = [name for name in right if name in left]
+    done, read = 0, 0
+    total = sum(right[name].nbytes for name in both)
+    readers = Reader(a), Reader(b)
+    try:
+        for name in both:
+            mine, other = left[name], right[name]
+            if layout and not isinstance(ours, Ruled) and mine.layout != other.layout:
+                rows.append(ArrayDifference(name, "layout", str(mine.layout), str(other.layout)))
+            if mine.shape == other.shape and not _equal(ours, mine, theirs, other):
+                row = _values((ours, mine), (theirs, other), name, options, readers)
+                read += other.nbytes
+                small = rtol and row is not None and row.max_rel is not None and row.max_rel <= rtol
+                if row is not None and not small:
+                    rows.append(row)
+            done += other.nbytes
+            report(done, total)
+    finally:
+        for reader in readers:
+            reader.close()
+    order = {name: at for at, name in enumerate(dict.fromkeys([*_shown(ours), *_shown(theirs)]))}
+    rows.sort(key=lambda row: order.get(row.name, -1))
+    return DiffReport(tuple(rows), len(both), read, time.perf_counter() - started)
+
+
+def _through(a: Checkpoint, rules: Rules, b: Checkpoint) -> Ruled:
+    """The first checkpoint through rules; the second one's names resolve ambiguous rules.
+
+    If the two differ in more than values, only the rules decide what should exist.
+    """
+    try:
+        return through(a, rules, stored_facts(b).facts)
+    except RuleError:
+        return through(a, rules)
+
+
+def _arrays(view: View) -> dict[str, ArrayEntry]:
+    index = view.index
+    return {**index.arrays, **{alias: index.arrays[t] for alias, t in index.aliases.items()}}
+
+
+def _structure(ours: View, theirs: View) -> Iterator[ArrayDifference]:
+    left, right = _shown(ours), _shown(theirs)
+    for name in dict.fromkeys([*left, *right]):
+        mine, other = left.get(name), right.get(name)
+        if mine is None and name in ours.kept:
+            continue
+        if mine is None or other is None:
+            problem = _MISSING if mine is None else "unexpected"
+            yield ArrayDifference(name, problem, _text(mine), _text(other))
+        elif isinstance(mine, ArrayEntry) and isinstance(other, ArrayEntry):
+            if mine.shape != other.shape:
+                yield ArrayDifference(name, "shape", _text(mine), _text(other))
+            elif mine.dtype != other.dtype:
+                yield ArrayDifference(name, "dtype", mine.dtype, other.dtype)
+        elif type(mine) is not type(other):
+            yield ArrayDifference(name, "kind", _text(mine), _text(other))
+        elif not _same_value(mine, other):
+            yield ArrayDifference(name, "value", _text(mine), _text(other))
+
+
+def _same_value(a: Any, b: Any) -> bool:
+    """Whether two values are the same; nan is the same as nan."""
+    return bool(a == b) or (isinstance(a, tuple) and a[0] != a[0] and b[0] != b[0])
+
+
+def _shown(view: View) -> dict[str, Any]:
+    """Every leaf: arrays as their entries, values in a tuple, per-process leaves as their
+    digests."""
+    values = {name: (value, type(value)) for name, value in view.index.values.items()}
+    return {**_arrays(view), **values, **view.index.per_process}
+
+
+def _text(found: Any) -> str:
+    match found:
+        case None:
+            return "-"
+        case ArrayEntry():
+            return f"{found.dtype}{list(found.shape)}"
+        case tuple():
+            return repr(found[0])
+    return f"a PerProcess of {len(found.blobs)} processes"
+
+
+def _equal(ours: View, mine: ArrayEntry, theirs: View, other: ArrayEntry) -> bool:
+    """Whether digests alone prove that two arrays are equal."""
+    twins = ours.twin(mine.name), theirs.twin(other.name)
+    if twins[0] is None or twins[1] is None:
+        return False
+    return same_digests(ours.checkpoint, twins[0], theirs.checkpoint, twins[1])
+
+
+def _values(
+    ours: tuple[View, ArrayEntry],
+    theirs: tuple[View, ArrayEntry],
+    name: str,
+    options: LoadOptions,
+    readers: tuple[Reader, Reader],
+) -> ArrayDifference | None:
+    mine, other = ours[1], theirs[1]
+    unequal, most_abs, most_rel = 0, 0.0, 0.0
+    same_dtype = mine.dtype == other.dtype
+    most = max(1, options.budget_bytes // 8 // dtypes.from_name(other.dtype).itemsize)
+    for box in cut(Box.whole(other.shape), most):
+        a, b = (
+            read_made(v.checkpoint, e, v.recipe(e.name), box, options, reader)
+            for (v, e), reader in zip((ours, theirs), readers, strict=True)
+        )
+        bits = _unequal_bits(a, b) if same_dtype else None
+        if bits is not None and not bits.any():
+            continue
+        unequal += int(bits.sum()) if bits is not None else int((_wide(a) != _wide(b)).sum())
+        absolute, relative = _largest(a, b)
+        most_abs, most_rel = max(most_abs, absolute), max(most_rel, relative)
+    if not unequal:
+        return None
+    size = f"of {int(np.prod(other.shape))}"
+    return ArrayDifference(name, "value", "", size, unequal, most_abs, most_rel)
+
+
+def _unequal_bits(a: Array, b: Array) -> Any:
+    kind = np.dtype(("V", a.itemsize)) if a.itemsize > 8 else np.dtype(f"u{a.itemsize}")
+    return np.ascontiguousarray(a).view(kind) != np.ascontiguousarray(b).view(kind)
+
+
+def _wide(a: Array) -> Array:
+    return a.astype(np.complex128 if a.dtype.kind == "c" else np.float64)
+
+
+def _largest(a: Array, b: Array) -> tuple[float, float]:
+    """The largest absolute and relative difference; infinite if only one is nan."""
+    if dtypes.kind(a.dtype) == "other" and a.dtype != np.bool_:
+        return float("nan"), float("nan")
+    x, y = _wide(a), _wide(b)
+    with np.errstate(all="ignore"):
+        apart = np.abs(x - y)
+        apart[(x == y) | (np.isnan(x) & np.isnan(y))] = 0
+        apart[np.isnan(apart)] = np.inf
+        scale = np.maximum(np.abs(x), np.abs(y))
+        relative = np.where(apart == 0, 0, apart / scale)
+        relative[np.isnan(relative)] = np.inf
+    return float(apart.max()), float(relative.max())

@@ -1,0 +1,1 @@
+"""Nested containers and the names of their leaves; plain values."""
