@@ -127,18 +127,18 @@ def rank(url: str, rounds: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, empty
 
-    from unickpt.reading.checkpoint import Checkpoint
+    from unickpt.format.ocdbt_reader import OcdbtReader
 
     dist.init_process_group("gloo")
     read = 0
-    read_chunk = Checkpoint.read_chunk
+    read_chunk = OcdbtReader.read_chunk
 
-    def counted(self: Checkpoint, *given: object) -> bool:
+    def counted(self: OcdbtReader, *given: object) -> bool:
         nonlocal read
         read += given[4].nbytes  # type: ignore[attr-defined]
         return read_chunk(self, *given)  # type: ignore[arg-type]
 
-    Checkpoint.read_chunk = counted  # type: ignore[method-assign]
+    OcdbtReader.read_chunk = counted  # type: ignore[method-assign]
     mesh = init_device_mesh("cpu", (RANKS,))
     rules = unickpt.Rules.parse(RULES)
     stored = unickpt.open(url)

@@ -32,8 +32,9 @@ from unickpt.frameworks.leaves import LocalFragments, PerProcess, PerProcessValu
 from unickpt.frameworks.process_group import Group, ProcessGroup
 from unickpt.loading.loader import load
 from unickpt.loading.report import LoadReport
-from unickpt.reading.checkpoint import Checkpoint, StoredArray, open
+from unickpt.reading.checkpoint import Checkpoint, open
 from unickpt.reading.options import LoadOptions
+from unickpt.reading.stored_array import StoredArray
 from unickpt.rules import Function, Rules
 from unickpt.runs.checkpointer import Checkpointer
 from unickpt.saving.options import SaveOptions, SaveReport

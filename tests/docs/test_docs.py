@@ -30,7 +30,6 @@ from unickpt.cli import tree_table
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.format import chunk_grid, index_json, zarr_metadata
 from unickpt.format.index import INDEX_KEY, ArrayEntry, Index
-from unickpt.reading.checkpoint import Checkpoint
 from unickpt.trees import plain_values, tree
 
 HERE = Path(TESTS)
@@ -180,7 +179,7 @@ def test_digest_table_and_digests_of_the_format(tmp_path: Path) -> None:
     array = np.arange(10, dtype=np.int16).reshape(5, 2)
     unickpt.save(tmp_path / "x", {"b": array, "a": array[0]}, options=SaveOptions(chunk_bytes=8))
     stored = unickpt.open(tmp_path / "x")
-    data = stored.read_key("unickpt.digests")
+    data = stored.reader.read_key("unickpt.digests")
     pieces = [array[0:2], array[2:4], array[4:5], array[0]]
     assert stored["b"].chunk == (2, 2)
     assert len(data) == 12 * len(pieces)
@@ -193,7 +192,7 @@ def test_digest_table_and_digests_of_the_format(tmp_path: Path) -> None:
 def test_per_process_value_of_the_format(tmp_path: Path) -> None:
     value = {"seed": 7, "state": np.array([1, 2], np.uint8)}
     unickpt.save(tmp_path / "x", {"rng": PerProcess(value)})
-    body = json.loads(unickpt.open(tmp_path / "x").read_key("rng/process_00000"))
+    body = json.loads(unickpt.open(tmp_path / "x").reader.read_key("rng/process_00000"))
     assert body == {
         "tree": {"dict": [["seed", "*"], ["state", "*"]]},
         "values": {"seed": 7},
@@ -205,7 +204,7 @@ def test_per_process_value_of_the_format(tmp_path: Path) -> None:
 
 
 def stored_index(path: Any) -> Any:
-    return json.loads(unickpt.open(path).read_key(INDEX_KEY))
+    return json.loads(unickpt.open(path).reader.read_key(INDEX_KEY))
 
 
 TREES: dict[str, Any] = {
@@ -404,8 +403,8 @@ def test_a_key_in_a_per_process_value_stays_readable() -> None:
     assert unickpt.verify(path).ok
 
 
-def writers(stored: Checkpoint, name: str) -> list[int]:
-    found: list[int] = stored.digests_of(name)["process"].tolist()
+def writers(stored: unickpt.Checkpoint, name: str) -> list[int]:
+    found: list[int] = stored.reader.digests_of(name)["process"].tolist()
     return found
 
 

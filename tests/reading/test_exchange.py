@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import textwrap
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ from support import TESTS
 from support.counts import ChunkRead
 from support.processes import Processes
 from support.rule_cases import flat_names
+from support.thread_groups import Threads
 
 import unickpt
 from unickpt import (
@@ -47,49 +45,6 @@ RULES = """
 L, E, H, D, A, B, F = 4, 48, 3, 16, 40, 24, 80
 SHAPES = {"q": (L, E, H, D), "qkv": (L, E, A + B), "mlp": (L, E, F), "norm": (L, E)}
 SMALL = SaveOptions(chunk_bytes=4 * E, fsync=False)
-
-
-class Threads:
-    """Groups of threads of this process, which exchange through memory."""
-
-    def __init__(self, count: int) -> None:
-        self.count, self._data = count, [(np.empty(0, np.uint8), [0])] * count
-        self._all = threading.Barrier(count, timeout=60)
-
-    def group(self, index: int) -> ProcessGroup:
-        def exchange(data: Any, sent: Sequence[int], received: Sequence[int]) -> Any:
-            self._data[index] = (data, list(sent))
-            self._all.wait()
-            parts = []
-            for process in range(self.count):
-                theirs, sizes = self._data[process]
-                start = sum(sizes[:index])
-                parts.append(theirs[start : start + sizes[index]].copy())
-                assert len(parts[-1]) == received[process]
-            self._all.wait()
-            return np.concatenate(parts)
-
-        def agree(value: int) -> int:
-            mine = np.frombuffer(value.to_bytes(8, "big") * self.count, np.uint8)
-            every = exchange(mine, [8] * self.count, [8] * self.count)
-            return max(
-                int.from_bytes(every[i : i + 8].tobytes(), "big") for i in range(0, len(every), 8)
-            )
-
-        return ProcessGroup(index, self.count, "threads", agree, exchange)
-
-    def run(self, work: Callable[[int, LoadOptions], Any], **options: Any) -> list[Any]:
-        """What each thread returns or raises."""
-
-        def one(index: int) -> Any:
-            try:
-                group = self.group(index)
-                return work(index, LoadOptions(exchange=True, group=group, **options))
-            except Exception as error:
-                return error
-
-        with ThreadPoolExecutor(self.count) as pool:
-            return list(pool.map(one, range(self.count)))
 
 
 def left() -> dict[str, np.ndarray]:
@@ -459,13 +414,13 @@ def test_a_rank_that_is_killed_is_an_error_soon(stored: Path, processes: Process
         script("""
             import signal
             import torch.distributed as dist
-            from unickpt.reading.checkpoint import Checkpoint
+            from unickpt.format.ocdbt_reader import OcdbtReader
 
             dist.init_process_group("gloo")
             def die(self, *arguments):
                 os.kill(os.getpid(), signal.SIGKILL)
             if dist.get_rank() == 1:
-                Checkpoint.read_chunk = die
+                OcdbtReader.read_chunk = die
             begun = time.monotonic()
             try:
                 unickpt.load(sys.argv[1] + "/left", options=TOGETHER)

@@ -15,35 +15,20 @@ import numpy as np
 import pytest
 from support import TESTS, s3_server
 from support.forks import Forks
+from support.numbered_trees import SHAPES, number_of, tree
 from support.processes import Processes
-from test_exchange import Threads
+from support.thread_groups import Threads
 
 import unickpt
 from unickpt import CheckpointCorrupt, CheckpointNotFound, CheckpointReplaced, StorageError
 from unickpt.commit.attempt import Attempt
 from unickpt.format import chunk_store, digest_table, index_json
+from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.loading import loader
 from unickpt.reading import checkpoint, chunk_reader, read_plan
-from unickpt.reading.checkpoint import Checkpoint
 from unickpt.runs.checkpointer import Checkpointer
 from unickpt.storage import contexts, locations, ocdbt_nodes
 from unickpt.storage.locations import Location
-
-SHAPES = {"small": (3000,), "rows": (16, 4096), "empty": (0, 2)}
-
-
-def tree(number: int) -> dict[str, Any]:
-    """A tree all of whose elements are one number."""
-    return {**{k: np.full(s, float(number)) for k, s in SHAPES.items()}, "number": number}
-
-
-def number_of(found: dict[str, Any]) -> int:
-    """The number of a tree; fails where it is not whole, or of more than one version."""
-    number = found["number"]
-    for name, shape in SHAPES.items():
-        assert found[name].shape == shape
-        assert (found[name] == number).all(), f"{name} is of another version"
-    return int(number)
 
 
 @pytest.fixture
@@ -59,7 +44,7 @@ WRITER = """
 import os, sys
 sys.path.insert(0, ARGS[0])
 import unickpt
-from test_opening import tree
+from support.numbered_trees import tree
 number = 0
 while not os.path.exists(ARGS[3]):
     number += 1
@@ -73,7 +58,7 @@ import collections, json, sys
 sys.path.insert(0, ARGS[0])
 import numpy as np
 import unickpt
-from test_opening import number_of, tree
+from support.numbered_trees import number_of, tree
 path, rounds, seen = ARGS[1], ARGS[2], collections.Counter()
 into = tree(0)
 while seen["load"] < rounds:
@@ -161,7 +146,7 @@ def test_processes_that_exchange_never_mix_two_checkpoints(
     path, real, opened, turn = tmp_path / "c", checkpoint.open, [], threading.Lock()
     unickpt.save(path, tree(1))
 
-    def open_in_turn(of: Any) -> Checkpoint:
+    def open_in_turn(of: Any) -> unickpt.Checkpoint:
         with turn:
             opened.append(real(of))
             if len(opened) == 2:  # of four
@@ -315,7 +300,7 @@ def test_a_bug_is_never_told_as_damage(
         (chunk_store, "_bytes_of"), (ocdbt_nodes, "_keys"),
         (loader, "jobs_of"), (index_json, "_layout"),
         (index_json, "_array"),
-        (Checkpoint, "check_backed"), (chunk_store.ChunkStore, "read"), (digest_table, "decode"),
+        (OcdbtReader, "check_backed"), (chunk_store.ChunkStore, "read"), (digest_table, "decode"),
     ]  # fmt: skip
     strided = {k: np.zeros((*s[:-1], 2 * s[-1]))[..., ::2] for k, s in SHAPES.items()}
     like = {**strided, "number": 0}

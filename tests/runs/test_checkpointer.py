@@ -7,7 +7,6 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.saving import files, in_job, numbers, same, session
+from support.saving import damage, in_agreeing_job, in_job, numbers, same, session
 
 import unickpt
 from unickpt import (
@@ -39,39 +38,6 @@ from unickpt.runs.step_folder import Steps
 from unickpt.runs.tiers import Tier
 
 FAST = SaveOptions(fsync=False, timeout_s=20, chunk_bytes=4096)
-
-
-def damage(step: Path | str) -> None:
-    """Flips a byte of the largest file of a step, which holds chunks."""
-    largest = max((Path(step) / name for name in files(Path(step))), key=os.path.getsize)
-    data = bytearray(largest.read_bytes())
-    data[len(data) // 2] ^= 1
-    largest.write_bytes(bytes(data))
-
-
-def agreeing(count: int) -> Callable[[int], int]:
-    """What takes the largest of the values that all threads of a job give."""
-    barrier, values = threading.Barrier(count), list[int]()
-
-    def agree(value: int) -> int:
-        values.append(value)
-        barrier.wait(30)
-        largest = max(values)
-        if barrier.wait(30) == 0:
-            values.clear()
-        barrier.wait(30)
-        return largest
-
-    return agree
-
-
-def in_agreeing_job(count: int, work: Callable[[ProcessGroup], Any]) -> list[Any]:
-    agree = agreeing(count)
-
-    def run(group: ProcessGroup) -> Any:
-        return work(ProcessGroup(group.index, group.count, group._session, agree))
-
-    return in_job(count, run)
 
 
 # --- saving and loading --------------------------------------------------------------------------

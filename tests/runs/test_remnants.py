@@ -105,7 +105,7 @@ def test_remnants_are_told_and_removed_and_nothing_else(
     assert "left by failed saves; `unickpt clean" in run("ls", root)
     assert keys(root) == before
 
-    assert "nobody can be asked here; pass --yes" in run("clean", root, code=1)
+    assert "no terminal to ask on; pass --yes" in run("clean", root, code=1)
     assert keys(root) == before
     removed = json.loads(run("clean", root, "--yes", "--json"))
     assert [r["name"] for r in removed["removed"]] == [r["name"] for r in listed]

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from support.processes import Processes
 from support.s3_server import make_bucket, use
-from support.saving import files, numbers, same
-from test_checkpointer import damage, in_agreeing_job
+from support.saving import damage, files, in_agreeing_job, numbers, same
 
 import unickpt
 from unickpt import (

@@ -401,7 +401,7 @@ def test_a_file_in_place_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
         stop.go_on.set()
         with pytest.raises(StorageError, match=r"step_2/: .*Not a directory"):
             pending.result(LONG_S)
-        with pytest.raises(InvalidPath, match="step_3' is no directory"):
+        with pytest.raises(InvalidPath, match="step_3' is not a directory"):
             checkpointer.save(3, numbers(3))
         check(root, [1])
         checkpointer.save(4, numbers(4))
@@ -413,9 +413,9 @@ def test_a_file_in_place_of_the_root(tmp_path: Path) -> None:
     root = tmp_path / "run"
     with Checkpointer(root, options=FAST) as checkpointer:
         root.write_text("precious")
-        with pytest.raises(InvalidPath, match="run' is no directory"):
+        with pytest.raises(InvalidPath, match="run' is not a directory"):
             checkpointer.save(1, numbers(1))
-        with pytest.raises(InvalidPath, match="run' is no directory"):
+        with pytest.raises(InvalidPath, match="run' is not a directory"):
             checkpointer.steps()
         root.unlink()
         checkpointer.save(1, numbers(1))

@@ -10,7 +10,7 @@ from unittest import mock
 
 import tensorstore as ts
 
-from unickpt.reading.checkpoint import Checkpoint
+from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.storage import local_values
 from unickpt.storage.ocdbt import Values
 
@@ -27,15 +27,15 @@ class ChunkRead(NamedTuple):
 def chunks_read() -> Iterator[list[ChunkRead]]:
     """Lists each chunk that is read, by any thread, until the block ends."""
     seen: list[ChunkRead] = []
-    read = Checkpoint.read_chunk
+    read = OcdbtReader.read_chunk
 
     def counted(
-        self: Checkpoint, entry: Any, part: Any, number: int, row: Any, out: Any, *rest: Any
+        self: OcdbtReader, entry: Any, part: Any, number: int, row: Any, out: Any, *rest: Any
     ) -> bool:
         seen.append(ChunkRead(part.key, number, out.nbytes))
         return read(self, entry, part, number, row, out, *rest)
 
-    with mock.patch.object(Checkpoint, "read_chunk", counted):
+    with mock.patch.object(OcdbtReader, "read_chunk", counted):
         yield seen
 
 

@@ -88,3 +88,36 @@ def files(folder: Path) -> list[str]:
         for at, _, names in os.walk(folder)
         for name in names
     )
+
+
+def damage(step: Path | str) -> None:
+    """Flips a byte of the largest file of a step, which holds chunks."""
+    largest = max((Path(step) / name for name in files(Path(step))), key=os.path.getsize)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(bytes(data))
+
+
+def agreeing(count: int) -> Callable[[int], int]:
+    """What takes the largest of the values that all threads of a job give."""
+    barrier, values = threading.Barrier(count), list[int]()
+
+    def agree(value: int) -> int:
+        values.append(value)
+        barrier.wait(30)
+        largest = max(values)
+        if barrier.wait(30) == 0:
+            values.clear()
+        barrier.wait(30)
+        return largest
+
+    return agree
+
+
+def in_agreeing_job(count: int, work: Callable[[ProcessGroup], Any]) -> list[Any]:
+    agree = agreeing(count)
+
+    def run(group: ProcessGroup) -> Any:
+        return work(ProcessGroup(group.index, group.count, group._session, agree))
+
+    return in_job(count, run)

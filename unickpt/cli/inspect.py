@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Sequence
 from typing import Annotated, Any
-from urllib.parse import quote
 
 import typer
 from rich.console import Console
@@ -32,8 +31,10 @@ from unickpt.cli.output import (
     shape_text,
     size_text,
 )
-from unickpt.format.index import INDEX_KEY, ArrayEntry
-from unickpt.reading.checkpoint import Checkpoint, StoredArray
+from unickpt.format import ocdbt_reader
+from unickpt.format.index import ArrayEntry
+from unickpt.reading.checkpoint import Checkpoint
+from unickpt.reading.stored_array import StoredArray
 from unickpt.trees import plain_values
 
 _MANY_PARTS = 20
@@ -92,19 +93,21 @@ def inspect(
         _print_checkpoint(checkpoint, everything)
 
 
-def _format_version(checkpoint: Checkpoint) -> str:
-    return str(json.loads(checkpoint.read_key(INDEX_KEY))["format"])
+def _format(checkpoint: Checkpoint) -> str:
+    reader = checkpoint.reader
+    is_own = reader.format == ocdbt_reader.FORMAT
+    return reader.version if is_own else f"{reader.format} {reader.version}".rstrip()
 
 
 def _print_checkpoint(checkpoint: Checkpoint, everything: bool) -> None:
     out, index = console(), checkpoint.index
     out.print(Text(clean(str(checkpoint.location)), "bold"))
     compression = ", ".join(str(c["name"]) for c in index.codecs) or "none"
-    out.print(
-        f"format {_format_version(checkpoint)}, created {clean(date_text(index.created))} by "
-        f"{clean(index.library)}, {counted(index.processes, 'process', 'processes')}, "
-        f"compression {clean(compression)}"
-    )
+    facts = [f"format {clean(_format(checkpoint))}"]
+    if index.created:
+        facts.append(f"created {clean(date_text(index.created))} by {clean(index.library)}")
+    facts.append(counted(index.processes, "process", "processes"))
+    out.print(", ".join([*facts, f"compression {clean(compression)}"]))
     if index.metadata:
         text = json.dumps(index.metadata, ensure_ascii=False)
         out.print(clean(f"metadata {tree_table.shorten(text, 400)}"))
@@ -180,7 +183,7 @@ def _checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
     meshes = {mesh: number for number, mesh in enumerate(dict.fromkeys(x.mesh for x in layouts))}
     return {
         "url": checkpoint.url,
-        "format": _format_version(checkpoint),
+        "format": _format(checkpoint),
         "created": index.created,
         "library": index.library,
         "attempt": index.attempt,
@@ -303,9 +306,9 @@ def _facts(checkpoint: Checkpoint, array: StoredArray, entry: ArrayEntry) -> lis
         ("fragments", _fragments_fact(entry, array)),
         ("chunks", f"{sum(part.count for part in parts):,} of up to {shape_text(entry.chunk)}"),
     ]
-    if len(parts) == 1:
-        facts.append(("TensorStore", _part_url(checkpoint, parts[0].key)))
-    elif parts:
+    if len(parts) == 1 and checkpoint.reader.part_url(parts[0]):
+        facts.append(("TensorStore", checkpoint.reader.part_url(parts[0])))
+    elif len(parts) > 1:
         facts.append(("parts", str(len(parts))))
     return facts
 
@@ -327,18 +330,13 @@ def _fragments_fact(entry: ArrayEntry, array: StoredArray) -> str:
     return f"{count:,} of {'up to ' if len(shapes) > 1 else ''}{largest}"
 
 
-def _part_url(checkpoint: Checkpoint, key: str) -> str:
-    return f"{checkpoint.url}|ocdbt:{quote(key)}/" if key else f"{checkpoint.url}|ocdbt:"
-
-
 def _print_parts(
     out: Console, checkpoint: Checkpoint, array: StoredArray, everything: bool
 ) -> None:
     shown = array.parts if everything else array.parts[:_MANY_PARTS]
     table = new_table("box", "chunk", "chunks", "TensorStore", right=("chunks",))
-    rows = (
-        (str(p.box), shape_text(p.chunk), str(p.count), _part_url(checkpoint, p.key)) for p in shown
-    )
+    url_of = checkpoint.reader.part_url
+    rows = ((str(p.box), shape_text(p.chunk), str(p.count), url_of(p)) for p in shown)
     print_rows(out, table, map(plain_cells, rows))
     if len(shown) < len(array.parts):
         out.print(Text(f"{len(array.parts) - len(shown)} more parts; --all shows each", "dim"))
@@ -358,7 +356,7 @@ def _one_array_json(
         ],
         "parts": [
             {
-                "url": _part_url(checkpoint, part.key),
+                "url": checkpoint.reader.part_url(part),
                 "start": part.box.start,
                 "stop": part.box.stop,
                 "chunk": part.chunk,

@@ -12,6 +12,7 @@ from unickpt.cli.output import (
     DAMAGED,
     AsJson,
     Where,
+    clean,
     console,
     counted,
     new_table,
@@ -33,9 +34,10 @@ def verify(path: Where, as_json: AsJson = False) -> None:
     unickpt verify runs/step_100
     unickpt verify s3://bucket/runs/step_100 --json
 
-    --json prints {url, ok, arrays, chunks, bytes, seconds, damage}, damage being a list of
-    {array, box, process, reason}. Fields are only ever added. array and box are empty, and
-    process is null, where the damage is not in a chunk.
+    --json prints {url, ok, arrays, chunks, bytes, seconds, damage, unverified}, damage being a list
+    of {array, box, process, reason}. Fields are only ever added. array and box are empty, and
+    process is null, where the damage is not in a chunk. unverified says why changed bytes would not
+    be noticed; it is empty for formats with digests.
     """
     with transfer(path) as progress:
         report = unickpt.verify(path, progress=progress)
@@ -55,6 +57,8 @@ def _print_report(report: VerifyReport) -> None:
     )
     if report.ok:
         out.print(Text.assemble(("ok: ", "bold green"), checked))
+        if report.unverified:
+            out.print(Text.assemble(("not verified: ", "bold yellow"), clean(report.unverified)))
         return
     table = new_table("array", "box", "process", "reason", right=("process",))
     rows = (
@@ -78,4 +82,5 @@ def _report_json(report: VerifyReport) -> dict[str, Any]:
             {"array": d.array, "box": d.box, "process": d.process, "reason": d.reason}
             for d in report.damage
         ],
+        "unverified": report.unverified,
     }

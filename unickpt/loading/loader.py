@@ -8,6 +8,7 @@ from typing import Any, Literal, overload
 
 from unickpt.errors import LoadMismatch
 from unickpt.format.index import Index
+from unickpt.format.reader import Reader
 from unickpt.frameworks import per_process
 from unickpt.frameworks.leaves import PerProcess, PerProcessValues
 from unickpt.frameworks.protocol import Adapter, ArrayTarget
@@ -18,7 +19,6 @@ from unickpt.loading.request import Wanted
 from unickpt.loading.ruled_view import Ruled, through, wanted_through
 from unickpt.loading.views import AsStored, View, jobs_of
 from unickpt.reading import checkpoint
-from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.collective_read import ReadArrays, reading
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.targets import NewTarget, NumberTarget
@@ -120,7 +120,7 @@ def load(
 
     def attempt() -> tuple[Any, LoadReport]:
         with reading(options, among) as read:
-            stored = checkpoint.open(path)
+            stored = checkpoint.open(path).reader
             if like is None:
                 view = AsStored(stored) if rules is None else through(stored, rules, strict=strict)
                 return _load_all(view, options, among, read)
@@ -135,7 +135,7 @@ def load(
 
 
 def _load_like(
-    stored: Checkpoint,
+    stored: Reader,
     like: Any,
     rules: Rules | None,
     strict: bool,

@@ -15,11 +15,11 @@ from unickpt.arrays.dtypes import Array
 from unickpt.arrays.layout import Layout
 from unickpt.errors import LoadMismatch
 from unickpt.format.index import ArrayEntry, Index, PerProcessEntry
+from unickpt.format.reader import Reader
 from unickpt.frameworks.protocol import Adapter
 from unickpt.loading.provenance import Provenance
 from unickpt.loading.request import Wanted
 from unickpt.loading.views import as_array_entry, number_recipe, shown, stored_leaf, stored_names
-from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.chunk_reader import read_box, read_made
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.recipes import Itself, Recipe
@@ -43,7 +43,7 @@ class Ruled:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: Reader,
         plan: Plan,
         provenance: Provenance,
         asked: Mapping[str, Fact] | None = None,
@@ -166,7 +166,7 @@ class Ruled:
 class _Function:
     """A function that makes an array of a view from stored arrays."""
 
-    checkpoint: Checkpoint
+    checkpoint: Reader
     made: Made
     function: Function
 
@@ -209,17 +209,21 @@ class _Function:
         return cast
 
 
-def same_digests(a: Checkpoint, mine: ArrayEntry, b: Checkpoint, other: ArrayEntry) -> bool:
+def same_digests(a: Reader, mine: ArrayEntry, b: Reader, other: ArrayEntry) -> bool:
     """Whether digests alone prove that two stored arrays are equal; reads nothing else."""
     grids = [(x.shape, x.dtype, x.chunk, x.cut, x.boxes) for x in (mine, other)]
     if grids[0] != grids[1] or (mine.cut and mine.layout != other.layout):
         return False
     ours, theirs = a.digests_of(mine.name), b.digests_of(other.name)
-    return bool(np.array_equal(ours["digest"], theirs["digest"]))
+    return (
+        ours is not None
+        and theirs is not None
+        and bool(np.array_equal(ours["digest"], theirs["digest"]))
+    )
 
 
 def through(
-    checkpoint: Checkpoint,
+    checkpoint: Reader,
     rules: Rules,
     asked: Mapping[str, Fact] | None = None,
     *,
@@ -244,7 +248,7 @@ def through(
             ".parse(text) or .preset(name)"
         )
     where = str(checkpoint.location)
-    recorded = Provenance.of(checkpoint.metadata, where)
+    recorded = Provenance.of(checkpoint.index.metadata, where)
     recorded.check(rules, where)
     plan = make_plan(
         rules.rules,
@@ -269,7 +273,7 @@ class Offered(Mapping[str, Any]):
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, rules: Rules, asked: Callable[[], Mapping[str, Fact]]
+        self, checkpoint: Reader, rules: Rules, asked: Callable[[], Mapping[str, Fact]]
     ) -> None:
         self._checkpoint, self._rules, self._asked = checkpoint, rules, asked
 
@@ -298,15 +302,13 @@ class Offered(Mapping[str, Any]):
         return len(self._found)
 
 
-def wanted_through(
-    like: Any, checkpoint: Checkpoint, rules: Rules, among: Sequence[Adapter]
-) -> Wanted:
+def wanted_through(like: Any, checkpoint: Reader, rules: Rules, among: Sequence[Adapter]) -> Wanted:
     """What a tree requests; optimizers without state request what the rules could make."""
     known = Offered(checkpoint, rules, lambda: Wanted.of(like, among, {}).facts)
     return Wanted.of(like, among, known)
 
 
-def stored_facts(checkpoint: Checkpoint) -> Stored:
+def stored_facts(checkpoint: Reader) -> Stored:
     """What is stored, as rules see it."""
     index = checkpoint.index
     entries = {**index.arrays, **{a: index.arrays[t] for a, t in index.aliases.items()}}

@@ -12,9 +12,9 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.layout import Layout
 from unickpt.errors import CheckpointCorrupt, LoadMismatch
 from unickpt.format.index import ArrayEntry, Index
+from unickpt.format.reader import Reader
 from unickpt.frameworks.leaves import PerProcess
 from unickpt.frameworks.protocol import ArrayTarget
-from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.read_plan import Job
 from unickpt.reading.recipes import Fill, Itself, Recipe, whole_dims
 from unickpt.rules.plan import Fact, Made
@@ -26,7 +26,7 @@ class View(Protocol):
     """What a load needs to know about a checkpoint."""
 
     @property
-    def checkpoint(self) -> Checkpoint: ...
+    def checkpoint(self) -> Reader: ...
 
     @property
     def index(self) -> Index:
@@ -83,7 +83,7 @@ class AsStored:
     kept: frozenset[str] = frozenset()
     misfits: Mapping[str, str] = {}
 
-    def __init__(self, checkpoint: Checkpoint, asked: Mapping[str, Fact] | None = None) -> None:
+    def __init__(self, checkpoint: Reader, asked: Mapping[str, Fact] | None = None) -> None:
         self.checkpoint, self.index = checkpoint, checkpoint.index
         self.renamed: Mapping[str, str] = {}
         self._asked, self.numbers = asked or {}, dict[str, plain_values.Plain]()

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping, ValuesView
 from typing import Any, TypeVar
-from urllib.parse import quote
 
-import numpy as np
-import tensorstore as ts
-
-from unickpt.arrays import dtypes
-from unickpt.arrays.box import Box
-from unickpt.arrays.dtypes import Array
-from unickpt.arrays.layout import Layout
-from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, CheckpointReplaced, UnickptError
-from unickpt.format import chunk_grid, chunk_store, digest_table, index_json
-from unickpt.format.chunk_grid import Part
-from unickpt.format.chunk_store import ChunkStore
-from unickpt.format.index import DIGESTS_KEY, INDEX_KEY, ArrayEntry, Index
-from unickpt.frameworks.per_process import blob_key
-from unickpt.quoting import quoted, shortened
-from unickpt.reading.chunk_reader import read_box
+from unickpt.errors import CheckpointNotFound, CheckpointReplaced, UnickptError
+from unickpt.format import registry
+from unickpt.format.reader import Reader
+from unickpt.quoting import shortened
 from unickpt.reading.listing import checkpoints_below
-from unickpt.storage import contexts, errors, locations, ocdbt
-from unickpt.storage.kvstore import Failed
+from unickpt.reading.stored_array import StoredArray
+from unickpt.storage import locations
 from unickpt.trees import plain_values
 
 T = TypeVar("T")
@@ -92,39 +78,10 @@ def again(work: Callable[[], T], times: int = _READINGS) -> T:
 
 
 def _open(location: locations.Location) -> Checkpoint:
-    # Its own context has its own cache, so another save at this path does not affect it.
-    context = contexts.context()
-    try:
-        pinned = location.pinned(context)
-    except Failed as error:
-        raise errors.translate(error, str(location)) from error
-    if pinned is None:
+    reader = registry.open_reader(location)
+    if reader is None:
         raise CheckpointNotFound(_nothing_at(location))
-    return open_at(pinned, context)
-
-
-def open_at(location: locations.Location, context: ts.Context) -> Checkpoint:
-    """As `open`, for a location with a pinned manifest; see `Location.pinned`."""
-    try:
-        contents = location.values(context)
-        return Checkpoint(location, context, _read_index(location, contents), contents)
-    except UnickptError as error:
-        found = chunk_store.unless_replaced(error, location, context)
-        if found is error:
-            raise
-        raise found from error
-
-
-def _read_index(location: locations.Location, contents: ocdbt.Values) -> Index:
-    try:
-        found = contents.read(INDEX_KEY)
-    except Failed as error:
-        raise errors.translate(error, str(location)) from error
-    if found is None:
-        raise CheckpointNotFound(
-            f"no checkpoint at {location}: the database there has no unickpt index"
-        )
-    return index_json.decode(found, str(location))
+    return Checkpoint(reader)
 
 
 def _nothing_at(location: locations.Location) -> str:
@@ -156,15 +113,10 @@ class Checkpoint(Mapping[str, "StoredArray"]):
     `metadata` is what `save` was given, `values` the plain values by name, `index` everything else.
     """
 
-    def __init__(
-        self,
-        location: locations.Location,
-        context: ts.Context,
-        index: Index,
-        contents: ocdbt.Values | None = None,
-    ) -> None:
-        self.location, self.index = location, index
-        self._chunks = ChunkStore(location, context, index.codecs, contents)
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+        """Reads its chunks; for `load` and the tools."""
+        self.location, self.index = reader.location, reader.index
 
     @property
     def url(self) -> str:
@@ -184,7 +136,7 @@ class Checkpoint(Mapping[str, "StoredArray"]):
         entry = self.index.arrays.get(target)
         if entry is None:
             raise KeyError(self._no_array(name))
-        return StoredArray(self, name, entry)
+        return StoredArray(self, self.reader, name, entry)
 
     def _no_array(self, name: object) -> str:
         """Why there is no array of a name, and what to use instead."""
@@ -214,157 +166,6 @@ class Checkpoint(Mapping[str, "StoredArray"]):
     def nbytes(self) -> int:
         """Logical bytes of all arrays; tied ones count once."""
         return sum(entry.nbytes for entry in self.index.arrays.values())
-
-    def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[bytes, ...]:
-        """The encoded values of a per-process leaf, checked against their digests.
-
-        Arguments:
-            name: of the leaf.
-            of: the processes whose values to read; all by default.
-
-        Raises:
-            CheckpointCorrupt: one is missing or does not match its digest.
-        """
-        blobs = self.index.per_process[name].blobs
-        out = []
-        for process in range(len(blobs)) if of is None else of:
-            size, digest = blobs[process]
-            data = self.read_key(blob_key(name, process), size)
-            if chunk_store.digest(np.frombuffer(data, np.uint8)) != digest:
-                raise self.damaged(
-                    f"the value of process {process} for {name!r} does not match its digest"
-                )
-            out.append(data)
-        return tuple(out)
-
-    # --- for load and verify -------------------------------------------------------------------
-
-    def damaged(self, reason: str) -> Exception:
-        """The error for bad stored data: damage, unless the checkpoint was replaced since."""
-        return self._chunks.unless_replaced(CheckpointCorrupt(f"{self.location}: {reason}"))
-
-    def check_unchanged(self) -> None:
-        """Checks that this is still the checkpoint at its path.
-
-        Raises:
-            CheckpointReplaced: it is not.
-        """
-        found = self.damaged("")
-        if not isinstance(found, CheckpointCorrupt):
-            raise found
-
-    def count_keys(self) -> int:
-        """The number of keys in the database according to its manifest; lists none."""
-        try:
-            return self.location.database_facts(self._chunks.context).keys
-        except Failed as error:
-            raise self._chunks.explained(error, str(self.location)) from error
-
-    def key_length(self, key: str) -> int | None:
-        """The length of a key's value in bytes, without reading it; None if the key is missing.
-
-        Raises:
-            CheckpointCorrupt: the database is damaged.
-        """
-        try:
-            return self._chunks.values.length(key)
-        except Failed as error:
-            raise self._chunks.explained(error, f"{self.location}: key {key!r}") from error
-
-    def request_key(self, key: str) -> Any:
-        """Starts to read a key of the database; pass the result to `read_key`."""
-        return self._chunks.request_key(key)
-
-    def read_key(self, key: str, length: int | None = None, requested: Any = None) -> bytes:
-        """The bytes of one key of the database.
-
-        Arguments:
-            key: of the database.
-            length: the number of bytes it must have, if the index says.
-            requested: the result of `request_key` for it.
-
-        Raises:
-            CheckpointCorrupt: it is missing, unreadable or has a different length.
-        """
-        where = f"{self.location}: key {key!r}"
-        try:
-            data = self._chunks.read_key(key, length, requested)
-        except Failed as error:
-            raise self._chunks.explained(error, where) from error
-        if data is None:
-            raise self.damaged(f"key {key!r} is missing")
-        return data
-
-    def read_digests(self) -> digest_table.Table:
-        """The digest table; its length is checked against the index before it is read.
-
-        Raises:
-            CheckpointCorrupt: it is missing, or does not belong to the index.
-        """
-        nbytes = self.key_length(DIGESTS_KEY)
-        if nbytes is None:
-            raise self.damaged(f"key {DIGESTS_KEY!r} is missing")
-        try:
-            digest_table.check(nbytes, self.index, digest_table.length(self.index.arrays))
-            return digest_table.decode(self.read_key(DIGESTS_KEY, nbytes), self.index)
-        except digest_table.Mismatch as error:
-            raise self.damaged(str(error)) from None
-
-    @cached_property
-    def _digests(self) -> tuple[digest_table.Table, dict[str, slice]]:
-        return self.read_digests(), digest_table.spans(self.index.arrays)
-
-    def digests_of(self, name: str) -> digest_table.Table:
-        """The rows of an array's chunks, in the order of its parts."""
-        table, spans = self._digests
-        return table[spans[name]]
-
-    def check_backed(self, entry: ArrayEntry) -> None:
-        """Checks that enough data is stored to justify the memory that an array's shape needs.
-
-        Raises:
-            CheckpointCorrupt: the digest table or the first chunk contradicts the shape.
-        """
-        self.digests_of(entry.name)
-        try:
-            for part in chunk_grid.parts(entry)[:1]:
-                self._chunks.check_backed(entry, part)
-        except Failed as error:
-            where = f"{self.location}: array {entry.name!r}"
-            raise self._chunks.explained(error, where) from error
-
-    def request_chunk(self, entry: ArrayEntry, part: Part, number: int) -> Any:
-        """Starts to read a small chunk; pass the result to `read_chunk`."""
-        return self._chunks.request(entry, part, number)
-
-    def read_chunk(
-        self,
-        entry: ArrayEntry,
-        part: Part,
-        number: int,
-        row: Any,
-        out: Array,
-        requested: Any = None,
-    ) -> bool:
-        """Reads a chunk into contiguous memory.
-
-        Returns:
-            Whether it matches its digest, if its row (of `digests_of`) is given.
-
-        Raises:
-            CheckpointCorrupt: it is missing or cannot be decoded.
-        """
-        hashed = row is not None
-        digest = self._chunks.read(entry, part, number, out, requested, hashed=hashed)
-        return not hashed or digest == row["digest"]
-
-    def open_part(self, entry: ArrayEntry, part: Part) -> ts.TensorStore:
-        try:
-            self._chunks.values.check(part.key)
-            return self._chunks.array(entry, part)
-        except Failed as error:
-            where = f"{self.location}: array {entry.name!r}"
-            raise self._chunks.explained(error, where) from error
 
 
 def _reopen(url: str, attempt: str, created: str) -> Checkpoint:
@@ -410,147 +211,6 @@ class PlainValues(Mapping[str, plain_values.Plain]):
 
     def __repr__(self) -> str:
         return repr(dict(self))
-
-
-class StoredArray:
-    """An array of a checkpoint; slicing reads it.
-
-    `x[10:20, ::2]` gives a NumPy array and reads only the chunks it needs.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, name: str, entry: ArrayEntry) -> None:
-        self._checkpoint, self.name, self._entry = checkpoint, name, entry
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._entry.shape
-
-    @property
-    def dtype(self) -> dtypes.DType:
-        return dtypes.from_name(self._entry.dtype)
-
-    @property
-    def layout(self) -> Layout | None:
-        """How the writer's mesh split it; None if no layout describes the fragments."""
-        return self._entry.layout
-
-    @property
-    def fragments(self) -> tuple[tuple[Box, tuple[int, ...]], ...]:
-        """Every fragment that was saved: its box and the processes that held it."""
-        if self._entry.boxes is not None:
-            return self._entry.boxes
-        assert self._entry.layout is not None
-        return tuple(self._entry.layout.fragments(self.shape))
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """The stored zarr arrays that carry it; usually one."""
-        return tuple(chunk_grid.parts(self._entry))
-
-    @property
-    def chunk(self) -> tuple[int, ...]:
-        return self._entry.chunk
-
-    @property
-    def nbytes(self) -> int:
-        return self._entry.nbytes
-
-    @property
-    def url(self) -> str:
-        """The URL with which TensorStore opens it, if it has a single part."""
-        name = quote(self._entry.name)
-        return f"{self._checkpoint.url}|ocdbt:{name}/" if name else f"{self._checkpoint.url}|ocdbt:"
-
-    def read(self, box: Box, *, verify: bool = True) -> Array:
-        """Reads a box.
-
-        Arguments:
-            box: in the array's coordinates.
-            verify: whether to check each chunk that is read against its digest.
-
-        Returns:
-            A new NumPy array of the box's shape.
-
-        Raises:
-            IndexError: the box does not lie within the array.
-            CheckpointCorrupt: a chunk is damaged.
-            CheckpointReplaced: a save replaced the checkpoint since it was opened.
-        """
-        if len(box.start) != len(self.shape) or not Box.whole(self.shape).contains(box):
-            raise IndexError(f"box {box} does not lie within {self.name!r} of shape {self.shape}")
-        return read_box(self._checkpoint, self._entry, box, verify=verify)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return operator.getitem, (self._checkpoint, self.name)
-
-    def __getitem__(self, key: Any) -> Array:
-        box, rest = _parse(key, self.shape, self.name)
-        found: Array = self.read(box)[rest]
-        return found
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        if copy is False:
-            raise ValueError(f"{self.name!r} must be read from storage, so copy=False is invalid")
-        array = self[...]
-        return array if dtype is None else np.asarray(array, dtype)
-
-    def __len__(self) -> int:
-        if not self.shape:
-            raise TypeError("len() of a 0-d array")
-        return self.shape[0]
-
-    def tensorstore(self) -> ts.TensorStore:
-        """The array as a read-only TensorStore, for lazy expressions and asynchronous reads.
-
-        TensorStore does not know the digests, so it does not check what it reads.
-        """
-        self._checkpoint.check_backed(self._entry)
-        layers = []
-        for part in self.parts:
-            array = self._checkpoint.open_part(self._entry, part)
-            if len(self.parts) > 1:
-                array = array[ts.d[:].translate_to[part.box.start]]
-            layers.append(array)
-        if not layers:
-            empty = np.empty(self.shape, ts.dtype(dtypes.stored_as(self._entry.dtype)).numpy_dtype)
-            return ts.array(empty)
-        return layers[0] if len(layers) == 1 else ts.overlay(layers)
-
-    def __repr__(self) -> str:
-        return f"StoredArray({self.name!r}, {self._entry.dtype}{list(self.shape)}, {self.layout})"
-
-
-def _parse(key: Any, shape: tuple[int, ...], name: str) -> tuple[Box, tuple[Any, ...]]:
-    """NumPy basic indexing as the box to read and the remaining index within it."""
-    items = list(key) if isinstance(key, tuple) else [key]
-    if any(item is Ellipsis for item in items):
-        at = next(i for i, item in enumerate(items) if item is Ellipsis)
-        items[at : at + 1] = [slice(None)] * (len(shape) - len(items) + 1)
-    items += [slice(None)] * (len(shape) - len(items))
-    if len(items) > len(shape):
-        raise IndexError(f"too many indices for {name!r} of shape {shape}")
-    start, stop = [], []
-    rest: list[int | slice] = []
-    for item, n in zip(items, shape, strict=True):
-        if isinstance(item, slice):
-            picked = range(n)[item]
-            low = min(picked[0], picked[-1]) if picked else 0
-            high = max(picked[0], picked[-1]) + 1 if picked else 0
-            rest.append(slice(None, None, picked.step))
-        elif hasattr(item, "__index__") and not np.ndim(item):
-            i = item.__index__()
-            if not -n <= i < n:
-                raise IndexError(f"index {i} is out of bounds for {name!r} of shape {shape}")
-            low, high = i % n, i % n + 1
-            rest.append(0)
-        else:
-            raise IndexError(
-                f"{name!r} takes integers and slices, not {quoted(item)}; for other indices read "
-                "it first, as array[...]"
-            )
-        start.append(low)
-        stop.append(high)
-    return Box(tuple(start), tuple(stop)), tuple(rest)
 
 
 def _first_names(found: Iterable[str]) -> str:

@@ -7,21 +7,19 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from operator import mul
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from unickpt.arrays import dtypes, strided_copy
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.host_memory import Scratch
 from unickpt.format.index import ArrayEntry
+from unickpt.format.reader import Reader
 from unickpt.reading.options import LoadOptions
-from unickpt.reading.recipes import Copy, Itself, Recipe
-from unickpt.threads import Pool, Window, step_back
-
-if TYPE_CHECKING:
-    from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.read_plan import ChunkRead, Job, buffers_of, fill, reads_of, slots_of, users_of
+from unickpt.reading.recipes import Copy, Itself, Recipe
 from unickpt.reading.targets import NewTarget
+from unickpt.threads import Pool, Window, step_back
 
 T = TypeVar("T")
 
@@ -31,7 +29,7 @@ TASK_BYTES = 1 << 20
 TASK_CHUNKS = 256
 
 
-def threads_for(stored: Checkpoint, name: str, *, behind: bool = False) -> ThreadPoolExecutor:
+def threads_for(stored: Reader, name: str, *, behind: bool = False) -> ThreadPoolExecutor:
     """Threads that read chunks: many if each request crosses a network."""
     local = max(4, 2 * (os.cpu_count() or 1))
     count = _REMOTE_THREADS if stored.location.is_remote else local
@@ -39,10 +37,10 @@ def threads_for(stored: Checkpoint, name: str, *, behind: bool = False) -> Threa
 
 
 def read_arrays(
-    stored: Checkpoint,
+    stored: Reader,
     jobs: Sequence[Job],
     options: LoadOptions,
-    reader: Reader | None = None,
+    reader: ChunkReader | None = None,
 ) -> dict[str, Any]:
     """Reads arrays; reads every chunk that a job needs exactly once.
 
@@ -54,7 +52,7 @@ def read_arrays(
     """
     done: dict[str, Any] = {}
     window = Window(options.budget_bytes)
-    own = reader or Reader(stored)
+    own = reader or ChunkReader(stored)
     try:
         for job in jobs:
             nbytes = job.nbytes
@@ -68,7 +66,7 @@ def read_arrays(
 
 
 def _start(
-    stored: Checkpoint, job: Job, verify: bool, reader: Reader, done: dict[str, Any]
+    stored: Reader, job: Job, verify: bool, reader: ChunkReader, done: dict[str, Any]
 ) -> Callable[[], None]:
     """Starts to read an array; calling the result waits for it and finishes the leaf."""
     for entry in job.entries:
@@ -96,12 +94,10 @@ class Task:
         self.future: Future[Any] | None = None
 
 
-class Reader:
+class ChunkReader:
     """Threads that read chunks; small chunks share a task, also across arrays."""
 
-    def __init__(
-        self, stored: Checkpoint, name: str = "unickpt-load", *, behind: bool = False
-    ) -> None:
+    def __init__(self, stored: Reader, name: str = "unickpt-load", *, behind: bool = False) -> None:
         self._pool = threads_for(stored, name, behind=behind)
         self._stored, self._scratch, self._task = stored, Scratch(), Task()
 
@@ -180,18 +176,18 @@ def _in_order(copy: Copy, shape: tuple[int, ...]) -> bool:
     return True
 
 
-def read_box(stored: Checkpoint, entry: ArrayEntry, box: Box, *, verify: bool) -> Array:
+def read_box(stored: Reader, entry: ArrayEntry, box: Box, *, verify: bool) -> Array:
     """A box of a stored array as a new NumPy array."""
     return read_made(stored, entry, Recipe((Itself(entry),)), box, LoadOptions(verify=verify))
 
 
 def read_made(
-    stored: Checkpoint,
+    stored: Reader,
     entry: ArrayEntry,
     recipe: Recipe,
     box: Box,
     options: LoadOptions,
-    reader: Reader | None = None,
+    reader: ChunkReader | None = None,
 ) -> Array:
     """A box of an array made by a recipe, as a new NumPy array with an entry's dtype."""
     job = Job({entry.name: NewTarget(entry, box)}, {entry.name: recipe})

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,10 +30,11 @@ from unickpt.errors import (
 from unickpt.format import chunk_grid
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
+from unickpt.format.reader import Reader
 from unickpt.frameworks.process_group import Group, within
 from unickpt.frameworks.protocol import Adapter
 from unickpt.frameworks.registry import current_group
-from unickpt.reading.chunk_reader import Reader, read_arrays
+from unickpt.reading.chunk_reader import ChunkReader, read_arrays
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.read_plan import (
     ChunkRead,
@@ -47,10 +48,6 @@ from unickpt.reading.read_plan import (
 )
 from unickpt.reading.recipes import Itself
 
-if TYPE_CHECKING:
-    from unickpt.reading.checkpoint import Checkpoint
-
-
 _ALIGN = 16  # bytes, also of a parcel's head, whose first byte is the status
 _IN_FLIGHT = 4  # buffers in the budget: for two rounds, what is sent and what is received
 
@@ -61,7 +58,7 @@ _SAME: Mapping[str, type[Exception]] = {
 
 Wants = Mapping[str, Sequence[Box]]
 """Boxes of stored arrays, by name."""
-ReadArrays = Callable[["Checkpoint", Sequence[Job]], dict[str, Any]]
+ReadArrays = Callable[[Reader, Sequence[Job]], dict[str, Any]]
 
 
 @contextmanager
@@ -235,7 +232,7 @@ class _Exchange:
             self._error = error
             self._tell({}, "")
 
-    def read(self, stored: Checkpoint, jobs: Sequence[Job]) -> dict[str, Any]:
+    def read(self, stored: Reader, jobs: Sequence[Job]) -> dict[str, Any]:
         """As `read_arrays`, by all processes together.
 
         Raises:
@@ -250,7 +247,7 @@ class _Exchange:
             if self._group.index in chunk.wanted:
                 self._filling[chunk.entry.name].left += 1
         done: dict[str, Any] = {}
-        self._stored, self._reader = stored, Reader(stored)
+        self._stored, self._reader = stored, ChunkReader(stored)
         try:
             self._try(self._finish, [f for f in fillings if not f.left], done)
             under_way: _Round | None = None
@@ -316,7 +313,8 @@ class _Exchange:
                 pieces += User(needed, memory, feed).pieces(chunk.box)
             if pieces:
                 verify = self._options.verify
-                row = self._stored.digests_of(chunk.entry.name)[chunk.row] if verify else None
+                table = self._stored.digests_of(chunk.entry.name) if verify else None
+                row = None if table is None else table[chunk.row]
                 read = ChunkRead(chunk.entry, chunk.part, chunk.number, chunk.box, row, pieces)
                 begun.tasks.add(self._reader.submit(read))
 

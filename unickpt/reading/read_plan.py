@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from unickpt.arrays import dtypes, strided_copy
 from unickpt.arrays.box import Box
@@ -12,12 +12,10 @@ from unickpt.arrays.dtypes import Array
 from unickpt.format import chunk_grid
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
+from unickpt.format.reader import Reader
 from unickpt.frameworks.protocol import ArrayTarget
-from unickpt.reading.recipes import Copy, Recipe, Source, Wanted
-
-if TYPE_CHECKING:
-    from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.placement import place, put
+from unickpt.reading.recipes import Copy, Recipe, Source, Wanted
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ class ChunkRead:
     pieces: Sequence[Piece]
 
 
-def buffers_of(stored: Checkpoint, job: Job) -> dict[str, list[Array]]:
+def buffers_of(stored: Reader, job: Job) -> dict[str, list[Array]]:
     """Memory for all boxes of all targets.
 
     Raises:
@@ -164,7 +162,7 @@ def users_of(
 
 
 def reads_of(
-    stored: Checkpoint, users: Mapping[str, tuple[ArrayEntry, list[User]]], verify: bool
+    stored: Reader, users: Mapping[str, tuple[ArrayEntry, list[User]]], verify: bool
 ) -> Iterator[ChunkRead]:
     for name, (entry, of_entry) in users.items():
         table = stored.digests_of(name) if verify else None

@@ -88,7 +88,8 @@ class Checkpointer:
             versions of a step, the one saved later is used; clocks do not matter. A step that a run
             without `local` replaced or removed in `root` is not restored from `local`, and uncopied
             steps do not count if such a run went on from an earlier step. If `root` has no step at
-            all, those in `local` count.
+            all, those in `local` count. Several processes must be able to agree (see
+            `ProcessGroup`).
         optimizers: torch optimizers. Their parameters and state on an accelerator (with
             `SaveOptions(staging="lazy")` also on the host) are copied during forward and backward,
             and their next `step` waits for the copy. Until then nothing else may change them. A

@@ -19,7 +19,7 @@ from unickpt.errors import (
     StorageError,
     UnickptError,
 )
-from unickpt.reading import checkpoint
+from unickpt.format import ocdbt_reader
 from unickpt.runs.lease import Lease
 from unickpt.runs.step_folder import Steps
 from unickpt.storage import contexts, errors, locations
@@ -306,7 +306,7 @@ def _damage(place: Location, manifest: bytes) -> str:
     context = contexts.context()
     draft = place.with_manifest(manifest, context)
     try:
-        opened = partial(checkpoint.open_at, draft, context)
+        opened = partial(ocdbt_reader.open_pinned, draft, context)
         report = verify_opened(place.url, opened, behind=True)
     except CheckpointNotFound as error:
         return str(error)

@@ -16,6 +16,7 @@ from unickpt.arrays.dtypes import Array
 from unickpt.arrays.host_memory import HostBuffers
 from unickpt.errors import CheckpointCorrupt, LoadMismatch
 from unickpt.format.index import ArrayEntry
+from unickpt.format.reader import Reader
 from unickpt.frameworks import per_process
 from unickpt.frameworks.leaves import Described, PerProcess
 from unickpt.frameworks.process_group import Group
@@ -91,10 +92,10 @@ def convert(
         (5, 3)
     """
     options = SaveOptions.or_default(options)
-    stored = checkpoint.open(source)
+    stored = checkpoint.open(source).reader
     view = convertible(stored, rules, like)
     reading = LoadOptions(budget_bytes=max(1, options.budget_bytes // _AHEAD))
-    metadata = stored.metadata
+    metadata = stored.index.metadata
     if isinstance(view, Ruled):
         view.check(reading)
         metadata = view.provenance.merged_into(metadata)
@@ -119,7 +120,7 @@ def convert(
     return report
 
 
-def convertible(stored: checkpoint.Checkpoint, rules: Rules | None, like: Any) -> AsStored | Ruled:
+def convertible(stored: Reader, rules: Rules | None, like: Any) -> AsStored | Ruled:
     """What `convert` makes of a checkpoint; reads only indices. Raises as `convert`."""
     if rules is None:
         if like is not None:
@@ -130,7 +131,7 @@ def convertible(stored: checkpoint.Checkpoint, rules: Rules | None, like: Any) -
     asked: Mapping[str, Fact]
     held: Mapping[str, Any]
     if isinstance(like, str | os.PathLike):
-        template = checkpoint.open(like)
+        template = checkpoint.open(like).reader
         asked, held = stored_facts(template).facts, template.index.values
     else:
         wanted = wanted_through(like, stored, rules, adapters())

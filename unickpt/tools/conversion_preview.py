@@ -89,7 +89,7 @@ def preview(path: locations.Path, rules: Rules | None, like: Any = None) -> Prev
     Arguments:
         path, rules, like: as for `convert`.
     """
-    stored = checkpoint.open(path)
+    stored = checkpoint.open(path).reader
     facts = stored_facts(stored).facts
     view = convertible(stored, rules, like)
     if rules is None or not isinstance(view, Ruled):

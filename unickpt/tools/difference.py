@@ -14,11 +14,11 @@ from unickpt.arrays.box import Box, cut
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import RuleError
 from unickpt.format.index import ArrayEntry
+from unickpt.format.reader import Reader
 from unickpt.loading.ruled_view import Ruled, same_digests, stored_facts, through
 from unickpt.loading.views import AsStored, View
 from unickpt.reading import checkpoint
-from unickpt.reading.checkpoint import Checkpoint
-from unickpt.reading.chunk_reader import Reader, read_made
+from unickpt.reading.chunk_reader import ChunkReader, read_made
 from unickpt.reading.options import LoadOptions
 from unickpt.rules import Rules
 from unickpt.storage import locations
@@ -107,7 +107,7 @@ def diff(
     started = time.perf_counter()
     options = LoadOptions.or_default(options)
     report = progress or (lambda done, total: None)
-    a, b = checkpoint.open(first), checkpoint.open(second)
+    a, b = checkpoint.open(first).reader, checkpoint.open(second).reader
     ours: View = AsStored(a) if rules is None else _through(a, rules, b)
     if isinstance(ours, Ruled):
         ours.check(options)
@@ -117,7 +117,7 @@ def diff(
     both = [name for name in right if name in left]
     done, read = 0, 0
     total = sum(right[name].nbytes for name in both)
-    readers = Reader(a), Reader(b)
+    readers = ChunkReader(a), ChunkReader(b)
     try:
         for name in both:
             mine, other = left[name], right[name]
@@ -139,7 +139,7 @@ def diff(
     return DiffReport(tuple(rows), len(both), read, time.perf_counter() - started)
 
 
-def _through(a: Checkpoint, rules: Rules, b: Checkpoint) -> Ruled:
+def _through(a: Reader, rules: Rules, b: Reader) -> Ruled:
     """The first checkpoint through rules; the second one's names resolve ambiguous rules.
 
     If the two differ in more than values, only the rules decide what should exist.
@@ -211,7 +211,7 @@ def _values(
     theirs: tuple[View, ArrayEntry],
     name: str,
     options: LoadOptions,
-    readers: tuple[Reader, Reader],
+    readers: tuple[ChunkReader, ChunkReader],
 ) -> ArrayDifference | None:
     mine, other = ours[1], theirs[1]
     unequal, most_abs, most_rel = 0, 0.0, 0.0

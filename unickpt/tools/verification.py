@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 from unickpt.arrays import dtypes
 from unickpt.errors import CheckpointCorrupt, StorageError
-from unickpt.format import chunk_grid, zarr_metadata
-from unickpt.format.index import DIGESTS_KEY, INDEX_KEY
+from unickpt.format import chunk_grid
+from unickpt.format.reader import Reader
 from unickpt.reading import checkpoint
-from unickpt.reading.checkpoint import Checkpoint
-from unickpt.reading.chunk_reader import TASK_CHUNKS, Reader, Task
+from unickpt.reading.chunk_reader import ChunkReader, Task
 from unickpt.reading.read_plan import ChunkRead
 from unickpt.storage import locations
-from unickpt.trees import tree
 
 
 @dataclass(frozen=True)
@@ -30,7 +25,8 @@ class Damage:
     Arguments:
         array: name of the array; empty if the damage is not in an array.
         box: the bad chunk's box in the global array, as text; empty if it is not in a chunk.
-        process: index of the process that wrote it; None if it is not in a chunk.
+        process: index of the process that wrote it; None if it is not in a chunk, or if the format
+            does not say.
         reason: what is wrong.
     """
 
@@ -40,13 +36,23 @@ class Damage:
     reason: str
 
     def __str__(self) -> str:
-        place = f"{self.array!r} {self.box} written by process {self.process}: "
-        return (place if self.process is not None else "") + self.reason
+        if not self.box:
+            return self.reason
+        writer = "" if self.process is None else f" written by process {self.process}"
+        return f"{self.array!r} {self.box}{writer}: {self.reason}"
 
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """The result of `verify`; `ok` is True if it found no damage."""
+    """The result of `verify`; `ok` is True if it found no damage.
+
+    Arguments:
+        url: the checkpoint.
+        arrays, chunks, bytes: what was read.
+        seconds: how long it took.
+        damage: what was found.
+        unverified: why bytes that changed would not be noticed; empty for formats with digests.
+    """
 
     url: str
     arrays: int
@@ -54,6 +60,7 @@ class VerifyReport:
     bytes: int
     seconds: float
     damage: tuple[Damage, ...] = ()
+    unverified: str = ""
 
     @property
     def ok(self) -> bool:
@@ -69,9 +76,6 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 _TASKS_AHEAD = 64
-# Zarr metadata of one array has a few hundred bytes; many hostile keys may share one large value.
-_MOST_METADATA = 1 << 20
-_REFUSED = object()
 
 
 def verify(
@@ -102,12 +106,14 @@ def verify(
         True
     """
     url = locations.resolve(path).url
-    return checkpoint.again(lambda: verify_opened(url, lambda: checkpoint.open(path), progress))
+    return checkpoint.again(
+        lambda: verify_opened(url, lambda: checkpoint.open(path).reader, progress)
+    )
 
 
 def verify_opened(
     url: str,
-    opened: Callable[[], Checkpoint],
+    opened: Callable[[], Reader],
     progress: Callable[[int, int], None] | None = None,
     *,
     behind: bool = False,
@@ -124,15 +130,20 @@ def verify_opened(
     report = progress or (lambda done, total: None)
     damage: list[Damage] = []
     counted = [0, 0]
-    arrays = 0
+    arrays, unverified = 0, ""
     try:
         stored = opened()
         arrays = len(stored.index.arrays)
-        total = stored.nbytes
-        stored.read_digests()  # on its own, the index may claim any number of chunks
+        total = sum(entry.nbytes for entry in stored.index.arrays.values())
+        if any(stored.digests_of(name) is None for name in stored.index.arrays):
+            unverified = (
+                f"the format {stored.format!r} stores no digests: everything could be read, but "
+                "bytes that changed since it was written would not be noticed"
+            )
         checker = _Checker(stored, "unickpt-verify", behind=behind)
         try:
-            damage += _structure(stored, checker)
+            for name, reason in stored.check_structure(checker.map):
+                damage.append(Damage(name, "", None, reason))
             for nbytes, found in _chunks(stored, checker):
                 counted[0] += 1
                 counted[1] += nbytes
@@ -151,79 +162,15 @@ def verify_opened(
         bytes=counted[1],
         seconds=time.perf_counter() - started,
         damage=tuple(damage),
+        unverified=unverified,
     )
-
-
-def _structure(stored: Checkpoint, checker: _Checker) -> Iterator[Damage]:
-    """Checks everything but chunks: the tree, keys, zarr metadata, per-process values."""
-    index = stored.index
-    try:
-        names = {leaf.name for leaf in tree.leaves(tree.from_json(index.tree))}
-    except tree.BadTree as error:
-        yield Damage("", "", None, f"the tree in the index is invalid: {error}")
-        return
-    known = {*index.arrays, *index.aliases, *index.values, *index.per_process}
-    for name in sorted(names ^ known):
-        yield Damage(name, "", None, "is in the tree or in the index, but not in both")
-    expected = zarr_metadata.zarr_keys(index)
-    for different in checker.map(partial(_different, stored), _batches(expected.items())):
-        for key in different:
-            yield Damage("", "", None, f"{key!r} differs from what the index describes")
-    for name in index.per_process:
-        try:
-            stored.per_process(name)
-        except CheckpointCorrupt as error:
-            yield Damage(name, "", None, str(error))
-    blobs = sum(len(entry.blobs) for entry in index.per_process.values())
-    told = len(expected) + index.chunks + blobs + len((INDEX_KEY, DIGESTS_KEY))
-    found = stored.count_keys()
-    if found != told:
-        # Counted, not listed: a few hostile nodes that share children can make any number of keys.
-        reason = f"the database has {found} keys, but the index implies {told}"
-        yield Damage("", "", None, reason)
-
-
-def _batches(expected: Iterable[tuple[str, bytes]]) -> list[list[tuple[str, bytes]]]:
-    """Keys in batches that are large enough for a thread each."""
-    items = iter(expected)
-    return list(iter(lambda: list(itertools.islice(items, TASK_CHUNKS)), []))
-
-
-def _different(stored: Checkpoint, expected: Sequence[tuple[str, bytes]]) -> list[str]:
-    """The keys whose stored value differs from the expected one."""
-    requests = [_request_small(stored, key) for key, _ in expected]
-    return [
-        key
-        for (key, value), requested in zip(expected, requests, strict=True)
-        if requested is _REFUSED or not _is_stored(stored, key, value, requested)
-    ]
-
-
-def _request_small(stored: Checkpoint, key: str) -> Any:
-    """Requests a key of zarr metadata, unless its value is too large to be that."""
-    try:
-        is_small = (stored.key_length(key) or 0) <= _MOST_METADATA
-        return stored.request_key(key) if is_small else _REFUSED
-    except CheckpointCorrupt:
-        return _REFUSED
-
-
-def _is_stored(stored: Checkpoint, key: str, value: bytes, requested: Any) -> bool:
-    try:
-        found = stored.read_key(key, requested=requested)
-    except CheckpointCorrupt:
-        return False
-    try:
-        return found == value or bool(json.loads(found) == json.loads(value))
-    except (ValueError, RecursionError):  # not valid JSON
-        return False
 
 
 Checked = tuple[int, list[Damage]]
 """The bytes of a chunk, and its damage if any."""
 
 
-class _Checker(Reader):
+class _Checker(ChunkReader):
     """Reads chunks as loading does, and returns the damage of each."""
 
     def map(self, function: Callable[[T], U], items: Sequence[T]) -> Iterator[U]:
@@ -246,11 +193,11 @@ class _Checker(Reader):
             if isinstance(error, StorageError) and stored.location.is_remote:
                 raise  # the network failed; the data may be sound
             reason = str(error)
-        process = int(read.row["process"])
+        process = None if read.row is None else int(read.row["process"])
         return nbytes, [Damage(read.entry.name, str(read.box), process, reason)]
 
 
-def _chunks(stored: Checkpoint, checker: _Checker) -> Iterator[Checked]:
+def _chunks(stored: Reader, checker: _Checker) -> Iterator[Checked]:
     """Checks each chunk, in order; some tasks run ahead."""
     running: deque[Task] = deque()
     for read in _reads(stored):
@@ -263,11 +210,12 @@ def _chunks(stored: Checkpoint, checker: _Checker) -> Iterator[Checked]:
         yield from checker.wait(task)
 
 
-def _reads(stored: Checkpoint) -> Iterator[ChunkRead]:
+def _reads(stored: Reader) -> Iterator[ChunkRead]:
     """All chunks of a checkpoint."""
     for entry in stored.index.arrays.values():
         table = stored.digests_of(entry.name)
         for first, part in chunk_grid.numbered_parts(entry):
             for number in range(part.count):
                 box = part.chunk_box(number)
-                yield ChunkRead(entry, part, number, box, table[first + number], ())
+                row = None if table is None else table[first + number]
+                yield ChunkRead(entry, part, number, box, row, ())

@@ -1,0 +1,83 @@
+"""Every readable format passes one suite; a tiny one proves that nothing else knows formats."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import npy_folder
+from support.reader_suite import ReaderSuite
+
+import unickpt
+from unickpt.format import registry
+from unickpt.storage.locations import resolve
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    root: dict[str, Any] = {}
+    for name, value in flat.items():
+        *above, last = name.split("/")
+        level = root
+        for key in above:
+            level = level.setdefault(key, {})
+        level[last] = value
+    return root
+
+
+class TestOcdbt(ReaderSuite):
+    def write(
+        self, path: Path, arrays: Mapping[str, np.ndarray], values: Mapping[str, Any]
+    ) -> None:
+        options = unickpt.SaveOptions(chunk_bytes=1 << 10, fsync=False)
+        unickpt.save(path, nested({**arrays, **values}), options=options)
+
+    def damage(self, path: Path, name: str) -> None:
+        for file in sorted(path.glob("processes/*/00000/d/*")):
+            data = bytearray(file.read_bytes())
+            at = data.find(unickpt.open(path)[name][...][:1].tobytes()[:64])
+            if at >= 0:
+                data[at] ^= 1
+                file.write_bytes(data)
+                return
+        raise AssertionError("the array's bytes are in no file")
+
+
+class TestNpyFolder(ReaderSuite):
+    has_digests = False
+
+    def write(
+        self, path: Path, arrays: Mapping[str, np.ndarray], values: Mapping[str, Any]
+    ) -> None:
+        npy_folder.write(path, arrays, values)
+
+    def damage(self, path: Path, name: str) -> None:
+        (path / "0.npy").write_bytes((path / "0.npy").read_bytes()[:200])
+
+    @contextlib.contextmanager
+    def registered(self) -> Iterator[None]:
+        format = npy_folder.NpyFolder()
+        registry.register(format)
+        try:
+            yield
+        finally:
+            registry.unregister(format)
+
+
+def test_an_array_of_another_format_has_no_tensorstore(tmp_path: Path) -> None:
+    npy_folder.write(tmp_path / "c", {"w": np.ones(3)}, {})
+    reader = npy_folder.NpyFolder().open(resolve(tmp_path / "c"))
+    assert reader is not None
+    stored = unickpt.Checkpoint(reader)["w"]
+    assert stored.url == ""
+    with pytest.raises(unickpt.UnsupportedFormat, match="npy folder"):
+        stored.tensorstore()
+
+
+def test_a_format_that_is_not_registered_is_not_found(tmp_path: Path) -> None:
+    npy_folder.write(tmp_path / "c", {"w": np.ones(3)}, {})
+    with pytest.raises(unickpt.CheckpointNotFound):
+        unickpt.open(tmp_path / "c")

@@ -1,0 +1,106 @@
+"""A tiny readable format, to prove the seam: a folder of .npy files with a JSON of their shapes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unickpt.arrays.box import Box
+from unickpt.arrays.layout import Layout
+from unickpt.errors import CheckpointCorrupt
+from unickpt.format.chunk_grid import Part, free_chunk
+from unickpt.format.index import ArrayEntry, Index
+from unickpt.format.reader import Reader
+from unickpt.storage.locations import Location
+from unickpt.trees import tree
+
+_CHUNK_BYTES = 1 << 10
+
+
+def write(path: Path, arrays: Mapping[str, np.ndarray], values: Mapping[str, Any]) -> None:
+    path.mkdir(parents=True)
+    for number, array in enumerate(arrays.values()):
+        np.save(path / f"{number}.npy", array)
+    shapes = {name: [list(array.shape), str(array.dtype)] for name, array in arrays.items()}
+    (path / "shapes.json").write_text(json.dumps({"arrays": shapes, "values": dict(values)}))
+
+
+class NpyReader(Reader):
+    """Reads ranges of the files through memory maps."""
+
+    format, version = "npy folder", ""
+
+    def __init__(self, location: Location, folder: Path) -> None:
+        self.location, self._folder = location, folder
+        found = json.loads((folder / "shapes.json").read_text())
+        self._files = {name: folder / f"{n}.npy" for n, name in enumerate(found["arrays"])}
+        node = tree.from_names([*found["arrays"], *found["values"]])
+        entries = {name: _entry(name, *facts) for name, facts in found["arrays"].items()}
+        self.index = Index(tree.to_json(node), entries, values=found["values"])
+
+    def read_chunk(
+        self,
+        entry: ArrayEntry,
+        part: Part,
+        number: int,
+        row: Any,
+        out: np.ndarray,
+        requested: Any = None,
+    ) -> bool:
+        box: Box = part.chunk_box(number)
+        try:
+            stored = np.load(self._files[entry.name], mmap_mode="r")
+            out[...] = stored[box.slices]
+        except (OSError, ValueError) as error:
+            raise CheckpointCorrupt(f"{self.location}: array {entry.name!r}: {error}") from error
+        return True
+
+
+def _entry(name: str, shape: list[int], dtype: str) -> ArrayEntry:
+    extents = tuple(shape)
+    chunk = free_chunk(extents, np.dtype(dtype).itemsize, _CHUNK_BYTES)
+    return ArrayEntry(name, extents, dtype, chunk, Layout.replicated(len(extents), 1))
+
+
+class NpyWriter:
+    """Writes a folder; its JSON comes last, and makes it a checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._arrays: dict[str, np.ndarray] = {}
+        self.largest = 0
+
+    def begin(self, index: Index) -> None:
+        self._folder.mkdir(parents=True)
+        self._values = dict(index.values)
+        for number, (name, entry) in enumerate(index.arrays.items()):
+            self._arrays[name] = np.lib.format.open_memmap(
+                self._folder / f"{number}.npy", "w+", np.dtype(entry.dtype), entry.shape
+            )
+
+    def write(self, entry: ArrayEntry, box: Box, data: np.ndarray) -> None:
+        self._arrays[entry.name][box.slices] = data
+        self.largest = max(self.largest, data.nbytes)
+
+    def finish(self) -> None:
+        for array in self._arrays.values():
+            array.flush()
+        facts = {name: [list(a.shape), str(a.dtype)] for name, a in self._arrays.items()}
+        data = json.dumps({"arrays": facts, "values": self._values})
+        (self._folder / "shapes.json").write_text(data)
+
+    def discard(self) -> None:
+        shutil.rmtree(self._folder)
+
+
+class NpyFolder:
+    """The format."""
+
+    def open(self, location: Location) -> NpyReader | None:
+        folder = Path(str(location))
+        return NpyReader(location, folder) if (folder / "shapes.json").is_file() else None

@@ -1,0 +1,204 @@
+"""What holds for every readable format: derive a class from `ReaderSuite` in a test module.
+
+As zarr's tests of stores: the derived class says how a checkpoint of its format is written and
+damaged, and inherits all tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import unickpt
+from support.thread_groups import Threads
+from unickpt import Box, CheckpointCorrupt, CheckpointNotFound, LoadMismatch, Rules
+from unickpt.cli.app import app
+from unickpt.format import chunk_grid
+
+ROWS, COLUMNS = 11, 70
+
+
+def arrays() -> dict[str, np.ndarray]:
+    """Arrays of pairwise distinct, uneven extents, and one element, and none."""
+    rng = np.random.default_rng(7)
+    return {
+        "layers/0/w": rng.random((ROWS, COLUMNS), np.float32),
+        "layers/1/w": rng.integers(-90, 90, (13, 7, 5), np.int64),
+        "scale": np.array(2.5, np.float64),
+        "none": np.empty((0, 3), np.float32),
+        "flags": rng.random(301) < 0.5,
+    }
+
+
+def same(found: Any, expected: np.ndarray) -> bool:
+    found = np.asarray(found)
+    return found.dtype == expected.dtype and found.tobytes() == expected.tobytes()
+
+
+class ReaderSuite:
+    """Tests of one format."""
+
+    values: Mapping[str, Any] = {"step": 7, "name": "run"}
+    """The plain values that the format can hold; empty if none."""
+    has_digests = True
+
+    def write(
+        self, path: Path, arrays: Mapping[str, np.ndarray], values: Mapping[str, Any]
+    ) -> None:
+        """Writes a checkpoint of this format."""
+        raise NotImplementedError
+
+    def damage(self, path: Path, name: str) -> None:
+        """Damages the data of an array, so that it cannot be read."""
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def registered(self) -> Iterator[None]:
+        """While the format is known."""
+        yield
+
+    @pytest.fixture
+    def path(self, tmp_path: Path) -> Iterator[Path]:
+        self.write(tmp_path / "c", arrays(), self.values)
+        with self.registered():
+            yield tmp_path / "c"
+
+    # --- opening --------------------------------------------------------------------------------
+
+    def test_names_shapes_dtypes_and_values(self, path: Path) -> None:
+        opened = unickpt.open(path)
+        assert {name: (opened[name].shape, opened[name].dtype) for name in opened} == {
+            name: (array.shape, array.dtype) for name, array in arrays().items()
+        }
+        assert dict(opened.values) == dict(self.values)
+        assert opened.nbytes == sum(array.nbytes for array in arrays().values())
+
+    def test_slices_and_boxes(self, path: Path) -> None:
+        opened = unickpt.open(path)
+        for name, array in arrays().items():
+            assert same(opened[name][...], array)
+        found = opened["layers/0/w"]
+        assert same(found[3:9, 64:], arrays()["layers/0/w"][3:9, 64:])
+        assert same(found.read(Box((1, 2), (10, 69))), arrays()["layers/0/w"][1:10, 2:69])
+
+    def test_nothing_there(self, path: Path) -> None:
+        with pytest.raises(CheckpointNotFound):
+            unickpt.open(path.parent / "other")
+
+    # --- loading --------------------------------------------------------------------------------
+
+    def test_load_as_stored(self, path: Path) -> None:
+        found = unickpt.load(path)
+        assert same(found["layers"]["0"]["w"], arrays()["layers/0/w"])
+        assert {n: found[n] for n in self.values} == dict(self.values)
+
+    def test_load_into_memory_of_any_strides(self, path: Path) -> None:
+        expected = arrays()["layers/0/w"]
+        every = {
+            "in order": np.empty_like(expected),
+            "columns": np.empty((COLUMNS, ROWS), np.float32).T,
+            "every second": np.empty((ROWS, 2 * COLUMNS), np.float32)[:, ::2],
+        }
+        for like in every.values():
+            found = unickpt.load(path, {"layers": {"0": {"w": like}}}, strict=False)
+            assert found["layers"]["0"]["w"] is like
+            assert same(like, expected)
+
+    @pytest.mark.parametrize("spec", [("x", "y"), ("y", None), (None, ("x", "y"))])
+    def test_load_onto_a_jax_mesh(self, path: Path, spec: tuple[Any, ...]) -> None:
+        jax = pytest.importorskip("jax")
+        mesh = jax.make_mesh((2, 4), ("x", "y"), devices=jax.devices()[:8])
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        padded = {"x": np.arange(24 * 16, dtype=np.float32).reshape(24, 16)}
+        self.write(path.parent / "even", padded, {})
+        like = {"x": jax.ShapeDtypeStruct((24, 16), np.float32, sharding=sharding)}
+        found = unickpt.load(path.parent / "even", like)["x"]
+        assert found.sharding == sharding
+        assert same(found, padded["x"])
+
+    def test_load_into_torch_tensors(self, path: Path) -> None:
+        torch = pytest.importorskip("torch")
+        like = {"layers": {"1": {"w": torch.zeros((13, 7, 5), dtype=torch.int64)}}}
+        found = unickpt.load(path, like, strict=False)
+        assert same(found["layers"]["1"]["w"].numpy(), arrays()["layers/1/w"])
+
+    def test_load_through_rules(self, path: Path) -> None:
+        rules = Rules.parse("layers/{l}/w [i o] <-> h.{l} [o i]\nlayers/1/w <-> drop")
+        like = {"h.0": np.empty((COLUMNS, ROWS), np.float32)}
+        found = unickpt.load(path, like, rules=rules, strict=False)
+        assert same(found["h.0"], np.ascontiguousarray(arrays()["layers/0/w"].T))
+
+    def test_load_with_a_cast(self, path: Path) -> None:
+        like = {"layers": {"0": {"w": np.empty((ROWS, COLUMNS), np.float64)}}}
+        with pytest.raises(LoadMismatch, match="float32"):
+            unickpt.load(path, like, strict=False)
+        found = unickpt.load(path, like, strict=False, cast=True)
+        assert same(found["layers"]["0"]["w"], arrays()["layers/0/w"].astype(np.float64))
+
+    def test_load_together(self, path: Path) -> None:
+        expected = arrays()["layers/0/w"]
+
+        def part(index: int, options: Any) -> Any:
+            box = Box((index * 5, 0), (5 + index * 6, COLUMNS))
+            fragment = np.zeros(box.shape, np.float32)
+            like = unickpt.LocalFragments(expected.shape, [(box, fragment)])
+            tree = {"layers": {"0": {"w": like}}}
+            found = unickpt.load(path, tree, strict=False, options=options)
+            return found["layers"]["0"]["w"].fragments
+
+        every = Threads(2).run(part)
+        for found in every:
+            if isinstance(found, Exception):
+                raise found
+            ((box, array),) = found
+            assert same(array, expected[box.slices])
+
+    def test_a_part_is_read_without_the_rest(self, path: Path) -> None:
+        opened = unickpt.open(path)
+        entry = opened.index.arrays["layers/0/w"]
+        needed = [
+            n for part in chunk_grid.parts(entry) for n in part.chunks_in(Box((0, 0), (1, 1)))
+        ]
+        assert len(needed) < sum(part.count for part in chunk_grid.parts(entry))
+
+    def test_what_differs_is_told(self, path: Path) -> None:
+        with pytest.raises(LoadMismatch, match="layers/0/w"):
+            unickpt.load(
+                path, {"layers": {"0": {"w": np.empty((ROWS, 3), np.float32)}}}, strict=False
+            )
+
+    # --- tools ----------------------------------------------------------------------------------
+
+    def test_convert_and_diff(self, path: Path, tmp_path: Path) -> None:
+        unickpt.convert(path, tmp_path / "own")
+        assert unickpt.verify(tmp_path / "own").ok
+        assert same(unickpt.open(tmp_path / "own")["layers/1/w"][...], arrays()["layers/1/w"])
+        assert not unickpt.diff(path, tmp_path / "own").differences
+
+    def test_verify(self, path: Path) -> None:
+        report = unickpt.verify(path)
+        assert report.ok
+        assert bool(report.unverified) is not self.has_digests
+        assert report.bytes == sum(array.nbytes for array in arrays().values())
+
+    def test_inspect(self, path: Path) -> None:
+        for arguments in ([], ["--all"], ["layers/0/w"], ["--json"]):
+            result = CliRunner().invoke(app, ["inspect", str(path), *arguments])
+            assert result.exit_code == 0, result.output
+            assert f"{ROWS}" in result.output
+
+    def test_damage_is_an_error_that_names_the_array(self, path: Path) -> None:
+        self.damage(path, "layers/0/w")
+        with pytest.raises(CheckpointCorrupt, match="layers/0/w"):
+            unickpt.open(path)["layers/0/w"][...]
+        with pytest.raises(CheckpointCorrupt, match="layers/0/w"):
+            unickpt.load(path)
+        report = unickpt.verify(path)
+        assert not report.ok
+        assert "layers/0/w" in str(report.damage[0])

@@ -1,0 +1,286 @@
+"""The reader of unickpt's own format: an OCDBT database with an index, digests and Zarr arrays."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import tensorstore as ts
+
+from unickpt.arrays.dtypes import Array
+from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, UnickptError
+from unickpt.format import chunk_grid, chunk_store, digest_table, index_json, zarr_metadata
+from unickpt.format.chunk_grid import Part
+from unickpt.format.chunk_store import ChunkStore
+from unickpt.format.index import DIGESTS_KEY, INDEX_KEY, ArrayEntry, Index
+from unickpt.format.reader import ParallelMap, Reader
+from unickpt.frameworks.per_process import blob_key
+from unickpt.storage import contexts, errors, ocdbt
+from unickpt.storage.kvstore import Failed
+from unickpt.storage.locations import Location
+from unickpt.trees import tree
+
+# Zarr metadata of one array has a few hundred bytes; many hostile keys may share one large value.
+_MOST_METADATA = 1 << 20
+_KEYS_AT_ONCE = 256
+_REFUSED = object()
+FORMAT = "unickpt"
+"""The name of this format."""
+
+
+def open(location: Location) -> OcdbtReader | None:
+    """Opens the checkpoint at a location; None if there is no manifest.
+
+    Raises:
+        CheckpointNotFound: the database there is not a checkpoint.
+        CheckpointReplaced: a save replaced it meanwhile.
+        CheckpointCorrupt: its index is damaged.
+        UnsupportedFormat: it was written by a newer unickpt.
+        StorageError: the storage failed.
+    """
+    # Its own context has its own cache, so another save at this path does not affect it.
+    context = contexts.context()
+    try:
+        pinned = location.pinned(context)
+    except Failed as error:
+        raise errors.translate(error, str(location)) from error
+    return None if pinned is None else open_pinned(pinned, context)
+
+
+def open_pinned(location: Location, context: ts.Context) -> OcdbtReader:
+    """As `open`, for a location with a pinned manifest; see `Location.pinned`."""
+    try:
+        contents = location.values(context)
+        return OcdbtReader(location, context, _read_index(location, contents), contents)
+    except UnickptError as error:
+        found = chunk_store.unless_replaced(error, location, context)
+        if found is error:
+            raise
+        raise found from error
+
+
+def _read_index(location: Location, contents: ocdbt.Values) -> Index:
+    try:
+        found = contents.read(INDEX_KEY)
+    except Failed as error:
+        raise errors.translate(error, str(location)) from error
+    if found is None:
+        raise CheckpointNotFound(
+            f"no checkpoint at {location}: the database there has no unickpt index"
+        )
+    return index_json.decode(found, str(location))
+
+
+class OcdbtReader(Reader):
+    """A committed checkpoint of unickpt's own format.
+
+    Arguments:
+        location: its path, with a pinned manifest.
+        context: the TensorStore context of its database.
+        index: its index.
+        contents: the values of its database.
+    """
+
+    format = FORMAT
+
+    def __init__(
+        self, location: Location, context: ts.Context, index: Index, contents: ocdbt.Values
+    ) -> None:
+        self.location, self.index = location, index
+        self._chunks = ChunkStore(location, context, index.codecs, contents)
+
+    @property
+    def version(self) -> str:  # type: ignore[override]  # read only when it is asked for
+        return str(json.loads(self.read_key(INDEX_KEY))["format"])
+
+    # --- chunks ---------------------------------------------------------------------------------
+
+    def request_chunk(self, entry: ArrayEntry, part: Part, number: int) -> Any:
+        return self._chunks.request(entry, part, number)
+
+    def read_chunk(
+        self,
+        entry: ArrayEntry,
+        part: Part,
+        number: int,
+        row: Any,
+        out: Array,
+        requested: Any = None,
+    ) -> bool:
+        hashed = row is not None
+        digest = self._chunks.read(entry, part, number, out, requested, hashed=hashed)
+        return not hashed or digest == row["digest"]
+
+    def digests_of(self, name: str) -> digest_table.Table:
+        table, spans = self._digests
+        return table[spans[name]]
+
+    @cached_property
+    def _digests(self) -> tuple[digest_table.Table, dict[str, slice]]:
+        return self.read_digests(), digest_table.spans(self.index.arrays)
+
+    def read_digests(self) -> digest_table.Table:
+        """The digest table; its length is checked against the index before it is read.
+
+        Raises:
+            CheckpointCorrupt: it is missing, or does not belong to the index.
+        """
+        nbytes = self.key_length(DIGESTS_KEY)
+        if nbytes is None:
+            raise self.damaged(f"key {DIGESTS_KEY!r} is missing")
+        try:
+            digest_table.check(nbytes, self.index, digest_table.length(self.index.arrays))
+            return digest_table.decode(self.read_key(DIGESTS_KEY, nbytes), self.index)
+        except digest_table.Mismatch as error:
+            raise self.damaged(str(error)) from None
+
+    def check_backed(self, entry: ArrayEntry) -> None:
+        self.digests_of(entry.name)
+        try:
+            for part in chunk_grid.parts(entry)[:1]:
+                self._chunks.check_backed(entry, part)
+        except Failed as error:
+            where = f"{self.location}: array {entry.name!r}"
+            raise self._chunks.explained(error, where) from error
+
+    def part_url(self, part: Part) -> str:
+        url = f"{self.location.url}|ocdbt:"
+        return f"{url}{quote(part.key)}/" if part.key else url
+
+    def open_part(self, entry: ArrayEntry, part: Part) -> ts.TensorStore:
+        try:
+            self._chunks.values.check(part.key)
+            return self._chunks.array(entry, part)
+        except Failed as error:
+            where = f"{self.location}: array {entry.name!r}"
+            raise self._chunks.explained(error, where) from error
+
+    # --- keys -----------------------------------------------------------------------------------
+
+    def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[bytes, ...]:
+        blobs = self.index.per_process[name].blobs
+        out = []
+        for process in range(len(blobs)) if of is None else of:
+            size, digest = blobs[process]
+            data = self.read_key(blob_key(name, process), size)
+            if chunk_store.digest(np.frombuffer(data, np.uint8)) != digest:
+                raise self.damaged(
+                    f"the value of process {process} for {name!r} does not match its digest"
+                )
+            out.append(data)
+        return tuple(out)
+
+    def read_key(self, key: str, length: int | None = None, requested: Any = None) -> bytes:
+        """The bytes of one key of the database.
+
+        Arguments:
+            key: of the database.
+            length: the number of bytes it must have, if the index says.
+            requested: the result of `request_key` for it.
+
+        Raises:
+            CheckpointCorrupt: it is missing, unreadable or has a different length.
+        """
+        where = f"{self.location}: key {key!r}"
+        try:
+            data = self._chunks.read_key(key, length, requested)
+        except Failed as error:
+            raise self._chunks.explained(error, where) from error
+        if data is None:
+            raise self.damaged(f"key {key!r} is missing")
+        return data
+
+    def key_length(self, key: str) -> int | None:
+        """The length of a key's value in bytes, without reading it; None if the key is missing.
+
+        Raises:
+            CheckpointCorrupt: the database is damaged.
+        """
+        try:
+            return self._chunks.values.length(key)
+        except Failed as error:
+            raise self._chunks.explained(error, f"{self.location}: key {key!r}") from error
+
+    # --- damage ---------------------------------------------------------------------------------
+
+    def damaged(self, reason: str) -> Exception:
+        return self._chunks.unless_replaced(CheckpointCorrupt(f"{self.location}: {reason}"))
+
+    def check_unchanged(self) -> None:
+        found = self.damaged("")
+        if not isinstance(found, CheckpointCorrupt):
+            raise found
+
+    def check_structure(self, run: ParallelMap) -> Iterator[tuple[str, str]]:
+        """Checks the digest table, the tree, keys, zarr metadata and per-process values."""
+        index = self.index
+        self.read_digests()  # on its own, the index may claim any number of chunks
+        try:
+            names = {leaf.name for leaf in tree.leaves(tree.from_json(index.tree))}
+        except tree.BadTree as error:
+            yield "", f"the tree in the index is invalid: {error}"
+            return
+        known = {*index.arrays, *index.aliases, *index.values, *index.per_process}
+        for name in sorted(names ^ known):
+            yield name, "is in the tree or in the index, but not in both"
+        expected = zarr_metadata.zarr_keys(index)
+        for different in run(self._different, _batches(expected.items())):
+            for key in different:
+                yield "", f"{key!r} differs from what the index describes"
+        for name in index.per_process:
+            try:
+                self.per_process(name)
+            except CheckpointCorrupt as error:
+                yield name, str(error)
+        blobs = sum(len(entry.blobs) for entry in index.per_process.values())
+        told = len(expected) + index.chunks + blobs + len((INDEX_KEY, DIGESTS_KEY))
+        found = self._count_keys()
+        if found != told:
+            # Counted, not listed: a few hostile nodes that share children can make any number of
+            # keys.
+            yield "", f"the database has {found} keys, but the index implies {told}"
+
+    def _count_keys(self) -> int:
+        """The number of keys in the database according to its manifest; lists none."""
+        try:
+            return self.location.database_facts(self._chunks.context).keys
+        except Failed as error:
+            raise self._chunks.explained(error, str(self.location)) from error
+
+    def _different(self, expected: Sequence[tuple[str, bytes]]) -> list[str]:
+        """The keys whose stored value differs from the expected one."""
+        requests = [self._request_small(key) for key, _ in expected]
+        return [
+            key
+            for (key, value), requested in zip(expected, requests, strict=True)
+            if requested is _REFUSED or not self._is_stored(key, value, requested)
+        ]
+
+    def _request_small(self, key: str) -> Any:
+        """Requests a key of zarr metadata, unless its value is too large to be that."""
+        try:
+            is_small = (self.key_length(key) or 0) <= _MOST_METADATA
+            return self._chunks.request_key(key) if is_small else _REFUSED
+        except CheckpointCorrupt:
+            return _REFUSED
+
+    def _is_stored(self, key: str, value: bytes, requested: Any) -> bool:
+        try:
+            found = self.read_key(key, requested=requested)
+        except CheckpointCorrupt:
+            return False
+        try:
+            return found == value or bool(json.loads(found) == json.loads(value))
+        except (ValueError, RecursionError):  # not valid JSON
+            return False
+
+
+def _batches(expected: Iterable[tuple[str, bytes]]) -> list[list[tuple[str, bytes]]]:
+    """Keys in batches that are large enough for a thread each."""
+    items = iter(expected)
+    return list(iter(lambda: list(itertools.islice(items, _KEYS_AT_ONCE)), []))

@@ -1,0 +1,141 @@
+"""The protocol that every readable format fulfils.
+
+`load`, rules, `convert`, `diff`, `verify` and `inspect` know checkpoints only as readers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+import tensorstore as ts
+
+from unickpt.arrays.dtypes import Array
+from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
+from unickpt.format.chunk_grid import Part
+from unickpt.format.digest_table import Table
+from unickpt.format.index import ArrayEntry, Index
+from unickpt.storage.locations import Location
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class ParallelMap(Protocol):
+    """Calls a function with each item, on several threads; returns the results in order."""
+
+    def __call__(self, function: Callable[[T], U], items: Sequence[T]) -> Iterable[U]: ...
+
+
+class Reader(Protocol):
+    """An opened checkpoint of one format. Its methods are called from several threads.
+
+    A format derives its reader from this class. It needs the attributes and `read_chunk`; the
+    methods with a body say what holds for a format without digests, values that differ by process,
+    or protection against a save that replaces the checkpoint.
+
+    The arrays of the index say where their elements are: an array consists of parts, which are
+    boxes of it (`chunk_grid.parts`), and a part of chunks. A chunk is what is read at once. A
+    format whose files have no chunks chooses a chunk extent, and reads a range of a file for each.
+    """
+
+    format: str
+    """The name of the format."""
+    version: str
+    """The version of the format; empty if it has none."""
+    location: Location
+    """Where it is."""
+    index: Index
+    """Its arrays, plain values and structure."""
+
+    def read_chunk(
+        self,
+        entry: ArrayEntry,
+        part: Part,
+        number: int,
+        row: Any,
+        out: Array,
+        requested: Any = None,
+    ) -> bool:
+        """Reads a chunk into contiguous memory.
+
+        Arguments:
+            entry: the array.
+            part: the part of the array.
+            number: the chunk's row-major number in the part.
+            row: its row of `digests_of`; None if it is not to be verified.
+            out: memory of the chunk's shape and the array's dtype.
+            requested: what `request_chunk` returned for it.
+
+        Returns:
+            Whether it matches its digest; true without a row.
+
+        Raises:
+            CheckpointCorrupt: it is missing or cannot be decoded.
+            StorageError: the storage failed.
+        """
+
+    def request_chunk(self, entry: ArrayEntry, part: Part, number: int) -> Any:
+        """Starts to read a chunk, where that makes several reads faster; else None."""
+        return None
+
+    def digests_of(self, name: str) -> Table | None:
+        """The digests of an array's chunks, in the order of its parts; None if the format stores
+        none, so that what is read cannot be verified."""
+        return None
+
+    def check_backed(self, entry: ArrayEntry) -> None:
+        """Checks that enough data is stored to justify the memory that an array's shape needs.
+
+        Raises:
+            CheckpointCorrupt: the data contradicts the shape.
+        """
+
+    def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[bytes, ...]:
+        """The encoded values of a per-process leaf, verified.
+
+        Arguments:
+            name: of the leaf.
+            of: the processes whose values to read; all by default.
+
+        Raises:
+            CheckpointCorrupt: one is missing or damaged.
+        """
+        raise KeyError(name)
+
+    def damaged(self, reason: str) -> Exception:
+        """The error for bad stored data: damage, or that the checkpoint was replaced since."""
+        return CheckpointCorrupt(f"{self.location}: {reason}")
+
+    def check_unchanged(self) -> None:
+        """Checks that this is still the checkpoint at its path, if the format can tell.
+
+        Raises:
+            CheckpointReplaced: it is not.
+        """
+
+    def check_structure(self, run: ParallelMap) -> Iterator[tuple[str, str]]:
+        """Checks all that is stored, except chunks.
+
+        Arguments:
+            run: does work on several threads.
+
+        Returns:
+            For each damage the name of the leaf, empty if none is at fault, and what is wrong.
+        """
+        return iter(())
+
+    def part_url(self, part: Part) -> str:
+        """The URL with which TensorStore opens a part; empty if it cannot."""
+        return ""
+
+    def open_part(self, entry: ArrayEntry, part: Part) -> ts.TensorStore:
+        """A part as a TensorStore.
+
+        Raises:
+            UnsupportedFormat: TensorStore cannot read this format.
+        """
+        raise UnsupportedFormat(
+            f"{self.location}: TensorStore cannot open the arrays of a checkpoint of the format "
+            f"{self.format!r}; read them by slicing"
+        )
