@@ -38,9 +38,8 @@ def test_what_is_exported_is_read_back(tmp_path: Path) -> None:
 
 def test_an_export_through_rules(tmp_path: Path) -> None:
     save(tmp_path / "c")
-    rules = Rules.parse(
-        "layers.0.w [i o] <-> w.0 [o i]\nlayers.1.w <-> drop\nscale <-> drop\nflags <-> drop\nstep <-> drop"
-    )
+    dropped = "".join(f"\n{name} <-> drop" for name in ("layers.1.w", "scale", "flags", "step"))
+    rules = Rules.parse("layers.0.w [i o] <-> w.0 [o i]" + dropped)
     export(tmp_path / "c", npy_folder.NpyWriter(tmp_path / "npy"), rules=rules, options=BUDGET)
     expected = arrays()["layers/0/w"].T
     assert any(

@@ -15,7 +15,7 @@ from unickpt.frameworks.protocol import Adapter, ArrayTarget
 from unickpt.frameworks.registry import adapters, current_group
 from unickpt.loading.compare import compare, is_number
 from unickpt.loading.report import LoadReport
-from unickpt.loading.request import Wanted
+from unickpt.loading.request import Request
 from unickpt.loading.ruled_view import Ruled, through, wanted_through
 from unickpt.loading.views import AsStored, View, jobs_of
 from unickpt.reading import checkpoint
@@ -147,7 +147,7 @@ def _load_like(
 ) -> tuple[Any, LoadReport]:
     view: View
     if rules is None:
-        asked = Wanted.of(like, among, _facts(stored.index))
+        asked = Request.of(like, among, _facts(stored.index))
         view = AsStored(stored, asked.facts)
     else:
         asked = wanted_through(like, stored, rules, among)
@@ -162,7 +162,7 @@ def _load_like(
 
 def _read_like(
     view: View,
-    asked: Wanted,
+    asked: Request,
     report: LoadReport,
     options: LoadOptions,
     among: Sequence[Adapter],

@@ -13,7 +13,7 @@ from typing import Any
 
 from unickpt.errors import CheckpointCorrupt, RuleError
 from unickpt.format.index import RESERVED
-from unickpt.reading.recipes import Feed
+from unickpt.reading.recipes import MappedSource
 from unickpt.rules import Rules
 from unickpt.rules.plan import Made, Plan
 
@@ -99,7 +99,7 @@ class Provenance:
                 arithmetic[name] = frozenset(nets)
         return Provenance(conventions, arithmetic, sizes)
 
-    def _nets_after(self, feed: Feed, made: Made, where: str) -> Collection[Net]:
+    def _nets_after(self, feed: MappedSource, made: Made, where: str) -> Collection[Net]:
         """The total arithmetic of elements after a feed.
 
         Raises:
@@ -142,7 +142,7 @@ def _nets(pairs: Iterable[Any]) -> frozenset[Net]:
     return frozenset((float(a), float(b)) for a, b in pairs)
 
 
-def _composed(feed: Feed, net: Net) -> Net:
+def _composed(feed: MappedSource, net: Net) -> Net:
     """The total of earlier arithmetic and a feed's arithmetic."""
     found = feed.scale * net[0], feed.scale * net[1] + feed.offset
     same = all(

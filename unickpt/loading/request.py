@@ -1,4 +1,4 @@
-"""Wanted: the leaves of `like`, and what rules need to know about them."""
+"""Request: the leaves of `like`, and what rules need to know about them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NUMBERS = {bool: "bool", int: "int64", float: "float64"}
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Request:
     """What a load requests.
 
     Arguments:
@@ -32,7 +32,7 @@ class Wanted:
     targets: Mapping[str, ArrayTarget]
 
     @classmethod
-    def of(cls, like: Any, among: Sequence[Adapter], known: Mapping[str, Any]) -> Wanted:
+    def of(cls, like: Any, among: Sequence[Adapter], known: Mapping[str, Any]) -> Request:
         """The leaves of a tree.
 
         Arguments:

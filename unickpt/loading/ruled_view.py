@@ -18,7 +18,7 @@ from unickpt.format.index import ArrayEntry, Index, PerProcessEntry
 from unickpt.format.reader import Reader
 from unickpt.frameworks.protocol import Adapter
 from unickpt.loading.provenance import Provenance
-from unickpt.loading.request import Wanted
+from unickpt.loading.request import Request
 from unickpt.loading.views import as_array_entry, number_recipe, shown, stored_leaf, stored_names
 from unickpt.reading.chunk_reader import read_box, read_made
 from unickpt.reading.options import LoadOptions
@@ -302,10 +302,12 @@ class Offered(Mapping[str, Any]):
         return len(self._found)
 
 
-def wanted_through(like: Any, checkpoint: Reader, rules: Rules, among: Sequence[Adapter]) -> Wanted:
+def wanted_through(
+    like: Any, checkpoint: Reader, rules: Rules, among: Sequence[Adapter]
+) -> Request:
     """What a tree requests; optimizers without state request what the rules could make."""
-    known = Offered(checkpoint, rules, lambda: Wanted.of(like, among, {}).facts)
-    return Wanted.of(like, among, known)
+    known = Offered(checkpoint, rules, lambda: Request.of(like, among, {}).facts)
+    return Request.of(like, among, known)
 
 
 def stored_facts(checkpoint: Reader) -> Stored:

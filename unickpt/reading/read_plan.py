@@ -15,7 +15,7 @@ from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
 from unickpt.frameworks.protocol import ArrayTarget
 from unickpt.reading.placement import place, put
-from unickpt.reading.recipes import Copy, Recipe, Source, Wanted
+from unickpt.reading.recipes import Copy, Needed, Recipe, Source
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Job:
         return list({entry.name: entry for entry in used}.values())
 
 
-class Slot(NamedTuple):
+class TargetBox(NamedTuple):
     """A box of a target to fill."""
 
     name: str
@@ -58,7 +58,7 @@ class Slot(NamedTuple):
 class User(NamedTuple):
     """A buffer, and what it needs from a stored array."""
 
-    needed: Wanted
+    needed: Needed
     buffer: Array
     feed: Source
 
@@ -123,18 +123,18 @@ def buffers_of(stored: Reader, job: Job) -> dict[str, list[Array]]:
     return buffers
 
 
-def slots_of(job: Job) -> list[Slot]:
+def slots_of(job: Job) -> list[TargetBox]:
     """All boxes to fill; targets that share memory count once."""
     first: dict[Hashable, str] = {}
-    slots: list[Slot] = []
+    slots: list[TargetBox] = []
     for name, target in job.targets.items():
         if target.identity is None or first.setdefault(target.identity, name) == name:
             recipe = job.recipes[name]
-            slots += [Slot(name, i, box, recipe) for i, box in enumerate(target.boxes)]
+            slots += [TargetBox(name, i, box, recipe) for i, box in enumerate(target.boxes)]
     return slots
 
 
-def fill(slots: Sequence[Slot], buffers: Mapping[str, Sequence[Array]], verify: bool) -> None:
+def fill(slots: Sequence[TargetBox], buffers: Mapping[str, Sequence[Array]], verify: bool) -> None:
     """Fills in what needs no chunk."""
     for name, position, box, recipe in slots:
         buffer = buffers[name][position]
@@ -148,7 +148,7 @@ def fill(slots: Sequence[Slot], buffers: Mapping[str, Sequence[Array]], verify: 
 
 
 def users_of(
-    slots: Sequence[Slot], buffers: Mapping[str, Sequence[Array]]
+    slots: Sequence[TargetBox], buffers: Mapping[str, Sequence[Array]]
 ) -> dict[str, tuple[ArrayEntry, list[User]]]:
     """The users of each stored array, by its name."""
     users: dict[str, tuple[ArrayEntry, list[User]]] = {}

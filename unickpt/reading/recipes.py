@@ -35,7 +35,7 @@ class Copy(NamedTuple):
     out_steps: tuple[tuple[int, ...], ...]
 
 
-class Wanted(Protocol):
+class Needed(Protocol):
     """What a box of a requested array needs from a stored array."""
 
     @property
@@ -47,7 +47,7 @@ class Wanted(Protocol):
 
 
 class Source(Protocol):
-    """Where elements come from; see `Feed`, the general one."""
+    """Where elements come from; see `MappedSource`, the general one."""
 
     @property
     def entry(self) -> ArrayEntry: ...
@@ -58,11 +58,11 @@ class Source(Protocol):
     @property
     def offset(self) -> float: ...
 
-    def within(self, box: Box) -> Wanted | None: ...
+    def within(self, box: Box) -> Needed | None: ...
 
 
 @dataclass(frozen=True)
-class Feed:
+class MappedSource:
     """A block of a requested array, and the stored array that it comes from.
 
     Arguments:
@@ -99,7 +99,7 @@ class Feed:
     def _out_lines(self) -> tuple[Line, ...]:
         return tuple(map(line_of, self.out))
 
-    def within(self, box: Box) -> Wanted | None:
+    def within(self, box: Box) -> Needed | None:
         """What a box of the requested array needs; None if nothing."""
         ranges = pull(self.out, box.start, box.stop, tuple((0, n) for n in self.extents))
         return _Pulled(self, box, ranges) if ranges else None
@@ -129,7 +129,7 @@ class Feed:
 class _Pulled:
     """What a box needs from a feed."""
 
-    def __init__(self, feed: Feed, box: Box, ranges: Sequence[Ranges]) -> None:
+    def __init__(self, feed: MappedSource, box: Box, ranges: Sequence[Ranges]) -> None:
         self._feed, self._box, self._ranges = feed, box, ranges
         self.boxes: Sequence[Box] = [feed.reach(r) for r in ranges]
 
@@ -152,7 +152,7 @@ class Itself:
     def __init__(self, entry: ArrayEntry) -> None:
         self.entry = entry
 
-    def within(self, box: Box) -> Wanted | None:
+    def within(self, box: Box) -> Needed | None:
         return None if box.empty else _Plain(box)
 
 

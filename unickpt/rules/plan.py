@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from unickpt.format.index import ArrayEntry
-from unickpt.reading.recipes import Feed, Fill
+from unickpt.reading.recipes import Fill, MappedSource
 from unickpt.rules.functions import Function
 
 
@@ -49,7 +49,7 @@ class Made:
     name: str
     fact: Fact
     rule: str
-    feeds: tuple[Feed, ...] = ()
+    feeds: tuple[MappedSource, ...] = ()
     fills: tuple[Fill, ...] = ()
     source: str | None = None
     function: Function | None = None

@@ -17,7 +17,7 @@ import numpy as np
 from unickpt.arrays import dtypes
 from unickpt.errors import RuleError
 from unickpt.format.index import ArrayEntry
-from unickpt.reading.recipes import Feed, Fill, whole_dims
+from unickpt.reading.recipes import Fill, MappedSource, whole_dims
 from unickpt.rules import axes, explain
 from unickpt.rules.ast import Item, Nothing
 from unickpt.rules.conflicts import Claims, choose_variants, keep_ties, leave_to_others
@@ -242,7 +242,7 @@ class _Planner:
         """A stored array."""
         fact = self._stored.facts[name]
         dims = whole_dims(fact.shape)
-        return Made(name, fact, "", (Feed(self._entry(name), fact.shape, dims, dims),))
+        return Made(name, fact, "", (MappedSource(self._entry(name), fact.shape, dims, dims),))
 
     def _make(self, instance: Instance, plan: Plan) -> None:
         rule = instance.rule
@@ -302,7 +302,7 @@ class _Planner:
     ) -> Made:
         rule, items = instance.rule, instance.items(view)
         shape = tuple(axes.size_of(item, instance.sizes) or 0 for item in items)
-        feeds: list[Feed] = []
+        feeds: list[MappedSource] = []
         fills: list[Fill] = []
         whole: str | None = None
         facts: list[Fact] = []
@@ -468,7 +468,7 @@ def _feed(
     entry: ArrayEntry,
     source: tuple[Seen, axes.Choice, Mapping[str, int]],
     out: tuple[Seen, axes.Choice, Mapping[str, int]],
-) -> Feed:
+) -> MappedSource:
     fixed = {**source[2], **out[2]}
     items = instance.items(source[0])
     own = [axis.name for axis in axes.block_axes(items, source[1]) if axis.name not in fixed]
@@ -479,7 +479,7 @@ def _feed(
     ]
     (a, b), (c, d) = (view.affine(instance.sizes) for view, _, _ in (source, out))
     extents = tuple(instance.sizes[axis] for axis in own)
-    return Feed(entry, extents, dims[0], dims[1], scale=a / c, offset=(b - d) / c)
+    return MappedSource(entry, extents, dims[0], dims[1], scale=a / c, offset=(b - d) / c)
 
 
 def _padded_sizes(instance: Instance) -> dict[str, int]:
