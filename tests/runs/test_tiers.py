@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import TESTS
 from support.processes import Processes
@@ -563,46 +563,53 @@ OPERATIONS = st.lists(
 
 
 @settings(max_examples=25)
+@example([("save", 0), ("alone", 0), ("uncopied", 0), ("drop", 0)])
 @given(OPERATIONS)
 def test_runs_with_and_without_the_local_tier_see_one_history(operations: list[Operation]) -> None:
-    """Beside a model: which steps there are, by number, and which of them only the local tier has.
-    A run without the local tier does not see the latter, and abandons them by what it changes."""
+    """Beside a model: the steps of the root, those that only the local tier has, and which version
+    was the newest in the root when these were saved. They count while it is."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        run, content, saved = Run(Path(folder)), dict[int, int](), 0
-        uncopied: set[int] = set()
+        run, root, uncopied = Run(Path(folder)), dict[int, int](), dict[int, int]()
+        base = saved = 0
+
+        def newest() -> int:
+            return root[max(root)] if root else 0
+
         for what, at in operations:
             saved += 1
             if what in ("save", "uncopied"):
-                step = max(content, default=0) + 1
+                if newest() != base:
+                    uncopied = {}
+                step = max({**root, **uncopied}, default=0) + 1
                 with patch.context() as inner, suppress(StorageError):
                     if what == "uncopied":
                         inner.setattr(Tier, "copy_from", no_copy)
                     with run.open() as job:
                         job.save(step, numbers(saved)).result(30)
-                content[step] = saved
-                uncopied = {*uncopied, step} if what == "uncopied" else set()
+                if what == "uncopied":
+                    uncopied[step] = saved
+                else:
+                    root, uncopied = {**root, **uncopied, step: saved}, {}
+                base = newest()
                 continue
-            in_root = sorted(set(content) - uncopied)
             with Checkpointer(run.root, options=FAST) as job:
-                assert job.steps() == in_root
+                assert job.steps() == sorted(root)
                 if what == "alone":
-                    step = max(in_root, default=0) + 1
+                    step = max(root, default=0) + 1
                     job.save(step, numbers(saved)).result(30)
-                    content = {s: content[s] for s in in_root} | {step: saved}
-                elif len(in_root) > 1:
-                    step = in_root[at % len(in_root)]
-                    gone = {step} if what == "delete" else {s for s in in_root if s > step}
+                    root[step] = saved
+                elif len(root) > 1:
+                    step = sorted(root)[at % len(root)]
                     if what == "delete":
                         job.delete(step)
+                        del root[step]
                     else:
                         job.drop_later_steps(step)
-                    if in_root[-1] in gone:
-                        gone |= uncopied
-                    content = {s: n for s, n in content.items() if s not in gone}
-                uncopied &= set() if what == "alone" else set(content)
+                        root = {s: n for s, n in root.items() if s <= step}
+        expected = {**(uncopied if newest() == base else {}), **root}
         with run.open() as job:
-            assert job.steps() == sorted(content)
-            for step, number in content.items():
+            assert job.steps() == sorted(expected)
+            for step, number in expected.items():
                 assert same(job.load(step=step), numbers(number))
 
 

@@ -205,11 +205,8 @@ class Upkeep:
         with suppress(StorageError):  # it may be away; then copying finds out
             self._root.check_no_checkpoint()
             self._check_newest(step, self._root)
-        # First the local versions: one of them may become the newest in the root at any time.
-        local = {s: self._local.version(s) for s in self._local.committed()}
+        follows = self._followed(self._local)
         supersedes = self._superseded(self._local, step, overwrite, attempt)
-        follows = {version.name for version in local.values() if version is not None}
-        follows.update(self._newest_in_root(self._local, local))
         self._lineages[step] = attempt, Lineage(tuple(supersedes), frozenset(follows))
 
     def _check_failed(self, step: int, overwrite: bool) -> None:
@@ -262,17 +259,24 @@ class Upkeep:
         if self._first in self._newest:
             self._newest[self._first] = max(step, self._newest[self._first])
 
-    def _newest_in_root(self, local: Tier, versions: Mapping[int, Version | None]) -> Iterable[str]:
-        """The name of the root's newest version. If the root cannot be read, those that the newest
-        of some `versions` in the local tier follows."""
+    def _followed(self, local: Tier) -> set[str]:
+        """The versions that a save follows: the newest in the root, and those in the local tier
+        that are to be copied after it. If the root cannot be read, the newest local version, and
+        those that it follows."""
+        # First the local ones: each may become the newest in the root at any time.
+        found = {step: local.version(step) for step in local.committed()}
+        there = {step: version for step, version in found.items() if version is not None}
         try:
             newest = self._root.newest()
-            return () if newest is None else (newest.name,)
         except StorageError:
-            there = {step: version for step, version in versions.items() if version is not None}
             if not there:
-                return ()
-            return local.lineage(max(there), there[max(there)]).follows or ()
+                return set()
+            last = max(there)
+            return {there[last].name, *(local.lineage(last, there[last]).follows or ())}
+        if newest is None:
+            return {version.name for version in there.values()}
+        later = {version.name for step, version in there.items() if step > newest[0]}
+        return {newest[1].name, *later}
 
     def _superseded(self, local: Tier, step: int, overwrite: bool, attempt: str) -> list[str]:
         """The versions of a step that an attempt to save it in the local tier supersedes."""

@@ -24,8 +24,8 @@ class Lineage:
 
     Arguments:
         supersedes: the earlier versions of the same step, oldest first.
-        follows: the newest version in the root, and all in the local tier, when it was saved; None
-            if that was not recorded.
+        follows: when it was saved, the newest version in the root, and those of later steps in the
+            local tier; None if that was not recorded.
         copied: whether its copy to the root was committed.
     """
 

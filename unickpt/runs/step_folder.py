@@ -155,17 +155,19 @@ class Steps:
             return "" if self.version(step) is None else str(error)
         return ""
 
-    def newest(self) -> Version | None:
-        """The version of the newest step, if there is any step.
+    def newest(self) -> tuple[int, Version] | None:
+        """The newest step and its version, if there is any step.
 
         Raises:
             StorageError: the storage failed.
         """
         while True:
             committed = self.committed()
-            version = self.version(committed[-1]) if committed else None
-            if version is not None or not committed:  # otherwise it was removed meanwhile
-                return version
+            if not committed:
+                return None
+            version = self.version(committed[-1])
+            if version is not None:  # otherwise it was removed meanwhile
+                return committed[-1], version
 
     def metrics(self, step: int) -> Mapping[str, float]:
         """The metrics that a step was saved with; empty if they cannot be read."""

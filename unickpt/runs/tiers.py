@@ -120,7 +120,7 @@ def _is_abandoned(local: Steps, root: Steps, step: int, version: Version) -> boo
         return False
     if lineage.copied:
         return True
-    if lineage.follows is None or newest.name in lineage.follows:
+    if lineage.follows is None or newest[1].name in lineage.follows:
         return False
     for later in set(root.committed()) & set(local.committed()):
         own = local.version(later)
