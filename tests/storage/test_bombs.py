@@ -26,10 +26,10 @@ import unickpt
 from unickpt import Box, CheckpointCorrupt, LoadOptions, UnsupportedLeaf
 from unickpt.arrays import box
 from unickpt.format import digest_table, index_json
-from unickpt.storage import bounded_zstd
+from unickpt.storage import bounded_codecs
 from unickpt.storage import ocdbt_nodes as decoder
-from unickpt.storage.kvstore import Damaged
-from unickpt.storage.locations import resolve
+from unickpt.storage.errors import Damaged
+from unickpt.storage.paths import resolve
 from unickpt.trees import tree
 
 # Reads a checkpoint in all ways; prints how much more memory that took at its peak than before.
@@ -208,10 +208,10 @@ def test_a_manifest_is_small(case: str, forks: Forks, tmp_path: Path) -> None:
 @given(st.binary(max_size=300), st.integers(0, 300))
 def test_a_stream_is_unpacked_as_far_as_asked(data: bytes, size: int) -> None:
     stream = plain(data) if data else zstd((0, b"", 0))
-    told, most = bounded_zstd.zstd_sizes(stream)
+    told, most = bounded_codecs.zstd_sizes(stream)
     assert told <= len(data) <= most or most == len(data)
     if size:
-        assert bounded_zstd.zstd_prefix(stream, size) == (
+        assert bounded_codecs.zstd_prefix(stream, size) == (
             data[:size] if size <= len(data) else None
         )
 
@@ -219,11 +219,11 @@ def test_a_stream_is_unpacked_as_far_as_asked(data: bytes, size: int) -> None:
 @pytest.mark.parametrize("size", [1, 100, 5000])
 def test_a_checksum_is_checked(size: int) -> None:
     sound = node(bytes(size))
-    assert bounded_zstd.is_sound(sound)
+    assert bounded_codecs.crc32c_matches(sound)
     for at in (0, size // 2, len(sound) - 1):
         changed = bytearray(sound)
         changed[at] ^= 1
-        assert not bounded_zstd.is_sound(bytes(changed))
+        assert not bounded_codecs.crc32c_matches(bytes(changed))
 
 
 @pytest.mark.parametrize("compression", [None, {"id": "zstd"}, {"id": "zstd", "level": 19}])
@@ -579,9 +579,10 @@ def test_a_reader_of_locks_is_not_blocked(tmp_path: Path, forks: Forks) -> None:
         forks.start(
             """
 import unickpt
-from unickpt.backends import file
-print(unickpt.remnants.find(ARGS[0]).holder)
-print(file._why_held(ARGS[0] + "/manifest.ocdbt.exclusive.__lock"))
+from unickpt.runs import cleanup
+from unickpt.storage import local_locks
+print(cleanup.find(ARGS[0]).holder)
+print(local_locks._why_held(ARGS[0] + "/manifest.ocdbt.exclusive.__lock"))
 """,
             str(tmp_path / "run"),
         )
@@ -622,7 +623,7 @@ def test_a_link_does_not_lead_out(saved: Path, forks: Forks, tmp_path: Path) -> 
 def test_the_decoder_ends_where_bytes_do() -> None:
     """Every beginning of a node is refused, never misread."""
     body = leaf({f"k{i}": Away("f", i, 1) if i % 2 else b"v" for i in range(40)})[14:-4]
-    place = decoder.Place("x", 0, 0)
+    place = decoder.DataReference("x", 0, 0)
     for size in range(len(body)):
         for packed in (False, True):
             data = node(plain(body[:size]) if packed and size else body[:size], packed=packed)
@@ -648,4 +649,4 @@ def test_a_number_without_end_is_refused_at_once(
     body = bytes([0]) + files([]) + varint(40) + bytes(38) + b"\xff" * 500_000
     data = node(plain(body) if packed else body, packed=packed)
     with pytest.raises(Damaged, match="a number of more than 64 bits"):
-        decoder.node(data, decoder.Place("x", 0, 0), 0, b"", decoder.Budget())
+        decoder.node(data, decoder.DataReference("x", 0, 0), 0, b"", decoder.Budget())

@@ -11,9 +11,9 @@ import tensorstore as ts
 from support.nodes import Away, inner, leaf, manifest
 
 import unickpt
-from unickpt.storage import local_values
-from unickpt.storage.locations import resolve
+from unickpt.storage import local_database
 from unickpt.storage.ocdbt import Place, Tree
+from unickpt.storage.paths import resolve
 
 KEYS = {f"params/l%y:{i:03d}/c/0": bytes([i]) * (1 + 11 * i) for i in range(0, 90, 2)}
 
@@ -38,10 +38,10 @@ def tree(request: pytest.FixtureRequest, tmp_path: Path, context: ts.Context) ->
     return of(tmp_path).tree
 
 
-def of(path: Path) -> local_values.Values:
+def of(path: Path) -> local_database.LocalDatabaseReader:
     """The values of the database in a folder."""
     found = resolve(path).values(ts.Context())
-    assert isinstance(found, local_values.Values)
+    assert isinstance(found, local_database.LocalDatabaseReader)
     return found
 
 

@@ -36,7 +36,7 @@ from unickpt import (
 )
 from unickpt.format.chunk_store import ChunkStore
 from unickpt.reading.listing import checkpoints_below
-from unickpt.storage import contexts, locations
+from unickpt.storage import contexts, locations, paths
 
 ODD_NAMES = ["a b", "ä ö 漢", "100%", "a%20b", "a'b\"c", "x|y", "q?r#s", "~", "-rf", "a:b", "[c]*"]
 
@@ -126,24 +126,24 @@ def test_cloud_urls_become_the_specs_of_their_drivers(monkeypatch: pytest.Monkey
             monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("HOME", "/nonexistent")
-    assert locations.resolve("gs://bucket/a%20b/c/").spec == {
+    assert paths.resolve("gs://bucket/a%20b/c/").spec == {
         "driver": "gcs",
         "bucket": "bucket",
         "path": "a b/c/",
     }
     plain = {"driver": "s3", "bucket": "bucket", "path": "run/1/"}
     plain["aws_credentials"] = "aws_credentials#anonymous"
-    assert locations.resolve("s3://bucket/run/1").spec == plain
+    assert paths.resolve("s3://bucket/run/1").spec == plain
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-central-1")
-    assert locations.resolve("s3://bucket/run/1").spec == {**plain, "aws_region": "eu-central-1"}
+    assert paths.resolve("s3://bucket/run/1").spec == {**plain, "aws_region": "eu-central-1"}
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://minio:9000/")
     monkeypatch.setenv("AWS_REGION", "eu-west-1")
     expected = {**plain, "aws_region": "eu-west-1", "endpoint": "http://minio:9000"}
-    assert locations.resolve("s3://bucket/run/1").spec == expected
+    assert paths.resolve("s3://bucket/run/1").spec == expected
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://s3:1")
-    assert locations.resolve("s3://bucket/run/1").spec == {**expected, "endpoint": "http://s3:1"}
+    assert paths.resolve("s3://bucket/run/1").spec == {**expected, "endpoint": "http://s3:1"}
     for url in ("s3://bucket/run/1", "gs://bucket/run/1"):
-        location = locations.resolve(url)
+        location = paths.resolve(url)
         assert location.is_remote
         assert str(location) == url
         assert str(location.child("processes/x")) == f"{url}/processes/x"
@@ -222,7 +222,7 @@ class Server:
 
     def keys(self, path: str) -> list[str]:
         """All objects below a path."""
-        store = locations.resolve(self.url(path)).store(contexts.context())
+        store = paths.resolve(self.url(path)).store(contexts.context())
         return sorted(key.decode() for key in store.list().result())
 
 
@@ -303,7 +303,7 @@ def test_s3_tensorstore_alone_reads_every_array(s3: Server) -> None:
 def test_s3_damage_is_named(s3: Server) -> None:
     url = s3.url("damaged")
     unickpt.save(url, {"w": np.arange(3000.0)})
-    store = locations.resolve(url).store(contexts.context())
+    store = paths.resolve(url).store(contexts.context())
     (name,) = [key for key in s3.keys("damaged") if "/d/" in key]
     data = bytearray(store.read(name).result().value)
     data[data.index(np.arange(3000.0).tobytes()) + 8] ^= 1
@@ -348,7 +348,7 @@ def test_s3_of_two_jobs_one_wins(overwrite: bool, s3: Server) -> None:
 
 def test_s3_the_commit_is_a_conditional_write(s3: Server) -> None:
     """What the commit relies on: the server, and not the client, refuses a second first write."""
-    store = locations.resolve(s3.url("conditional")).store(contexts.context())
+    store = paths.resolve(s3.url("conditional")).store(contexts.context())
     nothing = store.read("k").result().stamp.generation
     first = store.write("k", b"1", if_equal=nothing).result().generation
     assert first
@@ -599,20 +599,20 @@ def test_the_lock_of_a_killed_process_spoils_nothing(tmp_path: Path) -> None:
 
 
 def test_only_one_process_at_a_time_holds_the_lock(tmp_path: Path) -> None:
-    location = locations.resolve(tmp_path)
+    location = paths.resolve(tmp_path)
     with (
-        location.locked(1),
+        location.manifest_locked(1),
         pytest.raises(StorageError, match="another process holds this lock"),
-        location.locked(0.1),
+        location.manifest_locked(0.1),
     ):
         pass
-    with location.locked(0.1):
+    with location.manifest_locked(0.1):
         pass
     held = []
 
     def work(group: ProcessGroup) -> None:
         for _ in range(20):
-            with location.locked(30):
+            with location.manifest_locked(30):
                 held.append(group.index)
                 assert len(held) == 1
                 time.sleep(0.0005)

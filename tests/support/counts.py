@@ -11,8 +11,8 @@ from unittest import mock
 import tensorstore as ts
 
 from unickpt.format.ocdbt_reader import OcdbtReader
-from unickpt.storage import local_values
-from unickpt.storage.ocdbt import Values
+from unickpt.storage.local_database import LocalDatabaseReader
+from unickpt.storage.ocdbt import DatabaseReader
 
 
 class ChunkRead(NamedTuple):
@@ -51,16 +51,16 @@ def keys_read() -> Iterator[Count]:
     past: list[str] = []
 
     def counted(real: Any) -> Any:
-        def read(self: Values, key: str, *rest: Any) -> Any:
+        def read(self: DatabaseReader, key: str, *rest: Any) -> Any:
             past.append(key)  # from several threads
             return real(self, key, *rest)
 
         return read
 
     with (
-        mock.patch.object(local_values.Values, "read_into", counted(local_values.Values.read_into)),
-        mock.patch.object(Values, "read", counted(Values.read)),
-        mock.patch.object(Values, "request", counted(Values.request)),
+        mock.patch.object(LocalDatabaseReader, "read_into", counted(LocalDatabaseReader.read_into)),
+        mock.patch.object(DatabaseReader, "read", counted(DatabaseReader.read)),
+        mock.patch.object(DatabaseReader, "request", counted(DatabaseReader.request)),
     ):
         yield count
     count.keys = _by_tensorstore() - before + len(past)
