@@ -128,7 +128,7 @@ def walk(top: str, inside: str) -> Iterator[StoredFile]:
             entries = sorted(os.scandir(top + folder), key=lambda entry: entry.name)
             changed = os.stat(top + folder, follow_symlinks=False).st_mtime
         except OSError:
-            yield StoredFile(folder + "?")
+            yield StoredFile(folder + "?", 0)
             continue
         if folder and not entries:
             yield StoredFile(folder, 0, max(0.0, now - changed))
@@ -136,11 +136,11 @@ def walk(top: str, inside: str) -> Iterator[StoredFile]:
             name = folder + entry.name
             if entry.is_dir(follow_symlinks=False) and (folder or entry.name == inside):
                 if single and folder:
-                    yield StoredFile(name + "/")
+                    yield StoredFile(name + "/", 0)
                 else:
                     stack.append(name + "/")
             elif not entry.is_file(follow_symlinks=False):
-                yield StoredFile(name + "?")
+                yield StoredFile(name + "?", 0)
             else:
                 with suppress(FileNotFoundError):
                     facts = entry.stat(follow_symlinks=False)
