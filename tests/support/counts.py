@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -69,3 +70,20 @@ def keys_read() -> Iterator[Count]:
 def _by_tensorstore() -> int:
     found = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/ocdbt/read")
     return sum(int(metric["values"][0]["value"]) for metric in found)  # none before the first read
+
+
+def lines_run(act: Callable[[], Any]) -> int:
+    """Counts the lines of Python and the functions in C that a call executes."""
+    events = [0]
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        events[0] += 1
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        act()
+    finally:
+        sys.settrace(before)
+    return events[0]
