@@ -17,6 +17,7 @@ import tensorstore as ts
 
 from unickpt.runs.attempt_folders import FOLDER, attempts_of_checkpoint
 from unickpt.storage.errors import Damaged
+from unickpt.storage.local_folders import LOCK_SUFFIX
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
 from unickpt.storage.stored_files import StoredFile
@@ -25,7 +26,6 @@ from unickpt.storage.stored_files import StoredFile
 RECENT_S = 900.0
 """For this long after its last write, a save may still be in progress."""
 
-_LOCK = ".__lock"
 # What a save puts below `processes/<attempt>/`: databases of processes, nodes of the root, notes.
 _OURS = r"(\d{5,9}/(manifest\.ocdbt[^/]*|d/[^/]+)|root/[^/]+|(records|notes)/[^/]+)"
 _DATABASE = r"\d{5,9}/manifest\.ocdbt"
@@ -97,7 +97,7 @@ def _in_folder(
 
 
 def _is_lock(name: str) -> bool:
-    return name.endswith(_LOCK) and "/" not in name
+    return name.endswith(LOCK_SUFFIX) and "/" not in name
 
 
 def _attempts(files: Iterable[StoredFile]) -> dict[str, list[StoredFile]]:
@@ -105,15 +105,23 @@ def _attempts(files: Iterable[StoredFile]) -> dict[str, list[StoredFile]]:
     for file in files:
         attempt, _, rest = file.name.removeprefix(_BELOW).partition("/")
         if attempt:
+            if attempt.endswith("?"):  # a link, for example, in the place of an attempt's folder
+                rest = attempt
             found.setdefault(attempt, []).append(replace(file, name=rest))
     return found
 
 
 def _all_ours(files: Iterable[StoredFile]) -> bool:
-    return all(
-        not f.name or f.name.endswith("/") or re.fullmatch(_OURS, f.name.removesuffix(_LOCK))
-        for f in files
-    )
+    return all(map(_is_ours, files))
+
+
+def _is_ours(file: StoredFile) -> bool:
+    """Whether a save puts such a file, or folder, into the folder of its attempt."""
+    if not file.name or file.name.endswith("/"):
+        return True
+    if file.name.endswith("?"):  # no file
+        return False
+    return re.fullmatch(_OURS, file.name.removesuffix(LOCK_SUFFIX)) is not None
 
 
 def _remnant(

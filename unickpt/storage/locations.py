@@ -68,7 +68,7 @@ class Location:
 
     @property
     def is_local(self) -> bool:
-        """Whether files are read and written in place, without a copy in a storage's buffers."""
+        """Whether this is in a local file system, for decisions about speed."""
         return False
 
     @property

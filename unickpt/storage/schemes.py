@@ -41,7 +41,7 @@ class Scheme:
         spec: URL -> the JSON of TensorStore's key-value store; its `path` ends with `/`, or is
             empty for a whole bucket. Raises InvalidPath for a malformed URL.
         context: returns the resources that these stores need in a TensorStore context.
-        location: the class of its locations.
+        location: the class of its locations; `LocalLocation` if its driver is `file`.
     """
 
     name: str
