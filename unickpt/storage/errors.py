@@ -40,10 +40,11 @@ class LockHeld(Failed):
     """Another process, or this one, holds a lock.
 
     Arguments:
+        name: of the lock file.
         holder: what the holder wrote about itself.
     """
 
-    def __init__(self, name: str, holder: str) -> None:
+    def __init__(self, name: str, holder: str = "") -> None:
         super().__init__(f"{name}: another process holds this lock")
         self.holder = holder
 

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from unickpt.errors import StorageError
 from unickpt.storage.errors import Failed, LockHeld, system_calls
 from unickpt.storage.local_files import check_regular
 from unickpt.storage.local_folders import LOCK_SUFFIX, make
@@ -168,18 +167,18 @@ def _open_lock(name: str) -> int:
     """Opens a lock file, and creates it if needed.
 
     Raises:
-        StorageError: it is a link, which may lead to any file, or not a regular file.
+        Failed: it is a link, which may lead to any file, or not a regular file.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
     try:
         handle = os.open(name, flags, 0o666)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
-            raise StorageError(f"{name} is not a regular file; remove it") from None
+            raise Failed(f"{name} is not a regular file; remove it") from None
         raise
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise StorageError(f"{name} is not a regular file; remove it")
+        raise Failed(f"{name} is not a regular file; remove it")
     return handle
 
 
@@ -196,7 +195,7 @@ def _acquire(name: str, timeout_s: float) -> int | None:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 os.close(handle)
-                raise StorageError(f"{name}: another process holds this lock") from None
+                raise LockHeld(name) from None
         except OSError as error:
             os.close(handle)
             if error.errno not in _NO_LOCKS:
@@ -213,7 +212,7 @@ def _exclusive(name: str, timeout_s: float) -> Iterator[None]:
     """A lock by the existence of a file, which a killed process leaves behind.
 
     Raises:
-        StorageError: another process has held it for too long; names that process.
+        Failed: another process has held it for too long; names that process.
     """
     with system_calls():
         handle = _make_exclusively(name, timeout_s)
@@ -236,7 +235,7 @@ def _make_exclusively(name: str, timeout_s: float) -> int:
             return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except FileExistsError:
             if time.monotonic() > deadline:
-                raise StorageError(_why_held(name)) from None
+                raise Failed(_why_held(name)) from None
         time.sleep(_LOCK_PAUSE_S)
 
 
