@@ -81,22 +81,23 @@ class FileLock:
         """
         make(self._folder)
         with system_calls():
-            self._handle = _open_lock(self._name)
+            handle = _open_lock(self._name)
         try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.pread(self._handle, 4096, 0).decode(errors="replace")
-            os.close(self._handle)
+            holder = os.pread(handle, 4096, 0).decode(errors="replace")
+            os.close(handle)
             raise LockHeld(self._name, holder) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
-                os.close(self._handle)
+                os.close(handle)
                 raise Failed(f"{self._name}: {error}", error.errno) from error
             self._warn(error)
-        _held.add(self._handle)
+        self._handle = handle
+        _held.add(handle)
         with suppress(OSError):  # on a full disk the text is missing, but not the lock
-            os.ftruncate(self._handle, 0)
-            os.pwrite(self._handle, text.encode(), 0)
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, text.encode(), 0)
 
     def _warn(self, error: OSError) -> None:
         message = (
