@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from unickpt.storage import schemes
+
 
 def spec(url: str) -> dict[str, Any]:
     path = url.partition("://")[2].strip("/")
     return {"driver": "memory", "path": path and path + "/"}
+
+
+schemes.register(schemes.Scheme("memory", spec))

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
-from unickpt.errors import InvalidPath
+from unickpt.storage import schemes
 
 _ATTEMPTS = 10
 _CREDENTIALS = "aws_credentials#"
 # Sources of credentials, as resources of a context; a spec names one of them.
-CREDENTIALS: Mapping[str, Any] = {
+_SOURCES: Mapping[str, Any] = {
     _CREDENTIALS + kind: {"type": kind}
     for kind in ("environment", "default", "ecs", "imds", "anonymous")
 }
@@ -23,7 +23,7 @@ _METADATA_TIMEOUT_S = 1.0
 
 
 def spec(url: str) -> dict[str, Any]:
-    bucket, path = bucket_and_path(url)
+    bucket, path = schemes.bucket_and_path(url)
     out: dict[str, Any] = {"driver": "s3", "bucket": bucket, "path": path}
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
@@ -82,19 +82,6 @@ def _has_role(service: str) -> bool:
         metadata.close()
 
 
-def bucket_and_path(url: str) -> tuple[str, str]:
-    """Splits `scheme://bucket/path`; the path ends with a slash, or is empty."""
-    parts = urlsplit(url)
-    path = unquote(parts.path).strip("/")
-    if not parts.netloc:
-        raise InvalidPath(
-            f"{url!r}: give a bucket and a path, such as {parts.scheme}://bucket/run/1"
-        )
-    if path and any(part in ("", ".", "..") for part in path.split("/")):
-        raise InvalidPath(f"{url!r}: the path contains an empty name, '.' or '..'")
-    return parts.netloc, path and path + "/"
-
-
 def retries() -> dict[str, Any]:
     """How often a request is tried: `AWS_MAX_ATTEMPTS` times; by default for about a minute.
 
@@ -103,3 +90,11 @@ def retries() -> dict[str, Any]:
     text = os.environ.get("AWS_MAX_ATTEMPTS", "")
     attempts = int(text) if text.isdecimal() and int(text) > 0 else _ATTEMPTS
     return {"max_retries": attempts - 1, "initial_delay": "500ms", "max_delay": "16s"}
+
+
+def context() -> Mapping[str, Any]:
+    """The sources of credentials, and how often requests are tried."""
+    return {**_SOURCES, "s3_request_retries": retries()}
+
+
+schemes.register(schemes.Scheme("s3", spec, context))

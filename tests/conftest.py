@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from support.counts import ChunkRead, chunks_read
+from support.forks import Forks
 from support.processes import Processes
 
 # Eight CPU devices for the tests that run JAX in this process; set before JAX starts.
@@ -55,3 +56,11 @@ def chunk_reads() -> Iterator[list[ChunkRead]]:
 def bits() -> Callable[[object], bytes]:
     """The bits of an array, for comparisons in which NaNs and signed zeros count."""
     return lambda x: np.ascontiguousarray(np.asarray(x)).tobytes()
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    """Real processes, forked from one that has imported unickpt."""
+    running = Forks(tmp_path_factory.mktemp("output"))
+    yield running
+    running.close()

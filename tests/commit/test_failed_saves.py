@@ -27,7 +27,7 @@ from unickpt.commit import attempt, root
 from unickpt.commit.notes import Board
 from unickpt.format import chunk_store
 from unickpt.saving import chunk_source, save_job, staging, writer
-from unickpt.storage.kvstore import Failed
+from unickpt.storage.errors import Failed
 
 STATE = {f"w{i}": np.arange(100_000.0) + i for i in range(4)}
 # Several transactions, so that some are under way when a later one fails.
@@ -250,7 +250,7 @@ import torch
 import torch.distributed as dist
 import unickpt
 from unickpt.saving import writer as write
-from unickpt.storage.kvstore import Failed
+from unickpt.storage.errors import Failed
 
 root, = sys.argv[1:]
 dist.init_process_group("gloo")

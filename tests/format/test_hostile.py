@@ -22,7 +22,7 @@ from unickpt import Box, CheckpointCorrupt, Layout, LoadOptions, Mesh, UnickptEr
 from unickpt.format import chunk_grid, chunk_store, digest_table, index_json, zarr_metadata
 from unickpt.format import index as index_module
 from unickpt.format.index import ArrayEntry
-from unickpt.storage import local_values
+from unickpt.storage import local_files
 
 ZSTD = ({"name": "zstd", "configuration": {"level": 3}},)
 BLOSC = (
@@ -567,13 +567,13 @@ def test_files_that_are_no_checkpoint_are_refused(forks: Forks, tmp_path: Path) 
 def test_metadata_of_any_size_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unickpt.save(tmp_path, {"w": np.arange(3)})
     database(tmp_path).write("w/zarr.json", b" " * (8 << 20)).result()
-    read, real = [], local_values.Files.read
+    read, real = [], local_files.RegularFiles.read
 
     def counted(self: Any, place: Any) -> bytes:
         read.append(place.length)
         return real(self, place)
 
-    monkeypatch.setattr(local_values.Files, "read", counted)
+    monkeypatch.setattr(local_files.RegularFiles, "read", counted)
     report = unickpt.verify(tmp_path)
     assert ["'w/zarr.json' differs" in str(d) for d in report.damage] == [True]
     assert max(read) < 1 << 20

@@ -14,7 +14,7 @@ from support.reader_suite import ReaderSuite
 
 import unickpt
 from unickpt.format import registry
-from unickpt.storage.locations import resolve
+from unickpt.storage.paths import resolve
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.loading import loader
 from unickpt.reading import checkpoint, chunk_reader, read_plan
 from unickpt.runs.checkpointer import Checkpointer
-from unickpt.storage import contexts, locations, ocdbt_nodes
+from unickpt.storage import contexts, ocdbt_nodes, paths
 from unickpt.storage.locations import Location
 
 
@@ -212,7 +212,7 @@ def test_one_that_is_removed_while_it_is_read_is_told_so(
 def test_damage_is_still_damage(place: str) -> None:
     """Although it is looked for first whether the checkpoint was replaced."""
     unickpt.save(place, tree(1))
-    location = locations.resolve(place)
+    location = paths.resolve(place)
     store = location.store(contexts.context())
     (key,) = [k.decode() for k in store.list().result() if b"/00000/d/" in k]
     data = bytearray(store.read(key).result().value)

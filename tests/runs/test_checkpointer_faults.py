@@ -69,7 +69,8 @@ COORDINATORS_STEPS = [
     ("commit.attempt.Attempt:_write_root", "after"),
     ("runs.step_folder.Steps:remove", "before"),
     ("runs.step_folder.Steps:remove", "during"),  # during the deletion
-    ("storage.locations.Location:remove_empty", "before"),  # its files are gone, its folder is not
+    # Its files are gone, its folder is not.
+    ("storage.local_locations.LocalLocation:remove_empty", "before"),
 ]
 
 

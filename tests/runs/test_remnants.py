@@ -22,8 +22,8 @@ import unickpt
 from unickpt import Checkpointer, SaveConflict
 from unickpt.cli import clean as command
 from unickpt.cli.app import app
-from unickpt.runs import lease, remnants
-from unickpt.storage import contexts, locations
+from unickpt.runs import cleanup, lease, remnants
+from unickpt.storage import contexts, paths
 
 HOUR = 3600.0
 
@@ -52,7 +52,7 @@ def run(*arguments: str, code: int = 0, answer: str | None = None) -> str:
 
 
 def store(where: str) -> Any:
-    return locations.resolve(where).store(contexts.context())
+    return paths.resolve(where).store(contexts.context())
 
 
 def keys(where: str) -> list[str]:
@@ -124,7 +124,7 @@ def test_one_checkpoint(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run("clean", where, "--yes")
     assert not any("f00d" in key for key in keys(where))
     assert same(unickpt.load(where), numbers(1))
-    (unfinished,) = remnants.find(f"{root}/step_2").remnants
+    (unfinished,) = cleanup.find(f"{root}/step_2").remnants
     assert (unfinished.name, unfinished.kind) == (".", "unfinished")
     run("clean", f"{root}/step_2", "--yes")
     assert [key for key in keys(root) if key.startswith("step_2/")] in (
@@ -137,9 +137,9 @@ def test_what_changes_between_the_question_and_the_answer_stays(
     root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remnants, "RECENT_S", 0.0)
-    found = remnants.find(root).remnants
+    found = cleanup.find(root).remnants
     copy_attempt(f"{root}/step_2", "beef-000000")  # another job begins to save the same step
-    assert [r.name for r in remnants.clean(root, found)] == ["step_1/processes/f00d-000007"]
+    assert [r.name for r in cleanup.clean(root, found)] == ["step_1/processes/f00d-000007"]
     assert any("/beef-000000/" in key for key in keys(root))
 
 
@@ -158,9 +158,9 @@ def test_a_person_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_not_while_a_job_has_the_lease(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remnants, "RECENT_S", 0.0)
     before = {key for key in keys(root) if key.startswith("step_")}
-    stale = remnants.find(root).remnants
+    stale = cleanup.find(root).remnants
     with Checkpointer(root) as job:
-        monkeypatch.setattr("unickpt.steps.Steps.remove_debris", lambda *_: None)
+        monkeypatch.setattr("unickpt.runs.step_folder.Steps.remove_debris", lambda *_: None)
         job.save(9, numbers(9)).result()
         listed = json.loads(run("ls", root, "--json"))
         assert listed["remnants"] == []
@@ -171,9 +171,9 @@ def test_not_while_a_job_has_the_lease(root: str, monkeypatch: pytest.MonkeyPatc
         )
         if not root.startswith("s3"):
             with pytest.raises(SaveConflict, match="another Checkpointer of this same process"):
-                remnants.clean(root, stale)
+                cleanup.clean(root, stale)
         assert before <= set(keys(root))
-    assert len(remnants.find(root).remnants) == 2
+    assert len(cleanup.find(root).remnants) == 2
 
 
 KILLED = """
@@ -194,8 +194,8 @@ def test_a_save_that_was_killed(tmp_path: Path) -> None:
         done = subprocess.run([sys.executable, "-c", code, tmp_path / step], check=False)
         assert done.returncode == -signal.SIGKILL
     for _ in range(2):  # the first time, it may still be under way
-        assert remnants.find(tmp_path).holder is None
-        found = remnants.find(tmp_path)
+        assert cleanup.find(tmp_path).holder is None
+        found = cleanup.find(tmp_path)
         grow_old(tmp_path)
     assert [r.kind for r in found.under_way] == []
     assert {r.name.partition("/")[0] for r in found.remnants} == {"step_1", "step_2"}
@@ -222,7 +222,7 @@ def test_never_through_links(tmp_path: Path) -> None:
     (run_folder / "step_5" / "processes" / "a-000000" / "00000" / "d" / "x").symlink_to(attempt)
     grow_old(tmp_path)
     before = files(tmp_path)
-    assert "nothing to remove" in run("clean", str(run_folder), "--yes")
+    assert "nothing to remove" in run("clean", str(run_folder), "--yes", "--unknown-age")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     assert "is a symbolic link; give " in run("clean", str(tmp_path / "link"), "--yes", code=2)
     (tmp_path / "link").unlink()

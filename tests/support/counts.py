@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,8 +12,8 @@ from unittest import mock
 import tensorstore as ts
 
 from unickpt.format.ocdbt_reader import OcdbtReader
-from unickpt.storage import local_values
-from unickpt.storage.ocdbt import Values
+from unickpt.storage.local_database import LocalDatabaseReader
+from unickpt.storage.ocdbt import DatabaseReader
 
 
 class ChunkRead(NamedTuple):
@@ -51,16 +52,16 @@ def keys_read() -> Iterator[Count]:
     past: list[str] = []
 
     def counted(real: Any) -> Any:
-        def read(self: Values, key: str, *rest: Any) -> Any:
+        def read(self: DatabaseReader, key: str, *rest: Any) -> Any:
             past.append(key)  # from several threads
             return real(self, key, *rest)
 
         return read
 
     with (
-        mock.patch.object(local_values.Values, "read_into", counted(local_values.Values.read_into)),
-        mock.patch.object(Values, "read", counted(Values.read)),
-        mock.patch.object(Values, "request", counted(Values.request)),
+        mock.patch.object(LocalDatabaseReader, "read_into", counted(LocalDatabaseReader.read_into)),
+        mock.patch.object(DatabaseReader, "read", counted(DatabaseReader.read)),
+        mock.patch.object(DatabaseReader, "request", counted(DatabaseReader.request)),
     ):
         yield count
     count.keys = _by_tensorstore() - before + len(past)
@@ -69,3 +70,20 @@ def keys_read() -> Iterator[Count]:
 def _by_tensorstore() -> int:
     found = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/ocdbt/read")
     return sum(int(metric["values"][0]["value"]) for metric in found)  # none before the first read
+
+
+def lines_run(act: Callable[[], Any]) -> int:
+    """Counts the lines of Python and the functions in C that a call executes."""
+    events = [0]
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        events[0] += 1
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        act()
+    finally:
+        sys.settrace(before)
+    return events[0]

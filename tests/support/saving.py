@@ -121,3 +121,8 @@ def in_agreeing_job(count: int, work: Callable[[ProcessGroup], Any]) -> list[Any
         return work(ProcessGroup(group.index, group.count, group._session, agree))
 
     return in_job(count, run)
+
+
+def sound(path: Path | str, seed: int) -> bool:
+    """Whether a checkpoint holds the `numbers` of a seed, undamaged."""
+    return same(unickpt.load(path), numbers(seed)) and unickpt.verify(path).ok

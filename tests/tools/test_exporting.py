@@ -11,7 +11,7 @@ from support.reader_suite import arrays, same
 
 import unickpt
 from unickpt import CheckpointCorrupt, LoadOptions, Rules
-from unickpt.storage.locations import resolve
+from unickpt.storage.paths import resolve
 from unickpt.tools.exporting import export
 
 BUDGET = LoadOptions(budget_bytes=1000)

@@ -25,9 +25,10 @@ from unickpt.cli.output import (
 )
 from unickpt.cli.output import clean as cleaned
 from unickpt.reading.listing import checkpoints_below
-from unickpt.runs import remnants
-from unickpt.runs.remnants import Found, Remnant
-from unickpt.storage import locations
+from unickpt.runs import cleanup
+from unickpt.runs.cleanup import Found
+from unickpt.runs.remnants import Remnant
+from unickpt.storage import paths
 
 _REFUSED = 1
 
@@ -55,11 +56,11 @@ def clean(
     --json prints {root, removed: [{name, kind, files, bytes, age_s}], spared: [the same]}. Fields
     are only ever added. Exits with 1 if it asks and the answer is not yes.
     """
-    location = locations.resolve(root, whole=True)
-    if location.is_local and os.path.islink(location.spec["path"].rstrip("/")):
-        fail(f"{root} is a symbolic link; give {os.path.realpath(location.spec['path'])}")
+    location = paths.resolve(root, whole=True)
+    if location.link is not None:
+        fail(f"{root} is a symbolic link; give {os.path.realpath(str(location))}")
     checkpoints_below(root)  # raises where there is no such folder
-    found = remnants.find(root)
+    found = cleanup.find(root)
     if found.holder is not None:
         fail(f"{root}: a job saves here now ({found.holder}); clean up when it has ended")
     wanted = [*found.remnants, *(found.unknown if unknown_age else ())]
@@ -68,7 +69,7 @@ def clean(
         _show(root, wanted, found, unknown_age)
     if wanted and not yes:
         _ask(wanted)
-    removed = remnants.clean(root, wanted) if wanted else []
+    removed = cleanup.clean(root, wanted) if wanted else []
     spared += [remnant for remnant in wanted if remnant not in removed]
     if as_json:
         sides = {"removed": removed, "spared": spared}

@@ -23,7 +23,7 @@ from unickpt.cli.output import (
 )
 from unickpt.errors import UnickptError
 from unickpt.reading.listing import Listed, checkpoints_below
-from unickpt.runs import remnants
+from unickpt.runs import cleanup
 
 _OPEN_AT_ONCE = 8
 _NUMERIC = ("arrays", "bytes", "processes")
@@ -49,7 +49,7 @@ def ls(
     """
     with ThreadPoolExecutor(_OPEN_AT_ONCE) as pool:
         found = list(pool.map(_listed_json, checkpoints_below(root)))
-    left = remnants.find(root)
+    left = cleanup.find(root)
     if as_json:
         beside = {
             "remnants": rows_json(left.remnants),

@@ -31,7 +31,7 @@ from unickpt.format.index import DIGESTS_KEY, INDEX_KEY, Index
 from unickpt.frameworks.process_group import Group
 from unickpt.saving.describe import Description
 from unickpt.storage import errors
-from unickpt.storage.kvstore import Failed
+from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
 
 # After a process gives up, how long the coordinator may take to finish a commit that was in
@@ -151,7 +151,7 @@ class Attempt:
             pass  # reading the storage fails too; its first error is more useful
         if not isinstance(error, Failed):
             return error
-        return errors.translate(error, f"saving to {self.location}", reading=False)
+        return errors.writing_failed(error, f"saving to {self.location}")
 
     def publish(self, record: Record, kind: str = OK) -> None:
         """Publishes this process's record, which ends its part."""
@@ -261,7 +261,7 @@ class Attempt:
         try:
             yield
         except Failed as error:
-            raise errors.translate(error, str(self.location), reading=False) from error
+            raise errors.writing_failed(error, str(self.location)) from error
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
@@ -451,7 +451,7 @@ class Attempt:
         if not self._root.replace(self._found, manifest, self.timeout_s, begun):
             self._hopeless = True
             raise self._conflict("during this save")
-        if not all(self.database(process).is_there() for process in range(self.group.count)):
+        if not all(self.database(process).exists() for process in range(self.group.count)):
             self._root.retract(manifest, self.timeout_s)
             self._hopeless = True
             raise self._gone()

@@ -15,7 +15,8 @@ import xxhash
 from unickpt.errors import StorageError
 from unickpt.format.zarr_metadata import join_key
 from unickpt.storage import ocdbt_nodes
-from unickpt.storage.kvstore import Failed, commit
+from unickpt.storage.errors import Failed
+from unickpt.storage.kvstore import commit
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
 
@@ -110,7 +111,7 @@ class Root:
             begun: called right before the write; earlier nothing can have been put in place.
         """
         try:
-            with self._location.locked(timeout_s):
+            with self._location.manifest_locked(timeout_s):
                 begun()
                 written = self._store.write(MANIFEST, manifest, if_equal=expected.generation)
                 try:
@@ -132,7 +133,8 @@ class Root:
         Arguments:
             manifest, timeout_s: as for `replace`.
         """
-        with self._location.locked(timeout_s):  # otherwise it could be another job's by then
+        # Without the lock, it could be another job's by the time it is removed.
+        with self._location.manifest_locked(timeout_s):
             found = self._store.read(MANIFEST).result()
             if found.value == manifest:
                 self._store.write(MANIFEST, None, if_equal=found.stamp.generation).result()

@@ -9,7 +9,7 @@ import tensorstore as ts
 
 from unickpt.commit import root
 from unickpt.storage import contexts
-from unickpt.storage.kvstore import Failed
+from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
 

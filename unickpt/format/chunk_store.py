@@ -16,9 +16,10 @@ from unickpt.errors import CheckpointCorrupt, CheckpointReplaced, StorageError
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
 from unickpt.format.zarr_metadata import Codecs, zarr_metadata
-from unickpt.storage import local_values, ocdbt
-from unickpt.storage.errors import translate
-from unickpt.storage.kvstore import Damaged, Failed, Future, KvStore, asking
+from unickpt.storage import ocdbt
+from unickpt.storage.errors import Damaged, Failed, reading_failed
+from unickpt.storage.kvstore import Future, KvStore, asking
+from unickpt.storage.local_database import LocalDatabaseReader
 from unickpt.storage.locations import Location
 
 # Opening an array costs TensorStore about 80 us, which dominates for a small chunk. Below this size
@@ -56,11 +57,11 @@ class ChunkStore:
         location: Location,
         context: ts.Context,
         codecs: Codecs,
-        values: ocdbt.Values | None = None,
+        values: ocdbt.DatabaseReader | None = None,
     ) -> None:
         self.location, self.context, self.codecs = location, context, codecs
         self.values = values or location.values(context)  # here, so that threads share one
-        self._local = self.values if isinstance(self.values, local_values.Values) else None
+        self._local = self.values if isinstance(self.values, LocalDatabaseReader) else None
         self._open: dict[str, ts.TensorStore] = {}
         self._backed: set[str] = set()
 
@@ -184,7 +185,7 @@ class ChunkStore:
 
     def explained(self, error: Failed, where: str) -> Exception:
         """What to raise for a failure to read: damage, the storage's fault, or another's save."""
-        return self.unless_replaced(translate(error, where))
+        return self.unless_replaced(reading_failed(error, where))
 
     def unless_replaced(self, found: Exception) -> Exception:
         """See the function of this name."""
@@ -240,7 +241,7 @@ def unless_replaced(found: Exception, location: Location, context: ts.Context) -
     try:
         change = location.change(context)
     except Failed as error:
-        return translate(error, str(location))
+        return reading_failed(error, str(location))
     if not change:
         return found
     by = "another save" if change == "replaced" else "somebody"

@@ -21,7 +21,7 @@ from unickpt.format.index import DIGESTS_KEY, INDEX_KEY, ArrayEntry, Index
 from unickpt.format.reader import ParallelMap, Reader
 from unickpt.frameworks.per_process import blob_key
 from unickpt.storage import contexts, errors, ocdbt
-from unickpt.storage.kvstore import Failed
+from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
 from unickpt.trees import tree
 
@@ -48,7 +48,7 @@ def open(location: Location) -> OcdbtReader | None:
     try:
         pinned = location.pinned(context)
     except Failed as error:
-        raise errors.translate(error, str(location)) from error
+        raise errors.reading_failed(error, str(location)) from error
     return None if pinned is None else open_pinned(pinned, context)
 
 
@@ -64,11 +64,11 @@ def open_pinned(location: Location, context: ts.Context) -> OcdbtReader:
         raise found from error
 
 
-def _read_index(location: Location, contents: ocdbt.Values) -> Index:
+def _read_index(location: Location, contents: ocdbt.DatabaseReader) -> Index:
     try:
         found = contents.read(INDEX_KEY)
     except Failed as error:
-        raise errors.translate(error, str(location)) from error
+        raise errors.reading_failed(error, str(location)) from error
     if found is None:
         raise CheckpointNotFound(
             f"no checkpoint at {location}: the database there has no unickpt index"
@@ -89,7 +89,7 @@ class OcdbtReader(Reader):
     format = FORMAT
 
     def __init__(
-        self, location: Location, context: ts.Context, index: Index, contents: ocdbt.Values
+        self, location: Location, context: ts.Context, index: Index, contents: ocdbt.DatabaseReader
     ) -> None:
         self.location, self.index = location, index
         self._chunks = ChunkStore(location, context, index.codecs, contents)

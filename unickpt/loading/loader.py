@@ -23,7 +23,7 @@ from unickpt.reading.collective_read import ReadArrays, reading
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.targets import NewTarget, NumberTarget
 from unickpt.rules import Rules
-from unickpt.storage import locations
+from unickpt.storage import paths
 from unickpt.trees import plain_values, tree
 
 _log = logging.getLogger("unickpt")
@@ -31,7 +31,7 @@ _log = logging.getLogger("unickpt")
 
 @overload
 def load(
-    path: locations.Path,
+    path: paths.Path,
     like: Any = None,
     *,
     rules: Rules | None = None,
@@ -45,7 +45,7 @@ def load(
 
 @overload
 def load(
-    path: locations.Path,
+    path: paths.Path,
     like: Any = None,
     *,
     rules: Rules | None = None,
@@ -58,7 +58,7 @@ def load(
 
 
 def load(
-    path: locations.Path,
+    path: paths.Path,
     like: Any = None,
     *,
     rules: Rules | None = None,

@@ -11,7 +11,7 @@ from unickpt.format.reader import Reader
 from unickpt.quoting import shortened
 from unickpt.reading.listing import checkpoints_below
 from unickpt.reading.stored_array import StoredArray
-from unickpt.storage import locations
+from unickpt.storage import locations, paths
 from unickpt.trees import plain_values
 
 T = TypeVar("T")
@@ -22,7 +22,7 @@ _READINGS = 20
 _SHOWN = 8  # names of checkpoints, in a message
 
 
-def open(path: locations.Path) -> Checkpoint:
+def open(path: paths.Path) -> Checkpoint:
     """Opens a checkpoint by reading its index, one small object; arrays are read on access.
 
     Arguments:
@@ -42,11 +42,11 @@ def open(path: locations.Path) -> Checkpoint:
         >>> unickpt.open("memory://run/open")["w"][1, :2]
         array([3, 4])
     """
-    location = locations.resolve(path)
+    location = paths.resolve(path)
     return again(lambda: _open(location), _OPENINGS)
 
 
-def reading(path: locations.Path, work: Callable[[Checkpoint], T]) -> T:
+def reading(path: paths.Path, work: Callable[[Checkpoint], T]) -> T:
     """Opens a checkpoint and reads from it; starts again if a save replaces it during the read.
 
     Arguments:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
-from urllib.parse import quote
 
-from unickpt.errors import CheckpointNotFound, StorageError
-from unickpt.storage import contexts, errors, locations
-from unickpt.storage.kvstore import Failed
+from unickpt.errors import CheckpointNotFound
+from unickpt.storage import contexts, errors, paths
+from unickpt.storage.errors import Failed, MissingFolder
 from unickpt.storage.locations import Location
-from unickpt.storage.ocdbt import MANIFEST
 
 
 @dataclass(frozen=True)
@@ -27,7 +24,7 @@ class Listed:
     path: str
 
 
-def checkpoints_below(root: locations.Path) -> list[Listed]:
+def checkpoints_below(root: paths.Path) -> list[Listed]:
     """The committed checkpoints in a folder, and the folder itself if it is one.
 
     Only looks at names; use `unickpt.open` or `verify` to check a checkpoint.
@@ -49,8 +46,13 @@ def checkpoints_below(root: locations.Path) -> list[Listed]:
         >>> [listed.name for listed in checkpoints_below("memory://below")]
         ['step_2', 'step_10']
     """
-    location = locations.resolve(root, whole=True)
-    names = _local_names(location) if location.is_local else _stored_names(location)
+    location = paths.resolve(root, whole=True)
+    try:
+        names = location.folders_with_database(contexts.context())
+    except MissingFolder:
+        raise CheckpointNotFound(f"no directory at {location}") from None
+    except Failed as error:
+        raise errors.reading_failed(error, str(location)) from error
     return [Listed(name, _path(location, name)) for name in sorted(names, key=natural)]
 
 
@@ -65,41 +67,5 @@ def natural(text: str) -> tuple[tuple[int, int, str], ...]:
     return tuple((0, int(p), p) if p.isdigit() and p.isascii() else (1, 0, p) for p in pieces)
 
 
-def _local_names(location: Location) -> list[str]:
-    folder = location.spec["path"]
-    names = []
-    try:
-        if _holds_manifest(folder):
-            names.append(".")
-        with os.scandir(folder) as entries:
-            names += [e.name for e in entries if e.is_dir() and _holds_manifest(e.path)]
-    except FileNotFoundError:
-        raise CheckpointNotFound(f"no directory at {location}") from None
-    except OSError as error:
-        raise StorageError(f"{location}: the storage failed: {error}") from error
-    return names
-
-
-def _holds_manifest(folder: str) -> bool:
-    return os.path.lexists(os.path.join(folder, MANIFEST))
-
-
-def _stored_names(location: Location) -> list[str]:
-    try:
-        listed = location.store(contexts.context()).list().result()
-    except Failed as error:
-        raise errors.translate(error, str(location)) from error
-    names = []
-    for key in listed:
-        folder, _, file = key.decode(errors="replace").rpartition("/")
-        if file == MANIFEST and "/" not in folder:
-            names.append(folder or ".")
-    return names
-
-
 def _path(location: Location, name: str) -> str:
-    if name == ".":
-        return str(location)
-    if location.is_remote:
-        name = quote(name)  # `resolve` unquotes URLs, but not paths and memory://
-    return f"{location}/{name}" if location.is_local else f"{location.url}{name}"
+    return str(location) if name == "." else location.name_for_users(name)

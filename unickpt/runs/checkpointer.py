@@ -40,7 +40,7 @@ from unickpt.runs.tiers import Newer, Tier, compare
 from unickpt.saving.describe import check_mapping
 from unickpt.saving.options import SaveOptions
 from unickpt.saving.pending import PendingSave, SaveQueue
-from unickpt.storage import contexts, locations
+from unickpt.storage import contexts, paths
 
 _log = logging.getLogger("unickpt")
 _FINE, _DAMAGED, _GONE, _FAILED = range(4)
@@ -118,7 +118,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        root: locations.Path,
+        root: paths.Path,
         *,
         keep_last: int | None = None,
         keep_every: int | None = None,
@@ -130,7 +130,7 @@ class Checkpointer:
         save_every: int | None = None,
         save_every_s: float | None = None,
         preemption: bool = False,
-        local: locations.Path | None = None,
+        local: paths.Path | None = None,
         optimizers: Sequence[Any] = (),
         options: SaveOptions | None = None,
     ) -> None:

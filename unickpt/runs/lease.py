@@ -20,8 +20,9 @@ from contextlib import contextmanager, suppress
 import tensorstore as ts
 
 from unickpt.errors import SaveConflict
-from unickpt.storage import contexts, errors, local_locks
-from unickpt.storage.kvstore import Failed
+from unickpt.storage import contexts, errors
+from unickpt.storage.errors import Failed, LockHeld
+from unickpt.storage.local_locks import FileLock
 from unickpt.storage.locations import Location
 from unickpt.threads import start
 
@@ -67,8 +68,11 @@ class Lease:
                 self.give_back()
             if self._held is not None:
                 return False
-            kind = _Lock if self._location.is_local else _Claim
-            held = kind(self._location, self._holder)
+            lock = self._location.file_lock(NAME)
+            if lock is None:
+                held: _Lock | _Claim = _Claim(self._location, self._holder)
+            else:
+                held = _Lock(lock, self._location, self._holder)
             if held.take():
                 self._settled_at = time.monotonic() + _SETTLES_S
             self._held = held
@@ -102,15 +106,12 @@ class Lease:
         try:
             yield
         except Failed as error:
-            raise errors.translate(error, str(self._location), reading=False) from error
+            raise errors.writing_failed(error, str(self._location)) from error
 
     @staticmethod
     def was_taken(location: Location) -> bool:
         """Whether any job holds or held the lease on a folder."""
-        if location.is_local:
-            return os.path.isfile(os.path.join(location.spec["path"], NAME))
-        read = location.store(contexts.context()).read(NAME).result()
-        return bool(read.state == "value")
+        return location.has_file(NAME, contexts.context())
 
 
 def holder(location: Location) -> str | None:
@@ -118,8 +119,9 @@ def holder(location: Location) -> str | None:
 
     A lock on a local folder by a job on another machine is not always visible.
     """
-    if location.is_local:
-        said = local_locks.Hold.said(location.spec["path"], NAME)
+    lock = location.file_lock(NAME)
+    if lock is not None:
+        said = lock.holder()
         return None if said is None else _who(said)
     read = location.store(contexts.context()).read(NAME).result()
     if read.state != "value":
@@ -142,8 +144,8 @@ def _who(said: str | bytes) -> str:
 class _Lock:
     """A lock of the operating system, on a file in a local folder."""
 
-    def __init__(self, location: Location, holder: dict[str, object]) -> None:
-        self._location, self._holder = location, holder
+    def __init__(self, lock: FileLock, location: Location, holder: dict[str, object]) -> None:
+        self._lock, self._location, self._holder = lock, location, holder
 
     def take(self) -> bool:
         """Takes the lease. Returns False, because writes of its last holder ended with that
@@ -153,22 +155,20 @@ class _Lock:
             SaveConflict: another process holds it.
         """
         try:
-            self._hold = local_locks.Hold(
-                self._location.spec["path"], NAME, json.dumps(self._holder)
-            )
-        except BlockingIOError as error:
-            raise _conflict(self._location, str(error)) from None
+            self._lock.acquire(json.dumps(self._holder))
+        except LockHeld as error:
+            raise _conflict(self._location, error.holder) from None
         return False
 
     def is_valid(self) -> bool:
         """Whether the folder still has this lock; false if the folder was removed or recreated."""
-        return self._hold.is_valid()
+        return self._lock.is_valid()
 
     def check(self) -> None:
         """Does nothing: no job can take over a lock, and the commit fails if the folder is gone."""
 
     def release(self) -> None:
-        self._hold.release()
+        self._lock.release()
 
 
 class _Claim:

@@ -19,10 +19,10 @@ from unickpt.errors import (
 from unickpt.format.index import RESERVED
 from unickpt.reading import checkpoint
 from unickpt.reading.listing import checkpoints_below
-from unickpt.runs import lineage, remnants
+from unickpt.runs import attempt_folders, lineage
 from unickpt.runs.lineage import Lineage
-from unickpt.storage import contexts, errors, locations
-from unickpt.storage.kvstore import Failed
+from unickpt.storage import contexts, errors, paths
+from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
 
@@ -40,9 +40,9 @@ class Steps:
         root: a local path or a URL.
     """
 
-    def __init__(self, root: locations.Path) -> None:
+    def __init__(self, root: paths.Path) -> None:
         self._root = root
-        self.location = locations.resolve(root)
+        self.location = paths.resolve(root)
         self._context = contexts.context()
 
     def path(self, step: int) -> str:
@@ -73,7 +73,7 @@ class Steps:
         before: tuple[list[int], set[str]] | None = None
         for _ in range(_LISTINGS):
             now = self.committed(), set[str]()
-            if self.location.is_local:  # includes folders without a manifest
+            if not self.location.is_remote:  # includes folders without a manifest
                 now = now[0], set(self.location.folders(self._context))
             if now == before:
                 break
@@ -194,12 +194,11 @@ class Steps:
                 return
             attempts = self._attempts(step)
             place.store(self._context).write(MANIFEST, None).result()
-            if place.is_local:
-                place.sync(place)
+            place.sync(place)
             self._remove_attempts(place.child("processes"), attempts)
             place.remove_empty()
         except Failed as error:
-            raise errors.translate(error, str(place), reading=False) from error
+            raise errors.writing_failed(error, str(place)) from error
 
     def _remove_attempts(self, folder: Location, attempts: Iterable[str]) -> None:
         """Removes attempts, or the symbolic links in their place."""
@@ -214,7 +213,7 @@ class Steps:
 
     def _attempts(self, step: int) -> list[str]:
         """The attempt that made a step; all attempts if it is too damaged to tell."""
-        return remnants.attempts_of_checkpoint(self.at(step), self._context)
+        return attempt_folders.attempts_of_checkpoint(self.at(step), self._context)
 
     def check_no_checkpoint(self) -> None:
         """Refuses to save steps into a folder that is a checkpoint itself.
@@ -226,7 +225,7 @@ class Steps:
         try:
             is_one = version.version_at(self.location) is not None
         except Failed as error:
-            raise errors.translate(error, str(self.location), reading=False) from error
+            raise errors.writing_failed(error, str(self.location)) from error
         if is_one:
             raise CheckpointExists(
                 f"{self.location} is a checkpoint, not a folder of steps; pass the folder above it "
@@ -267,36 +266,25 @@ class Steps:
                     self.remove_older(step, session)
                 continue
             place = self.at(step)
-            ours = remnants.is_unfinished(place, self._context)
+            ours = attempt_folders.is_unfinished(place, self._context)
             if ours and not any(_is_of(name, session) for name in attempts):
                 _log.info("removing %s, the remains of a crashed save", place)
-                remnants.remove_attempts(place, attempts, self._context)
+                attempt_folders.remove_attempts(place, attempts, self._context)
         for name in self.location.files(self._context):
             if name.startswith(PROBE):  # of a job that was killed while it looked for it
                 self.location.remove_file(name, self._context)
 
     def _attempts_by_step(self) -> dict[int, set[str]]:
         """The names of all attempts in all folders of steps, also of steps without any."""
-        folders = self.location.folders(self._context)
-        found: dict[int, set[str]] = {step: set() for step in _numbers(folders)}
-        if self.location.is_local:
-            for step, attempts in found.items():
-                attempts.update(self.at(step).child("processes").folders(self._context))
-            return found
-        for key in self.location.store(self._context).list().result():  # once for all steps
-            folder, _, rest = key.decode(errors="replace").partition("/")
-            parts = rest.split("/", 2)
-            if len(parts) == 3 and parts[0] == "processes":
-                for step in _numbers([folder]):
-                    found.setdefault(step, set()).add(parts[1])
-        return found
+        found = self.location.folders_below("processes", self._context)
+        return {step: names for folder, names in found.items() for step in _numbers([folder])}
 
     @contextmanager
     def _asking(self, step: int) -> Iterator[None]:
         try:
             yield
         except Failed as error:
-            raise errors.translate(error, self.path(step), reading=False) from error
+            raise errors.writing_failed(error, self.path(step)) from error
 
     def remove_older(self, step: int, session: str = "") -> None:
         """Removes all attempts to save a step except the committed one and those of `session`; see

@@ -22,8 +22,9 @@ from unickpt.errors import (
 from unickpt.format import ocdbt_reader
 from unickpt.runs.lease import Lease
 from unickpt.runs.step_folder import Steps
-from unickpt.storage import contexts, errors, locations
-from unickpt.storage.kvstore import Failed, Future, KvStore
+from unickpt.storage import contexts, errors, paths
+from unickpt.storage.errors import Failed
+from unickpt.storage.kvstore import Future, KvStore
 from unickpt.storage.locations import Location
 from unickpt.threads import Window
 from unickpt.tools.verification import verify_opened
@@ -138,7 +139,7 @@ class Tier(Steps):
         root: a local path or a URL.
     """
 
-    def __init__(self, root: locations.Path) -> None:
+    def __init__(self, root: paths.Path) -> None:
         super().__init__(root)
         self.lease = Lease(self.location)
         self._is_clean = False
@@ -205,7 +206,7 @@ class Tier(Steps):
             if found.digest != (replaced.name if replaced else ""):
                 raise SaveConflict(f"{destination}: another job committed here during the copy")
         except Failed as error:
-            raise errors.translate(error, where, reading=False) from error
+            raise errors.writing_failed(error, where) from error
         try:
             _copy_attempt(origin, destination, version.attempt, budget_bytes)
             _check_copy(origin, destination, version.manifest)
@@ -218,7 +219,7 @@ class Tier(Steps):
             if isinstance(error, CheckpointCorrupt):
                 raise CheckpointCorrupt(f"{where}: {error}; nothing was copied") from error
             if isinstance(error, Failed):
-                raise errors.translate(error, where, reading=False) from error
+                raise errors.writing_failed(error, where) from error
             raise
         if not is_current:
             self._undo(step, version, replaced)
@@ -228,7 +229,7 @@ class Tier(Steps):
             if not root.replace(found, version.manifest, timeout_s):
                 raise SaveConflict(f"{destination}: another job committed here during the copy")
         except Failed as error:
-            raise errors.translate(error, where, reading=False) from error
+            raise errors.writing_failed(error, where) from error
         _log.info("copied %s to %s", origin, destination)
         with suppress(Failed):  # remains do no harm
             self.remove_older(step)

@@ -20,7 +20,7 @@ from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.saving.save_job import Saving, tell
 from unickpt.saving.staging import Staging
 from unickpt.saving.staging_memory import Abandoned, HostArea
-from unickpt.storage import locations
+from unickpt.storage import paths
 from unickpt.threads import step_back
 
 _log = logging.getLogger("unickpt")
@@ -257,7 +257,7 @@ class SaveQueue:
 
     def save(
         self,
-        path: locations.Path,
+        path: paths.Path,
         tree: Any,
         *,
         overwrite: bool,
@@ -291,7 +291,7 @@ class SaveQueue:
 
     def _begin(
         self,
-        path: locations.Path,
+        path: paths.Path,
         tree: Any,
         overwrite: bool,
         metadata: Callable[[], Mapping[str, Any] | None],
@@ -309,7 +309,7 @@ class SaveQueue:
             described = metadata()
         saving.describe(tree, described)
         # Early, if that costs the caller no time; and again when it is this save's turn.
-        if not saving.location.is_remote and saving.location.is_there():
+        if not saving.location.is_remote and saving.location.exists():
             with saving.failing():
                 saving.check_destination()
         previous = self._pending[-1] if self._pending else None

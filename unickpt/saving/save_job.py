@@ -22,7 +22,7 @@ from unickpt.saving.describe import Description, describe
 from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.saving.write_plan import ChunkJob, check_alone, held_chunks, own_share
 from unickpt.saving.writer import Writer
-from unickpt.storage import contexts, locations
+from unickpt.storage import contexts, paths
 
 _log = logging.getLogger("unickpt")
 
@@ -39,10 +39,10 @@ class Saving:
 
     description: Description
 
-    def __init__(self, path: locations.Path, overwrite: bool, options: SaveOptions) -> None:
+    def __init__(self, path: paths.Path, overwrite: bool, options: SaveOptions) -> None:
         self._started = time.perf_counter()
         self._overwrite, self.options = overwrite, options
-        self.location = locations.resolve(path)
+        self.location = paths.resolve(path)
         self.group = within(options.group or current_group(adapters()), options.timeout_s)
         try:
             self.attempt = self.group.next_attempt()

@@ -11,11 +11,11 @@ from unickpt.saving.chunk_source import Direct
 from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.saving.pending import PendingSave, SaveQueue
 from unickpt.saving.save_job import Saving, tell
-from unickpt.storage import locations
+from unickpt.storage import paths
 
 
 def save_async(
-    path: locations.Path,
+    path: paths.Path,
     tree: Any,
     *,
     overwrite: bool = False,
@@ -71,7 +71,7 @@ def _queue(process: int) -> SaveQueue:
 
 
 def save(
-    path: locations.Path,
+    path: paths.Path,
     tree: Any,
     *,
     overwrite: bool = False,

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import tensorstore as ts
 
-from unickpt.backends import gcs, s3
-from unickpt.storage import ocdbt
+from unickpt.storage import ocdbt, schemes
 
 
 def context(*, fsync: bool = True) -> ts.Context:
@@ -16,20 +14,13 @@ def context(*, fsync: bool = True) -> ts.Context:
     return ts.Context(
         {
             "file_io_sync": fsync,
-            "file_io_locking": {"mode": "none"},  # only the manifest needs it; see `file.locked`
             "cache_pool": {"total_bytes_limit": 0},
             ocdbt.NODE_CACHE: {"total_bytes_limit": ocdbt.NODE_CACHE_BYTES},
-            MANIFESTS: {},
-            **s3.CREDENTIALS,
-            "gcs_request_retries": gcs.retries(),
-            "s3_request_retries": s3.retries(),
+            ocdbt.MANIFESTS: {},
+            **schemes.resources(),
         },
         parent=root_context(),
     )
-
-
-# Where a context keeps copies of manifests; separate from memory://, freed with the context.
-MANIFESTS = "memory_key_value_store#manifests"
 
 
 @cache
@@ -38,8 +29,3 @@ def root_context() -> ts.Context:
     context = ts.Context({"memory_key_value_store": {}})
     context["memory_key_value_store"]
     return context
-
-
-def manifest(name: str) -> dict[str, Any]:
-    """A place in a context for one manifest."""
-    return {"driver": "memory", "memory_key_value_store": MANIFESTS, "path": name}

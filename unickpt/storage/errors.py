@@ -1,21 +1,82 @@
-"""The storage's failures as errors of unickpt."""
+"""The storage's failures: their types within unickpt, and the errors that users get for them.
+
+Whatever storage fails, TensorStore or the operating system, what arises is a `Failed` or one of its
+kinds below. Where it is known what was being read or written, it becomes an error of
+`unickpt.errors` that says so: `reading_failed` or `writing_failed`. Any other exception is a bug of
+unickpt or of a caller, and is not changed.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from unickpt.errors import CheckpointCorrupt, StorageError
-from unickpt.storage.kvstore import Failed, without_status
 
 
-def translate(error: Failed, where: str, *, reading: bool = True) -> Exception:
-    """Turns a storage failure into CheckpointCorrupt or StorageError.
+class Failed(StorageError):
+    """A storage operation failed; callers raise another error that says for what.
+
+    Arguments:
+        reason: the message, without the status.
+        errno: the operating system's error number, if any.
+        status: TensorStore's name of the kind of failure, if any; it begins the message.
+    """
+
+    def __init__(self, reason: str, errno: int | None = None, status: str = "") -> None:
+        super().__init__(f"{status}: {reason}" if status else reason)
+        self.reason, self.errno, self.status = reason, errno, status
+
+
+class Damaged(Failed, ValueError):
+    """Stored data that a checkpoint needs is missing, or not valid."""
+
+
+class MissingFolder(Failed):
+    """The folder does not exist."""
+
+
+class LockHeld(Failed):
+    """Another process, or this one, holds a lock.
+
+    Arguments:
+        name: of the lock file.
+        holder: what the holder wrote about itself.
+    """
+
+    def __init__(self, name: str, holder: str = "") -> None:
+        super().__init__(f"{name}: another process holds this lock")
+        self.holder = holder
+
+
+@contextmanager
+def system_calls() -> Iterator[None]:
+    """Wraps file operations of the operating system only: their errors become `Failed`."""
+    try:
+        yield
+    except Failed:
+        raise
+    except OSError as error:
+        raise Failed(str(error), error.errno) from error
+
+
+def reading_failed(error: Failed, where: str) -> CheckpointCorrupt | StorageError:
+    """What users get for a failure to read data of a checkpoint.
 
     Arguments:
         error: the failure.
         where: the path and the item in it, for the message.
-        reading: whether the storage was asked for data of a checkpoint; an error while writing
-            never means damaged data.
     """
-    if reading and error.is_of_data:
-        detail = without_status(str(error))
-        return CheckpointCorrupt(f"{where}: stored data is damaged or missing: {detail}")
+    if isinstance(error, Damaged):
+        return CheckpointCorrupt(f"{where}: stored data is damaged or missing: {error.reason}")
+    return StorageError(f"{where}: the storage failed: {error}")
+
+
+def writing_failed(error: Failed, where: str) -> StorageError:
+    """What users get for any other failure, which never means a damaged checkpoint.
+
+    Arguments:
+        error: the failure.
+        where: the path, for the message.
+    """
     return StorageError(f"{where}: the storage failed: {error}")

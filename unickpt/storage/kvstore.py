@@ -1,7 +1,7 @@
-"""All calls of TensorStore go through here; only this module parses its error messages.
+"""All calls of TensorStore go through here; its errors become those of `storage.errors`.
 
-Errors of the storage become `Failed`. Any other exception is a bug of unickpt or of a caller, and
-is not changed.
+Only this module looks into the text of an error: TensorStore raises a few built-in exceptions, and
+says only in their messages which failure it was.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any, Generic, TypeVar
 
 import tensorstore as ts
 
-from unickpt.errors import ForkedProcess, StorageError
+from unickpt.errors import ForkedProcess
+from unickpt.storage.errors import Damaged, Failed
 
 T = TypeVar("T")
 
@@ -31,56 +32,25 @@ _ESCAPED = r"\\x([0-9a-f]{2})"
 _OF_DATA = ("DATA_LOSS", "OUT_OF_RANGE", "FAILED_PRECONDITION", "NOT_FOUND")
 
 
-class Failed(StorageError):
-    """A storage operation failed; callers raise another error that says for what.
-
-    Arguments:
-        text: the message.
-        errno: the operating system's error number, if any.
-    """
-
-    is_of_data = False
-    """Whether it means damaged data to a reader."""
-
-    def __init__(self, text: str, errno: int | None = None) -> None:
-        super().__init__(text)
-        self.errno = errno
-
-
-class Damaged(Failed, ValueError):
-    """Stored data is not valid for a checkpoint."""
-
-    is_of_data = True
-
-
-class _Refused(Failed):
-    """An error of TensorStore's."""
-
-    def __init__(self, error: Exception) -> None:
-        full = str(error)
-        text = re.sub(_DETAILS, "", full)
-        code, http, status = (
-            re.search(_OS_CODE, full),
-            re.search(_HTTP_CODE, full),
-            re.match(_STATUS, text),
-        )
-        if http is not None:
-            hint = ": check the credentials and their permissions" if http[1] in _DENIED else ""
-            text += f" (the server answered {http[1]}{hint})"
-        text = re.sub(_ESCAPED, lambda match: chr(int(match[1], 16) or ord("/")), text)
-        super().__init__(text, int(code[1]) if code else None)
-        # TensorStore's INVALID_ARGUMENT, its error for bytes that it cannot decode, has no name
-        # there.
-        nameless = status is None and isinstance(error, ValueError)
-        of_data = nameless or (status is not None and status[1] in _OF_DATA)
-        # A server's error does not mean damaged data, except that an object is too short.
-        self.is_of_data = of_data and (http is None or text.startswith("OUT_OF_RANGE"))
-
-
-def without_status(text: str) -> str:
-    """A message without TensorStore's name of the status."""
-    match = re.match(_STATUS, text)
-    return text[match.end() :] if match else text
+def _failure(error: Exception) -> Failed:
+    """An error of TensorStore's as one of this package's."""
+    full = str(error)
+    text = re.sub(_DETAILS, "", full)
+    code, http = re.search(_OS_CODE, full), re.search(_HTTP_CODE, full)
+    named = re.match(_STATUS, text)
+    status = named[1] if named else ""
+    reason = text[named.end() :] if named else text
+    if http is not None:
+        hint = ": check the credentials and their permissions" if http[1] in _DENIED else ""
+        reason += f" (the server answered {http[1]}{hint})"
+    reason = re.sub(_ESCAPED, lambda match: chr(int(match[1], 16) or ord("/")), reason)
+    # TensorStore's INVALID_ARGUMENT, its error for bytes that it cannot decode, has no name there.
+    of_data = status in _OF_DATA or (not status and isinstance(error, ValueError))
+    # A server's error does not mean damaged data, except that an object is too short.
+    if http is not None and status != "OUT_OF_RANGE":
+        of_data = False
+    kind = Damaged if of_data else Failed
+    return kind(reason, int(code[1]) if code else None, status)
 
 
 @contextmanager
@@ -94,18 +64,7 @@ def asking() -> Iterator[None]:
     except Failed:
         raise
     except _RAISED as error:
-        raise _Refused(error) from error
-
-
-@contextmanager
-def asking_system() -> Iterator[None]:
-    """Likewise for file operations of the operating system."""
-    try:
-        yield
-    except Failed:
-        raise
-    except OSError as error:
-        raise Failed(str(error), error.errno) from error
+        raise _failure(error) from error
 
 
 class Future(Generic[T]):
@@ -129,7 +88,7 @@ class Future(Generic[T]):
         try:
             found: T = self._future.result()
         except _RAISED as error:
-            raise _Refused(error) from error
+            raise _failure(error) from error
         return found
 
 
@@ -184,7 +143,7 @@ def _begin(operation: Callable[..., Any], *arguments: Any, **options: Any) -> Fu
     try:
         return Future(operation(*arguments, **options))
     except _RAISED as error:
-        raise _Refused(error) from error
+        raise _failure(error) from error
 
 
 # --- fork ---------------------------------------------------------------------------------------

@@ -6,13 +6,17 @@ import errno
 import os
 import shutil
 import stat
+import time
+from collections.abc import Iterator
 from contextlib import suppress
 
 from unickpt.errors import InvalidPath, StorageError
-from unickpt.storage.kvstore import Failed, asking_system
+from unickpt.storage.errors import Failed, MissingFolder, system_calls
+from unickpt.storage.ocdbt import MANIFEST
+from unickpt.storage.stored_files import StoredFile
 
 LOCK_SUFFIX = ".__lock"
-_OURS = ("processes", "manifest.ocdbt")
+_OURS = ("processes", MANIFEST)
 
 
 def is_directory(existing: str, path: str) -> bool:
@@ -46,7 +50,7 @@ def folders(path: str) -> list[str]:
     """Names of the folders in a folder; empty for a link, which may lead anywhere."""
     if os.path.islink(path.rstrip("/")) or not os.path.isdir(path):
         return []
-    with asking_system(), os.scandir(path) as entries:
+    with system_calls(), os.scandir(path) as entries:
         return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
 
 
@@ -76,11 +80,78 @@ def link(path: str) -> str | None:
         return None
 
 
+def names(path: str) -> list[str]:
+    """Names of all that is in a folder; empty if it cannot be listed."""
+    try:
+        return os.listdir(path)
+    except OSError:
+        return []
+
+
+def folders_with(file: str, path: str) -> list[str]:
+    """Names of the folders in a folder that hold a file of this name; "." for itself.
+
+    Raises:
+        MissingFolder: the folder does not exist.
+        Failed: it cannot be listed.
+    """
+
+    def has_it(folder: str) -> bool:
+        return os.path.lexists(os.path.join(folder, file))
+
+    found = ["."] if has_it(path) else []
+    try:
+        with system_calls(), os.scandir(path) as entries:
+            return found + [e.name for e in entries if e.is_dir() and has_it(e.path)]
+    except Failed as error:
+        if error.errno == errno.ENOENT:
+            raise MissingFolder(error.reason, error.errno) from error
+        raise
+
+
+def walk(top: str, inside: str) -> Iterator[StoredFile]:
+    """The files of a checkpoint's folder: those in it, and all that lie below its folder `inside`.
+
+    If a checkpoint has a single folder in `inside`, which must be what it is made of, that folder
+    stands for its files.
+
+    Arguments:
+        top: of the checkpoint; ends with `/`.
+        inside: name of the folder.
+    """
+    now = time.time()
+    single = len(names(os.path.join(top, inside))) == 1 and os.path.isfile(top + MANIFEST)
+    stack = [""]
+    while stack:
+        folder = stack.pop()
+        try:
+            entries = sorted(os.scandir(top + folder), key=lambda entry: entry.name)
+            changed = os.stat(top + folder, follow_symlinks=False).st_mtime
+        except OSError:
+            yield StoredFile(folder + "?", 0)
+            continue
+        if folder and not entries:
+            yield StoredFile(folder, 0, max(0.0, now - changed))
+        for entry in entries:
+            name = folder + entry.name
+            if entry.is_dir(follow_symlinks=False) and (folder or entry.name == inside):
+                if single and folder:
+                    yield StoredFile(name + "/", 0)
+                else:
+                    stack.append(name + "/")
+            elif not entry.is_file(follow_symlinks=False):
+                yield StoredFile(name + "?", 0)
+            else:
+                with suppress(FileNotFoundError):
+                    facts = entry.stat(follow_symlinks=False)
+                    yield StoredFile(name, facts.st_size, max(0.0, now - facts.st_mtime))
+
+
 def files(path: str) -> list[str]:
     """Names of the files in a folder; links do not count."""
     if not os.path.isdir(path):
         return []
-    with asking_system(), os.scandir(path) as entries:
+    with system_calls(), os.scandir(path) as entries:
         return [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
 
 
@@ -88,7 +159,7 @@ def links(path: str) -> list[str]:
     """Names of the symbolic links in a folder."""
     if not os.path.isdir(path):
         return []
-    with asking_system(), os.scandir(path) as entries:
+    with system_calls(), os.scandir(path) as entries:
         return [entry.name for entry in entries if entry.is_symlink()]
 
 
@@ -115,7 +186,7 @@ def remove_file(folder: str, name: str) -> None:
     top, between = os.path.realpath(folder), os.path.dirname(name)
     above = os.path.join(top, between) if between else top
     if os.path.realpath(above) == above:
-        with asking_system(), suppress(FileNotFoundError):
+        with system_calls(), suppress(FileNotFoundError):
             os.unlink(os.path.join(folder, name))
 
 
@@ -167,7 +238,7 @@ def sync(path: str, top: str) -> None:
     at = path.rstrip("/")
     while len(at) >= len(end):
         if os.path.isdir(at):
-            with asking_system():
+            with system_calls():
                 handle = os.open(at, os.O_RDONLY)
                 try:
                     os.fsync(handle)

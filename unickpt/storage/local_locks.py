@@ -13,13 +13,13 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from unickpt.errors import StorageError
-from unickpt.storage.kvstore import Failed, asking_system
+from unickpt.storage.errors import Failed, LockHeld, system_calls
+from unickpt.storage.local_files import check_regular
 from unickpt.storage.local_folders import LOCK_SUFFIX, make
-from unickpt.storage.local_values import _check_regular
+from unickpt.storage.ocdbt import MANIFEST
 
 _log = logging.getLogger("unickpt")
-_EXCLUSIVE = "manifest.ocdbt.exclusive" + LOCK_SUFFIX
+_EXCLUSIVE = f"{MANIFEST}.exclusive{LOCK_SUFFIX}"
 _EXCLUSIVE_S = 60.0  # how long to wait for a lock file
 _LOCK_PAUSE_S = 0.02
 # Errors of `flock` on file systems without locks: some NFS mounts and FUSE file systems.
@@ -27,25 +27,25 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.
 
 
 @contextmanager
-def locked(path: str, timeout_s: float) -> Iterator[None]:
+def manifest_locked(path: str, timeout_s: float) -> Iterator[None]:
     """Lets one process at a time compare a folder's manifest with what it expects and replace it.
 
     TensorStore's own lock file keeps the partial data of a killed process, and appends the next
     process's data to it. A lock of the operating system is released when its holder ends. If the
     file system has no locks, a lock file is used, and its creator removes it.
     """
-    name = os.path.join(path, "manifest.ocdbt" + LOCK_SUFFIX)
+    name = os.path.join(path, MANIFEST + LOCK_SUFFIX)
     make(path)
-    with asking_system():
+    with system_calls():
         handle = _acquire(name, timeout_s)
     if handle is None:
         with _exclusive(os.path.join(path, _EXCLUSIVE), timeout_s):
             yield
         return
     try:
-        with asking_system():
+        with system_calls():
             for other in os.listdir(path):
-                if other.startswith("manifest.ocdbt_") and other.endswith(LOCK_SUFFIX):
+                if other.startswith(f"{MANIFEST}_") and other.endswith(LOCK_SUFFIX):
                     os.unlink(os.path.join(path, other))  # partial data of a killed process
         yield
     finally:
@@ -57,54 +57,64 @@ def locked(path: str, timeout_s: float) -> Iterator[None]:
 _held: set[int] = set()
 
 
-class Hold:
-    """A lock in a folder, kept until `release`, or until the process ends.
+class FileLock:
+    """A lock on a file in a folder, by the operating system; kept until the process ends.
 
     Arguments:
-        path: of the folder, which is created if needed.
+        folder: its path.
         name: of the lock file.
-        text: for processes that do not get the lock.
-
-    Raises:
-        BlockingIOError: this or another process holds it; the message is the holder's text.
-        Failed: the storage failed.
     """
 
-    def __init__(self, path: str, name: str, text: str) -> None:
-        make(path)
-        self._name = os.path.join(path, name)
-        with asking_system():
-            self._handle = _open_lock(self._name)
+    def __init__(self, folder: str, name: str) -> None:
+        self._folder, self._name = folder, os.path.join(folder, name)
+        self._handle = -1
+
+    def acquire(self, text: str) -> None:
+        """Takes the lock at once; creates the folder if needed.
+
+        Arguments:
+            text: for processes that do not get the lock.
+
+        Raises:
+            LockHeld: this or another process holds it; has the holder's text.
+            Failed: the storage failed.
+        """
+        make(self._folder)
+        with system_calls():
+            handle = _open_lock(self._name)
         try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            said = os.pread(self._handle, 4096, 0).decode(errors="replace")
-            os.close(self._handle)
-            raise BlockingIOError(said) from None
+            holder = os.pread(handle, 4096, 0).decode(errors="replace")
+            os.close(handle)
+            raise LockHeld(self._name, holder) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
-                os.close(self._handle)
+                os.close(handle)
                 raise Failed(f"{self._name}: {error}", error.errno) from error
-            message = (
-                f"{path}: this file system has no locks ({error.strerror}), so nothing stops a "
-                "second job from saving into this folder and mixing its steps with these. Make "
-                "sure that no other job does"
-            )
-            _log.warning("%s", message)
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
-        _held.add(self._handle)
+            self._warn(error)
+        self._handle = handle
+        _held.add(handle)
         with suppress(OSError):  # on a full disk the text is missing, but not the lock
-            os.ftruncate(self._handle, 0)
-            os.pwrite(self._handle, text.encode(), 0)
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, text.encode(), 0)
 
-    @staticmethod
-    def said(path: str, name: str) -> str | None:
-        """The text of a lock's holder; None if no process on this machine holds it.
+    def _warn(self, error: OSError) -> None:
+        message = (
+            f"{self._folder}: this file system has no locks ({error.strerror}), so nothing stops a "
+            "second job from saving into this folder and mixing its steps with these. Make "
+            "sure that no other job does"
+        )
+        _log.warning("%s", message)
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+    def holder(self) -> str | None:
+        """The text of the lock's holder; None if no process on this machine holds it.
 
         Does not try to take the lock, which could make another process fail to get it.
         """
         try:
-            facts, text = _text_of(os.path.join(path, name))
+            facts, text = _text_of(self._name)
             with open("/proc/locks", encoding="ascii") as locks:
                 held = any(_is_lock_of(line, facts) for line in locks)
         except OSError:
@@ -113,7 +123,7 @@ class Hold:
 
     def is_valid(self) -> bool:
         """Whether the locked file is still the one in the folder."""
-        with asking_system():
+        with system_calls():
             try:
                 return os.path.samestat(os.fstat(self._handle), os.stat(self._name))
             except FileNotFoundError:
@@ -130,7 +140,7 @@ def _text_of(name: str) -> tuple[os.stat_result, str]:
     handle = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         facts = os.fstat(handle)
-        _check_regular(facts, name)
+        check_regular(facts, name)
         return facts, os.pread(handle, 4096, 0).decode(errors="replace")
     finally:
         os.close(handle)
@@ -158,18 +168,18 @@ def _open_lock(name: str) -> int:
     """Opens a lock file, and creates it if needed.
 
     Raises:
-        StorageError: it is a link, which may lead to any file, or not a regular file.
+        Failed: it is a link, which may lead to any file, or not a regular file.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
     try:
         handle = os.open(name, flags, 0o666)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
-            raise StorageError(f"{name} is not a regular file; remove it") from None
+            raise Failed(f"{name} is not a regular file; remove it") from None
         raise
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise StorageError(f"{name} is not a regular file; remove it")
+        raise Failed(f"{name} is not a regular file; remove it")
     return handle
 
 
@@ -186,7 +196,7 @@ def _acquire(name: str, timeout_s: float) -> int | None:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 os.close(handle)
-                raise StorageError(f"{name}: another process holds this lock") from None
+                raise LockHeld(name) from None
         except OSError as error:
             os.close(handle)
             if error.errno not in _NO_LOCKS:
@@ -203,9 +213,9 @@ def _exclusive(name: str, timeout_s: float) -> Iterator[None]:
     """A lock by the existence of a file, which a killed process leaves behind.
 
     Raises:
-        StorageError: another process has held it for too long; names that process.
+        Failed: another process has held it for too long; names that process.
     """
-    with asking_system():
+    with system_calls():
         handle = _make_exclusively(name, timeout_s)
     who = f"process {os.getpid()} on {socket.gethostname()}"
     try:
@@ -226,7 +236,7 @@ def _make_exclusively(name: str, timeout_s: float) -> int:
             return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except FileExistsError:
             if time.monotonic() > deadline:
-                raise StorageError(_why_held(name)) from None
+                raise Failed(_why_held(name)) from None
         time.sleep(_LOCK_PAUSE_S)
 
 

@@ -1,35 +1,30 @@
-"""Locations: a folder in any storage, found by a path or URL."""
+"""Locations: a folder in any storage, its files, and the database in it."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote
 
 import tensorstore as ts
 
-from unickpt.backends import file, gcs, memory, s3
-from unickpt.errors import InvalidPath
-from unickpt.storage import contexts, local_folders, local_locks, local_values, ocdbt, ocdbt_nodes
-from unickpt.storage.kvstore import Damaged, KvStore
-
-Path = str | os.PathLike[str]
-
-_SCHEMES: Mapping[str, Callable[[str], dict[str, Any]]] = {
-    "file": file.spec_from_url,
-    "memory": memory.spec,
-    "s3": s3.spec,
-    "gs": gcs.spec,
-}
+from unickpt.storage import ocdbt, ocdbt_nodes
+from unickpt.storage.errors import Damaged
+from unickpt.storage.kvstore import KvStore
+from unickpt.storage.local_locks import FileLock
+from unickpt.storage.ocdbt import DatabaseReader
+from unickpt.storage.stored_files import StoredFile
 
 
 @dataclass(frozen=True)
 class Location:
-    """A folder in any storage.
+    """A folder in a key-value store, such as object storage: the common prefix of some keys.
+
+    A storage that has folders of its own has a subclass, such as `LocalLocation`; what only such
+    folders need, such as to be created, does nothing here.
 
     Arguments:
         url: for people; ends with `/`.
@@ -48,31 +43,42 @@ class Location:
     def child(self, relative: str) -> Location:
         """A folder below this one; `relative` needs no escaping and has no leading slash."""
         tail = relative.strip("/") + "/"
-        return Location(self.url + tail, {**self.spec, "path": self.spec["path"] + tail})
+        return self._at(self.url + tail, self.spec["path"] + tail)
+
+    def name_for_users(self, name: str) -> str:
+        """The path or URL of a folder in this one, as users give it.
+
+        Arguments:
+            name: of the folder, without escapes.
+        """
+        return f"{self.url}{quote(name) if self.is_remote else name}"  # memory:// has no escapes
 
     @property
     def parent(self) -> Location | None:
-        """The folder that contains this one; None at the top of a bucket."""
-        path = str(self.spec["path"]).rstrip("/")
-        above, _, name = path.rpartition("/")
-        if not name or (self.is_local and not above):
+        """The folder that contains this one; None at the top of a bucket or a file system."""
+        above, _, name = str(self.spec["path"]).rstrip("/").rpartition("/")
+        if not name:
             return None
         url = self.url.rstrip("/").rpartition("/")[0] + "/"
-        return Location(url, {**self.spec, "path": above + "/" if above else ""})
+        return self._at(url, above + "/" if above else "")
+
+    def _at(self, url: str, path: str) -> Location:
+        """Another folder in the same storage."""
+        return type(self)(url, {**self.spec, "path": path})
 
     @property
     def is_local(self) -> bool:
-        return bool(self.spec["driver"] == "file")
+        """Whether this is in a local file system, for decisions about speed."""
+        return False
 
     @property
     def is_remote(self) -> bool:
         """Whether each request crosses a network, so that many should be in flight."""
-        return self.spec["driver"] not in ("file", "memory")
+        return bool(self.spec["driver"] != "memory")
 
     def store(self, context: ts.Context) -> KvStore:
-        """The plain key-value store of this folder, whose files may be of any kind."""
-        opened = KvStore.open(dict(self.spec), context)
-        return local_values.Store(opened.raw, self.spec["path"]) if self.is_local else opened
+        """The plain key-value store of this folder."""
+        return KvStore.open(dict(self.spec), context)
 
     # --- databases -----------------------------------------------------------------------------
 
@@ -80,16 +86,11 @@ class Location:
         """The OCDBT database in this folder."""
         return KvStore.open(self.array_spec(""), context)
 
-    def values(self, context: ts.Context) -> ocdbt.Values:
-        """The values of the database in this folder, which is untrusted."""
+    def values(self, context: ts.Context) -> DatabaseReader:
+        """Reads the values of the database in this folder, which is untrusted."""
         store = self.store(context)
-        if self.is_local:
-            files = local_values.Files(self.spec["path"])
-            return local_values.Values(
-                store, files, ocdbt.Tree(partial(self._manifest, context), files.read)
-            )
-        fetch = partial(ocdbt.fetch, store)
-        return ocdbt.Values(store, ocdbt.Tree(partial(self._manifest, context), fetch))
+        tree = ocdbt.Tree(partial(self._manifest, context), partial(ocdbt.fetch, store))
+        return DatabaseReader(store, tree)
 
     def _manifest(self, context: ts.Context) -> bytes | None:
         """The manifest of the database: the pinned one, or the one in the folder."""
@@ -126,7 +127,7 @@ class Location:
             manifest: its bytes; the folder need not contain it.
             context: keeps the bytes; as for `database`.
         """
-        held = contexts.manifest(self.url)
+        held = ocdbt.manifest_in_memory(self.url)
         KvStore.open(held, context).write(ocdbt.MANIFEST, manifest).result()
         return replace(self, manifest=held)
 
@@ -168,78 +169,119 @@ class Location:
         Returns:
             The database, and the key-value store that holds its manifest.
         """
-        held = contexts.manifest(data)
+        held = ocdbt.manifest_in_memory(data)
         database = ocdbt.spec(self.spec, manifest=held, data=data)
         return (
             KvStore.open(database, context),
             KvStore.open(held, context),
         )
 
-    # --- folders -------------------------------------------------------------------------------
+    # --- folders and files ---------------------------------------------------------------------
 
-    def foreign_files(self) -> list[str]:
-        """Names in this folder that are not a checkpoint's; only for local folders."""
-        return local_folders.foreign(self.spec["path"]) if self.is_local else []
+    def exists(self) -> bool:
+        """Whether this folder exists; always true if the storage has no folders."""
+        return True
+
+    def names(self, context: ts.Context) -> set[str]:
+        """Names of the folders and files in this folder."""
+        return {key.partition("/")[0] for key in self._keys(context)}
 
     def folders(self, context: ts.Context) -> list[str]:
         """Names of the folders in this one."""
-        if self.is_local:
-            return local_folders.folders(self.spec["path"])
-        keys = (key.decode() for key in self.store(context).list().result())
-        return sorted({key.partition("/")[0] for key in keys if "/" in key})
-
-    def make(self) -> None:
-        """Creates this folder, if the storage has folders."""
-        if self.is_local:
-            local_folders.make(self.spec["path"])
+        return sorted({key.partition("/")[0] for key in self._keys(context) if "/" in key})
 
     def files(self, context: ts.Context) -> list[str]:
         """Names of the files in this folder, without those in folders below."""
-        if self.is_local:
-            return local_folders.files(self.spec["path"])
-        keys = (key.decode(errors="replace") for key in self.store(context).list().result())
-        return [key for key in keys if "/" not in key]
+        return [key for key in self._keys(context) if "/" not in key]
+
+    def has_file(self, name: str, context: ts.Context) -> bool:
+        """Whether a file is in this folder."""
+        return bool(self.store(context).read(name).result().state == "value")
+
+    def folders_with_database(self, context: ts.Context) -> list[str]:
+        """Names of the folders in this one that hold a database; "." for this one itself.
+
+        Raises:
+            MissingFolder: this folder does not exist.
+        """
+        found = []
+        for key in self._keys(context):
+            folder, _, file = key.rpartition("/")
+            if file == ocdbt.MANIFEST and "/" not in folder:
+                found.append(folder or ".")
+        return found
+
+    def folders_below(self, inside: str, context: ts.Context) -> dict[str, set[str]]:
+        """Names of the folders in the folder `inside` of each folder in this one."""
+        found: dict[str, set[str]] = {}
+        for key in self._keys(context):  # once for all folders
+            folder, *between = key.split("/", 3)
+            if between:
+                names = found.setdefault(folder, set())
+                if len(between) == 3 and between[0] == inside:
+                    names.add(between[1])
+        return found
+
+    def files_by_folder(self, inside: str, context: ts.Context) -> dict[str, list[StoredFile]]:
+        """The files of each folder in this one, by its name, and of this one itself, by "".
+
+        Arguments:
+            inside: the only folder in each of them whose files are needed, at any depth. Of other
+                folders, it is only seen that they are there.
+            context: as for `store`.
+        """
+        found: dict[str, list[StoredFile]] = {"": []}
+        for key in self._keys(context):
+            folder, _, rest = key.partition("/")
+            if folder == inside or not rest:
+                found[""].append(StoredFile(key))
+            else:
+                found.setdefault(folder, []).append(StoredFile(rest))
+        return found
+
+    def holds_only(self, inside: str, context: ts.Context) -> bool:
+        """Whether all that a checkpoint's folder holds is in its folder `inside`; true if empty."""
+        return all(key.startswith(f"{inside}/") for key in self._keys(context))
+
+    def _keys(self, context: ts.Context) -> list[str]:
+        """The names of all files below this folder, at any depth."""
+        return [key.decode(errors="replace") for key in self.store(context).list().result()]
 
     def remove(self, context: ts.Context) -> None:
         """Removes this folder and its contents."""
-        if self.is_local:
-            local_folders.remove(self.spec["path"])
-        else:
-            self.store(context).delete_range(ts.KvStore.KeyRange()).result()
+        self.store(context).delete_range(ts.KvStore.KeyRange()).result()
 
     def remove_file(self, name: str, context: ts.Context) -> None:
         """Removes one file in this folder or below; never through a symbolic link."""
-        if self.is_local:
-            local_folders.remove_file(self.spec["path"], name)
-        else:
-            self.store(context).write(name, None).result()
+        self.store(context).write(name, None).result()
+
+    # --- what only storage with folders of its own has ------------------------------------------
+
+    def foreign_files(self) -> list[str]:
+        """Names in this folder that are not a checkpoint's."""
+        return []
 
     @property
     def link(self) -> str | None:
         """The target of this folder if it is a symbolic link, else None."""
-        return local_folders.link(self.spec["path"]) if self.is_local else None
+        return None
 
     def links(self) -> list[str]:
         """Names of the symbolic links in this folder."""
-        return local_folders.links(self.spec["path"]) if self.is_local else []
+        return []
 
     def unlink(self) -> None:
         """Removes this folder, a symbolic link, but not its target."""
-        local_folders.unlink(self.spec["path"])
 
-    def is_there(self) -> bool:
-        """Whether this folder exists; always true on other than local storage."""
-        return not self.is_local or local_folders.exists(self.spec["path"])
+    def make(self) -> None:
+        """Creates this folder."""
 
     def remove_empty(self) -> None:
         """Removes the empty folders of a checkpoint without files."""
-        if self.is_local:
-            local_folders.remove_empty(self.spec["path"])
 
     def count_missing(self) -> int:
-        """The number of folders to create for this one to exist; 0 if the storage has no
-        folders."""
-        return local_folders.count_missing(self.spec["path"]) if self.is_local else 0
+        """The number of folders to create for this one to exist."""
+        return 0
 
     def remove_made(self, count: int) -> None:
         """Removes the empty folders that were created for a checkpoint here.
@@ -247,73 +289,19 @@ class Location:
         Arguments:
             count: the earlier result of `count_missing`.
         """
-        if self.is_local:
-            local_folders.remove_made(self.spec["path"], count)
-
-    def locked(self, timeout_s: float) -> AbstractContextManager[None]:
-        """Lets one process at a time replace the manifest, if the storage does not ensure this."""
-        return local_locks.locked(self.spec["path"], timeout_s) if self.is_local else nullcontext()
 
     def sync(self, top: Location) -> None:
-        """Makes the folders from `top` down to this one durable, if the storage needs it."""
-        if self.is_local:
-            local_folders.sync(self.spec["path"], top.spec["path"])
+        """Makes the folders from `top` down to this one durable."""
+
+    # --- locks ---------------------------------------------------------------------------------
+
+    def manifest_locked(self, timeout_s: float) -> AbstractContextManager[None]:
+        """Lets one process at a time replace the manifest, if the storage does not ensure this."""
+        return nullcontext()
+
+    def file_lock(self, name: str) -> FileLock | None:
+        """The operating system's lock on a file in this folder; None if it has no such locks."""
+        return None
 
     def __str__(self) -> str:
-        if self.is_local:
-            return str(self.spec["path"]).rstrip("/")
         return self.url if self.url.endswith("://") else self.url.rstrip("/")
-
-
-def resolve(path: Path, *, whole: bool = False) -> Location:
-    """Finds the storage that a path or URL names.
-
-    Arguments:
-        path: a local path, or a URL with the scheme file, memory, s3 or gs.
-        whole: also accept a whole bucket or memory://; a checkpoint needs a folder in it.
-
-    Raises:
-        InvalidPath: for an empty path, an unknown scheme, or a malformed URL.
-    """
-    try:
-        text = os.fspath(path)
-    except TypeError:
-        raise InvalidPath(
-            f"the path is of type {type(path).__name__}; pass the path first, as a str or a Path"
-        ) from None
-    if not isinstance(text, str) or not text or "\0" in text:
-        raise InvalidPath(f"{path!r} is not a path; give a local path or a URL ({_known()})")
-    scheme, separator, _ = text.partition("://")
-    if not separator:
-        scheme, single, rest = text.partition(":/")
-        if single and scheme.lower() in _SCHEMES:
-            meant = f"{scheme}://{'/' if scheme.lower() == 'file' else ''}{rest}"
-            raise InvalidPath(f"{text!r}: a URL has two slashes after its scheme: {meant}")
-        spec = file.spec_from_path(text)
-        return Location(file.url(spec["path"]), _checked(text, spec))
-    make = _SCHEMES.get(scheme.lower())
-    if make is None:
-        raise InvalidPath(f"{text!r}: unknown scheme {scheme!r}; known are {_known()}")
-    try:
-        parts = urlsplit(text)
-    except ValueError as error:
-        raise InvalidPath(f"{text!r} is not a valid URL: {error}") from None
-    if parts.query or parts.fragment:
-        raise InvalidPath(f"{text!r}: a checkpoint's URL has no '?' or '#'")
-    url = text if text.endswith("://") else text.rstrip("/") + "/"
-    location = Location(url, _checked(text, make(text)))
-    if not location.spec["path"] and not whole:
-        raise InvalidPath(f"{text!r}: add the checkpoint's path, such as {url}run/1")
-    return location
-
-
-def _checked(text: str, spec: dict[str, Any]) -> dict[str, Any]:
-    try:
-        ts.KvStore.Spec(spec)
-    except ValueError as error:
-        raise InvalidPath(f"{text!r}: {error}") from None
-    return spec
-
-
-def _known() -> str:
-    return ", ".join(f"{scheme}://" for scheme in _SCHEMES)

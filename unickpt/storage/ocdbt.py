@@ -1,4 +1,8 @@
-"""OCDBT, TensorStore's B-tree database: the container in which all backends keep checkpoints."""
+"""OCDBT, TensorStore's B-tree database: the container of checkpoints in any storage.
+
+Its nodes are untrusted: `Tree` decodes them within bounds, and `DatabaseReader` gives TensorStore
+only references from nodes that were checked.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,16 @@ import numpy as np
 import tensorstore as ts
 
 from unickpt.storage import ocdbt_nodes
-from unickpt.storage.kvstore import Damaged, Future, KvStore
-from unickpt.storage.ocdbt_nodes import Place
+from unickpt.storage.errors import Damaged
+from unickpt.storage.kvstore import Future, KvStore
+from unickpt.storage.ocdbt_nodes import DataReference
 
 MANIFEST = "manifest.ocdbt"
 # Without its own cache, every chunk read would read the B-tree's nodes again.
 NODE_CACHE = "cache_pool#nodes"
 NODE_CACHE_BYTES = 64 << 20
+# Where a context keeps copies of manifests; separate from memory://, freed with the context.
+MANIFESTS = "memory_key_value_store#manifests"
 
 
 def spec(
@@ -49,25 +56,30 @@ def spec(
     return out
 
 
+def manifest_in_memory(name: str) -> dict[str, Any]:
+    """The key-value store for a copy of one manifest, in a context."""
+    return {"driver": "memory", "memory_key_value_store": MANIFESTS, "path": name}
+
+
 class Tree:
-    """Finds the places of a database's values; reads its nodes on demand.
+    """Finds the values of a database; reads its nodes on demand.
 
     Arguments:
         manifest: returns the database's manifest, or None if it has none.
-        fetch: returns the bytes at a place.
+        fetch: returns the bytes that a reference refers to.
     """
 
     def __init__(
-        self, manifest: Callable[[], bytes | None], fetch: Callable[[Place], bytes]
+        self, manifest: Callable[[], bytes | None], fetch: Callable[[DataReference], bytes]
     ) -> None:
         self._manifest, self._fetch = manifest, fetch
-        self._nodes: dict[tuple[Place | None, bytes], ocdbt_nodes.Node | None] = {}
+        self._nodes: dict[tuple[DataReference | None, bytes], ocdbt_nodes.Node | None] = {}
         self._top: set[str] = set()
-        self._budget, self._stored = ocdbt_nodes.Budget(), set[Place]()
+        self._budget, self._stored = ocdbt_nodes.Budget(), set[DataReference]()
         self._lock = threading.Lock()
 
-    def find(self, key: str) -> bytes | Place | None:
-        """A value that the tree itself holds, or its place; None if the key is missing.
+    def find(self, key: str) -> bytes | DataReference | None:
+        """A value that the tree itself holds, or where it is; None if the key is missing.
 
         Raises:
             Damaged: the tree is damaged, or needs far more memory than its stored bytes justify.
@@ -128,20 +140,20 @@ class Tree:
 
     def _below(self, node: ocdbt_nodes.Node, at: int) -> ocdbt_nodes.Node:
         """The node that an entry of an inner node leads to."""
-        place = node.find(at)
-        assert isinstance(place, Place), "inner nodes hold no values"
-        return self._node(place, node.height - 1, node.keys[at][: node.common[at]])
+        reference = node.find(at)
+        assert isinstance(reference, DataReference), "inner nodes hold no values"
+        return self._node(reference, node.height - 1, node.keys[at][: node.common[at]])
 
-    def _node(self, place: Place, height: int, prefix: bytes) -> ocdbt_nodes.Node:
-        found = self._nodes.get((place, prefix))
+    def _node(self, reference: DataReference, height: int, prefix: bytes) -> ocdbt_nodes.Node:
+        found = self._nodes.get((reference, prefix))
         if found is not None:
             return found
-        data = self._fetch(place)
-        if place not in self._stored:
-            self._stored.add(place)
+        data = self._fetch(reference)
+        if reference not in self._stored:
+            self._stored.add(reference)
             self._budget.earn(len(data))
-        found = ocdbt_nodes.node(data, place, height, prefix, self._budget)
-        self._nodes[place, prefix] = found
+        found = ocdbt_nodes.node(data, reference, height, prefix, self._budget)
+        self._nodes[reference, prefix] = found
         return found
 
 
@@ -151,8 +163,8 @@ def _after(prefix: bytes) -> bytes | None:
     return kept[:-1] + bytes([kept[-1] + 1]) if kept else None
 
 
-class Values:
-    """The values of an untrusted database.
+class DatabaseReader:
+    """Reads the values of an untrusted database.
 
     TensorStore only reads bytes of files; the nodes that lead to them are checked here first.
 
@@ -165,12 +177,12 @@ class Values:
         self._store, self.tree = store, tree
         self._checked: set[str] = set()
 
-    def request(self, key: str) -> Future[ts.KvStore.ReadResult] | Found:
+    def request(self, key: str) -> Future[ts.KvStore.ReadResult] | ReadyResult:
         """Starts to read a value."""
         found = self.tree.find(key)
-        if isinstance(found, Place):
+        if isinstance(found, DataReference):
             return self._store.read(found.path, byte_range=_range(found))
-        return Found(found)
+        return ReadyResult(found)
 
     def read(self, key: str, length: int | None = None) -> bytes | None:
         """A value, or None if it is missing.
@@ -185,7 +197,7 @@ class Values:
         found = self.tree.find(key)
         if length is not None and found is not None and length_of(found) != length:
             raise Damaged(f"{length_of(found)} bytes stored, {length} expected")
-        return self._bytes(found) if isinstance(found, Place) else found
+        return self._bytes(found) if isinstance(found, DataReference) else found
 
     def length(self, key: str) -> int | None:
         """The length of a value in bytes according to the tree; None if it is missing."""
@@ -197,8 +209,8 @@ class Values:
         found = self.tree.find(key)
         if found is None or length_of(found) < length:
             return False
-        if isinstance(found, Place):
-            self._bytes(Place(found.path, found.offset + length - 1, 1))
+        if isinstance(found, DataReference):
+            self._bytes(DataReference(found.path, found.offset + length - 1, 1))
         return True
 
     def check(self, prefix: str) -> None:
@@ -212,20 +224,20 @@ class Values:
                 self._check_file(path)
             self._checked.add(prefix)
 
-    def _bytes(self, place: Place) -> bytes:
-        return fetch(self._store, place)
+    def _bytes(self, reference: DataReference) -> bytes:
+        return fetch(self._store, reference)
 
     def _check_file(self, path: str) -> None:
         """Does nothing: object storage contains only objects."""
 
 
-class Found:
+class ReadyResult:
     """A value that is available; with the interface of TensorStore's future."""
 
     def __init__(self, value: bytes | None) -> None:
         self._value = value
 
-    def result(self) -> Found:
+    def result(self) -> ReadyResult:
         return self
 
     @property
@@ -237,23 +249,23 @@ class Found:
         return self._value or b""
 
 
-def fetch(store: KvStore, place: Place) -> bytes:
-    """The bytes at a place below a folder.
+def fetch(store: KvStore, reference: DataReference) -> bytes:
+    """The bytes that a reference refers to.
 
     Raises:
         Damaged: some are missing.
     """
-    read = store.read(place.path, byte_range=_range(place)).result()
+    read = store.read(reference.path, byte_range=_range(reference)).result()
     if read.state != "value":
-        raise Damaged(f"no file {place.path}")
+        raise Damaged(f"no file {reference.path}")
     data: bytes = read.value
     return data
 
 
-def length_of(found: bytes | Place) -> int:
+def length_of(found: bytes | DataReference) -> int:
     """The length in bytes of what `Tree.find` found."""
-    return found.length if isinstance(found, Place) else len(found)
+    return found.length if isinstance(found, DataReference) else len(found)
 
 
-def _range(place: Place) -> slice:
-    return slice(place.offset, place.offset + place.length)
+def _range(reference: DataReference) -> slice:
+    return slice(reference.offset, reference.offset + reference.length)

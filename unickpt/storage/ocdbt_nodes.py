@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from unickpt.storage import bounded_zstd
-from unickpt.storage.kvstore import Damaged
+from unickpt.storage import bounded_codecs
+from unickpt.storage.errors import Damaged
 
 MOST_MANIFEST_BYTES = 1 << 20
 _MANIFEST_MAGIC = bytes.fromhex("0cdb3a2a")
@@ -69,8 +69,10 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Place:
-    """The place of a value or a node.
+class DataReference:
+    """Where a value or a node is: a range of bytes in a data file.
+
+    TensorStore calls it an indirect data reference.
 
     Arguments:
         path: of the file, below the database's folder.
@@ -90,14 +92,14 @@ class Manifest:
     """What a manifest says about the newest version of a database.
 
     Arguments:
-        root: the place of the root node; None if the database is empty.
+        root: where the root node is; None if the database is empty.
         height: of the root node.
         keys: number of keys, as the manifest claims.
         nbytes: of all nodes and values in files, likewise.
         committed: when it was committed, in seconds since 1970, likewise.
     """
 
-    root: Place | None = None
+    root: DataReference | None = None
     height: int = 0
     keys: int = 0
     nbytes: int = 0
@@ -128,13 +130,13 @@ class Node:
     common: list[int]
     inline: bytes
 
-    def find(self, entry: int) -> bytes | Place:
-        """The value of an entry, or its place, or that of its node."""
+    def find(self, entry: int) -> bytes | DataReference:
+        """The value of an entry, or where it is, or where its node is."""
         offset, length = int(self.offsets[entry]), int(self.lengths[entry])
         if self.which[entry] < 0:
             return self.inline[offset : offset + length]
         path, base = self.files[self.which[entry]]
-        return Place(path, offset, length, base)
+        return DataReference(path, offset, length, base)
 
 
 def manifest(data: bytes) -> Manifest:
@@ -168,18 +170,18 @@ def manifest(data: bytes) -> Manifest:
     committed = int.from_bytes(body.take(8 * count)[-8:], "little") / 1e9
     if offset == length == _MISSING:
         return Manifest(committed=committed)
-    _check_places([which], [offset], [length], files)
+    _check_references([which], [offset], [length], files)
     path, base = files[which]
-    place = Place(path, offset, length, base)
-    return Manifest(place, heights[-1], keys, sum(nbytes), committed)
+    root = DataReference(path, offset, length, base)
+    return Manifest(root, heights[-1], keys, sum(nbytes), committed)
 
 
-def node(data: bytes, where: Place, height: int, prefix: bytes, budget: Budget) -> Node:
+def node(data: bytes, where: DataReference, height: int, prefix: bytes, budget: Budget) -> Node:
     """Decodes a B-tree node.
 
     Arguments:
         data: the stored bytes.
-        where: their place.
+        where: they are from.
         height: that the node must have.
         prefix: of all its keys.
         budget: of the database.
@@ -199,14 +201,14 @@ def node(data: bytes, where: Place, height: int, prefix: bytes, budget: Budget) 
     keys, common = _keys(body, count, prefix, height > 0, budget)
     if height:
         which, offsets, lengths = (body.numbers(count) for _ in range(3))
-        _check_places(which, offsets, lengths, files)
+        _check_references(which, offsets, lengths, files)
         common = [len(prefix) + n for n in common]
         return Node(height, keys, files, which.astype(np.int64), offsets, lengths, common, b"")
     lengths = body.numbers(count)
     apart = np.frombuffer(body.take(count), np.uint8) != 0
     there = int(apart.sum())
     found, starts = body.numbers(there), body.numbers(there)
-    _check_places(found, starts, lengths[apart], files)
+    _check_references(found, starts, lengths[apart], files)
     which = np.full(count, -1, np.int64)
     which[apart] = found
     within = np.where(apart, np.uint64(0), lengths)
@@ -228,7 +230,7 @@ def _open(data: bytes, magic: bytes, at: str, budget: Budget) -> _Body:
             f"{at} has version {data[12]} and compression {data[13]}; supported are version 0 and "
             "compression 0 and 1"
         )
-    if not bounded_zstd.is_sound(data):
+    if not bounded_codecs.crc32c_matches(data):
         raise Damaged(f"{at} does not match its checksum")
     return _Body(data[_HEADER_BYTES:-_ENDING_BYTES], data[13] == 1, at, budget)
 
@@ -248,7 +250,7 @@ class _Body:
         self._data = b"" if packed else stored
         self._at = 0
         # How much to unpack next; no more than this is unpacked.
-        self._guess, self._most = bounded_zstd.zstd_sizes(stored) if packed else (0, len(stored))
+        self._guess, self._most = bounded_codecs.zstd_sizes(stored) if packed else (0, len(stored))
 
     def too_short(self) -> Exception:
         return Damaged(f"{self._name} ends early, or is too large when unpacked")
@@ -267,10 +269,10 @@ class _Body:
         self._budget.take(end - len(self._data))
         guess = self._guess if likely is None or likely > self._most else likely
         more = min(max(end, guess), end + self._budget.left)
-        found = bounded_zstd.zstd_prefix(self._stored, more)
+        found = bounded_codecs.zstd_prefix(self._stored, more)
         if found is None and more > end:
             self._most = more - 1
-            found = bounded_zstd.zstd_prefix(self._stored, end)
+            found = bounded_codecs.zstd_prefix(self._stored, end)
         if found is None:
             raise self.too_short()
         self._budget.take(len(found) - end)
@@ -405,7 +407,7 @@ def _keys(
     return out, common
 
 
-def _check_places(which: Any, offsets: Any, lengths: Any, files: Sequence[object]) -> None:
+def _check_references(which: Any, offsets: Any, lengths: Any, files: Sequence[object]) -> None:
     """Checks that a node refers only to files of its table and to possible offsets."""
     if len(which) == 0:
         return

@@ -34,7 +34,7 @@ from unickpt.saving.chunk_source import Staged
 from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.saving.save_job import Saving, tell
 from unickpt.saving.write_plan import ChunkJob
-from unickpt.storage import locations
+from unickpt.storage import paths
 from unickpt.tools import verification
 from unickpt.trees import tree
 
@@ -43,8 +43,8 @@ _AHEAD, _WRITER = 6, 2
 
 
 def convert(
-    source: locations.Path,
-    destination: locations.Path,
+    source: paths.Path,
+    destination: paths.Path,
     *,
     rules: Rules | None = None,
     like: Any = None,

@@ -12,7 +12,7 @@ from unickpt.reading import checkpoint
 from unickpt.rules import Rules
 from unickpt.rules.numbering import doubts
 from unickpt.rules.plan import Constant, Fact, Made
-from unickpt.storage import locations
+from unickpt.storage import paths
 from unickpt.tools.conversion import convertible
 from unickpt.trees.name_ranges import fold, skeleton
 
@@ -83,7 +83,7 @@ class Preview:
     doubts: Sequence[str] = ()
 
 
-def preview(path: locations.Path, rules: Rules | None, like: Any = None) -> Preview:
+def preview(path: paths.Path, rules: Rules | None, like: Any = None) -> Preview:
     """What `convert` would make of a checkpoint; reads only indices. Raises as `convert`.
 
     Arguments:

@@ -21,7 +21,7 @@ from unickpt.reading import checkpoint
 from unickpt.reading.chunk_reader import ChunkReader, read_made
 from unickpt.reading.options import LoadOptions
 from unickpt.rules import Rules
-from unickpt.storage import locations
+from unickpt.storage import paths
 
 _MISSING = "missing"
 
@@ -71,8 +71,8 @@ class DiffReport:
 
 
 def diff(
-    first: locations.Path,
-    second: locations.Path,
+    first: paths.Path,
+    second: paths.Path,
     *,
     rules: Rules | None = None,
     layout: bool = False,

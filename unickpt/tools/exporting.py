@@ -14,11 +14,11 @@ from unickpt.reading import checkpoint
 from unickpt.reading.chunk_reader import ChunkReader, read_made
 from unickpt.reading.options import LoadOptions
 from unickpt.rules import Rules
-from unickpt.storage import locations
+from unickpt.storage import paths
 
 
 def export(
-    source: locations.Path,
+    source: paths.Path,
     writer: Writer,
     *,
     rules: Rules | None = None,

@@ -15,7 +15,7 @@ from unickpt.format.reader import Reader
 from unickpt.reading import checkpoint
 from unickpt.reading.chunk_reader import ChunkReader, Task
 from unickpt.reading.read_plan import ChunkRead
-from unickpt.storage import locations
+from unickpt.storage import paths
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,7 @@ U = TypeVar("U")
 _TASKS_AHEAD = 64
 
 
-def verify(
-    path: locations.Path, *, progress: Callable[[int, int], None] | None = None
-) -> VerifyReport:
+def verify(path: paths.Path, *, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
     """Reads a whole checkpoint and checks it.
 
     Arguments:
@@ -105,7 +103,7 @@ def verify(
         >>> unickpt.verify("memory://run/verify").ok
         True
     """
-    url = locations.resolve(path).url
+    url = paths.resolve(path).url
     return checkpoint.again(
         lambda: verify_opened(url, lambda: checkpoint.open(path).reader, progress)
     )

@@ -11,9 +11,10 @@ import tensorstore as ts
 from support.nodes import Away, inner, leaf, manifest
 
 import unickpt
-from unickpt.storage import local_values
-from unickpt.storage.locations import resolve
-from unickpt.storage.ocdbt import Place, Tree
+from unickpt.storage import local_database
+from unickpt.storage.ocdbt import Tree
+from unickpt.storage.ocdbt_nodes import DataReference
+from unickpt.storage.paths import resolve
 
 KEYS = {f"params/l%y:{i:03d}/c/0": bytes([i]) * (1 + 11 * i) for i in range(0, 90, 2)}
 
@@ -38,10 +39,10 @@ def tree(request: pytest.FixtureRequest, tmp_path: Path, context: ts.Context) ->
     return of(tmp_path).tree
 
 
-def of(path: Path) -> local_values.Values:
+def of(path: Path) -> local_database.LocalDatabaseReader:
     """The values of the database in a folder."""
     found = resolve(path).values(ts.Context())
-    assert isinstance(found, local_values.Values)
+    assert isinstance(found, local_database.LocalDatabaseReader)
     return found
 
 
@@ -55,7 +56,7 @@ def test_every_value_is_found(tree: Tree, tmp_path: Path) -> None:
         values.read_into(key, memoryview(out)[:1], len(value), seen.extend)
         assert seen == value + value[:1]
     kinds = {type(tree.find(key)) for key in KEYS}
-    assert kinds == {bytes, Place}
+    assert kinds == {bytes, DataReference}
 
 
 @pytest.mark.parametrize("key", ["", "a", "params/l%y:001/c/0", "params/l%y:088/c/1", "z"])

@@ -1,26 +1,25 @@
-"""Reads the values of a database in a local folder directly into existing memory."""
+"""Reading untrusted files of a local folder: only regular ones, only inside it, without holes."""
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 import tensorstore as ts
 
-from unickpt.storage import ocdbt
-from unickpt.storage.kvstore import Damaged, Future, KvStore, asking_system
+from unickpt.storage.errors import Damaged, system_calls
+from unickpt.storage.kvstore import Future, KvStore
 from unickpt.storage.ocdbt import MANIFEST
-from unickpt.storage.ocdbt_nodes import MOST_MANIFEST_BYTES, Place
+from unickpt.storage.ocdbt_nodes import MOST_MANIFEST_BYTES, DataReference
 
 _HOLE_BYTES = 1 << 20
-_PIECE_BYTES = 2 << 20  # measured: a verified load is 7 % faster than with whole chunks of 8 MiB
 
 
-class Files:
+class RegularFiles:
     """The regular files of one folder; never blocks on other kinds of files.
 
     An untrusted checkpoint may contain a FIFO, which blocks forever, or a link to a device or to a
@@ -53,7 +52,7 @@ class Files:
 
     def _look(self, path: str) -> os.stat_result:
         at = self.folder + path
-        with asking_system():
+        with system_calls():
             # Without a link on the way, the path cannot lead out of the folder.
             real = os.path.realpath(at) if self._has_link(path) else None
             try:
@@ -64,7 +63,7 @@ class Files:
             raise Damaged(
                 f"{at} is {real}, outside of the checkpoint's folder: a link may not lead out of it"
             )
-        _check_regular(found, at)
+        check_regular(found, at)
         return found
 
     def _has_link(self, path: str) -> bool:
@@ -87,14 +86,14 @@ class Files:
         if path not in self._known:
             self.check(path)
         at = self.folder + path
-        with asking_system():
+        with system_calls():
             try:
                 handle = os.open(at, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             except FileNotFoundError:
                 raise Damaged(f"no file {at}") from None
         try:
             found = os.fstat(handle)
-            _check_regular(found, at)
+            check_regular(found, at)
             if _identity(found) != self._known[path]:
                 self.check(path)
                 if _identity(found) != self._known[path]:
@@ -103,28 +102,28 @@ class Files:
         finally:
             os.close(handle)
 
-    def read(self, place: Place) -> bytes:
-        """The bytes at a place, for values that are read at once, such as nodes and the index.
+    def read(self, reference: DataReference) -> bytes:
+        """The bytes that a reference refers to; for what is read at once, as nodes and the index.
 
         Raises:
             Damaged: some are missing.
             Failed: the storage failed.
         """
-        with self.opened(place.path) as handle:
-            size, end = os.fstat(handle).st_size, place.offset + place.length
+        with self.opened(reference.path) as handle:
+            size, end = os.fstat(handle).st_size, reference.offset + reference.length
             # A hole takes no space and reads as zeros, and valid bytes never have thousands of
             # zeros in a row. So gigabytes of zeros are refused before they take memory.
-            if size < end or _has_hole(handle, place.offset, end):
+            if size < end or _has_hole(handle, reference.offset, end):
                 raise Damaged(
-                    f"{self.folder + place.path} has no bytes {place.offset} to {end}: its size is "
-                    f"{size}, or it has a hole"
+                    f"{self.folder + reference.path} has no bytes {reference.offset} to {end}: "
+                    f"its size is {size}, or it has a hole"
                 )
-            parts, at = [], place.offset
+            parts, at = [], reference.offset
             while at < end:
-                with asking_system():
+                with system_calls():
                     part = os.pread(handle, end - at, at)
                 if not part:
-                    raise Damaged(f"{self.folder + place.path} ends at byte {at}")
+                    raise Damaged(f"{self.folder + reference.path} ends at byte {at}")
                 parts.append(part)
                 at += len(part)
         return b"".join(parts)
@@ -150,8 +149,8 @@ class Files:
             raise Damaged(f"{at} has {size} bytes, too many for a manifest")
 
 
-class Store(KvStore):
-    """The key-value store of a local folder; reads only its regular files, as `Files`.
+class LocalKvStore(KvStore):
+    """The key-value store of a local folder; reads only regular files.
 
     Arguments:
         raw: TensorStore's.
@@ -163,7 +162,7 @@ class Store(KvStore):
         self._folder = folder
 
     def read(self, key: str, **options: Any) -> Future[ts.KvStore.ReadResult]:
-        Files(self._folder).check_if_present(key)
+        RegularFiles(self._folder).check_if_present(key)
         return super().read(key, **options)
 
 
@@ -171,7 +170,12 @@ def _identity(found: os.stat_result) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def _check_regular(found: os.stat_result, at: str) -> None:
+def check_regular(found: os.stat_result, at: str) -> None:
+    """Checks that a path leads to a regular file.
+
+    Raises:
+        Damaged: says what it is instead.
+    """
     if not stat.S_ISREG(found.st_mode):
         kinds = {
             stat.S_IFIFO: "a FIFO",
@@ -191,66 +195,3 @@ def _has_hole(handle: int, start: int, end: int) -> bool:
         return os.lseek(handle, start, os.SEEK_HOLE) < end
     except OSError:  # the file system does not support it
         return False
-
-
-class Values(ocdbt.Values):
-    """The values of a database in a local folder, read directly into existing memory.
-
-    TensorStore reads a value into new memory or maps it, and then copies it: two thirds of this
-    speed, as measured; and if a mapped file is truncated, the process is killed.
-
-    Arguments:
-        store: the key-value store of the folder.
-        files: the files of the folder.
-        tree: the database's B-tree.
-    """
-
-    def __init__(self, store: KvStore, files: Files, tree: ocdbt.Tree) -> None:
-        super().__init__(store, tree)
-        self._files = files
-
-    def _bytes(self, place: Place) -> bytes:
-        return self._files.read(place)
-
-    def _check_file(self, path: str) -> None:
-        self._files.check(path)
-
-    def read_into(
-        self, key: str, out: memoryview, length: int, look: Callable[[memoryview], object]
-    ) -> None:
-        """Reads the first bytes of a value, as many as `out` takes.
-
-        Arguments:
-            key: of the value.
-            out: contiguous bytes.
-            length: of the value, in bytes.
-            look: called with each piece that was read, while it is in the processor's cache.
-
-        Raises:
-            Damaged: the value is missing or incomplete, or the database is damaged.
-            Failed: the storage failed.
-        """
-        found = self.tree.find(key)
-        if found is None:
-            raise Damaged(f"no bytes stored, {length} expected")
-        if ocdbt.length_of(found) != length:
-            raise Damaged(f"{ocdbt.length_of(found)} bytes stored, {length} expected")
-        if isinstance(found, Place):
-            self._read_into(found, out, look)
-        else:
-            out[:] = found[: len(out)]
-            look(out)
-
-    def _read_into(
-        self, place: Place, out: memoryview, look: Callable[[memoryview], object]
-    ) -> None:
-        offset = place.offset
-        with self._files.opened(place.path) as handle:
-            while out:
-                with asking_system():
-                    count = os.preadv(handle, [out[:_PIECE_BYTES]], offset)
-                if count == 0:
-                    path = self._files.folder + place.path
-                    raise Damaged(f"{path} ends at byte {offset}")
-                look(out[:count])
-                offset, out = offset + count, out[count:]

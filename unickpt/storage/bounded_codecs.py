@@ -1,8 +1,8 @@
-"""Checks and unpacks the bytes of OCDBT nodes, only as far as requested.
+"""The codecs of OCDBT's nodes, crc32c and zstd, for untrusted bytes: in bounded memory.
 
-TensorStore has both algorithms that this needs, CRC-32C and zstd, but exposes them only within
-other formats: as a codec of Zarr arrays, and as a method of ZIP archives. So the bytes are put into
-an array or an archive in memory. Reading a range of a file in an archive unpacks only that range.
+TensorStore has both, but exposes them only within other formats: as a codec of Zarr arrays, and as
+a method of ZIP archives. So the bytes are put into an array or an archive in memory. Reading a
+range of a file in an archive unpacks only that range.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 
 import tensorstore as ts
 
-from unickpt.storage.kvstore import Failed, KvStore, asking
+from unickpt.storage.errors import Failed
+from unickpt.storage.kvstore import KvStore, asking
 
 _ZSTD_IN_ZIP = 93
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
@@ -29,7 +30,7 @@ def _crc_row(value: int) -> int:
 _CRC_TABLE = tuple(map(_crc_row, range(256)))
 
 
-def is_sound(data: bytes) -> bool:
+def crc32c_matches(data: bytes) -> bool:
     """Whether the last four bytes are the CRC-32C of those before them."""
     if len(data) <= 4:
         return False

@@ -1,0 +1,183 @@
+"""Storage that fails: permissions, full disks, files in the way."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import TESTS
+from support.forks import Forks
+from support.saving import files, numbers, save_in_job, sound
+
+import unickpt
+from unickpt import (
+    InvalidPath,
+    ProcessFailed,
+    StorageError,
+)
+
+
+def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("precious")
+    for path in (file, file / "below", file / "far" / "below"):
+        for act in (lambda p: unickpt.save(p, numbers(1)), unickpt.load, unickpt.verify):
+            with pytest.raises(InvalidPath, match=r"file' is not a directory"):
+                act(path)
+    assert file.read_text() == "precious"
+    (tmp_path / "dangling").symlink_to("nowhere")
+    with pytest.raises(InvalidPath, match="is not a directory"):
+        unickpt.save(tmp_path / "dangling", numbers(1))
+
+
+def test_a_place_where_nobody_can_write(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="/proc/unickpt"):
+        unickpt.save("/proc/unickpt/step_1", numbers(1))
+    for error in save_in_job("/proc/unickpt/step_1", 2, lambda index: numbers(1), timeout_s=2):
+        assert isinstance(error, StorageError | ProcessFailed | unickpt.SaveTimeout)
+        assert "/proc/unickpt" in str(error)
+
+
+AS_NOBODY = """
+import json, os, sys
+sys.path.insert(0, ARGS[2])
+if os.getuid() == 0:
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+import unickpt
+from support.saving import numbers, same
+said = []
+for act in (
+    lambda: unickpt.save(ARGS[0], numbers(2), overwrite=True),
+    lambda: unickpt.load(ARGS[0]),
+    lambda: unickpt.save(ARGS[1], numbers(2)),
+    lambda: unickpt.load(ARGS[1]),
+):
+    try:
+        found = act()
+        said.append("fine" if isinstance(found, dict) and same(found, numbers(1)) else "?")
+    except BaseException as error:
+        said.append(f"{type(error).__name__}: {error}")
+print(json.dumps(said))
+"""
+
+
+def test_missing_permissions_are_named(tmp_path: Path) -> None:
+    forks = Forks(tmp_path)
+    readable, hidden = tmp_path / "readable", tmp_path / "hidden" / "c"
+    unickpt.save(readable, numbers(1))
+    unickpt.save(hidden, numbers(1))
+    for path in (tmp_path, *tmp_path.parents):
+        if path.stat().st_mode & 0o005 != 0o005:
+            path.chmod(0o755)
+    for at, folders, names in os.walk(readable):
+        for name in (*folders, *names):
+            os.chmod(os.path.join(at, name), 0o555)
+    readable.chmod(0o555)
+    hidden.parent.chmod(0)
+    try:
+        here = TESTS
+        ended = forks.wait(forks.start(AS_NOBODY, str(readable), str(hidden), here))
+    finally:
+        forks.close()
+        hidden.parent.chmod(0o755)
+    assert ended.code == 0, ended.out
+    overwriting, reading, saving, loading = ended.last
+    assert overwriting.startswith(f"StorageError: saving to {readable}"), overwriting
+    made = readable / "processes"
+    assert f"cannot make the directory {made}" in overwriting
+    assert "Permission denied" in overwriting
+    assert reading == "fine"
+    for said in (saving, loading):
+        assert said.startswith("StorageError"), said
+        assert str(hidden) in said
+        assert "ermission" in said or "PERMISSION" in said
+    assert sound(readable, 1)
+
+
+# The output of the process is a file too, and must not meet the limit.
+WITH_A_LIMIT = """
+import json, resource, signal, sys
+sys.path.insert(0, ARGS[1])
+import unickpt
+from support.saving import numbers
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+kind = resource.RLIMIT_FSIZE
+before = resource.getrlimit(kind)
+resource.setrlimit(kind, (ARGS[2], before[1]))
+try:
+    unickpt.save(ARGS[0], numbers(2), overwrite=True)
+    said = "saved"
+except BaseException as error:
+    said = f"{type(error).__name__}: {error}"
+resource.setrlimit(kind, before)
+print(json.dumps(said))
+"""
+
+
+@pytest.mark.parametrize("limit", [0, 100, 1000, 100_000])
+def test_a_file_that_cannot_grow_fails_the_save_and_keeps_the_old(
+    limit: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "c"
+    unickpt.save(path, numbers(1))
+    (tmp_path / "out").mkdir()
+    forks = Forks(tmp_path / "out")
+    try:
+        ended = forks.wait(forks.start(WITH_A_LIMIT, str(path), TESTS, limit))
+    finally:
+        forks.close()
+    assert ended.code == 0, ended.out
+    assert ended.last.startswith(f"StorageError: saving to {path}"), ended.last
+    assert sound(path, 1)
+    assert len([n for n in files(path) if "/d/" in n]) == 1, "what was written is taken back"
+    unickpt.save(path, numbers(3), overwrite=True)
+    assert sound(path, 3)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("a small disk needs the right to mount one")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def test_a_full_disk_fails_the_save_and_keeps_the_old(small_disk: Path) -> None:
+    path = small_disk / "c"
+    unickpt.save(path, numbers(1))
+    large = {"w": np.ones(400_000), "v": np.zeros(300_000)}
+    with pytest.raises(StorageError, match="No space left on device"):
+        unickpt.save(path, large, overwrite=True)
+    assert sound(path, 1)
+    started = time.monotonic()
+    for error in save_in_job(path, 2, lambda index: large, overwrite=True):
+        assert "No space left on device" in str(error)
+    assert time.monotonic() - started < 10, "the message must find room"
+    assert sound(path, 1)
+    assert os.statvfs(path).f_bavail * os.statvfs(path).f_bsize > 1 << 20, "space is given back"
+    save_in_job(path, 2, lambda index: numbers(3), overwrite=True)
+    assert sound(path, 3)
+
+
+def test_a_disk_without_any_room_left(small_disk: Path) -> None:
+    path = small_disk / "c"
+    unickpt.save(path, numbers(1))
+    with open(small_disk / "filler", "wb", buffering=0) as filler:
+        while os.statvfs(small_disk).f_bavail:
+            filler.write(bytes(4096))
+    with pytest.raises(StorageError, match="No space left on device"):
+        unickpt.save(path, numbers(2), overwrite=True)
+    assert sound(path, 1)
+    (small_disk / "filler").unlink()
+    unickpt.save(path, numbers(3), overwrite=True)
+    assert sound(path, 3)

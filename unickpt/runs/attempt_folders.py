@@ -1,0 +1,45 @@
+"""The attempts to save in a checkpoint's folder: which made the checkpoint, and which are remains.
+
+Each attempt has a folder of its own, `processes/<attempt>/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import tensorstore as ts
+
+from unickpt.errors import UnickptError
+from unickpt.reading import checkpoint
+from unickpt.storage.locations import Location
+from unickpt.storage.ocdbt import MANIFEST
+
+FOLDER = "processes"
+
+
+def holds_checkpoint_parts(place: Location, context: ts.Context) -> bool:
+    """Whether a folder belongs to a single checkpoint, committed or not."""
+    return not place.names(context).isdisjoint({MANIFEST, FOLDER})
+
+
+def is_unfinished(place: Location, context: ts.Context) -> bool:
+    """Whether a folder without a checkpoint contains only what a save puts there."""
+    return place.holds_only(FOLDER, context)
+
+
+def attempts_of_checkpoint(place: Location, context: ts.Context) -> list[str]:
+    """The attempt that made a checkpoint; all attempts if it is too damaged to tell."""
+    try:
+        return [checkpoint.open(str(place)).index.attempt]
+    except UnickptError:
+        return place.child(FOLDER).folders(context)
+
+
+def remove_attempts(place: Location, attempts: Iterable[str], context: ts.Context) -> None:
+    """Removes attempts, and the folder if nothing else is in it.
+
+    Does not touch another attempt, which may begin at the same time.
+    """
+    for attempt in attempts:
+        place.child(f"{FOLDER}/{attempt}").remove(context)
+    place.remove_empty()
