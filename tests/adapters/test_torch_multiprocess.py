@@ -15,7 +15,7 @@ SCRIPT = """
 import runpy, sys
 sys.path.insert(0, sys.argv[1])
 sys.argv = sys.argv[1:]
-runpy.run_module("torch_ranks", run_name="__main__")
+runpy.run_module("support.torch_ranks", run_name="__main__")
 """
 
 

@@ -62,7 +62,7 @@ PLACES: list[tuple[Any, str, int, BaseException]] = [
     (chunk_source, "stage", 20, StateChanged("its memory was freed")),
     (Board, "publish", 1, FULL),
     (attempt.Attempt, "_collect", 1, KeyboardInterrupt()),
-    (attempt.merge, "digest_table", 1, FULL),
+    (attempt.merge, "merged_digests", 1, FULL),
     (root.Root, "build", 1, FULL),
     (attempt.Attempt, "_write_root", 1, SaveConflict("another job")),
 ]
