@@ -20,6 +20,26 @@ settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 
+# A test that uses one of these starts processes or a server.
+INTEGRATION_FIXTURES = {"forks", "moto", "mount", "processes", "program", "server"}
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks tests `integration` by what they use; others say it themselves."""
+    for item in items:
+        if isinstance(item, pytest.Function) and _integrates(item):
+            item.add_marker(pytest.mark.integration)
+
+
+def _integrates(item: pytest.Function) -> bool:
+    if not INTEGRATION_FIXTURES.isdisjoint(item.fixturenames):
+        return True
+    # A fixture that offers several storages asks for the server only if the parameter is "s3".
+    offered = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return any(isinstance(value, str) and value == "s3" for value in offered)
+
+
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(20260)

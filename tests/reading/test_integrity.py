@@ -17,6 +17,7 @@ from support.saving import files, in_job
 
 import unickpt
 from unickpt import Box, CheckpointCorrupt, LocalFragments, PerProcess, ProcessGroup, SaveOptions
+from unickpt.storage import contexts, locations
 
 # Damages a checkpoint in every way of a list, one after the other, and tells what comes of it.
 PROBE = """
@@ -261,8 +262,8 @@ def test_verify_counts_what_it_read_and_tells_its_progress(checkpoint: Path) -> 
 def test_a_key_that_does_not_belong_is_reported(tmp_path: Path) -> None:
     folder = tmp_path / "c"
     unickpt.save(folder, {"w": np.arange(4)})
-    context = unickpt.backends.context()
-    database = unickpt.backends.resolve(folder).database(context)
+    context = contexts.context()
+    database = locations.resolve(folder).database(context)
     database.write("w/c/7", b"what is this").result()
     database.write("w/zarr.json", b"{}").result()
     assert [d.reason for d in unickpt.verify(folder).damage] == [

@@ -578,10 +578,11 @@ def test_a_reader_of_locks_is_not_blocked(tmp_path: Path, forks: Forks) -> None:
     out = forks.wait(
         forks.start(
             """
-import unickpt
-from unickpt.backends import file
-print(unickpt.remnants.find(ARGS[0]).holder)
-print(file._why_held(ARGS[0] + "/manifest.ocdbt.exclusive.__lock"))
+
+from unickpt.runs import remnants
+from unickpt.storage import local_locks
+print(remnants.find(ARGS[0]).holder)
+print(local_locks._why_held(ARGS[0] + "/manifest.ocdbt.exclusive.__lock"))
 """,
             str(tmp_path / "run"),
         )

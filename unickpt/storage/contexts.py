@@ -16,7 +16,7 @@ def context(*, fsync: bool = True) -> ts.Context:
     return ts.Context(
         {
             "file_io_sync": fsync,
-            "file_io_locking": {"mode": "none"},  # only the manifest needs it; see `file.locked`
+            "file_io_locking": {"mode": "none"},  # only manifests are: `local_locks.locked`
             "cache_pool": {"total_bytes_limit": 0},
             ocdbt.NODE_CACHE: {"total_bytes_limit": ocdbt.NODE_CACHE_BYTES},
             MANIFESTS: {},
