@@ -81,3 +81,11 @@ def test_the_picture_has_every_wing_in_the_order_that_is_checked() -> None:
     drawn = [row_of(wing) for layer in checked for wing in layer]
     assert len(drawn) > 15
     assert drawn == sorted(drawn)
+
+
+def test_a_commit_runs_what_make_lint_runs() -> None:
+    recipe = re.search(r"^lint:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M)
+    assert recipe is not None
+    made = [line.strip().replace("$(BIN)", ".venv/bin") for line in recipe[1].splitlines()]
+    hooks = re.findall(r"^ +entry: (.*)$", (ROOT / ".pre-commit-config.yaml").read_text(), re.M)
+    assert hooks == made
