@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +22,23 @@ settings.load_profile("untimed")
 
 
 # A test that uses one of these starts processes or a server.
-INTEGRATION_FIXTURES = {"forks", "moto", "mount", "processes", "program", "server"}
+INTEGRATION_FIXTURES = {
+    "forks",
+    "moto",
+    "mount",
+    "processes",
+    "program",
+    "server",
+    "small_disk",
+    "unchangeable",
+}
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Does not even import files that are `integration` as a whole, if none of it is asked for."""
+    if "not integration" not in config.option.markexpr or collection_path.suffix != ".py":
+        return None
+    return "\npytestmark = pytest.mark.integration\n" in collection_path.read_text() or None
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects

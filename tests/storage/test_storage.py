@@ -473,6 +473,7 @@ print(json.dumps(said))
 """
 
 
+@pytest.mark.integration
 def test_missing_permissions_are_named(tmp_path: Path) -> None:
     forks = Forks(tmp_path)
     readable, hidden = tmp_path / "readable", tmp_path / "hidden" / "c"
@@ -526,6 +527,7 @@ print(json.dumps(said))
 """
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("limit", [0, 100, 1000, 100_000])
 def test_a_file_that_cannot_grow_fails_the_save_and_keeps_the_old(
     limit: int, tmp_path: Path
