@@ -58,6 +58,14 @@ def test_every_file_and_folder_that_the_map_names_exists() -> None:
     assert missing == []
 
 
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/reliability.md"])
+def test_every_file_of_ours_that_a_page_names_exists(page: str) -> None:
+    text = (ROOT / page).read_text()
+    tops = "adapters|backends|benchmarks|docs|examples|tests|unickpt"
+    paths = re.findall(rf"(?<![\w/.])(?:{tops})/[\w/]+\.(?:py|md|json)\b", text)
+    assert [path for path in sorted(set(paths)) if not (ROOT / path).exists()] == []
+
+
 IN_A_CHECKPOINT = ("processes/", "records/", "notes/", "layers/")
 
 
