@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import CodeType
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 
-# A test that uses one of these starts processes or a server.
+# A test that uses one of these, as a fixture or in its own body, starts processes or a server.
 INTEGRATION_FIXTURES = {
     "forks",
     "moto",
@@ -32,6 +33,7 @@ INTEGRATION_FIXTURES = {
     "small_disk",
     "unchangeable",
 }
+INTEGRATION_NAMES = {"Forks", "Processes", "fork", "subprocess"}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -52,9 +54,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _integrates(item: pytest.Function) -> bool:
     if not INTEGRATION_FIXTURES.isdisjoint(item.fixturenames):
         return True
+    if not INTEGRATION_NAMES.isdisjoint(_names_in(item.function.__code__)):
+        return True
     # A fixture that offers several storages asks for the server only if the parameter is "s3".
     offered = item.callspec.params.values() if hasattr(item, "callspec") else ()
     return any(isinstance(value, str) and value == "s3" for value in offered)
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names_in(inner)
 
 
 @pytest.fixture

@@ -372,7 +372,6 @@ def test_per_process_values_in_a_job_of_one(tmp_path: Path) -> None:
     assert unickpt.load(tmp_path / "c", {"rng": unickpt.PerProcess()})["rng"].value["seed"] == 7
 
 
-@pytest.mark.integration
 def test_neither_jax_nor_torch_is_needed_or_imported(tmp_path: Path) -> None:
     program = f"""
 import sys

@@ -231,7 +231,6 @@ def test_a_destination_that_is_taken(folder: Path) -> None:
     assert "same" in run("diff", "jax", "torch", "--rules", "my.rules", *SIZE)
 
 
-@pytest.mark.integration
 def test_under_torchrun(folder: Path) -> None:
     (folder / "my.rules").write_text(RULES.replace("[v e]\n", "[v e]  v=13\n"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",

@@ -184,7 +184,6 @@ def test_the_table_is_sorted_and_short() -> None:
     assert shown == sorted(names, key=lambda name: (name[0], int(name[1:])))[: len(shown)]
 
 
-@pytest.mark.integration
 def test_every_process_prints_the_same_table() -> None:
     """Whatever the seed of its hashes."""
     program = """

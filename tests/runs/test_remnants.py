@@ -187,7 +187,6 @@ unickpt.save(sys.argv[1], {"w": np.arange(1000.0)})
 """
 
 
-@pytest.mark.integration
 def test_a_save_that_was_killed(tmp_path: Path) -> None:
     unickpt.save(tmp_path / "step_1", numbers(1))
     for step in ("step_1", "step_2"):
