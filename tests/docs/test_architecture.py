@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -15,10 +16,10 @@ MOST_MODULES = 16
 # A section for each wing: its folder as the title, its modules as the first words of the bullets.
 SECTIONS = dict(re.findall(r"^### `([a-z/]+)/`\n(.*?)(?=^##)", MAP, re.MULTILINE | re.DOTALL))
 WINGS = sorted(
-    str(folder.relative_to(ROOT))
+    str(Path(folder).relative_to(ROOT))
     for top in ("unickpt", "adapters", "backends")
-    for folder in [ROOT / top, *(ROOT / top).iterdir()]
-    if not folder.is_symlink() and any(folder.glob("*.py"))
+    for folder, _, files in os.walk(ROOT / top)  # which follows no links
+    if any(file.endswith(".py") for file in files)
 )
 
 
