@@ -4,7 +4,7 @@ BIN := .venv/bin
 # torch's CPU build: a plain "torch" would bring gigabytes of CUDA libraries along.
 TORCH := torch==2.13.0
 
-.PHONY: demo test lint soak bench clean
+.PHONY: demo test test-fast lint soak bench clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -19,9 +19,15 @@ lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache --no-logo
 
 test: lint
 	$(BIN)/python -m pytest -n 2 -m 'not slow'
+
+# What needs no processes, no servers and no large libraries: seconds for a wing.
+# `make test-fast WING=rules` runs the tests of one.
+test-fast: .venv/installed
+	$(BIN)/python -m pytest -m 'not slow and not integration' $(if $(WING),tests/$(WING),-n 2)
 
 soak: .venv/installed
 	$(BIN)/python -m pytest -m slow --timeout=3600

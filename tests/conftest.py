@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType
 
 import numpy as np
 import pytest
@@ -19,6 +21,52 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Examples take as long as the machine's load makes them take.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+# A test that uses one of these, as a fixture or in its own body, starts processes or a server.
+INTEGRATION_FIXTURES = {
+    "forks",
+    "moto",
+    "mount",
+    "processes",
+    "program",
+    "server",
+    "small_disk",
+    "unchangeable",
+}
+INTEGRATION_NAMES = {"Forks", "Processes", "fork", "subprocess"}
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Does not even import files that are `integration` as a whole, if none of it is asked for."""
+    if "not integration" not in config.option.markexpr or collection_path.suffix != ".py":
+        return None
+    return "\npytestmark = pytest.mark.integration\n" in collection_path.read_text() or None
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks tests `integration` by what they use; others say it themselves."""
+    for item in items:
+        if isinstance(item, pytest.Function) and _integrates(item):
+            item.add_marker(pytest.mark.integration)
+
+
+def _integrates(item: pytest.Function) -> bool:
+    if not INTEGRATION_FIXTURES.isdisjoint(item.fixturenames):
+        return True
+    if not INTEGRATION_NAMES.isdisjoint(_names_in(item.function.__code__)):
+        return True
+    # A fixture that offers several storages asks for the server only if the parameter is "s3".
+    offered = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return any(isinstance(value, str) and value == "s3" for value in offered)
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names_in(inner)
 
 
 @pytest.fixture

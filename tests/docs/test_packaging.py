@@ -7,7 +7,10 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
 from support import TESTS
+
+pytestmark = pytest.mark.integration
 
 ROOT = Path(TESTS).parent
 

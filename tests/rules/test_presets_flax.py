@@ -12,6 +12,8 @@ import pytest
 import unickpt
 from unickpt import RuleError, Rules
 
+pytestmark = pytest.mark.integration
+
 torch = pytest.importorskip("torch")
 jax = pytest.importorskip("jax")
 pytest.importorskip("flax")

@@ -17,6 +17,8 @@ from support.rule_cases import flat_names, flat_tree
 import unickpt
 from unickpt import RuleError, Rules
 
+pytestmark = pytest.mark.integration
+
 torch = pytest.importorskip("torch")
 jax = pytest.importorskip("jax")
 pytest.importorskip("flax")

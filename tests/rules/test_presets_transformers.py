@@ -17,6 +17,8 @@ import unickpt
 from unickpt import LoadMismatch, RuleError, Rules
 from unickpt.rules import PRESETS
 
+pytestmark = pytest.mark.integration
+
 jax = pytest.importorskip("jax")
 torch = pytest.importorskip("torch")
 flax = pytest.importorskip("flax")

@@ -275,6 +275,7 @@ def damage_manifest(step: Path, damage: str) -> None:
     manifest.write_bytes(b"" if damage == "emptied" else bytes(data))
 
 
+@pytest.mark.integration
 def test_hammered_steps_are_copied_as_they_were_saved_last(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -562,6 +563,7 @@ OPERATIONS = st.lists(
 )
 
 
+@pytest.mark.integration
 @settings(max_examples=25)
 @example([("save", 0), ("alone", 0), ("uncopied", 0), ("drop", 0)])
 @given(OPERATIONS)
@@ -613,6 +615,7 @@ def test_runs_with_and_without_the_local_tier_see_one_history(operations: list[O
                 assert same(job.load(step=step), numbers(number))
 
 
+@pytest.mark.integration
 def test_a_reader_always_sees_the_newest_step_of_two_tiers(run: Run) -> None:
     seen, errors, done = [0], list[str](), threading.Event()
 

@@ -91,6 +91,7 @@ def wait_for(path: Path) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("there", [False, True])
 def test_of_two_jobs_that_commit_at_once_one_is_there(there: bool, tmp_path: Path) -> None:
     path, now = tmp_path / "c", tmp_path / "now"
@@ -185,6 +186,7 @@ print(json.dumps(said))
 """
 
 
+@pytest.mark.integration
 def test_jobs_that_overwrite_in_turns_without_locks(tmp_path: Path) -> None:
     jobs = [
         subprocess.Popen(

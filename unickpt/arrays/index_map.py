@@ -2,7 +2,7 @@
 
 This maps the elements of one array to another whose dimensions are split, merged, permuted, or
 concatenated. A box of an array covers at most `2k - 1` boxes of axes for each dimension of `k`
-digits, as for flat ranges (`unickpt.box`).
+digits, as for flat ranges (`unickpt.arrays.box`).
 """
 
 from __future__ import annotations

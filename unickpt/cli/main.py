@@ -1,4 +1,4 @@
-"""The command line `unickpt inspect | ls | verify | ...`; see `commands`."""
+"""The command line `unickpt inspect | ls | verify | ...`; see `app`."""
 
 from __future__ import annotations
 

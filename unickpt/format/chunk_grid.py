@@ -1,4 +1,4 @@
-"""Planning: chunk grids, parts, which process writes which chunk, which chunks meet a box.
+"""Chunk grids: the parts of an array and their chunks, and which chunks meet a box.
 
 Nothing here does I/O, uses a framework, or communicates.
 """

@@ -1,4 +1,4 @@
-"""The index: a checkpoint's own metadata, as dataclasses, as JSON, and checked as untrusted input.
+"""The index: a checkpoint's own metadata, as dataclasses; `index_json` reads and writes it.
 
 docs/format.md is the normative text; `FORMAT` is the version both describe.
 """
@@ -29,7 +29,7 @@ class ArrayEntry:
     Arguments:
         name: the array's name.
         shape: global shape.
-        dtype: a name of `unickpt.dtypes`.
+        dtype: a name of `unickpt.arrays.dtypes`.
         chunk: largest extent of a chunk in each dimension.
         layout: how the writer's mesh split it; None if no layout describes the fragments.
         cut: dimensions along whose layout intervals the array is cut into parts.
@@ -61,7 +61,7 @@ class PerProcessEntry:
 
 @dataclass(frozen=True)
 class Index:
-    """The whole content of `unickpt.json`. `tree` is the JSON of `unickpt.tree`."""
+    """The whole content of `unickpt.json`. `tree` is the JSON of `unickpt.trees.tree`."""
 
     tree: Any
     arrays: Mapping[str, ArrayEntry]

@@ -73,7 +73,7 @@ class AsStored:
     """A checkpoint as it is stored, adapted to what is requested, if that is known.
 
     Numbers that are requested as arrays become arrays, and names lose the components of torch's
-    wrappers (see `unickpt.wrapped`).
+    wrappers (see `unickpt.trees.wrapper_names`).
 
     Arguments:
         checkpoint: what is stored.

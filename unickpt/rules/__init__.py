@@ -1,6 +1,6 @@
 """Rules: one notation that relates names and axes of two sides, both ways (docs/rules.md).
 
-parse (`grammar`, `rule`) -> plan (`matching`, `planner`) -> apply (`unickpt.feed`, while reading).
+parse (`parser`, `rule`) -> plan (`matching`, `planner`) -> apply (`unickpt.reading.recipes`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a rule file says, as dataclasses: the tree that `grammar` makes of the text."""
+"""What a rule file says, as dataclasses: the tree that `parser` makes of the text."""
 
 from __future__ import annotations
 

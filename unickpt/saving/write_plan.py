@@ -27,7 +27,7 @@ class ChunkJob:
         entry: the array.
         part: the part of the array.
         number: the chunk's row-major number in the part.
-        position: its number among the chunks of all parts (see `unickpt.record`).
+        position: its number among the chunks of all parts (see `unickpt.commit.record`).
         box: its box in the global array.
         fragment: holds its data.
         assumed: as `ArraySource.assumed`.

@@ -122,7 +122,7 @@ def verify_opened(
         url: its name in the report.
         opened: opens it.
         progress: as for `verify`.
-        behind: whether it runs in the background of a training loop; see `workers.step_back`.
+        behind: whether it runs in the background of a training loop; see `threads.step_back`.
     """
     started = time.perf_counter()
     report = progress or (lambda done, total: None)
