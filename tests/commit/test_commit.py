@@ -39,13 +39,8 @@ from unickpt.saving import writer
 from unickpt.saving.chunk_source import Direct
 from unickpt.saving.describe import describe
 from unickpt.saving.write_plan import held_chunks, own_share
-<<<<<<< HEAD
 from unickpt.storage import contexts, paths
 from unickpt.storage.errors import Failed
-=======
-from unickpt.storage import contexts, locations
-from unickpt.storage.kvstore import Failed
->>>>>>> h-docs
 
 
 def absent(path: Path) -> bool:
@@ -703,11 +698,7 @@ def test_two_jobs_that_overwrite_at_once(count: int, tmp_path: Path) -> None:
 
 def test_waiting_processes_ask_less_often_the_more_there_are(tmp_path: Path) -> None:
     def pause(count: int, url: str | Path) -> float:
-<<<<<<< HEAD
         location = paths.resolve(url)
-=======
-        location = locations.resolve(url)
->>>>>>> h-docs
         context = contexts.context()
         return Board(location, ProcessGroup(0, count, "s"), context, 1).pause_s
 
@@ -732,11 +723,7 @@ def test_jobs_of_many_processes(count: int, tmp_path: Path) -> None:
         }
         description = describe(tree, None, group, options, adapters())
         context = contexts.context(fsync=False)
-<<<<<<< HEAD
         location = paths.resolve(tmp_path)
-=======
-        location = locations.resolve(tmp_path)
->>>>>>> h-docs
         attempt = Attempt(location, group, group.next_attempt(), context, 60)
         attempt.check_destination(False)
         jobs = own_share(list(held_chunks(description)), index)

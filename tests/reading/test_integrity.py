@@ -17,11 +17,7 @@ from support.saving import files, in_job
 
 import unickpt
 from unickpt import Box, CheckpointCorrupt, LocalFragments, PerProcess, ProcessGroup, SaveOptions
-<<<<<<< HEAD
 from unickpt.storage import contexts, paths
-=======
-from unickpt.storage import contexts, locations
->>>>>>> h-docs
 
 # Damages a checkpoint in every way of a list, one after the other, and tells what comes of it.
 PROBE = """
@@ -267,11 +263,7 @@ def test_a_key_that_does_not_belong_is_reported(tmp_path: Path) -> None:
     folder = tmp_path / "c"
     unickpt.save(folder, {"w": np.arange(4)})
     context = contexts.context()
-<<<<<<< HEAD
     database = paths.resolve(folder).database(context)
-=======
-    database = locations.resolve(folder).database(context)
->>>>>>> h-docs
     database.write("w/c/7", b"what is this").result()
     database.write("w/zarr.json", b"{}").result()
     assert [d.reason for d in unickpt.verify(folder).damage] == [

@@ -14,10 +14,6 @@ def context(*, fsync: bool = True) -> ts.Context:
     return ts.Context(
         {
             "file_io_sync": fsync,
-<<<<<<< HEAD
-=======
-            "file_io_locking": {"mode": "none"},  # only manifests are: `local_locks.locked`
->>>>>>> h-docs
             "cache_pool": {"total_bytes_limit": 0},
             ocdbt.NODE_CACHE: {"total_bytes_limit": ocdbt.NODE_CACHE_BYTES},
             ocdbt.MANIFESTS: {},
