@@ -32,13 +32,14 @@ from unickpt import (
 )
 from unickpt.commit import attempt
 from unickpt.commit.attempt import Attempt
-from unickpt.commit.notes import Board
+from unickpt.commit.notes import Notes
 from unickpt.format.chunk_store import ChunkStore
 from unickpt.frameworks.registry import adapters
 from unickpt.saving import writer
 from unickpt.saving.chunk_source import Direct
 from unickpt.saving.describe import describe
 from unickpt.saving.write_plan import held_chunks, own_share
+from unickpt.storage import contexts, locations
 from unickpt.storage.kvstore import Failed
 
 
@@ -697,9 +698,9 @@ def test_two_jobs_that_overwrite_at_once(count: int, tmp_path: Path) -> None:
 
 def test_waiting_processes_ask_less_often_the_more_there_are(tmp_path: Path) -> None:
     def pause(count: int, url: str | Path) -> float:
-        location = unickpt.backends.resolve(url)
-        context = unickpt.backends.context()
-        return Board(location, ProcessGroup(0, count, "s"), context, 1).pause_s
+        location = locations.resolve(url)
+        context = contexts.context()
+        return Notes(location, ProcessGroup(0, count, "s"), context, 1).pause_s
 
     assert pause(2, tmp_path) == 0.1
     assert pause(4000, tmp_path) == 1
@@ -721,8 +722,8 @@ def test_jobs_of_many_processes(count: int, tmp_path: Path) -> None:
             "rng": PerProcess(index),
         }
         description = describe(tree, None, group, options, adapters())
-        context = unickpt.backends.context(fsync=False)
-        location = unickpt.backends.resolve(tmp_path)
+        context = contexts.context(fsync=False)
+        location = locations.resolve(tmp_path)
         attempt = Attempt(location, group, group.next_attempt(), context, 60)
         attempt.check_destination(False)
         jobs = own_share(list(held_chunks(description)), index)
@@ -731,7 +732,9 @@ def test_jobs_of_many_processes(count: int, tmp_path: Path) -> None:
         )
         held.append((attempt, description))
     attempt, description = held[0]
-    totals = attempt.commit(description, lambda request: pytest.fail("nothing is missing"))
+    totals = attempt.commit(
+        description.index, description.digest, lambda request: pytest.fail("nothing is missing")
+    )
     assert totals.arrays == count + 2
     for attempt, _ in held[1::37]:
         assert attempt.wait_committed(lambda request: pytest.fail("nothing is missing")) == totals

@@ -23,8 +23,8 @@ from unickpt import (
     StateChanged,
     UnickptError,
 )
-from unickpt.commit import attempt, root
-from unickpt.commit.notes import Board
+from unickpt.commit import attempt, merge_chunks, root
+from unickpt.commit.notes import Notes
 from unickpt.format import chunk_store
 from unickpt.saving import chunk_source, save_job, staging, writer
 from unickpt.storage.kvstore import Failed
@@ -60,9 +60,9 @@ PLACES: list[tuple[Any, str, int, BaseException]] = [
     (chunk_store.ChunkStore, "write", 25, FULL),
     (chunk_store.ChunkStore, "write", 25, KeyboardInterrupt()),
     (chunk_source, "stage", 20, StateChanged("its memory was freed")),
-    (Board, "publish", 1, FULL),
+    (Notes, "publish", 1, FULL),
     (attempt.Attempt, "_collect", 1, KeyboardInterrupt()),
-    (attempt.merge, "digest_table", 1, FULL),
+    (merge_chunks, "digest_table", 1, FULL),
     (root.Root, "build", 1, FULL),
     (attempt.Attempt, "_write_root", 1, SaveConflict("another job")),
 ]
@@ -189,7 +189,7 @@ def test_all_processes_of_a_job_leave_nothing(kind: str, there: str, tmp_path: P
 
 
 @pytest.mark.parametrize("index", [0, 2])
-@pytest.mark.parametrize(("module", "name"), [(writer.Writer, "write_all"), (Board, "publish")])
+@pytest.mark.parametrize(("module", "name"), [(writer.Writer, "write_all"), (Notes, "publish")])
 def test_one_of_a_job_that_fails_leaves_nothing(
     index: int, module: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from unickpt.commit.record import REPLICA_DTYPE, Record
+from unickpt.commit.record import REPLICA_DTYPE, Records
 from unickpt.errors import CoverageError, ReplicasDiffer
 from unickpt.trees import name_ranges
 
@@ -56,9 +56,7 @@ class Replicas:
         CoverageError: some compared every byte, and others did not.
     """
 
-    def __init__(
-        self, records: Sequence[tuple[int, Record]], names: Sequence[Sequence[str]]
-    ) -> None:
+    def __init__(self, records: Records, names: Sequence[Sequence[str]]) -> None:
         self.checked = records[0][1].checked
         for process, record in records:
             if record.checked != self.checked:
@@ -69,7 +67,7 @@ class Replicas:
         # Most processes report the same; equal reports are decoded once.
         alike: dict[tuple[int, bytes], list[int]] = {}
         for process, record in records:
-            key = (id(names[process]), record.replicas.tobytes())
+            key = (record.description, record.replicas.tobytes())
             alike.setdefault(key, []).append(process)
         self._told: dict[str, dict[int, list[int]]] = {}
         for (_, data), processes in alike.items():

@@ -141,7 +141,9 @@ class Saving:
             ended = self.elapsed
             serve = partial(_serve, writer, self.held)
             if self.group.index == 0:
-                totals = attempt.commit(self.description, serve, before_commit)
+                totals = attempt.commit(
+                    self.description.index, self.description.digest, serve, before_commit
+                )
             else:
                 totals = attempt.wait_committed(serve)
         self.phases |= {"write": ended - began, "commit": self.elapsed - ended}
