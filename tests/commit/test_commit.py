@@ -36,9 +36,9 @@ from unickpt.commit.notes import Notes
 from unickpt.format.chunk_store import ChunkStore
 from unickpt.frameworks.registry import adapters
 from unickpt.saving import writer
-from unickpt.saving.chunk_source import Direct
+from unickpt.saving.chunk_source import DirectSource
 from unickpt.saving.describe import describe
-from unickpt.saving.write_plan import held_chunks, own_share
+from unickpt.saving.write_plan import plan_writes
 from unickpt.storage import contexts, locations
 from unickpt.storage.kvstore import Failed
 
@@ -726,9 +726,9 @@ def test_jobs_of_many_processes(count: int, tmp_path: Path) -> None:
         location = locations.resolve(tmp_path)
         attempt = Attempt(location, group, group.next_attempt(), context, 60)
         attempt.check_destination(False)
-        jobs = own_share(list(held_chunks(description)), index)
+        jobs = plan_writes(description, index).own
         attempt.publish(
-            writer.Writer(attempt, description, options, Direct(1 << 20)).write_all(jobs)
+            writer.Writer(attempt, description, options, DirectSource(1 << 20)).write_all(jobs)
         )
         held.append((attempt, description))
     attempt, description = held[0]

@@ -55,7 +55,7 @@ def failing_at(calls: int, error: BaseException, real: Callable[..., Any]) -> Ca
 FULL = Failed("RESOURCE_EXHAUSTED: no space left")
 PLACES: list[tuple[Any, str, int, BaseException]] = [
     (save_job, "describe", 1, FULL),
-    (save_job.Saving, "plan", 1, FULL),
+    (save_job.SaveJob, "plan", 1, FULL),
     (chunk_store.ChunkStore, "write", 1, FULL),
     (chunk_store.ChunkStore, "write", 25, FULL),
     (chunk_store.ChunkStore, "write", 25, KeyboardInterrupt()),
@@ -111,9 +111,9 @@ def test_a_place_that_is_taken_meanwhile_is_left_as_it_is(
 ) -> None:
     opened, real = threading.Event(), staging.Staging.plan
 
-    def late(self: Any) -> None:
+    def late(self: Any) -> Any:
         assert opened.wait(30)
-        real(self)
+        return real(self)
 
     monkeypatch.setattr(staging.Staging, "plan", late)
     reference = SaveOptions(staging="reference", fsync=False)

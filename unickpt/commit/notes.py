@@ -85,9 +85,7 @@ class Notes:
         """Writes an error that could not be written before."""
         with suppress(Exception):  # the storage itself may be what failed
             if self._unwritten:
-                self._notes.write(
-                    f"{_ERROR}{self._group.index:05d}", self._unwritten
-                ).result()
+                self._notes.write(f"{_ERROR}{self._group.index:05d}", self._unwritten).result()
                 self._unwritten = b""
 
     def leave(self, made: int) -> tuple[set[int], int]:
@@ -102,9 +100,7 @@ class Notes:
         self._notes.write(f"{_LEFT}{self._group.index:05d}-{made}", b"").result()
         with suppress(ProcessFailed):  # it updates `settled`
             self.poll()
-        matches = [
-            match for name in _list(self._notes) if (match := _LEFT_NAME.fullmatch(name))
-        ]
+        matches = [match for name in _list(self._notes) if (match := _LEFT_NAME.fullmatch(name))]
         return {int(match[1]) for match in matches}, max(int(match[2]) for match in matches)
 
     def _own(self, kind: str) -> str:
@@ -168,9 +164,7 @@ class Notes:
         Raises:
             StorageError: one cannot be decoded.
         """
-        reads = [
-            (process, self._records.read(f"{process:05d}{kind}")) for process in processes
-        ]
+        reads = [(process, self._records.read(f"{process:05d}{kind}")) for process in processes]
         return [(process, self._decode(process, read)) for process, read in reads]
 
     def _decode(self, process: int, read: Future[ts.KvStore.ReadResult]) -> Record:
