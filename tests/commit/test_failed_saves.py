@@ -23,7 +23,7 @@ from unickpt import (
     StateChanged,
     UnickptError,
 )
-from unickpt.commit import attempt, merge_chunks, root
+from unickpt.commit import attempt, merge, root
 from unickpt.commit.notes import Notes
 from unickpt.format import chunk_store
 from unickpt.saving import chunk_source, save_job, staging, writer
@@ -62,7 +62,7 @@ PLACES: list[tuple[Any, str, int, BaseException]] = [
     (chunk_source, "stage", 20, StateChanged("its memory was freed")),
     (Notes, "publish", 1, FULL),
     (attempt.Attempt, "_collect", 1, KeyboardInterrupt()),
-    (merge_chunks, "digest_table", 1, FULL),
+    (merge, "merged_digests", 1, FULL),
     (root.Root, "build", 1, FULL),
     (attempt.Attempt, "_write_root", 1, SaveConflict("another job")),
 ]

@@ -220,7 +220,7 @@ def test_host_memory_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     counts = []
     for number in range(5):
         path = tmp_path / str(number)
-        queue.save(path, tree, overwrite=False, metadata=lambda: None, options=COPY).result(30)
+        queue.save(SaveRequest(path, tree, COPY)).result(30)
         counts.append(len(made))
     assert counts[0] == 6
     assert counts[-1] == counts[0], "later saves made new memory"
@@ -741,8 +741,7 @@ def test_who_waits_for_a_save_waits_for_its_metrics(tmp_path: Path) -> None:
         assert go_on.wait(30)
 
     queue, options = SaveQueue(), SaveOptions(metrics=stop, fsync=False)
-    arguments = {"overwrite": False, "metadata": lambda: None}
-    first = queue.save(tmp_path / "1", numbers(1), options=options, **arguments)
+    first = queue.save(SaveRequest(tmp_path / "1", numbers(1), options))
     assert reached.wait(30)
     assert not first.done()
     with pytest.raises(unickpt.SaveTimeout):

@@ -21,7 +21,7 @@ from unickpt import quoting
 from unickpt._version import LIBRARY
 from unickpt.commit import attempt_state, outcome, root
 from unickpt.commit.attempt_state import AttemptState
-from unickpt.commit.merge import Merged, merge
+from unickpt.commit.merge import Merged, merge_all
 from unickpt.commit.merge_chunks import Requests
 from unickpt.commit.notes import MORE, OK, REQUEST, Announcement, Notes
 from unickpt.commit.outcome import Totals
@@ -360,7 +360,7 @@ class Attempt:
         return totals
 
     def _merge(self, own: Mapping[int, Index], records: Records, serve: Serve) -> Merged:
-        merged = merge(
+        merged = merge_all(
             records, self._described(own, records), lambda requests: self._request(requests, serve)
         )
         index = replace(

@@ -35,7 +35,7 @@ class Merged:
     differences: Sequence[Difference]
 
 
-def merge(
+def merge_all(
     records: Records, described: Mapping[int, Index], request: Callable[[Requests], Records]
 ) -> Merged:
     """Merges what all processes wrote.

@@ -214,10 +214,9 @@ class PendingSave:
             self._failure = self._errors.add(f"the save of {self.url}", error)
             callbacks.failed(error)
         finally:
-            del self._job, self._callbacks, job
+            del self._job, self._callbacks
             staging.close()
             callbacks.ended()
-            del callbacks
             self._ended.set()
 
     def _before_publish(self) -> None:

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,7 @@ from unickpt.arrays.dtypes import Array
 from unickpt.errors import CoverageError, StateChanged
 from unickpt.format import chunk_store
 from unickpt.frameworks.host_copy import stage
-from unickpt.frameworks.protocol import Fragment
+from unickpt.frameworks.protocol import ArraySource, Fragment
 from unickpt.saving.capture import BACKGROUND, Capture, CaptureMethod
 from unickpt.saving.chunk_source import DirectSource, StagedChunk, naming
 from unickpt.saving.save_job import SaveJob
@@ -57,7 +57,7 @@ class Staging:
         """Set when writing would not slow the caller down, or when the caller waits for it."""
         self._safe, self._complete = threading.Event(), threading.Event()
         captured = Capture(job.options, owners, job.description.sources.values())
-        self.sources = {
+        self.sources: Mapping[str, ArraySource] = {
             name: captured.keep(source) for name, source in job.description.sources.items()
         }
         """The arrays of the save, as they are kept."""
@@ -353,7 +353,8 @@ class Staging:
         self._complete.wait()
         for key in list(self._staged):
             self._release(key)
-        self._items = _nothing_planned()
+        self._plan, self._items = None, _nothing_planned()
+        self.sources, self._methods = {}, {}
         self._references, self._watched = {}, {}
         del self._job
         self._safe.set()
