@@ -39,7 +39,8 @@ from unickpt.storage.locations import Location
 # After a process gives up, how long the coordinator may take to finish a commit that was in
 # progress when it last checked for such a process.
 _GRACE_S = 1.0
-Serve = Callable[[Mapping[str, list[int]]], Record]
+WriteMore = Callable[[Mapping[str, list[int]]], Record]
+"""Writes the chunks at some positions of arrays; returns the record of these."""
 
 
 class Attempt:
@@ -83,7 +84,7 @@ class Attempt:
                 f"{self.location} holds other files ({', '.join(foreign[:3])}, ...); choose a "
                 "new or empty directory"
             )
-        with self._asking():
+        with self._translating():
             found = self._root.read()
             # For a bucket that does not exist, S3 only reports that the object is missing; if OCDBT
             # then writes there, TensorStore ends the process. Listing reports the missing bucket.
@@ -113,7 +114,7 @@ class Attempt:
         """
         if self.group.count == 1:
             return
-        with self._asking():
+        with self._translating():
             used = self._notes.was_used()
         if used:
             raise SaveConflict(
@@ -163,11 +164,11 @@ class Attempt:
         """Raises `ProcessFailed` with the message of a process that gave up."""
         self._notes.poll_now_and_then()
 
-    def wait_committed(self, serve: Serve) -> Totals:
+    def wait_committed(self, write_more: WriteMore) -> Totals:
         """Waits, in all processes but the coordinator, until the checkpoint exists.
 
         Arguments:
-            serve: writes more chunks, if the coordinator requests them.
+            write_more: writes more chunks, if the coordinator requests them.
 
         Raises:
             ProcessFailed: another process gave up.
@@ -176,7 +177,7 @@ class Attempt:
         """
         with self._explaining():
             try:
-                self._wait(serve)
+                self._wait(write_more)
             except (ProcessFailed, SaveTimeout) as error:
                 if self._may_remove or not self._was_committed_after_all(error):
                     raise
@@ -188,7 +189,7 @@ class Attempt:
         self,
         index: Index,
         digest: int,
-        serve: Serve,
+        write_more: WriteMore,
         check: Callable[[], None] = lambda: None,
     ) -> Totals:
         """Merges and commits what all processes wrote; only for the coordinator.
@@ -196,7 +197,7 @@ class Attempt:
         Arguments:
             index: what the coordinator itself has to save.
             digest: of that index, as in the coordinator's record.
-            serve: writes more of the coordinator's own chunks.
+            write_more: writes more of the coordinator's own chunks.
             check: called right before the commit; an error prevents it.
 
         Raises:
@@ -205,7 +206,7 @@ class Attempt:
             SaveConflict: another job committed at this path meanwhile.
         """
         with self._explaining():
-            return self._commit({digest: index}, serve, check)
+            return self._commit({digest: index}, write_more, check)
 
     def discard(self) -> None:
         """Ends a failed save: removes what was written, if no checkpoint can need it any more.
@@ -253,7 +254,7 @@ class Attempt:
             folder.sync(self.location)
 
     @contextmanager
-    def _asking(self) -> Iterator[None]:
+    def _translating(self) -> Iterator[None]:
         try:
             yield
         except Failed as error:
@@ -290,13 +291,13 @@ class Attempt:
         self._until(all_there, processes, kind)
         return self._notes.records(processes, kind)
 
-    def _wait(self, serve: Serve) -> None:
+    def _wait(self, write_more: WriteMore) -> None:
         everyone = range(self.group.count)
         notes = self._until(lambda notes: REQUEST in notes or self._is_committed(), everyone, OK)
         if REQUEST in notes:
             mine = self._notes.requested()
             if mine:
-                self.publish(serve(mine), MORE)
+                self.publish(write_more(mine), MORE)
             self._until(lambda notes: self._is_committed(), everyone, OK)
 
     def _until(
@@ -341,12 +342,14 @@ class Attempt:
 
     # --- the commit, in the coordinator --------------------------------------------------------
 
-    def _commit(self, own: Mapping[int, Index], serve: Serve, check: Callable[[], None]) -> Totals:
+    def _commit(
+        self, own: Mapping[int, Index], write_more: WriteMore, check: Callable[[], None]
+    ) -> Totals:
         records = self._collect(range(self.group.count), OK)
         for process, record in records:
             if record.replaces != self._digest_found:
                 raise self._conflict(f"between the start of process 0 and of process {process}")
-        merged = self._merge(own, records, serve)
+        merged = self._merge(own, records, write_more)
         manifest = self._build_root(merged)
         totals = Totals.of(merged.index)
         older = self.location.child("processes").folders(self.context)
@@ -359,9 +362,11 @@ class Attempt:
         self.differences = merged.differences
         return totals
 
-    def _merge(self, own: Mapping[int, Index], records: Records, serve: Serve) -> Merged:
+    def _merge(self, own: Mapping[int, Index], records: Records, write_more: WriteMore) -> Merged:
         merged = merge_all(
-            records, self._described(own, records), lambda requests: self._request(requests, serve)
+            records,
+            self._described(own, records),
+            lambda requests: self._request(requests, write_more),
         )
         index = replace(
             merged.index,
@@ -371,11 +376,11 @@ class Attempt:
         )
         return replace(merged, index=index)
 
-    def _request(self, requests: Requests, serve: Serve) -> Records:
+    def _request(self, requests: Requests, write_more: WriteMore) -> Records:
         """Requests chunks that their planned writers do not hold from other processes."""
         self._notes.request(requests)
         ours = self.group.index
-        own = [(ours, serve(requests[ours]))] if ours in requests else []
+        own = [(ours, write_more(requests[ours]))] if ours in requests else []
         return [*own, *self._collect([p for p in requests if p != ours], MORE)]
 
     def _described(self, own: Mapping[int, Index], records: Records) -> dict[int, Index]:

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from unickpt.commit import replicas
-from unickpt.commit.attempt import Attempt
+from unickpt.commit.attempt import Attempt, WriteMore
 from unickpt.commit.outcome import Totals
 from unickpt.commit.record import Record
 from unickpt.errors import SaveTimeout
@@ -165,43 +165,22 @@ class SaveJob:
                 save.
             before_commit: called by the coordinator right before the commit; likewise.
         """
-        attempt, timings = self._attempt, self.timings
+        timings = self.timings
         with self.failing():
             with timings.phase("write"):
                 writer, record = self._write(plan, source)
                 before_publish()
-                staged_bytes, blocked_s = source.staged_bytes, timings.blocked_s
-                statistics = {
-                    "chunks": writer.count,
-                    "blocked_s": blocked_s,
-                    "staged_bytes": staged_bytes,
-                }
-                attempt.publish(record.with_statistics(statistics))
-                self._become(SaveState.COMMITTING)
+                staged_bytes = source.staged_bytes
+                self._publish(record, writer, staged_bytes)
             with timings.phase("commit"):
                 totals = self._commit(partial(_write_more, writer, plan.held), before_commit)
-                self._become(SaveState.COMMITTED)
-        report = SaveReport(
-            url=self.location.url,
-            arrays=totals.arrays,
-            bytes=totals.nbytes,
-            written_bytes=writer.nbytes,
-            chunks=writer.count,
-            processes=self.group.count,
-            seconds=timings.elapsed,
-            phases=timings.phases,
-            process=self.group.index,
-            blocked_s=blocked_s or timings.elapsed,
-            staged_bytes=staged_bytes,
-            writers=attempt.writers,
-            replicas_differ=tuple(found.name for found in attempt.differences),
-        )
+        report = self._report(totals, writer, staged_bytes)
         _log.info(
             "saved %s: %.3g GB in %.2f s (%.2f GB/s), blocked the caller for %.3f s",
             *(report.url, report.bytes / 1e9, report.seconds, report.gb_per_s, report.blocked_s),
         )
-        if attempt.differences:
-            replicas.warn(attempt.differences)
+        if self._attempt.differences:
+            replicas.warn(self._attempt.differences)
         return report
 
     def _write(self, plan: WritePlan, source: ChunkSource) -> tuple[Writer, Record]:
@@ -211,15 +190,41 @@ class SaveJob:
         self._writer = writer = Writer(self._attempt, self.description, self.options, source)
         return writer, self._with_replicas(writer.write_all(plan.own), plan, source)
 
-    def _commit(
-        self,
-        write_more: Callable[[Mapping[str, list[int]]], Record],
-        before_commit: Callable[[], None],
-    ) -> Totals:
-        if self.group.index > 0:
-            return self._attempt.wait_committed(write_more)
-        own = self.description
-        return self._attempt.commit(own.index, own.digest, write_more, before_commit)
+    def _publish(self, record: Record, writer: Writer, staged_bytes: int) -> None:
+        statistics = {
+            "chunks": writer.count,
+            "blocked_s": self.timings.blocked_s,
+            "staged_bytes": staged_bytes,
+        }
+        self._attempt.publish(record.with_statistics(statistics))
+        self._become(SaveState.COMMITTING)
+
+    def _commit(self, write_more: WriteMore, before_commit: Callable[[], None]) -> Totals:
+        if self.group.index == 0:
+            own = self.description
+            totals = self._attempt.commit(own.index, own.digest, write_more, before_commit)
+        else:
+            totals = self._attempt.wait_committed(write_more)
+        self._become(SaveState.COMMITTED)
+        return totals
+
+    def _report(self, totals: Totals, writer: Writer, staged_bytes: int) -> SaveReport:
+        attempt, timings = self._attempt, self.timings
+        return SaveReport(
+            url=self.location.url,
+            arrays=totals.arrays,
+            bytes=totals.nbytes,
+            written_bytes=writer.nbytes,
+            chunks=writer.count,
+            processes=self.group.count,
+            seconds=timings.elapsed,
+            phases=timings.phases,
+            process=self.group.index,
+            blocked_s=timings.blocked_s or timings.elapsed,
+            staged_bytes=staged_bytes,
+            writers=attempt.writers,
+            replicas_differ=tuple(found.name for found in attempt.differences),
+        )
 
     def _with_replicas(self, record: Record, plan: WritePlan, source: ChunkSource) -> Record:
         """A record with fingerprints of this process's assumed replicas."""

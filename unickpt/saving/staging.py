@@ -56,12 +56,12 @@ class Staging:
         self.may_write = threading.Event()
         """Set when writing would not slow the caller down, or when the caller waits for it."""
         self._safe, self._complete = threading.Event(), threading.Event()
-        captured = Capture(job.options, owners, job.description.sources.values())
+        capture = Capture(job.options, owners, job.description.sources.values())
         self.sources: Mapping[str, ArraySource] = {
-            name: captured.keep(source) for name, source in job.description.sources.items()
+            name: capture.keep(source) for name, source in job.description.sources.items()
         }
         """The arrays of the save, as they are kept."""
-        self._methods, self.staged_bytes = captured.methods, captured.copied_bytes
+        self._methods, self.staged_bytes = capture.methods, capture.copied_bytes
         used = set(self._methods.values())
         self.has_now = CaptureMethod.COPY_NOW in used
         self.has_later = not used.isdisjoint(BACKGROUND)
