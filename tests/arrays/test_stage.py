@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -133,7 +134,7 @@ def test_batches_are_in_order_and_no_larger_than_allowed(
 ) -> None:
     batches = list(in_batches(sizes, most, most_bytes, int))
     assert [size for batch in batches for size in batch] == sizes
-    for batch, after in zip(batches, [*batches[1:], None], strict=True):
+    for batch, after in zip_longest(batches, batches[1:]):
         assert 1 <= len(batch) <= most
         assert len(batch) == 1 or sum(batch) <= most_bytes
         if after is not None:
