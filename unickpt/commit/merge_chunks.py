@@ -12,7 +12,7 @@ import numpy as np
 
 from unickpt.arrays.box import Box
 from unickpt.commit import chunk_owners
-from unickpt.commit.record import Record, Records
+from unickpt.commit.record import Names, Record, Records
 from unickpt.errors import CoverageError
 from unickpt.format import chunk_grid, digest_table
 from unickpt.format.index import ArrayEntry, Index
@@ -20,8 +20,6 @@ from unickpt.quoting import some
 
 _NOBODY = np.uint32(0xFFFFFFFF)
 
-Names = Sequence[Sequence[str]]
-"""For each process the arrays that it has."""
 Requests = dict[int, dict[str, list[int]]]
 """For each process the positions of chunks by array name."""
 
@@ -53,11 +51,11 @@ def merged_digests(
     spans = digest_table.spans(index.arrays)
     table = np.zeros(max((span.stop for span in spans.values()), default=0), digest_table.DTYPE)
     table["process"] = _NOBODY
-    told = {name: span.start for name, span in spans.items()}
+    starts = {name: span.start for name, span in spans.items()}
     for process, record in records:
         if not len(record.chunks):
             continue
-        where = positions_of(index, told, names[process], record)
+        where = positions_of(index, starts, names[process], record)
         rows = record.chunks
         lost = _lost_rows(record, names[process], process, winners or {})
         if lost.any():
@@ -98,17 +96,19 @@ def losers(records: Records, names: Names, winners: Mapping[str, int]) -> dict[i
     return found
 
 
-def positions_of(index: Index, told: dict[str, int], names: Sequence[str], record: Record) -> Any:
-    """The positions of a record's chunks in the table; advances `told` past this process's boxes,
+def positions_of(index: Index, starts: dict[str, int], names: Sequence[str], record: Record) -> Any:
+    """The positions of a record's chunks in the table; advances `starts` past this process's boxes,
     which are in the order of the processes."""
     numbers = record.chunks["array"]
     base = np.zeros(len(names), np.int64)
     for number in np.unique(numbers).tolist():
         name = names[number]
-        base[number] = told[name]
+        base[number] = starts[name]
         if number in record.boxes:
             entry = index.arrays[name]
-            told[name] += sum(chunk_grid.box_part(entry, box).count for box in record.boxes[number])
+            starts[name] += sum(
+                chunk_grid.box_part(entry, box).count for box in record.boxes[number]
+            )
     return base[numbers] + record.chunks["chunk"].astype(np.int64)
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from unickpt.arrays.box import Box
-from unickpt.commit.record import Records
+from unickpt.commit.record import Names, Records
 from unickpt.errors import CoverageError
 from unickpt.format.coverage import check_boxes
 from unickpt.format.index import RESERVED, ArrayEntry, Index, PerProcessEntry
@@ -24,9 +24,6 @@ _SINGULAR = {
     "values": "value",
     "per_process": "PerProcess leaf",
 }
-
-Names = Sequence[Sequence[str]]
-"""For each process the arrays that it has."""
 
 
 # --- descriptions -------------------------------------------------------------------------------
@@ -154,15 +151,15 @@ def with_boxes(index: Index, records: Records, names: Names) -> Index:
     Raises:
         CoverageError: they do not cover an array exactly once.
     """
-    told: dict[str, list[tuple[Box, tuple[int, ...]]]] = {}
+    declared: dict[str, list[tuple[Box, tuple[int, ...]]]] = {}
     for process, record in records:
         for number, boxes in record.boxes.items():
-            at = told.setdefault(names[process][number], [])
+            at = declared.setdefault(names[process][number], [])
             at += [(box, (process,)) for box in boxes]
     arrays = dict(index.arrays)
     for name, entry in index.arrays.items():
         if entry.boxes == ():
-            boxes_of_all = tuple(told.get(name, ()))
+            boxes_of_all = tuple(declared.get(name, ()))
             check_boxes(entry, boxes_of_all)
             arrays[name] = replace(entry, boxes=boxes_of_all)
     return replace(index, arrays=arrays)

@@ -91,3 +91,5 @@ class Record:
 
 Records = Sequence[tuple[int, Record]]
 """Processes, and their records."""
+Names = Sequence[Sequence[str]]
+"""For each process the arrays that it has."""

@@ -170,10 +170,10 @@ def _lazily(fragment: Fragment) -> Fragment | None:
     each = max(1, round(_SAMPLES ** (1 / max(1, memory.ndim))))
     grid: list[Any] = [slice(None, None, max(1, n // each)) for n in memory.shape]
     sample = memory[(*grid, ...)]
-    before, told = sample.tobytes(), fragment.memory.changed
+    before, reports_change = sample.tobytes(), fragment.memory.changed
 
     def changed() -> bool:
-        if told is not None and told():
+        if reports_change is not None and reports_change():
             return True
         now = np.empty(sample.shape, sample.dtype)
         try:

@@ -31,7 +31,7 @@ unfinished: set[object] = set()
 unraised: list[Failure] = []
 
 
-def _exit() -> None:
+def _exit_if_unraised() -> None:
     """Ends the program with status 1, if an error was never raised.
 
     Python offers no other way to change the exit status this late. Handlers that were registered
@@ -59,10 +59,10 @@ def exit_child() -> None:
     if multiprocessing is None or multiprocessing.parent_process() is None:
         return
     if not threading.main_thread().is_alive() and not unfinished:
-        _exit()
+        _exit_if_unraised()
 
 
-atexit.register(_exit)
+atexit.register(_exit_if_unraised)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=unfinished.clear)
     os.register_at_fork(after_in_child=unraised.clear)
