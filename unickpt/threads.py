@@ -1,4 +1,4 @@
-"""Threads: workers, background chores, and a bounded window of pending work."""
+"""Threads: workers, background chores, batches of work, and a bounded window of it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Generic, ParamSpec, Self, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Chores:
@@ -63,6 +66,34 @@ class Chores:
                 self._changed.notify_all()
 
 
+def in_batches(
+    items: Iterable[T],
+    most: int | None = None,
+    most_bytes: int | None = None,
+    nbytes_of: Callable[[T], int] = lambda item: 0,
+) -> Iterator[list[T]]:
+    """Splits work into batches, in order, none of them empty.
+
+    Arguments:
+        items: the pieces of work.
+        most: how many pieces a batch may have.
+        most_bytes: how many bytes a batch may have; a larger piece is a batch of its own.
+        nbytes_of: the bytes of a piece.
+    """
+    batch: list[T] = []
+    held = 0
+    for item in items:
+        nbytes = nbytes_of(item)
+        is_large = most_bytes is not None and held + nbytes > most_bytes
+        if batch and (is_large or len(batch) == most):
+            yield batch
+            batch, held = [], 0
+        batch.append(item)
+        held += nbytes
+    if batch:
+        yield batch
+
+
 class Window:
     """Work in flight, oldest first, that together holds no more memory than a budget.
 
@@ -102,8 +133,6 @@ class Window:
         return True
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
 _STEP = 10  # of niceness
 _NICEST = 19
 

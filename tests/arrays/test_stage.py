@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from unickpt.arrays.host_memory import HostBuffers
 from unickpt.format import chunk_store
 from unickpt.frameworks.host_copy import stage
 from unickpt.frameworks.protocol import Fragment
-from unickpt.threads import Window
+from unickpt.threads import Window, in_batches
 
 MIB = 1 << 20
 
@@ -125,6 +126,19 @@ def test_a_window_waits_for_the_oldest() -> None:
         assert done == {0: [], 1: [], 2: [0], 3: [0, 1, 2], 4: [0, 1, 2, 3]}[i]
     window.drain()
     assert done == [0, 1, 2, 3, 4]
+
+
+@given(st.lists(st.integers(0, 9)), st.integers(1, 5), st.integers(1, 12))
+def test_batches_are_in_order_and_no_larger_than_allowed(
+    sizes: list[int], most: int, most_bytes: int
+) -> None:
+    batches = list(in_batches(sizes, most, most_bytes, int))
+    assert [size for batch in batches for size in batch] == sizes
+    for batch, after in zip_longest(batches, batches[1:]):
+        assert 1 <= len(batch) <= most
+        assert len(batch) == 1 or sum(batch) <= most_bytes
+        if after is not None:
+            assert len(batch) == most or sum(batch) + after[0] > most_bytes, "it had room for more"
 
 
 def finish(done: list[int], number: int) -> Callable[[], None]:

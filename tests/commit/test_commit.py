@@ -32,13 +32,13 @@ from unickpt import (
 )
 from unickpt.commit import attempt
 from unickpt.commit.attempt import Attempt
-from unickpt.commit.notes import Board
+from unickpt.commit.notes import Notes
 from unickpt.format.chunk_store import ChunkStore
 from unickpt.frameworks.registry import adapters
 from unickpt.saving import writer
-from unickpt.saving.chunk_source import Direct
+from unickpt.saving.chunk_source import DirectSource
 from unickpt.saving.describe import describe
-from unickpt.saving.write_plan import held_chunks, own_share
+from unickpt.saving.write_plan import plan_writes
 from unickpt.storage import contexts, paths
 from unickpt.storage.errors import Failed
 
@@ -700,7 +700,7 @@ def test_waiting_processes_ask_less_often_the_more_there_are(tmp_path: Path) -> 
     def pause(count: int, url: str | Path) -> float:
         location = paths.resolve(url)
         context = contexts.context()
-        return Board(location, ProcessGroup(0, count, "s"), context, 1).pause_s
+        return Notes(location, ProcessGroup(0, count, "s"), context, 1).pause_s
 
     assert pause(2, tmp_path) == 0.1
     assert pause(4000, tmp_path) == 1
@@ -726,13 +726,15 @@ def test_jobs_of_many_processes(count: int, tmp_path: Path) -> None:
         location = paths.resolve(tmp_path)
         attempt = Attempt(location, group, group.next_attempt(), context, 60)
         attempt.check_destination(False)
-        jobs = own_share(list(held_chunks(description)), index)
+        jobs = plan_writes(description, index).own
         attempt.publish(
-            writer.Writer(attempt, description, options, Direct(1 << 20)).write_all(jobs)
+            writer.Writer(attempt, description, options, DirectSource(1 << 20)).write_all(jobs)
         )
         held.append((attempt, description))
     attempt, description = held[0]
-    totals = attempt.commit(description, lambda request: pytest.fail("nothing is missing"))
+    totals = attempt.commit(
+        description.index, description.digest, lambda request: pytest.fail("nothing is missing")
+    )
     assert totals.arrays == count + 2
     for attempt, _ in held[1::37]:
         assert attempt.wait_committed(lambda request: pytest.fail("nothing is missing")) == totals

@@ -23,8 +23,8 @@ from unickpt import (
     StateChanged,
     UnickptError,
 )
-from unickpt.commit import attempt, root
-from unickpt.commit.notes import Board
+from unickpt.commit import attempt, merge, root
+from unickpt.commit.notes import Notes
 from unickpt.format import chunk_store
 from unickpt.saving import chunk_source, save_job, staging, writer
 from unickpt.storage.errors import Failed
@@ -55,14 +55,14 @@ def failing_at(calls: int, error: BaseException, real: Callable[..., Any]) -> Ca
 FULL = Failed("RESOURCE_EXHAUSTED: no space left")
 PLACES: list[tuple[Any, str, int, BaseException]] = [
     (save_job, "describe", 1, FULL),
-    (save_job.Saving, "plan", 1, FULL),
+    (save_job.SaveJob, "plan", 1, FULL),
     (chunk_store.ChunkStore, "write", 1, FULL),
     (chunk_store.ChunkStore, "write", 25, FULL),
     (chunk_store.ChunkStore, "write", 25, KeyboardInterrupt()),
     (chunk_source, "stage", 20, StateChanged("its memory was freed")),
-    (Board, "publish", 1, FULL),
+    (Notes, "publish", 1, FULL),
     (attempt.Attempt, "_collect", 1, KeyboardInterrupt()),
-    (attempt.merge, "merged_digests", 1, FULL),
+    (merge, "merged_digests", 1, FULL),
     (root.Root, "build", 1, FULL),
     (attempt.Attempt, "_write_root", 1, SaveConflict("another job")),
 ]
@@ -111,9 +111,9 @@ def test_a_place_that_is_taken_meanwhile_is_left_as_it_is(
 ) -> None:
     opened, real = threading.Event(), staging.Staging.plan
 
-    def late(self: Any) -> None:
+    def late(self: Any) -> Any:
         assert opened.wait(30)
-        real(self)
+        return real(self)
 
     monkeypatch.setattr(staging.Staging, "plan", late)
     reference = SaveOptions(staging="reference", fsync=False)
@@ -189,7 +189,7 @@ def test_all_processes_of_a_job_leave_nothing(kind: str, there: str, tmp_path: P
 
 
 @pytest.mark.parametrize("index", [0, 2])
-@pytest.mark.parametrize(("module", "name"), [(writer.Writer, "write_all"), (Board, "publish")])
+@pytest.mark.parametrize(("module", "name"), [(writer.Writer, "write_all"), (Notes, "publish")])
 def test_one_of_a_job_that_fails_leaves_nothing(
     index: int, module: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -269,7 +269,7 @@ def test_the_processes_write_as_much_each(tree: str, count: int) -> None:
         for number in range(part.count):
             sizes.append(part.chunk_box(number).size * 4)
             whole.append(chunk_grid.is_whole(entry, part))
-    writers = chunk_owners.share_assumed(sizes, whole, count)
+    writers = chunk_owners.split_assumed(sizes, whole, count)
     first = [size for w, size, one in zip(writers, sizes, whole, strict=True) if one and not w]
     others = [size for w, size, one in zip(writers, sizes, whole, strict=True) if one and w]
     assert max(first, default=0) <= min(others, default=1 << 60), "the smallest come first"
@@ -281,11 +281,11 @@ def test_the_processes_write_as_much_each(tree: str, count: int) -> None:
 
 
 def test_all_of_what_is_little_comes_from_process_0() -> None:
-    assert chunk_owners.share_assumed([8] * 5, [True] * 5, 4) == [0] * 5
-    assert chunk_owners.share_assumed([8, 4, 4, 4], [True, False, False, False], 4) == [0, 1, 2, 3]
-    assert chunk_owners.share_assumed([1 << 20] * 8, [True] * 8, 4) == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert chunk_owners.share_assumed([1 << 20, 9 << 20], [True, False], 2) == [0, 1]
-    assert chunk_owners.share_assumed([7], [False], 1) == [0]
+    assert chunk_owners.split_assumed([8] * 5, [True] * 5, 4) == [0] * 5
+    assert chunk_owners.split_assumed([8, 4, 4, 4], [True, False, False, False], 4) == [0, 1, 2, 3]
+    assert chunk_owners.split_assumed([1 << 20] * 8, [True] * 8, 4) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert chunk_owners.split_assumed([1 << 20, 9 << 20], [True, False], 2) == [0, 1]
+    assert chunk_owners.split_assumed([7], [False], 1) == [0]
 
 
 def test_a_sample_is_all_of_a_little_array_and_spread_over_a_large_one() -> None:

@@ -648,7 +648,7 @@ def test_processes_do_not_refuse_in_turns_for_ever(tmp_path: Path) -> None:
         outcomes = []
         with Checkpointer(tmp_path, options=options) as checkpointer:
             if group.index == 0:
-                checkpointer._queue.fail("an earlier save", StorageError("no"))
+                checkpointer._queue.errors.add("an earlier save", StorageError("no"))
             for step in range(4):
                 try:
                     checkpointer.save(step, {"w": np.ones(9)}).result(30)
@@ -656,7 +656,7 @@ def test_processes_do_not_refuse_in_turns_for_ever(tmp_path: Path) -> None:
                 except Exception as error:
                     outcomes.append(type(error).__name__)
                 if group.index == 1 and step == 0:
-                    checkpointer._queue.fail("the same save", StorageError("no"))
+                    checkpointer._queue.errors.add("the same save", StorageError("no"))
                     told.set()
                 assert told.wait(30)
         return outcomes

@@ -40,8 +40,9 @@ from unickpt.arrays import host_memory
 from unickpt.format import chunk_store
 from unickpt.frameworks import host_copy
 from unickpt.saving import staging
-from unickpt.saving.capture import Keeping, Way
-from unickpt.saving.pending import Hooks, SaveQueue
+from unickpt.saving.capture import Capture, CaptureMethod
+from unickpt.saving.pending import SaveCallbacks
+from unickpt.saving.save_queue import SaveQueue, SaveRequest
 from unickpt.saving.staging_memory import HostArea
 
 MIB = 1 << 20
@@ -174,13 +175,11 @@ def test_a_state_larger_than_the_budget_waits_for_the_storage(tmp_path: Path) ->
     tree = {f"w{i}": torch.full((MIB,), float(i)) for i in range(12)}  # 48 MiB
     options = SaveOptions(staging="copy", budget_bytes=16 * MIB, chunk_bytes=2 * MIB, fsync=False)
     for number in range(3):
-        queue.save(
-            tmp_path / str(number), tree, overwrite=False, metadata=lambda: None, options=options
-        )
+        queue.save(SaveRequest(tmp_path / str(number), tree, options))
         for tensor in tree.values():
             tensor += 1
     queue.wait()
-    queue.raise_failed()
+    queue.errors.raise_first()
     assert max(held) <= 16 * MIB
     assert area._held == 0, "memory was not given back"
     for number in range(3):
@@ -221,7 +220,7 @@ def test_host_memory_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     counts = []
     for number in range(5):
         path = tmp_path / str(number)
-        queue.save(path, tree, overwrite=False, metadata=lambda: None, options=COPY).result(30)
+        queue.save(SaveRequest(path, tree, COPY)).result(30)
         counts.append(len(made))
     assert counts[0] == 6
     assert counts[-1] == counts[0], "later saves made new memory"
@@ -500,12 +499,12 @@ def failing(queue: SaveQueue, path: Path, when: threading.Event | None = None) -
         assert when is None or when.wait(30)
         raise StorageError("the disk is on fire")
 
-    arguments = {"overwrite": False, "metadata": lambda: None, "options": COPY}
-    return queue.save(path, {"w": np.ones(3)}, hooks=Hooks(prepare=fail), **arguments)
+    callbacks = SaveCallbacks(prepare=fail)
+    return queue.save(SaveRequest(path, {"w": np.ones(3)}, COPY, callbacks=callbacks))
 
 
 def good(queue: SaveQueue, path: Path) -> Any:
-    return queue.save(path, {"w": np.ones(3)}, overwrite=False, metadata=lambda: None, options=COPY)
+    return queue.save(SaveRequest(path, {"w": np.ones(3)}, COPY))
 
 
 def test_an_error_in_the_background_is_raised_by_result_each_time(tmp_path: Path) -> None:
@@ -526,7 +525,7 @@ def test_an_error_in_the_background_is_raised_by_the_next_save_once(tmp_path: Pa
         good(queue, tmp_path / "b")
     assert not (tmp_path / "b").exists(), "the save that raised has begun"
     good(queue, tmp_path / "b").result(30)
-    queue.raise_failed()
+    queue.errors.raise_first()
 
 
 def test_several_errors_are_raised_as_one(tmp_path: Path) -> None:
@@ -537,7 +536,7 @@ def test_several_errors_are_raised_as_one(tmp_path: Path) -> None:
     with pytest.raises(StorageError) as caught:
         good(queue, tmp_path / "c")
     assert any("b/ failed too" in note for note in caught.value.__notes__)
-    queue.raise_failed()
+    queue.errors.raise_first()
     for one in pending:
         with pytest.raises(StorageError):
             one.result()
@@ -609,16 +608,16 @@ def test_a_save_that_fails_gives_all_memory_back(tmp_path: Path) -> None:
     tree = {f"w{i}": np.ones(MIB) for i in range(4)}
     options = SaveOptions(budget_bytes=10 * MIB, staging="copy")
     for _ in range(3):
-        arguments = {"overwrite": False, "metadata": lambda: None, "options": options}
 
         def fail(attempt: str) -> None:
             raise StorageError("no")
 
-        pending = queue.save(tmp_path / "c", tree, hooks=Hooks(prepare=fail), **arguments)
+        callbacks = SaveCallbacks(prepare=fail)
+        pending = queue.save(SaveRequest(tmp_path / "c", tree, options, callbacks=callbacks))
         with pytest.raises(StorageError):
             pending.result(30)
         assert queue._area._held == 0
-    queue.save(tmp_path / "c", tree, **arguments).result(30)
+    queue.save(SaveRequest(tmp_path / "c", tree, options)).result(30)
     assert same(unickpt.load(tmp_path / "c"), tree)
 
 
@@ -742,8 +741,7 @@ def test_who_waits_for_a_save_waits_for_its_metrics(tmp_path: Path) -> None:
         assert go_on.wait(30)
 
     queue, options = SaveQueue(), SaveOptions(metrics=stop, fsync=False)
-    arguments = {"overwrite": False, "metadata": lambda: None}
-    first = queue.save(tmp_path / "1", numbers(1), options=options, **arguments)
+    first = queue.save(SaveRequest(tmp_path / "1", numbers(1), options))
     assert reached.wait(30)
     assert not first.done()
     with pytest.raises(unickpt.SaveTimeout):
@@ -862,12 +860,12 @@ def test_memory_of_a_save_that_fails_while_it_is_staged_is_given_back(
     """As on a device: a clone is copied in the background, and meanwhile a change is found."""
     changing, behind = torch.zeros(1 << 19), torch.ones(1 << 19)
     began, may_end = threading.Event(), threading.Event()
-    decide, stage, areas = Keeping._decide, staging.stage, set[Any]()
+    decide, stage, areas = Capture._decide, staging.stage, set[Any]()
 
     def decided(self: Any, fragment: Any, dtype: Any) -> Any:
-        way, kept = decide(self, fragment, dtype)
+        method, kept = decide(self, fragment, dtype)
         whole = kept.read(kept.box, lambda: np.empty(kept.box.shape, dtype))
-        return (Way.BEHIND if whole[0] == 1 else way), kept
+        return (CaptureMethod.CLONE if whole[0] == 1 else method), kept
 
     def staged(fragment: Any, box: Any, *arguments: Any, **named: Any) -> Any:
         if fragment.read(box, lambda: np.empty(box.shape, np.float32))[0] == 1:
@@ -875,12 +873,12 @@ def test_memory_of_a_save_that_fails_while_it_is_staged_is_given_back(
             assert may_end.wait(30)
         return stage(fragment, box, *arguments, **named)
 
-    def keeping_area(self: Any, saving: Any, area: Any, owners: Any) -> None:
+    def keeping_area(self: Any, job: Any, area: Any, owners: Any) -> None:
         areas.add(area)
-        init(self, saving, area, owners)
+        init(self, job, area, owners)
 
     init = staging.Staging.__init__
-    monkeypatch.setattr(Keeping, "_decide", decided)
+    monkeypatch.setattr(Capture, "_decide", decided)
     monkeypatch.setattr(staging, "stage", staged)
     monkeypatch.setattr(staging.Staging, "__init__", keeping_area)
     options = SaveOptions(staging="lazy", fsync=False)

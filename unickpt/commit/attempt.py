@@ -12,24 +12,26 @@ import datetime
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import tensorstore as ts
 import xxhash
 
 from unickpt import quoting
 from unickpt._version import LIBRARY
-from unickpt.commit import merge, root, version
-from unickpt.commit.notes import MORE, OK, REQUEST, Announcement, Board
-from unickpt.commit.record import Record
-from unickpt.commit.replicas import Difference, Replicas
+from unickpt.commit import attempt_state, outcome, root
+from unickpt.commit.attempt_state import AttemptState
+from unickpt.commit.merge import Merged, merge_all
+from unickpt.commit.merge_chunks import Requests
+from unickpt.commit.notes import MORE, OK, REQUEST, Announcement, Notes
+from unickpt.commit.outcome import Totals
+from unickpt.commit.record import Record, Records
+from unickpt.commit.replicas import Difference
 from unickpt.commit.root import Root
 from unickpt.errors import CheckpointExists, ProcessFailed, SaveConflict, SaveTimeout, StorageError
-from unickpt.format import digest_table, index_json, zarr_metadata
+from unickpt.format import index_json, zarr_metadata
 from unickpt.format.index import DIGESTS_KEY, INDEX_KEY, Index
 from unickpt.frameworks.process_group import Group
-from unickpt.saving.describe import Description
 from unickpt.storage import errors
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
@@ -37,26 +39,12 @@ from unickpt.storage.locations import Location
 # After a process gives up, how long the coordinator may take to finish a commit that was in
 # progress when it last checked for such a process.
 _GRACE_S = 1.0
-_MOST_REPLACED = 16
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Number of arrays of a checkpoint, and their logical bytes."""
-
-    arrays: int
-    nbytes: int
-
-    @classmethod
-    def of(cls, index: Index) -> Totals:
-        return cls(len(index.arrays), sum(entry.nbytes for entry in index.arrays.values()))
-
-
-Serve = Callable[[Mapping[str, list[int]]], Record]
+WriteMore = Callable[[Mapping[str, list[int]]], Record]
+"""Writes the chunks at some positions of arrays; returns the record of these."""
 
 
 class Attempt:
-    """One attempt of a group of processes to save one checkpoint.
+    """One attempt of a group of processes to save one checkpoint; see `AttemptState`.
 
     Arguments:
         location: the checkpoint's folder.
@@ -73,10 +61,10 @@ class Attempt:
         self.context, self.timeout_s = context, timeout_s
         self._folder = location.child(f"processes/{name}")
         self._root = Root(location, context)
-        self._board = Board(self._folder, group, context, timeout_s)
+        self._notes = Notes(self._folder, group, context, timeout_s)
         self._missing = location.count_missing()
+        self._state = AttemptState.OPEN
         self._found: root.State | None = None
-        self._hopeless = True
         self._totals: Totals | None = None
         self.writers: tuple[Mapping[str, float], ...] = ()
         """The statistics in each process's record, once the coordinator has committed."""
@@ -96,11 +84,11 @@ class Attempt:
                 f"{self.location} holds other files ({', '.join(foreign[:3])}, ...); choose a "
                 "new or empty directory"
             )
-        with self._asking():
+        with self._translating():
             found = self._root.read()
             # For a bucket that does not exist, S3 only reports that the object is missing; if OCDBT
             # then writes there, TensorStore ends the process. Listing reports the missing bucket.
-            self._board.check_reachable()
+            self._notes.check_reachable()
         if found.digest and not overwrite:
             raise CheckpointExists(
                 f"{self.location} already holds a checkpoint; pass overwrite=True "
@@ -108,6 +96,7 @@ class Attempt:
                 "or save to another path"
             )
         self._found = found
+        self._become(AttemptState.WRITING)
 
     def make_folder(self) -> None:
         """Creates this attempt's folder, if the storage has folders.
@@ -125,8 +114,8 @@ class Attempt:
         """
         if self.group.count == 1:
             return
-        with self._asking():
-            used = self._board.was_used()
+        with self._translating():
+            used = self._notes.was_used()
         if used:
             raise SaveConflict(
                 f"{self.location}: attempt {self.name!r} was used before; the session of a "
@@ -140,10 +129,10 @@ class Attempt:
     def explained(self, error: Exception) -> Exception:
         """The error to raise: the storage's errors as ours, or `SaveConflict` if another job
         committed here meanwhile, which removes the files of attempts that lost."""
-        if not isinstance(error, StorageError) or self._found is None:
+        if not isinstance(error, StorageError) or self._state is AttemptState.OPEN:
             return error
         try:
-            if self._is_hopeless or self.group.index > 0:
+            if self._may_remove or self.group.index > 0:
                 self._is_committed()
         except SaveConflict as conflict:
             return conflict
@@ -156,8 +145,9 @@ class Attempt:
     def publish(self, record: Record, kind: str = OK) -> None:
         """Publishes this process's record, which ends its part."""
         self._sync(self.database(self.group.index).child("d"))
-        self._hopeless = self.group.index == 0  # the coordinator has not committed yet
-        self._board.publish(replace(record, replaces=self._digest_found), kind)
+        is_coordinator = self.group.index == 0
+        self._become(AttemptState.MERGING if is_coordinator else AttemptState.PUBLISHED)
+        self._notes.publish(replace(record, replaces=self._digest_found), kind)
 
     def publish_error(self, error: BaseException, *, refused: bool = False) -> None:
         """Reports to the others why this process gives up; does nothing in a job of one.
@@ -168,17 +158,17 @@ class Attempt:
         """
         with suppress(Exception):  # the storage itself may be what failed
             if self.group.count > 1 and not self.location.foreign_files():
-                self._board.publish_error(error, settles=self._is_hopeless, refused=refused)
+                self._notes.publish_error(error, settles=self._may_remove, refused=refused)
 
     def check_others(self) -> None:
         """Raises `ProcessFailed` with the message of a process that gave up."""
-        self._board.look_now_and_then()
+        self._notes.poll_now_and_then()
 
-    def wait_committed(self, serve: Serve) -> Totals:
+    def wait_committed(self, write_more: WriteMore) -> Totals:
         """Waits, in all processes but the coordinator, until the checkpoint exists.
 
         Arguments:
-            serve: writes more chunks, if the coordinator requests them.
+            write_more: writes more chunks, if the coordinator requests them.
 
         Raises:
             ProcessFailed: another process gave up.
@@ -187,24 +177,27 @@ class Attempt:
         """
         with self._explaining():
             try:
-                self._wait(serve)
+                self._wait(write_more)
             except (ProcessFailed, SaveTimeout) as error:
-                if self._is_hopeless or not self._was_committed_after_all(error):
+                if self._may_remove or not self._was_committed_after_all(error):
                     raise
+            self._become(AttemptState.COMMITTED)
             assert self._totals is not None
             return self._totals
 
     def commit(
         self,
-        description: Description,
-        serve: Serve,
+        index: Index,
+        digest: int,
+        write_more: WriteMore,
         check: Callable[[], None] = lambda: None,
     ) -> Totals:
         """Merges and commits what all processes wrote; only for the coordinator.
 
         Arguments:
-            description: the coordinator's own.
-            serve: writes more of the coordinator's own chunks.
+            index: what the coordinator itself has to save.
+            digest: of that index, as in the coordinator's record.
+            write_more: writes more of the coordinator's own chunks.
             check: called right before the commit; an error prevents it.
 
         Raises:
@@ -212,9 +205,8 @@ class Attempt:
             CoverageError: an array is not covered exactly once.
             SaveConflict: another job committed at this path meanwhile.
         """
-        self._hopeless = True  # only this process commits
         with self._explaining():
-            return self._commit(description, serve, check)
+            return self._commit({digest: index}, write_more, check)
 
     def discard(self) -> None:
         """Ends a failed save: removes what was written, if no checkpoint can need it any more.
@@ -224,16 +216,16 @@ class Attempt:
         rest stays until the next save at this path, or the next `Checkpointer`.
         """
         with suppress(Exception):
-            if self._is_hopeless:
+            if self._may_remove:
                 self._remove_data({self.group.index})
-        self._board.say_again()  # a full disk may have room for a note now
+        self._notes.retry_error()  # a full disk may have room for a note now
         with suppress(Exception):
             left, made = {self.group.index}, self._missing
             if self.group.count > 1:
                 if self.location.foreign_files():
                     return  # as in `publish_error`: nothing was written
-                left, made = self._board.leave(self._missing)
-            if not self._is_hopeless:
+                left, made = self._notes.leave(self._missing)
+            if not self._may_remove:
                 return
             if len(left) < self.group.count:
                 self._remove_data(left)
@@ -247,17 +239,22 @@ class Attempt:
             if process == 0:
                 self._folder.child("root").remove(self.context)
 
+    def _become(self, state: AttemptState) -> None:
+        """Enters a state; the only place where it changes."""
+        assert state in attempt_state.NEXT[self._state], f"{self._state} -> {state}"
+        self._state = state
+
     @property
-    def _is_hopeless(self) -> bool:
+    def _may_remove(self) -> bool:
         """Whether it is certain that no process commits what this process wrote."""
-        return self._hopeless or self._board.settled
+        return self._state in attempt_state.REMOVABLE or self._notes.settled
 
     def _sync(self, folder: Location) -> None:
         if self.context["file_io_sync"].to_json():
             folder.sync(self.location)
 
     @contextmanager
-    def _asking(self) -> Iterator[None]:
+    def _translating(self) -> Iterator[None]:
         try:
             yield
         except Failed as error:
@@ -280,9 +277,9 @@ class Attempt:
         assert self._found is not None, "the destination is checked before anything is written"
         return self._found.digest
 
-    def _collect(self, processes: Sequence[int], kind: str) -> list[tuple[int, Record]]:
+    def _collect(self, processes: Sequence[int], kind: str) -> Records:
         def all_there(notes: set[str]) -> bool:
-            late = self._board.late(processes, kind)
+            late = self._notes.late(processes, kind)
             if not late:
                 return True
             if self.group.index in late:
@@ -292,15 +289,15 @@ class Attempt:
             return False
 
         self._until(all_there, processes, kind)
-        return self._board.records(processes, kind)
+        return self._notes.records(processes, kind)
 
-    def _wait(self, serve: Serve) -> None:
+    def _wait(self, write_more: WriteMore) -> None:
         everyone = range(self.group.count)
         notes = self._until(lambda notes: REQUEST in notes or self._is_committed(), everyone, OK)
         if REQUEST in notes:
-            mine = self._board.requested()
+            mine = self._notes.requested()
             if mine:
-                self.publish(serve(mine), MORE)
+                self.publish(write_more(mine), MORE)
             self._until(lambda notes: self._is_committed(), everyone, OK)
 
     def _until(
@@ -308,9 +305,9 @@ class Attempt:
     ) -> set[str]:
         """Waits until `ready`; on timeout, names the processes whose records are missing."""
         try:
-            return self._board.wait(ready)
+            return self._notes.wait(ready)
         except TimeoutError:
-            late = self._board.late(processes, kind)
+            late = self._notes.late(processes, kind)
         what = "process 0 did not commit"
         if late:
             what = f"process{'es' * (len(late) > 1)} {quoting.some(late)} did not finish"
@@ -320,95 +317,95 @@ class Attempt:
             "checkpoint was written."
         )
 
-    def _commit(self, description: Description, serve: Serve, check: Callable[[], None]) -> Totals:
+    def _is_committed(self) -> bool:
+        """Whether the root is what the coordinator announced before it wrote it.
+
+        Raises:
+            SaveConflict: it is that of another job.
+        """
+        found = self._root.read().digest
+        if found == self._digest_found:
+            return False
+        self._totals = outcome.committed(
+            self.location, self.context, found, self.name, self._notes_of
+        )
+        if self._totals is None:
+            self._become(AttemptState.FAILED)
+            raise self._conflict("during this save")
+        return True
+
+    def _was_committed_after_all(self, error: Exception) -> bool:
+        """Reports that this process gives up, then checks whether the coordinator was faster."""
+        self.publish_error(error)
+        time.sleep(_GRACE_S)
+        return self._is_committed()
+
+    # --- the commit, in the coordinator --------------------------------------------------------
+
+    def _commit(
+        self, own: Mapping[int, Index], write_more: WriteMore, check: Callable[[], None]
+    ) -> Totals:
         records = self._collect(range(self.group.count), OK)
         for process, record in records:
             if record.replaces != self._digest_found:
                 raise self._conflict(f"between the start of process 0 and of process {process}")
-        index, table, without = self._merge(description, records, serve)
-        manifest = self._build_root(index, table, without)
-        totals = Totals.of(index)
+        merged = self._merge(own, records, write_more)
+        manifest = self._build_root(merged)
+        totals = Totals.of(merged.index)
         older = self.location.child("processes").folders(self.context)
-        replaced = self._replaced()
-        if self.group.count > 1 or replaced:
-            told = Announcement(root.digest(manifest), vars(totals), replaced)
-            self._board.announce(told)
-        if self.group.count > 1:
-            self._board.look()
+        self._announce(manifest, totals)
         check()
         self._write_root(manifest)
+        self._become(AttemptState.COMMITTED)
         self._remove_debris(older)
         self.writers = tuple(record.statistics for _, record in records)
+        self.differences = merged.differences
         return totals
 
-    # --- merging -------------------------------------------------------------------------------
-
-    def _merge(
-        self, ours: Description, records: list[tuple[int, Record]], serve: Serve
-    ) -> tuple[Index, digest_table.Table, Mapping[int, Sequence[str]]]:
-        """The merged index and digests, and the arrays of each process whose chunks are dropped."""
-        described = self._descriptions(ours, records)
-        arrays = {id(index): list(index.arrays) for index in described}
-        names = [arrays[id(index)] for index in described]
-        index = merge.with_boxes(merge.unite(described), records, names)
-        replicas = Replicas(records, names)
-        assumed, winners = replicas.names, dict[str, int]()
-        table, contested = merge.merged_digests(index, records, names, assumed)
-        self.differences = replicas.differences(contested)
-        if self.differences:
-            winners = {found.name: found.stored for found in self.differences}
-            table, _ = merge.merged_digests(index, records, names, assumed, winners)
-        requests = merge.requests(index, table, names, winners)
-        if requests:
-            more = records + self._request(requests, serve)
-            table, _ = merge.merged_digests(index, more, names, assumed, winners)
-            merge.requests(index, table, [])
+    def _merge(self, own: Mapping[int, Index], records: Records, write_more: WriteMore) -> Merged:
+        merged = merge_all(
+            records,
+            self._described(own, records),
+            lambda requests: self._request(requests, write_more),
+        )
         index = replace(
-            index,
-            per_process=merge.per_process(index, records),
+            merged.index,
             attempt=self.name,
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             library=LIBRARY,
-            chunks=len(table),
-            digests_xxh3=f"{xxhash.xxh3_64_intdigest(table.tobytes()):016x}",
         )
-        return index, table, merge.losers(records, names, winners)
+        return replace(merged, index=index)
 
-    def _request(self, requests: merge.Requests, serve: Serve) -> list[tuple[int, Record]]:
+    def _request(self, requests: Requests, write_more: WriteMore) -> Records:
         """Requests chunks that their planned writers do not hold from other processes."""
-        self._board.request(requests)
+        self._notes.request(requests)
         ours = self.group.index
-        own = [(ours, serve(requests[ours]))] if ours in requests else []
-        return own + self._collect([p for p in requests if p != ours], MORE)
+        own = [(ours, write_more(requests[ours]))] if ours in requests else []
+        return [*own, *self._collect([p for p in requests if p != ours], MORE)]
 
-    def _descriptions(
-        self, ours: Description, records: Sequence[tuple[int, Record]]
-    ) -> list[Index]:
-        """Each process's description; equal ones are read once and share one object."""
+    def _described(self, own: Mapping[int, Index], records: Records) -> dict[int, Index]:
+        """The processes' descriptions by their digests; equal ones are read once."""
         first: dict[int, int] = {}
         for process, record in records:
-            if record.description != ours.digest:
+            if record.description not in own:
                 first.setdefault(record.description, process)
         reads = {
             digest: self.database(process).database(self.context).read(INDEX_KEY)
             for digest, process in first.items()
         }
-        known = {ours.digest: ours.index}
+        described = dict(own)
         for digest, read in reads.items():
             data, where = read.result().value, str(self.database(first[digest]))
             if xxhash.xxh3_64_intdigest(data) != digest:
                 raise StorageError(
                     f"{where}: the description of process {first[digest]} is damaged"
                 )
-            known[digest] = index_json.decode(data, where, partial=True)
-        return [known[record.description] for _, record in records]
+            described[digest] = index_json.decode(data, where, partial=True)
+        return described
 
-    # --- the root ------------------------------------------------------------------------------
-
-    def _build_root(
-        self, index: Index, table: digest_table.Table, without: Mapping[int, Sequence[str]]
-    ) -> bytes:
+    def _build_root(self, merged: Merged) -> bytes:
         """Writes the root's B-tree, which refers to the processes' data; returns its manifest."""
+        index, table = merged.index, merged.table
         extra = {
             **zarr_metadata.zarr_keys(index),
             DIGESTS_KEY: table.tobytes(),
@@ -417,72 +414,38 @@ class Attempt:
         databases = [self.database(process) for process in range(self.group.count)]
         blobs = sum(len(entry.blobs) for entry in index.per_process.values())
         folder = f"processes/{self.name}/root/"
-        manifest = self._root.build(folder, databases, extra, len(table) + blobs, without)
+        count = len(table) + blobs
+        manifest = self._root.build(folder, databases, extra, count, merged.dropped)
         self._sync(self._folder.child("root"))
         return manifest
 
-    def _replaced(self) -> dict[str, Any]:
-        """The totals of the last commits here, by attempt, for processes that have not seen theirs.
+    def _announce(self, manifest: bytes, totals: Totals) -> None:
+        """Announces what is about to be committed, unless a process has given up meanwhile."""
+        replaced = outcome.replaced(self.location, self._digest_found, self._notes_of)
+        if self.group.count > 1 or replaced:
+            announcement = Announcement(root.digest(manifest), vars(totals), replaced)
+            self._notes.announce(announcement)
+        if self.group.count > 1:
+            self._notes.poll()
 
-        Only of those that were announced; in the others no process waits.
-        """
-        if not self._digest_found:
-            return {}
-        with suppress(Exception):  # without it, such a process reports a conflict
-            found = version.version_at(self.location)
-            if found is not None and found.name == self._digest_found and found.attempt:
-                note = self._board_of(found.attempt).announced()
-                if note is not None:
-                    known = {**note.replaced, found.attempt: note.totals}
-                    return dict(list(known.items())[-_MOST_REPLACED:])
-        return {}
-
-    def _board_of(self, attempt: str) -> Board:
+    def _notes_of(self, attempt: str) -> Notes:
         folder = self.location.child(f"processes/{attempt}")
-        return Board(folder, self.group, self.context, self.timeout_s)
+        return Notes(folder, self.group, self.context, self.timeout_s)
 
     def _write_root(self, manifest: bytes) -> None:
         """The commit: one write, which the storage refuses if the root has changed."""
         assert self._found is not None
 
         def begun() -> None:
-            self._hopeless = False
+            self._become(AttemptState.COMMITTING)
 
         if not self._root.replace(self._found, manifest, self.timeout_s, begun):
-            self._hopeless = True
+            self._become(AttemptState.FAILED)
             raise self._conflict("during this save")
         if not all(self.database(process).exists() for process in range(self.group.count)):
             self._root.retract(manifest, self.timeout_s)
-            self._hopeless = True
+            self._become(AttemptState.FAILED)
             raise self._gone()
-
-    def _is_committed(self) -> bool:
-        """Whether the root is what the coordinator announced before it wrote it."""
-        found = self._root.read().digest
-        if found == self._digest_found:
-            return False
-        note = self._board.announced()
-        if note is not None and note.root == found:
-            self._totals = Totals(**note.totals)
-            return True
-        # A network file system may not show the note yet. The root itself is conclusive.
-        data = self.location.values(self.context).read(INDEX_KEY)
-        index = index_json.decode(data or b"", str(self.location))
-        if index.attempt == self.name:
-            self._totals = Totals.of(index)
-            return True
-        note = self._board_of(index.attempt).announced()
-        if note is not None and self.name in note.replaced:  # another job has replaced it since
-            self._totals = Totals(**note.replaced[self.name])
-            return True
-        self._hopeless = True
-        raise self._conflict("during this save")
-
-    def _was_committed_after_all(self, error: Exception) -> bool:
-        """Reports that this process gives up, then checks whether the coordinator was faster."""
-        self.publish_error(error)
-        time.sleep(_GRACE_S)
-        return self._is_committed()
 
     def _conflict(self, when: str) -> SaveConflict:
         return SaveConflict(f"{self.location}: another job committed here {when}")
@@ -504,4 +467,4 @@ class Attempt:
             for attempt in older:
                 if attempt != self.name:
                     self.location.child(f"processes/{attempt}").remove(self.context)
-            self._board.clear_records()
+            self._notes.clear_records()

@@ -39,7 +39,7 @@ def is_little(nbytes: int) -> bool:
     return nbytes <= _LITTLE_BYTES
 
 
-def share_assumed(sizes: Sequence[int], whole: Sequence[bool], processes: int) -> list[int]:
+def split_assumed(sizes: Sequence[int], whole: Sequence[bool], processes: int) -> list[int]:
     """Which process writes each chunk of the arrays that all processes are assumed to hold.
 
     Process 0 writes arrays of a single chunk, so that arrays that belong together come from one

@@ -29,7 +29,7 @@ _ERROR_NAME = re.compile(_ERROR + r"(\d{5,9})")
 _LEFT_NAME = re.compile(_LEFT + r"(\d{5,9})-(\d{1,4})")
 
 
-class Board:
+class Notes:
     """Records and notes of one attempt.
 
     Arguments:
@@ -46,8 +46,8 @@ class Board:
         self._timeout_s = timeout_s
         self._records = folder.child("records").store(context)
         self._notes = folder.child("notes").store(context)
-        self._unsaid = b""
-        self._looked = time.monotonic()
+        self._unwritten = b""
+        self._polled = time.monotonic()
         self.settled = False
         """Whether a process that gave up reported that no process can commit any more."""
 
@@ -69,7 +69,7 @@ class Board:
         self._records.write(self._own(kind), record.encode()).result()
 
     def publish_error(self, error: BaseException, *, settles: bool, refused: bool) -> None:
-        """Reports to the others why this process gives up; `say_again` retries.
+        """Reports to the others why this process gives up; `retry_error` retries.
 
         Arguments:
             error: what happened.
@@ -78,15 +78,15 @@ class Board:
         """
         message = str(error) or type(error).__name__
         note = {"message": message, "hopeless": settles, "refused": refused}
-        self._unsaid = json.dumps(note).encode()
-        self.say_again()
+        self._unwritten = json.dumps(note).encode()
+        self.retry_error()
 
-    def say_again(self) -> None:
+    def retry_error(self) -> None:
         """Writes an error that could not be written before."""
         with suppress(Exception):  # the storage itself may be what failed
-            if self._unsaid:
-                self._notes.write(f"{_ERROR}{self._group.index:05d}", self._unsaid).result()
-                self._unsaid = b""
+            if self._unwritten:
+                self._notes.write(f"{_ERROR}{self._group.index:05d}", self._unwritten).result()
+                self._unwritten = b""
 
     def leave(self, made: int) -> tuple[set[int], int]:
         """Reports that this process, which gave up, neither writes nor reads here any more.
@@ -99,7 +99,7 @@ class Board:
         """
         self._notes.write(f"{_LEFT}{self._group.index:05d}-{made}", b"").result()
         with suppress(ProcessFailed):  # it updates `settled`
-            self.look()
+            self.poll()
         matches = [match for name in _list(self._notes) if (match := _LEFT_NAME.fullmatch(name))]
         return {int(match[1]) for match in matches}, max(int(match[2]) for match in matches)
 
@@ -114,18 +114,18 @@ class Board:
         count = self._group.count
         return max(1.0, count / 1000) if self._folder.is_remote else max(0.1, count / 4000)
 
-    def look_now_and_then(self) -> None:
-        """As `look`, but not more often than all processes together should."""
-        if self._group.count > 1 and time.monotonic() - self._looked > self.pause_s:
-            self.look()
+    def poll_now_and_then(self) -> None:
+        """As `poll`, but not more often than all processes together should."""
+        if self._group.count > 1 and time.monotonic() - self._polled > self.pause_s:
+            self.poll()
 
-    def look(self) -> set[str]:
+    def poll(self) -> set[str]:
         """The names of all notes.
 
         Raises:
             ProcessFailed: with the message of a process that gave up.
         """
-        self._looked = time.monotonic()
+        self._polled = time.monotonic()
         notes = _list(self._notes)
         matches = (_ERROR_NAME.fullmatch(name) for name in notes)
         errors = sorted({int(match[1]) for match in matches if match} - {self._group.index})
@@ -142,11 +142,11 @@ class Board:
         """Polls until `ready` returns True; returns the names of the notes.
 
         Raises:
-            ProcessFailed: as `look`.
+            ProcessFailed: as `poll`.
             TimeoutError: it took too long.
         """
         deadline, pause = time.monotonic() + self._timeout_s, 0.002
-        while not ready(notes := self.look()):
+        while not ready(notes := self.poll()):
             if time.monotonic() > deadline:
                 raise TimeoutError
             time.sleep(pause)
@@ -191,9 +191,9 @@ class Board:
         mine: dict[str, list[int]] = requests.get(str(self._group.index), {})
         return mine
 
-    def announce(self, told: Announcement) -> None:
+    def announce(self, announcement: Announcement) -> None:
         """Announces what is about to be committed."""
-        self._notes.write(_COMMIT, json.dumps(asdict(told)).encode()).result()
+        self._notes.write(_COMMIT, json.dumps(asdict(announcement)).encode()).result()
 
     def announced(self) -> Announcement | None:
         """What was announced; None if that is not visible yet, or cannot be decoded."""
@@ -248,7 +248,7 @@ def _object(data: bytes) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class _ErrorNote:
-    """The note of a process that gave up; see `Board.publish_error`."""
+    """The note of a process that gave up; see `Notes.publish_error`."""
 
     message: str
     settles: bool = False

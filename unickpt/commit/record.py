@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -87,3 +87,9 @@ class Record:
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"the record is malformed: {error!r}") from None
+
+
+Records = Sequence[tuple[int, Record]]
+"""Processes, and their records."""
+Names = Sequence[Sequence[str]]
+"""For each process the arrays that it has."""

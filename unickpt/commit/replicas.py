@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from unickpt.commit.record import REPLICA_DTYPE, Record
+from unickpt.commit.record import REPLICA_DTYPE, Names, Records
 from unickpt.errors import CoverageError, ReplicasDiffer
 from unickpt.trees import name_ranges
 
@@ -56,9 +56,7 @@ class Replicas:
         CoverageError: some compared every byte, and others did not.
     """
 
-    def __init__(
-        self, records: Sequence[tuple[int, Record]], names: Sequence[Sequence[str]]
-    ) -> None:
+    def __init__(self, records: Records, names: Names) -> None:
         self.checked = records[0][1].checked
         for process, record in records:
             if record.checked != self.checked:
@@ -69,19 +67,19 @@ class Replicas:
         # Most processes report the same; equal reports are decoded once.
         alike: dict[tuple[int, bytes], list[int]] = {}
         for process, record in records:
-            key = (id(names[process]), record.replicas.tobytes())
+            key = (record.description, record.replicas.tobytes())
             alike.setdefault(key, []).append(process)
-        self._told: dict[str, dict[int, list[int]]] = {}
+        self._reported: dict[str, dict[int, list[int]]] = {}
         for (_, data), processes in alike.items():
             own, rows = names[processes[0]], np.frombuffer(data, REPLICA_DTYPE)
             for number, fingerprint in rows.tolist():
-                found = self._told.setdefault(own[number], {})
+                found = self._reported.setdefault(own[number], {})
                 found.setdefault(fingerprint, []).extend(processes)
 
     @property
     def names(self) -> set[str]:
         """The arrays whose replication is only assumed."""
-        return set(self._told)
+        return set(self._reported)
 
     def differences(self, contested: Mapping[str, Sequence[int]]) -> list[Difference]:
         """The arrays that differ.
@@ -93,10 +91,10 @@ class Replicas:
             CoverageError: some differ, and `SaveOptions.check_replicas` refuses that.
         """
         found = []
-        for name, told in self._told.items():
-            if len(told) > 1 or name in contested:
-                stored = min(process for processes in told.values() for process in processes)
-                others = {p for ps in told.values() if stored not in ps for p in ps}
+        for name, reported in self._reported.items():
+            if len(reported) > 1 or name in contested:
+                stored = min(process for processes in reported.values() for process in processes)
+                others = {p for ps in reported.values() if stored not in ps for p in ps}
                 others |= set(contested.get(name, ())) - {stored}
                 found.append(Difference(name, stored, tuple(sorted(others))))
         if found and self.checked:

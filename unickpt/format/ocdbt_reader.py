@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 from urllib.parse import quote
@@ -23,6 +22,7 @@ from unickpt.frameworks.per_process import blob_key
 from unickpt.storage import contexts, errors, ocdbt
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
+from unickpt.threads import in_batches
 from unickpt.trees import tree
 
 # Zarr metadata of one array has a few hundred bytes; many hostile keys may share one large value.
@@ -229,7 +229,7 @@ class OcdbtReader(Reader):
         for name in sorted(names ^ known):
             yield name, "is in the tree or in the index, but not in both"
         expected = zarr_metadata.zarr_keys(index)
-        for different in run(self._different, _batches(expected.items())):
+        for different in run(self._different, list(in_batches(expected.items(), _KEYS_AT_ONCE))):
             for key in different:
                 yield "", f"{key!r} differs from what the index describes"
         for name in index.per_process:
@@ -278,9 +278,3 @@ class OcdbtReader(Reader):
             return found == value or bool(json.loads(found) == json.loads(value))
         except (ValueError, RecursionError):  # not valid JSON
             return False
-
-
-def _batches(expected: Iterable[tuple[str, bytes]]) -> list[list[tuple[str, bytes]]]:
-    """Keys in batches that are large enough for a thread each."""
-    items = iter(expected)
-    return list(iter(lambda: list(itertools.islice(items, _KEYS_AT_ONCE)), []))

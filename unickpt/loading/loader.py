@@ -186,14 +186,13 @@ def _read_like(
         if name not in index.values and name in facts and is_number(value, facts[name])
     }
     by_array: dict[str, dict[str, ArrayTarget]] = {}
-    first: dict[tuple[str, int], str] = {}
     same: dict[str, str] = {}  # names of one leaf and one array share the result
     for name, target in targets.items():
         if name in facts:
-            array = facts[name].name
-            same[name] = first.setdefault((array, id(wanted[name])), name)
+            makers = by_array.setdefault(facts[name].name, {})
+            same[name] = next((n for n in makers if wanted[n] is wanted[name]), name)
             if same[name] == name:
-                by_array.setdefault(array, {})[name] = target
+                makers[name] = target
     found = read(view.checkpoint, jobs_of(view, by_array))
     done |= {name: found[maker] for name, maker in same.items()}
     return tree.rebuild(asked.node, done.__getitem__)

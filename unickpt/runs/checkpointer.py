@@ -39,7 +39,8 @@ from unickpt.runs.step_folder import PROBE
 from unickpt.runs.tiers import Newer, Tier, compare
 from unickpt.saving.describe import check_mapping
 from unickpt.saving.options import SaveOptions
-from unickpt.saving.pending import PendingSave, SaveQueue
+from unickpt.saving.pending import PendingSave
+from unickpt.saving.save_queue import SaveQueue, SaveRequest
 from unickpt.storage import contexts, paths
 
 _log = logging.getLogger("unickpt")
@@ -147,7 +148,7 @@ class Checkpointer:
         self._sigterm = SigtermHandler(self._policy.tell) if preemption else None
         self._branch = Branch(after if after is None else _number(after, "after="))
         self._upkeep = Upkeep(
-            self._root, self._local, retention, self._options, self._branch, self._queue.fail
+            self._root, self._local, retention, self._options, self._branch, self._queue.errors.add
         )
         self._closed = self._shared = self._left = self._is_tidy = False
         self._closing = threading.Lock()
@@ -226,15 +227,16 @@ class Checkpointer:
             else self._upkeep.hooks_of_others(step, overwrite)
         )
         shown = metrics if group.index == 0 else None
-        pending = self._queue.save(
+        request = SaveRequest(
             self._tiers[0].path(step),
             tree,
-            overwrite=overwrite,
+            self._options,
+            overwrite,
             metadata=partial(_metadata, step, shown, metadata, self._branch.recorded),
-            options=self._options,
             owners=owners,
-            hooks=hooks,
+            callbacks=hooks,
         )
+        pending = self._queue.save(request)
         self._policy.saved()
         if wait:
             pending.result()
@@ -247,7 +249,7 @@ class Checkpointer:
             UnickptError: a background error that was not raised yet.
         """
         self._drain()
-        self._queue.raise_failed()
+        self._queue.errors.raise_first()
 
     def close(self) -> None:
         """Waits as `wait`, then releases the lease, the signal handler and the hooks.
@@ -265,7 +267,7 @@ class Checkpointer:
         if self._sigterm is not None:
             self._sigterm.remove()
         self._upkeep.close()
-        self._queue.raise_failed()
+        self._queue.errors.raise_first()
 
     def __enter__(self) -> Self:
         return self

@@ -29,7 +29,7 @@ from unickpt.runs.lineage import Lineage
 from unickpt.runs.retention import Retention
 from unickpt.runs.tiers import Newer, Standing, Tier, compare
 from unickpt.saving.options import SaveOptions
-from unickpt.saving.pending import Hooks
+from unickpt.saving.pending import SaveCallbacks
 from unickpt.threads import Chores
 
 _log = logging.getLogger("unickpt")
@@ -89,7 +89,7 @@ class Upkeep:
         for tier in {self._first, root}:
             weakref.finalize(self, Lease.give_back, tier.lease)
 
-    def hooks(self, step: int, metrics: Mapping[str, float], overwrite: bool) -> Hooks:
+    def hooks(self, step: int, metrics: Mapping[str, float], overwrite: bool) -> SaveCallbacks:
         """The hooks of a save of a step that begins now, on process 0.
 
         Arguments:
@@ -103,10 +103,10 @@ class Upkeep:
             committed=lambda: self._committed(step, metrics),
         )
 
-    def hooks_of_others(self, step: int, overwrite: bool) -> Hooks:
+    def hooks_of_others(self, step: int, overwrite: bool) -> SaveCallbacks:
         """The hooks on the other processes."""
         save = object()
-        return Hooks(
+        return SaveCallbacks(
             begin=lambda: self._begin(save, step, overwrite),
             committed=lambda: self._is_newest(step),
             failed=lambda error: self._failed.__setitem__(step, error),

@@ -30,19 +30,19 @@ _LAZY_BYTES = 1 << 20
 _SAMPLES = 64
 
 
-class Way(Enum):
-    """How a fragment is kept."""
+class CaptureMethod(Enum):
+    """How a fragment is kept; in the order in which fragments are staged and written."""
 
     REFERENCE = auto()
-    NOW = auto()
-    LATER = auto()  # it must not change before that
-    BEHIND = auto()  # a clone of it is copied later
+    COPY_NOW = auto()
+    COPY_LATER = auto()  # it must not change before that
+    CLONE = auto()  # on its device; the clone is copied later
 
 
-BACKGROUND = {Way.LATER, Way.BEHIND}
+BACKGROUND = {CaptureMethod.COPY_LATER, CaptureMethod.CLONE}
 
 
-class Keeping:
+class Capture:
     """Decides how each fragment of one save is kept; keeps those that are not copied in chunks.
 
     Arguments:
@@ -59,9 +59,9 @@ class Keeping:
     ) -> None:
         self._mode, self._budget, self._owners = options.staging, options.budget_bytes, owners
         self._written = _Written(sources)
-        self._reads: dict[int, Read] = {}
-        self.ways: dict[int, Way] = {}
-        """How fragments are kept, by `id`."""
+        self._reads: dict[Memory, Read] = {}
+        self.methods: dict[Fragment, CaptureMethod] = {}
+        """How each fragment that `keep` returned is kept."""
         self.copied_bytes = 0
         """Bytes that were copied at once, in fragments too small to defer."""
 
@@ -69,33 +69,35 @@ class Keeping:
         """An array with fragments that stay as they are, or that are copied before they change."""
         fragments = []
         for fragment in source.fragments:
-            way, kept = self._decide(fragment, source.dtype)
-            self.ways[id(kept)] = way
+            method, kept = self._decide(fragment, source.dtype)
+            self.methods[kept] = method
             fragments.append(kept)
         if all(kept is given for kept, given in zip(fragments, source.fragments, strict=True)):
             return source
         return source.with_fragments(tuple(fragments))
 
-    def _decide(self, fragment: Fragment, dtype: DType) -> tuple[Way, Fragment]:
+    def _decide(self, fragment: Fragment, dtype: DType) -> tuple[CaptureMethod, Fragment]:
         nbytes = fragment.box.size * dtype.itemsize
         if fragment.memory.on_device:
             return self._decide_on_device(fragment, nbytes)
         memory = fragment.memory
         immutable = not memory.mutable and not self._written.shares(memory)
         if self._mode != "copy" and immutable and memory.keep is not None:
-            return Way.REFERENCE, _read_by(fragment, self._kept_read(memory), memory)
+            return CaptureMethod.REFERENCE, _read_by(fragment, self._kept_read(memory), memory)
         if nbytes <= SMALL and self.copied_bytes + nbytes <= self._budget // 16:
             self.copied_bytes += nbytes
             private = Memory(mutable=False)
-            return Way.REFERENCE, _read_by(fragment, _copied(fragment, dtype), private)
+            return CaptureMethod.REFERENCE, _read_by(fragment, _copied(fragment, dtype), private)
         lazily = memory.mutable and self._is_lazy(memory, nbytes)
         lazy = _lazily(fragment) if lazily else None
-        return (Way.NOW, fragment) if lazy is None else (Way.LATER, lazy)
+        return (
+            (CaptureMethod.COPY_NOW, fragment) if lazy is None else (CaptureMethod.COPY_LATER, lazy)
+        )
 
-    def _decide_on_device(self, fragment: Fragment, nbytes: int) -> tuple[Way, Fragment]:
+    def _decide_on_device(self, fragment: Fragment, nbytes: int) -> tuple[CaptureMethod, Fragment]:
         memory = fragment.memory
         if self._is_lazy(memory, nbytes):
-            return Way.LATER, fragment
+            return CaptureMethod.COPY_LATER, fragment
         # A copy to the host would wait for all work that is queued on the device.
         lazily = self._mode == "lazy" or (self._mode == "auto" and self._owners is not None)
         if (lazily or self._mode == "device") and memory.keep is not None:
@@ -104,15 +106,15 @@ class Keeping:
             except MemoryError as error:
                 _log.warning("no room for a clone on the device, copying to the host: %s", error)
             else:
-                return Way.BEHIND, _read_by(fragment, read, memory.watched(None))
-        return Way.NOW, fragment
+                return CaptureMethod.CLONE, _read_by(fragment, read, memory.watched(None))
+        return CaptureMethod.COPY_NOW, fragment
 
     def _kept_read(self, memory: Memory) -> Read:
         """A function that reads the data as it is now; fragments of an array are kept together."""
         assert memory.keep is not None, "called only if there is a way to keep it"
-        if id(memory) not in self._reads:
-            self._reads[id(memory)] = memory.keep()
-        return self._reads[id(memory)]
+        if memory not in self._reads:
+            self._reads[memory] = memory.keep()
+        return self._reads[memory]
 
     def _is_lazy(self, memory: Memory, nbytes: int) -> bool:
         if not memory.mutable:  # on a device; deletion is detected
@@ -168,10 +170,10 @@ def _lazily(fragment: Fragment) -> Fragment | None:
     each = max(1, round(_SAMPLES ** (1 / max(1, memory.ndim))))
     grid: list[Any] = [slice(None, None, max(1, n // each)) for n in memory.shape]
     sample = memory[(*grid, ...)]
-    before, told = sample.tobytes(), fragment.memory.changed
+    before, reports_change = sample.tobytes(), fragment.memory.changed
 
     def changed() -> bool:
-        if told is not None and told():
+        if reports_change is not None and reports_change():
             return True
         now = np.empty(sample.shape, sample.dtype)
         try:

@@ -1,4 +1,4 @@
-"""Supply: where a writer gets its chunks from, and when it releases them."""
+"""Chunk sources: where a writer gets its chunks from, and when it releases them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from unickpt.arrays.host_memory import HostBuffers
 from unickpt.errors import StateChanged
 from unickpt.format import chunk_store
 from unickpt.frameworks.host_copy import stage
-from unickpt.saving.write_plan import ChunkJob
+from unickpt.saving.write_plan import WriteItem
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class StagedChunk:
     """A chunk in host memory, unchanged until `release`.
 
     Arguments:
@@ -30,25 +30,27 @@ class Staged:
     release: Callable[[], None]
 
 
-class Supply(Protocol):
+class ChunkSource(Protocol):
     """Where a writer gets its chunks from.
 
-    `behind` says whether it is written in the background of a training loop.
+    `behind` says whether it is written in the background of a training loop; `staged_bytes`, how
+    many bytes were copied to host memory before they were asked for.
     """
 
     behind: bool
+    staged_bytes: int
 
-    def ready(self, jobs: Sequence[ChunkJob]) -> bool:
+    def ready(self, items: Sequence[WriteItem]) -> bool:
         """Whether `fetch` returns without waiting."""
 
-    def fetch(self, job: ChunkJob) -> Staged:
+    def fetch(self, item: WriteItem) -> StagedChunk:
         """Waits until a chunk is staged, and returns it."""
 
-    def digest(self, job: ChunkJob) -> int:
+    def digest(self, item: WriteItem) -> int:
         """The digest of a chunk, which can still be fetched afterwards."""
 
 
-class Direct:
+class DirectSource:
     """Stages chunks when they are written, from memory that does not change.
 
     Arguments:
@@ -56,14 +58,15 @@ class Direct:
     """
 
     behind = False
+    staged_bytes = 0
 
     def __init__(self, budget_bytes: int) -> None:
         self._buffers = HostBuffers(budget_bytes)
 
-    def ready(self, jobs: Sequence[ChunkJob]) -> bool:
+    def ready(self, items: Sequence[WriteItem]) -> bool:
         return True
 
-    def fetch(self, job: ChunkJob) -> Staged:
+    def fetch(self, item: WriteItem) -> StagedChunk:
         taken: list[Array] = []
 
         def take(nbytes: int) -> Array:
@@ -71,17 +74,17 @@ class Direct:
             return taken[0]
 
         try:
-            data = stage(job.fragment, job.box, job.dtype, take)
+            data = stage(item.fragment, item.box, item.dtype, take)
         except StateChanged as error:
-            raise named(error, job) from None
+            raise naming(error, item) from None
         # Kept for every chunk until its commit: as few objects as possible, because Python's
         # garbage collector visits each again and again.
         if not taken:
-            return Staged(data, 0, _nothing_to_release)
-        return Staged(data, data.nbytes, partial(self._buffers.give, taken[0]))
+            return StagedChunk(data, 0, _nothing_to_release)
+        return StagedChunk(data, data.nbytes, partial(self._buffers.give, taken[0]))
 
-    def digest(self, job: ChunkJob) -> int:
-        staged = self.fetch(job)
+    def digest(self, item: WriteItem) -> int:
+        staged = self.fetch(item)
         try:
             return chunk_store.digest(staged.data)
         finally:
@@ -92,10 +95,10 @@ def _nothing_to_release() -> None:
     """For a chunk that is a view of the state itself."""
 
 
-def named(error: StateChanged, job: ChunkJob) -> StateChanged:
+def naming(error: StateChanged, item: WriteItem) -> StateChanged:
     """The error that names the array if its memory is gone when a chunk is read."""
     return StateChanged(
-        f"array {job.entry.name!r} {job.box}: {error} after the save was requested and before "
+        f"array {item.entry.name!r} {item.box}: {error} after the save was requested and before "
         "it was read. The checkpoint was not saved. Call PendingSave.wait_staged() before that "
         'change, or save with SaveOptions(staging="copy")'
     )

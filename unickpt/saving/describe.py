@@ -164,17 +164,17 @@ def _is_json(value: Any) -> bool:
         return False
 
 
-def _json_fault(value: Any, where: str, within: tuple[int, ...]) -> str:
+def _json_fault(value: Any, where: str, within: tuple[object, ...]) -> str:
     """Where a value that JSON does not hold has its first fault, and what to store instead.
 
     Arguments:
         value: anything that is not JSON.
         where: its place, as Python code.
-        within: the ids of the containers around it.
+        within: the containers around it.
     """
-    if id(value) in within or len(within) > tree.MAX_DEPTH:
+    if any(outer is value for outer in within) or len(within) > tree.MAX_DEPTH:
         return f"{where} cannot be stored in JSON: it contains itself, or is nested too deeply"
-    within = (*within, id(value))
+    within = (*within, value)
     if isinstance(value, dict):
         for key, child in value.items():
             if not isinstance(key, str):

@@ -28,18 +28,18 @@ class Failure:
 
 unfinished: set[object] = set()
 """Saves that have not ended."""
-unasked: list[Failure] = []
+unraised: list[Failure] = []
 
 
-def _leave() -> None:
+def _exit_if_unraised() -> None:
     """Ends the program with status 1, if an error was never raised.
 
     Python offers no other way to change the exit status this late. Handlers that were registered
     before this module was imported are not called.
     """
-    if not unasked:
+    if not unraised:
         return
-    for failure in unasked:
+    for failure in unraised:
         kind = type(failure.error).__name__
         print(
             f"unickpt: {failure.what} failed, and its result was not requested:\n"
@@ -53,16 +53,16 @@ def _leave() -> None:
     os._exit(1)
 
 
-def leave_child() -> None:
+def exit_child() -> None:
     """The same in a process of `multiprocessing`, which does not call `atexit` handlers."""
     multiprocessing = sys.modules.get("multiprocessing")
     if multiprocessing is None or multiprocessing.parent_process() is None:
         return
     if not threading.main_thread().is_alive() and not unfinished:
-        _leave()
+        _exit_if_unraised()
 
 
-atexit.register(_leave)
+atexit.register(_exit_if_unraised)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=unfinished.clear)
-    os.register_at_fork(after_in_child=unasked.clear)
+    os.register_at_fork(after_in_child=unraised.clear)

@@ -15,7 +15,7 @@ from unickpt.arrays.dtypes import Array
 from unickpt.commit.record import REPLICA_DTYPE, Record
 from unickpt.format import chunk_store
 from unickpt.frameworks.protocol import ArraySource, Fragment
-from unickpt.saving.write_plan import ChunkJob
+from unickpt.saving.write_plan import WriteItem
 
 _WHOLE_BYTES = 4 << 10  # up to this size all elements are compared
 _SAMPLES = 512
@@ -69,7 +69,7 @@ def sampled(samples: Mapping[int, Callable[[], int]]) -> Array:
     return _rows((number, fingerprint()) for number, fingerprint in samples.items())
 
 
-def whole(held: Sequence[ChunkJob], record: Record, digest: Callable[[ChunkJob], int]) -> Array:
+def whole(held: Sequence[WriteItem], record: Record, digest: Callable[[WriteItem], int]) -> Array:
     """The rows of a record for every byte of the assumed replicas.
 
     Arguments:
@@ -87,12 +87,12 @@ def whole(held: Sequence[ChunkJob], record: Record, digest: Callable[[ChunkJob],
     )
 
     def rows() -> Iterator[tuple[int, int]]:
-        assumed = (job for job in held if job.assumed)
-        for number, jobs in groupby(assumed, lambda job: job.array):
+        assumed = (item for item in held if item.assumed)
+        for number, items in groupby(assumed, lambda item: item.array):
             hashed = xxhash.xxh3_64()
-            for job in jobs:
-                own = known.get((job.array, job.position))
-                found = digest(job) if own is None else own
+            for item in items:
+                own = known.get((item.array, item.position))
+                found = digest(item) if own is None else own
                 hashed.update(found.to_bytes(8, "little"))
             yield number, hashed.intdigest()
 

@@ -3,31 +3,55 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from enum import Enum, auto
 from functools import cached_property, partial
 from typing import Any
 
 from unickpt.commit import replicas
-from unickpt.commit.attempt import Attempt
+from unickpt.commit.attempt import Attempt, WriteMore
+from unickpt.commit.outcome import Totals
 from unickpt.commit.record import Record
 from unickpt.errors import SaveTimeout
 from unickpt.frameworks.process_group import within
+from unickpt.frameworks.protocol import ArraySource
 from unickpt.frameworks.registry import adapters, current_group
 from unickpt.saving import fingerprints
-from unickpt.saving.chunk_source import Supply
+from unickpt.saving.chunk_source import ChunkSource
 from unickpt.saving.describe import Description, describe
 from unickpt.saving.options import SaveOptions, SaveReport
-from unickpt.saving.write_plan import ChunkJob, check_alone, held_chunks, own_share
+from unickpt.saving.timings import Timings
+from unickpt.saving.write_plan import WriteItem, WritePlan, check_alone, plan_writes
 from unickpt.saving.writer import Writer
 from unickpt.storage import contexts, paths
 
 _log = logging.getLogger("unickpt")
 
 
-class Saving:
+class SaveState(Enum):
+    """How far a save is in this process. Each state may be followed by the next, or by FAILED.
+
+    How far the attempt is that all processes make together, and so what may be removed after a
+    failure, is `commit.attempt_state.AttemptState`.
+    """
+
+    REQUESTED = auto()
+    """The processes have agreed on the attempt's name; nothing is known of the tree."""
+    DESCRIBED = auto()
+    """Every leaf is described; nothing was written. Until WRITING, `keep` may replace the arrays,
+    and any thread may `plan`."""
+    WRITING = auto()
+    """This process writes its chunks. From here on one thread has the save."""
+    COMMITTING = auto()
+    """This process has published its record; it commits, or waits for the commit."""
+    COMMITTED = auto()
+    FAILED = auto()
+    """The other processes were notified, and this process's files are removed where possible."""
+
+
+class SaveJob:
     """A save: `describe` what to save, `plan` which process writes what, `run` it.
 
     Arguments:
@@ -40,7 +64,8 @@ class Saving:
     description: Description
 
     def __init__(self, path: paths.Path, overwrite: bool, options: SaveOptions) -> None:
-        self._started = time.perf_counter()
+        self.timings = Timings()
+        self.state = SaveState.REQUESTED
         self._overwrite, self.options = overwrite, options
         self.location = paths.resolve(path)
         self.group = within(options.group or current_group(adapters()), options.timeout_s)
@@ -49,11 +74,15 @@ class Saving:
         except SaveTimeout as error:
             raise SaveTimeout(f"{self.location}: {error}. Nothing was written.") from None
         self._writer: Writer | None = None
-        self.blocked_s, self.staged_bytes = 0.0, 0
-        self.phases: dict[str, float] = {}
         self._samples: dict[int, Callable[[], int]] = {}
-        self.held: Sequence[ChunkJob] = []
-        self.share: Sequence[ChunkJob] = []
+
+    def _become(self, state: SaveState) -> None:
+        """Enters a state; the only place where it changes."""
+        is_next = state.value == self.state.value + 1
+        assert is_next or state is SaveState.FAILED, f"{self.state} -> {state}"
+        self.state = state
+
+    # --- preparing -----------------------------------------------------------------------------
 
     def describe(self, tree: Any, metadata: Mapping[str, Any] | None) -> None:
         """Describes every leaf; writes nothing.
@@ -71,7 +100,27 @@ class Saving:
                     for number, source in enumerate(self.description.sources.values())
                     if source.assumed and source.fragments
                 }
-        self.phases["describe"] = self.elapsed
+            self._become(SaveState.DESCRIBED)
+        self.timings.lap("describe")
+
+    def keep(self, sources: Mapping[str, ArraySource]) -> None:
+        """Saves these arrays instead of those described, which hold the same, but may change."""
+        assert self.state is SaveState.DESCRIBED
+        self.description = replace(self.description, sources=sources)
+
+    def plan(self, order: Callable[[WriteItem], int] | None = None) -> WritePlan:
+        """Determines which chunks this process holds, and which it writes.
+
+        Arguments:
+            order: ranks the chunks that it writes; by default as they are described.
+        """
+        plan = plan_writes(self.description, self.group.index)
+        return plan if order is None else WritePlan(plan.held, sorted(plan.own, key=order))
+
+    def check_destination(self) -> None:
+        """Raises an error if the destination cannot be used; see `save`."""
+        self._attempt.check_new()
+        self._attempt.check_destination(self._overwrite)
 
     @cached_property
     def _attempt(self) -> Attempt:  # created on first use, rarely while the caller waits
@@ -79,27 +128,13 @@ class Saving:
         timeout_s = self.options.timeout_s
         return Attempt(self.location, self.group, self.attempt, context, timeout_s)
 
-    def plan(self) -> None:
-        """Determines which chunks this process holds (`held`) and which it writes (`share`)."""
-        self.held = list(held_chunks(self.description))
-        self.share = own_share(self.held, self.group.index)
-
-    def check_destination(self) -> None:
-        """Raises an error if the destination cannot be used; see `save`."""
-        self._attempt.check_new()
-        self._attempt.check_destination(self._overwrite)
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the save was requested."""
-        return time.perf_counter() - self._started
-
     @contextmanager
     def failing(self, *, refused: bool = False) -> Iterator[None]:
         """An error here fails the save: notifies the other processes and removes its files."""
         try:
             yield
         except BaseException as raised:
+            self._become(SaveState.FAILED)
             error = raised
             if isinstance(raised, Exception):
                 error = self._attempt.explained(raised)
@@ -112,72 +147,95 @@ class Saving:
                 raise
             raise error from raised
 
+    # --- running -------------------------------------------------------------------------------
+
     def run(
         self,
-        supply: Supply,
-        written: Callable[[], None] = lambda: None,
+        plan: WritePlan,
+        source: ChunkSource,
+        before_publish: Callable[[], None] = lambda: None,
         before_commit: Callable[[], None] = lambda: None,
     ) -> SaveReport:
-        """Writes this process's planned share, then commits or waits for the commit.
+        """Writes this process's chunks, then commits or waits for the commit.
 
         Arguments:
-            supply: provides the chunks.
-            written: called when this process has written its share; an error fails the save.
+            plan: from `plan`.
+            source: provides the chunks.
+            before_publish: called when this process has written its chunks; an error fails the
+                save.
             before_commit: called by the coordinator right before the commit; likewise.
         """
-        began, attempt = self.elapsed, self._attempt
+        timings = self.timings
         with self.failing():
-            self.check_destination()
-            attempt.make_folder()
-            self._writer = writer = Writer(attempt, self.description, self.options, supply)
-            record = self._with_replicas(writer.write_all(self.share), supply)
-            written()
-            told = {
-                "chunks": writer.count,
-                "blocked_s": self.blocked_s,
-                "staged_bytes": self.staged_bytes,
-            }
-            attempt.publish(record.with_statistics(told))
-            ended = self.elapsed
-            serve = partial(_serve, writer, self.held)
-            if self.group.index == 0:
-                totals = attempt.commit(self.description, serve, before_commit)
-            else:
-                totals = attempt.wait_committed(serve)
-        self.phases |= {"write": ended - began, "commit": self.elapsed - ended}
-        report = SaveReport(
+            with timings.phase("write"):
+                writer, record = self._write(plan, source)
+                before_publish()
+                staged_bytes = source.staged_bytes
+                self._publish(record, writer, staged_bytes)
+            with timings.phase("commit"):
+                totals = self._commit(partial(_write_more, writer, plan.held), before_commit)
+        report = self._report(totals, writer, staged_bytes)
+        _log.info(
+            "saved %s: %.3g GB in %.2f s (%.2f GB/s), blocked the caller for %.3f s",
+            *(report.url, report.bytes / 1e9, report.seconds, report.gb_per_s, report.blocked_s),
+        )
+        if self._attempt.differences:
+            replicas.warn(self._attempt.differences)
+        return report
+
+    def _write(self, plan: WritePlan, source: ChunkSource) -> tuple[Writer, Record]:
+        self.check_destination()
+        self._attempt.make_folder()
+        self._become(SaveState.WRITING)
+        self._writer = writer = Writer(self._attempt, self.description, self.options, source)
+        return writer, self._with_replicas(writer.write_all(plan.own), plan, source)
+
+    def _publish(self, record: Record, writer: Writer, staged_bytes: int) -> None:
+        statistics = {
+            "chunks": writer.count,
+            "blocked_s": self.timings.blocked_s,
+            "staged_bytes": staged_bytes,
+        }
+        self._attempt.publish(record.with_statistics(statistics))
+        self._become(SaveState.COMMITTING)
+
+    def _commit(self, write_more: WriteMore, before_commit: Callable[[], None]) -> Totals:
+        if self.group.index == 0:
+            own = self.description
+            totals = self._attempt.commit(own.index, own.digest, write_more, before_commit)
+        else:
+            totals = self._attempt.wait_committed(write_more)
+        self._become(SaveState.COMMITTED)
+        return totals
+
+    def _report(self, totals: Totals, writer: Writer, staged_bytes: int) -> SaveReport:
+        attempt, timings = self._attempt, self.timings
+        return SaveReport(
             url=self.location.url,
             arrays=totals.arrays,
             bytes=totals.nbytes,
             written_bytes=writer.nbytes,
             chunks=writer.count,
             processes=self.group.count,
-            seconds=self.elapsed,
-            phases=self.phases,
+            seconds=timings.elapsed,
+            phases=timings.phases,
             process=self.group.index,
-            blocked_s=self.blocked_s or self.elapsed,
-            staged_bytes=self.staged_bytes,
+            blocked_s=timings.blocked_s or timings.elapsed,
+            staged_bytes=staged_bytes,
             writers=attempt.writers,
             replicas_differ=tuple(found.name for found in attempt.differences),
         )
-        _log.info(
-            "saved %s: %.3g GB in %.2f s (%.2f GB/s), blocked the caller for %.3f s",
-            *(report.url, report.bytes / 1e9, report.seconds, report.gb_per_s, report.blocked_s),
-        )
-        if attempt.differences:
-            replicas.warn(attempt.differences)
-        return report
 
-    def _with_replicas(self, record: Record, supply: Supply) -> Record:
+    def _with_replicas(self, record: Record, plan: WritePlan, source: ChunkSource) -> Record:
         """A record with fingerprints of this process's assumed replicas."""
         if self.options.check_replicas:
-            rows = fingerprints.whole(self.held, record, supply.digest)
+            rows = fingerprints.whole(plan.held, record, source.digest)
         else:
             rows = fingerprints.sampled(self._samples)
         return replace(record, replicas=rows, checked=self.options.check_replicas)
 
 
-def tell(options: SaveOptions, report: SaveReport) -> None:
+def call_metrics(options: SaveOptions, report: SaveReport) -> None:
     """Calls `SaveOptions.metrics`, after all else of a save: it may save, wait or load."""
     if options.metrics is None:
         return
@@ -187,7 +245,9 @@ def tell(options: SaveOptions, report: SaveReport) -> None:
         _log.exception("SaveOptions.metrics failed; the checkpoint %s is committed", report.url)
 
 
-def _serve(writer: Writer, held: Sequence[ChunkJob], request: Mapping[str, list[int]]) -> Record:
+def _write_more(
+    writer: Writer, held: Sequence[WriteItem], request: Mapping[str, list[int]]
+) -> Record:
     """Writes chunks that the coordinator requests, because their planned writer lacks them."""
     wanted = {(name, position) for name, positions in request.items() for position in positions}
-    return writer.write_more([job for job in held if (job.entry.name, job.position) in wanted])
+    return writer.write_more([item for item in held if (item.entry.name, item.position) in wanted])

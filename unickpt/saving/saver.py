@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from unickpt.saving.chunk_source import Direct
+from unickpt.saving.chunk_source import DirectSource
 from unickpt.saving.options import SaveOptions, SaveReport
-from unickpt.saving.pending import PendingSave, SaveQueue
-from unickpt.saving.save_job import Saving, tell
+from unickpt.saving.pending import PendingSave
+from unickpt.saving.save_job import SaveJob, call_metrics
+from unickpt.saving.save_queue import SaveQueue, SaveRequest
 from unickpt.storage import paths
 
 
@@ -55,13 +56,9 @@ def save_async(
         >>> unickpt.load("memory://run/async")["w"]
         array([1., 1., 1.])
     """
-    return _queue(os.getpid()).save(
-        path,
-        tree,
-        overwrite=overwrite,
-        metadata=lambda: metadata,
-        options=SaveOptions.or_default(options),
-    )
+    options = SaveOptions.or_default(options)
+    request = SaveRequest(path, tree, options, overwrite, metadata=lambda: metadata)
+    return _queue(os.getpid()).save(request)
 
 
 @cache
@@ -111,9 +108,8 @@ def save(
         1
     """
     options = SaveOptions.or_default(options)
-    saving = Saving(path, overwrite, options)
-    saving.describe(tree, metadata)
-    saving.plan()
-    report = saving.run(Direct(options.budget_bytes))
-    tell(options, report)
+    job = SaveJob(path, overwrite, options)
+    job.describe(tree, metadata)
+    report = job.run(job.plan(), DirectSource(options.budget_bytes))
+    call_metrics(options, report)
     return report

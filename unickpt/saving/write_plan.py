@@ -19,7 +19,7 @@ from unickpt.saving.describe import Description
 
 
 @dataclass(frozen=True, eq=False)
-class ChunkJob:
+class WriteItem:
     """One chunk that this process holds.
 
     Arguments:
@@ -27,7 +27,7 @@ class ChunkJob:
         entry: the array.
         part: the part of the array.
         number: the chunk's row-major number in the part.
-        position: its number among the chunks of all parts (see `unickpt.commit.record`).
+        position: its number among the chunks of all parts (see `commit.record`).
         box: its box in the global array.
         fragment: holds its data.
         assumed: as `ArraySource.assumed`.
@@ -51,15 +51,34 @@ class ChunkJob:
         return self.box.size * self.dtype.itemsize
 
 
-def held_chunks(description: Description) -> Iterator[ChunkJob]:
+@dataclass(frozen=True)
+class WritePlan:
+    """The chunks of this process.
+
+    Arguments:
+        held: all that it could write, in the order of the description.
+        own: those that it writes, in the order in which it does.
+    """
+
+    held: Sequence[WriteItem]
+    own: Sequence[WriteItem]
+
+
+def plan_writes(description: Description, process: int) -> WritePlan:
+    """Plans what a process writes."""
+    held = list(_held_items(description))
+    return WritePlan(held, _own_items(held, process))
+
+
+def _held_items(description: Description) -> Iterator[WriteItem]:
     """All chunks that this process could write, in the order of the description."""
     for array, (name, entry) in enumerate(description.index.arrays.items()):
         source = description.sources[name]
         fragments, assumed = source.fragments, source.assumed
-        told = entry.boxes == ()
+        declared = entry.boxes == ()
         parts = (
             [chunk_grid.box_part(entry, f.box) for f in fragments]
-            if told
+            if declared
             else chunk_grid.parts(entry)
         )
         first = 0
@@ -69,33 +88,33 @@ def held_chunks(description: Description) -> Iterator[ChunkJob]:
                     box = part.chunk_box(number)
                     assert fragment.box.contains(box), f"chunk {box} crosses {fragment.box}"
                     at = first + number
-                    yield ChunkJob(array, entry, part, number, at, box, fragment, assumed)
+                    yield WriteItem(array, entry, part, number, at, box, fragment, assumed)
             first += part.count
 
 
-def own_share(held: Sequence[ChunkJob], process: int) -> list[ChunkJob]:
+def _own_items(held: Sequence[WriteItem], process: int) -> list[WriteItem]:
     """The chunks that a process writes; replicas are split among the processes that hold them."""
-    assumed = [job for job in held if job.assumed]
+    assumed = [item for item in held if item.assumed]
     mine = _own_assumed(assumed, process) if assumed else []
-    known = [job for job in held if not job.assumed] if assumed else held
-    for _, run in itertools.groupby(known, lambda j: (j.array, j.part.key, j.fragment.box)):
-        jobs = list(run)
-        name, fragment = jobs[0].entry.name, jobs[0].fragment
-        share = chunk_owners.chunks_of_replica(
-            name, fragment.box, process, fragment.replicas, len(jobs)
+    known = [item for item in held if not item.assumed] if assumed else held
+    for _, run in itertools.groupby(known, lambda i: (i.array, i.part.key, i.fragment.box)):
+        items = list(run)
+        name, fragment = items[0].entry.name, items[0].fragment
+        numbers = chunk_owners.chunks_of_replica(
+            name, fragment.box, process, fragment.replicas, len(items)
         )
-        mine += [jobs[k] for k in share]
+        mine += [items[k] for k in numbers]
     return sorted(mine, key=attrgetter("array"))
 
 
-def _own_assumed(held: Sequence[ChunkJob], process: int) -> list[ChunkJob]:
+def _own_assumed(held: Sequence[WriteItem], process: int) -> list[WriteItem]:
     """The same for arrays that all processes are assumed to hold, split over all of them."""
     # By name: dicts may have another order on other processes.
-    jobs = sorted(held, key=lambda job: (job.entry.name, job.number))
-    sizes = [job.nbytes for job in jobs]
-    whole = [chunk_grid.is_whole(job.entry, job.part) for job in jobs]
-    writers = chunk_owners.share_assumed(sizes, whole, len(jobs[0].fragment.replicas))
-    return [job for job, writer in zip(jobs, writers, strict=True) if writer == process]
+    items = sorted(held, key=lambda item: (item.entry.name, item.number))
+    sizes = [item.nbytes for item in items]
+    whole = [chunk_grid.is_whole(item.entry, item.part) for item in items]
+    writers = chunk_owners.split_assumed(sizes, whole, len(items[0].fragment.replicas))
+    return [item for item, writer in zip(items, writers, strict=True) if writer == process]
 
 
 def check_alone(description: Description) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,12 @@ from unickpt.format import chunk_store
 from unickpt.format.chunk_store import ChunkStore
 from unickpt.format.index import INDEX_KEY
 from unickpt.frameworks.per_process import blob_key
-from unickpt.saving.chunk_source import Staged, Supply
+from unickpt.saving.chunk_source import ChunkSource, StagedChunk
 from unickpt.saving.describe import Description
 from unickpt.saving.options import SaveOptions
-from unickpt.saving.write_plan import ChunkJob
+from unickpt.saving.write_plan import WriteItem
 from unickpt.storage.kvstore import Future, commit
-from unickpt.threads import Window, Workers
+from unickpt.threads import Window, Workers, in_batches
 
 # Measured: smaller transactions cost an fsync each, larger ones leave too little overlap.
 _TRANSACTION_BYTES = 256 << 20
@@ -44,26 +45,26 @@ class Writer:
         attempt: the attempt to save that this is part of.
         description: what this process saves.
         options: as for `save`.
-        supply: provides the chunks.
+        source: provides the chunks.
     """
 
     def __init__(
-        self, attempt: Attempt, description: Description, options: SaveOptions, supply: Supply
+        self, attempt: Attempt, description: Description, options: SaveOptions, source: ChunkSource
     ) -> None:
         self._attempt, self._description, self._options = attempt, description, options
         location = attempt.database(attempt.group.index)
         self._store = ChunkStore(location, attempt.context, description.index.codecs)
-        self._supply = supply
+        self._source = source
         self._batch_bytes = min(_TRANSACTION_BYTES, max(1, options.budget_bytes // 4))
         self._committing: list[Future[None]] = []
         self.nbytes, self.count = 0, 0
 
-    def write_all(self, jobs: Sequence[ChunkJob]) -> Record:
-        """Writes this process's share, its per-process values and its description."""
+    def write_all(self, items: Sequence[WriteItem]) -> Record:
+        """Writes this process's chunks, its per-process values and its description."""
         started = time.perf_counter()
         blobs, sources = self._description.blobs, self._description.sources
         rest = {blob_key(name, self._attempt.group.index): data for name, data in blobs.items()}
-        table = self._write(jobs, {**rest, INDEX_KEY: self._description.encoded})
+        table = self._write(items, {**rest, INDEX_KEY: self._description.encoded})
         arrays = self._description.index.arrays.items()
         return Record(
             description=self._description.digest,
@@ -77,9 +78,9 @@ class Writer:
             statistics={"bytes": self.nbytes, "seconds": time.perf_counter() - started},
         )
 
-    def write_more(self, jobs: Sequence[ChunkJob]) -> Record:
-        """Writes chunks that the coordinator asked for after all shares were written."""
-        return Record(description=self._description.digest, chunks=self._write(jobs, {}))
+    def write_more(self, items: Sequence[WriteItem]) -> Record:
+        """Writes chunks that the coordinator asked for after all had written theirs."""
+        return Record(description=self._description.digest, chunks=self._write(items, {}))
 
     def settle(self) -> None:
         """Waits, after a failure, until all writes in progress have ended."""
@@ -87,19 +88,20 @@ class Writer:
             with suppress(Exception):
                 committed.result()
 
-    def _write(self, jobs: Sequence[ChunkJob], rest: dict[str, bytes]) -> Any:
+    def _write(self, items: Sequence[WriteItem], rest: dict[str, bytes]) -> Any:
         # The rest of the budget is for what TensorStore needs besides the data.
-        beside = self._supply.behind and self._store.location.is_local
+        beside = self._source.behind and self._store.location.is_local
         most = _TRANSACTIONS_BEHIND if beside else _TRANSACTIONS
         window = Window(self._options.budget_bytes - self._batch_bytes, most)
         digests: list[Callable[[], int]] = []
         looked = time.monotonic()
-        batches = list(self._batches(jobs)) or [[]]
-        with Workers(_HASH_THREADS, behind=self._supply.behind) as pool:
+        size_of = attrgetter("nbytes")
+        batches = list(in_batches(items, _TRANSACTION_CHUNKS, self._batch_bytes, size_of)) or [[]]
+        with Workers(_HASH_THREADS, behind=self._source.behind) as pool:
             for batch in batches:
-                while not self._supply.ready(batch) and window.wait_oldest():
+                while not self._source.ready(batch) and window.wait_oldest():
                     pass  # the chunks staged next may need the memory that this releases
-                size = sum(job.nbytes for job in batch)
+                size = sum(item.nbytes for item in batch)
                 window.make_room(size)
                 extra = rest if batch is batches[-1] else {}
                 window.add(*self._write_batch(batch, extra, pool, digests))
@@ -107,30 +109,17 @@ class Writer:
                     self._attempt.check_others()
                     looked = time.monotonic()
             window.drain()
-            table = np.zeros(len(jobs), CHUNK_DTYPE)
-            table["array"] = [job.array for job in jobs]
-            table["chunk"] = [job.position for job in jobs]
+            table = np.zeros(len(items), CHUNK_DTYPE)
+            table["array"] = [item.array for item in items]
+            table["chunk"] = [item.position for item in items]
             table["digest"] = [result() for result in digests]
-        self.nbytes += sum(job.nbytes for job in jobs)
-        self.count += len(jobs)
+        self.nbytes += sum(item.nbytes for item in items)
+        self.count += len(items)
         return table
-
-    def _batches(self, jobs: Sequence[ChunkJob]) -> Iterator[list[ChunkJob]]:
-        batch: list[ChunkJob] = []
-        size = 0
-        for job in jobs:
-            nbytes = job.nbytes
-            if batch and (size + nbytes > self._batch_bytes or len(batch) == _TRANSACTION_CHUNKS):
-                yield batch
-                batch, size = [], 0
-            batch.append(job)
-            size += nbytes
-        if batch:
-            yield batch
 
     def _write_batch(
         self,
-        batch: Sequence[ChunkJob],
+        batch: Sequence[WriteItem],
         rest: dict[str, bytes],
         pool: Workers,
         digests: list[Callable[[], int]],
@@ -141,10 +130,10 @@ class Writer:
         writes: list[Any] = [store.write(key, data) for key, data in rest.items()]
         # Files are written from staged memory and views of the user's memory, without a copy.
         by_reference = self._store.location.is_local and not self._store.codecs
-        staged: list[Staged] = []
+        staged: list[StagedChunk] = []
         held, begin = 0, len(digests)
-        for job in batch:
-            staged.append(self._supply.fetch(job))
+        for item in batch:
+            staged.append(self._source.fetch(item))
             host = staged[-1].data
             copied = not by_reference or host.nbytes <= chunk_store.SMALL
             held += host.nbytes if copied else staged[-1].nbytes
@@ -152,7 +141,7 @@ class Writer:
                 digests.append(pool.submit(partial(chunk_store.digest, host)))
             else:
                 digests.append(partial(int, chunk_store.digest(host)))
-            writes.append(self._store.write(job.entry, job.part, job.number, host, transaction))
+            writes.append(self._store.write(item.entry, item.part, item.number, host, transaction))
         for write in writes:
             write.result()
         committed = commit(transaction)

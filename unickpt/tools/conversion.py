@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from unickpt.arrays import dtypes
@@ -30,11 +31,12 @@ from unickpt.reading.options import LoadOptions
 from unickpt.reading.targets import NewTarget
 from unickpt.rules import Rules
 from unickpt.rules.plan import Fact
-from unickpt.saving.chunk_source import Staged
+from unickpt.saving.chunk_source import StagedChunk
 from unickpt.saving.options import SaveOptions, SaveReport
-from unickpt.saving.save_job import Saving, tell
-from unickpt.saving.write_plan import ChunkJob
+from unickpt.saving.save_job import SaveJob, call_metrics
+from unickpt.saving.write_plan import WriteItem
 from unickpt.storage import paths
+from unickpt.threads import in_batches
 from unickpt.tools import verification
 from unickpt.trees import tree
 
@@ -100,17 +102,17 @@ def convert(
         view.check(reading)
         metadata = view.provenance.merged_into(metadata)
     writing = replace(options, budget_bytes=max(1, options.budget_bytes // _WRITER))
-    saving = Saving(destination, overwrite, writing)
-    leaves = _leaves(view, saving.group)
-    saving.describe(tree.with_values(view.node(), leaves.__getitem__), metadata)
-    saving.plan()
-    supply = _Reread(view, saving.share, reading, options.budget_bytes, progress)
+    job = SaveJob(destination, overwrite, writing)
+    leaves = _leaves(view, job.group)
+    job.describe(tree.with_values(view.node(), leaves.__getitem__), metadata)
+    plan = job.plan()
+    chunks = _ViewSource(view, plan.own, reading, options.budget_bytes, progress)
     try:
-        report = saving.run(supply)
+        report = job.run(plan, chunks)
     finally:
-        supply.close()
-    tell(options, report)
-    if verify and saving.group.index == 0:
+        chunks.close()
+    call_metrics(options, report)
+    if verify and job.group.index == 0:
         found = verification.verify(destination)
         if not found.ok:
             damage = "\n".join(f"  {d}" for d in found.damage[:10])
@@ -176,7 +178,7 @@ class Converted(Described):
 
     def source(self, group: Group) -> ArraySource:
         dtype = dtypes.from_name(self._entry.dtype)
-        identity: Hashable = ("converted", id(self))
+        identity: Hashable = ("converted", self)
         whole = whole_source(self._entry.shape, dtype, group, _not_read, identity, _HOST)
         return replace(whole, prng=self._entry.prng, assumed=False)
 
@@ -185,16 +187,16 @@ _HOST = Memory(mutable=False)
 
 
 def _not_read(box: Box, room: Callable[[], Array]) -> Array:
-    raise AssertionError("chunks come from the supply, which reads many of them together")
+    raise AssertionError("chunks come from the chunk source, which reads many of them together")
 
 
 class _SlabTarget(NewTarget):
     """Chunks of one array, each with its own memory."""
 
-    def __init__(self, entry: ArrayEntry, jobs: Sequence[ChunkJob], buffers: HostBuffers) -> None:
+    def __init__(self, entry: ArrayEntry, items: Sequence[WriteItem], buffers: HostBuffers) -> None:
         super().__init__(entry)
-        self.boxes = tuple(job.box for job in jobs)
-        self.memory = [buffers.take(job.nbytes) for job in jobs]
+        self.boxes = tuple(item.box for item in items)
+        self.memory = [buffers.take(item.nbytes) for item in items]
 
     def buffer(self, position: int) -> Array:
         shape = self.boxes[position].shape
@@ -206,55 +208,56 @@ class _SlabTarget(NewTarget):
         return list(zip(buffers, self.memory, strict=True))
 
 
-class _Reread:
-    """Supplies the writer with chunks of a view; reads them in slabs, one slab ahead.
+class _ViewSource:
+    """The chunks of a view, for the writer; reads them in slabs, one slab ahead.
 
     Arguments:
         view: the source.
-        share: the chunks that this process writes, in order.
+        items: the chunks that this process writes, in order.
         options: of reading.
         budget_bytes: of the whole conversion.
         progress: see `convert`.
     """
 
     behind = False
+    staged_bytes = 0
 
     def __init__(
         self,
         view: View,
-        share: Sequence[ChunkJob],
+        items: Sequence[WriteItem],
         options: LoadOptions,
         budget_bytes: int,
         progress: Callable[[int, int], None] | None,
     ) -> None:
         self._view, self._options = view, options
         self._buffers = HostBuffers(budget_bytes // _WRITER)
-        self._slabs = list(_slabs(share, options.budget_bytes))
-        self._slab_of = {id(job): at for at, slab in enumerate(self._slabs) for job in slab}
-        self._reading: dict[int, Future[dict[int, tuple[Array, Array]]]] = {}
-        self._ready: dict[int, tuple[Array, Array]] = {}
+        self._slabs = list(in_batches(items, None, options.budget_bytes, attrgetter("nbytes")))
+        self._slab_of = {item: at for at, slab in enumerate(self._slabs) for item in slab}
+        self._reading: dict[int, Future[dict[WriteItem, tuple[Array, Array]]]] = {}
+        self._ready: dict[WriteItem, tuple[Array, Array]] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="unickpt-convert")
         self._progress = progress or (lambda done, total: None)
-        self._done, self._total = 0, sum(job.nbytes for job in share)
+        self._done, self._total = 0, sum(item.nbytes for item in items)
 
-    def ready(self, jobs: Sequence[ChunkJob]) -> bool:
+    def ready(self, items: Sequence[WriteItem]) -> bool:
         return True
 
-    def digest(self, job: ChunkJob) -> int:
+    def digest(self, item: WriteItem) -> int:
         raise AssertionError("asked of assumed replicas, and a view has none")
 
-    def fetch(self, job: ChunkJob) -> Staged:
-        if id(job) not in self._ready:
-            at = self._slab_of.pop(id(job), None)
+    def fetch(self, item: WriteItem) -> StagedChunk:
+        if item not in self._ready:
+            at = self._slab_of.pop(item, None)
             if at is None or at not in self._start(at):
-                self._ready |= self._read([job])  # requested again by the coordinator
+                self._ready |= self._read([item])  # requested again by the coordinator
             else:
                 self._ready |= self._reading.pop(at).result()
                 self._start(at + 1)
-        data, memory = self._ready.pop(id(job))
-        self._done += job.nbytes
+        data, memory = self._ready.pop(item)
+        self._done += item.nbytes
         self._progress(min(self._done, self._total), self._total)
-        return Staged(data, data.nbytes, partial(self._buffers.give, memory))
+        return StagedChunk(data, data.nbytes, partial(self._buffers.give, memory))
 
     def close(self) -> None:
         """Stops reading; discards slabs that were not used."""
@@ -267,30 +270,17 @@ class _Reread:
             self._reading[at] = self._pool.submit(self._read, slab)
         return self._reading
 
-    def _read(self, jobs: Sequence[ChunkJob]) -> dict[int, tuple[Array, Array]]:
-        by_array: dict[str, list[ChunkJob]] = {}
-        for job in jobs:
-            by_array.setdefault(job.entry.name, []).append(job)
+    def _read(self, items: Sequence[WriteItem]) -> dict[WriteItem, tuple[Array, Array]]:
+        by_array: dict[str, list[WriteItem]] = {}
+        for item in items:
+            by_array.setdefault(item.entry.name, []).append(item)
         wanted = {
             name: {name: _SlabTarget(self._view.index.arrays[name], of_array, self._buffers)}
             for name, of_array in by_array.items()
         }
         found = read_arrays(self._view.checkpoint, jobs_of(self._view, wanted), self._options)
         return {
-            id(job): data
+            item: data
             for name, of_array in by_array.items()
-            for job, data in zip(of_array, found[name], strict=True)
+            for item, data in zip(of_array, found[name], strict=True)
         }
-
-
-def _slabs(share: Sequence[ChunkJob], slab_bytes: int) -> Iterator[list[ChunkJob]]:
-    slab: list[ChunkJob] = []
-    size = 0
-    for job in share:
-        if slab and size + job.nbytes > slab_bytes:
-            yield slab
-            slab, size = [], 0
-        slab.append(job)
-        size += job.nbytes
-    if slab:
-        yield slab

@@ -1,0 +1,191 @@
+"""The chunks of all processes -> one digest table; and which chunks are still to be written.
+
+Checks that each chunk is written exactly once. Nothing here does I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from unickpt.arrays.box import Box
+from unickpt.commit import chunk_owners
+from unickpt.commit.record import Names, Record, Records
+from unickpt.errors import CoverageError
+from unickpt.format import chunk_grid, digest_table
+from unickpt.format.index import ArrayEntry, Index
+from unickpt.quoting import some
+
+_NOBODY = np.uint32(0xFFFFFFFF)
+
+Requests = dict[int, dict[str, list[int]]]
+"""For each process the positions of chunks by array name."""
+
+
+def merged_digests(
+    index: Index,
+    records: Records,
+    names: Names,
+    assumed: Collection[str] = (),
+    winners: Mapping[str, int] | None = None,
+) -> tuple[digest_table.Table, dict[str, list[int]]]:
+    """The digest table, as far as the records fill it; no chunk has two writers.
+
+    Arguments:
+        index: of all processes.
+        records: what they wrote.
+        names: for each process the arrays that it has.
+        assumed: arrays whose replication is only assumed.
+        winners: arrays of which only the chunks of one process count, with that process.
+
+    Returns:
+        The table, and the assumed arrays for which two processes wrote different data for a chunk,
+        with those two.
+
+    Raises:
+        CoverageError: two processes wrote different data for a chunk of another array.
+    """
+    contested: dict[str, list[int]] = {}
+    spans = digest_table.spans(index.arrays)
+    table = np.zeros(max((span.stop for span in spans.values()), default=0), digest_table.DTYPE)
+    table["process"] = _NOBODY
+    starts = {name: span.start for name, span in spans.items()}
+    for process, record in records:
+        if not len(record.chunks):
+            continue
+        where = positions_of(index, starts, names[process], record)
+        rows = record.chunks
+        lost = _lost_rows(record, names[process], process, winners or {})
+        if lost.any():
+            where, rows = where[~lost], rows[~lost]
+        if not len(rows):
+            continue
+        if where.max() >= len(table) or len(np.unique(where)) != len(where):
+            raise CoverageError(f"process {process} lists chunks that do not exist, or one twice")
+        taken = table["process"][where] != _NOBODY
+        if taken.any():
+            again, other = where[taken], rows["digest"][taken]
+            for position in again[table["digest"][again] != other].tolist():
+                name, box = chunk_at(index, position)
+                first = int(table["process"][position])
+                if name not in assumed:
+                    raise _two_writers(name, box, first, process)
+                contested.setdefault(name, [first, process])
+        fresh = where[~taken]
+        table["digest"][fresh] = rows["digest"][~taken]
+        table["process"][fresh] = process
+    return table, contested
+
+
+def _lost_rows(
+    record: Record, names: Sequence[str], process: int, winners: Mapping[str, int]
+) -> Any:
+    lost = [n for n, name in enumerate(names) if winners.get(name, process) != process]
+    return np.isin(record.chunks["array"], lost)
+
+
+def losers(records: Records, names: Names, winners: Mapping[str, int]) -> dict[int, list[str]]:
+    """For each process, the arrays that it wrote chunks of, but another process's data counts."""
+    found: dict[int, list[str]] = {}
+    for process, record in records:
+        lost = _lost_rows(record, names[process], process, winners)
+        for number in np.unique(record.chunks["array"][lost]).tolist():
+            found.setdefault(process, []).append(names[process][number])
+    return found
+
+
+def positions_of(index: Index, starts: dict[str, int], names: Sequence[str], record: Record) -> Any:
+    """The positions of a record's chunks in the table; advances `starts` past this process's boxes,
+    which are in the order of the processes."""
+    numbers = record.chunks["array"]
+    base = np.zeros(len(names), np.int64)
+    for number in np.unique(numbers).tolist():
+        name = names[number]
+        base[number] = starts[name]
+        if number in record.boxes:
+            entry = index.arrays[name]
+            starts[name] += sum(
+                chunk_grid.box_part(entry, box).count for box in record.boxes[number]
+            )
+    return base[numbers] + record.chunks["chunk"].astype(np.int64)
+
+
+def _two_writers(name: str, box: Box, first: int, second: int) -> CoverageError:
+    """Allowed only if they wrote the same, as replicas that were not declared may."""
+    return CoverageError(
+        f"array {name!r}: processes {first} and {second} hold different data for {box}"
+    )
+
+
+def chunk_at(index: Index, position: int) -> tuple[str, Box]:
+    """Array name and box of the chunk at a position of the digest table."""
+    for name, entry in index.arrays.items():
+        for part in chunk_grid.parts(entry):
+            if position < part.count:
+                return name, part.chunk_box(position)
+            position -= part.count
+    raise IndexError(position)
+
+
+def requests(
+    index: Index, table: digest_table.Table, names: Names, winners: Mapping[str, int] | None = None
+) -> Requests:
+    """For chunks that no process wrote: which processes hold them, and so have to write them.
+
+    A plain tensor is assumed to be on all processes. If only some have it (pipeline stages), its
+    planned writer may lack it, which is known only here, from the records of all processes.
+
+    Arguments:
+        index: of all processes.
+        table: what they wrote.
+        names: for each process the arrays that it has.
+        winners: arrays that one process must write whole, with that process.
+
+    Returns:
+        For each process the positions of chunks by array name.
+
+    Raises:
+        CoverageError: no process holds a chunk.
+    """
+    holes = np.flatnonzero(table["process"] == _NOBODY)
+    found: Requests = {}
+    if not holes.size:
+        return found
+    having: dict[str, list[int]] = {}
+    for process, own in enumerate(names):
+        for name in own:
+            having.setdefault(name, []).append(process)
+    having |= {name: [process] for name, process in (winners or {}).items()}
+    first = 0
+    for name, entry in index.arrays.items():
+        start = first
+        for part in chunk_grid.parts(entry):
+            low, high = np.searchsorted(holes, (first, first + part.count))
+            for position in holes[low:high].tolist():
+                box = part.chunk_box(position - first)
+                # Spread over the processes that have it; but small arrays come from the first.
+                turn = 0 if chunk_owners.is_little(entry.nbytes) else position
+                chosen = _holder(entry, box, having.get(name, []), turn)
+                found.setdefault(chosen, {}).setdefault(name, []).append(position - start)
+            first += part.count
+    return found
+
+
+def _holder(entry: ArrayEntry, box: Box, having: Sequence[int], turn: int) -> int:
+    """A process that holds a box: that of this turn, or the next one that does."""
+    turn %= max(1, len(having))
+    for process in [*having[turn:], *having[:turn]]:
+        if _holds(entry, process, box):
+            return process
+    raise CoverageError(
+        f"array {entry.name!r} of shape {list(entry.shape)}: no process holds {box}. Its layout is "
+        f"{entry.layout}; processes {some(having)} have it in their tree"
+    )
+
+
+def _holds(entry: ArrayEntry, process: int, box: Box) -> bool:
+    if entry.layout is not None:
+        return any(b.contains(box) for b in entry.layout.local(entry.shape, process))
+    return any(process in holders and b.contains(box) for b, holders in entry.boxes or ())

@@ -1,0 +1,81 @@
+"""Outcomes: what became of an attempt, for a process that has not seen it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import tensorstore as ts
+
+from unickpt.commit import version
+from unickpt.commit.notes import Notes
+from unickpt.format import index_json
+from unickpt.format.index import INDEX_KEY, Index
+from unickpt.storage.locations import Location
+
+_MOST_REPLACED = 16
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Number of arrays of a checkpoint, and their logical bytes."""
+
+    arrays: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, index: Index) -> Totals:
+        return cls(len(index.arrays), sum(entry.nbytes for entry in index.arrays.values()))
+
+
+NotesOf = Callable[[str], Notes]
+"""The notes of an attempt at the same location, by its name."""
+
+
+def committed(
+    location: Location, context: ts.Context, root: str, name: str, notes_of: NotesOf
+) -> Totals | None:
+    """What an attempt committed; None if the root is that of another job.
+
+    Arguments:
+        location: the checkpoint's folder.
+        context: the TensorStore context of this save.
+        root: the digest of the root's manifest, which is not that of before the attempt.
+        name: of the attempt.
+        notes_of: see `NotesOf`.
+    """
+    note = notes_of(name).announced()
+    if note is not None and note.root == root:
+        return Totals(**note.totals)
+    # A network file system may not show the note yet. The root itself is conclusive.
+    data = location.values(context).read(INDEX_KEY)
+    index = index_json.decode(data or b"", str(location))
+    if index.attempt == name:
+        return Totals.of(index)
+    note = notes_of(index.attempt).announced()
+    if note is not None and name in note.replaced:  # another job has replaced it since
+        return Totals(**note.replaced[name])
+    return None
+
+
+def replaced(location: Location, root: str, notes_of: NotesOf) -> dict[str, Any]:
+    """The totals of the last commits here, by attempt, for processes that have not seen theirs.
+
+    Only of those that were announced; in the others no process waits.
+
+    Arguments:
+        location, notes_of: as for `committed`.
+        root: the digest of the root's manifest that is about to be replaced; empty if none is.
+    """
+    if not root:
+        return {}
+    with suppress(Exception):  # without it, such a process reports a conflict
+        found = version.version_at(location)
+        if found is not None and found.name == root and found.attempt:
+            note = notes_of(found.attempt).announced()
+            if note is not None:
+                known = {**note.replaced, found.attempt: note.totals}
+                return dict(list(known.items())[-_MOST_REPLACED:])
+    return {}
