@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable, Sequence
+from typing import Any
 
-from unickpt.adapters.numpy import NumpyTarget
+import numpy as np
+
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.format.index import ArrayEntry
 
-if TYPE_CHECKING:
-    pass
 
-
-class NewTarget(NumpyTarget):
+class NewTarget:
     """A new NumPy array.
 
     Arguments:
@@ -23,10 +21,21 @@ class NewTarget(NumpyTarget):
         box: the box to read; the whole array by default.
     """
 
+    identity: Hashable = None
+    abstract = False
+    prng: str | None = None
+
     def __init__(self, entry: ArrayEntry, box: Box | None = None) -> None:
         box = box or Box.whole(entry.shape)
-        self.leaf, self.shape, self.dtype = None, box.shape, dtypes.from_name(entry.dtype)
-        self.boxes, self.in_place, self.identity = (box,), False, None
+        self.shape, self.dtype = box.shape, dtypes.from_name(entry.dtype)
+        self.boxes: Sequence[Box] = (box,)
+
+    def buffer(self, position: int) -> Array:
+        return np.empty(self.shape, self.dtype)
+
+    def finish(self, buffers: Sequence[Array]) -> Any:
+        (filled,) = buffers
+        return filled
 
 
 class NumberTarget(NewTarget):
