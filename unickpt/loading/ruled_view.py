@@ -24,7 +24,7 @@ from unickpt.reading.chunk_reader import read_box, read_made
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.recipes import Itself, Recipe
 from unickpt.rules import Function, Rules
-from unickpt.rules.plan import Constant, Fact, Made, Plan, Same, Stored
+from unickpt.rules.plan import Constant, Fact, Made, RulePlan, Same, Stored
 from unickpt.rules.planner import make_plan, offers
 from unickpt.trees import plain_values, tree
 
@@ -44,7 +44,7 @@ class Ruled:
     def __init__(
         self,
         checkpoint: Reader,
-        plan: Plan,
+        plan: RulePlan,
         provenance: Provenance,
         asked: Mapping[str, Fact] | None = None,
     ) -> None:
@@ -59,14 +59,14 @@ class Ruled:
         for name, made in plan.made.items():
             if made.fact.kind == "array":
                 arrays[name] = _entry(made, stored)
-                self._recipes[name] = Recipe(made.feeds, made.fills, self._function(made))
+                self._recipes[name] = Recipe(made.sources, made.fills, self._function(made))
             elif made.fact.kind == "process":
-                assert made.source is not None, "only arrays are made of more than one thing"
-                blobs[name] = stored.per_process[made.source]
-                self._sources[name] = made.source
+                assert made.carried is not None, "only arrays are made of more than one thing"
+                blobs[name] = stored.per_process[made.carried]
+                self._sources[name] = made.carried
             else:
-                assert made.source is not None, "likewise"
-                value = stored.values[made.source]
+                assert made.carried is not None, "likewise"
+                value = stored.values[made.carried]
                 entry = as_array_entry(name, value, (asked or {}).get(name), made)
                 if entry is None:
                     plain[name] = value
@@ -97,9 +97,9 @@ class Ruled:
 
     def twin(self, name: str) -> ArrayEntry | None:
         made = self.plan.made[name]
-        if made.fact.kind != "array" or len(made.feeds) != 1 or made.fills:
+        if made.fact.kind != "array" or len(made.sources) != 1 or made.fills:
             return None
-        (feed,) = made.feeds
+        (feed,) = made.sources
         return feed.entry if feed.is_identity and feed.entry.dtype == made.fact.dtype else None
 
     def check(self, options: LoadOptions) -> None:
@@ -123,7 +123,7 @@ class Ruled:
             first, other = (_stored_entry(index, n) for n in (check.first, check.other))
             recipe = Recipe((Itself(first),))
             if check.made is not None:
-                recipe = Recipe(check.made.feeds)
+                recipe = Recipe(check.made.sources)
                 same = False
             else:
                 one = first.name == other.name
@@ -187,7 +187,7 @@ class _Function:
             regions = function.region(box, *(one.fact.shape for one in made.inputs))
         stored, options = self.checkpoint, LoadOptions(verify=verify)
         inputs = [
-            read_made(stored, _entry(one, stored.index), Recipe(one.feeds), region, options)
+            read_made(stored, _entry(one, stored.index), Recipe(one.sources), region, options)
             for one, region in zip(made.inputs, regions, strict=True)
         ]
         found = np.asarray(function.apply(box, *inputs))
@@ -251,9 +251,7 @@ def through(
     recorded = Provenance.of(checkpoint.index.metadata, where)
     recorded.check(rules, where)
     plan = make_plan(
-        rules.rules,
-        rules.shared,
-        rules.functions,
+        rules,
         replace(stored_facts(checkpoint), sizes=recorded.sizes),
         asked,
         strict=strict,
@@ -280,15 +278,9 @@ class Offered(Mapping[str, Any]):
     @cached_property
     def _found(self) -> dict[str, Any]:
         index = self._checkpoint.index
-        made = offers(
-            self._rules.rules,
-            self._rules.shared,
-            self._rules.functions,
-            stored_facts(self._checkpoint),
-            self._asked(),
-        )
+        made = offers(self._rules, stored_facts(self._checkpoint), self._asked())
         return {
-            name: _entry(m, index) if m.fact.kind == "array" else index.values.get(m.source or "")
+            name: _entry(m, index) if m.fact.kind == "array" else index.values.get(m.carried or "")
             for name, m in made.items()
         }
 
@@ -325,8 +317,8 @@ def _entry(made: Made, stored: Index) -> ArrayEntry:
     # Nothing is written with this entry, so its layout and chunk are those of an unsplit array.
     chunk = tuple(max(1, n) for n in shape)
     prng = None
-    if len(made.feeds) == 1 and made.feeds[0].is_identity:
-        prng = made.feeds[0].entry.prng
+    if len(made.sources) == 1 and made.sources[0].is_identity:
+        prng = made.sources[0].entry.prng
     layout = Layout.replicated(len(shape), 1)
     return ArrayEntry(made.name, shape, made.fact.dtype, chunk, layout, prng=prng)
 

@@ -160,7 +160,7 @@ def as_array_entry(
         array = np.asarray(value).astype(dtype)
         if type(value) is not float and array.item() != value:
             raise LoadMismatch(
-                f"value {made.source!r}: {dtypes.name_of(dtype)} does not hold {value} exactly\n"
+                f"value {made.carried!r}: {dtypes.name_of(dtype)} does not hold {value} exactly\n"
                 f"  {made.rule}"
             )
     elif plain_values.as_array(value, dtype) is None:

@@ -13,7 +13,7 @@ from unickpt.rules.matching import Instance, Names, instances
 from unickpt.rules.name_patterns import Pattern
 from unickpt.rules.optimizer_slots import Shared
 from unickpt.rules.plan import Fact, Made
-from unickpt.rules.rule import Rule, Terms, views_of
+from unickpt.rules.rule import Rule, Terms, exprs_of
 from unickpt.trees.name_ranges import skeleton
 
 _MOST_LINES = 22
@@ -206,9 +206,9 @@ def _misfits(
     for instance, names in told.values():
         rule = instance.rule
         if rule.lifted:  # reported for the parameter's own rule, or once for all slots of the lift
-            if instance.why_not in reasons or str(rule.place) in lifts:
+            if instance.why_not in reasons or str(rule.position) in lifts:
                 continue
-            lifts.add(str(rule.place))
+            lifts.add(str(rule.position))
         meant, hint = None, ""
         if instance.lacks is not None:
             meant, hint = _respelled(
@@ -231,13 +231,13 @@ def _caret(instance: Instance) -> str:
 
 
 def _tags(side: Terms | Nothing) -> set[str]:
-    return {view.tag for view in views_of(side)}
+    return {expr.tag for expr in exprs_of(side)}
 
 
 def _reason(instance: Instance) -> str:
     rule, why = instance.rule, instance.why_not
     about_sizes = instance.lacks_names or " elements here, but " in str(why)
-    if about_sizes and any(view.pattern.choices for view in rule.views):
+    if about_sizes and any(expr.pattern.choices for expr in rule.exprs):
         return f"{why}; note that an enumeration such as {{a|b}} means all of its names together"
     return str(why)
 
@@ -299,8 +299,8 @@ def idle(
 
 def _other_spelling(rule: Rule, have: Names) -> str | None:
     """What is wrong with a rule's name of what is stored, where that can be seen."""
-    for view in views_of(rule.left):
-        name = view.pattern.name
+    for expr in exprs_of(rule.left):
+        name = expr.pattern.name
         if any(isinstance(item, str) and "{" in item for item in name.items):
             return "`{{` means a brace in the name itself; a capture has single braces"
         items = tuple(i.replace("/", ".") if isinstance(i, str) else i for i in name.items)
@@ -308,7 +308,7 @@ def _other_spelling(rule: Rule, have: Names) -> str | None:
         for stored in itertools.islice(have.facts, 2000):
             if dotted.match(stored.replace("/", ".")):
                 return f"there is {stored!r}: check where the name has `/` and where `.`"
-        if view.pattern.literal and (near := _similar(str(name), have.facts, _LIKELY)):
+        if expr.pattern.literal and (near := _similar(str(name), have.facts, _LIKELY)):
             return f"did you mean {near!r}?"
     return None
 
@@ -321,7 +321,7 @@ def unfamiliar(
     relating = [rule for rule in rules if _relates(rule) and not rule.lifted]
     if valid or matching or len(relating) < _MOST_IDLE or not have.facts:
         return []
-    ours, theirs = next(iter(have.facts)), views_of(relating[0].left)[0].pattern.name
+    ours, theirs = next(iter(have.facts)), exprs_of(relating[0].left)[0].pattern.name
     return [
         f"none of the {len(relating)} rules applies; is it the right preset, or the right file?\n"
         f"    stored are names such as {ours!r}, and the rules take names such as '{theirs}';\n"

@@ -37,9 +37,9 @@ class Made:
         name: its name.
         fact: what it is.
         rule: what makes it, as text.
-        feeds: where its elements come from.
+        sources: where its elements come from.
         fills: its elements that are constants.
-        source: of what is carried over whole (a plain value, a PerProcess), its name.
+        carried: of what is carried over whole (a plain value, a PerProcess), its name.
         function: makes it out of `inputs`.
         exact: whether the other direction brings every bit back.
         cropped: whether the stored arrays have padding that is left out.
@@ -49,9 +49,9 @@ class Made:
     name: str
     fact: Fact
     rule: str
-    feeds: tuple[MappedSource, ...] = ()
+    sources: tuple[MappedSource, ...] = ()
     fills: tuple[Fill, ...] = ()
-    source: str | None = None
+    carried: str | None = None
     function: Function | None = None
     inputs: tuple[Made, ...] = ()
     exact: bool = True
@@ -82,7 +82,7 @@ class Constant:
 
 
 @dataclass
-class Plan:
+class RulePlan:
     """What rules make of a checkpoint.
 
     Arguments:

@@ -10,7 +10,7 @@ from typing import Any
 from unickpt.loading.ruled_view import Ruled, stored_facts
 from unickpt.reading import checkpoint
 from unickpt.rules import Rules
-from unickpt.rules.numbering import doubts
+from unickpt.rules.lint import questionable_numbers
 from unickpt.rules.plan import Constant, Fact, Made
 from unickpt.storage import locations
 from unickpt.tools.conversion import convertible
@@ -112,13 +112,13 @@ def preview(path: locations.Path, rules: Rules | None, like: Any = None) -> Prev
         taken = name in view.index.values
         kind, note = ("a plain value", "taken from `like`") if taken else ("", _DROPPED)
         rows.append(Row("-", "", name, kind, "", (note,)))
-    return Preview(rows, list(doubts(rules.rules, plan.made)) if like is None else ())
+    return Preview(rows, list(questionable_numbers(rules.rules, plan.made)) if like is None else ())
 
 
 def _sources(made: Made) -> list[str]:
-    if made.source is not None:
-        return [made.source]
-    feeds = [feed for one in (made, *made.inputs) for feed in one.feeds]
+    if made.carried is not None:
+        return [made.carried]
+    feeds = [feed for one in (made, *made.inputs) for feed in one.sources]
     return list(dict.fromkeys(feed.entry.name for feed in feeds))
 
 
@@ -146,16 +146,16 @@ def _row(made: Made, facts: Mapping[str, Fact], users: Mapping[str, int]) -> Row
 
 
 def _what_is_done(made: Made) -> list[str]:
-    done = {(feed.scale, feed.offset) for feed in made.feeds}
+    done = {(feed.scale, feed.offset) for feed in made.sources}
     notes = [_arithmetic(*pair) for pair in sorted(done - {(1.0, 0.0)})]
     if notes and len(done) > 1:
         notes = [f"{note} in a part of it" for note in notes]
-    if not notes and all(feed.is_identity for feed in made.feeds) and made.feeds:
+    if not notes and all(feed.is_identity for feed in made.sources) and made.sources:
         notes.append("as it is")
     padded = made.cropped or made.fills
-    if len(made.feeds) == 1 and made.feeds[0].source != made.feeds[0].out and not padded:
+    if len(made.sources) == 1 and made.sources[0].source != made.sources[0].out and not padded:
         notes.append("axes moved")
-    if any(feed.entry.dtype != made.fact.dtype for feed in made.feeds):
+    if any(feed.entry.dtype != made.fact.dtype for feed in made.sources):
         notes.append("cast")
     return notes
 

@@ -1,7 +1,4 @@
-"""Rules: one notation that relates names and axes of two sides, both ways (docs/rules.md).
-
-parse (`grammar`, `rule`) -> plan (`matching`, `planner`) -> apply (`unickpt.feed`, while reading).
-"""
+"""`Rules`: all rules of a file and of those that it includes, compiled; or of a preset."""
 
 from __future__ import annotations
 
@@ -26,11 +23,9 @@ from unickpt.rules.ast import (
     syntax_error,
 )
 from unickpt.rules.functions import Function
-from unickpt.rules.lint import crossings
+from unickpt.rules.lint import swapped_names
 from unickpt.rules.optimizer_slots import Shared, lift
 from unickpt.rules.rule import Rule, compile_rule
-
-__all__ = ["Function", "Rules", "preset_text"]
 
 PRESETS = Path(__file__).parent / "presets"
 
@@ -227,7 +222,9 @@ class _Compiler:
                 case IncludeLine():
                     name, text, inside = _open_included(statement, folder)
                     if name in files:
-                        raise syntax_error(f"{statement.target!r} includes itself", statement.place)
+                        raise syntax_error(
+                            f"{statement.target!r} includes itself", statement.position
+                        )
                     self.given.append(statement)
                     lines = [included(line, statement) for line in parser.parse(text, name)]
                     self.collect(lines, inside, (*files, name), {**where, **dict(statement.sizes)})
@@ -246,7 +243,7 @@ class _Compiler:
             raise syntax_error(
                 f"no function {line.function!r}: give it, as in Rules.parse(text, "
                 f"functions={{{line.function!r}: Function(...)}})",
-                line.place,
+                line.position,
             )
 
 
@@ -267,7 +264,7 @@ def _compile(
     for where in found.given:
         for axis, _ in where.sizes:
             if axis not in used:
-                raise syntax_error(f"no rule has an axis {axis!r}", where.place)
+                raise syntax_error(f"no rule has an axis {axis!r}", where.position)
     rules, shared = list(found.rules), []
     for line in found.lifts:
         lifted = lift(line, found.rules)
@@ -275,7 +272,7 @@ def _compile(
             shared.append(lifted)
         else:
             rules += lifted
-    for question in crossings(found.rules):
+    for question in swapped_names(found.rules):
         warnings.warn(question, RuleWarning, stacklevel=3)
     return Rules(tuple(rules), tuple(shared), tuple(found.conventions), functions)
 
@@ -345,5 +342,5 @@ def _open_included(line: IncludeLine, folder: Path) -> tuple[str, str, Path]:
         raise syntax_error(
             f"{line.target!r} is neither a preset nor a file ({path}: {error.strerror}). "
             f"{hint}Presets are {', '.join(Rules.presets())}",
-            line.place,
+            line.position,
         ) from None
