@@ -125,7 +125,7 @@ def _agree_but_for_processes(mine: ArrayEntry, other: ArrayEntry) -> bool:
 def _show(kind: str, fact: Any) -> str:
     if isinstance(fact, ArrayEntry):
         laid_out = "in boxes" if fact.layout is None else f"laid out {fact.layout}"
-        return f"{fact.dtype}{list(fact.shape)} {laid_out} in chunks of {list(fact.chunk)}"
+        return f"{fact.dtype_and_shape} {laid_out} in chunks of {list(fact.chunk)}"
     if kind == "per_process":
         return "a PerProcess"
     return ("an alias of " if kind == "aliases" else "the value ") + repr(fact)[:80]

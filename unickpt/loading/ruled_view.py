@@ -19,7 +19,7 @@ from unickpt.format.reader import Reader
 from unickpt.frameworks.protocol import Adapter
 from unickpt.loading.provenance import Provenance
 from unickpt.loading.request import Request
-from unickpt.loading.views import as_array_entry, number_recipe, shown, stored_leaf, stored_names
+from unickpt.loading.views import as_array_entry, leaf_text, number_recipe, stored_leaf
 from unickpt.reading.chunk_reader import read_box, read_made
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.recipes import Itself, Recipe
@@ -29,7 +29,7 @@ from unickpt.rules.planner import make_plan, offers
 from unickpt.trees import plain_values, tree
 
 
-class Ruled:
+class RuledView:
     """A checkpoint through rules.
 
     Arguments:
@@ -80,10 +80,10 @@ class Ruled:
         self.unused: Sequence[str] = plan.unused
 
     def shown(self, name: str) -> str:
-        return shown(stored_leaf(self.checkpoint.index, name))
+        return leaf_text(stored_leaf(self.checkpoint.index, name))
 
     def node(self) -> tree.Node | tree.Leaf:
-        return tree.from_names(stored_names(self.index))
+        return tree.from_names(self.index.names)
 
     def keep(self, plain: Mapping[str, plain_values.Plain]) -> None:
         """Adds values that no rule makes."""
@@ -95,7 +95,7 @@ class Ruled:
     def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[bytes, ...]:
         return self.checkpoint.per_process(self._sources[name], of)
 
-    def twin(self, name: str) -> ArrayEntry | None:
+    def unchanged_entry(self, name: str) -> ArrayEntry | None:
         made = self.plan.made[name]
         if made.fact.kind != "array" or len(made.sources) != 1 or made.fills:
             return None
@@ -120,7 +120,7 @@ class Ruled:
         if check.first in index.values or check.other in index.values:
             same = index.values.get(check.first) == index.values.get(check.other)
         else:
-            first, other = (_stored_entry(index, n) for n in (check.first, check.other))
+            first, other = (index.entry(n) for n in (check.first, check.other))
             recipe = Recipe((Itself(first),))
             if check.made is not None:
                 recipe = Recipe(check.made.sources)
@@ -144,7 +144,7 @@ class Ruled:
         if check.name in index.values:
             same = index.values[check.name] == check.value
         else:
-            entry = _stored_entry(index, check.name)
+            entry = index.entry(check.name)
             value = dtypes.constant(check.value, dtypes.from_name(entry.dtype))
             same = all(
                 (read_box(self.checkpoint, entry, box, verify=options.verify) == value).all()
@@ -229,7 +229,7 @@ def through(
     *,
     strict: bool = True,
     keep_misfits: bool = False,
-) -> Ruled:
+) -> RuledView:
     """A checkpoint through rules.
 
     Arguments:
@@ -258,7 +258,7 @@ def through(
         keep_misfits=keep_misfits,
         where=where,
     )
-    return Ruled(checkpoint, plan, recorded.after(rules, plan, where), asked)
+    return RuledView(checkpoint, plan, recorded.after(rules, plan, where), asked)
 
 
 class Offered(Mapping[str, Any]):
@@ -294,7 +294,7 @@ class Offered(Mapping[str, Any]):
         return len(self._found)
 
 
-def wanted_through(
+def request_through(
     like: Any, checkpoint: Reader, rules: Rules, among: Sequence[Adapter]
 ) -> Request:
     """What a tree requests; optimizers without state request what the rules could make."""
@@ -305,7 +305,7 @@ def wanted_through(
 def stored_facts(checkpoint: Reader) -> Stored:
     """What is stored, as rules see it."""
     index = checkpoint.index
-    entries = {**index.arrays, **{a: index.arrays[t] for a, t in index.aliases.items()}}
+    entries = index.entries
     facts = {name: Fact("array", e.shape, e.dtype) for name, e in entries.items()}
     facts |= {name: Fact("value") for name in index.values}
     facts |= {name: Fact("process") for name in index.per_process}
@@ -321,10 +321,6 @@ def _entry(made: Made, stored: Index) -> ArrayEntry:
         prng = made.sources[0].entry.prng
     layout = Layout.replicated(len(shape), 1)
     return ArrayEntry(made.name, shape, made.fact.dtype, chunk, layout, prng=prng)
-
-
-def _stored_entry(index: Index, name: str) -> ArrayEntry:
-    return index.arrays[index.aliases.get(name, name)]
 
 
 def _pieces(entry: ArrayEntry, options: LoadOptions) -> Iterator[Box]:

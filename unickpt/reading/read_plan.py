@@ -118,7 +118,7 @@ def buffers_of(stored: Reader, job: Job) -> dict[str, list[Array]]:
         except MemoryError as error:
             raise MemoryError(
                 f"{stored.location}: no memory for array {name!r}, "
-                f"{dtypes.name_of(target.dtype)}{list(target.shape)}: {error}"
+                f"{dtypes.with_shape(dtypes.name_of(target.dtype), target.shape)}: {error}"
             ) from None
     return buffers
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from unickpt.arrays import dtypes
 from unickpt.format.index import ArrayEntry
 from unickpt.reading.recipes import Fill, MappedSource
 from unickpt.rules.functions import Function
@@ -26,7 +27,7 @@ class Fact:
 
     def __str__(self) -> str:
         kinds = {"value": "a plain value", "process": "a PerProcess"}
-        return kinds.get(self.kind) or f"{self.dtype}{list(self.shape)}"
+        return kinds.get(self.kind) or dtypes.with_shape(self.dtype, self.shape)
 
 
 @dataclass(frozen=True)

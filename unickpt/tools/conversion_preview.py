@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from unickpt.loading.ruled_view import Ruled, stored_facts
+from unickpt.loading.ruled_view import RuledView, stored_facts
 from unickpt.reading import checkpoint
 from unickpt.rules import Rules
 from unickpt.rules.lint import questionable_numbers
@@ -92,7 +92,7 @@ def preview(path: locations.Path, rules: Rules | None, like: Any = None) -> Prev
     stored = checkpoint.open(path).reader
     facts = stored_facts(stored).facts
     view = convertible(stored, rules, like)
-    if rules is None or not isinstance(view, Ruled):
+    if rules is None or not isinstance(view, RuledView):
         return Preview([Row(n, str(fact), n, str(fact), "", ()) for n, fact in facts.items()])
     plan = view.plan
     users = Counter(name for made in plan.made.values() for name in _sources(made))
