@@ -1,4 +1,4 @@
-"""Threads: workers, background chores, and a bounded window of pending work."""
+"""Threads: workers, work in the background, and a bounded window of pending work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Generic, ParamSpec, Self, TypeVar
 
 
-class Chores:
+class SerialExecutor:
     """Runs pieces of work in order, on a thread that exists only while there are any.
 
     The thread is not a daemon, so that Python waits for it before it exits. If no thread can be
