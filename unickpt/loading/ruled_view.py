@@ -99,8 +99,9 @@ class RuledView:
         made = self.plan.made[name]
         if made.fact.kind != "array" or len(made.sources) != 1 or made.fills:
             return None
-        (feed,) = made.sources
-        return feed.entry if feed.is_identity and feed.entry.dtype == made.fact.dtype else None
+        (source,) = made.sources
+        is_same = source.is_identity and source.entry.dtype == made.fact.dtype
+        return source.entry if is_same else None
 
     def check(self, options: LoadOptions) -> None:
         """Checks that no data is lost with the stored arrays that are not read.

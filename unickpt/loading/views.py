@@ -226,7 +226,7 @@ def jobs_of(
     at: dict[str, int] = {}  # which job reads a stored array
     for name, targets in targets_by_array.items():
         recipe = view.recipe(name)
-        used = {feed.entry.name for feed in recipe.feeds}
+        used = {feed.entry.name for feed in recipe.sources}
         joined = sorted({at[entry] for entry in used if entry in at})
         if not joined:
             joined = [len(jobs)]

@@ -239,17 +239,17 @@ def _names(slot: Slot, found: Sequence[Instance], left: bool, other: Slot) -> li
     ]
     names = list(dict.fromkeys(n for parameter in parameters for n in slot.of(parameter)))
     assert other.single is not None, "one side has one name"
-    beside = _folders_beside(other.single, found, left)
-    return [name for name in names if _folder(name) in beside] if beside else names
+    folders = _neighbouring_folders(other.single, found, left)
+    return [name for name in names if _folder(name) in folders] if folders else names
 
 
-def _folders_beside(single: str, found: Sequence[Instance], left: bool) -> set[str]:
-    """Where the slots lie that stand beside the one name on the other side.
+def _neighbouring_folders(single: str, found: Sequence[Instance], left: bool) -> set[str]:
+    """The folders of the slots that lie next to the one name on the other side.
 
     A job may have several optimizers, or groups of parameters, each with a count of its own.
     """
     folder = _folder(single)
-    beside: set[str] = set()
+    folders: set[str] = set()
     for instance in found:
         if not instance.rule.lifted:
             continue
@@ -257,8 +257,8 @@ def _folders_beside(single: str, found: Sequence[Instance], left: bool) -> set[s
         if not left:
             ours, theirs = theirs, ours
         if any(f"{name}/".startswith(f"{folder}/") for name in names_of(instance, theirs)):
-            beside.update(map(_folder, names_of(instance, ours)))
-    return beside
+            folders.update(map(_folder, names_of(instance, ours)))
+    return folders
 
 
 def _folder(name: str) -> str:

@@ -479,10 +479,10 @@ def _check_blocks(
                 continue
             near = min(theirs, key=lambda k: len(k ^ key))
             here, there = _named(key - near), _named(near - key)
-            told = [f"{here} on this side only"] if key - near else []
-            told += [f"{there} on the other side only"] if near - key else []
+            where = [f"{here} on this side only"] if key - near else []
+            where += [f"{there} on the other side only"] if near - key else []
             raise syntax_error(
-                f"every axis must be on both sides under one name, but {', and '.join(told)}; "
+                f"every axis must be on both sides under one name, but {', and '.join(where)}; "
                 "write it in brackets, or in braces within names if it numbers arrays",
                 expr.position,
             )
