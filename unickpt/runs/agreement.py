@@ -53,13 +53,11 @@ def on_process_0(group: Group, where: Location, what: str, work: Callable[[], ob
 
 
 def check_shared(group: Group, local: Tier) -> None:
-    """Checks that all processes see the same local tier.
+    """Checks that all of several processes see the same local tier.
 
     Raises:
         InvalidPath: they do not.
     """
-    if group.count == 1:
-        return
     store = local.location.store(contexts.context(fsync=False))
     token = group.agree(secrets.randbits(60) + 1 if group.index == 0 else 0)
     name = f"{PROBE}{token:x}"

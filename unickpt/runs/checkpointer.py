@@ -191,7 +191,7 @@ class Checkpointer:
         self._check_open()
         step = step_number(step)
         group = self._group()
-        if self._tiers.local is not None and not self._is_shared:
+        if self._tiers.local is not None and group.count > 1 and not self._is_shared:
             check_shared(group, self._tiers.local)
             self._is_shared = True
         owners = None
