@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding, SingleDeviceSharding
 
+from unickpt.adapters.jax_group import group as group
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, overlap
 from unickpt.arrays.dtypes import Array

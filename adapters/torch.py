@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from unickpt.adapters.torch_dtypes import TO_NUMPY
+from unickpt.adapters.torch_group import group as group
 from unickpt.adapters.torch_layout import LocalShard, is_dtensor, local_shard_of
 from unickpt.adapters.torch_modules import canonical_names, is_wrapped
 from unickpt.adapters.torch_optimizer import (
