@@ -1,11 +1,9 @@
-"""JAX: sharded arrays and their abstract shapes, typed PRNG keys, registered pytrees, processes."""
+"""JAX: sharded arrays and their abstract shapes, typed PRNG keys, registered pytrees."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache, partial
 from typing import Any
 
@@ -13,20 +11,13 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding, SingleDeviceSharding
 
+from unickpt.adapters.jax_group import group as group
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, overlap
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.layout import Layout, Mesh
-from unickpt.errors import ProcessFailed, SaveTimeout, UnsupportedLeaf
-from unickpt.frameworks.process_group import (
-    DECIDE,
-    LOAD,
-    SAVE,
-    BoundedGroup,
-    Call,
-    Group,
-    new_session,
-)
+from unickpt.errors import UnsupportedLeaf
+from unickpt.frameworks.process_group import Group
 from unickpt.frameworks.protocol import (
     ArraySource,
     Fence,
@@ -38,8 +29,6 @@ from unickpt.frameworks.protocol import (
 )
 from unickpt.trees.tree import Expansion
 
-_A_DAY_S = 86400.0
-_SESSION_KEY = "unickpt/session"
 _ALIGNMENT = 64  # XLA uses host memory of at least this alignment without a copy
 
 
@@ -210,140 +199,8 @@ def expand(obj: Any, name: str, stored: Mapping[str, Any] | None) -> Expansion |
     )
 
 
-def group() -> Group | None:
-    # In this order, JAX does not start its backends without need.
-    if not jax.distributed.is_initialized() or jax.process_count() == 1:
-        return None
-    return _JaxGroup()
-
-
 def fence(optimizer: Any, wait: Callable[[], None]) -> Fence | None:
     return None
-
-
-class _JaxGroup(BoundedGroup):
-    """All processes of jax.distributed.
-
-    They agree through its key-value store: a computation would wait for the devices, could not be
-    cancelled, and does not report which process is missing.
-
-    Arguments:
-        timeout_s: how long to wait for other processes.
-    """
-
-    def __init__(self, timeout_s: float = _A_DAY_S) -> None:
-        self.index, self.count = jax.process_index(), jax.process_count()
-        self._timeout_s = timeout_s
-
-    def within(self, timeout_s: float) -> _JaxGroup:
-        return _JaxGroup(timeout_s)
-
-    def next_attempt(self) -> str:
-        client = _client()
-        talk = _talk(client)
-        if not talk.session and self.index == 0:
-            talk.session = new_session()
-            client.key_value_set(_SESSION_KEY, talk.session)
-        elif not talk.session:
-            with self._waiting("for process 0, which did not start to save", SAVE):
-                talk.session = client.blocking_key_value_get(_SESSION_KEY, self._timeout_ms)
-        return f"{talk.session}-{next(talk.attempts):06d}"
-
-    def agree(self, value: int) -> int:
-        return self._agree(value, DECIDE)
-
-    def _agree(self, value: int, call: Call) -> int:
-        client = _client()
-        number = next(_talk(client).agreements)
-        place = f"unickpt/agree/{number}"
-        client.key_value_set(f"{place}/{self.index}", str(value))
-        with self._waiting("for the others, but not all of them took part", call):
-            client.wait_at_barrier(place, self._timeout_ms)
-        if self.index > 0:
-            with self._waiting("for process 0, which did not send what was agreed", call):
-                return int(client.blocking_key_value_get(f"{place}/largest", self._timeout_ms))
-        largest = max(int(found) for _, found in client.key_value_dir_get(f"{place}/"))
-        client.key_value_set(f"{place}/largest", str(largest))
-        if number:
-            client.key_value_delete(f"unickpt/agree/{number - 1}")  # all have read it
-        return largest
-
-    @property
-    def _timeout_ms(self) -> int:
-        return max(1, int(self._timeout_s * 1000))
-
-    @contextmanager
-    def _waiting(self, what: str, call: Call) -> Iterator[None]:
-        try:
-            yield
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise ProcessFailed(f"another process has probably ended: {error}") from error
-            raise SaveTimeout(
-                f"process {self.index} of {self.count} waited {what} within {self._timeout_s:g} s "
-                f"({call.option}); all processes must {call.duty}. jax.distributed says: {error}"
-            ) from error
-
-    def exchange(self, data: Array, sent: Sequence[int], received: Sequence[int]) -> Array:
-        # One shape, so that XLA compiles once; repeated until the longest part is sent.
-        extent = max(_LEAST_SLICE, _SLICES // self.count)
-        times = self._agree(-(-max(*sent, *received) // extent), LOAD)
-        starts, ends = ([0, *itertools.accumulate(sizes)] for sizes in (sent, received))
-        found = np.empty(sum(received), np.uint8)
-        for begin in range(0, times * extent, extent):
-            slices = np.zeros((1, self.count, extent), np.uint8)
-            for process, n in enumerate(sent):
-                part = data[starts[process] : starts[process] + n][begin : begin + extent]
-                slices[0, process, : len(part)] = part
-            swapped = _swap(slices)
-            for process, n in enumerate(received):
-                part = found[ends[process] : ends[process] + n][begin : begin + extent]
-                part[:] = swapped[process, : len(part)]
-        return found
-
-
-# Bytes that a process sends to all others at once, and the minimum of it to each.
-_SLICES, _LEAST_SLICE = 32 << 20, 64 << 10
-
-
-def _swap(slices: Array) -> Array:
-    """Sends a slice to each process; returns the slices from each process."""
-    by_process = {device.process_index: device for device in reversed(jax.devices())}
-    devices = [by_process[process] for process in sorted(by_process)]
-    mesh = jax.sharding.Mesh(np.asarray(devices), ("process",))
-    spec: Any = jax.sharding.PartitionSpec
-    ours, theirs = NamedSharding(mesh, spec("process")), NamedSharding(mesh, spec(None, "process"))
-    mine = jax.device_put(slices, devices[jax.process_index()])
-    shape = (len(devices), *slices.shape[1:])
-    every = jax.make_array_from_single_device_arrays(shape, ours, [mine])
-    swapped = _resharder(theirs)(every)
-    return np.asarray(swapped.addressable_shards[0].data)[:, 0]
-
-
-@lru_cache(maxsize=4)
-def _resharder(sharding: Sharding) -> Callable[[Any], Any]:
-    return jax.jit(lambda x: x, out_shardings=sharding)
-
-
-@dataclass
-class _Talk:
-    """The state of the communication through one client of jax.distributed."""
-
-    session: str = ""
-    attempts: Iterator[int] = field(default_factory=itertools.count)
-    agreements: Iterator[int] = field(default_factory=itertools.count)
-
-
-@lru_cache(maxsize=1)
-def _talk(client: Any) -> _Talk:
-    return _Talk()
-
-
-def _client() -> Any:
-    """The client of the job's key-value store; JAX has no public name for it."""
-    from jax._src import distributed
-
-    return distributed.global_state.client
 
 
 class JaxTarget:

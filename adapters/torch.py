@@ -1,24 +1,21 @@
-"""PyTorch: tensors and DTensors of every placement, optimizers, processes."""
+"""PyTorch: tensors and DTensors of every placement, modules, optimizers."""
 
 from __future__ import annotations
 
-import itertools
 import sys
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
 from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from unickpt.adapters.torch_dtypes import TO_NUMPY
-from unickpt.adapters.torch_layout import Place, is_dtensor, place_of
+from unickpt.adapters.torch_group import group as group
+from unickpt.adapters.torch_layout import LocalShard, is_dtensor, local_shard_of
 from unickpt.adapters.torch_modules import canonical_names, is_wrapped
 from unickpt.adapters.torch_optimizer import (
     NamedOptimizer,
@@ -28,16 +25,8 @@ from unickpt.adapters.torch_optimizer import (
 )
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
-from unickpt.errors import LoadMismatch, ProcessFailed, SaveTimeout, StateChanged
-from unickpt.frameworks.process_group import (
-    DECIDE,
-    LOAD,
-    SAVE,
-    BoundedGroup,
-    Call,
-    Group,
-    new_session,
-)
+from unickpt.errors import LoadMismatch, StateChanged
+from unickpt.frameworks.process_group import Group
 from unickpt.frameworks.protocol import (
     ArraySource,
     Fence,
@@ -70,17 +59,17 @@ def source(leaf: Any, group: Group) -> ArraySource:
             f"a DTensor's mesh spans the {dist.get_world_size()} ranks of torch.distributed, but "
             f"{group.count} processes save here; save its full_tensor() or to_local()"
         )
-    place = place_of(leaf)
-    local = _local(leaf, place)
+    shard = local_shard_of(leaf)
+    local = _local(leaf, shard)
     fragments: tuple[Fragment, ...] = ()
-    if place.box is not None and not place.box.empty:
+    if shard.box is not None and not shard.box.empty:
         # Optimizers change local tensors without incrementing any version counter.
-        memory = _facts(local, place.box.start, None)
-        read = _reader(local, place.box.start)
-        fragments = (Fragment(place.box, place.replicas, read, memory),)
+        memory = _facts(local, shard.box.start, None)
+        read = _reader(local, shard.box.start)
+        fragments = (Fragment(shard.box, shard.replicas, read, memory),)
     shape = tuple(leaf.shape)
-    identity = (_tie(local), shape, place.layout)
-    return ArraySource(shape, TO_NUMPY[leaf.dtype], fragments, place.layout, identity=identity)
+    identity = (_tie(local), shape, shard.layout)
+    return ArraySource(shape, TO_NUMPY[leaf.dtype], fragments, shard.layout, identity=identity)
 
 
 def _reader(tensor: torch.Tensor, start: tuple[int, ...]) -> Read:
@@ -242,141 +231,10 @@ def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> Mapping[str,
     return found
 
 
-def group() -> Group | None:
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return None
-    return _TorchGroup(dist.group.WORLD)
-
-
 def fence(optimizer: Any, wait: Callable[[], None]) -> Fence | None:
     if not is_optimizer(optimizer):
         return None
     return OptimizerFence(optimizer, wait)
-
-
-class _TorchGroup(BoundedGroup):
-    """All ranks of torch.distributed.
-
-    Arguments:
-        world: its process group.
-        timeout_s: how long to wait for other ranks; None waits as long as torch does.
-    """
-
-    def __init__(self, world: Any, timeout_s: float | None = None) -> None:
-        self.index, self.count = dist.get_rank(), dist.get_world_size()
-        self._world, self._timeout_s = world, timeout_s
-
-    def within(self, timeout_s: float) -> _TorchGroup:
-        return _TorchGroup(self._world, timeout_s)
-
-    def next_attempt(self) -> str:
-        if self._world not in _sessions:
-            _sessions[self._world] = (self._new_session(), itertools.count())
-        session, counter = _sessions[self._world]
-        return f"{session}-{next(counter):06d}"
-
-    def agree(self, value: int) -> int:
-        largest = torch.tensor(value, dtype=torch.int64, device=self._device())
-        self._finish(dist.all_reduce(largest, dist.ReduceOp.MAX, async_op=True), DECIDE)
-        return int(largest.item())
-
-    def exchange(self, data: Array, sent: Sequence[int], received: Sequence[int]) -> Array:
-        device = self._device()
-        found = torch.empty(sum(received), dtype=torch.uint8, device=device)
-        given = torch.from_numpy(data).to(device)
-        parts = list(received), list(sent)
-        self._finish(dist.all_to_all_single(found, given, *parts, async_op=True), LOAD)
-        return _as_numpy(found.cpu())
-
-    def _new_session(self) -> str:
-        """Rank 0 creates the session's name and writes it to the job's key-value store."""
-        # Not by a collective: if a rank does not take part, the process group of the others becomes
-        # unusable, and nothing reports which rank that was.
-        store, name = _store(), new_session()
-        if store is None:  # MPI has none
-            return self._broadcast(name)
-        if self.index == 0:
-            for rank in range(1, self.count):
-                store.set(_SESSION_KEY.format(rank), name)
-            return name
-        key = _SESSION_KEY.format(self.index)
-        wait = () if self._timeout_s is None else (timedelta(seconds=self._timeout_s),)
-        try:
-            store.wait([key], *wait)
-            name = str(store.get(key).decode())
-            # Deleted, so that a later process group with this store never finds an older name.
-            store.delete_key(key)
-        except dist.DistNetworkError as error:
-            raise ProcessFailed(f"rank 0 hosts the store, and may have ended: {error}") from error
-        except RuntimeError as error:  # DistStoreError; some stores raise its base
-            raise SaveTimeout(
-                f"process {self.index} of {self.count} waited for process 0, which did not start "
-                f"to save within {self._limit(SAVE)}; all ranks must {SAVE.duty}"
-            ) from error
-        return name
-
-    def _broadcast(self, name: str) -> str:
-        shared = torch.tensor(list(bytes.fromhex(name)), dtype=torch.uint8, device=self._device())
-        self._finish(dist.broadcast(shared, src=0, async_op=True), SAVE)
-        return bytes(shared.tolist()).hex()
-
-    def _finish(self, work: Any, call: Call) -> None:
-        """Waits for a collective that is part of a call.
-
-        Raises:
-            SaveTimeout: it takes longer than this group waits.
-            ProcessFailed: another rank ended.
-        """
-        if self._timeout_s is None:
-            work.wait()
-            return
-        if self._device() == "cpu":
-            try:
-                work.wait(timedelta(seconds=self._timeout_s))
-                return
-            except RuntimeError as error:
-                if work.is_completed():
-                    raise ProcessFailed(f"another rank has probably ended: {error}") from error
-                raise self._late(call) from error
-        # NCCL's `wait` does not block the host.
-        deadline, pause = time.monotonic() + self._timeout_s, 50e-6
-        while not work.is_completed():
-            if time.monotonic() > deadline:
-                raise self._late(call)
-            time.sleep(pause)
-            pause = min(2 * pause, 5e-3)
-        work.wait()
-
-    def _late(self, call: Call) -> SaveTimeout:
-        others = [rank for rank in range(self.count) if rank != self.index]
-        shown = ", ".join(map(str, others[:8])) + ", ..." * (len(others) > 8)
-        return SaveTimeout(
-            f"process {self.index} of {self.count} waited for process{'es' * (len(others) > 1)} "
-            f"{shown}, but not all of them took part within {self._limit(call)}; all ranks must "
-            f"{call.duty}"
-        )
-
-    def _limit(self, call: Call) -> str:
-        if self._timeout_s is None:
-            return "the timeout of torch.distributed"
-        return f"{self._timeout_s:g} s ({call.option})"
-
-    def _device(self) -> str:
-        backends = str(dist.get_backend_config(self._world)).split(",")  # e.g. cpu:gloo,cuda:nccl
-        devices = [backend.partition(":")[0] for backend in backends]
-        return "cpu" if "cpu" in devices else devices[0]
-
-
-_SESSION_KEY = "unickpt/session/{}"
-
-
-def _store() -> Any:
-    """The key-value store of the job; torch has no public name for it."""
-    return dist.distributed_c10d._get_default_store()
-
-
-# A session lasts as long as its process group; weak keys, so that a new group gets a new one.
-_sessions: WeakKeyDictionary[Any, tuple[str, Iterator[int]]] = WeakKeyDictionary()
 
 
 class TorchTarget:
@@ -389,8 +247,8 @@ class TorchTarget:
         self.abstract: bool = leaf.is_meta
         box: Box | None = Box.whole(self.shape)
         if is_dtensor(leaf):
-            place = place_of(leaf)
-            box, local = place.box, _local(leaf, place)
+            shard = local_shard_of(leaf)
+            box, local = shard.box, _local(leaf, shard)
         else:
             local = _memory(leaf)
         if not self.abstract and _may_overlap(local):
@@ -494,18 +352,18 @@ def _memory(leaf: torch.Tensor) -> torch.Tensor:
     return plain if type(plain) is torch.Tensor else plain.as_subclass(torch.Tensor)
 
 
-def _local(leaf: Any, place: Place) -> torch.Tensor:
+def _local(leaf: Any, shard: LocalShard) -> torch.Tensor:
     """The memory of this rank's part of a DTensor."""
     with torch.no_grad():
         local = leaf.to_local()
     if hasattr(local, "wait"):  # the result of an asynchronous collective
         local = local.wait()
-    local, box = _memory(local), place.box
+    local, box = _memory(local), shard.box
     if box is None or (box.empty and local.numel() == 0):
         return local
     if box.shape != tuple(local.shape):
         raise TypeError(
-            f"placements {tuple(leaf.placements)} on {place.layout.mesh} give this rank the box "
+            f"placements {tuple(leaf.placements)} on {shard.layout.mesh} give this rank the box "
             f"{box}, but its local tensor has shape {tuple(local.shape)}; shards that are not "
             "torch's own (dimensions cut into ceil-sized chunks) go into unickpt.LocalFragments"
         )

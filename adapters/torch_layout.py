@@ -28,7 +28,7 @@ def is_dtensor(leaf: object) -> bool:
     return isinstance(leaf, _DTENSOR)
 
 
-class Place(NamedTuple):
+class LocalShard(NamedTuple):
     """What a rank holds of a DTensor.
 
     Arguments:
@@ -42,7 +42,7 @@ class Place(NamedTuple):
     replicas: tuple[int, ...]
 
 
-def place_of(leaf: Any) -> Place:
+def local_shard_of(leaf: Any) -> LocalShard:
     """What this rank holds of a DTensor.
 
     Raises:
@@ -50,26 +50,26 @@ def place_of(leaf: Any) -> Place:
     """
     placements = tuple(leaf.placements)
     # Since torch 2.10 plain Shards may be applied in another order, which only the spec records.
-    told = tuple(getattr(leaf._spec, "shard_order", None) or ())
+    shard_order = tuple(getattr(leaf._spec, "shard_order", None) or ())
     shape, kinds = tuple(leaf.shape), tuple(map(type, placements))
-    return _place(leaf.device_mesh, dist.get_rank(), shape, placements, kinds, told)
+    return _local_shard(leaf.device_mesh, dist.get_rank(), shape, placements, kinds, shard_order)
 
 
 @lru_cache(maxsize=4096)  # a model has few, and a save looks it up for every tensor
-def _place(
+def _local_shard(
     mesh: Any,
     rank: int,
     shape: tuple[int, ...],
     placements: tuple[Any, ...],
     kinds: tuple[type, ...],  # because placements of different types can compare equal
-    told: tuple[Any, ...],
-) -> Place:
+    shard_order: tuple[Any, ...],
+) -> LocalShard:
     grid, at = _grid(mesh, rank)
-    order = _shard_order(placements, len(shape), told, grid.shape)
+    order = _shard_order(placements, len(shape), shard_order, grid.shape)
     layout = Layout(grid, tuple(tuple(grid.axes[m] for m in dims) for dims in order))
     if at is None:
-        return Place(layout, None, ())
-    return Place(layout, layout.box(shape, at), layout.replicas(at))
+        return LocalShard(layout, None, ())
+    return LocalShard(layout, layout.box(shape, at), layout.replicas(at))
 
 
 @lru_cache(maxsize=64)
@@ -94,7 +94,7 @@ def _grid(mesh: Any, rank: int) -> tuple[Mesh, tuple[int, ...] | None]:
 
 
 def _shard_order(
-    placements: tuple[Any, ...], rank: int, told: tuple[Any, ...], sizes: tuple[int, ...]
+    placements: tuple[Any, ...], rank: int, shard_order: tuple[Any, ...], sizes: tuple[int, ...]
 ) -> list[tuple[int, ...]]:
     """For each tensor dimension the mesh dimensions that split it, outermost first.
 
@@ -125,6 +125,6 @@ def _shard_order(
                 "with pieces that are not adjacent; redistribute the DTensor to Shard or Replicate"
             )
         dims.insert(before.index(factor), mesh_dim)
-    for dim, mesh_dims in () if strided else told:
+    for dim, mesh_dims in () if strided else shard_order:
         order[dim] = list(mesh_dims)
     return [tuple(dims) for dims in order]

@@ -113,8 +113,8 @@ def expand_optimizer(obj: Any, name: str, stored: Mapping[str, Any] | None) -> E
 def _numbers(names: Sequence[str], state: Mapping[str, Any]) -> dict[Any, int]:
     """The number of each parameter by the name that a loaded `state_dict` has for it."""
     numbers = {name: at for at, name in enumerate(names)}
-    told = {p for group in state["param_groups"] for p in group["params"] if isinstance(p, str)}
-    old = without_wrappers([n for n in names if n not in told], told - {*names})
+    given = {p for group in state["param_groups"] for p in group["params"] if isinstance(p, str)}
+    old = without_wrappers([n for n in names if n not in given], given - {*names})
     return {**numbers, **{stored: numbers[name] for name, stored in old.items()}}
 
 

@@ -1,4 +1,4 @@
-"""Threads: workers, background chores, batches of work, and a bounded window of it."""
+"""Threads: workers, work in the background, batches of work, and a bounded window of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Chores:
+class SerialExecutor:
     """Runs pieces of work in order, on a thread that exists only while there are any.
 
     The thread is not a daemon, so that Python waits for it before it exits. If no thread can be

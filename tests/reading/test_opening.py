@@ -201,7 +201,7 @@ def test_one_that_is_removed_while_it_is_read_is_told_so(
     real = chunk_store.ChunkStore.read
 
     def read(self: chunk_store.ChunkStore, *arguments: Any, **options: Any) -> Any:
-        Checkpointer(tmp_path)._root.remove(1)
+        Checkpointer(tmp_path)._tiers.root.remove(1)
         return real(self, *arguments, **options)
 
     monkeypatch.setattr(chunk_store.ChunkStore, "read", read)

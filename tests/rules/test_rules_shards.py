@@ -180,12 +180,12 @@ def test_a_chunk_lands_where_it_belongs_without_a_copy(
     stored: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is only renamed, stacked or unstacked is read straight into place."""
-    from unickpt.reading import chunk_reader
+    from unickpt.reading import read_plan
 
     placed: list[str] = []
-    place = chunk_reader._place
+    place = read_plan.place
     monkeypatch.setattr(
-        chunk_reader, "_place", lambda *a: (placed.append(a[2].entry.name), place(*a))[1]
+        read_plan, "place", lambda *a: (placed.append(a[2].entry.name), place(*a))[1]
     )
     like = {f"layers.{i}.mlp": np.empty((E, F), np.float32) for i in range(L)}
     rules = Rules.parse("mlp [l e f] <-> layers.{l}.mlp [e f]\nq <-> drop\nqkv <-> drop")

@@ -149,7 +149,7 @@ def test_statements_go_on_in_the_next_line() -> None:
         a   # "quoted # no comment" here
           <-> "b # no comment" = c
     """)
-    assert [str(v.pattern.name) for rule in rules.rules for v in rule.views] == [
+    assert [str(v.pattern.name) for rule in rules.rules for v in rule.exprs] == [
         "qkv", "wq", "wk", "wv", "a", "b # no comment", "c",
     ]  # fmt: skip
     with pytest.raises(RuleSyntaxError) as raised:
@@ -168,7 +168,7 @@ def test_words_of_the_notation_are_names_where_they_stand_as_such() -> None:
         drop.me/w <-> drop/w
         0/kernel [i o] <-> 0.weight [o i]
     """)
-    names = [str(view.pattern.name) for rule in rules.rules for view in rule.views]
+    names = [str(view.pattern.name) for rule in rules.rules for view in rule.exprs]
     assert names == [
         "optional", "lift", "where", "include", "drop.me/w", "drop/w", "0/kernel", "0.weight",
     ]  # fmt: skip
@@ -200,7 +200,7 @@ def test_files_include_files(tmp_path: Path) -> None:
     (tmp_path / "inner" / "two.rules").write_text("x [i o] <-> y [o i]\nlift m/{p} <-> v/{p}\n")
     rules = Rules.load(tmp_path / "outer.rules")
     assert str(rules) == "params/a/x [i o] <-> model.a.y [o i]\nparams/w [...] <-> model.w [...]"
-    lifted = [str(v.pattern.name) for rule in rules.rules if rule.lifted for v in rule.views]
+    lifted = [str(v.pattern.name) for rule in rules.rules if rule.lifted for v in rule.exprs]
     assert lifted == ["params/a/m/x", "model.a.v/y"]
 
     (tmp_path / "loop.rules").write_text('a <-> b\ninclude "loop.rules"\n')

@@ -35,7 +35,7 @@ from unickpt import (
 from unickpt.runs import lease
 from unickpt.runs.retention import Retention
 from unickpt.runs.step_folder import Steps
-from unickpt.runs.tiers import Tier
+from unickpt.runs.tier import Tier
 from unickpt.storage import contexts
 
 FAST = SaveOptions(fsync=False, timeout_s=20, chunk_bytes=4096)
@@ -128,13 +128,13 @@ def test_a_step_is_any_integer(tmp_path: Path) -> None:
 def test_an_error_in_the_background_is_raised_once(ask: str, tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path, options=FAST)
     arguments = {"__exit__": (None, None, None), "save": (2, numbers(2))}.get(ask, ())
-    take = checkpointer._tiers[0].lease.take
-    checkpointer._tiers[0].lease.take = lambda: 1 / 0  # type: ignore[method-assign]
+    take = checkpointer._tiers.first.lease.take
+    checkpointer._tiers.first.lease.take = lambda: 1 / 0  # type: ignore[method-assign]
     checkpointer.save(1, numbers(1))
     checkpointer._queue.wait()
     with pytest.raises(ZeroDivisionError):
         getattr(checkpointer, ask)(*arguments)
-    checkpointer._tiers[0].lease.take = take  # type: ignore[method-assign]
+    checkpointer._tiers.first.lease.take = take  # type: ignore[method-assign]
     getattr(checkpointer, ask)(*arguments)
     checkpointer.close()
     assert checkpointer.steps() == ([2] if ask == "save" else [])
@@ -143,7 +143,7 @@ def test_an_error_in_the_background_is_raised_once(ask: str, tmp_path: Path) -> 
 def test_an_exception_in_the_loop_is_not_hidden_by_one_in_the_background(tmp_path: Path) -> None:
     def loop() -> None:
         with Checkpointer(tmp_path / "run", options=FAST) as checkpointer:
-            checkpointer._tiers[0].lease.take = lambda: 1 / 0  # type: ignore[method-assign]
+            checkpointer._tiers.first.lease.take = lambda: 1 / 0  # type: ignore[method-assign]
             checkpointer.save(1, numbers(1))
             raise KeyError("the loop's own")
 
@@ -548,7 +548,7 @@ def test_the_newest_step_in_the_root_stays_while_a_newer_one_is_not_copied(
                 checkpointer.save(step, numbers(step))
                 with pytest.raises(StorageError):
                     checkpointer.wait()
-                checkpointer._upkeep._clean()
+                checkpointer._housekeeping._cleaning.clean()
                 assert Steps(root).committed() == [1]
                 assert step in Steps(local).committed()
         checkpointer.save(4, numbers(4))

@@ -33,7 +33,7 @@ group = unickpt.ProcessGroup(index, count, session)
 options = unickpt.SaveOptions(group=group, timeout_s=timeout_s, chunk_bytes=4096, fsync=False)
 arguments = {{"keep_last": 2, "keep_every": 5, "options": options, "local": local}}
 if local and count > 1:
-    unickpt.Checkpointer._check_shared = lambda *_: None  # they cannot agree
+    unickpt.runs.checkpointer.check_shared = lambda *_: None  # they cannot agree
     unickpt.Checkpointer._remove_abandoned = lambda *_: None
 try:
     with unickpt.Checkpointer(root, **arguments) as checkpointer:
@@ -146,8 +146,8 @@ def test_a_job_killed_at_any_step_loses_nothing(
 ) -> None:
     steps = [*(STEPS if doomed else COORDINATORS_STEPS)]
     if tiers == 2 and doomed == 0:
-        steps += [("runs.tiers:_copy", "during"), ("commit.root.Root:replace", "before")]
-        steps += [("runs.tiers:_check_copy", "after")]
+        steps += [("runs.tier:_copy", "during"), ("commit.root.Root:replace", "before")]
+        steps += [("runs.tier:_check_copy", "after")]
     runs = []
     for number, (step, when) in enumerate(steps):
         local = tmp_path / f"local_{number}" if tiers == 2 else None
@@ -199,7 +199,7 @@ def test_many_jobs_killed_at_random_moments(forks: Forks, tmp_path: Path) -> Non
 def test_what_a_killed_job_asked_its_processes_by_is_removed(tmp_path: Path) -> None:
     root, local = tmp_path / "root", tmp_path / "local"
     local.mkdir()
-    (local / ".unickpt-7fae10a15bc30d8").touch()  # as Checkpointer._check_shared writes it
+    (local / ".unickpt-7fae10a15bc30d8").touch()  # as `agreement.check_shared` writes it
     (local / ".keep").touch()
     with Checkpointer(root, local=local, options=SaveOptions(fsync=False)) as checkpointer:
         checkpointer.save(1, numbers(1))

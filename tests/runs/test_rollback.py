@@ -28,7 +28,8 @@ from unickpt import (
 )
 from unickpt.runs.retention import Retention
 from unickpt.runs.step_folder import Steps
-from unickpt.runs.tiers import Tier
+from unickpt.runs.step_loader import StepLoader
+from unickpt.runs.tier import Tier
 
 FAST = SaveOptions(fsync=False, timeout_s=20, chunk_bytes=4096)
 
@@ -470,16 +471,16 @@ def test_a_step_that_is_removed_before_it_is_read_is_not_damage(
     run_of(tmp_path, 1, 2)
     with Checkpointer(tmp_path, keep_last=1, keep_every=10_000, options=FAST) as saver:
         checkpointer = Checkpointer(tmp_path)
-        real, listed = Checkpointer._newest, []
+        real, listed = StepLoader._newest, []
 
-        def newest(self: Checkpointer, *arguments: Any) -> int:
+        def newest(self: StepLoader, *arguments: Any) -> int:
             listed.append(real(self, *arguments))
             if len(listed) < 4:
                 saver.save(listed[-1] + 1, numbers(listed[-1] + 1))
                 saver.wait()
             return listed[-1]
 
-        monkeypatch.setattr(Checkpointer, "_newest", newest)
+        monkeypatch.setattr(StepLoader, "_newest", newest)
         assert same(checkpointer.load(), numbers(5))
         assert listed == [2, 3, 4, 5]
         damage(tmp_path / "step_5")
@@ -487,22 +488,23 @@ def test_a_step_that_is_removed_before_it_is_read_is_not_damage(
             checkpointer.load(fallback=True)
 
 
-def test_processes_list_again_together(tmp_path: Path) -> None:
+def test_processes_list_again_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only one of them finds that the step was removed."""
     run_of(tmp_path, 1, 2)
+    real, tried_by = StepLoader._try, {0: list[int](), 1: list[int]()}
+
+    def attempt(self: StepLoader, step: int) -> Any:
+        index = self._group.index
+        tried_by[index].append(step)
+        if index == 1 and len(tried_by[1]) < 3:
+            return None, CheckpointNotFound("it was removed")
+        return real(self, step)
+
+    monkeypatch.setattr(StepLoader, "_try", attempt)
 
     def run(group: ProcessGroup) -> Any:
         checkpointer = Checkpointer(tmp_path, options=SaveOptions(group=group))
-        real, tried = checkpointer._try, []
-
-        def attempt(step: int, *arguments: Any) -> Any:
-            tried.append(step)
-            if group.index == 1 and len(tried) < 3:
-                return None, CheckpointNotFound("it was removed")
-            return real(step, *arguments)
-
-        checkpointer._try = attempt  # type: ignore[method-assign]
-        return checkpointer.load()["seed"], tried
+        return checkpointer.load()["seed"], tried_by[group.index]
 
     assert in_agreeing_job(2, run) == [(2, [2, 2, 2])] * 2
 

@@ -24,10 +24,10 @@ from support.saving import files, numbers, same
 import unickpt
 from unickpt import CheckpointCorrupt, Checkpointer, SaveConflict, SaveOptions, StorageError
 from unickpt.commit import attempt
-from unickpt.runs import lease, tiers
-from unickpt.runs.housekeeping import Upkeep
+from unickpt.runs import lease, tier
+from unickpt.runs.copying import Copying
 from unickpt.runs.step_folder import Steps
-from unickpt.runs.tiers import Tier
+from unickpt.runs.tier import Tier
 
 FAST = SaveOptions(fsync=False, timeout_s=20, chunk_bytes=4096)
 
@@ -64,7 +64,7 @@ def first_copy_waits(
 ) -> Iterator[tuple[threading.Event, threading.Event]]:
     """Has the first copy of a step wait when it has listed its files: until the second event, which
     the test sets, while the first one says that it waits."""
-    real, waits, goes_on = tiers._copy, threading.Event(), threading.Event()
+    real, waits, goes_on = tier._copy, threading.Event(), threading.Event()
 
     def copy(*arguments: Any) -> None:
         if not waits.is_set():
@@ -73,7 +73,7 @@ def first_copy_waits(
         real(*arguments)
 
     with patch.context() as inner:
-        inner.setattr(tiers, "_copy", copy)
+        inner.setattr(tier, "_copy", copy)
         try:
             yield waits, goes_on
         finally:
@@ -147,7 +147,7 @@ def test_a_step_is_not_removed_while_it_is_copied(
         checkpointer.save(1, numbers(1)).result(30)
         assert waits.wait(30)
         checkpointer.save(2, numbers(2)).result(30)
-        checkpointer._upkeep._clean()
+        checkpointer._housekeeping._cleaning.clean()
         assert Steps(run.local).committed() == [1, 2]
         goes_on.set()
         checkpointer.wait()
@@ -200,7 +200,7 @@ def test_a_copy_that_reads_differently_is_not_committed(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The storage of the root has a bad day: what it was given is not what it gives."""
-    real = tiers._copy
+    real = tier._copy
 
     def copy(*arguments: Any) -> None:
         real(*arguments)
@@ -208,7 +208,7 @@ def test_a_copy_that_reads_differently_is_not_committed(
 
     with run.open() as checkpointer:
         with monkeypatch.context() as patch:
-            patch.setattr(tiers, "_copy", copy)
+            patch.setattr(tier, "_copy", copy)
             checkpointer.save(1, numbers(1))
             with pytest.raises(StorageError, match="what was written reads differently: 'large'"):
                 checkpointer.wait()
@@ -260,7 +260,7 @@ def test_a_damaged_manifest_in_the_local_tier_brings_nothing_older_back(
     with run.open() as checkpointer:
         checkpointer.save(1, numbers(1))
     with run.open() as checkpointer, monkeypatch.context() as patch:
-        patch.setattr(Upkeep, "_copy", lambda _: None)  # as if killed before
+        patch.setattr(Copying, "copy", lambda _: None)  # as if killed before
         checkpointer.save(1, numbers(2), overwrite=True, wait=True)
         checkpointer.wait()
     damage_manifest(run.local / "step_1", damage)
@@ -279,13 +279,13 @@ def damage_manifest(step: Path, damage: str) -> None:
 def test_hammered_steps_are_copied_as_they_were_saved_last(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = tiers._copy_attempt
+    real = tier._copy_attempt
 
     def slow(*arguments: Any) -> None:
         threading.Event().wait(0.02)
         real(*arguments)
 
-    monkeypatch.setattr(tiers, "_copy_attempt", slow)
+    monkeypatch.setattr(tier, "_copy_attempt", slow)
     last: dict[int, int] = {}
     with run.open(keep_last=3) as checkpointer:
         for number in range(60):
@@ -316,7 +316,7 @@ def test_a_save_waits_for_the_removal_of_its_step(
         checkpointer.save(1, numbers(2), overwrite=True)
     monkeypatch.setattr(Tier, "remove", remove)
     with run.open() as checkpointer:
-        cleaning = threading.Thread(target=checkpointer._upkeep._clean)
+        cleaning = threading.Thread(target=checkpointer._housekeeping._cleaning.clean)
         cleaning.start()
         assert removes.wait(30)
         pending = checkpointer.save(1, numbers(3), overwrite=True)
@@ -405,8 +405,8 @@ def test_a_save_that_cannot_see_what_it_replaces(
         checkpointer.save(100, numbers(1))
     checkpointer = run.open()
     with monkeypatch.context() as patch:
-        patch.setattr(checkpointer._root, "version", fail)
-        patch.setattr(checkpointer._root, "open", fail)
+        patch.setattr(checkpointer._tiers.root, "version", fail)
+        patch.setattr(checkpointer._tiers.root, "open", fail)
         checkpointer.save(100, numbers(2), overwrite=overwrite).result(30)
         with pytest.raises(StorageError):
             checkpointer.wait()
@@ -671,14 +671,14 @@ def test_a_job_killed_while_it_copies(
     monkeypatch.setattr(lease, "_RENEW_S", 0.1)
     monkeypatch.setattr(lease, "_EXPIRES_S", 1.0)
     root = ""
-    moments = [("runs.tiers:_copy", "during")]
+    moments = [("runs.tier:_copy", "during")]
     if storage == "s3":
         endpoint = request.getfixturevalue("moto")
         make_bucket(endpoint, "tiers")
         use(endpoint, monkeypatch)
         root = "s3://tiers"
     else:
-        moments += [("runs.tiers:_copy", "after"), ("runs.tiers:_check_copy", "after")]
+        moments += [("runs.tier:_copy", "after"), ("runs.tier:_check_copy", "after")]
         moments += [("commit.root.Root:replace", "after")]
     runs = [Run(tmp_path / str(n), root and f"{root}/{n}") for n in range(len(moments))]
     jobs = [
@@ -706,13 +706,13 @@ sys.path.insert(0, {TESTS!r})
 import threading
 import unickpt
 from support.saving import numbers
-from unickpt.runs import tiers
+from unickpt.runs import tier
 
 def slow(*arguments):
     threading.main_thread().join()
     real(*arguments)
 
-real, tiers._check_copy = tiers._check_copy, slow
+real, tier._check_copy = tier._check_copy, slow
 checkpointer = unickpt.Checkpointer(sys.argv[1], local=sys.argv[2])
 checkpointer.save(1, numbers(1))
 """

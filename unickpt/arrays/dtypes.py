@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -74,6 +75,16 @@ _BY_DTYPE = {dtype: name for name, dtype in _BY_NAME.items()}
 def supported() -> tuple[str, ...]:
     """Names of all supported dtypes except datetime64 and timedelta64."""
     return tuple(_BY_NAME)
+
+
+def with_shape(dtype: str, shape: Sequence[int]) -> str:
+    """A dtype and a shape as text.
+
+    Example:
+        >>> with_shape("bfloat16", (2, 3))
+        'bfloat16[2, 3]'
+    """
+    return f"{dtype}{list(shape)}"
 
 
 @lru_cache(maxsize=256)

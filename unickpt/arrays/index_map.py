@@ -1,4 +1,4 @@
-"""Radix: a dimension's index as a mixed-radix number whose digits are indices of axes.
+"""Index maps: a dimension's index as a mixed-radix number whose digits are indices of axes.
 
 This maps the elements of one array to another whose dimensions are split, merged, permuted, or
 concatenated. A box of an array covers at most `2k - 1` boxes of axes for each dimension of `k`
@@ -104,7 +104,7 @@ def _pull_digit(digit: Digit, low: int, high: int, ranges: Ranges) -> Iterator[R
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LinearIndex:
     """A dimension's index as a linear function of the axes' indices."""
 
     constant: int
@@ -123,14 +123,14 @@ class Line:
         return low, high + 1
 
 
-def line_of(dim: Dim) -> Line:
+def linear_index(dim: Dim) -> LinearIndex:
     """A dimension as a linear function."""
     constant, steps = 0, []
     factor = 1
     for digit in reversed(dim):
         constant += factor * digit.offset
         if isinstance(digit.inner, tuple):
-            inner = line_of(digit.inner)
+            inner = linear_index(digit.inner)
             constant += factor * inner.constant
             steps += [(axis, factor * step) for axis, step in inner.steps]
         elif digit.inner is not None:
@@ -138,4 +138,4 @@ def line_of(dim: Dim) -> Line:
             constant += factor * (digit.extent - 1) if digit.reverse else 0
             steps.append((digit.inner, step))
         factor *= digit.radix
-    return Line(constant, tuple(steps))
+    return LinearIndex(constant, tuple(steps))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,12 +11,11 @@ from typing import Any
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.errors import CheckpointCorrupt
 from unickpt.format.index import ArrayEntry, Index
-from unickpt.trees import plain_values, tree
+from unickpt.trees import name_ranges, plain_values, tree
 
 # Two equal items are easy to read as two rows.
 _FOLD_FROM = 3
 _VALUE_WIDTH = 48
-_NUMBER = re.compile(r"([0-9]{1,18})")
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class Facts:
     @property
     def alike(self) -> tuple[Any, ...]:
         """Equal for leaves that may share a row."""
-        targets = tuple(_NUMBER.sub("{}", t) for t in self.targets)
+        targets = tuple(name_ranges.skeleton(t) for t in self.targets)
         nbytes = None if self.kind == "per process" else self.nbytes
         return (self.kind, self.shape, self.dtype, self.layout, self.fragments, nbytes, targets)
 
@@ -88,7 +86,7 @@ def outline(index: Index, where: str, *, below: str = "", unfolded: bool = False
         node = tree.from_json(index.tree)
     except tree.BadTree as error:
         raise CheckpointCorrupt(f"{where}: the index is damaged: {error}") from None
-    root = _item(node, "", "", index, _mesh_marks(index))
+    root = _item(node, "", "", index, _mesh_labels(index))
     for part in below.split("/") if below else ():
         found = [child for child in root.children if child.label == part]
         if not found:
@@ -103,8 +101,7 @@ def outline(index: Index, where: str, *, below: str = "", unfolded: bool = False
 
 def container_names(index: Index) -> set[str]:
     """Names of all non-empty containers."""
-    names = {*index.arrays, *index.aliases, *index.values, *index.per_process}
-    return {name[:at] for name in names for at in range(len(name)) if name[at] == "/"}
+    return {name[:at] for name in index.names for at in range(len(name)) if name[at] == "/"}
 
 
 def layout_text(layout: Layout | None) -> str:
@@ -154,34 +151,38 @@ def shorten(text: str, width: int) -> str:
 # --- the tree as items ------------------------------------------------------------------------
 
 
-def _mesh_marks(index: Index) -> Mapping[Mesh, str]:
+def _mesh_labels(index: Index) -> Mapping[Mesh, str]:
     meshes = meshes_of(index)
     return {m: f" on mesh {k}" for k, m in enumerate(meshes)} if len(meshes) > 1 else {}
 
 
 def _item(
-    node: tree.Node | tree.Leaf, label: str, name: str, index: Index, marks: Mapping[Mesh, str]
+    node: tree.Node | tree.Leaf,
+    label: str,
+    name: str,
+    index: Index,
+    mesh_labels: Mapping[Mesh, str],
 ) -> Item:
     if isinstance(node, tree.Leaf):
-        return Item(label, _facts(name, index, marks))
+        return Item(label, _facts(name, index, mesh_labels))
     if node.kind == "wrapper":
-        inner = _item(node.children[0], label, name, index, marks)
+        inner = _item(node.children[0], label, name, index, mesh_labels)
         return replace(inner, type_name=node.type_name or inner.type_name)
     names = tree.child_names(node.kind, node.keys, name)
     prefix = len(name) + 1 if name else 0
     children = tuple(
-        _item(child, child_name[prefix:], child_name, index, marks)
+        _item(child, child_name[prefix:], child_name, index, mesh_labels)
         for child, child_name in zip(node.children, names, strict=True)
     )
     return Item(label, None, children, node.type_name)
 
 
-def _facts(name: str, index: Index, marks: Mapping[Mesh, str]) -> Facts:
+def _facts(name: str, index: Index, mesh_labels: Mapping[Mesh, str]) -> Facts:
     if name in index.arrays:
         entry = index.arrays[name]
         layout = layout_text(entry.layout)
         if entry.layout is not None:
-            layout += marks.get(entry.layout.mesh, "")
+            layout += mesh_labels.get(entry.layout.mesh, "")
         dtype = f"{entry.dtype} key" if entry.prng is not None else entry.dtype
         return Facts("array", entry.shape, dtype, layout, fragment_count(entry), entry.nbytes)
     if name in index.aliases:
@@ -211,7 +212,7 @@ def _fold(item: Item) -> Item:
     groups: dict[Any, list[Item]] = {}
     for child in item.children:
         # Children without a number in their name stay separate, since siblings differ in name.
-        groups.setdefault((_NUMBER.sub("{}", child.label), _alike(child)), []).append(child)
+        groups.setdefault((name_ranges.skeleton(child.label), _alike(child)), []).append(child)
     children = [_fold(merged) for group in groups.values() for merged in _merge_group(group)]
     return replace(item, children=tuple(children))
 
@@ -220,7 +221,7 @@ def _merge_group(group: list[Item]) -> list[Item]:
     """One item for a group whose numbers form a full product of ranges, else one per subgroup."""
     if len(group) < _FOLD_FROM:
         return group
-    split = [_NUMBER.split(item.label) for item in group]
+    split = [name_ranges.pieces(item.label) for item in group]
     columns = [list(dict.fromkeys(column)) for column in zip(*split, strict=True)]
     varying = [i for i, column in enumerate(columns) if len(column) > 1]
     if math.prod(len(columns[i]) for i in varying) == len(group):
@@ -251,14 +252,7 @@ def _merged(label: str, group: Sequence[Item]) -> Item:
 
 def _range(numbers: Sequence[str]) -> str:
     """Numbers as `{0..31}`, or `{0..3,5}` if some are missing."""
-    ordered = sorted(numbers, key=int)
-    runs: list[list[str]] = []
-    for number in ordered:
-        if runs and int(number) == int(runs[-1][-1]) + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    texts = [f"{run[0]}..{run[-1]}" if len(run) > 1 else run[0] for run in runs]
+    texts = name_ranges.runs(sorted(numbers, key=int))
     return "{" + shorten(",".join(texts), _VALUE_WIDTH) + "}"
 
 
@@ -288,7 +282,7 @@ def _label(item: Item) -> str:
         label = f"{label} = {shorten(', '.join(shown), _VALUE_WIDTH)}"
     elif item.facts.kind == "tie":
         targets = item.facts.targets
-        target = targets[0] if len(targets) == 1 else _NUMBER.sub("{}", targets[0])
+        target = targets[0] if len(targets) == 1 else name_ranges.skeleton(targets[0], "{}")
         label = f"{label} = {target}"
     if item.type_name:
         label = f"{label} ({item.type_name})"

@@ -47,6 +47,11 @@ class ArrayEntry:
     prng: str | None = None
 
     @property
+    def dtype_and_shape(self) -> str:
+        """As text; see `dtypes.with_shape`."""
+        return dtypes.with_shape(self.dtype, self.shape)
+
+    @property
     def nbytes(self) -> int:
         """Logical bytes of the array."""
         return math.prod(self.shape) * dtypes.from_name(self.dtype).itemsize
@@ -76,3 +81,17 @@ class Index:
     library: str = ""
     chunks: int = 0
     digests_xxh3: str = ""
+
+    @property
+    def names(self) -> dict[str, None]:
+        """The names of all leaves, in order."""
+        return dict.fromkeys([*self.arrays, *self.aliases, *self.values, *self.per_process])
+
+    @property
+    def entries(self) -> dict[str, ArrayEntry]:
+        """The arrays under each of their names."""
+        return {**self.arrays, **{name: self.arrays[of] for name, of in self.aliases.items()}}
+
+    def entry(self, name: str) -> ArrayEntry:
+        """An array under any of its names."""
+        return self.arrays[self.aliases.get(name, name)]

@@ -225,8 +225,7 @@ class OcdbtReader(Reader):
         except tree.BadTree as error:
             yield "", f"the tree in the index is invalid: {error}"
             return
-        known = {*index.arrays, *index.aliases, *index.values, *index.per_process}
-        for name in sorted(names ^ known):
+        for name in sorted(names ^ index.names.keys()):
             yield name, "is in the tree or in the index, but not in both"
         expected = zarr_metadata.zarr_keys(index)
         for different in run(self._different, list(in_batches(expected.items(), _KEYS_AT_ONCE))):

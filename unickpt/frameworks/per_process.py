@@ -152,7 +152,7 @@ def _refuse_marks(obj: Any, name: str) -> None:
 
 
 def _shown(shape: tuple[int, ...], dtype: dtypes.DType, prng: str | None) -> str:
-    return f"{dtype}{list(shape)}" + (f" of a {prng} key" if prng else "")
+    return dtypes.with_shape(str(dtype), shape) + (f" of a {prng} key" if prng else "")
 
 
 def _array(name: str, stored: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +14,9 @@ from unickpt.frameworks.protocol import ArrayTarget
 from unickpt.loading import mismatch
 from unickpt.loading.mismatch import Difference
 from unickpt.loading.report import LoadReport
+from unickpt.loading.request import Request
 from unickpt.loading.ruled_view import same_digests
-from unickpt.loading.views import View, shown, stored_leaf, stored_names
+from unickpt.loading.views import CheckpointView, leaf_text, stored_leaf
 from unickpt.trees import plain_values
 from unickpt.trees.name_ranges import natural
 
@@ -23,20 +24,89 @@ Shape = tuple[int, ...]
 
 
 @dataclass
-class _Found:
-    """What a comparison finds: the fields of `LoadReport`, and the rows that prevent loading."""
+class _Comparison:
+    """What a comparison knows, and what it finds: the fields of `LoadReport`, and the rows that
+    prevent loading. The arguments are those of `compare`, and all names of the checkpoint."""
 
+    view: CheckpointView
+    asked: Request
+    strict: bool
+    cast_dtypes: bool
+    keep_mismatched: bool
+    have: Collection[str]
     rows: list[Difference] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     mismatched: list[tuple[str, Shape, Shape]] = field(default_factory=list)
     cast: list[tuple[str, str, str]] = field(default_factory=list)
 
+    def add(self, name: str) -> None:
+        """Compares one leaf of `like`."""
+        view, index = self.view, self.view.index
+        value, target = self.asked.leaves[name], self.asked.targets.get(name)
+        leaf, keeps = stored_leaf(index, name), not _abstract(value, target)
+        if name in view.misfits and keeps:
+            source = stored_leaf(view.checkpoint.index, view.misfits[name])
+            self.mismatched.append((name, _shape(source), _shape(target)))
+        elif name not in self.have:
+            if keeps and (not self.strict or name in view.kept):
+                self.kept.append(name)
+            else:
+                self.rows.append(self.missing(name))
+        elif target is not None and isinstance(leaf, ArrayEntry):
+            self._add_array(name, leaf, target, self.keep_mismatched and keeps)
+        else:
+            self.loaded.append(name)
+            problem = _problem(value, leaf, target, name in index.per_process)
+            if problem is not None:
+                asked = _asked(value, target)
+                self.rows.append(Difference(name, problem, leaf_text(leaf), asked))
+
+    def missing(self, name: str) -> Difference:
+        """The row of a leaf of `like` that is not stored."""
+        asked = _asked(self.asked.leaves[name], self.asked.targets.get(name))
+        return Difference(name, "missing", "-", asked)
+
+    def _add_array(self, name: str, entry: ArrayEntry, target: ArrayTarget, keep: bool) -> None:
+        have, want = dtypes.from_name(entry.dtype), target.dtype
+        shapes = _shape(entry), _shape(target)
+        if shapes[0] != shapes[1] and keep:
+            self.mismatched.append((name, *shapes))
+            return
+        self.loaded.append(name)
+        if shapes[0] != shapes[1]:
+            self.rows.append(Difference(name, "shape", *(str(list(s)) for s in shapes)))
+        if have != want and self.cast_dtypes and dtypes.castable(have, want):
+            self.cast.append((name, entry.dtype, dtypes.name_of(want)))
+        elif have != want:
+            numbers = self.view.numbers
+            stored = leaf_text(numbers[name]) if name in numbers else entry.dtype
+            self.rows.append(Difference(name, "dtype", stored, dtypes.name_of(want)))
+        if target.prng is not None and target.prng != entry.prng:
+            self.rows.append(Difference(name, "PRNG key", str(entry.prng), target.prng))
+
+    def nothing_fits(self, skipped: Sequence[str]) -> bool:
+        """Whether nothing of `like` is loaded, or none of its arrays although there are some.
+
+        A step counter has the same name everywhere, so finding one does not mean that `like` fits.
+        """
+        there = {*self.loaded, *(name for name, _, _ in self.mismatched)}
+        lost = [name for name in self.kept if name not in self.view.kept]
+        if not lost:
+            return False
+        if not there:
+            return True
+        index, targets = self.view.checkpoint.index, self.asked.targets
+        return (
+            any(name in targets for name in lost)
+            and any(isinstance(stored_leaf(index, name), ArrayEntry) for name in skipped)
+            and not any(name in targets for name in there)
+        )
+
 
 def compare(
-    view: View,
-    wanted: Mapping[str, Any],
-    targets: Mapping[str, ArrayTarget],
+    view: CheckpointView,
+    asked: Request,
     *,
     strict: bool,
     cast: bool,
@@ -46,8 +116,7 @@ def compare(
 
     Arguments:
         view: the checkpoint.
-        wanted: the leaves of `like` by name.
-        targets: the arrays among them.
+        asked: what `like` requests.
         strict, cast: as for `load`.
         keep_mismatched: whether leaves whose shape differs from the stored one keep what they hold.
 
@@ -57,37 +126,17 @@ def compare(
     Raises:
         LoadMismatch: lists all differences.
     """
-    index = view.index
-    have = stored_names(index)
-    found = _Found()
-    for name in sorted(wanted, key=natural):
-        value, target, leaf = wanted[name], targets.get(name), stored_leaf(index, name)
-        keeps = not _abstract(value, target)
-        if name in view.misfits and keeps:
-            source = stored_leaf(view.checkpoint.index, view.misfits[name])
-            found.mismatched.append((name, _shape(source), _shape(target)))
-        elif name not in have:
-            if keeps and (not strict or name in view.kept):
-                found.kept.append(name)
-            else:
-                found.rows.append(Difference(name, "missing", "-", _asked(value, target)))
-        elif target is not None and isinstance(leaf, ArrayEntry):
-            _compare_array(view, name, leaf, target, cast, keep_mismatched and keeps, found)
-        else:
-            found.loaded.append(name)
-            problem = _problem(value, leaf, target, name in index.per_process)
-            if problem is not None:
-                found.rows.append(Difference(name, problem, shown(leaf), _asked(value, target)))
+    found = _Comparison(view, asked, strict, cast, keep_mismatched, view.index.names)
+    for name in sorted(asked.leaves, key=natural):
+        found.add(name)
     skipped = sorted(view.unused, key=natural)
     unexpected = [Difference(name, "unexpected", view.shown(name), "-") for name in skipped]
-    rows = [*found.rows, *(unexpected if strict else ()), *_shared_memory(view, targets)]
+    rows = [*found.rows, *(unexpected if strict else ()), *_shared_memory(view, asked.targets)]
     where = str(view.checkpoint.location)
     if rows:
         raise LoadMismatch(mismatch.message(where, rows))
-    if _nothing_fits(view, targets, found, skipped):
-        lost = [
-            Difference(n, "missing", "-", _asked(wanted[n], targets.get(n))) for n in found.kept
-        ]
+    if found.nothing_fits(skipped):
+        lost = [found.missing(name) for name in found.kept]
         raise LoadMismatch(mismatch.nothing_fits(where, [*lost, *unexpected]))
     return LoadReport(
         where,
@@ -97,27 +146,6 @@ def compare(
         tuple(found.mismatched),
         tuple(found.cast),
         tuple((stored, name) for name, stored in sorted(view.renamed.items())),
-    )
-
-
-def _nothing_fits(
-    view: View, targets: Mapping[str, ArrayTarget], found: _Found, skipped: Sequence[str]
-) -> bool:
-    """Whether nothing of `like` is loaded, or none of its arrays although there are some to load.
-
-    A step counter has the same name everywhere, so finding one does not mean that `like` fits.
-    """
-    there = {*found.loaded, *(name for name, _, _ in found.mismatched)}
-    lost = [name for name in found.kept if name not in view.kept]
-    if not lost:
-        return False
-    if not there:
-        return True
-    index = view.checkpoint.index
-    return (
-        any(name in targets for name in lost)
-        and any(isinstance(stored_leaf(index, name), ArrayEntry) for name in skipped)
-        and not any(name in targets for name in there)
     )
 
 
@@ -154,33 +182,7 @@ def is_number(value: Any, entry: ArrayEntry) -> bool:
     return plain_values.is_kind(value, dtypes.from_name(entry.dtype))
 
 
-def _compare_array(
-    view: View,
-    name: str,
-    entry: ArrayEntry,
-    target: ArrayTarget,
-    cast: bool,
-    keep: bool,
-    found: _Found,
-) -> None:
-    have, want = dtypes.from_name(entry.dtype), target.dtype
-    shapes = _shape(entry), _shape(target)
-    if shapes[0] != shapes[1] and keep:
-        found.mismatched.append((name, *shapes))
-        return
-    found.loaded.append(name)
-    if shapes[0] != shapes[1]:
-        found.rows.append(Difference(name, "shape", *(str(list(s)) for s in shapes)))
-    if have != want and cast and dtypes.castable(have, want):
-        found.cast.append((name, entry.dtype, dtypes.name_of(want)))
-    elif have != want:
-        stored = shown(view.numbers[name]) if name in view.numbers else entry.dtype
-        found.rows.append(Difference(name, "dtype", stored, dtypes.name_of(want)))
-    if target.prng is not None and target.prng != entry.prng:
-        found.rows.append(Difference(name, "PRNG key", str(entry.prng), target.prng))
-
-
-def _shared_memory(view: View, targets: Mapping[str, ArrayTarget]) -> list[Difference]:
+def _shared_memory(view: CheckpointView, targets: Mapping[str, ArrayTarget]) -> list[Difference]:
     """Leaves of `like` that share one array, but are stored as different arrays."""
     first: dict[Any, str] = {}
     rows = []
@@ -189,17 +191,19 @@ def _shared_memory(view: View, targets: Mapping[str, ArrayTarget]) -> list[Diffe
         entry, one = (stored_leaf(view.index, n) for n in (name, other))
         if other == name or not (isinstance(entry, ArrayEntry) and isinstance(one, ArrayEntry)):
             continue
-        if entry.name != one.name and not _same_data(view, entry, one):
+        if entry.name != one.name and not _is_same_data(view, entry, one):
             rows.append(
                 Difference(name, "tied", "an array of its own", f"the same memory as {other}")
             )
     return rows
 
 
-def _same_data(view: View, a: ArrayEntry, b: ArrayEntry) -> bool:
-    ours, other = view.twin(a.name), view.twin(b.name)
+def _is_same_data(view: CheckpointView, a: ArrayEntry, b: ArrayEntry) -> bool:
+    ours, theirs = view.unchanged_entry(a.name), view.unchanged_entry(b.name)
     stored = view.checkpoint
-    return ours is not None and other is not None and same_digests(stored, ours, stored, other)
+    if ours is None or theirs is None:
+        return False
+    return same_digests(stored, ours, stored, theirs)
 
 
 def _shape(array: Any) -> Shape:
@@ -209,5 +213,5 @@ def _shape(array: Any) -> Shape:
 
 def _asked(value: Any, target: ArrayTarget | None) -> str:
     if target is not None:
-        return f"{dtypes.name_of(target.dtype)}{list(target.shape)}"
+        return dtypes.with_shape(dtypes.name_of(target.dtype), target.shape)
     return "a PerProcess" if isinstance(value, PerProcess) else f"plain {type(value).__name__}"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 from unickpt.errors import LoadMismatch
@@ -16,8 +17,8 @@ from unickpt.frameworks.registry import adapters, current_group
 from unickpt.loading.compare import compare, is_number
 from unickpt.loading.report import LoadReport
 from unickpt.loading.request import Request
-from unickpt.loading.ruled_view import Ruled, through, wanted_through
-from unickpt.loading.views import AsStored, View, jobs_of
+from unickpt.loading.ruled_view import RuledView, request_through, through
+from unickpt.loading.views import CheckpointView, StoredView, jobs_of
 from unickpt.reading import checkpoint
 from unickpt.reading.collective_read import ReadArrays, reading
 from unickpt.reading.options import LoadOptions
@@ -116,121 +117,136 @@ def load(
     if mismatched not in ("error", "keep"):
         raise ValueError(f'mismatched={mismatched!r} is neither "error" nor "keep"')
     options = LoadOptions.or_default(options)
-    among = adapters()
-
-    def attempt() -> tuple[Any, LoadReport]:
-        with reading(options, among) as read:
-            stored = checkpoint.open(path).reader
-            if like is None:
-                view = AsStored(stored) if rules is None else through(stored, rules, strict=strict)
-                return _load_all(view, options, among, read)
-            keep = mismatched == "keep"
-            return _load_like(stored, like, rules, strict, keep, cast, options, among, read)
-
+    loading = _Load(rules, strict, mismatched == "keep", cast, options, adapters())
     # Fills everything again; processes that exchange all start again together.
-    found, report = checkpoint.again(attempt)
+    found, report = checkpoint.again(lambda: loading.load(path, like))
     if _log.isEnabledFor(logging.INFO):
         _log.info("%s", report)
     return (found, report) if return_report else found
 
 
-def _load_like(
-    stored: Reader,
-    like: Any,
-    rules: Rules | None,
-    strict: bool,
-    keep: bool,
-    cast: bool,
-    options: LoadOptions,
-    among: Sequence[Adapter],
-    read: ReadArrays,
-) -> tuple[Any, LoadReport]:
-    view: View
-    if rules is None:
-        asked = Request.of(like, among, _facts(stored.index))
-        view = AsStored(stored, asked.facts)
-    else:
-        asked = wanted_through(like, stored, rules, among)
-        view = through(stored, rules, asked.facts, strict=strict, keep_misfits=keep)
-    report = compare(
-        view, asked.leaves, asked.targets, strict=strict, cast=cast, keep_mismatched=keep
-    )
-    if isinstance(view, Ruled):
-        view.check(options)
-    return _read_like(view, asked, report, options, among, read), report
+@dataclass(frozen=True)
+class _Load:
+    """The arguments of a call of `load`, and the frameworks' adapters."""
+
+    rules: Rules | None
+    strict: bool
+    keep_mismatched: bool
+    cast: bool
+    options: LoadOptions
+    among: Sequence[Adapter]
+
+    def load(self, path: paths.Path, like: Any) -> tuple[Any, LoadReport]:
+        """One attempt to load; see `checkpoint.again`."""
+        with reading(self.options, self.among) as read:
+            stored = checkpoint.open(path).reader
+            if like is None:
+                return self._load_all(stored, read)
+            return self._load_like(stored, like, read)
+
+    def _load_all(self, stored: Reader, read: ReadArrays) -> tuple[Any, LoadReport]:
+        view: StoredView | RuledView = StoredView(stored)
+        if self.rules is not None:
+            view = through(stored, self.rules, strict=self.strict)
+        index, node = view.index, view.node()
+        skipped: Sequence[str] = ()
+        if isinstance(view, RuledView):
+            view.check(self.options)
+            skipped = view.unused
+        done: dict[str, Any] = {}
+        for name in index.per_process:
+            values = (_decode(view, name, b, None, self.among) for b in view.per_process(name))
+            done[name] = PerProcessValues(tuple(values))
+        targets = {name: {name: NewTarget(entry)} for name, entry in index.arrays.items()}
+        done |= {**read(view.checkpoint, jobs_of(view, targets)), **index.values}
+        done |= {alias: done[name] for alias, name in index.aliases.items()}
+        report = LoadReport(str(view.checkpoint.location), tuple(done), skipped=tuple(skipped))
+        return tree.rebuild(node, done.__getitem__), report
+
+    def _load_like(self, stored: Reader, like: Any, read: ReadArrays) -> tuple[Any, LoadReport]:
+        view: CheckpointView
+        if self.rules is None:
+            asked = Request.of(like, self.among, _leaves_of(stored.index))
+            view = StoredView(stored, asked.facts)
+        else:
+            asked = request_through(like, stored, self.rules, self.among)
+            keep = self.keep_mismatched
+            view = through(stored, self.rules, asked.facts, strict=self.strict, keep_misfits=keep)
+        report = compare(
+            view,
+            asked,
+            strict=self.strict,
+            cast=self.cast,
+            keep_mismatched=self.keep_mismatched,
+        )
+        if isinstance(view, RuledView):
+            view.check(self.options)
+        return self._read_like(view, asked, report, read), report
+
+    def _read_like(
+        self, view: CheckpointView, asked: Request, report: LoadReport, read: ReadArrays
+    ) -> Any:
+        kept = {*report.kept, *(name for name, _, _ in report.mismatched)}
+        leaves = {name: value for name, value in asked.leaves.items() if name not in kept}
+        done: dict[str, Any] = {name: asked.leaves[name] for name in kept}
+        done |= self._read_values(view, leaves)
+        stored = _leaves_of(view.index)
+        targets = {name: target for name, target in asked.targets.items() if name in leaves}
+        targets |= {
+            name: NumberTarget(stored[name])
+            for name, value in leaves.items()
+            if name in stored and name not in done and is_number(value, stored[name])
+        }
+        by_array, same = _by_array(targets, stored, leaves)
+        found = read(view.checkpoint, jobs_of(view, by_array))
+        done |= {name: found[maker] for name, maker in same.items()}
+        return tree.rebuild(asked.node, done.__getitem__)
+
+    def _read_values(self, view: CheckpointView, leaves: Mapping[str, Any]) -> dict[str, Any]:
+        """The leaves that are stored as plain values, or by process."""
+        index, found = view.index, dict[str, Any]()
+        group = self.options.group
+        if group is None and index.per_process:
+            group = current_group(self.among)
+        for name, value in leaves.items():
+            if isinstance(value, PerProcess) and name in index.per_process:
+                found[name] = _own_value(view, name, value, group, self.among)
+            elif name in index.values:
+                found[name] = plain_values.as_asked(index.values[name], value)
+        return found
 
 
-def _read_like(
-    view: View,
-    asked: Request,
-    report: LoadReport,
-    options: LoadOptions,
-    among: Sequence[Adapter],
-    read: ReadArrays,
-) -> Any:
-    left = {*report.kept, *(name for name, _, _ in report.mismatched)}
-    wanted = {name: value for name, value in asked.leaves.items() if name not in left}
-    targets = {name: target for name, target in asked.targets.items() if name not in left}
-    index = view.index
-    facts = _facts(index)
-    group = options.group or (current_group(among) if index.per_process else None)
-    done: dict[str, Any] = {name: asked.leaves[name] for name in left}
-    for name, value in wanted.items():
-        if isinstance(value, PerProcess) and name in index.per_process:
-            done[name] = _own_value(view, name, value, group, among)
-        elif name in index.values:
-            done[name] = plain_values.as_asked(index.values[name], value)
-    targets |= {
-        name: NumberTarget(facts[name])
-        for name, value in wanted.items()
-        if name not in index.values and name in facts and is_number(value, facts[name])
-    }
+def _leaves_of(index: Index) -> dict[str, Any]:
+    """The arrays under each of their names, and the values."""
+    return {**index.entries, **index.values}
+
+
+def _by_array(
+    targets: Mapping[str, ArrayTarget], stored: Mapping[str, Any], leaves: Mapping[str, Any]
+) -> tuple[dict[str, dict[str, ArrayTarget]], dict[str, str]]:
+    """The targets of each stored array; and for each name, the one whose result it takes: names of
+    one leaf and one array share it."""
     by_array: dict[str, dict[str, ArrayTarget]] = {}
-    same: dict[str, str] = {}  # names of one leaf and one array share the result
+    same: dict[str, str] = {}
     for name, target in targets.items():
-        if name in facts:
-            makers = by_array.setdefault(facts[name].name, {})
-            same[name] = next((n for n in makers if wanted[n] is wanted[name]), name)
+        if name in stored:
+            makers = by_array.setdefault(stored[name].name, {})
+            same[name] = next((n for n in makers if leaves[n] is leaves[name]), name)
             if same[name] == name:
                 makers[name] = target
-    found = read(view.checkpoint, jobs_of(view, by_array))
-    done |= {name: found[maker] for name, maker in same.items()}
-    return tree.rebuild(asked.node, done.__getitem__)
+    return by_array, same
 
 
-def _facts(index: Index) -> dict[str, Any]:
-    """The arrays under each of their names, and the values."""
-    arrays = {**index.arrays, **{a: index.arrays[t] for a, t in index.aliases.items()}}
-    return {**arrays, **index.values}
-
-
-def _load_all(
-    view: AsStored | Ruled, options: LoadOptions, among: Sequence[Adapter], read: ReadArrays
-) -> tuple[Any, LoadReport]:
-    index, node = view.index, view.node()
-    if isinstance(view, Ruled):
-        view.check(options)
-    done: dict[str, Any] = {
-        name: PerProcessValues(tuple(_decode(view, name, b, None, among)
-                                     for b in view.per_process(name)))
-        for name in index.per_process
-    }  # fmt: skip
-    wanted = {name: {name: NewTarget(entry)} for name, entry in index.arrays.items()}
-    done |= {**read(view.checkpoint, jobs_of(view, wanted)), **index.values}
-    done |= {alias: done[name] for alias, name in index.aliases.items()}
-    skipped = view.unused if isinstance(view, Ruled) else ()
-    report = LoadReport(str(view.checkpoint.location), tuple(done), skipped=tuple(skipped))
-    return tree.rebuild(node, done.__getitem__), report
-
-
-def _decode(view: View, name: str, data: bytes, like: Any, among: Sequence[Adapter]) -> Any:
+def _decode(
+    view: CheckpointView, name: str, data: bytes, like: Any, among: Sequence[Adapter]
+) -> Any:
     return per_process.decode(
         data, f"{view.checkpoint.location}: per-process leaf {name!r}", like, among
     )
 
 
 def _own_value(
-    view: View, name: str, like: PerProcess, group: Any, among: Sequence[Adapter]
+    view: CheckpointView, name: str, like: PerProcess, group: Any, among: Sequence[Adapter]
 ) -> PerProcess:
     count = len(view.index.per_process[name].blobs)
     if count == group.count:

@@ -93,8 +93,8 @@ def _transposed(rows: Sequence[Difference]) -> list[str]:
         return []
     count = "1 array is" if len(turned) == 1 else f"{len(turned)} arrays are"
     one = turned[0]
-    told = _TRANSPOSED.format(count=count, name=one.name, stored=one.stored, asked=one.asked)
-    return [f"likely cause: {told}"]
+    cause = _TRANSPOSED.format(count=count, name=one.name, stored=one.stored, asked=one.asked)
+    return [f"likely cause: {cause}"]
 
 
 def _dims(shape: str) -> list[str]:

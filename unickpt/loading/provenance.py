@@ -15,7 +15,7 @@ from unickpt.errors import CheckpointCorrupt, RuleError
 from unickpt.format.index import RESERVED
 from unickpt.reading.recipes import MappedSource
 from unickpt.rules import Rules
-from unickpt.rules.plan import Made, Plan
+from unickpt.rules.plan import Made, RulePlan
 
 _KEY = "conversion"
 
@@ -82,7 +82,7 @@ class Provenance:
                     f"are for {convention.left!r}{done}"
                 )
 
-    def after(self, rules: Rules, plan: Plan, where: str) -> Provenance:
+    def after(self, rules: Rules, plan: RulePlan, where: str) -> Provenance:
         """The record for what the rules make.
 
         Raises:
@@ -94,27 +94,27 @@ class Provenance:
         for name, made in plan.made.items():
             if made.sizes:
                 sizes[name] = made.sizes
-            nets = {net for feed in made.feeds for net in self._nets_after(feed, made, where)}
+            nets = {net for source in made.sources for net in self._nets_after(source, made, where)}
             if nets - {_AS_IT_WAS}:
                 arithmetic[name] = frozenset(nets)
         return Provenance(conventions, arithmetic, sizes)
 
-    def _nets_after(self, feed: MappedSource, made: Made, where: str) -> Collection[Net]:
-        """The total arithmetic of elements after a feed.
+    def _nets_after(self, source: MappedSource, made: Made, where: str) -> Collection[Net]:
+        """The total arithmetic of elements after a source's own.
 
         Raises:
             RuleError: this would apply arithmetic to them a second time.
         """
-        before = self.arithmetic.get(feed.entry.name, frozenset([_AS_IT_WAS]))
-        whole = math.prod(feed.extents) == math.prod(feed.entry.shape)
-        if feed.is_exact:  # for a part of an array, the piece is unknown
+        before = self.arithmetic.get(source.entry.name, frozenset([_AS_IT_WAS]))
+        whole = math.prod(source.extents) == math.prod(source.entry.shape)
+        if source.is_exact:  # for a part of an array, the piece is unknown
             return before if whole or len(before) == 1 else [_AS_IT_WAS]
-        after = {_composed(feed, net) for net in before}
+        after = {_composed(source, net) for net in before}
         if _AS_IT_WAS in after or before == {_AS_IT_WAS}:
             return [_AS_IT_WAS] if _AS_IT_WAS in after else after
         scale, offset = min(before - {_AS_IT_WAS})
         raise RuleError(
-            f"{where}: {feed.entry.name!r} was converted already, to {scale:g} * x + {offset:g}; "
+            f"{where}: {source.entry.name!r} was converted already, to {scale:g} * x + {offset:g}; "
             f"these rules would apply arithmetic a second time\n  {made.rule}"
         )
 
@@ -142,9 +142,9 @@ def _nets(pairs: Iterable[Any]) -> frozenset[Net]:
     return frozenset((float(a), float(b)) for a, b in pairs)
 
 
-def _composed(feed: MappedSource, net: Net) -> Net:
-    """The total of earlier arithmetic and a feed's arithmetic."""
-    found = feed.scale * net[0], feed.scale * net[1] + feed.offset
+def _composed(source: MappedSource, net: Net) -> Net:
+    """The total of earlier arithmetic and a source's arithmetic."""
+    found = source.scale * net[0], source.scale * net[1] + source.offset
     same = all(
         math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9)
         for a, b in zip(found, _AS_IT_WAS, strict=True)

@@ -53,7 +53,7 @@ class LoadReport:
             "renamed": len(self.renamed),
         }
         leaves = f"{len(self.loaded)} lea{'f' if len(self.loaded) == 1 else 'ves'}"
-        told = [f"loaded {leaves}", *(f"{kind} {n}" for kind, n in counts.items() if n)]
+        parts = [f"loaded {leaves}", *(f"{kind} {n}" for kind, n in counts.items() if n)]
         rows = [
             *_rows("kept", ((n, "not stored, `like` keeps what it held") for n in self.kept)),
             *_rows(
@@ -74,7 +74,7 @@ class LoadReport:
             "  " + "  ".join([kind.ljust(widths[0]), name.ljust(widths[1]), text]).rstrip()
             for kind, name, text in rows
         ]
-        return "\n".join([f"{self.url}: {', '.join(told)}", *lines])
+        return "\n".join([f"{self.url}: {', '.join(parts)}", *lines])
 
 
 def _rest(stored: str, asked: str) -> str:

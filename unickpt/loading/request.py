@@ -63,7 +63,7 @@ class Request:
         return Fact("value", (), _NUMBERS.get(type(value), ""))
 
 
-def _targets_of(wanted: Mapping[str, Any], among: Sequence[Adapter]) -> dict[str, ArrayTarget]:
+def _targets_of(leaves: Mapping[str, Any], among: Sequence[Adapter]) -> dict[str, ArrayTarget]:
     """The arrays among the leaves of `like`, as targets.
 
     Raises:
@@ -71,7 +71,7 @@ def _targets_of(wanted: Mapping[str, Any], among: Sequence[Adapter]) -> dict[str
     """
     targets: dict[str, ArrayTarget] = {}
     bad: list[str] = []
-    for name, value in wanted.items():
+    for name, value in leaves.items():
         adapter = adapter_of(value, among)
         try:
             if isinstance(value, LocalFragments):

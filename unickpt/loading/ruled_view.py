@@ -19,17 +19,17 @@ from unickpt.format.reader import Reader
 from unickpt.frameworks.protocol import Adapter
 from unickpt.loading.provenance import Provenance
 from unickpt.loading.request import Request
-from unickpt.loading.views import as_array_entry, number_recipe, shown, stored_leaf, stored_names
+from unickpt.loading.views import as_array_entry, leaf_text, number_recipe, stored_leaf
 from unickpt.reading.chunk_reader import read_box, read_made
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.recipes import Itself, Recipe
 from unickpt.rules import Function, Rules
-from unickpt.rules.plan import Constant, Fact, Made, Plan, Same, Stored
+from unickpt.rules.plan import Constant, Fact, Made, RulePlan, Same, Stored
 from unickpt.rules.planner import make_plan, offers
 from unickpt.trees import plain_values, tree
 
 
-class Ruled:
+class RuledView:
     """A checkpoint through rules.
 
     Arguments:
@@ -44,7 +44,7 @@ class Ruled:
     def __init__(
         self,
         checkpoint: Reader,
-        plan: Plan,
+        plan: RulePlan,
         provenance: Provenance,
         asked: Mapping[str, Fact] | None = None,
     ) -> None:
@@ -59,14 +59,14 @@ class Ruled:
         for name, made in plan.made.items():
             if made.fact.kind == "array":
                 arrays[name] = _entry(made, stored)
-                self._recipes[name] = Recipe(made.feeds, made.fills, self._function(made))
+                self._recipes[name] = Recipe(made.sources, made.fills, self._function(made))
             elif made.fact.kind == "process":
-                assert made.source is not None, "only arrays are made of more than one thing"
-                blobs[name] = stored.per_process[made.source]
-                self._sources[name] = made.source
+                assert made.carried is not None, "only arrays are made of more than one thing"
+                blobs[name] = stored.per_process[made.carried]
+                self._sources[name] = made.carried
             else:
-                assert made.source is not None, "likewise"
-                value = stored.values[made.source]
+                assert made.carried is not None, "likewise"
+                value = stored.values[made.carried]
                 entry = as_array_entry(name, value, (asked or {}).get(name), made)
                 if entry is None:
                     plain[name] = value
@@ -80,10 +80,10 @@ class Ruled:
         self.unused: Sequence[str] = plan.unused
 
     def shown(self, name: str) -> str:
-        return shown(stored_leaf(self.checkpoint.index, name))
+        return leaf_text(stored_leaf(self.checkpoint.index, name))
 
     def node(self) -> tree.Node | tree.Leaf:
-        return tree.from_names(stored_names(self.index))
+        return tree.from_names(self.index.names)
 
     def keep(self, plain: Mapping[str, plain_values.Plain]) -> None:
         """Adds values that no rule makes."""
@@ -95,12 +95,13 @@ class Ruled:
     def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[bytes, ...]:
         return self.checkpoint.per_process(self._sources[name], of)
 
-    def twin(self, name: str) -> ArrayEntry | None:
+    def unchanged_entry(self, name: str) -> ArrayEntry | None:
         made = self.plan.made[name]
-        if made.fact.kind != "array" or len(made.feeds) != 1 or made.fills:
+        if made.fact.kind != "array" or len(made.sources) != 1 or made.fills:
             return None
-        (feed,) = made.feeds
-        return feed.entry if feed.is_identity and feed.entry.dtype == made.fact.dtype else None
+        (source,) = made.sources
+        is_same = source.is_identity and source.entry.dtype == made.fact.dtype
+        return source.entry if is_same else None
 
     def check(self, options: LoadOptions) -> None:
         """Checks that no data is lost with the stored arrays that are not read.
@@ -120,10 +121,10 @@ class Ruled:
         if check.first in index.values or check.other in index.values:
             same = index.values.get(check.first) == index.values.get(check.other)
         else:
-            first, other = (_stored_entry(index, n) for n in (check.first, check.other))
+            first, other = (index.entry(n) for n in (check.first, check.other))
             recipe = Recipe((Itself(first),))
             if check.made is not None:
-                recipe = Recipe(check.made.feeds)
+                recipe = Recipe(check.made.sources)
                 same = False
             else:
                 one = first.name == other.name
@@ -144,7 +145,7 @@ class Ruled:
         if check.name in index.values:
             same = index.values[check.name] == check.value
         else:
-            entry = _stored_entry(index, check.name)
+            entry = index.entry(check.name)
             value = dtypes.constant(check.value, dtypes.from_name(entry.dtype))
             same = all(
                 (read_box(self.checkpoint, entry, box, verify=options.verify) == value).all()
@@ -187,7 +188,7 @@ class _Function:
             regions = function.region(box, *(one.fact.shape for one in made.inputs))
         stored, options = self.checkpoint, LoadOptions(verify=verify)
         inputs = [
-            read_made(stored, _entry(one, stored.index), Recipe(one.feeds), region, options)
+            read_made(stored, _entry(one, stored.index), Recipe(one.sources), region, options)
             for one, region in zip(made.inputs, regions, strict=True)
         ]
         found = np.asarray(function.apply(box, *inputs))
@@ -229,7 +230,7 @@ def through(
     *,
     strict: bool = True,
     keep_misfits: bool = False,
-) -> Ruled:
+) -> RuledView:
     """A checkpoint through rules.
 
     Arguments:
@@ -251,16 +252,14 @@ def through(
     recorded = Provenance.of(checkpoint.index.metadata, where)
     recorded.check(rules, where)
     plan = make_plan(
-        rules.rules,
-        rules.shared,
-        rules.functions,
+        rules,
         replace(stored_facts(checkpoint), sizes=recorded.sizes),
         asked,
         strict=strict,
         keep_misfits=keep_misfits,
         where=where,
     )
-    return Ruled(checkpoint, plan, recorded.after(rules, plan, where), asked)
+    return RuledView(checkpoint, plan, recorded.after(rules, plan, where), asked)
 
 
 class Offered(Mapping[str, Any]):
@@ -280,15 +279,9 @@ class Offered(Mapping[str, Any]):
     @cached_property
     def _found(self) -> dict[str, Any]:
         index = self._checkpoint.index
-        made = offers(
-            self._rules.rules,
-            self._rules.shared,
-            self._rules.functions,
-            stored_facts(self._checkpoint),
-            self._asked(),
-        )
+        made = offers(self._rules, stored_facts(self._checkpoint), self._asked())
         return {
-            name: _entry(m, index) if m.fact.kind == "array" else index.values.get(m.source or "")
+            name: _entry(m, index) if m.fact.kind == "array" else index.values.get(m.carried or "")
             for name, m in made.items()
         }
 
@@ -302,7 +295,7 @@ class Offered(Mapping[str, Any]):
         return len(self._found)
 
 
-def wanted_through(
+def request_through(
     like: Any, checkpoint: Reader, rules: Rules, among: Sequence[Adapter]
 ) -> Request:
     """What a tree requests; optimizers without state request what the rules could make."""
@@ -313,7 +306,7 @@ def wanted_through(
 def stored_facts(checkpoint: Reader) -> Stored:
     """What is stored, as rules see it."""
     index = checkpoint.index
-    entries = {**index.arrays, **{a: index.arrays[t] for a, t in index.aliases.items()}}
+    entries = index.entries
     facts = {name: Fact("array", e.shape, e.dtype) for name, e in entries.items()}
     facts |= {name: Fact("value") for name in index.values}
     facts |= {name: Fact("process") for name in index.per_process}
@@ -325,14 +318,10 @@ def _entry(made: Made, stored: Index) -> ArrayEntry:
     # Nothing is written with this entry, so its layout and chunk are those of an unsplit array.
     chunk = tuple(max(1, n) for n in shape)
     prng = None
-    if len(made.feeds) == 1 and made.feeds[0].is_identity:
-        prng = made.feeds[0].entry.prng
+    if len(made.sources) == 1 and made.sources[0].is_identity:
+        prng = made.sources[0].entry.prng
     layout = Layout.replicated(len(shape), 1)
     return ArrayEntry(made.name, shape, made.fact.dtype, chunk, layout, prng=prng)
-
-
-def _stored_entry(index: Index, name: str) -> ArrayEntry:
-    return index.arrays[index.aliases.get(name, name)]
 
 
 def _pieces(entry: ArrayEntry, options: LoadOptions) -> Iterator[Box]:

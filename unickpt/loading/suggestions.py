@@ -147,11 +147,11 @@ def _changes(left: Mapping[str, str], rest: Mapping[str, str]) -> Iterator[tuple
         ending = next((tokens[at:] for at in range(len(tokens)) if tokens[at:] in by_ending), None)
         if ending is not None:
             near |= by_ending[ending][:_MOST_ALIKE]
-        told = set()
+        found = set()
         for stored, other in near.items():
             change = _difference(tokens, other)
-            if change not in told and _may_be_one(left[name], rest[stored]) and _says(change):
-                told.add(change)
+            if change not in found and _may_be_one(left[name], rest[stored]) and _says(change):
+                found.add(change)
                 yield name, stored, change
 
 

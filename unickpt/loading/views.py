@@ -22,7 +22,7 @@ from unickpt.trees import plain_values, tree
 from unickpt.trees.wrapper_names import without_wrappers
 
 
-class View(Protocol):
+class CheckpointView(Protocol):
     """What a load needs to know about a checkpoint."""
 
     @property
@@ -65,11 +65,11 @@ class View(Protocol):
     def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[bytes, ...]:
         """As `Checkpoint.per_process`."""
 
-    def twin(self, name: str) -> ArrayEntry | None:
+    def unchanged_entry(self, name: str) -> ArrayEntry | None:
         """The stored array that equals an array of the index unchanged; None if there is none."""
 
 
-class AsStored:
+class StoredView:
     """A checkpoint as it is stored, adapted to what is requested, if that is known.
 
     Numbers that are requested as arrays become arrays, and names lose the components of torch's
@@ -91,7 +91,7 @@ class AsStored:
             self._serve(asked)
 
     def _serve(self, asked: Mapping[str, Fact]) -> None:
-        have = stored_names(self.index)
+        have = self.index.names
         self.renamed = without_wrappers(
             [name for name in asked if name not in have],
             [name for name in have if name not in asked],
@@ -108,10 +108,10 @@ class AsStored:
     @property
     def unused(self) -> Sequence[str]:
         served = {*self._asked, *self.renamed.values()}
-        return [name for name in stored_names(self.checkpoint.index) if name not in served]
+        return [name for name in self.checkpoint.index.names if name not in served]
 
     def shown(self, name: str) -> str:
-        return shown(stored_leaf(self.checkpoint.index, name))
+        return leaf_text(stored_leaf(self.checkpoint.index, name))
 
     def node(self) -> tree.Node | tree.Leaf:
         index = self.index
@@ -120,7 +120,7 @@ class AsStored:
         except tree.BadTree as error:
             raise CheckpointCorrupt(f"{self.checkpoint.location}: {error}") from None
         in_tree = {leaf.name for leaf in tree.leaves(node)}
-        in_index = set(stored_names(index))
+        in_index = set(index.names)
         if in_tree != in_index:
             name = min(in_tree ^ in_index)
             raise CheckpointCorrupt(
@@ -137,7 +137,7 @@ class AsStored:
     def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[bytes, ...]:
         return self.checkpoint.per_process(self.renamed.get(name, name), of)
 
-    def twin(self, name: str) -> ArrayEntry | None:
+    def unchanged_entry(self, name: str) -> ArrayEntry | None:
         return None if name in self.numbers else self.index.arrays[name]
 
 
@@ -149,18 +149,18 @@ def as_array_entry(
     A float that the requested dtype does not hold exactly stays a float64, as in Python;
     `cast=True` may round it.
     """
-    told = made.fact.dtype if made is not None else ""
+    dtype_text = made.fact.dtype if made is not None else ""
     target = asked.dtype if asked is not None and asked.kind == "array" else ""
-    if not (told or target) or not isinstance(value, bool | int | float):
+    if not (dtype_text or target) or not isinstance(value, bool | int | float):
         return None
     if target and asked is not None and asked.shape != ():
         return None
-    dtype = dtypes.from_name(told or target)
-    if made is not None and told:
+    dtype = dtypes.from_name(dtype_text or target)
+    if made is not None and dtype_text:
         array = np.asarray(value).astype(dtype)
         if type(value) is not float and array.item() != value:
             raise LoadMismatch(
-                f"value {made.source!r}: {dtypes.name_of(dtype)} does not hold {value} exactly\n"
+                f"value {made.carried!r}: {dtypes.name_of(dtype)} does not hold {value} exactly\n"
                 f"  {made.rule}"
             )
     elif plain_values.as_array(value, dtype) is None:
@@ -175,11 +175,6 @@ def number_recipe(value: Any) -> Recipe:
     return Recipe((), (Fill((), whole_dims(()), value),))
 
 
-def stored_names(index: Index) -> dict[str, None]:
-    """All names of an index, in its order."""
-    return dict.fromkeys([*index.arrays, *index.aliases, *index.values, *index.per_process])
-
-
 def stored_leaf(index: Index, name: str) -> Any:
     """The leaf of a name in an index: the entry of an array, a `PerProcess`, or a plain value."""
     target = index.aliases.get(name, name)
@@ -188,10 +183,10 @@ def stored_leaf(index: Index, name: str) -> Any:
     return PerProcess() if name in index.per_process else index.values.get(name)
 
 
-def shown(found: Any) -> str:
-    """What is stored, as text."""
+def leaf_text(found: Any) -> str:
+    """A stored leaf as text."""
     if isinstance(found, ArrayEntry):
-        return f"{found.dtype}{list(found.shape)}"
+        return found.dtype_and_shape
     if isinstance(found, PerProcess):
         return "a PerProcess"
     number = f" {found}" if isinstance(found, bool | int | float) else ""
@@ -219,17 +214,19 @@ def _with_names(index: Index, renamed: Mapping[str, str]) -> Index:
     )
 
 
-def jobs_of(view: View, wanted: Mapping[str, Mapping[str, ArrayTarget]]) -> list[Job]:
+def jobs_of(
+    view: CheckpointView, targets_by_array: Mapping[str, Mapping[str, ArrayTarget]]
+) -> list[Job]:
     """What to read, in groups that need the same stored arrays.
 
     Arguments:
-        wanted: for arrays of the view's index, their targets by name.
+        targets_by_array: for arrays of the view's index, their targets by name.
     """
     jobs: list[dict[str, Recipe]] = []
     at: dict[str, int] = {}  # which job reads a stored array
-    for name, targets in wanted.items():
+    for name, targets in targets_by_array.items():
         recipe = view.recipe(name)
-        used = {feed.entry.name for feed in recipe.feeds}
+        used = {feed.entry.name for feed in recipe.sources}
         joined = sorted({at[entry] for entry in used if entry in at})
         if not joined:
             joined = [len(jobs)]
@@ -241,5 +238,7 @@ def jobs_of(view: View, wanted: Mapping[str, Mapping[str, ArrayTarget]]) -> list
             at.update({entry: home for entry, job in at.items() if job == other})
         at.update(dict.fromkeys(used, home))
         jobs[home] |= dict.fromkeys(targets, recipe)
-    all_targets = {name: target for targets in wanted.values() for name, target in targets.items()}
+    all_targets = {
+        name: target for targets in targets_by_array.values() for name, target in targets.items()
+    }
     return [Job({n: all_targets[n] for n in recipes}, recipes) for recipes in jobs if recipes]

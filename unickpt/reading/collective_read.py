@@ -406,7 +406,7 @@ def _wants_of(jobs: Sequence[Job]) -> Wants:
     wants: dict[str, dict[Box, None]] = {}
     for job in jobs:
         for slot in slots_of(job):
-            for feed in slot.recipe.feeds:
+            for feed in slot.recipe.sources:
                 needed = feed.within(slot.box)
                 boxes = () if needed is None else needed.boxes
                 wants.setdefault(feed.entry.name, {}).update(dict.fromkeys(boxes))

@@ -42,7 +42,7 @@ class Job:
     @property
     def entries(self) -> list[ArrayEntry]:
         """The stored arrays that are read."""
-        used = (feed.entry for recipe in self.recipes.values() for feed in recipe.feeds)
+        used = (feed.entry for recipe in self.recipes.values() for feed in recipe.sources)
         return list({entry.name: entry for entry in used}.values())
 
 
@@ -118,7 +118,7 @@ def buffers_of(stored: Reader, job: Job) -> dict[str, list[Array]]:
         except MemoryError as error:
             raise MemoryError(
                 f"{stored.location}: no memory for array {name!r}, "
-                f"{dtypes.name_of(target.dtype)}{list(target.shape)}: {error}"
+                f"{dtypes.with_shape(dtypes.name_of(target.dtype), target.shape)}: {error}"
             ) from None
     return buffers
 
@@ -153,7 +153,7 @@ def users_of(
     """The users of each stored array, by its name."""
     users: dict[str, tuple[ArrayEntry, list[User]]] = {}
     for name, position, box, recipe in slots:
-        for feed in recipe.feeds:
+        for feed in recipe.sources:
             needed = feed.within(box)
             if needed is not None:
                 of_entry = users.setdefault(feed.entry.name, (feed.entry, []))[1]

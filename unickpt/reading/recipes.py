@@ -1,6 +1,6 @@
-"""Feeds: where the elements of a requested array come from in stored arrays, box by box.
+"""Recipes: where the elements of a requested array come from in stored arrays, box by box.
 
-Without rules every array has one feed, from itself. Rules permute, merge, split, stack and cut.
+Without rules every array has one source, itself. Rules permute, merge, split, stack and cut.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
-from unickpt.arrays.index_map import Digit, Dim, Line, Ranges, line_of, pull
+from unickpt.arrays.index_map import Digit, Dim, LinearIndex, Ranges, linear_index, pull
 from unickpt.arrays.strided_copy import unit_steps
 from unickpt.format.index import ArrayEntry
 
@@ -92,12 +92,12 @@ class MappedSource:
         return self.is_exact and self.source == self.out == whole
 
     @cached_property
-    def _source_lines(self) -> tuple[Line, ...]:
-        return tuple(map(line_of, self.source))
+    def _source_indices(self) -> tuple[LinearIndex, ...]:
+        return tuple(map(linear_index, self.source))
 
     @cached_property
-    def _out_lines(self) -> tuple[Line, ...]:
-        return tuple(map(line_of, self.out))
+    def _out_indices(self) -> tuple[LinearIndex, ...]:
+        return tuple(map(linear_index, self.out))
 
     def within(self, box: Box) -> Needed | None:
         """What a box of the requested array needs; None if nothing."""
@@ -106,7 +106,7 @@ class MappedSource:
 
     def reach(self, ranges: Ranges) -> Box:
         """A box of the stored array that contains everything that the ranges of the axes need."""
-        found = [line.reach(ranges) for line in self._source_lines]
+        found = [line.reach(ranges) for line in self._source_indices]
         return Box(tuple(a for a, _ in found), tuple(b for _, b in found))
 
     def held(self, chunk: Box) -> list[Ranges]:
@@ -119,32 +119,32 @@ class MappedSource:
         first = [a for a, _ in common]
         return Copy(
             tuple(b - a for a, b in common),
-            tuple(x.at(first) - o for x, o in zip(self._source_lines, chunk.start, strict=True)),
-            _steps(self._source_lines, len(common)),
-            tuple(x.at(first) - o for x, o in zip(self._out_lines, box.start, strict=True)),
-            _steps(self._out_lines, len(common)),
+            tuple(x.at(first) - o for x, o in zip(self._source_indices, chunk.start, strict=True)),
+            _steps(self._source_indices, len(common)),
+            tuple(x.at(first) - o for x, o in zip(self._out_indices, box.start, strict=True)),
+            _steps(self._out_indices, len(common)),
         )
 
 
 class _Pulled:
-    """What a box needs from a feed."""
+    """What a box needs from a source."""
 
-    def __init__(self, feed: MappedSource, box: Box, ranges: Sequence[Ranges]) -> None:
-        self._feed, self._box, self._ranges = feed, box, ranges
-        self.boxes: Sequence[Box] = [feed.reach(r) for r in ranges]
+    def __init__(self, source: MappedSource, box: Box, ranges: Sequence[Ranges]) -> None:
+        self._source, self._box, self._ranges = source, box, ranges
+        self.boxes: Sequence[Box] = [source.reach(r) for r in ranges]
 
     def copies(self, chunk: Box) -> Iterator[Copy]:
-        for ours in self._feed.held(chunk):
+        for ours in self._source.held(chunk):
             for theirs in self._ranges:
                 common = tuple(
                     (max(a, c), min(b, d)) for (a, b), (c, d) in zip(ours, theirs, strict=True)
                 )
                 if all(a < b for a, b in common):
-                    yield self._feed.copy(common, self._box, chunk)
+                    yield self._source.copy(common, self._box, chunk)
 
 
 class Itself:
-    """An array as it is stored: a faster feed for loads without rules."""
+    """An array as it is stored: a faster source for loads without rules."""
 
     __slots__ = ("entry",)
     is_exact, scale, offset = True, 1.0, 0.0
@@ -195,7 +195,7 @@ class Fill:
     def copies(self, box: Box) -> Iterator[Copy]:
         """Where the constant lies in a box of the array; reads nothing."""
         whole = tuple((0, n) for n in self.extents)
-        lines = tuple(map(line_of, self.out))
+        lines = tuple(map(linear_index, self.out))
         for ranges in pull(self.out, box.start, box.stop, whole):
             first = [a for a, _ in ranges]
             yield Copy(
@@ -223,16 +223,16 @@ class Recipe:
     """The sources of a requested array.
 
     Arguments:
-        feeds: the stored sources; with `fills`, they give each element exactly once.
+        sources: the stored ones; with `fills`, they give each element exactly once.
         fills: the constant blocks.
         function: makes the array instead of these.
     """
 
-    feeds: Sequence[Source] = ()
+    sources: Sequence[Source] = ()
     fills: Sequence[Fill] = ()
     function: Applied | None = None
 
 
-def _steps(lines: Sequence[Line], axes: int) -> tuple[tuple[int, ...], ...]:
+def _steps(lines: Sequence[LinearIndex], axes: int) -> tuple[tuple[int, ...], ...]:
     by_line = [dict(line.steps) for line in lines]
     return tuple(tuple(steps.get(axis, 0) for steps in by_line) for axis in range(axes))

@@ -129,7 +129,7 @@ class StoredArray:
         return layers[0] if len(layers) == 1 else ts.overlay(layers)
 
     def __repr__(self) -> str:
-        return f"StoredArray({self.name!r}, {self._entry.dtype}{list(self.shape)}, {self.layout})"
+        return f"StoredArray({self.name!r}, {self._entry.dtype_and_shape}, {self.layout})"
 
 
 def _parse(key: Any, shape: tuple[int, ...], name: str) -> tuple[Box, tuple[Any, ...]]:

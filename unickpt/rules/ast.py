@@ -16,13 +16,13 @@ def axes_of(items: Sequence[Item]) -> Iterator[Axis]:
                 yield item
             case Flip(inner):
                 yield from axes_of([inner])
-            case Group(segments):
+            case Composite(segments):
                 for segment in segments:
                     yield from axes_of(segment)
 
 
 @dataclass(frozen=True)
-class Place:
+class Position:
     """Where something is written: file, line and column from 1, and the text of that line."""
 
     file: str
@@ -38,9 +38,9 @@ class Place:
         return f"  {self.text}\n  {' ' * (self.column - 1)}^"
 
 
-def syntax_error(message: str, place: Place) -> RuleSyntaxError:
+def syntax_error(message: str, position: Position) -> RuleSyntaxError:
     """An error that shows its line with a caret."""
-    return RuleSyntaxError(f"{place}: {message}\n{place.pointed()}")
+    return RuleSyntaxError(f"{position}: {message}\n{position.pointed()}")
 
 
 # --- names ------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ class Name:
     """A name with captures, which matches whole names only."""
 
     items: tuple[str | Capture, ...]
-    place: Place = field(compare=False)
+    position: Position = field(compare=False)
 
     def __str__(self) -> str:
         return "".join(map(item_text, self.items))
@@ -116,7 +116,7 @@ class Axis:
     """A named axis; `...` matches any number of them."""
 
     name: str
-    place: Place = field(compare=False)
+    position: Position = field(compare=False)
 
     def __str__(self) -> str:
         if self.name.startswith("_"):
@@ -136,7 +136,7 @@ class One:
 class Pad:
     """`_`: elements that have no counterpart."""
 
-    place: Place = field(compare=False)
+    position: Position = field(compare=False)
 
     def __str__(self) -> str:
         return "_"
@@ -153,7 +153,7 @@ class Flip:
 
 
 @dataclass(frozen=True)
-class Group:
+class Composite:
     """`(a b + c)`: segments one after the other, each the product of its items."""
 
     segments: tuple[tuple[Item, ...], ...]
@@ -162,7 +162,7 @@ class Group:
         return "(" + " + ".join(" ".join(map(str, s)) for s in self.segments) + ")"
 
 
-Item = Axis | One | Pad | Flip | Group
+Item = Axis | One | Pad | Flip | Composite
 
 ELLIPSIS = "..."
 
@@ -183,7 +183,7 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class View:
+class ArrayExpr:
     """A name with its axes, arithmetic and dtype; `items` is None where no axes are given."""
 
     name: Name
@@ -216,8 +216,8 @@ class Nothing:
         return f"{'drop ' if self.unchecked else ''}{value}".strip()
 
 
-Term = tuple[View, ...]
-"""Views that are one array under several names (`a = b`); usually one."""
+Term = tuple[ArrayExpr, ...]
+"""Expressions of one array under several names (`a = b`); usually one."""
 Side = tuple[Term, ...] | Nothing
 
 
@@ -232,7 +232,7 @@ def side_text(side: Side) -> str:
 class RuleLine:
     """`left <-> right`, with the sizes that follow it."""
 
-    place: Place = field(compare=False)
+    position: Position = field(compare=False)
     left: Side
     right: Side
     optional: bool = False
@@ -245,9 +245,9 @@ class RuleLine:
 class LiftLine:
     """`lift left <-> right for prefix <-> prefix law=...`: the rules of parameters serve slots."""
 
-    place: Place = field(compare=False)
-    left: View
-    right: View
+    position: Position = field(compare=False)
+    left: ArrayExpr
+    right: ArrayExpr
     domain: tuple[Name, Name] | None
     law: str | None
 
@@ -256,7 +256,7 @@ class LiftLine:
 class WhereLine:
     """`where a=1, b=2`: sizes for all rules of the file."""
 
-    place: Place = field(compare=False)
+    position: Position = field(compare=False)
     sizes: tuple[tuple[str, int], ...]
 
 
@@ -264,7 +264,7 @@ class WhereLine:
 class IncludeLine:
     """`include target under left <-> right for prefix <-> prefix`: another file, or a preset."""
 
-    place: Place = field(compare=False)
+    position: Position = field(compare=False)
     target: str
     under: tuple[str, str]
     domain: tuple[Name, Name] | None = None
@@ -276,7 +276,7 @@ class IncludeLine:
 class ConventionLine:
     """`convention rope: interleaved <-> half`: what the numbers of each side mean."""
 
-    place: Place = field(compare=False)
+    position: Position = field(compare=False)
     name: str
     left: str
     right: str
@@ -294,14 +294,14 @@ def included(statement: Statement, line: IncludeLine) -> Statement:
             default = statement.default or line.default
             return replace(statement, left=sides[0], right=sides[1], default=default)
         case LiftLine(left=left, right=right, domain=domain):
-            views = [_prefixed_view(v, p) for v, p in zip((left, right), under, strict=True)]
+            exprs = [_prefixed_expr(v, p) for v, p in zip((left, right), under, strict=True)]
             if domain is None and line.domain is not None:
                 domain = line.domain
             else:
                 inner = domain or _own_domain(statement)
                 names = [_prefixed_name(n, p) for n, p in zip(inner, under, strict=True)]
                 domain = (names[0], names[1])
-            return replace(statement, left=views[0], right=views[1], domain=domain)
+            return replace(statement, left=exprs[0], right=exprs[1], domain=domain)
         case IncludeLine(under=(a, b)):
             return replace(
                 statement,
@@ -315,21 +315,21 @@ def included(statement: Statement, line: IncludeLine) -> Statement:
 def _own_domain(line: LiftLine) -> tuple[Name, Name]:
     """The names of parameters as a lift has them that does not say: what its capture takes."""
     captures = [
-        item for view in (line.left, line.right) for item in view.name.items
+        item for expr in (line.left, line.right) for item in expr.name.items
         if not isinstance(item, str)
     ]  # fmt: skip
-    name = Name(tuple(captures[:1]), line.place)
+    name = Name(tuple(captures[:1]), line.position)
     return name, name
 
 
 def _prefixed_side(side: Side, prefix: str) -> Side:
     if isinstance(side, Nothing):
         return side
-    return tuple(tuple(_prefixed_view(view, prefix) for view in term) for term in side)
+    return tuple(tuple(_prefixed_expr(expr, prefix) for expr in term) for term in side)
 
 
-def _prefixed_view(view: View, prefix: str) -> View:
-    return replace(view, name=_prefixed_name(view.name, prefix))
+def _prefixed_expr(expr: ArrayExpr, prefix: str) -> ArrayExpr:
+    return replace(expr, name=_prefixed_name(expr.name, prefix))
 
 
 def _prefixed_name(name: Name, prefix: str) -> Name:

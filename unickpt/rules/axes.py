@@ -1,6 +1,6 @@
-"""Axes: what a view's dimensions are made of, which sizes they have, and where an index is.
+"""Axes: what an array's dimensions are made of, which sizes they have, and where an index is.
 
-A view's dimensions are products and sums of axes. Where one segment is chosen in each sum, every
+An array's dimensions are products and sums of axes. Where one segment is chosen in each sum, every
 dimension is a mixed-radix number with an axis for each digit: a *block* of the array, which is a
 box of axes. Rules pair the blocks of both sides by their axes.
 """
@@ -12,26 +12,26 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from unickpt.arrays.index_map import Digit, Dim
-from unickpt.rules.ast import ELLIPSIS, Axis, Flip, Group, Item, Pad, axes_of
+from unickpt.rules.ast import ELLIPSIS, Axis, Composite, Flip, Item, Pad, axes_of
 
 PAD = "_"
 
 
-def name_pads(items: Sequence[Item], view: str) -> tuple[Item, ...]:
+def name_pads(items: Sequence[Item], tag: str) -> tuple[Item, ...]:
     """Axes with each pad as an axis of its own.
 
     Arguments:
-        items: of a view.
-        view: distinguishes this view's pads from those of other views.
+        items: of an expression.
+        tag: distinguishes their pads from those of other expressions.
     """
     counter = itertools.count()
 
     def named(item: Item) -> Item:
         match item:
-            case Pad(place):
-                return Axis(f"{PAD}{view}{next(counter)}", place)
-            case Group(segments):
-                return Group(tuple(tuple(map(named, segment)) for segment in segments))
+            case Pad(position):
+                return Axis(f"{PAD}{tag}{next(counter)}", position)
+            case Composite(segments):
+                return Composite(tuple(tuple(map(named, segment)) for segment in segments))
         return item
 
     return tuple(map(named, items))
@@ -42,10 +42,10 @@ def expand(items: Sequence[Item], rank: int) -> tuple[Item, ...]:
     out: list[Item] = []
     for item in items:
         match item:
-            case Axis(name, place) if name == ELLIPSIS:
-                out += [Axis(f"{ELLIPSIS}{i}", place) for i in range(rank)]
-            case Flip(Axis(name, place)) if name == ELLIPSIS:
-                out += [Flip(Axis(f"{ELLIPSIS}{i}", place)) for i in range(rank)]
+            case Axis(name, position) if name == ELLIPSIS:
+                out += [Axis(f"{ELLIPSIS}{i}", position) for i in range(rank)]
+            case Flip(Axis(name, position)) if name == ELLIPSIS:
+                out += [Flip(Axis(f"{ELLIPSIS}{i}", position)) for i in range(rank)]
             case _:
                 out.append(item)
     return tuple(out)
@@ -73,7 +73,7 @@ def choices(items: Sequence[Item]) -> list[Choice]:
 
 
 def _item_choices(item: Item) -> list[Choice]:
-    if not isinstance(item, Group):
+    if not isinstance(item, Composite):
         return [()]
     return [(k, *rest) for k, segment in enumerate(item.segments) for rest in choices(segment)]
 
@@ -90,7 +90,7 @@ def _chosen_axes(item: Item, picked: Iterator[int]) -> Iterator[Axis]:
             yield item
         case Flip(inner):
             yield from _chosen_axes(inner, picked)
-        case Group(segments):
+        case Composite(segments):
             for inner in segments[next(picked)]:
                 yield from _chosen_axes(inner, picked)
 
@@ -113,7 +113,7 @@ def size_of(item: Item, sizes: Mapping[str, int]) -> int | None:
             return sizes.get(name)
         case Flip(inner):
             return size_of(inner, sizes)
-        case Group(segments):
+        case Composite(segments):
             total = 0
             for segment in segments:
                 extents = [size_of(i, sizes) for i in segment]
@@ -146,7 +146,7 @@ def solve(item: Item, extent: int, sizes: dict[str, int]) -> bool:
             return False
         case Flip(inner):
             return solve(inner, extent, sizes)
-        case Group(segments):
+        case Composite(segments):
             return _solve_sum(item, segments, extent, sizes)
     if extent != 1:
         raise DoesNotFit(f"there are {extent} elements where the rule says 1")
@@ -158,7 +158,7 @@ def _solve_sum(
 ) -> bool:
     rest, open_segments = extent, []
     for segment in segments:
-        size = size_of(Group((tuple(segment),)), sizes) if len(segments) > 1 else None
+        size = size_of(Composite((tuple(segment),)), sizes) if len(segments) > 1 else None
         if size is None:
             open_segments.append(segment)
         else:
@@ -190,12 +190,12 @@ def _solve_product(whole: Item, items: Sequence[Item], extent: int, sizes: dict[
     return solve(unknown[0], extent // known, sizes)
 
 
-def always_followed(axis: str, views: Sequence[Sequence[Item]]) -> bool:
+def always_followed(axis: str, exprs: Sequence[Sequence[Item]]) -> bool:
     """Whether an axis always comes directly before one other."""
-    every = [a.name for items in views for a in axes_of(items)]
+    every = [a.name for items in exprs for a in axes_of(items)]
     pairs = [
         (first.name, second.name)
-        for items in views
+        for items in exprs
         for product in _products(items)
         for first, second in itertools.pairwise(product)
         if isinstance(first, Axis) and isinstance(second, Axis)
@@ -210,7 +210,7 @@ def always_followed(axis: str, views: Sequence[Sequence[Item]]) -> bool:
 
 def _products(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
     for item in items:
-        if isinstance(item, Group):
+        if isinstance(item, Composite):
             for segment in item.segments:
                 yield segment
                 yield from _products(segment)
@@ -229,7 +229,7 @@ def dims_of(
     """The dimensions of a block.
 
     Arguments:
-        items: of the view, expanded.
+        items: of the expression, expanded.
         choice: the segments of the block.
         sizes: of all axes.
         numbers: the axes that are free, with their numbers.
@@ -247,9 +247,9 @@ def dims_of(
                 return Digit(sizes[name], 0, sizes[name], numbers[name], reverse)
             case Flip(inner):
                 return digit(inner, True)
-            case Group(segments):
+            case Composite(segments):
                 at = next(picked)
-                extents = [size_of(Group((s,)), sizes) or 0 for s in segments]
+                extents = [size_of(Composite((s,)), sizes) or 0 for s in segments]
                 inner_digits = tuple(digit(i) for i in segments[at])
                 return Digit(sum(extents), sum(extents[:at]), extents[at], inner_digits)
         return Digit(1, 0, 1, None)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from unickpt.format.index import ArrayEntry
 from unickpt.rules.ast import Nothing
 from unickpt.rules.matching import Instance, Names, names_of
+from unickpt.rules.rule import terms_of
 
 _HOW_TO_TELL = (
     "make the names of one of them narrower, or begin the more general one with `default`: it then "
@@ -32,22 +33,17 @@ class Claims:
         Where a rule gives an array several names (tied by `=`), another rule may take all but the
         first of them.
         """
-        for right, names, claimed in ((False, have, self._taken), (True, want, self._made)):
-            claims: dict[str, list[tuple[Instance, int]]] = {}
-            for instance in valid:
-                side = instance.rule.right if right else instance.rule.left
-                for term in () if isinstance(side, Nothing) else side:
-                    for rank, view in enumerate(term):
-                        for _, name in instance.grid(view):
-                            if names is None or name in names.facts:
-                                claims.setdefault(name, []).append((instance, min(rank, 1)))
-            for name, by in claims.items():
+        for verb, right, names, claimed in (
+            ("taken", False, have, self._taken),
+            ("made", True, want, self._made),
+        ):
+            for name, by in _claims_of(valid, right, names).items():
                 best = min(rank for _, rank in by)
                 kept = [instance for instance, rank in by if rank == best]
                 self._left.update((name, id(instance)) for instance, rank in by if rank > best)
                 claimed[name] = str(kept[0].rule)
                 if len(kept) > 1 and not _same_constant(kept):
-                    self._twice(name, "made" if right else "taken", [str(i.rule) for i in kept])
+                    self._twice(name, verb, [str(instance.rule) for instance in kept])
 
     def add(self, have: Iterable[str], want: Iterable[str], rule: str) -> None:
         """Adds what a lift takes and makes; no `Instance` exists for it."""
@@ -68,16 +64,31 @@ class Claims:
             both_known: whether the names of both sides are known.
         """
         advice = _HOW_TO_TELL if both_known else f"{_HOW_TO_TELL}; {_NAMES_TELL}"
-        told = []
+        problems = []
         for rules, clashes in self._clashes.items():
             (name, verb), count = clashes[0], sum(verb == clashes[0][1] for _, verb in clashes)
             more = f" (and {count - 1} more)" if count > 1 else ""
             join = _JOIN if verb == "taken" else ""
-            told.append("\n    ".join([f"{name!r}{more} is {verb} twice", *rules, advice + join]))
-        return told
+            lines = [f"{name!r}{more} is {verb} twice", *rules, advice + join]
+            problems.append("\n    ".join(lines))
+        return problems
 
     def _twice(self, name: str, verb: str, rules: Iterable[str]) -> None:
         self._clashes.setdefault(tuple(dict.fromkeys(rules)), []).append((name, verb))
+
+
+def _claims_of(
+    valid: Iterable[Instance], right: bool, names: Names | None
+) -> dict[str, list[tuple[Instance, int]]]:
+    """The rules that claim each array of a side; 0 if under its first name, 1 if under another."""
+    claims: dict[str, list[tuple[Instance, int]]] = {}
+    for instance in valid:
+        for term in terms_of(instance.rule.right if right else instance.rule.left):
+            for number, expr in enumerate(term):
+                for _, name in instance.grid(expr):
+                    if names is None or name in names.facts:
+                        claims.setdefault(name, []).append((instance, min(number, 1)))
+    return claims
 
 
 def _same_constant(claims: Sequence[Instance]) -> bool:
@@ -94,22 +105,25 @@ def keep_ties(found: Sequence[Instance], entries: Mapping[str, ArrayEntry]) -> N
 
     Otherwise a rule for models without the tie would load a second array from the shared one.
     """
-    tied: dict[str, Instance] = {}
-    for instance in found:
-        side = instance.rule.left
-        if instance.why_not is not None or isinstance(side, Nothing):
-            continue
-        for term in side:
-            for at, first in instance.grid(term[0]):
-                for view in term[1:]:
-                    name = view.pattern.format(instance.texts, at)
-                    if name in entries and entries.get(first) is entries[name]:
-                        tied[name] = instance
+    tied = _tied(found, entries)
     for instance in found:
         if instance.why_not is None and not isinstance(instance.rule.left, Nothing):
             owners = {tied.get(name) for name in names_of(instance, instance.rule.left)}
             if owners and None not in owners and instance not in owners:
                 instance.why_not = "another rule takes it, as tied to another name"
+
+
+def _tied(found: Iterable[Instance], entries: Mapping[str, ArrayEntry]) -> dict[str, Instance]:
+    """The stored arrays that a rule ties to another name of the same array, with that rule."""
+    tied: dict[str, Instance] = {}
+    for instance in found:
+        for term in terms_of(instance.rule.left) if instance.why_not is None else ():
+            for at, first in instance.grid(term[0]):
+                for expr in term[1:]:
+                    name = expr.pattern.format(instance.texts, at)
+                    if name in entries and entries.get(first) is entries[name]:
+                        tied[name] = instance
+    return tied
 
 
 def leave_to_others(
@@ -130,26 +144,14 @@ def leave_to_others(
     """
     if not any(instance.rule.default for instance in found):
         return
-    taken: set[str] = set()
-    made: set[str] = set()
+    valid = [instance for instance in found if instance.why_not is None]
+    others = [instance for instance in valid if not instance.rule.default]
+    taken, made = _claimed(others, both_known)
     for have, want in shared:
         if have:
             taken.update(have)
             made.update(want)
-    misfits: dict[str, Instance] = {}
-    valid = [i for i in found if i.why_not is None]
-    for instance in found:
-        there = instance.have and (instance.want or not both_known)
-        fits_names = instance.why_not is not None and not instance.lacks_names and there
-        if fits_names and not instance.rule.optional:
-            misfits.update(dict.fromkeys(instance.matched_names(), instance))
-    for instance in valid:
-        for side, names in ((instance.rule.left, taken), (instance.rule.right, made)):
-            if instance.rule.default or isinstance(side, Nothing):
-                continue
-            for term in side:
-                for view in term[:1] if both_known else term:
-                    names.update(name for _, name in instance.grid(view))
+    misfits = _misfits_by_name(found, both_known)
     for instance in valid:
         rule = instance.rule
         if not rule.default:
@@ -162,6 +164,34 @@ def leave_to_others(
             instance.why_not = "another rule applies to it"
 
 
+def _claimed(valid: Iterable[Instance], first_only: bool) -> tuple[set[str], set[str]]:
+    """The names that rules take and those that they make.
+
+    Arguments:
+        valid: families to which these rules apply.
+        first_only: whether to leave out all but the first of several names of one array.
+    """
+    taken: set[str] = set()
+    made: set[str] = set()
+    for instance in valid:
+        for side, names in ((instance.rule.left, taken), (instance.rule.right, made)):
+            for term in terms_of(side):
+                for expr in term[:1] if first_only else term:
+                    names.update(name for _, name in instance.grid(expr))
+    return taken, made
+
+
+def _misfits_by_name(found: Iterable[Instance], both_known: bool) -> dict[str, Instance]:
+    """The families whose names all exist but whose axes do not fit, by these names."""
+    misfits: dict[str, Instance] = {}
+    for instance in found:
+        there = instance.have and (instance.want or not both_known)
+        fits_names = instance.why_not is not None and not instance.lacks_names and there
+        if fits_names and not instance.rule.optional:
+            misfits.update(dict.fromkeys(instance.matched_names(), instance))
+    return misfits
+
+
 def choose_variants(found: Sequence[Instance]) -> None:
     """Of the readings of one rule that all fit the same arrays, keeps the likeliest."""
     best: dict[tuple[str, str, str], int] = {}
@@ -169,10 +199,10 @@ def choose_variants(found: Sequence[Instance]) -> None:
     for instance in valid:
         rule = instance.rule
         for name in names_of(instance, rule.left):
-            key = (str(rule.place), rule.text, name)
+            key = (str(rule.position), rule.text, name)
             best[key] = min(best.get(key, rule.variant), rule.variant)
     for instance in valid:
         rule = instance.rule
         names = names_of(instance, rule.left)
-        if any(best[str(rule.place), rule.text, name] < rule.variant for name in names):
+        if any(best[str(rule.position), rule.text, name] < rule.variant for name in names):
             instance.why_not = "another reading of the rule fits too"

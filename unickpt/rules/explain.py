@@ -13,7 +13,7 @@ from unickpt.rules.matching import Instance, Names, instances
 from unickpt.rules.name_patterns import Pattern
 from unickpt.rules.optimizer_slots import Shared
 from unickpt.rules.plan import Fact, Made
-from unickpt.rules.rule import Rule, Terms, views_of
+from unickpt.rules.rule import Rule, Terms, exprs_of
 from unickpt.trees.name_ranges import skeleton
 
 _MOST_LINES = 22
@@ -28,10 +28,10 @@ def message(where: str, problems: Sequence[str]) -> str:
     count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
     lines = [f"{where}: the rules do not fit: {count}"]
     for shown, problem in enumerate(problems):
-        told = f"  {problem}".split("\n")
-        if shown and len(lines) + len(told) > _MOST_LINES:
+        text = f"  {problem}".split("\n")
+        if shown and len(lines) + len(text) > _MOST_LINES:
             return "\n".join([*lines, f"  ... and {len(problems) - shown} more"])
-        lines += told
+        lines += text
     return "\n".join(lines)
 
 
@@ -58,7 +58,7 @@ def left_over(
     problems = [*ties.values(), *misfits]
     explained |= ties.keys()
     dropped = False
-    for facts, others, told in (
+    for facts, others, state in (
         (unused, unmade, "is stored, and no rule takes it"),
         (unmade, unused, "is asked for, and no rule makes it"),
     ):
@@ -69,7 +69,7 @@ def left_over(
                 hint = _missing_rule(*((name, near) if facts is unused else (near, name)))
             if facts is unused and not near and not dropped:
                 hint, dropped = f"\n    if it is to be left out: {name} <-> drop", True
-            problems.append(f"{name!r} ({fact}){like} {told}{hint}")
+            problems.append(f"{name!r} ({fact}){like} {state}{hint}")
     if any("%2F" in name for name in unused):
         problems.append(
             "%2F in a name is a `/` within a key, as in a flat tree; save a nested tree, or write "
@@ -97,16 +97,16 @@ def _ties(
     for name, fact in unmade.items():
         if fact.kind != "array" or not fact.shape or len(like[fact]) != 2:
             continue
-        (twin,) = (other for other in like[fact] if other != name)
-        if twin in made and skeleton(twin) != skeleton(name):
-            yield name, _tie(name, fact, twin, made[twin].rule)
+        (tied,) = (other for other in like[fact] if other != name)
+        if tied in made and skeleton(tied) != skeleton(name):
+            yield name, _tie(name, fact, tied, made[tied].rule)
 
 
-def _tie(name: str, fact: Fact, twin: str, rule: str) -> str:
+def _tie(name: str, fact: Fact, tied: str, rule: str) -> str:
     lines = [
         f"{name!r} ({fact}) is asked for, but no stored array is left for it",
-        f"{twin!r} has the same shape. If the two are tied, or both are made of one stored array,",
-        f"join them by `=`, as in `{twin} [...] = {name} [...]`, in",
+        f"{tied!r} has the same shape. If the two are tied, or both are made of one stored array,",
+        f"join them by `=`, as in `{tied} [...] = {name} [...]`, in",
         rule,
     ]
     if rule.startswith("preset "):
@@ -148,11 +148,11 @@ def _is_left_over(
 
 def _nearest(name: str, fact: Fact, among: Mapping[str, Fact]) -> str | None:
     """The likeliest counterpart of a name: one of its kind, with as many elements if there is."""
-    kin = {n: f for n, f in among.items() if f.kind == fact.kind}
-    same = [n for n, f in kin.items() if sorted(f.shape) == sorted(fact.shape)]
+    of_kind = {n: f for n, f in among.items() if f.kind == fact.kind}
+    same = [n for n, f in of_kind.items() if sorted(f.shape) == sorted(fact.shape)]
     if same and fact.shape:
         return _similar(name, same, _POSSIBLE)
-    return _similar(name, kin, _LIKELY)
+    return _similar(name, of_kind, _LIKELY)
 
 
 def _similar(name: str, among: Iterable[str], least: float) -> str | None:
@@ -189,7 +189,7 @@ def _misfits(
         for name in instance.matched_names():
             best[name] = max(best.get(name, 0), _likelihood(instance))
     explained: set[str] = set()
-    told: dict[str, tuple[Instance, list[str]]] = {}
+    by_rule: dict[str, tuple[Instance, list[str]]] = {}
     for instance in misfits:
         here = [n for n in instance.matched_names() if best[n] == _likelihood(instance)]
         names = [name for name in here if name in rest and name not in tied]
@@ -199,16 +199,16 @@ def _misfits(
         for lift in shared:
             for slot in (lift.left, lift.right):
                 explained.update(own for name in names for own in slot.of(name))
-        told.setdefault(str(instance.rule), (instance, []))[1].extend(names)
-    reasons = {instance.why_not for instance, _ in told.values() if not instance.rule.lifted}
+        by_rule.setdefault(str(instance.rule), (instance, []))[1].extend(names)
+    reasons = {instance.why_not for instance, _ in by_rule.values() if not instance.rule.lifted}
     lifts: set[str] = set()
     problems = []
-    for instance, names in told.values():
+    for instance, names in by_rule.values():
         rule = instance.rule
         if rule.lifted:  # reported for the parameter's own rule, or once for all slots of the lift
-            if instance.why_not in reasons or str(rule.place) in lifts:
+            if instance.why_not in reasons or str(rule.position) in lifts:
                 continue
-            lifts.add(str(rule.place))
+            lifts.add(str(rule.position))
         meant, hint = None, ""
         if instance.lacks is not None:
             meant, hint = _respelled(
@@ -231,13 +231,13 @@ def _caret(instance: Instance) -> str:
 
 
 def _tags(side: Terms | Nothing) -> set[str]:
-    return {view.tag for view in views_of(side)}
+    return {expr.tag for expr in exprs_of(side)}
 
 
 def _reason(instance: Instance) -> str:
     rule, why = instance.rule, instance.why_not
     about_sizes = instance.lacks_names or " elements here, but " in str(why)
-    if about_sizes and any(view.pattern.choices for view in rule.views):
+    if about_sizes and any(expr.pattern.choices for expr in rule.exprs):
         return f"{why}; note that an enumeration such as {{a|b}} means all of its names together"
     return str(why)
 
@@ -275,7 +275,7 @@ def idle(
             busy.add(id(instance.rule))
         else:
             misfits.setdefault(id(instance.rule), instance)
-    told, unmatched = [], []
+    idle_rules, unmatched = [], []
     for rule in rules:
         if rule.optional or id(rule) in busy or not _relates(rule):
             continue
@@ -284,23 +284,23 @@ def idle(
             unmatched.append(rule)
         elif not any(problem.startswith(f"{rule}\n") for problem in problems):
             names = counted(list(misfit.matched_names()))
-            told.append(
+            idle_rules.append(
                 f"{rule}{_caret(misfit)}\n    applies to nothing: {_reason(misfit)} "
                 f"(it matches {names}); {_OPTIONAL}"
             )
     for rule in unmatched[:_MOST_IDLE]:
         hint = _other_spelling(rule, have) or _OPTIONAL
-        told.append(f"{rule}\n    matches nothing; {hint}")
+        idle_rules.append(f"{rule}\n    matches nothing; {hint}")
     more = len(unmatched) - _MOST_IDLE
     if more > 0:
-        told.append(f"{more} more rule{'s' * (more > 1)} match{'es' * (more == 1)} nothing")
-    return told
+        idle_rules.append(f"{more} more rule{'s' * (more > 1)} match{'es' * (more == 1)} nothing")
+    return idle_rules
 
 
 def _other_spelling(rule: Rule, have: Names) -> str | None:
     """What is wrong with a rule's name of what is stored, where that can be seen."""
-    for view in views_of(rule.left):
-        name = view.pattern.name
+    for expr in exprs_of(rule.left):
+        name = expr.pattern.name
         if any(isinstance(item, str) and "{" in item for item in name.items):
             return "`{{` means a brace in the name itself; a capture has single braces"
         items = tuple(i.replace("/", ".") if isinstance(i, str) else i for i in name.items)
@@ -308,7 +308,7 @@ def _other_spelling(rule: Rule, have: Names) -> str | None:
         for stored in itertools.islice(have.facts, 2000):
             if dotted.match(stored.replace("/", ".")):
                 return f"there is {stored!r}: check where the name has `/` and where `.`"
-        if view.pattern.literal and (near := _similar(str(name), have.facts, _LIKELY)):
+        if expr.pattern.literal and (near := _similar(str(name), have.facts, _LIKELY)):
             return f"did you mean {near!r}?"
     return None
 
@@ -321,7 +321,7 @@ def unfamiliar(
     relating = [rule for rule in rules if _relates(rule) and not rule.lifted]
     if valid or matching or len(relating) < _MOST_IDLE or not have.facts:
         return []
-    ours, theirs = next(iter(have.facts)), views_of(relating[0].left)[0].pattern.name
+    ours, theirs = next(iter(have.facts)), exprs_of(relating[0].left)[0].pattern.name
     return [
         f"none of the {len(relating)} rules applies; is it the right preset, or the right file?\n"
         f"    stored are names such as {ours!r}, and the rules take names such as '{theirs}';\n"

@@ -7,22 +7,22 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from unickpt.rules.ast import Place
+from unickpt.rules.ast import Position
 
 
 @dataclass(frozen=True)
-class Line:
+class LogicalLine:
     """A logical line: the physical lines that it was put together from."""
 
     text: str
     starts: tuple[tuple[int, int, int, str], ...]  # offset, line number, indentation, its text
 
-    def place(self, file: str, at: int) -> Place:
+    def position(self, file: str, at: int) -> Position:
         offset, number, cut, text = next(s for s in reversed(self.starts) if s[0] <= at)
-        return Place(file, number, at - offset + cut + 1, text)
+        return Position(file, number, at - offset + cut + 1, text)
 
 
-def logical_lines(text: str) -> Iterator[Line]:
+def logical_lines(text: str) -> Iterator[LogicalLine]:
     """Lines without comments; one that is not complete takes the next one along."""
     held, starts = "", []
     pending: list[tuple[int, str]] = [
@@ -39,7 +39,7 @@ def logical_lines(text: str) -> Iterator[Line]:
         following = pending[at + 1][1].lstrip() if at + 1 < len(pending) else ""
         if following and (_is_open(held) or following.startswith(("<->", ",", "="))):
             continue
-        yield Line(held, tuple(starts))
+        yield LogicalLine(held, tuple(starts))
         held, starts = "", []
 
 

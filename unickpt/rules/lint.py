@@ -1,19 +1,20 @@
-"""Warns of rules that swap two names: a likely mistake that shapes often cannot show."""
+"""Warns of likely mistakes that shapes often cannot show: two names swapped, layers misnumbered."""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from unickpt.rules.ast import Choice, Name, item_text
-from unickpt.rules.rule import Rule, views_of
+from unickpt.rules.ast import Choice, Linear, Name, item_text
+from unickpt.rules.rule import Rule, exprs_of
+from unickpt.trees.name_ranges import skeleton
 
 _SEPARATOR = re.compile(r"[/.]")
 Components = tuple[str, ...]
 
 
-def crossings(rules: Sequence[Rule]) -> Iterator[str]:
+def swapped_names(rules: Sequence[Rule]) -> Iterator[str]:
     """Questions about pairs of rules that differ only in two names, which they swap.
 
     `q_proj` of one side becomes `k_proj` of the other, and `k_proj` becomes `q_proj`.
@@ -35,12 +36,12 @@ def crossings(rules: Sequence[Rule]) -> Iterator[str]:
 
 def _names(rule: Rule) -> Iterator[tuple[Components, Components]]:
     """The pairs of names that a rule relates, one for each option of its enumerations."""
-    names = itertools.product(views_of(rule.left), views_of(rule.right))
+    names = itertools.product(exprs_of(rule.left), exprs_of(rule.right))
     for ours, theirs in names if not rule.lifted else ():
         options = {c.axis: len(c.options) for c in ours.pattern.choices}
         for at in itertools.product(*map(range, options.values())):
             chosen = dict(zip(options, at, strict=True))
-            pair = (_components(view.pattern.name, chosen) for view in (ours, theirs))
+            pair = (_components(expr.pattern.name, chosen) for expr in (ours, theirs))
             yield next(pair), next(pair)
 
 
@@ -60,3 +61,45 @@ def _is_word(component: str) -> bool:
 
 def _without(components: Components, one: str) -> Components:
     return tuple("*" if component == one else component for component in components)
+
+
+# --- numbers of layers ------------------------------------------------------------------------
+
+
+def questionable_numbers(rules: Sequence[Rule], made: Iterable[str]) -> Iterator[str]:
+    """Questions about the numbers in the names of all that is made.
+
+    Used where the names of the other side are not known. Gaps in the numbers are suspicious, and so
+    are layers with far fewer arrays than others: a rule may take the wrong axis for the layers.
+    """
+    prefixes = {prefix for rule in rules for prefix in _prefixes(rule)}
+    names = list(made)
+    for prefix in sorted(prefixes):
+        layers: dict[int, set[str]] = {}
+        for name in names:
+            found = re.match(rf"{re.escape(prefix)}(\d+)(.*)", name)
+            if found:
+                layers.setdefault(int(found[1]), set()).add(skeleton(found[2]))
+        holes = sorted(set(range(max(layers, default=-1) + 1)) - layers.keys())
+        if holes:
+            yield f"{prefix}{max(layers)} is made, but {_named(prefix, holes)}: is that intended?"
+        most = max(map(len, layers.values()), default=0)
+        poor = sorted(n for n, arrays in layers.items() if 2 * len(arrays) < most)
+        if poor:
+            yield (
+                f"{prefix}{poor[0]} has {len(layers[poor[0]])} arrays, and others under {prefix!r} "
+                f"have up to {most}: is that intended?"
+            )
+
+
+def _named(prefix: str, holes: Sequence[int]) -> str:
+    more = f" and {len(holes) - 1} more are" if len(holes) > 1 else " is"
+    return f"{prefix}{holes[0]}{more} not"
+
+
+def _prefixes(rule: Rule) -> Iterator[str]:
+    """The part before the first number of the names that a rule makes."""
+    for expr in exprs_of(rule.right):
+        first, *rest = [*expr.pattern.name.items, "", ""][:2]
+        if isinstance(first, str) and isinstance(rest[0], Linear) and not rule.lifted:
+            yield first

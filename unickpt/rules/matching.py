@@ -6,12 +6,13 @@ import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from unickpt.rules import ast, axes
 from unickpt.rules.ast import ELLIPSIS, Item, Nothing
 from unickpt.rules.name_patterns import Match, Path, is_ambiguous, solve_linear
 from unickpt.rules.plan import Fact
-from unickpt.rules.rule import Rule, Seen, Terms, views_of
+from unickpt.rules.rule import CompiledExpr, Rule, Terms, exprs_of
 
 
 class Names:
@@ -21,18 +22,18 @@ class Names:
         self.facts = facts
         self._sorted = sorted(facts)
 
-    def matching(self, view: Seen) -> Iterator[tuple[str, Match]]:
-        """All names that a view's pattern matches."""
-        prefix = view.pattern.prefix
+    def matching(self, expr: CompiledExpr) -> Iterator[tuple[str, Match]]:
+        """All names that an expression's pattern matches."""
+        prefix = expr.pattern.prefix
         names: Iterable[str]
-        if view.pattern.literal:
+        if expr.pattern.literal:
             names = [prefix] if prefix in self.facts else []
         else:
             low = bisect_left(self._sorted, prefix)
             high = bisect_right(self._sorted, prefix + "\U0010ffff")
             names = itertools.islice(self._sorted, low, high)
         for name in names:
-            match = view.pattern.match(name)
+            match = expr.pattern.match(name)
             if match is not None:
                 yield name, match
 
@@ -40,9 +41,9 @@ class Names:
 class Unfit(ValueError):
     """Why a rule does not apply to the arrays it matches, and which of its names shows it."""
 
-    def __init__(self, why: str, view: Seen | None = None) -> None:
+    def __init__(self, why: str, expr: CompiledExpr | None = None) -> None:
         super().__init__(why)
-        self.view = view
+        self.expr = expr
 
 
 class Misshapen(Unfit):
@@ -52,8 +53,8 @@ class Misshapen(Unfit):
 class Lacks(Unfit):
     """Why a rule does not apply: an array of the family, such as `name`, does not exist."""
 
-    def __init__(self, why: str, view: Seen, name: str) -> None:
-        super().__init__(why, view)
+    def __init__(self, why: str, expr: CompiledExpr, name: str) -> None:
+        super().__init__(why, expr)
         self.name = name
 
 
@@ -64,11 +65,11 @@ class Instance:
     Arguments:
         rule: the rule, turned so that its left side is what is there.
         texts: what its text captures took.
-        have, want: the arrays of each view that match, with what their names hold.
+        have, want: the arrays of each expression that match, with what their names hold.
         sizes: of all axes.
         rank: how many axes `...` matches.
         why_not: why it does not apply; None where it does.
-        fault: the view that does not fit, where it is one.
+        fault: the expression that does not fit, where it is one.
         lacks: the first array of the family that does not exist, where that is the reason.
         misshapen: whether the reason is that arrays have other shapes.
     """
@@ -80,7 +81,7 @@ class Instance:
     sizes: dict[str, int] = field(default_factory=dict)
     rank: int = 0
     why_not: str | None = None
-    fault: Seen | None = None
+    fault: CompiledExpr | None = None
     lacks: str | None = None
     misshapen: bool = False
     _items: dict[str, tuple[Item, ...]] = field(default_factory=dict)
@@ -90,18 +91,18 @@ class Instance:
         """Whether it does not apply because arrays of the family do not exist."""
         return self.lacks is not None
 
-    def items(self, view: Seen) -> tuple[Item, ...]:
-        """A view's axes with `...` spelled out; not before `rank` is known."""
-        if view.tag not in self._items:
-            self._items[view.tag] = axes.expand(view.items, self.rank)
-        return self._items[view.tag]
+    def items(self, expr: CompiledExpr) -> tuple[Item, ...]:
+        """An expression's axes with `...` spelled out; not before `rank` is known."""
+        if expr.tag not in self._items:
+            self._items[expr.tag] = axes.expand(expr.items, self.rank)
+        return self._items[expr.tag]
 
-    def grid(self, view: Seen) -> Iterator[tuple[dict[str, int], str]]:
-        """Every array of a view: the indices in its name, and its name."""
-        names = sorted(view.pattern.axes)
+    def grid(self, expr: CompiledExpr) -> Iterator[tuple[dict[str, int], str]]:
+        """Every array of an expression: the indices in its name, and its name."""
+        names = sorted(expr.pattern.axes)
         for indices in itertools.product(*(range(self.sizes[a]) for a in names)):
             at = dict(zip(names, indices, strict=True))
-            yield at, view.pattern.format(self.texts, at)
+            yield at, expr.pattern.format(self.texts, at)
 
     def names_there(self) -> Iterator[str]:
         """The names of stored arrays that match."""
@@ -120,13 +121,13 @@ def instances(rule: Rule, have: Names, want: Names | None) -> list[Instance]:
     """The families of arrays that a rule matches, not resolved yet."""
     found: dict[tuple[tuple[str, Path], ...], Instance] = {}
     for side, names, attribute in ((rule.left, have, "have"), (rule.right, want, "want")):
-        for view in views_of(side) if names is not None else []:
+        for expr in exprs_of(side) if names is not None else []:
             assert names is not None
-            for name, match in names.matching(view):
+            for name, match in names.matching(expr):
                 texts = match.texts
                 instance = found.setdefault(texts, Instance(rule, dict(texts)))
-                getattr(instance, attribute).setdefault(view.tag, []).append((name, match))
-    free = any(view.pattern.texts for view in views_of(rule.right))
+                getattr(instance, attribute).setdefault(expr.tag, []).append((name, match))
+    free = any(expr.pattern.texts for expr in exprs_of(rule.right))
     if not found and want is None and isinstance(rule.left, Nothing) and not free:
         found[()] = Instance(rule, {})  # it makes arrays out of nothing
     return list(found.values())
@@ -144,9 +145,29 @@ def resolve(instance: Instance, have: Names, want: Names | None, *, partly: bool
     try:
         _resolve(instance, have, want, partly)
     except Unfit as error:
-        instance.why_not, instance.fault = str(error), error.view
+        instance.why_not, instance.fault = str(error), error.expr
         instance.lacks = error.name if isinstance(error, Lacks) else None
         instance.misshapen = isinstance(error, Misshapen)
+
+
+class _Matched(NamedTuple):
+    """The arrays that an expression of a rule matches.
+
+    Arguments:
+        expr: the expression.
+        arrays: their names, and what these hold.
+        names: all names of that side.
+    """
+
+    expr: CompiledExpr
+    arrays: Sequence[tuple[str, Match]]
+    names: Names
+
+    @property
+    def first(self) -> tuple[str, Fact]:
+        """The first of them."""
+        name = self.arrays[0][0]
+        return name, self.names.facts[name]
 
 
 def _resolve(instance: Instance, have: Names, want: Names | None, partly: bool) -> None:
@@ -154,76 +175,88 @@ def _resolve(instance: Instance, have: Names, want: Names | None, partly: bool) 
     sides = [(rule.left, have, instance.have)]
     if want is not None:
         sides.append((rule.right, want, instance.want))
-    given = {**instance.sizes, **rule.sizes}
-    for view in rule.views:
-        given |= {choice.axis: len(choice.options) for choice in view.pattern.choices}
-    instance.sizes = sizes = {k: v for k, v in given.items() if k != axes.PAD}
-    known = [
-        (view, found[view.tag], names)
+    matched = [
+        _Matched(expr, found[expr.tag], names)
         for side, names, found in sides
-        for view in views_of(side)
-        if view.tag in found
+        for expr in exprs_of(side)
+        if expr.tag in found
     ]
-    if not rule.says_shapes:
-        _check_all_there(instance, have, want, partly)
-        return
-    instance.rank = _rank(rule, known)
-    for view in rule.views:  # a size for `_` is that of each pad
-        for pad in ast.axes_of(instance.items(view)):
-            if axes.is_pad(pad.name) and axes.PAD in given:
-                sizes[pad.name] = given[axes.PAD]
-    # First from arrays without an index in their names: these certainly belong to the family.
-    _solve(instance, [k for k in known if not k[0].pattern.axes])
-    inside = [(view, _within(view, found, sizes), names) for view, found, names in known]
-    for view, found, _ in inside:
-        if not found:
-            raise Unfit(
-                f"the numbers in the names that match {view.pattern.name} are out of range", view
-            )
-    _solve(instance, [(v, [(n, m) for n, m, _ in f], names) for v, f, names in inside])
-    for view, found, _ in inside:
-        for axis in view.pattern.axes:
-            if axis not in sizes:
-                sizes[axis] = 1 + max(at[axis] for _, _, at in found)
-    _solve(instance, [(v, [(n, m) for n, m, _ in f], names) for v, f, names in inside])
-    if rule.moves:  # else the function knows the shape of what it makes
-        _fuse(instance, [(v, [(n, m) for n, m, _ in f], names) for v, f, names in inside])
+    given = {**instance.sizes, **rule.sizes}
+    for expr in rule.exprs:
+        given |= {choice.axis: len(choice.options) for choice in expr.pattern.choices}
+    instance.sizes = {k: v for k, v in given.items() if k != axes.PAD}
+    if rule.says_shapes:
+        instance.rank = _rank(matched)
+        if axes.PAD in given:
+            _size_pads(instance, given[axes.PAD])
+        _find_sizes(instance, matched)
     _check_all_there(instance, have, want, partly)
 
 
-def _rank(rule: Rule, known: Sequence[tuple[Seen, list[tuple[str, Match]], Names]]) -> int:
+def _size_pads(instance: Instance, size: int) -> None:
+    """Gives each pad the size that is given for `_`."""
+    for expr in instance.rule.exprs:
+        for pad in ast.axes_of(instance.items(expr)):
+            if axes.is_pad(pad.name):
+                instance.sizes[pad.name] = size
+
+
+def _find_sizes(instance: Instance, matched: Sequence[_Matched]) -> None:
+    """Finds the sizes of all axes from the shapes of arrays, and the numbers in their names."""
+    sizes = instance.sizes
+    # First from arrays without an index in their names: these certainly belong to the family.
+    _solve(instance, [one for one in matched if not one.expr.pattern.axes])
+    family: list[_Matched] = []
+    indices: list[list[dict[str, int]]] = []
+    for one in matched:
+        inside = _within(one, sizes)
+        if not inside:
+            raise Unfit(
+                f"the numbers in the names that match {one.expr.pattern.name} are out of range",
+                one.expr,
+            )
+        family.append(one._replace(arrays=[(name, match) for name, match, _ in inside]))
+        indices.append([at for _, _, at in inside])
+    _solve(instance, family)
+    for one, of_one in zip(family, indices, strict=True):
+        for axis in one.expr.pattern.axes:
+            if axis not in sizes:
+                sizes[axis] = 1 + max(at[axis] for at in of_one)
+    _solve(instance, family)
+    if instance.rule.moves:  # else the function knows the shape of what it makes
+        _fuse(instance, family)
+
+
+def _rank(matched: Sequence[_Matched]) -> int:
     """How many axes `...` matches."""
-    ranks: dict[int, str] = {}
-    for view, found, names in known:
-        dots = sum(1 for a in ast.axes_of(view.items) if a.name == ELLIPSIS)
-        rank = len(names.facts[found[0][0]].shape) - (len(view.items) - dots)
-        if dots == 0 and rank:
-            raise Misshapen(_rank_text(view, names.facts[found[0][0]], found[0][0]), view)
+    ranks: dict[int, None] = {}
+    for one in matched:
+        (name, fact), items = one.first, one.expr.items
+        dots = sum(1 for axis in ast.axes_of(items) if axis.name == ELLIPSIS)
+        rank = len(fact.shape) - (len(items) - dots)
+        if rank < 0 or (rank and not dots):
+            raise Misshapen(_rank_text(one.expr, fact, name), one.expr)
         if dots:
-            if rank < 0:
-                raise Misshapen(_rank_text(view, names.facts[found[0][0]], found[0][0]), view)
-            ranks[rank] = found[0][0]
+            ranks[rank] = None
     if len(ranks) > 1:
         raise Unfit(f"`...` matches {' and '.join(map(str, ranks))} axes")
     return next(iter(ranks), 0)
 
 
-def _rank_text(view: Seen, fact: Fact, name: str) -> str:
+def _rank_text(expr: CompiledExpr, fact: Fact, name: str) -> str:
     if fact.kind != "array":
         return (
             f"{name!r} is {fact}, which has no axes: a rule for it has no brackets on either side"
         )
-    return f"{name!r} is {fact}, but the rule gives it the axes [{' '.join(map(str, view.items))}]"
+    return f"{name!r} is {fact}, but the rule gives it the axes [{' '.join(map(str, expr.items))}]"
 
 
-def _within(
-    view: Seen, found: Sequence[tuple[str, Match]], sizes: Mapping[str, int]
-) -> list[tuple[str, Match, dict[str, int]]]:
+def _within(matched: _Matched, sizes: Mapping[str, int]) -> list[tuple[str, Match, dict[str, int]]]:
     """The arrays whose indices lie within the sizes, with these."""
     kept = []
-    for name, match in found:
+    for name, match in matched.arrays:
         at = dict(match.chosen)
-        for linear, number in zip(view.pattern.linears, match.numbers, strict=True):
+        for linear, number in zip(matched.expr.pattern.linears, match.numbers, strict=True):
             solved = solve_linear(linear, number, sizes)
             if solved is None:
                 break
@@ -233,35 +266,33 @@ def _within(
     return kept
 
 
-def _solve(
-    instance: Instance, known: Sequence[tuple[Seen, Sequence[tuple[str, Match]], Names]]
-) -> None:
+def _solve(instance: Instance, matched: Sequence[_Matched]) -> None:
     """Finds sizes from shapes until nothing new follows, then compares all shapes with them."""
-    equations: dict[tuple[str, tuple[int, ...]], tuple[Seen, str, Fact]] = {}
-    for view, found, names in known:
-        for name, _ in found:
-            fact = names.facts[name]
-            equations.setdefault((view.tag, fact.shape), (view, name, fact))
-    for view, name, fact in equations.values():
-        if len(instance.items(view)) != len(fact.shape):
-            raise Misshapen(_rank_text(view, fact, name), view)
+    equations: dict[tuple[str, tuple[int, ...]], tuple[CompiledExpr, str, Fact]] = {}
+    for one in matched:
+        for name, _ in one.arrays:
+            fact = one.names.facts[name]
+            equations.setdefault((one.expr.tag, fact.shape), (one.expr, name, fact))
+    for expr, name, fact in equations.values():
+        if len(instance.items(expr)) != len(fact.shape):
+            raise Misshapen(_rank_text(expr, fact, name), expr)
     origins: dict[str, str] = {}
     again = True
     while again:
         again = False
-        for view, name, fact in equations.values():
-            for item, extent in zip(instance.items(view), fact.shape, strict=True):
+        for expr, name, fact in equations.values():
+            for item, extent in zip(instance.items(expr), fact.shape, strict=True):
                 try:
                     again |= axes.solve(item, extent, instance.sizes)
                 except axes.DoesNotFit as error:
-                    details = _details(instance, view, item, fact, origins)
-                    raise Misshapen(f"{name!r} is {fact}: {error}{details}", view) from None
+                    details = _details(instance, expr, item, fact, origins)
+                    raise Misshapen(f"{name!r} is {fact}: {error}{details}", expr) from None
                 for axis in ast.axes_of([item]):
                     origins.setdefault(axis.name, name)
 
 
 def _details(
-    instance: Instance, view: Seen, item: Item, fact: Fact, origins: Mapping[str, str]
+    instance: Instance, expr: CompiledExpr, item: Item, fact: Fact, origins: Mapping[str, str]
 ) -> str:
     """Where the sizes come from that do not fit, and the order of axes that would fit."""
     own = {axis.name for axis in ast.axes_of([item])}
@@ -269,50 +300,43 @@ def _details(
     elsewhere = dict.fromkeys(repr(name) for axis, name in origins.items() if axis in own)
     text = f", where {', '.join(given)} is given" if given else ""
     text += f" (in {', '.join(elsewhere)})" if elsewhere and not given else ""
-    items = instance.items(view)
+    items = instance.items(expr)
     by_size = {axes.size_of(i, instance.sizes): str(i) for i in items}
     if len(by_size) == len(items) and set(by_size) == set(fact.shape):
         text += f"; the order [{' '.join(by_size[n] for n in fact.shape)}] would fit"
     return text
 
 
-def _fuse(
-    instance: Instance, known: Sequence[tuple[Seen, Sequence[tuple[str, Match]], Names]]
-) -> None:
+def _fuse(instance: Instance, matched: Sequence[_Matched]) -> None:
     """Treats axes that always appear together as one, where nothing gives their single sizes."""
-    views = instance.rule.views
-    while True:
-        unknown = sorted(
-            {
-                axis
-                for view in views
-                for axis in (
-                    *view.pattern.axes,
-                    *(a.name for a in ast.axes_of(instance.items(view))),
-                )
-                if axis not in instance.sizes
-            }
-        )
-        if not unknown:
-            return
-        for first in unknown:
-            if axes.always_followed(first, [instance.items(view) for view in views]) and not any(
-                first in view.pattern.axes or first in view.arithmetic_axes for view in views
-            ):
-                instance.sizes[first] = 1
+    exprs = instance.rule.exprs
+    all_items = [instance.items(expr) for expr in exprs]
+    apart = {axis for expr in exprs for axis in (*expr.pattern.axes, *expr.arithmetic_axes)}
+    while unknown := _unknown_axes(instance):
+        for axis in unknown:
+            if axis not in apart and axes.always_followed(axis, all_items):
+                instance.sizes[axis] = 1
                 break
         else:
             names = ", ".join(a if not axes.is_pad(a) else axes.PAD for a in unknown)
             one = next((a for a in unknown if not axes.is_pad(a)), axes.PAD)
             raise Unfit(f"the size of {names} is unknown: give it, as in `{one}=8`")
-        _solve(instance, known)
+        _solve(instance, matched)
+
+
+def _unknown_axes(instance: Instance) -> list[str]:
+    """The axes of a rule whose sizes are unknown, sorted."""
+    found: set[str] = set()
+    for expr in instance.rule.exprs:
+        found |= expr.pattern.axes | {axis.name for axis in ast.axes_of(instance.items(expr))}
+    return sorted(found - instance.sizes.keys())
 
 
 def _check_all_there(instance: Instance, have: Names, want: Names | None, partly: bool) -> None:
     rule = instance.rule
-    for view in rule.views:
-        if any(is_ambiguous(linear, instance.sizes) for linear in view.pattern.linears):
-            raise Unfit(f"two sets of indices make one number in {view.pattern.name}")
+    for expr in rule.exprs:
+        if any(is_ambiguous(linear, instance.sizes) for linear in expr.pattern.linears):
+            raise Unfit(f"two sets of indices make one number in {expr.pattern.name}")
     for side, names, verb in ((rule.left, have, "stored"), (rule.right, want, "asked for")):
         if names is None or isinstance(side, Nothing):
             continue
@@ -320,24 +344,24 @@ def _check_all_there(instance: Instance, have: Names, want: Names | None, partly
             _check_term(instance, term, names, verb, partly and names is want)
         makes = list(names_of(instance, side)) if partly and names is want else []
         if makes and not any(name in names.facts for name in makes):
-            raise Lacks("nothing that it makes is asked for", views_of(side)[0], makes[0])
+            raise Lacks("nothing that it makes is asked for", exprs_of(side)[0], makes[0])
 
 
 def names_of(instance: Instance, side: Terms | Nothing) -> Iterator[str]:
     """All names of a side of a family."""
-    for view in views_of(side):
-        for _, name in instance.grid(view):
+    for expr in exprs_of(side):
+        for _, name in instance.grid(expr):
             yield name
 
 
 def _check_term(
-    instance: Instance, term: Sequence[Seen], names: Names, verb: str, partly: bool
+    instance: Instance, term: Sequence[CompiledExpr], names: Names, verb: str, partly: bool
 ) -> None:
-    for number, view in enumerate(term):
-        of_view = [name for _, name in instance.grid(view)]
+    for number, expr in enumerate(term):
+        of_view = [name for _, name in instance.grid(expr)]
         missing = [name for name in of_view if name not in names.facts]
         if not missing or partly or (number and len(missing) == len(of_view)):
             continue  # of arrays that are one, the first must be there
         more, be = (f" and {len(missing) - 1} more", "are") if len(missing) > 1 else ("", "is")
         need = "it needs" if verb == "stored" else "it would make"
-        raise Lacks(f"{need} {missing[0]!r}{more}, which {be} not {verb}", view, missing[0])
+        raise Lacks(f"{need} {missing[0]!r}{more}, which {be} not {verb}", expr, missing[0])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from unickpt.errors import RuleSyntaxError
-from unickpt.rules.ast import Capture, Choice, Linear, Name, Place, Text, item_text, syntax_error
+from unickpt.rules.ast import Capture, Choice, Linear, Name, Position, Text, item_text, syntax_error
 
 Path = tuple[str, ...]
 _SEPARATORS = "/."
@@ -125,7 +125,7 @@ class Pattern:
         )
         for key in keys:
             if keys.count(key) > 1:
-                raise syntax_error(f"capture {key!r} occurs twice in one name", self.name.place)
+                raise syntax_error(f"capture {key!r} occurs twice in one name", self.name.position)
         path: Text | None = None
         in_component: Text | None = None
         items = ("", *self.name.items, "")
@@ -147,7 +147,7 @@ class Pattern:
             f"{item_text(first)} and {item_text(second)} both match any number of components, so "
             "a name could be matched in several ways. If the second is always one "
             f"component, write\n    {line}",
-            self._place_of(second),
+            self._position_of(second),
         )
 
     def _one_component(self, first: Text, second: Text) -> RuleSyntaxError:
@@ -158,23 +158,23 @@ class Pattern:
             f"{item_text(first)} and {item_text(second)} are in one component, without `/` or "
             "`.` between them, so a name could be matched in several ways. List what one of "
             f"them matches, as in\n    {line}{where}",
-            self._place_of(second),
+            self._position_of(second),
         )
 
     def _rewritten(self, capture: Text, text: str) -> str:
         """The line with another text for a capture, wherever it occurs."""
         dots = r"\.\.\." if capture.path else ""
         written = rf"\{{\s*{capture.key}\s*{dots}(?:=[^}}]*)?\}}"
-        return re.sub(written, lambda _: text, self.name.place.text).strip()
+        return re.sub(written, lambda _: text, self.name.position.text).strip()
 
-    def _place_of(self, capture: Capture) -> Place:
+    def _position_of(self, capture: Capture) -> Position:
         """Where a capture is written; if that is not certain, where the whole name is."""
-        place = self.name.place
+        position = self.name.position
         before = self.name.items[: self.name.items.index(capture)]
-        quote = place.text.startswith('"', place.column - 1)
-        column = place.column + quote + len("".join(map(item_text, before)))
-        certain = place.text.startswith("{", column - 1)
-        return replace(place, column=column) if certain else place
+        quote = position.text.startswith('"', position.column - 1)
+        column = position.column + quote + len("".join(map(item_text, before)))
+        certain = position.text.startswith("{", column - 1)
+        return replace(position, column=column) if certain else position
 
     def _check_whole(self, item: Text, before: str | Capture, after: str | Capture) -> None:
         for neighbour, end in ((before, -1), (after, 0)):
@@ -182,7 +182,7 @@ class Pattern:
                 raise syntax_error(
                     f"{{{item.key}...}} matches whole components, so `/` or `.` must be around it; "
                     f"for a part of the next one, write {{{item.key}...}}/{{n}}",
-                    self.name.place,
+                    self.name.position,
                 )
 
     def match(self, name: str) -> Match | None:

@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from unickpt.rules.ast import (
+    ArrayExpr,
     Capture,
     LiftLine,
     Linear,
     Name,
     Nothing,
-    Place,
+    Position,
     Text,
-    View,
     syntax_error,
 )
 from unickpt.rules.matching import Instance, Names, names_of
 from unickpt.rules.name_patterns import Pattern
-from unickpt.rules.rule import Rule, Terms, views_of
+from unickpt.rules.rule import Rule, Terms, exprs_of
 
 Domain = tuple[Name | None, Name | None]
 
@@ -57,16 +57,16 @@ class Slot:
 class Shared:
     """`lift count <-> state/{p}/step`: one value on one side, on the other one per parameter."""
 
-    place: Place = field(compare=False)
+    position: Position = field(compare=False)
     left: Slot
     right: Slot
 
     @property
     def inverse(self) -> Shared:
-        return Shared(self.place, self.right, self.left)
+        return Shared(self.position, self.right, self.left)
 
     def __str__(self) -> str:
-        return f"{self.place}: lift {self.left.name} <-> {self.right.name}"
+        return f"{self.position}: lift {self.left.name} <-> {self.right.name}"
 
 
 def lift(line: LiftLine, rules: Sequence[Rule]) -> list[Rule] | Shared:
@@ -75,20 +75,20 @@ def lift(line: LiftLine, rules: Sequence[Rule]) -> list[Rule] | Shared:
     Raises:
         RuleSyntaxError: the names do not show where the parameter's name is.
     """
-    captures = [_capture_of(view.name) for view in (line.left, line.right)]
+    captures = [_capture_of(expr.name) for expr in (line.left, line.right)]
     keys = {key for key in captures if key is not None}
     if len(keys) != 1:
         raise syntax_error(
             "a lift has one capture for the parameter's name, such as {p}, on one or both sides",
-            line.place,
+            line.position,
         )
     for name in line.domain or ():
         if _capture_of(name) not in keys:
-            raise syntax_error(f"this name needs the capture {{{min(keys)}}}", name.place)
+            raise syntax_error(f"this name needs the capture {{{min(keys)}}}", name.position)
     if None in captures:
         left, right = line.domain or (None, None)
         return Shared(
-            line.place,
+            line.position,
             Slot(line.left.name, left, line.left.dtype),
             Slot(line.right.name, right, line.right.dtype),
         )
@@ -113,9 +113,9 @@ def _domains(line: LiftLine, rule: Rule) -> list[Domain]:
 
 
 def _readings(side: Terms | Nothing, capture: Capture, line: LiftLine) -> list[Name | None]:
-    heads = {_head(view.pattern.name) for view in views_of(side)}
+    heads = {_head(expr.pattern.name) for expr in exprs_of(side)}
     head = heads.pop() if len(heads) == 1 else ""
-    return [None, *([Name((head, capture), line.place)] if head else [])]
+    return [None, *([Name((head, capture), line.position)] if head else [])]
 
 
 def _head(name: Name) -> str:
@@ -134,23 +134,25 @@ def _capture_of(name: Name) -> str | None:
             return key
         case [Linear() as linear] if linear.lone is not None:
             return linear.lone
-    raise syntax_error("a name has one capture for the parameter's name, such as {p}", name.place)
+    raise syntax_error(
+        "a name has one capture for the parameter's name, such as {p}", name.position
+    )
 
 
 def _lift_one(line: LiftLine, rule: Rule, domains: Domain) -> Rule | None:
     sides: list[Terms | Nothing] = []
-    for view, domain, side in zip(
+    for expr, domain, side in zip(
         (line.left, line.right), domains, (rule.left, rule.right), strict=True
     ):
-        lifted = _lift_side(view, domain, side, line.law)
+        lifted = _lift_side(expr, domain, side, line.law)
         if lifted is None:
             return None
         sides.append(lifted)
     left, right = sides
-    text = f"lift {line.left} <-> {line.right}, of line {rule.place.line}: {rule.text}"
+    text = f"lift {line.left} <-> {line.right}, of line {rule.position.line}: {rule.text}"
     return replace(
         rule,
-        place=line.place,
+        position=line.position,
         text=text,
         left=left,
         right=right,
@@ -160,20 +162,20 @@ def _lift_one(line: LiftLine, rule: Rule, domains: Domain) -> Rule | None:
 
 
 def _lift_side(
-    view: View, domain: Name | None, side: Terms | Nothing, law: str | None
+    expr: ArrayExpr, domain: Name | None, side: Terms | Nothing, law: str | None
 ) -> Terms | Nothing | None:
     if isinstance(side, Nothing):
         return side if side.value is None else Nothing(0.0, side.unchecked)
     terms = []
     for term in side:
-        views = []
-        for seen in term:
-            inner = _without(seen.pattern.name.items, domain)
+        exprs = []
+        for compiled in term:
+            inner = _without(compiled.pattern.name.items, domain)
             if inner is None:
                 return None
-            name = Name(_nested(view.name, inner), view.name.place)
-            views.append(replace(seen, pattern=Pattern(name), law=law, dtype=view.dtype))
-        terms.append(tuple(views))
+            name = Name(_nested(expr.name, inner), expr.name.position)
+            exprs.append(replace(compiled, pattern=Pattern(name), law=law, dtype=expr.dtype))
+        terms.append(tuple(exprs))
     return tuple(terms)
 
 
@@ -237,17 +239,17 @@ def _names(slot: Slot, found: Sequence[Instance], left: bool, other: Slot) -> li
     ]
     names = list(dict.fromkeys(n for parameter in parameters for n in slot.of(parameter)))
     assert other.single is not None, "one side has one name"
-    beside = _folders_beside(other.single, found, left)
-    return [name for name in names if _folder(name) in beside] if beside else names
+    folders = _neighbouring_folders(other.single, found, left)
+    return [name for name in names if _folder(name) in folders] if folders else names
 
 
-def _folders_beside(single: str, found: Sequence[Instance], left: bool) -> set[str]:
-    """Where the slots lie that stand beside the one name on the other side.
+def _neighbouring_folders(single: str, found: Sequence[Instance], left: bool) -> set[str]:
+    """The folders of the slots that lie next to the one name on the other side.
 
     A job may have several optimizers, or groups of parameters, each with a count of its own.
     """
     folder = _folder(single)
-    beside: set[str] = set()
+    folders: set[str] = set()
     for instance in found:
         if not instance.rule.lifted:
             continue
@@ -255,8 +257,8 @@ def _folders_beside(single: str, found: Sequence[Instance], left: bool) -> set[s
         if not left:
             ours, theirs = theirs, ours
         if any(f"{name}/".startswith(f"{folder}/") for name in names_of(instance, theirs)):
-            beside.update(map(_folder, names_of(instance, ours)))
-    return beside
+            folders.update(map(_folder, names_of(instance, ours)))
+    return folders
 
 
 def _folder(name: str) -> str:

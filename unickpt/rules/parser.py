@@ -12,12 +12,13 @@ from unickpt.arrays import dtypes
 from unickpt.errors import RuleSyntaxError
 from unickpt.rules.ast import (
     ELLIPSIS,
+    ArrayExpr,
     Axis,
     Capture,
     Choice,
+    Composite,
     ConventionLine,
     Flip,
-    Group,
     IncludeLine,
     Item,
     LiftLine,
@@ -27,18 +28,17 @@ from unickpt.rules.ast import (
     One,
     Operand,
     Pad,
-    Place,
+    Position,
     RuleLine,
     Side,
     Statement,
     Term,
     Text,
-    View,
     WhereLine,
     axes_of,
     syntax_error,
 )
-from unickpt.rules.lines import Line, logical_lines
+from unickpt.rules.lines import LogicalLine, logical_lines
 
 LAWS = ("value", "gradient", "square")
 _SPACE = re.compile(r"[ \t]*")
@@ -78,16 +78,16 @@ def parse(text: str, file: str = "rules") -> list[Statement]:
 class _Parser:
     """A recursive-descent parser of one logical line."""
 
-    def __init__(self, line: Line, file: str) -> None:
+    def __init__(self, line: LogicalLine, file: str) -> None:
         self._line, self._text, self._file, self._at = line, line.text, file, 0
 
     # --- the text ---------------------------------------------------------------------------
 
-    def _place(self, at: int | None = None) -> Place:
-        return self._line.place(self._file, self._at if at is None else at)
+    def _position(self, at: int | None = None) -> Position:
+        return self._line.position(self._file, self._at if at is None else at)
 
     def _fail(self, message: str, at: int | None = None) -> RuleSyntaxError:
-        return syntax_error(message, self._place(at))
+        return syntax_error(message, self._position(at))
 
     def _skip(self) -> None:
         found = _SPACE.match(self._text, self._at)
@@ -174,25 +174,25 @@ class _Parser:
         keyword = self._word("optional", "default", "lift", "where", "include", "convention")
         if keyword and (self._sees("<->") or self._sees("[") or self._sees("=")):
             self._at, keyword = begin, None  # it is a name
-        place = self._place(begin)
+        position = self._position(begin)
         statement: Statement
         match keyword:
             case "lift":
-                statement = self._lift(place)
+                statement = self._lift(position)
             case "where":
-                statement = WhereLine(place, self._sizes())
+                statement = WhereLine(position, self._sizes())
             case "include":
-                statement = self._include(place)
+                statement = self._include(position)
             case "default" if self._word("include"):
-                statement = replace(self._include(place), default=True)
+                statement = replace(self._include(position), default=True)
             case "convention":
-                statement = self._convention(place)
+                statement = self._convention(position)
             case _:
-                statement = self._rule(place, keyword)
+                statement = self._rule(position, keyword)
         self._end()
         return statement
 
-    def _rule(self, place: Place, keyword: str | None) -> RuleLine:
+    def _rule(self, position: Position, keyword: str | None) -> RuleLine:
         left = self._side()
         self._expect("<->", " between the two sides")
         right = self._side()
@@ -201,17 +201,17 @@ class _Parser:
         function = self._identifier("the name of a function") if self._word("via") else None
         sizes = self._sizes() if self._word("where") or self._sees_size() else ()
         optional, default = keyword == "optional", keyword == "default"
-        return RuleLine(place, left, right, optional, default, function, sizes)
+        return RuleLine(position, left, right, optional, default, function, sizes)
 
-    def _lift(self, place: Place) -> LiftLine:
-        left = self._view()
+    def _lift(self, position: Position) -> LiftLine:
+        left = self._expr()
         self._expect("<->", " between the two sides")
-        right = self._view()
-        for view in (left, right):
-            if view.items is not None or view.arithmetic:
+        right = self._expr()
+        for expr in (left, right):
+            if expr.items is not None or expr.arithmetic:
                 raise syntax_error(
                     "a lifted name has no axes of its own: the rule of the parameter has them",
-                    view.name.place,
+                    expr.name.position,
                 )
         domain, law = self._domain(), None
         if self._word("law"):
@@ -219,7 +219,7 @@ class _Parser:
             law = self._identifier("a law: value, gradient or square")
             if law not in LAWS:
                 raise self._fail(f"a law is one of {', '.join(LAWS)}", self._at - len(law))
-        return LiftLine(place, left, right, domain, law)
+        return LiftLine(position, left, right, domain, law)
 
     def _domain(self) -> tuple[Name, Name] | None:
         if not self._word("for"):
@@ -228,7 +228,7 @@ class _Parser:
         self._expect("<->", " between the names of parameters")
         return left, self._name()
 
-    def _include(self, place: Place) -> IncludeLine:
+    def _include(self, position: Position) -> IncludeLine:
         target = self._quoted() if self._sees('"') else self._match(_TARGET)
         if not target:
             raise self._fail("expected the name of a preset, or of a file in quotes")
@@ -239,7 +239,7 @@ class _Parser:
             under = (left, self._prefix())
         domain = self._domain()
         sizes = self._sizes() if self._word("where") or self._sees_size() else ()
-        return IncludeLine(place, target, under, domain, sizes=sizes)
+        return IncludeLine(position, target, under, domain, sizes=sizes)
 
     def _prefix(self) -> str:
         prefix = self._match(_LITERAL) or ""
@@ -247,12 +247,12 @@ class _Parser:
             raise self._fail("a prefix cannot contain captures")
         return prefix
 
-    def _convention(self, place: Place) -> ConventionLine:
+    def _convention(self, position: Position) -> ConventionLine:
         name = self._identifier("the name of a convention")
         self._expect(":", " and what it is on each side")
         left = self._identifier("what it is on the left")
         self._expect("<->")
-        return ConventionLine(place, name, left, self._identifier("what it is on the right"))
+        return ConventionLine(position, name, left, self._identifier("what it is on the right"))
 
     def _sees_size(self) -> bool:
         self._skip()
@@ -301,12 +301,12 @@ class _Parser:
         return -float(found) if negative else float(found)
 
     def _term(self) -> Term:
-        views = [self._view()]
+        exprs = [self._expr()]
         while not self._sees_size() and not self._sees("=>") and self._take("="):
-            views.append(self._view())
-        return tuple(views)
+            exprs.append(self._expr())
+        return tuple(exprs)
 
-    def _view(self) -> View:
+    def _expr(self) -> ArrayExpr:
         name = self._name()
         items = self._axes() if self._take("[") else None
         arithmetic: list[tuple[str, Operand]] = []
@@ -319,7 +319,7 @@ class _Parser:
                 )
             arithmetic.append((op, self._operand()))
         dtype = self._dtype() if self._word("as") else None
-        return View(name, items, tuple(arithmetic), dtype)
+        return ArrayExpr(name, items, tuple(arithmetic), dtype)
 
     def _operator(self) -> str | None:
         if self._sees("->") or self._sees("//"):
@@ -362,7 +362,7 @@ class _Parser:
 
     def _name(self) -> Name:
         self._skip()
-        place, begin = self._place(), self._at
+        position, begin = self._position(), self._at
         quoted = self._take('"')
         items: list[str | Capture] = []
         literal = _QUOTED_LITERAL if quoted else _LITERAL
@@ -390,7 +390,7 @@ class _Parser:
                 "of them; put a name that contains `*` in quotes",
                 begin,
             )
-        return Name(tuple(items), place)
+        return Name(tuple(items), position)
 
     def _capture(self) -> Capture:
         begin = self._at
@@ -490,18 +490,18 @@ class _Parser:
                 raise self._fail("only an axis can be reversed", begin)
             return Flip(item)
         if self._take("("):
-            return self._group()
+            return self._composite()
         if self._take(ELLIPSIS):
-            return Axis(ELLIPSIS, self._place(begin))
+            return Axis(ELLIPSIS, self._position(begin))
         if self._sees("{"):
             self._take("{")
             choice = self._choice()
             self._expect("}", " at the end of the enumeration")
-            return Axis(choice.axis, self._place(begin))
+            return Axis(choice.axis, self._position(begin))
         if self._take("_"):
             if re.compile(r"\w").match(self._text, self._at):
                 raise self._fail("the name of an axis begins with a letter", begin)
-            return Pad(self._place(begin))
+            return Pad(self._position(begin))
         number = self._match(_INTEGER)
         if number is not None:
             if number != "1":
@@ -511,9 +511,9 @@ class _Parser:
                     begin,
                 )
             return One()
-        return Axis(self._identifier("an axis"), self._place(begin))
+        return Axis(self._identifier("an axis"), self._position(begin))
 
-    def _group(self) -> Group:
+    def _composite(self) -> Composite:
         begin = self._at - 1
         segments: list[list[Item]] = [[]]
         while not self._take(")"):
@@ -527,7 +527,7 @@ class _Parser:
             raise self._fail("a piece of the sum is empty", begin)
         if any(ELLIPSIS in map(str, axes_of(segment)) for segment in segments):
             raise self._fail("`...` cannot be in parentheses", begin)
-        return Group(tuple(map(tuple, segments)))
+        return Composite(tuple(map(tuple, segments)))
 
 
 def _add(items: list[str | Capture], text: str) -> None:

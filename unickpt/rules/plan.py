@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from unickpt.arrays import dtypes
 from unickpt.format.index import ArrayEntry
 from unickpt.reading.recipes import Fill, MappedSource
 from unickpt.rules.functions import Function
@@ -26,7 +27,7 @@ class Fact:
 
     def __str__(self) -> str:
         kinds = {"value": "a plain value", "process": "a PerProcess"}
-        return kinds.get(self.kind) or f"{self.dtype}{list(self.shape)}"
+        return kinds.get(self.kind) or dtypes.with_shape(self.dtype, self.shape)
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,9 @@ class Made:
         name: its name.
         fact: what it is.
         rule: what makes it, as text.
-        feeds: where its elements come from.
+        sources: where its elements come from.
         fills: its elements that are constants.
-        source: of what is carried over whole (a plain value, a PerProcess), its name.
+        carried: of what is carried over whole (a plain value, a PerProcess), its name.
         function: makes it out of `inputs`.
         exact: whether the other direction brings every bit back.
         cropped: whether the stored arrays have padding that is left out.
@@ -49,9 +50,9 @@ class Made:
     name: str
     fact: Fact
     rule: str
-    feeds: tuple[MappedSource, ...] = ()
+    sources: tuple[MappedSource, ...] = ()
     fills: tuple[Fill, ...] = ()
-    source: str | None = None
+    carried: str | None = None
     function: Function | None = None
     inputs: tuple[Made, ...] = ()
     exact: bool = True
@@ -82,7 +83,7 @@ class Constant:
 
 
 @dataclass
-class Plan:
+class RulePlan:
     """What rules make of a checkpoint.
 
     Arguments:

@@ -9,6 +9,7 @@ from unickpt.errors import RuleError
 from unickpt.rules import ast, axes
 from unickpt.rules.ast import (
     ELLIPSIS,
+    ArrayExpr,
     Axis,
     Capture,
     Choice,
@@ -17,11 +18,10 @@ from unickpt.rules.ast import (
     Name,
     Nothing,
     Operand,
-    Place,
+    Position,
     RuleLine,
     Side,
     Text,
-    View,
     side_text,
     syntax_error,
 )
@@ -29,8 +29,8 @@ from unickpt.rules.name_patterns import Pattern
 
 
 @dataclass(frozen=True)
-class Seen:
-    """One view of a rule.
+class CompiledExpr:
+    """A compiled `ArrayExpr`.
 
     Arguments:
         pattern: of the names.
@@ -38,7 +38,7 @@ class Seen:
         arithmetic: what is done to the elements before they equal the other side's.
         law: how a slot of an optimizer follows the arithmetic; None if not given.
         dtype: of the elements where this side is made.
-        tag: distinguishes its pads from those of other views.
+        tag: distinguishes its pads from those of other expressions.
     """
 
     pattern: Pattern
@@ -49,8 +49,8 @@ class Seen:
     tag: str = ""
 
     @property
-    def place(self) -> Place:
-        return self.pattern.name.place
+    def position(self) -> Position:
+        return self.pattern.name.position
 
     @property
     def arithmetic_axes(self) -> set[str]:
@@ -59,7 +59,7 @@ class Seen:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """Equal for views whose arrays have the same elements in the same places."""
+        """Equal for expressions whose arrays have the same elements in the same places."""
         return " ".join(map(str, self.items)), self.arithmetic, self.law, self.dtype
 
     def affine(self, sizes: Mapping[str, int]) -> tuple[float, float]:
@@ -70,7 +70,7 @@ class Seen:
         """
         scale, offset = 1.0, 0.0
         for op, operand in self.arithmetic:
-            value = _value(operand, sizes, self.place)
+            value = _value(operand, sizes, self.position)
             if op in "+-":
                 offset += value if op == "+" else -value
                 continue
@@ -80,25 +80,25 @@ class Seen:
             return scale, offset
         if self.law is None and scale != 1:
             raise RuleError(
-                f"{self.place}: the slot of a parameter that is scaled by {scale:g} needs a law: "
-                "add law=gradient, law=square or law=value to the lift"
+                f"{self.position}: the slot of a parameter that is scaled by {scale:g} needs a "
+                "law: add law=gradient, law=square or law=value to the lift"
             )
         return (scale**-2 if self.law == "square" else 1 / scale), 0.0
 
     def __str__(self) -> str:
-        return str(View(self.pattern.name, self.items, self.arithmetic, self.dtype))
+        return str(ArrayExpr(self.pattern.name, self.items, self.arithmetic, self.dtype))
 
 
-def _value(operand: Operand, sizes: Mapping[str, int], place: Place) -> float:
+def _value(operand: Operand, sizes: Mapping[str, int], position: Position) -> float:
     base = operand.value
     if isinstance(base, str):
         if base not in sizes:
-            raise RuleError(f"{place}: the arithmetic needs the size of {base!r}: give it")
+            raise RuleError(f"{position}: the arithmetic needs the size of {base!r}: give it")
         base = float(sizes[base])
     return float(base**operand.power)
 
 
-Terms = tuple[tuple[Seen, ...], ...]
+Terms = tuple[tuple[CompiledExpr, ...], ...]
 Options = tuple[str, ...]
 
 
@@ -107,7 +107,7 @@ class Rule:
     """`left <-> right`.
 
     Arguments:
-        place: where it is written.
+        position: where it is written.
         text: as it is written, or as what it was lifted from.
         left, right: terms, each with the names that are one array; or nothing.
         sizes: of axes, as given.
@@ -119,7 +119,7 @@ class Rule:
         variant: of several rules with one text, of which one is meant, how unlikely this one is.
     """
 
-    place: Place = field(compare=False)
+    position: Position = field(compare=False)
     text: str
     left: Terms | Nothing
     right: Terms | Nothing
@@ -160,16 +160,21 @@ class Rule:
         return keyword + " <-> ".join(sides) + function + sizes
 
     @property
-    def views(self) -> list[Seen]:
-        return [view for side in (self.left, self.right) for view in views_of(side)]
+    def exprs(self) -> list[CompiledExpr]:
+        return [expr for side in (self.left, self.right) for expr in exprs_of(side)]
 
     def __str__(self) -> str:
-        return f"{self.place}: {self.text}"
+        return f"{self.position}: {self.text}"
 
 
-def views_of(side: Terms | Nothing) -> list[Seen]:
-    """All views of a side."""
-    return [] if isinstance(side, Nothing) else [view for term in side for view in term]
+def terms_of(side: Terms | Nothing) -> Terms:
+    """All terms of a side; none of nothing."""
+    return () if isinstance(side, Nothing) else side
+
+
+def exprs_of(side: Terms | Nothing) -> list[CompiledExpr]:
+    """All expressions of a side."""
+    return [expr for term in terms_of(side) for expr in term]
 
 
 # --- from a statement ---------------------------------------------------------------------------
@@ -193,12 +198,12 @@ def compile_rule(
     written = [
         v for s in (line.left, line.right) if not isinstance(s, Nothing) for t in s for v in t
     ]
-    bare = [view for view in written if view.items is None]
+    bare = [expr for expr in written if expr.items is None]
     if bare and len(bare) < len(written):
         raise syntax_error(
             "this name has no axes, but another name of the rule has: give axes in brackets "
             "after every name, or after none",
-            bare[0].name.place,
+            bare[0].name.position,
         )
     known = {**sizes, **own, **given}
     numbers = _number_axes(written, own)
@@ -207,7 +212,7 @@ def compile_rule(
     left = _compile_side(line.left, "l", numbers, renamed, options)
     right = _compile_side(line.right, "r", numbers, renamed, options)
     rule = Rule(
-        place=line.place,
+        position=line.position,
         text=_text(line),
         left=left,
         right=right,
@@ -232,31 +237,31 @@ def _text(line: RuleLine) -> str:
     return f"{keyword}{side_text(line.left)} <-> {side_text(line.right)}{function}"
 
 
-def _number_axes(views: Iterable[View], sizes: Mapping[str, int]) -> frozenset[str]:
+def _number_axes(exprs: Iterable[ArrayExpr], sizes: Mapping[str, int]) -> frozenset[str]:
     """The captures that are numbers: axes in brackets, in sums, or with a size of their rule."""
     found = set(sizes)
-    for view in views:
-        found.update(axis.name for axis in ast.axes_of(view.items or ()))
-        for item in view.name.items:
+    for expr in exprs:
+        found.update(axis.name for axis in ast.axes_of(expr.items or ()))
+        for item in expr.name.items:
             if isinstance(item, Linear) and item.lone is None:
                 found.update(axis for axis, _ in item.terms)
     return frozenset(found)
 
 
-def _paired_choices(left: Side, right: Side, views: Sequence[View]) -> dict[str, str]:
+def _paired_choices(left: Side, right: Side, exprs: Sequence[ArrayExpr]) -> dict[str, str]:
     """Enumerations without a name of the right side that are the same axis as one of the left."""
 
     def anonymous(side: Side) -> dict[str, int]:
         if isinstance(side, Nothing):
             return {}
-        items = [item for term in side for view in term for item in view.name.items]
+        items = [item for term in side for expr in term for item in expr.name.items]
         return {i.axis: len(i.options) for i in items if isinstance(i, Choice) and not i.named}
 
     def used(side: Side) -> set[str]:
         if isinstance(side, Nothing):
             return set()
-        views = [view for term in side for view in term]
-        return set(anonymous(side)) | {a.name for v in views for a in ast.axes_of(v.items or ())}
+        exprs = [expr for term in side for expr in term]
+        return set(anonymous(side)) | {a.name for v in exprs for a in ast.axes_of(v.items or ())}
 
     ours = {a: n for a, n in anonymous(left).items() if a not in used(right)}
     theirs = {a: n for a, n in anonymous(right).items() if a not in used(left)}
@@ -265,15 +270,15 @@ def _paired_choices(left: Side, right: Side, views: Sequence[View]) -> dict[str,
     return dict(zip(theirs, ours, strict=True))
 
 
-def _options_of(views: Iterable[View]) -> dict[str, Options]:
+def _options_of(exprs: Iterable[ArrayExpr]) -> dict[str, Options]:
     """What texts are restricted to, wherever in the rule that is said."""
     found: dict[str, Options] = {}
-    for view in views:
-        restricted = (i for i in view.name.items if isinstance(i, Text) and i.options)
+    for expr in exprs:
+        restricted = (i for i in expr.name.items if isinstance(i, Text) and i.options)
         for item in restricted:
             if found.setdefault(item.key, item.options) != item.options:
                 raise syntax_error(
-                    f"{item.key!r} has other options elsewhere in the rule", view.name.place
+                    f"{item.key!r} has other options elsewhere in the rule", expr.name.position
                 )
     return found
 
@@ -289,21 +294,21 @@ def _compile_side(
         return side
     terms = []
     for t, term in enumerate(side):
-        views = []
-        for v, view in enumerate(term):
+        exprs = []
+        for v, expr in enumerate(term):
             name = Name(
-                tuple(_compile_capture(i, numbers, renamed, options) for i in view.name.items),
-                view.name.place,
+                tuple(_compile_capture(i, numbers, renamed, options) for i in expr.name.items),
+                expr.name.position,
             )
             pattern = Pattern(name)
             pattern.check()
-            written = (Axis(ELLIPSIS, name.place),) if view.items is None else view.items
+            written = (Axis(ELLIPSIS, name.position),) if expr.items is None else expr.items
             own = f"{tag}{t}.{v}."
             items = axes.name_pads(written, own)
-            _check_view(pattern, items)
-            views.append(Seen(pattern, items, view.arithmetic, "value", view.dtype, own))
-            _check_arithmetic(views[-1])
-        terms.append(tuple(views))
+            _check_expr(pattern, items)
+            exprs.append(CompiledExpr(pattern, items, expr.arithmetic, "value", expr.dtype, own))
+            _check_arithmetic(exprs[-1])
+        terms.append(tuple(exprs))
     return tuple(terms)
 
 
@@ -321,28 +326,28 @@ def _compile_capture(
     return item
 
 
-def _check_view(pattern: Pattern, items: tuple[Item, ...]) -> None:
+def _check_expr(pattern: Pattern, items: tuple[Item, ...]) -> None:
     for choice in axes.choices(items):
         block = axes.block_axes(items, choice)
         names = [axis.name for axis in block]
         for at, axis in enumerate(block):
             if axis.name in names[:at] or axis.name in pattern.axes:
                 where = "in the name and in the axes" if axis.name in pattern.axes else "twice"
-                raise syntax_error(f"axis {axis.name!r} is used {where}", axis.place)
+                raise syntax_error(f"axis {axis.name!r} is used {where}", axis.position)
 
 
-def _check_arithmetic(view: Seen) -> None:
-    for op, operand in view.arithmetic:
+def _check_arithmetic(expr: CompiledExpr) -> None:
+    for op, operand in expr.arithmetic:
         if op in "*/" and operand.value == 0:
-            raise syntax_error("multiplication by 0 cannot be undone", view.place)
+            raise syntax_error("multiplication by 0 cannot be undone", expr.position)
 
 
 def _all_axes(sides: Sequence[Terms | Nothing]) -> set[str]:
     found: set[str] = set()
     for side in sides:
-        for view in views_of(side):
-            found |= view.pattern.axes | {a.name for a in ast.axes_of(view.items)}
-            found |= view.arithmetic_axes
+        for expr in exprs_of(side):
+            found |= expr.pattern.axes | {a.name for a in ast.axes_of(expr.items)}
+            found |= expr.arithmetic_axes
     if any(map(axes.is_pad, found)):
         found.add(axes.PAD)
     return found
@@ -352,14 +357,14 @@ def _check_sizes(rule: Rule, own: Mapping[str, int]) -> None:
     there = _all_axes([rule.left, rule.right])
     for name in own:
         if name not in there:
-            raise syntax_error(f"the rule has no axis {name!r}", rule.place)
-    for view in rule.views:
-        for choice in view.pattern.choices:
+            raise syntax_error(f"the rule has no axis {name!r}", rule.position)
+    for expr in rule.exprs:
+        for choice in expr.pattern.choices:
             if rule.sizes.get(choice.axis, len(choice.options)) != len(choice.options):
                 raise syntax_error(
                     f"axis {choice.axis!r} has {len(choice.options)} names, not "
                     f"{rule.sizes[choice.axis]}",
-                    view.place,
+                    expr.position,
                 )
 
 
@@ -367,33 +372,33 @@ def _check_sides(rule: Rule) -> None:
     """Makes sure that each block of one side has exactly one counterpart on the other."""
     sides = [side for side in (rule.left, rule.right) if not isinstance(side, Nothing)]
     if len(sides) < 2:
-        for view in views_of(sides[0]):
-            if axes.has_pad(view.items):
-                raise syntax_error("padding (`_`) needs an array on the other side", view.place)
+        for expr in exprs_of(sides[0]):
+            if axes.has_pad(expr.items):
+                raise syntax_error("padding (`_`) needs an array on the other side", expr.position)
         return
     left, right = (_texts(side) for side in sides)
     paths: dict[str, bool] = {}
-    for view in rule.views:
-        for item in view.pattern.name.items:
+    for expr in rule.exprs:
+        for item in expr.pattern.name.items:
             if isinstance(item, Text) and paths.setdefault(item.key, item.path) != item.path:
                 raise syntax_error(
                     f"{item.key!r} matches one component in one name, and any number in "
                     "another; write `...` in both, or in none",
-                    view.place,
+                    expr.position,
                 )
-        missing = (left | right) - view.pattern.texts
-        if missing & {choice.axis for choice in view.pattern.choices}:
+        missing = (left | right) - expr.pattern.texts
+        if missing & {choice.axis for choice in expr.pattern.choices}:
             raise syntax_error(
                 f"{min(missing)!r} is an enumeration, which numbers arrays: write it in the other "
                 "name too; to match one of its names at a time, write `=` in place of `:`",
-                view.place,
+                expr.position,
             )
         if missing:
             raise syntax_error(
                 f"{{{min(missing)}}} is in another name of the rule, but not in this one: add it "
                 f"here; or, if this is one array that the others are stacked into, give its axes, "
                 f"including `{min(missing)}`",
-                view.place,
+                expr.position,
             )
     _check_blocks(*(_blocks(side) for side in sides))
 
@@ -401,85 +406,85 @@ def _check_sides(rule: Rule) -> None:
 def _check_function(rule: Rule) -> None:
     """Makes sure that a function makes one array out of arrays that the names tell."""
     if isinstance(rule.left, Nothing) or isinstance(rule.right, Nothing):
-        raise syntax_error("a function needs arrays on both sides", rule.place)
-    first = rule.views[0]
-    for view in rule.views:
-        if view.arithmetic or axes.has_pad(view.items):
+        raise syntax_error("a function needs arrays on both sides", rule.position)
+    first = rule.exprs[0]
+    for expr in rule.exprs:
+        if expr.arithmetic or axes.has_pad(expr.items):
             raise syntax_error(
                 "a rule with a function (via) cannot have padding or arithmetic",
-                view.place,
+                expr.position,
             )
-        if view.pattern.texts != first.pattern.texts:
+        if expr.pattern.texts != first.pattern.texts:
             raise syntax_error(
-                "all names in a rule with a function need the same captures", view.place
+                "all names in a rule with a function need the same captures", expr.position
             )
-        if rule.moves and set(block_keys(view)) != set(block_keys(first)):
+        if rule.moves and set(block_keys(expr)) != set(block_keys(first)):
             raise syntax_error(
                 "a function without a region works element by element, so all of its arrays need "
                 "the same axes; see Function(region=)",
-                view.place,
+                expr.position,
             )
-        if not rule.moves and view.pattern.axes:
+        if not rule.moves and expr.pattern.axes:
             raise syntax_error(
                 "a function with a region makes one array, so names cannot contain axes",
-                view.place,
+                expr.position,
             )
-    if len(views_of(rule.right)) > 1:
-        raise syntax_error("a function makes one array", views_of(rule.right)[1].place)
+    if len(exprs_of(rule.right)) > 1:
+        raise syntax_error("a function makes one array", exprs_of(rule.right)[1].position)
 
 
 def _texts(side: Terms) -> frozenset[str]:
-    return frozenset(key for view in views_of(side) for key in view.pattern.texts)
+    return frozenset(key for expr in exprs_of(side) for key in expr.pattern.texts)
 
 
-def _blocks(side: Terms) -> dict[frozenset[str], Seen]:
-    found: dict[frozenset[str], Seen] = {}
+def _blocks(side: Terms) -> dict[frozenset[str], CompiledExpr]:
+    found: dict[frozenset[str], CompiledExpr] = {}
     for term in side:
         of_term: set[frozenset[str]] | None = None
-        for view in term:
-            keys = set(block_keys(view))
+        for expr in term:
+            keys = set(block_keys(expr))
             if of_term is not None and keys != of_term:
-                raise syntax_error("names joined by `=` must have the same axes", view.place)
-            padded = axes.has_pad(view.items) or axes.has_pad(term[0].items)
-            if padded and view.form != term[0].form:
-                raise syntax_error("names joined by `=` must have the same padding", view.place)
+                raise syntax_error("names joined by `=` must have the same axes", expr.position)
+            padded = axes.has_pad(expr.items) or axes.has_pad(term[0].items)
+            if padded and expr.form != term[0].form:
+                raise syntax_error("names joined by `=` must have the same padding", expr.position)
             of_term = keys
         for key in block_keys(term[0]):
             if key in found:
                 raise syntax_error(
                     f"two pieces have the axes {_named(key)}, so that their elements would be "
                     "taken twice; give the axes different names, or join names of one array by `=`",
-                    term[0].place,
+                    term[0].position,
                 )
             found[key] = term[0]
     return found
 
 
-def block_keys(view: Seen) -> list[frozenset[str]]:
-    """The axes of each block of a view, without the blocks of pads."""
+def block_keys(expr: CompiledExpr) -> list[frozenset[str]]:
+    """The axes of each block of an expression, without the blocks of pads."""
     keys = []
-    for choice in axes.choices(view.items):
-        names = {axis.name for axis in axes.block_axes(view.items, choice)}
+    for choice in axes.choices(expr.items):
+        names = {axis.name for axis in axes.block_axes(expr.items, choice)}
         if not any(map(axes.is_pad, names)):
-            keys.append(frozenset(names) | view.pattern.axes)
+            keys.append(frozenset(names) | expr.pattern.axes)
     return keys
 
 
 def _check_blocks(
-    left: Mapping[frozenset[str], Seen], right: Mapping[frozenset[str], Seen]
+    left: Mapping[frozenset[str], CompiledExpr], right: Mapping[frozenset[str], CompiledExpr]
 ) -> None:
     for ours, theirs in ((left, right), (right, left)):
-        for key, view in ours.items():
+        for key, expr in ours.items():
             if key in theirs:
                 continue
             near = min(theirs, key=lambda k: len(k ^ key))
             here, there = _named(key - near), _named(near - key)
-            told = [f"{here} on this side only"] if key - near else []
-            told += [f"{there} on the other side only"] if near - key else []
+            where = [f"{here} on this side only"] if key - near else []
+            where += [f"{there} on the other side only"] if near - key else []
             raise syntax_error(
-                f"every axis must be on both sides under one name, but {', and '.join(told)}; "
+                f"every axis must be on both sides under one name, but {', and '.join(where)}; "
                 "write it in brackets, or in braces within names if it numbers arrays",
-                view.place,
+                expr.position,
             )
 
 

@@ -2,51 +2,32 @@
 
 from __future__ import annotations
 
-import logging
-import math
-import operator
-import secrets
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, overload
 
-from unickpt.errors import (
-    CheckpointCorrupt,
-    CheckpointExists,
-    CheckpointNotFound,
-    CoverageError,
-    InvalidPath,
-    ProcessFailed,
-    SaveConflict,
-    UnsupportedLeaf,
-)
-from unickpt.format.index import RESERVED
+from unickpt.errors import CheckpointNotFound, SaveConflict
 from unickpt.frameworks.process_group import Group, within
-from unickpt.frameworks.protocol import Fence
 from unickpt.frameworks.registry import adapters, current_group
-from unickpt.loading.loader import load
 from unickpt.loading.report import LoadReport
 from unickpt.reading.options import LoadOptions
 from unickpt.rules import Rules
+from unickpt.runs.agreement import check_same_step, check_shared, meet, on_process_0
+from unickpt.runs.arguments import fences_of, step_metadata, step_number
 from unickpt.runs.branch import Branch
-from unickpt.runs.housekeeping import Upkeep
+from unickpt.runs.housekeeping import Housekeeping
 from unickpt.runs.retention import Retention
 from unickpt.runs.save_triggers import Policy, SigtermHandler
-from unickpt.runs.step_folder import PROBE
-from unickpt.runs.tiers import Newer, Tier, compare
-from unickpt.saving.describe import check_mapping
+from unickpt.runs.step_loader import StepLoader
+from unickpt.runs.tier import Tier
+from unickpt.runs.tiers import Tiers
 from unickpt.saving.options import SaveOptions
 from unickpt.saving.pending import PendingSave
 from unickpt.saving.save_queue import SaveQueue, SaveRequest
-from unickpt.storage import contexts, paths
-
-_log = logging.getLogger("unickpt")
-_FINE, _DAMAGED, _GONE, _FAILED = range(4)
-_STEPS_END = 10**18  # the folders of later steps are not recognised
-_TRIES = 50  # to load the newest step while other jobs commit and remove steps
+from unickpt.storage import paths
 
 
 class Checkpointer:
@@ -138,19 +119,15 @@ class Checkpointer:
         retention = Retention(keep_last, keep_every, keep_best, metric, best, keep)
         self._policy = Policy(save_every, save_every_s, preemption)
         self._options = SaveOptions.or_default(options)
-        self._root = Tier(root)
-        self._local = None if local is None else Tier(local)
-        self._tiers = [tier for tier in (self._local, self._root) if tier is not None]
-        if self._local is not None and self._local.location.spec == self._root.location.spec:
-            raise ValueError(f"local and root are the same folder: {self._root.location}")
+        self._tiers = Tiers(Tier(root), None if local is None else Tier(local))
         self._queue = SaveQueue()
-        self._fences = _fences(optimizers, self._queue.fence)
+        self._fences = fences_of(optimizers, self._queue.fence)
         self._sigterm = SigtermHandler(self._policy.tell) if preemption else None
-        self._branch = Branch(after if after is None else _number(after, "after="))
-        self._upkeep = Upkeep(
-            self._root, self._local, retention, self._options, self._branch, self._queue.errors.add
+        self._branch = Branch(after if after is None else step_number(after, "after="))
+        self._housekeeping = Housekeeping(
+            self._tiers, retention, self._options, self._branch, self._queue.errors.add
         )
-        self._closed = self._shared = self._left = self._is_tidy = False
+        self._closed = self._is_shared = self._has_left = self._is_tidy = False
         self._closing = threading.Lock()
         self.loaded_step: int | None = None
         """The step that `load` returned."""
@@ -166,7 +143,7 @@ class Checkpointer:
             ValueError: the step is not an integer, or the processes cannot agree (see
                 `ProcessGroup`).
         """
-        return self._policy.is_due(_number(step), self._group())
+        return self._policy.is_due(step_number(step), self._group())
 
     def preempt(self) -> None:
         """Announces that the job is about to be stopped, as SIGTERM does with `preemption=True`."""
@@ -213,26 +190,28 @@ class Checkpointer:
                 start.
         """
         self._check_open()
-        step = _number(step)
+        step = step_number(step)
         group = self._group()
-        self._check_shared(group)
+        if self._tiers.local is not None and group.count > 1 and not self._is_shared:
+            check_shared(group, self._tiers.local)
+            self._is_shared = True
         owners = None
         if self._fences:
             owners = {owner for fence in self._fences for owner in fence.owners()}
         self._remove_abandoned(group)
         self._leave_behind(group)
         hooks = (
-            self._upkeep.hooks(step, metrics or {}, overwrite)
+            self._housekeeping.hooks(step, metrics or {}, overwrite)
             if group.index == 0
-            else self._upkeep.hooks_of_others(step, overwrite)
+            else self._housekeeping.hooks_of_others(step, overwrite)
         )
         shown = metrics if group.index == 0 else None
         request = SaveRequest(
-            self._tiers[0].path(step),
+            self._tiers.first.path(step),
             tree,
             self._options,
             overwrite,
-            metadata=partial(_metadata, step, shown, metadata, self._branch.recorded),
+            metadata=partial(step_metadata, step, shown, metadata, self._branch.recorded),
             owners=owners,
             callbacks=hooks,
         )
@@ -266,7 +245,7 @@ class Checkpointer:
             fence.remove()
         if self._sigterm is not None:
             self._sigterm.remove()
-        self._upkeep.close()
+        self._housekeeping.close()
         self._queue.errors.raise_first()
 
     def __enter__(self) -> Self:
@@ -319,17 +298,22 @@ class Checkpointer:
         self._check_open()
         if step is None and self.loaded_step is None:
             raise ValueError("no step was loaded; give the step: drop_later_steps(step)")
-        kept = _number(self.loaded_step if step is None else step)
+        kept = step_number(self.loaded_step if step is None else step)
         group = self._group()
-        self._check_same_step(group, "drop_later_steps", kept)
+        check_same_step(group, self._tiers.root.location, "drop_later_steps", kept)
         self._drain()
         self._remove_abandoned(group)
-        self._meet(group)
-        there = self._all_steps()
+        meet(group)
+        there = self._tiers.committed()
         later = [s for s in there if s > kept]
         if kept not in there:
-            raise self._not_found(kept, there)
-        self._on_process_0(group, f"remove the steps after {kept}", partial(self._remove, later))
+            raise self._tiers.not_found(kept, there)
+        on_process_0(
+            group,
+            self._tiers.root.location,
+            f"remove the steps after {kept}",
+            partial(self._remove, later),
+        )
         return later
 
     def delete(self, step: int) -> None:
@@ -348,48 +332,60 @@ class Checkpointer:
             StorageError: the storage failed.
         """
         self._check_open()
-        step, group = _number(step), self._group()
-        self._check_same_step(group, "delete", step)
-        is_in_flight = self._upkeep.is_in_flight(step)
+        step, group = step_number(step), self._group()
+        check_same_step(group, self._tiers.root.location, "delete", step)
+        is_in_flight = self._housekeeping.is_in_flight(step)
         if group.count > 1:  # a save does not end at one moment on all of them
             is_in_flight = group.agree(int(is_in_flight)) > 0
         if is_in_flight:
             raise SaveConflict(f"{self.path(step)} is being saved; call wait() first")
         self._drain()
         self._remove_abandoned(group)
-        self._meet(group)
-        there = self._all_steps()
+        meet(group)
+        there = self._tiers.committed()
         if step not in there:
-            raise self._not_found(step, there)
-        self._on_process_0(group, f"remove step {step}", partial(self._remove, [step]))
+            raise self._tiers.not_found(step, there)
+        on_process_0(
+            group, self._tiers.root.location, f"remove step {step}", partial(self._remove, [step])
+        )
 
     def _remove(self, steps: Collection[int]) -> None:
-        self._upkeep.remove(steps)
+        self._housekeeping.remove(steps)
 
     def _remove_abandoned(self, group: Group) -> None:
         """Removes steps of the local tier that another run abandoned, before the first change."""
-        if self._local is None or self._is_tidy:
+        if self._tiers.local is None or self._is_tidy:
             return
-        self._on_process_0(
-            group, f"remove stale steps from {self._local.location}", self._upkeep.remove_abandoned
+        on_process_0(
+            group,
+            self._tiers.root.location,
+            f"remove stale steps from {self._tiers.local.location}",
+            self._housekeeping.remove_abandoned,
         )
         self._is_tidy = True
 
     def _leave_behind(self, group: Group) -> None:
         """Removes the steps that `after` abandons, before the first save."""
-        if self._branch.after is None or self._left:
+        if self._branch.after is None or self._has_left:
             return
         self._check_after()
-        gone = {step for tier in self._tiers for step in self._branch.abandoned(tier)}
+        gone = {step for tier in self._tiers.all for step in self._branch.abandoned(tier)}
         after = self._branch.after
-        self._on_process_0(group, f"remove the steps after {after}", partial(self._remove, gone))
-        self._left = True
+        on_process_0(
+            group,
+            self._tiers.root.location,
+            f"remove the steps after {after}",
+            partial(self._remove, gone),
+        )
+        self._has_left = True
 
     def _check_after(self) -> None:
         """Raises CheckpointNotFound if the step `after` does not exist."""
         after = self._branch.after
         if after is not None and not any(step >= after for step in self.steps()):
-            raise CheckpointNotFound(f"after={after}: {self._not_found(after, self._all_steps())}")
+            raise CheckpointNotFound(
+                f"after={after}: {self._tiers.not_found(after, self._tiers.committed())}"
+            )
 
     # --- finding and loading -------------------------------------------------------------------
 
@@ -399,12 +395,7 @@ class Checkpointer:
         Raises:
             StorageError: the storage failed.
         """
-        found = {tier: set(self._branch.steps(tier, steady=True)) for tier in self._tiers}
-        if self._local is not None:
-            for step in found[self._local] - found[self._root]:
-                if compare(self._local, self._root, step).is_abandoned:
-                    found[self._local].remove(step)
-        return sorted(set().union(*found.values()))
+        return self._tiers.steps(self._branch)
 
     def latest(self) -> int | None:
         """The newest committed step; None if there is none."""
@@ -416,27 +407,7 @@ class Checkpointer:
         Raises:
             StorageError: the storage failed.
         """
-        step = _number(step)
-        if self._local is None:
-            return self._root.path(step)
-        is_local = compare(self._local, self._root, step).newer is Newer.LOCAL
-        return (self._local if is_local else self._root).path(step)
-
-    def _holders(self, step: int) -> list[Tier]:
-        """The tiers that have the current version of a step, the fastest first."""
-        found = [self._root]
-        if self._local is not None:
-            standing = compare(self._local, self._root, step)
-            if standing.newer is Newer.SAME:
-                found = [self._local, self._root]
-            elif standing.newer is Newer.LOCAL:
-                found = [self._local]
-            elif standing.local is not None:
-                _log.warning(
-                    "%s is %s in %s",
-                    *(self._local.path(step), standing.fault, self._root.location),
-                )
-        return [tier for tier in found if self._branch.has(tier, step)]
+        return self._tiers.path(step_number(step))
 
     @overload
     def load(
@@ -499,8 +470,9 @@ class Checkpointer:
         options = LoadOptions.or_default(options)
         group = self._group(options)
         options = replace(options, group=group)
-        step = None if step is None else _number(step)
+        step = None if step is None else step_number(step)
         arguments = {
+            "like": like,
             "rules": rules,
             "strict": strict,
             "mismatched": mismatched,
@@ -508,84 +480,17 @@ class Checkpointer:
             "return_report": return_report,
             "options": options,
         }
-        together = group.count > 1 and (fallback or step is None)
-        damaged: set[int] = set()
-        tries = 0
-        while True:
-            listed = step is None or step in damaged
-            wanted = self._newest(group, step, damaged) if listed or step is None else step
-            tree, error = self._try(wanted, like, arguments)
-            outcome = _outcome(error, listed)
-            if together:
-                outcome = group.agree(outcome)
-            if outcome == _FINE:
-                self._has_loaded(wanted, group)
-                return tree
-            tries += outcome == _GONE
-            if outcome == _DAMAGED and fallback:
-                _log.warning("step %d is damaged, falling back to an older one: %s", wanted, error)
-                damaged.add(wanted)
-            elif outcome != _GONE or tries > _TRIES:
-                raise error or ProcessFailed(f"{self.path(wanted)}: another process cannot load it")
-
-    def _has_loaded(self, step: int, group: Group) -> None:
-        self.loaded_step = self._upkeep.loaded = step
-        if group.index == 0:
-            for tier in self._holders(step)[:1]:
-                self._branch.goes_on_from(tier, step)
-
-    def _newest(self, group: Group, below: int | None, damaged: Collection[int]) -> int:
-        """The newest step that is not known to be damaged, as seen by the coordinator.
-
-        Arguments:
-            group: the processes.
-            below: the step must be below this one; None for any step.
-            damaged: the steps that were tried before.
-        """
-        steps = [s for s in self.steps() if s not in damaged and (below is None or s < below)]
-        found = max(steps, default=-1)
-        if group.count > 1:
-            found = group.agree(found + 1 if group.index == 0 else 0) - 1
-        if found < 0 and damaged:
-            raise CheckpointNotFound(
-                f"{self.path(min(damaged))} is damaged, and there is no older step to fall back to"
-            )
-        if found < 0:
-            try:
-                self._root.check_no_checkpoint()
-            except CheckpointExists as error:
-                raise CheckpointNotFound(str(error)) from None
-            raise CheckpointNotFound(f"no step is committed in {self._root.location}")
+        loader = StepLoader(self._tiers, self._branch, group, arguments)
+        loaded, found = loader.load(step, fallback)
+        self._has_loaded(loaded, group)
         return found
 
-    def _try(
-        self, step: int, like: Any, arguments: Mapping[str, Any]
-    ) -> tuple[Any, Exception | None]:
-        """Loads a step from the fastest tier that has it undamaged, or returns the error."""
-        damage: list[str] = []
-        gone: CheckpointNotFound | None = None
-        try:
-            holders, before = self._holders(step), list[Tier]()
-            while holders != before and not damage:  # it may have moved to the other tier
-                for tier in holders:
-                    try:
-                        return load(tier.path(step), like, **arguments), None
-                    except CheckpointNotFound as error:
-                        gone = error
-                    except CheckpointCorrupt as error:
-                        _log.warning("%s is damaged: %s", tier.path(step), error)
-                        damage.append(str(error))
-                holders, before = self._holders(step), holders
-        except Exception as error:
-            return None, error
-        steps = self.steps()
-        if not damage:  # if it exists, it was replaced while it was read
-            return None, (gone if step in steps else None) or self._not_found(step, steps)
-        older = max((s for s in steps if s < step), default=None)
-        hint = "there is no older step"
-        if older is not None:
-            hint = f"the next older step is {older}: load(step={older}), or load(fallback=True)"
-        return None, CheckpointCorrupt(f"{'; '.join(damage)}; {hint}")
+    def _has_loaded(self, step: int, group: Group) -> None:
+        self.loaded_step = step
+        self._housekeeping.loaded(step)
+        if group.index == 0:
+            for tier in self._tiers.holders(step, self._branch)[:1]:
+                self._branch.goes_on_from(tier, step)
 
     # --- helpers -------------------------------------------------------------------------------
 
@@ -593,156 +498,10 @@ class Checkpointer:
         given = options.group if options is not None and options.group else self._options.group
         return within(given or current_group(adapters()), self._options.timeout_s)
 
-    def _all_steps(self) -> list[int]:
-        """The committed steps, including those that `after` abandons."""
-        return sorted({step for tier in self._tiers for step in tier.steady()})
-
-    def _not_found(self, step: int, steps: Sequence[int]) -> CheckpointNotFound:
-        have = ", ".join(map(str, steps[-10:])) or "none"
-        return CheckpointNotFound(
-            f"step {step} is not in {self._root.location}; the committed steps are: {have}"
-        )
-
-    def _meet(self, group: Group) -> None:
-        """Waits until all processes call this."""
-        if group.count > 1:
-            group.agree(0)
-
-    def _check_same_step(self, group: Group, call: str, step: int) -> None:
-        """Checks that all processes call a method with the same step.
-
-        Raises:
-            CoverageError: on all processes, if they do not.
-        """
-        if group.count == 1:
-            return
-        highest = group.agree(step)
-        if group.agree(int(step != highest)):
-            other = f"another with {highest}" if step != highest else "another with an earlier one"
-            raise CoverageError(
-                f"{self._root.location}: the processes call {call} with different steps: process "
-                f"{group.index} with {step}, {other}. Nothing was removed"
-            )
-
-    def _on_process_0(self, group: Group, what: str, work: Callable[[], object]) -> None:
-        """Calls `work` on process 0, while the others wait for it."""
-        self._meet(group)
-        error: Exception | None = None
-        if group.index == 0:
-            try:
-                work()
-            except Exception as raised:
-                error = raised
-        failed = group.agree(int(error is not None)) if group.count > 1 else error is not None
-        if failed:
-            raise error or ProcessFailed(
-                f"{self._root.location}: process 0 could not {what}; see the error of process 0"
-            )
-
     def _drain(self) -> None:
         self._queue.wait()
-        self._upkeep.wait()
+        self._housekeeping.wait()
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ValueError(f"the Checkpointer of {self._root.location} is closed")
-
-    def _check_shared(self, group: Group) -> None:
-        """Checks once that all processes see the same local tier."""
-        if self._shared or self._local is None or group.count == 1:
-            return
-        place = self._local.location.store(contexts.context(fsync=False))
-        token = group.agree(secrets.randbits(60) + 1 if group.index == 0 else 0)
-        name = f"{PROBE}{token:x}"
-        if group.index == 0:
-            place.write(name, b"").result()
-        group.agree(0)
-        seen = place.read(name).result().state == "value"
-        alone = group.agree(int(not seen))
-        if group.index == 0:
-            place.write(name, None).result()
-        if alone:
-            raise InvalidPath(
-                f"local={str(self._local.location)!r} is not the same storage on all processes; "
-                "give a path that they share, or omit local="
-            )
-        self._shared = True
-
-
-def _outcome(error: Exception | None, listed: bool) -> int:
-    """The outcome of loading a step as a number; the maximum over all processes is used.
-
-    Arguments:
-        error: the error that was raised, if any.
-        listed: whether the step was just listed; if it is missing then, it was removed since.
-    """
-    if error is None:
-        return _FINE
-    if isinstance(error, CheckpointCorrupt):
-        return _DAMAGED
-    return _GONE if listed and isinstance(error, CheckpointNotFound) else _FAILED
-
-
-def _number(step: object, what: str = "step ") -> int:
-    """A step as an int, from any integer type, including NumPy's.
-
-    Raises:
-        ValueError: it is not one that a Checkpointer would find again.
-    """
-    try:
-        number = -1 if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise ValueError(f"{what}{step!r} must be an integer, at least 0")
-    if number >= _STEPS_END:
-        raise ValueError(f"{what}{step!r} must be less than 10**18")
-    return number
-
-
-def _fences(optimizers: Sequence[Any], wait: Callable[[], None]) -> list[Fence]:
-    among, found = adapters(), []
-    if not isinstance(optimizers, Iterable):
-        raise ValueError(
-            f"optimizers is of type {type(optimizers).__name__}; pass a list, even for a single "
-            "optimizer"
-        )
-    for optimizer in optimizers:
-        fence = next((f for f in (a.fence(optimizer, wait) for a in among) if f), None)
-        if fence is None:
-            raise ValueError(
-                f"optimizers: {type(optimizer).__name__} is not a torch.optim.Optimizer; omit it "
-                "in JAX, whose arrays never change"
-            )
-        found.append(fence)
-    return found
-
-
-def _metadata(
-    step: int,
-    metrics: Mapping[str, float] | None,
-    metadata: Mapping[str, Any] | None,
-    after: int | None,
-) -> dict[str, Any]:
-    """The metadata of a step.
-
-    Raises:
-        UnsupportedLeaf: it cannot be stored.
-    """
-    check_mapping("metadata", metadata)
-    check_mapping("metrics", metrics)
-    if RESERVED in (metadata or {}):
-        raise UnsupportedLeaf(
-            f"metadata: the key {RESERVED!r} is reserved for the Checkpointer; rename yours"
-        )
-    numbers = {str(name): _metric(name, value) for name, value in (metrics or {}).items()}
-    shown = {n: v if math.isfinite(v) else str(v) for n, v in numbers.items()}  # JSON lacks nan
-    own = {"step": step, "metrics": shown}
-    return {**(metadata or {}), RESERVED: own if after is None else {**own, "after": after}}
-
-
-def _metric(name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UnsupportedLeaf(f"metrics must be numbers: {name!r}: {error}") from error
+            raise ValueError(f"the Checkpointer of {self._tiers.root.location} is closed")

@@ -1,38 +1,21 @@
-"""Two tiers: checkpoints are committed to fast storage first, and copied from there."""
+"""Two tiers: checkpoints are committed to fast storage first, and copied to the root from there."""
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
-from typing import Any
 
-from unickpt.commit.root import Root
 from unickpt.commit.version import Version
-from unickpt.errors import (
-    CheckpointCorrupt,
-    CheckpointNotFound,
-    SaveConflict,
-    StorageError,
-    UnickptError,
-)
-from unickpt.format import ocdbt_reader
+from unickpt.errors import CheckpointNotFound
+from unickpt.runs.branch import Branch
 from unickpt.runs.lease import Lease
 from unickpt.runs.step_folder import Steps
-from unickpt.storage import contexts, errors, paths
-from unickpt.storage.errors import Failed
-from unickpt.storage.kvstore import Future, KvStore
-from unickpt.storage.locations import Location
-from unickpt.threads import Window
-from unickpt.tools.verification import verify_opened
+from unickpt.runs.tier import Tier
 
 _log = logging.getLogger("unickpt")
-_AT_ONCE = 4
-# Messages between the processes of a save, next to the databases of an attempt.
-_TALK = (b"records/", b"notes/")
 
 
 class Newer(Enum):
@@ -132,183 +115,85 @@ def _is_abandoned(local: Steps, root: Steps, step: int, version: Version) -> boo
     return True
 
 
-class Tier(Steps):
-    """A folder of steps, and the lease on it.
+class Tiers:
+    """The folders of a run: the root, and in front of it perhaps a local tier.
+
+    The leases are given back when nothing uses this object any more.
 
     Arguments:
-        root: a local path or a URL.
+        root: the folder of all kept steps.
+        local: where steps are committed first, if not in the root.
+
+    Raises:
+        ValueError: both are the same folder.
     """
 
-    def __init__(self, root: paths.Path) -> None:
-        super().__init__(root)
-        self.lease = Lease(self.location)
-        self._is_clean = False
-        self._offered: set[str] = set()  # versions whose manifest was or may have been written
+    def __init__(self, root: Tier, local: Tier | None) -> None:
+        if local is not None and local.location.spec == root.location.spec:
+            raise ValueError(f"local and root are the same folder: {root.location}")
+        self.root, self.local = root, local
+        self.all = [root] if local is None else [local, root]
+        self.first = self.all[0]
+        """Where saves go."""
+        for tier in self.all:
+            weakref.finalize(self, Lease.give_back, tier.lease)
 
-    def open(self, in_flight: Sequence[int], session: str) -> None:
-        """Takes the lease, and removes the remains of crashed jobs once.
+    def close(self) -> None:
+        """Releases the folders for other jobs."""
+        for tier in self.all:
+            tier.lease.give_back()
 
-        Arguments:
-            in_flight, session: see `Steps.remove_debris`.
+    def committed(self) -> list[int]:
+        """The committed steps, including those that `after` abandons; ascending.
 
         Raises:
-            SaveConflict: another job holds the lease.
             StorageError: the storage failed.
         """
-        self.lease.take()
-        if self._is_clean or not self.lease.is_settled:
-            return
-        try:
-            self.remove_debris(in_flight, session)
-            self._is_clean = True
-        except (UnickptError, Failed) as error:
-            _log.warning(
-                "%s: the remains of failed saves cannot be removed now: %s", self.location, error
-            )
+        return sorted({step for tier in self.all for step in tier.steady()})
 
-    def copy_from(
-        self,
-        source: Steps,
-        step: int,
-        version: Version,
-        replaced: Version | None,
-        budget_bytes: int,
-        timeout_s: float,
-    ) -> bool:
-        """Copies one version of a step, completely or not at all.
-
-        The copy is read back and checked against its digests, then appears here atomically. Until
-        then, an existing version stays unchanged.
-
-        Arguments:
-            source: the tier where it is committed.
-            step: its number.
-            version: what to copy.
-            replaced: the existing version that it may replace, if any.
-            budget_bytes: host memory to use; at least the size of the largest file.
-            timeout_s: how long to wait for another process that writes here.
-
-        Returns:
-            Whether it was copied; false if the source no longer has this version.
+    def steps(self, branch: Branch) -> list[int]:
+        """The committed steps that count and that a job sees, ascending.
 
         Raises:
-            CheckpointCorrupt: the source is damaged.
-            StorageError: a storage failed.
-            SaveConflict: another job saved here, or holds the lease.
+            StorageError: the storage failed.
         """
-        origin, destination = source.at(step), self.at(step)
-        where = f"copying {origin} to {destination}"
-        if not version.attempt:
-            raise CheckpointCorrupt(f"{where}: its manifest is damaged; nothing was copied")
-        try:
-            root = Root(destination, contexts.context())
-            found = root.read()
-            if found.digest != (replaced.name if replaced else ""):
-                raise SaveConflict(f"{destination}: another job committed here during the copy")
-        except Failed as error:
-            raise errors.writing_failed(error, where) from error
-        try:
-            _copy_attempt(origin, destination, version.attempt, budget_bytes)
-            _check_copy(origin, destination, version.manifest)
-            is_current = source.version(step) == version
-            self.lease.check()
-        except Exception as error:
-            self._undo(step, version, replaced)
-            if not _is_current(source, step, version):
-                return False
-            if isinstance(error, CheckpointCorrupt):
-                raise CheckpointCorrupt(f"{where}: {error}; nothing was copied") from error
-            if isinstance(error, Failed):
-                raise errors.writing_failed(error, where) from error
-            raise
-        if not is_current:
-            self._undo(step, version, replaced)
-            return False
-        self._offered.add(version.name)
-        try:
-            if not root.replace(found, version.manifest, timeout_s):
-                raise SaveConflict(f"{destination}: another job committed here during the copy")
-        except Failed as error:
-            raise errors.writing_failed(error, where) from error
-        _log.info("copied %s to %s", origin, destination)
-        with suppress(Failed):  # remains do no harm
-            self.remove_older(step)
-        return True
+        found = {tier: set(branch.steps(tier, steady=True)) for tier in self.all}
+        if self.local is not None:
+            for step in found[self.local] - found[self.root]:
+                if compare(self.local, self.root, step).is_abandoned:
+                    found[self.local].remove(step)
+        return sorted(set().union(*found.values()))
 
-    def _undo(self, step: int, version: Version, replaced: Version | None) -> None:
-        """Removes what a failed copy wrote, if nothing can need it."""
-        if replaced is not None and replaced.attempt == version.attempt:
-            return  # it rewrote a damaged version in place
-        if version.name in self._offered:
-            return  # an earlier try got no answer and may have been committed
-        with suppress(Exception):
-            self.at(step).child(f"processes/{version.attempt}").remove(contexts.context())
-            if replaced is None:
-                self.at(step).remove_empty()
+    def path(self, step: int) -> str:
+        """The path of a step, saved or not; in the local tier only if the root lacks this version.
 
+        Raises:
+            StorageError: the storage failed.
+        """
+        if self.local is None:
+            return self.root.path(step)
+        is_local = compare(self.local, self.root, step).newer is Newer.LOCAL
+        return (self.local if is_local else self.root).path(step)
 
-def _is_current(source: Steps, step: int, version: Version) -> bool:
-    """Whether a version is still committed; true if the storage fails."""
-    try:
-        return source.version(step) == version
-    except UnickptError:
-        return True
+    def holders(self, step: int, branch: Branch) -> list[Tier]:
+        """The tiers that have the current version of a step that a job sees, the fastest first."""
+        found = [self.root]
+        if self.local is not None:
+            standing = compare(self.local, self.root, step)
+            if standing.newer is Newer.SAME:
+                found = [self.local, self.root]
+            elif standing.newer is Newer.LOCAL:
+                found = [self.local]
+            elif standing.local is not None:
+                _log.warning(
+                    "%s is %s in %s",
+                    *(self.local.path(step), standing.fault, self.root.location),
+                )
+        return [tier for tier in found if branch.has(tier, step)]
 
-
-def _copy_attempt(origin: Location, destination: Location, name: str, budget_bytes: int) -> None:
-    """Copies the databases of an attempt."""
-    context = contexts.context()
-    source, copied = (place.child(f"processes/{name}") for place in (origin, destination))
-    reader, writer = source.store(context), copied.store(context)
-    keys = sorted(key.decode() for key in reader.list().result() if not key.startswith(_TALK))
-    _copy(keys, reader, writer, budget_bytes)
-    for folder in sorted({key.rpartition("/")[0] for key in keys}):
-        copied.child(folder).sync(destination)
-
-
-def _copy(keys: list[str], reader: KvStore, writer: KvStore, budget_bytes: int) -> None:
-    window = Window(budget_bytes, _AT_ONCE)
-    try:
-        for key in keys:
-            read = reader.read(key).result()
-            if read.state != "value":
-                raise CheckpointCorrupt(f"its file {key!r} is missing")
-            window.make_room(len(read.value))
-            window.add(len(read.value), partial(_wait, writer.write(key, read.value)))
-        window.drain()
-    finally:
-        _settle(window)
-
-
-def _settle(window: Window) -> None:
-    """Waits for pending writes after an error, which could otherwise overwrite later ones."""
-    while True:
-        with suppress(Failed):
-            if not window.wait_oldest():
-                return
-
-
-def _wait(written: Future[Any]) -> None:
-    written.result()
-
-
-def _check_copy(origin: Location, destination: Location, manifest: bytes) -> None:
-    """Reads a copy, whose manifest is not written yet, and checks it against its digests."""
-    damage = _damage(destination, manifest)
-    if damage:
-        at_origin = _damage(origin, manifest)
-        if at_origin:
-            raise CheckpointCorrupt(f"it is damaged: {at_origin}")
-        raise StorageError(f"{destination}: what was written reads differently: {damage}")
-
-
-def _damage(place: Location, manifest: bytes) -> str:
-    """The damage of the data at a location to which a manifest refers; empty if none."""
-    context = contexts.context()
-    draft = place.with_manifest(manifest, context)
-    try:
-        opened = partial(ocdbt_reader.open_pinned, draft, context)
-        report = verify_opened(place.url, opened, behind=True)
-    except CheckpointNotFound as error:
-        return str(error)
-    return "; ".join(map(str, report.damage[:3]))
+    def not_found(self, step: int, steps: Sequence[int]) -> CheckpointNotFound:
+        """The error that a step is not among those that are committed."""
+        have = ", ".join(map(str, steps[-10:])) or "none"
+        return CheckpointNotFound(
+            f"step {step} is not in {self.root.location}; the committed steps are: {have}"
+        )

@@ -23,8 +23,8 @@ from unickpt.frameworks.leaves import Described, PerProcess
 from unickpt.frameworks.process_group import Group
 from unickpt.frameworks.protocol import ArraySource, Memory, whole_source
 from unickpt.frameworks.registry import adapters
-from unickpt.loading.ruled_view import Ruled, stored_facts, through, wanted_through
-from unickpt.loading.views import AsStored, View, jobs_of
+from unickpt.loading.ruled_view import RuledView, request_through, stored_facts, through
+from unickpt.loading.views import CheckpointView, StoredView, jobs_of
 from unickpt.reading import checkpoint
 from unickpt.reading.chunk_reader import read_arrays
 from unickpt.reading.options import LoadOptions
@@ -98,7 +98,7 @@ def convert(
     view = convertible(stored, rules, like)
     reading = LoadOptions(budget_bytes=max(1, options.budget_bytes // _AHEAD))
     metadata = stored.index.metadata
-    if isinstance(view, Ruled):
+    if isinstance(view, RuledView):
         view.check(reading)
         metadata = view.provenance.merged_into(metadata)
     writing = replace(options, budget_bytes=max(1, options.budget_bytes // _WRITER))
@@ -122,12 +122,12 @@ def convert(
     return report
 
 
-def convertible(stored: Reader, rules: Rules | None, like: Any) -> AsStored | Ruled:
+def convertible(stored: Reader, rules: Rules | None, like: Any) -> StoredView | RuledView:
     """What `convert` makes of a checkpoint; reads only indices. Raises as `convert`."""
     if rules is None:
         if like is not None:
             raise ValueError("`like` gives the names that rules make; pass rules too")
-        return AsStored(stored)
+        return StoredView(stored)
     if like is None:
         return through(stored, rules)
     asked: Mapping[str, Fact]
@@ -136,7 +136,7 @@ def convertible(stored: Reader, rules: Rules | None, like: Any) -> AsStored | Ru
         template = checkpoint.open(like).reader
         asked, held = stored_facts(template).facts, template.index.values
     else:
-        wanted = wanted_through(like, stored, rules, adapters())
+        wanted = request_through(like, stored, rules, adapters())
         asked, held = wanted.facts, wanted.leaves
     view = through(stored, rules, asked)
     # As in a load, `like` keeps what rules drop on purpose, such as hyper-parameters.
@@ -152,7 +152,7 @@ def convertible(stored: Reader, rules: Rules | None, like: Any) -> AsStored | Ru
     return view
 
 
-def _leaves(view: View, group: Group) -> dict[str, Any]:
+def _leaves(view: CheckpointView, group: Group) -> dict[str, Any]:
     index = view.index
     leaves: dict[str, Any] = {name: Converted(entry) for name, entry in index.arrays.items()}
     leaves |= {alias: leaves[name] for alias, name in index.aliases.items()}
@@ -224,7 +224,7 @@ class _ViewSource:
 
     def __init__(
         self,
-        view: View,
+        view: CheckpointView,
         items: Sequence[WriteItem],
         options: LoadOptions,
         budget_bytes: int,

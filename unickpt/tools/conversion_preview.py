@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from unickpt.loading.ruled_view import Ruled, stored_facts
+from unickpt.loading.ruled_view import RuledView, stored_facts
 from unickpt.reading import checkpoint
 from unickpt.rules import Rules
-from unickpt.rules.numbering import doubts
+from unickpt.rules.lint import questionable_numbers
 from unickpt.rules.plan import Constant, Fact, Made
 from unickpt.storage import paths
 from unickpt.tools.conversion import convertible
@@ -27,7 +27,7 @@ class Row:
     Arguments:
         made_of, source: the stored names, and their description.
         made, destination: the new name and its description; empty if it is dropped.
-        rule: the place of the rule, as "file, line 3".
+        rule: where it is written, as "file, line 3".
         notes: what rules do to it: "stacked", "padded", "inexact", ...
     """
 
@@ -92,7 +92,7 @@ def preview(path: paths.Path, rules: Rules | None, like: Any = None) -> Preview:
     stored = checkpoint.open(path).reader
     facts = stored_facts(stored).facts
     view = convertible(stored, rules, like)
-    if rules is None or not isinstance(view, Ruled):
+    if rules is None or not isinstance(view, RuledView):
         return Preview([Row(n, str(fact), n, str(fact), "", ()) for n, fact in facts.items()])
     plan = view.plan
     users = Counter(name for made in plan.made.values() for name in _sources(made))
@@ -106,20 +106,22 @@ def preview(path: paths.Path, rules: Rules | None, like: Any = None) -> Preview:
     for name, rule in plan.dropped.items():
         check = constants.get(name)
         note = "dropped" if check is None else f"left out if it is {check.value:g} everywhere"
-        rows.append(Row(name, str(facts[name]), "", "", _place(rule), (note,)))
-    rows += [Row("-", "", n, "", _place(rule), (_NOT_MADE,)) for n, rule in plan.nameless.items()]
+        rows.append(Row(name, str(facts[name]), "", "", _position(rule), (note,)))
+    rows += [
+        Row("-", "", n, "", _position(rule), (_NOT_MADE,)) for n, rule in plan.nameless.items()
+    ]
     for name in sorted(plan.kept):
         taken = name in view.index.values
         kind, note = ("a plain value", "taken from `like`") if taken else ("", _DROPPED)
         rows.append(Row("-", "", name, kind, "", (note,)))
-    return Preview(rows, list(doubts(rules.rules, plan.made)) if like is None else ())
+    return Preview(rows, list(questionable_numbers(rules.rules, plan.made)) if like is None else ())
 
 
 def _sources(made: Made) -> list[str]:
-    if made.source is not None:
-        return [made.source]
-    feeds = [feed for one in (made, *made.inputs) for feed in one.feeds]
-    return list(dict.fromkeys(feed.entry.name for feed in feeds))
+    if made.carried is not None:
+        return [made.carried]
+    sources = [source for one in (made, *made.inputs) for source in one.sources]
+    return list(dict.fromkeys(source.entry.name for source in sources))
 
 
 def _row(made: Made, facts: Mapping[str, Fact], users: Mapping[str, int]) -> Row:
@@ -142,26 +144,26 @@ def _row(made: Made, facts: Mapping[str, Fact], users: Mapping[str, int]) -> Row
         notes.append("function")
     if not made.exact:
         notes.append("inexact")
-    return Row(of, source, made.name, str(made.fact), _place(made.rule), tuple(notes))
+    return Row(of, source, made.name, str(made.fact), _position(made.rule), tuple(notes))
 
 
 def _what_is_done(made: Made) -> list[str]:
-    done = {(feed.scale, feed.offset) for feed in made.feeds}
+    done = {(source.scale, source.offset) for source in made.sources}
     notes = [_arithmetic(*pair) for pair in sorted(done - {(1.0, 0.0)})]
     if notes and len(done) > 1:
         notes = [f"{note} in a part of it" for note in notes]
-    if not notes and all(feed.is_identity for feed in made.feeds) and made.feeds:
+    if not notes and all(source.is_identity for source in made.sources) and made.sources:
         notes.append("as it is")
     padded = made.cropped or made.fills
-    if len(made.feeds) == 1 and made.feeds[0].source != made.feeds[0].out and not padded:
+    if len(made.sources) == 1 and made.sources[0].source != made.sources[0].out and not padded:
         notes.append("axes moved")
-    if any(feed.entry.dtype != made.fact.dtype for feed in made.feeds):
+    if any(source.entry.dtype != made.fact.dtype for source in made.sources):
         notes.append("cast")
     return notes
 
 
-def _place(rule: str) -> str:
-    """The place of a rule, taken from its text."""
+def _position(rule: str) -> str:
+    """Where a rule is written, taken from its text."""
     return rule.partition(": ")[0]
 
 

@@ -15,8 +15,8 @@ from unickpt.arrays.dtypes import Array
 from unickpt.errors import RuleError
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
-from unickpt.loading.ruled_view import Ruled, same_digests, stored_facts, through
-from unickpt.loading.views import AsStored, View
+from unickpt.loading.ruled_view import RuledView, same_digests, stored_facts, through
+from unickpt.loading.views import CheckpointView, StoredView
 from unickpt.reading import checkpoint
 from unickpt.reading.chunk_reader import ChunkReader, read_made
 from unickpt.reading.options import LoadOptions
@@ -108,12 +108,12 @@ def diff(
     options = LoadOptions.or_default(options)
     report = progress or (lambda done, total: None)
     a, b = checkpoint.open(first).reader, checkpoint.open(second).reader
-    ours: View = AsStored(a) if rules is None else _through(a, rules, b)
-    if isinstance(ours, Ruled):
+    ours: CheckpointView = StoredView(a) if rules is None else _through(a, rules, b)
+    if isinstance(ours, RuledView):
         ours.check(options)
-    theirs = AsStored(b)
+    theirs = StoredView(b)
     rows = list(_structure(ours, theirs))
-    left, right = _arrays(ours), _arrays(theirs)
+    left, right = ours.index.entries, theirs.index.entries
     both = [name for name in right if name in left]
     done, read = 0, 0
     total = sum(right[name].nbytes for name in both)
@@ -121,7 +121,7 @@ def diff(
     try:
         for name in both:
             mine, other = left[name], right[name]
-            if layout and not isinstance(ours, Ruled) and mine.layout != other.layout:
+            if layout and not isinstance(ours, RuledView) and mine.layout != other.layout:
                 rows.append(ArrayDifference(name, "layout", str(mine.layout), str(other.layout)))
             if mine.shape == other.shape and not _equal(ours, mine, theirs, other):
                 row = _values((ours, mine), (theirs, other), name, options, readers)
@@ -139,7 +139,7 @@ def diff(
     return DiffReport(tuple(rows), len(both), read, time.perf_counter() - started)
 
 
-def _through(a: Reader, rules: Rules, b: Reader) -> Ruled:
+def _through(a: Reader, rules: Rules, b: Reader) -> RuledView:
     """The first checkpoint through rules; the second one's names resolve ambiguous rules.
 
     If the two differ in more than values, only the rules decide what should exist.
@@ -150,12 +150,7 @@ def _through(a: Reader, rules: Rules, b: Reader) -> Ruled:
         return through(a, rules)
 
 
-def _arrays(view: View) -> dict[str, ArrayEntry]:
-    index = view.index
-    return {**index.arrays, **{alias: index.arrays[t] for alias, t in index.aliases.items()}}
-
-
-def _structure(ours: View, theirs: View) -> Iterator[ArrayDifference]:
+def _structure(ours: CheckpointView, theirs: CheckpointView) -> Iterator[ArrayDifference]:
     left, right = _shown(ours), _shown(theirs)
     for name in dict.fromkeys([*left, *right]):
         mine, other = left.get(name), right.get(name)
@@ -180,11 +175,11 @@ def _same_value(a: Any, b: Any) -> bool:
     return bool(a == b) or (isinstance(a, tuple) and a[0] != a[0] and b[0] != b[0])
 
 
-def _shown(view: View) -> dict[str, Any]:
+def _shown(view: CheckpointView) -> dict[str, Any]:
     """Every leaf: arrays as their entries, values in a tuple, per-process leaves as their
     digests."""
     values = {name: (value, type(value)) for name, value in view.index.values.items()}
-    return {**_arrays(view), **values, **view.index.per_process}
+    return {**view.index.entries, **values, **view.index.per_process}
 
 
 def _text(found: Any) -> str:
@@ -192,23 +187,25 @@ def _text(found: Any) -> str:
         case None:
             return "-"
         case ArrayEntry():
-            return f"{found.dtype}{list(found.shape)}"
+            return found.dtype_and_shape
         case tuple():
             return repr(found[0])
     return f"a PerProcess of {len(found.blobs)} processes"
 
 
-def _equal(ours: View, mine: ArrayEntry, theirs: View, other: ArrayEntry) -> bool:
+def _equal(
+    ours: CheckpointView, mine: ArrayEntry, theirs: CheckpointView, other: ArrayEntry
+) -> bool:
     """Whether digests alone prove that two arrays are equal."""
-    twins = ours.twin(mine.name), theirs.twin(other.name)
-    if twins[0] is None or twins[1] is None:
+    left, right = ours.unchanged_entry(mine.name), theirs.unchanged_entry(other.name)
+    if left is None or right is None:
         return False
-    return same_digests(ours.checkpoint, twins[0], theirs.checkpoint, twins[1])
+    return same_digests(ours.checkpoint, left, theirs.checkpoint, right)
 
 
 def _values(
-    ours: tuple[View, ArrayEntry],
-    theirs: tuple[View, ArrayEntry],
+    ours: tuple[CheckpointView, ArrayEntry],
+    theirs: tuple[CheckpointView, ArrayEntry],
     name: str,
     options: LoadOptions,
     readers: tuple[ChunkReader, ChunkReader],

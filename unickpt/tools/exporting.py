@@ -8,8 +8,8 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, cut
 from unickpt.format.index import ArrayEntry
 from unickpt.format.writer import Writer
-from unickpt.loading.ruled_view import Ruled, through
-from unickpt.loading.views import AsStored, View
+from unickpt.loading.ruled_view import RuledView, through
+from unickpt.loading.views import CheckpointView, StoredView
 from unickpt.reading import checkpoint
 from unickpt.reading.chunk_reader import ChunkReader, read_made
 from unickpt.reading.options import LoadOptions
@@ -38,8 +38,8 @@ def export(
     """
     options = LoadOptions.or_default(options)
     stored = checkpoint.open(source).reader
-    view: View = AsStored(stored) if rules is None else through(stored, rules)
-    if isinstance(view, Ruled):
+    view: CheckpointView = StoredView(stored) if rules is None else through(stored, rules)
+    if isinstance(view, RuledView):
         view.check(options)
     writer.begin(view.index)
     reader = ChunkReader(stored)

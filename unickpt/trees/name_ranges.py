@@ -10,19 +10,24 @@ from collections.abc import Iterable, Sequence
 _NUMBER = re.compile(r"(\d{1,18})")
 
 
-def skeleton(name: str) -> str:
-    """The part that names must share to fold into one.
+def skeleton(name: str, number: str = "0") -> str:
+    """The part that names must share to fold into one; `number` stands for each number.
 
     Example:
-        >>> skeleton("layers_12/w")
-        'layers_0/w'
+        >>> skeleton("layers_12/w"), skeleton("layers_12/w", "{}")
+        ('layers_0/w', 'layers_{}/w')
     """
-    return _NUMBER.sub("0", name)
+    return _NUMBER.sub(number, name)
+
+
+def pieces(name: str) -> list[str]:
+    """A name's texts and numbers in turns; as many for all names of one skeleton."""
+    return _NUMBER.split(name)
 
 
 def natural(name: str) -> list[tuple[int, str]]:
     """A sort key that compares numbers in names as numbers: layers_2 before layers_10."""
-    return [(int(part) if part.isdecimal() else 0, part) for part in _NUMBER.split(name)]
+    return [(int(part) if part.isdecimal() else 0, part) for part in pieces(name)]
 
 
 def fold_all(names: Iterable[str]) -> list[str]:
@@ -45,7 +50,7 @@ def fold(names: Sequence[str]) -> list[str]:
         >>> fold(["h.0.w", "h.1.w", "h.2.w"]), fold(["h.0.a.1", "h.1.a.0"])
         (['h.{0..2}.w'], ['h.0.a.1', 'h.1.a.0'])
     """
-    columns = list(zip(*map(_NUMBER.split, names), strict=True))
+    columns = list(zip(*map(pieces, names), strict=True))
     values = [sorted(set(column), key=lambda p: (len(p), p)) for column in columns]
     if len(set(names)) != math.prod(map(len, values)):
         return list(names)
@@ -55,8 +60,22 @@ def fold(names: Sequence[str]) -> list[str]:
 def _range(values: Sequence[str]) -> str:
     if len(values) == 1:
         return values[0]
-    numbers = [int(v) for v in values]
-    plain = [str(n) for n in numbers] == list(values)  # without leading zeros
-    if plain and numbers == list(range(numbers[0], numbers[0] + len(numbers))):
-        return f"{{{numbers[0]}..{numbers[-1]}}}"
-    return "{" + ",".join(values) + "}"
+    plain = all(str(int(v)) == v for v in values)  # without leading zeros
+    texts = runs(values) if plain else values
+    return "{" + ",".join(texts if len(texts) == 1 else values) + "}"
+
+
+def runs(numbers: Sequence[str]) -> list[str]:
+    """Ascending numbers, consecutive ones as one text.
+
+    Example:
+        >>> runs(["0", "1", "2", "5"])
+        ['0..2', '5']
+    """
+    found: list[list[str]] = []
+    for number in numbers:
+        if found and int(number) == int(found[-1][-1]) + 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return [f"{run[0]}..{run[-1]}" if len(run) > 1 else run[0] for run in found]

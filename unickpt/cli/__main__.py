@@ -1,0 +1,5 @@
+"""`python -m unickpt.cli`, for launchers such as torchrun that start modules."""
+
+from unickpt.cli.main import main
+
+main()

@@ -1,0 +1,346 @@
+"""`Rules`: all rules of a file and of those that it includes, compiled; or of a preset."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from numbers import Integral
+from pathlib import Path
+
+from unickpt.errors import RuleError, RuleWarning
+from unickpt.rules import parser
+from unickpt.rules.ast import (
+    ConventionLine,
+    IncludeLine,
+    LiftLine,
+    RuleLine,
+    Statement,
+    WhereLine,
+    included,
+    syntax_error,
+)
+from unickpt.rules.functions import Function
+from unickpt.rules.lint import swapped_names
+from unickpt.rules.optimizer_slots import Shared, lift
+from unickpt.rules.rule import Rule, compile_rule
+
+PRESETS = Path(__file__).parent / "presets"
+
+
+@dataclass(frozen=True)
+class Convention:
+    """What the numbers of each side mean, under a name such as `rope`."""
+
+    name: str
+    left: str
+    right: str
+
+
+@dataclass(frozen=True, repr=False)
+class Rules:
+    """Rules that relate the arrays of two sides; the left one is read, the right one is made.
+
+    Made by `parse`, `load` and `preset`; `inverse` reads the right side and makes the left one.
+
+    Example:
+        >>> rules = Rules.parse("params/w [i o] <-> w [o i]")
+        >>> print(rules.inverse)
+        w [o i] <-> params/w [i o]
+    """
+
+    rules: tuple[Rule, ...]
+    shared: tuple[Shared, ...] = ()
+    conventions: tuple[Convention, ...] = ()
+    functions: Mapping[str, Function] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rules, str):
+            raise RuleError("make rules from a text with Rules.parse(text)")
+
+    @classmethod
+    def parse(
+        cls,
+        text: str | Mapping[str, str],
+        *,
+        sizes: Mapping[str, int] | None = None,
+        functions: Mapping[str, Function] | None = None,
+        name: str = "rules",
+    ) -> Rules:
+        """Reads rules.
+
+        Arguments:
+            text: in the notation of docs/rules.md; or a dict of renames, where each key and its
+                value are the two sides of a rule: what is stored, and what it is loaded as.
+            sizes: extents of axes; they come before those in the text.
+            functions: what rules call by `via`.
+            name: of the text, for messages.
+
+        Raises:
+            RuleSyntaxError: shows the line with a caret.
+
+        Warns:
+            RuleWarning: two rules exchange two names.
+
+        Example:
+            >>> print(Rules.parse({"params/{m...}/kernel": "model.{m...}.weight"}))
+            params/{m...}/kernel [...] <-> model.{m...}.weight [...]
+        """
+        _check_functions(functions)
+        written = text if isinstance(text, str) else _lines_of(text)
+        return _compile(written, name, Path(), sizes or {}, functions or {})
+
+    @classmethod
+    def load(
+        cls,
+        file: str | os.PathLike[str],
+        *,
+        sizes: Mapping[str, int] | None = None,
+        functions: Mapping[str, Function] | None = None,
+    ) -> Rules:
+        """Reads a file of rules; see `parse`. Paths of included files are relative to it.
+
+        Raises:
+            RuleSyntaxError: shows the line with a caret.
+            FileNotFoundError: there is no such file.
+        """
+        _check_functions(functions)
+        path = Path(file)
+        return _compile(_read_text(path), str(path), path.parent, sizes or {}, functions or {})
+
+    @classmethod
+    def preset(cls, name: str, *, sizes: Mapping[str, int] | None = None) -> Rules:
+        """Rules that come with unickpt; see `presets`.
+
+        Raises:
+            RuleError: there is none of that name; the message lists them.
+        """
+        return _compile(preset_text(name), f"preset {name}", PRESETS, sizes or {}, {})
+
+    @staticmethod
+    def presets() -> list[str]:
+        """The names of all presets."""
+        return sorted(path.stem for path in PRESETS.glob("*.rules"))
+
+    @property
+    def inverse(self) -> Rules:
+        """The other direction: what is the right side here is read.
+
+        Raises:
+            RuleError: a rule has none, because its function has none.
+        """
+        functions = {}
+        for rule in self.rules:
+            if rule.function is None:
+                continue
+            inverse = self.functions[rule.function].inverse
+            if inverse is None:
+                raise RuleError(f"{rule}\n  has no inverse, because {rule.function!r} has none")
+            if rule.moves != (inverse.region is None):
+                raise RuleError(
+                    f"{rule}\n  has no inverse: {rule.function!r} and its inverse must both have "
+                    "region=, or neither"
+                )
+            functions[rule.function] = replace(
+                inverse, inverse=inverse.inverse or self.functions[rule.function]
+            )
+        return Rules(
+            tuple(rule.inverse for rule in self.rules),
+            tuple(shared.inverse for shared in self.shared),
+            tuple(Convention(c.name, c.right, c.left) for c in self.conventions),
+            functions,
+        )
+
+    def __add__(self, other: Rules) -> Rules:
+        return Rules(
+            self.rules + other.rules,
+            self.shared + other.shared,
+            self.conventions + other.conventions,
+            {**self.functions, **other.functions},
+        )
+
+    def __repr__(self) -> str:
+        own = sum(not rule.lifted for rule in self.rules)
+        return f"<Rules: {own} rules, {len(self.rules) - own} more of slots>"
+
+    def __str__(self) -> str:
+        return "\n".join([rule.written for rule in self.rules if not rule.lifted])
+
+
+def preset_text(name: str) -> str:
+    """The rule file of a preset.
+
+    Raises:
+        RuleError: there is none of that name; the message lists them.
+    """
+    if not isinstance(name, str):
+        raise RuleError(f"the name of a preset is a str, not of type {type(name).__name__}")
+    if name not in Rules.presets():
+        near = difflib.get_close_matches(name, Rules.presets(), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        known = ", ".join(Rules.presets())
+        raise RuleError(f"there is no preset {name!r}{hint}; presets are {known}")
+    return (PRESETS / f"{name}.rules").read_text(encoding="utf-8")
+
+
+@dataclass
+class _Compiler:
+    """What a file and all that it includes say; lifts wait for the rules of all of them."""
+
+    sizes: Mapping[str, int]
+    functions: Mapping[str, Function]
+    rules: list[Rule] = field(default_factory=list)
+    lifts: list[LiftLine] = field(default_factory=list)
+    conventions: list[Convention] = field(default_factory=list)
+    given: list[WhereLine | IncludeLine] = field(default_factory=list)
+
+    def collect(
+        self,
+        statements: Sequence[Statement],
+        folder: Path,
+        files: Sequence[str],
+        where: Mapping[str, int],
+    ) -> None:
+        """Adds what the statements of a file say, and those of the files that it includes.
+
+        Arguments:
+            statements: of the file.
+            folder: for files that it includes.
+            files: its name, after those of the files that include it.
+            where: sizes that those have given.
+        """
+        for statement in statements:
+            if isinstance(statement, WhereLine):
+                where = {**where, **dict(statement.sizes)}
+                self.given.append(statement)
+        for statement in statements:
+            match statement:
+                case RuleLine():
+                    self._add_rule(statement, where)
+                case IncludeLine():
+                    name, text, inside = _open_included(statement, folder)
+                    if name in files:
+                        raise syntax_error(
+                            f"{statement.target!r} includes itself", statement.position
+                        )
+                    self.given.append(statement)
+                    lines = [included(line, statement) for line in parser.parse(text, name)]
+                    self.collect(lines, inside, (*files, name), {**where, **dict(statement.sizes)})
+                case ConventionLine():
+                    self.conventions.append(
+                        Convention(statement.name, statement.left, statement.right)
+                    )
+                case LiftLine():
+                    self.lifts.append(statement)
+
+    def _add_rule(self, line: RuleLine, where: Mapping[str, int]) -> None:
+        function = None if line.function is None else self.functions.get(line.function)
+        moves = function is None or function.region is None
+        self.rules.append(compile_rule(line, moves, where, self.sizes))
+        if line.function is not None and function is None:
+            raise syntax_error(
+                f"no function {line.function!r}: give it, as in Rules.parse(text, "
+                f"functions={{{line.function!r}: Function(...)}})",
+                line.position,
+            )
+
+
+def _compile(
+    text: str,
+    name: str,
+    folder: Path,
+    sizes: Mapping[str, int],
+    functions: Mapping[str, Function],
+) -> Rules:
+    _check_sizes(sizes)
+    found = _Compiler(sizes, functions)
+    found.collect(parser.parse(text, name), folder, (name,), {})
+    used = {axis for rule in found.rules for axis in rule.sizes}
+    unused = sizes.keys() - used
+    if unused:
+        raise RuleError(f"{name}: a size is given for {min(unused)!r}, which no rule has")
+    for where in found.given:
+        for axis, _ in where.sizes:
+            if axis not in used:
+                raise syntax_error(f"no rule has an axis {axis!r}", where.position)
+    rules, shared = list(found.rules), []
+    for line in found.lifts:
+        lifted = lift(line, found.rules)
+        if isinstance(lifted, Shared):
+            shared.append(lifted)
+        else:
+            rules += lifted
+    for question in swapped_names(found.rules):
+        warnings.warn(question, RuleWarning, stacklevel=3)
+    return Rules(tuple(rules), tuple(shared), tuple(found.conventions), functions)
+
+
+def _check_sizes(sizes: object) -> None:
+    """Raises RuleError if sizes that are given in a call are not a dict of integers."""
+    if not isinstance(sizes, Mapping):
+        raise RuleError(f"sizes must be a dict of integers, not of type {type(sizes).__name__}")
+    for axis, size in sizes.items():
+        if not isinstance(size, Integral) or int(size) < 0:
+            raise RuleError(f"sizes[{axis!r}]={size!r} must be an integer, at least 0")
+
+
+def _check_functions(functions: object) -> None:
+    """Raises RuleError if what `via` may name is not a dict of functions."""
+    if functions is None:
+        return
+    if not isinstance(functions, Mapping):
+        raise RuleError(
+            f"functions must be a dict of unickpt.Function by name, not of type "
+            f"{type(functions).__name__}"
+        )
+    for name, function in functions.items():
+        if not isinstance(function, Function):
+            raise RuleError(
+                f"functions[{name!r}] is of type {type(function).__name__}; pass "
+                "unickpt.Function(apply=lambda box, x: ...)"
+            )
+
+
+def _lines_of(renames: Mapping[str, str]) -> str:
+    """A rule for each entry of a dict, on a line of its own."""
+    if not isinstance(renames, Mapping):
+        raise RuleError(
+            f"Rules.parse takes a text or a dict of renames, not {type(renames).__name__}; "
+            "Rules.load takes the path of a file"
+        )
+    lines = []
+    for stored, asked in renames.items():
+        for side in (stored, asked):
+            if not isinstance(side, str) or "\n" in side or not side.strip():
+                raise RuleError(
+                    f"{{{stored!r}: {asked!r}}}: a rename maps a name to another, both of type "
+                    "str; to leave something out, give 'drop'"
+                )
+        lines.append(f"{stored} <-> {asked}")
+    return "\n".join(lines)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise RuleError(f"{path} is not UTF-8 text: {error}") from None
+
+
+def _open_included(line: IncludeLine, folder: Path) -> tuple[str, str, Path]:
+    """The name of an included file, its text, and the folder for those that it includes."""
+    if line.target in Rules.presets():
+        return f"preset {line.target}", preset_text(line.target), PRESETS
+    path = folder / line.target
+    try:
+        return str(path), _read_text(path), path.parent
+    except OSError as error:
+        near = difflib.get_close_matches(line.target, Rules.presets(), n=1)
+        hint = f"Did you mean {near[0]!r}? " if near else ""
+        raise syntax_error(
+            f"{line.target!r} is neither a preset nor a file ({path}: {error.strerror}). "
+            f"{hint}Presets are {', '.join(Rules.presets())}",
+            line.position,
+        ) from None

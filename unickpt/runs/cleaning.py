@@ -1,0 +1,126 @@
+"""Removes the steps that no rule keeps, and copied steps from the local tier; on process 0 only."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from unickpt.errors import StorageError
+from unickpt.runs.retention import Retention
+from unickpt.runs.steps_in_use import StepsInUse
+from unickpt.runs.tier import Tier
+from unickpt.runs.tiers import Newer, Standing, Tiers, compare
+from unickpt.threads import SerialExecutor
+
+_log = logging.getLogger("unickpt")
+
+
+class Cleaning:
+    """Removes steps in the background.
+
+    Arguments:
+        tiers: the folders.
+        retention: which steps to keep.
+        in_use: which steps are being saved or copied.
+    """
+
+    def __init__(self, tiers: Tiers, retention: Retention, in_use: StepsInUse) -> None:
+        self._tiers, self._retention, self._in_use = tiers, retention, in_use
+        self._work = SerialExecutor(
+            "unickpt clean", lambda error: _log.warning("cleaning up: %s", error)
+        )
+        self._metrics: dict[int, Mapping[str, float]] = {}
+        self.newest: int | None = None
+        """The step that was saved last."""
+        self.own: set[str] = set()
+        """Attempts of this process that were committed in the local tier."""
+        self.copied: set[str] = set()
+        """Versions that are complete in the root."""
+
+    def start(self) -> None:
+        """Cleans in the background, after what was started before."""
+        self._work.add(self.clean)
+
+    def wait(self) -> None:
+        """Waits until nothing is left to clean; raises nothing."""
+        self._work.wait()
+
+    def committed(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Records the metrics of a step that was saved."""
+        self._metrics[step] = metrics
+
+    def forget(self, step: int) -> None:
+        """Records that a step was removed."""
+        self._metrics.pop(step, None)
+
+    def clean(self) -> None:
+        """Removes the steps that no rule keeps, and copied steps from the local tier."""
+        there = self._tiers.root.committed()
+        if self._tiers.local is not None:
+            self._clean_local(self._tiers.local, there)
+        # Only by the steps in the root: a step that is not copied yet must not remove another
+        # there.
+        for step in self.expendable(there, []):
+            with self._in_use.removing(step) as is_free:
+                if is_free:
+                    _log.info("removing %s", self._tiers.root.path(step))
+                    self._tiers.root.remove(step)
+                    self.forget(step)
+
+    def _clean_local(self, local: Tier, there: Sequence[int]) -> None:
+        here = local.committed()
+        expendable = self.expendable(there, here)
+        for step in here:
+            with self._in_use.removing(step) as is_free:
+                if is_free and self._may_go(local, step, step in expendable, step == here[-1]):
+                    local.remove(step)
+
+    def _may_go(self, local: Tier, step: int, is_expendable: bool, is_newest: bool) -> bool:
+        """Whether the local tier no longer needs a step."""
+        standing = compare(local, self._tiers.root, step)
+        version = standing.local
+        if version is None:
+            return False
+        if standing.newer is Newer.ROOT and version.attempt not in self.own:
+            self._log_stale(local, step, standing)
+            return True
+        is_copied = standing.newer is Newer.SAME and version.name in self.copied
+        return not is_newest and (is_copied or is_expendable)
+
+    def remove_abandoned(self) -> None:
+        """Removes steps from the local tier that do not count; see `compare`. If the root is away,
+        copying finds out later.
+
+        Raises:
+            SaveConflict: another job saves here.
+            StorageError: the local tier failed.
+        """
+        if self._tiers.local is None:
+            return
+        for step in self._tiers.local.committed():
+            try:
+                standing = compare(self._tiers.local, self._tiers.root, step)
+            except StorageError as error:
+                _log.warning(
+                    "cannot compare %s with the root: %s", self._tiers.local.path(step), error
+                )
+                return
+            if standing.is_abandoned:
+                self._tiers.local.lease.take()
+                self._log_stale(self._tiers.local, step, standing)
+                self._tiers.local.remove(step)
+
+    def _log_stale(self, local: Tier, step: int, standing: Standing) -> None:
+        where = self._tiers.root.location
+        _log.warning("removing %s, which is %s in %s", local.path(step), standing.fault, where)
+
+    def expendable(self, there: Sequence[int], here: Sequence[int]) -> list[int]:
+        """The steps in the root and in the local tier that no rule keeps."""
+        tiers = {**dict.fromkeys(here, self._tiers.local), **dict.fromkeys(there, self._tiers.root)}
+        if self._retention.keep_best is not None:
+            for step, tier in tiers.items():
+                if step not in self._metrics and tier is not None:
+                    self._metrics[step] = tier.metrics(step)
+        metrics = {step: self._metrics.get(step, {}) for step in tiers}
+        # The step just saved stays, even if a step of another run has a higher number.
+        return self._retention.expendable(metrics, () if self.newest is None else (self.newest,))

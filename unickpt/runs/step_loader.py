@@ -1,0 +1,141 @@
+"""Loads a step from whichever tier has it, or an older one, alike on all processes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from unickpt.errors import (
+    CheckpointCorrupt,
+    CheckpointExists,
+    CheckpointNotFound,
+    ProcessFailed,
+)
+from unickpt.frameworks.process_group import Group
+from unickpt.loading.loader import load
+from unickpt.runs.branch import Branch
+from unickpt.runs.tier import Tier
+from unickpt.runs.tiers import Tiers
+
+_log = logging.getLogger("unickpt")
+_FINE, _DAMAGED, _GONE, _FAILED = range(4)
+_TRIES = 50  # to load the newest step while other jobs commit and remove steps
+
+
+class StepLoader:
+    """One call of `Checkpointer.load`.
+
+    Arguments:
+        tiers: the folders.
+        branch: which steps the job sees.
+        group: the processes.
+        arguments: of `unickpt.load`.
+    """
+
+    def __init__(
+        self, tiers: Tiers, branch: Branch, group: Group, arguments: Mapping[str, Any]
+    ) -> None:
+        self._tiers, self._branch, self._group = tiers, branch, group
+        self._arguments = arguments
+
+    def load(self, step: int | None, fallback: bool) -> tuple[int, Any]:
+        """Loads a step; returns its number and what `unickpt.load` returns.
+
+        Arguments:
+            step: its number; None for the newest.
+            fallback: whether to load an older one if it is damaged.
+
+        Raises:
+            CheckpointNotFound: the step does not exist, or no step does.
+            CheckpointCorrupt: it is damaged; the message names the next older one.
+        """
+        together = self._group.count > 1 and (fallback or step is None)
+        damaged: set[int] = set()
+        tries = 0
+        while True:
+            listed = step is None or step in damaged
+            wanted = self._newest(step, damaged) if listed or step is None else step
+            found, error = self._try(wanted)
+            outcome = _outcome(error, listed)
+            if together:
+                outcome = self._group.agree(outcome)
+            if outcome == _FINE:
+                return wanted, found
+            tries += outcome == _GONE
+            if outcome == _DAMAGED and fallback:
+                _log.warning("step %d is damaged, falling back to an older one: %s", wanted, error)
+                damaged.add(wanted)
+            elif outcome != _GONE or tries > _TRIES:
+                raise error or ProcessFailed(
+                    f"{self._tiers.path(wanted)}: another process cannot load it"
+                )
+
+    def _newest(self, below: int | None, damaged: Collection[int]) -> int:
+        """The newest step that is not known to be damaged, as seen by the coordinator.
+
+        Arguments:
+            below: the step must be below this one; None for any step.
+            damaged: the steps that were tried before.
+        """
+        steps = [
+            s
+            for s in self._tiers.steps(self._branch)
+            if s not in damaged and (below is None or s < below)
+        ]
+        found = max(steps, default=-1)
+        if self._group.count > 1:
+            found = self._group.agree(found + 1 if self._group.index == 0 else 0) - 1
+        if found < 0 and damaged:
+            raise CheckpointNotFound(
+                f"{self._tiers.path(min(damaged))} is damaged, and there is no older step to fall "
+                "back to"
+            )
+        if found < 0:
+            try:
+                self._tiers.root.check_no_checkpoint()
+            except CheckpointExists as error:
+                raise CheckpointNotFound(str(error)) from None
+            raise CheckpointNotFound(f"no step is committed in {self._tiers.root.location}")
+        return found
+
+    def _try(self, step: int) -> tuple[Any, Exception | None]:
+        """Loads a step from the fastest tier that has it undamaged, or returns the error."""
+        damage: list[str] = []
+        gone: CheckpointNotFound | None = None
+        try:
+            holders, before = self._tiers.holders(step, self._branch), list[Tier]()
+            while holders != before and not damage:  # it may have moved to the other tier
+                for tier in holders:
+                    try:
+                        return load(tier.path(step), **self._arguments), None
+                    except CheckpointNotFound as error:
+                        gone = error
+                    except CheckpointCorrupt as error:
+                        _log.warning("%s is damaged: %s", tier.path(step), error)
+                        damage.append(str(error))
+                holders, before = self._tiers.holders(step, self._branch), holders
+        except Exception as error:
+            return None, error
+        steps = self._tiers.steps(self._branch)
+        if not damage:  # if it exists, it was replaced while it was read
+            return None, (gone if step in steps else None) or self._tiers.not_found(step, steps)
+        older = max((s for s in steps if s < step), default=None)
+        hint = "there is no older step"
+        if older is not None:
+            hint = f"the next older step is {older}: load(step={older}), or load(fallback=True)"
+        return None, CheckpointCorrupt(f"{'; '.join(damage)}; {hint}")
+
+
+def _outcome(error: Exception | None, listed: bool) -> int:
+    """The outcome of loading a step as a number; the maximum over all processes is used.
+
+    Arguments:
+        error: the error that was raised, if any.
+        listed: whether the step was just listed; if it is missing then, it was removed since.
+    """
+    if error is None:
+        return _FINE
+    if isinstance(error, CheckpointCorrupt):
+        return _DAMAGED
+    return _GONE if listed and isinstance(error, CheckpointNotFound) else _FAILED
