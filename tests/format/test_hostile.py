@@ -505,9 +505,13 @@ def test_an_error_of_our_own_is_not_told_as_a_fault_of_the_data(
     def broken(*arguments: object) -> object:
         raise ValueError("a bug")
 
-    for module, name in (("values", "from_json"), ("tree", "leaves"), ("dtypes", "from_name")):
+    for module, name in (
+        ("plain_values", "from_json"),
+        ("tree", "leaves"),
+        ("dtypes", "from_name"),
+    ):
         with monkeypatch.context() as patch:
-            patch.setattr(f"unickpt.blob.{module}.{name}", broken)
+            patch.setattr(f"unickpt.frameworks.per_process.{module}.{name}", broken)
             with pytest.raises(ValueError, match="a bug") as caught:
                 unickpt.load(tmp_path / "c")
         assert type(caught.value) is ValueError
