@@ -11,12 +11,7 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.frameworks.process_group import Group
-from unickpt.frameworks.protocol import (
-    ArraySource,
-    Fence,
-    Memory,
-    whole_source,
-)
+from unickpt.frameworks.protocol import ArraySource, Fence, Memory, whole_source
 from unickpt.trees.tree import Expansion
 
 

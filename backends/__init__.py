@@ -1,4 +1,1 @@
-"""Storage schemes, one module each, which registers itself with `unickpt.storage.schemes`.
-
-Nothing imports them by name but that registry.
-"""
+"""Storage schemes, one module each; only `unickpt.storage.schemes` imports them, by name."""

@@ -32,10 +32,10 @@ from unickpt import (
     StorageError,
     UnsupportedLeaf,
 )
-from unickpt.runs import lease
 from unickpt.runs.retention import Retention
-from unickpt.runs.step_folder import Steps
-from unickpt.runs.tier import Tier
+from unickpt.steps import lease
+from unickpt.steps.step_folder import Steps
+from unickpt.steps.tier import Tier
 from unickpt.storage import contexts
 
 FAST = SaveOptions(fsync=False, timeout_s=20, chunk_bytes=4096)

@@ -61,14 +61,14 @@ STEPS = [
 ]
 COORDINATORS_STEPS = [
     *STEPS,
-    ("runs.lease.Lease:take", "after"),
-    ("runs.step_folder.Steps:remove_debris", "during"),
+    ("steps.lease.Lease:take", "after"),
+    ("steps.step_folder.Steps:remove_debris", "during"),
     ("commit.attempt.Attempt:_build_root", "during"),
     ("commit.attempt.Attempt:_write_root", "before"),  # before the commit
     ("commit.attempt.Attempt:_write_root", "during"),  # during the commit
     ("commit.attempt.Attempt:_write_root", "after"),
-    ("runs.step_folder.Steps:remove", "before"),
-    ("runs.step_folder.Steps:remove", "during"),  # during the deletion
+    ("steps.step_folder.Steps:remove", "before"),
+    ("steps.step_folder.Steps:remove", "during"),  # during the deletion
     # Its files are gone, its folder is not.
     ("storage.local_locations.LocalLocation:remove_empty", "before"),
 ]
@@ -146,8 +146,8 @@ def test_a_job_killed_at_any_step_loses_nothing(
 ) -> None:
     steps = [*(STEPS if doomed else COORDINATORS_STEPS)]
     if tiers == 2 and doomed == 0:
-        steps += [("runs.tier:_copy", "during"), ("commit.root.Root:replace", "before")]
-        steps += [("runs.tier:_check_copy", "after")]
+        steps += [("steps.tier:_copy", "during"), ("commit.root.Root:replace", "before")]
+        steps += [("steps.tier:_check_copy", "after")]
     runs = []
     for number, (step, when) in enumerate(steps):
         local = tmp_path / f"local_{number}" if tiers == 2 else None

@@ -27,9 +27,9 @@ from unickpt import (
     StorageError,
 )
 from unickpt.runs.retention import Retention
-from unickpt.runs.step_folder import Steps
 from unickpt.runs.step_loader import StepLoader
-from unickpt.runs.tier import Tier
+from unickpt.steps.step_folder import Steps
+from unickpt.steps.tier import Tier
 
 FAST = SaveOptions(fsync=False, timeout_s=20, chunk_bytes=4096)
 

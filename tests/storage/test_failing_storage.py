@@ -15,11 +15,7 @@ from support.forks import Forks
 from support.saving import files, numbers, save_in_job, sound
 
 import unickpt
-from unickpt import (
-    InvalidPath,
-    ProcessFailed,
-    StorageError,
-)
+from unickpt import InvalidPath, ProcessFailed, StorageError
 
 
 def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:

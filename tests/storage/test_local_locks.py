@@ -10,10 +10,7 @@ import pytest
 from support.saving import files, in_job, numbers, sound
 
 import unickpt
-from unickpt import (
-    ProcessGroup,
-    StorageError,
-)
+from unickpt import ProcessGroup, StorageError
 from unickpt.storage import contexts, paths
 from unickpt.storage.errors import LockHeld
 

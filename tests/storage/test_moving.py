@@ -12,10 +12,7 @@ import tensorstore as ts
 from support.saving import numbers, save_in_job, sound
 
 import unickpt
-from unickpt import (
-    CheckpointReplaced,
-    SaveOptions,
-)
+from unickpt import CheckpointReplaced, SaveOptions
 
 
 def test_a_checkpoint_can_be_moved_and_copied(tmp_path: Path) -> None:

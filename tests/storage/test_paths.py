@@ -12,11 +12,7 @@ import tensorstore as ts
 from support.saving import numbers, save_in_job, sound
 
 import unickpt
-from unickpt import (
-    CheckpointExists,
-    CheckpointNotFound,
-    InvalidPath,
-)
+from unickpt import CheckpointExists, CheckpointNotFound, InvalidPath
 
 ODD_NAMES = ["a b", "ä ö 漢", "100%", "a%20b", "a'b\"c", "x|y", "q?r#s", "~", "-rf", "a:b", "[c]*"]
 

@@ -12,10 +12,7 @@ import pytest
 from support.saving import numbers
 
 import unickpt
-from unickpt import (
-    CheckpointExists,
-    InvalidPath,
-)
+from unickpt import CheckpointExists, InvalidPath
 from unickpt.backends import s3
 from unickpt.storage import contexts, paths, schemes
 from unickpt.storage.local_locations import LocalLocation

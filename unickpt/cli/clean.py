@@ -25,9 +25,9 @@ from unickpt.cli.output import (
 )
 from unickpt.cli.output import clean as cleaned
 from unickpt.reading.listing import checkpoints_below
-from unickpt.runs import cleanup
-from unickpt.runs.cleanup import Found
-from unickpt.runs.remnants import Remnant
+from unickpt.steps import cleanup
+from unickpt.steps.cleanup import Found
+from unickpt.steps.remnants import Remnant
 from unickpt.storage import paths
 
 _REFUSED = 1

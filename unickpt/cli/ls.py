@@ -23,7 +23,7 @@ from unickpt.cli.output import (
 )
 from unickpt.errors import UnickptError
 from unickpt.reading.listing import Listed, checkpoints_below
-from unickpt.runs import cleanup
+from unickpt.steps import cleanup
 
 _OPEN_AT_ONCE = 8
 _NUMERIC = ("arrays", "bytes", "processes")

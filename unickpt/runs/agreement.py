@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from unickpt.errors import CoverageError, InvalidPath, ProcessFailed
 from unickpt.frameworks.process_group import Group
-from unickpt.runs.step_folder import PROBE
-from unickpt.runs.tier import Tier
+from unickpt.steps.step_folder import PROBE
+from unickpt.steps.tier import Tier
 from unickpt.storage import contexts
 from unickpt.storage.locations import Location
 

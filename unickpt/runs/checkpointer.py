@@ -17,16 +17,16 @@ from unickpt.reading.options import LoadOptions
 from unickpt.rules import Rules
 from unickpt.runs.agreement import check_same_step, check_shared, meet, on_process_0
 from unickpt.runs.arguments import fences_of, step_metadata, step_number
-from unickpt.runs.branch import Branch
 from unickpt.runs.housekeeping import Housekeeping
 from unickpt.runs.retention import Retention
 from unickpt.runs.save_triggers import Policy, SigtermHandler
 from unickpt.runs.step_loader import StepLoader
-from unickpt.runs.tier import Tier
-from unickpt.runs.tiers import Tiers
 from unickpt.saving.options import SaveOptions
 from unickpt.saving.pending import PendingSave
 from unickpt.saving.save_queue import SaveQueue, SaveRequest
+from unickpt.steps.branch import Branch
+from unickpt.steps.tier import Tier
+from unickpt.steps.tiers import Tiers
 from unickpt.storage import paths
 
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from unickpt.errors import StorageError
 from unickpt.runs.retention import Retention
 from unickpt.runs.steps_in_use import StepsInUse
-from unickpt.runs.tier import Tier
-from unickpt.runs.tiers import Newer, Standing, Tiers, compare
+from unickpt.steps.tier import Tier
+from unickpt.steps.tiers import Newer, Standing, Tiers, compare
 from unickpt.threads import SerialExecutor
 
 _log = logging.getLogger("unickpt")

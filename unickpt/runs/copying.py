@@ -10,9 +10,9 @@ from unickpt.commit.version import Version
 from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, SaveConflict, StorageError
 from unickpt.runs.cleaning import Cleaning
 from unickpt.runs.steps_in_use import StepsInUse
-from unickpt.runs.tier import Tier
-from unickpt.runs.tiers import Newer, Standing, Tiers, compare
 from unickpt.saving.options import SaveOptions
+from unickpt.steps.tier import Tier
+from unickpt.steps.tiers import Newer, Standing, Tiers, compare
 from unickpt.threads import SerialExecutor
 
 _log = logging.getLogger("unickpt")

@@ -11,17 +11,17 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 
 from unickpt.errors import CheckpointExists, StorageError
-from unickpt.runs.branch import Branch
 from unickpt.runs.cleaning import Cleaning
 from unickpt.runs.copying import Copying
-from unickpt.runs.lineage import Lineage
 from unickpt.runs.retention import Retention
 from unickpt.runs.step_order import StepOrder
 from unickpt.runs.steps_in_use import StepsInUse
-from unickpt.runs.tier import Tier
-from unickpt.runs.tiers import Tiers
 from unickpt.saving.options import SaveOptions
 from unickpt.saving.pending import SaveCallbacks
+from unickpt.steps.branch import Branch
+from unickpt.steps.lineage import Lineage
+from unickpt.steps.tier import Tier
+from unickpt.steps.tiers import Tiers
 
 _log = logging.getLogger("unickpt")
 

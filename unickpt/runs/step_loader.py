@@ -6,17 +6,12 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from unickpt.errors import (
-    CheckpointCorrupt,
-    CheckpointExists,
-    CheckpointNotFound,
-    ProcessFailed,
-)
+from unickpt.errors import CheckpointCorrupt, CheckpointExists, CheckpointNotFound, ProcessFailed
 from unickpt.frameworks.process_group import Group
 from unickpt.loading.loader import load
-from unickpt.runs.branch import Branch
-from unickpt.runs.tier import Tier
-from unickpt.runs.tiers import Tiers
+from unickpt.steps.branch import Branch
+from unickpt.steps.tier import Tier
+from unickpt.steps.tiers import Tiers
 
 _log = logging.getLogger("unickpt")
 _FINE, _DAMAGED, _GONE, _FAILED = range(4)

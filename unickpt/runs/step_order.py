@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from unickpt.errors import CheckpointExists, LaterStepsExist
 from unickpt.quoting import some
-from unickpt.runs.branch import Branch
-from unickpt.runs.tier import Tier
-from unickpt.runs.tiers import Tiers
+from unickpt.steps.branch import Branch
+from unickpt.steps.tier import Tier
+from unickpt.steps.tiers import Tiers
 
 
 class StepOrder:

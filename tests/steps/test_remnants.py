@@ -22,7 +22,7 @@ import unickpt
 from unickpt import Checkpointer, SaveConflict
 from unickpt.cli import clean as command
 from unickpt.cli.app import app
-from unickpt.runs import cleanup, lease, remnants
+from unickpt.steps import cleanup, lease, remnants
 from unickpt.storage import contexts, paths
 
 HOUR = 3600.0

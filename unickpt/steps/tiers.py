@@ -10,10 +10,10 @@ from enum import Enum
 
 from unickpt.commit.version import Version
 from unickpt.errors import CheckpointNotFound
-from unickpt.runs.branch import Branch
-from unickpt.runs.lease import Lease
-from unickpt.runs.step_folder import Steps
-from unickpt.runs.tier import Tier
+from unickpt.steps.branch import Branch
+from unickpt.steps.lease import Lease
+from unickpt.steps.step_folder import Steps
+from unickpt.steps.tier import Tier
 
 _log = logging.getLogger("unickpt")
 

@@ -18,8 +18,8 @@ from unickpt.errors import (
     UnickptError,
 )
 from unickpt.format import ocdbt_reader
-from unickpt.runs.lease import Lease
-from unickpt.runs.step_folder import Steps
+from unickpt.steps.lease import Lease
+from unickpt.steps.step_folder import Steps
 from unickpt.storage import contexts, errors, paths
 from unickpt.storage.errors import Failed
 from unickpt.storage.kvstore import Future, KvStore

@@ -24,10 +24,10 @@ from support.saving import files, numbers, same
 import unickpt
 from unickpt import CheckpointCorrupt, Checkpointer, SaveConflict, SaveOptions, StorageError
 from unickpt.commit import attempt
-from unickpt.runs import lease, tier
 from unickpt.runs.copying import Copying
-from unickpt.runs.step_folder import Steps
-from unickpt.runs.tier import Tier
+from unickpt.steps import lease, tier
+from unickpt.steps.step_folder import Steps
+from unickpt.steps.tier import Tier
 
 FAST = SaveOptions(fsync=False, timeout_s=20, chunk_bytes=4096)
 
@@ -646,7 +646,7 @@ sys.path.insert(0, {TESTS!r})
 import unickpt
 from support.dying import die_at
 from support.saving import numbers
-from unickpt.runs import lease
+from unickpt.steps import lease
 
 lease._RENEW_S, lease._EXPIRES_S = 0.1, 1.0
 root, local, step, when = sys.argv[1:]
@@ -706,7 +706,7 @@ sys.path.insert(0, {TESTS!r})
 import threading
 import unickpt
 from support.saving import numbers
-from unickpt.runs import tier
+from unickpt.steps import tier
 
 def slow(*arguments):
     threading.main_thread().join()

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import tensorstore as ts
 
 from unickpt.reading.listing import natural
-from unickpt.runs import attempt_folders
-from unickpt.runs.lease import Lease, holder
-from unickpt.runs.remnants import LOCK, Remnant, search
+from unickpt.steps import attempt_folders
+from unickpt.steps.lease import Lease, holder
+from unickpt.steps.remnants import LOCK, Remnant, search
 from unickpt.storage import contexts, errors, paths
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location

@@ -19,8 +19,8 @@ from unickpt.errors import (
 from unickpt.format.index import RESERVED
 from unickpt.reading import checkpoint
 from unickpt.reading.listing import checkpoints_below
-from unickpt.runs import attempt_folders, lineage
-from unickpt.runs.lineage import Lineage
+from unickpt.steps import attempt_folders, lineage
+from unickpt.steps.lineage import Lineage
 from unickpt.storage import contexts, errors, paths
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, UnsupportedFormat
-from unickpt.runs.step_folder import Steps
+from unickpt.steps.step_folder import Steps
 
 _log = logging.getLogger("unickpt")
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import tensorstore as ts
 
-from unickpt.runs.attempt_folders import FOLDER, attempts_of_checkpoint
+from unickpt.steps.attempt_folders import FOLDER, attempts_of_checkpoint
 from unickpt.storage.errors import Damaged
 from unickpt.storage.local_folders import LOCK_SUFFIX
 from unickpt.storage.locations import Location
