@@ -90,6 +90,7 @@ class Reader(Protocol):
         Raises:
             CheckpointCorrupt: the data contradicts the shape.
         """
+        return
 
     def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[bytes, ...]:
         """The encoded values of a per-process leaf, verified.
@@ -113,6 +114,7 @@ class Reader(Protocol):
         Raises:
             CheckpointReplaced: it is not.
         """
+        return
 
     def check_structure(self, run: ParallelMap) -> Iterator[tuple[str, str]]:
         """Checks all that is stored, except chunks.

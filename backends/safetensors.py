@@ -1,0 +1,245 @@
+"""safetensors files, and Hugging Face folders of them.
+
+Sources: the format's README (github.com/huggingface/safetensors), and transformers'
+`model.safetensors.index.json`. torch's distributed checkpoints in this format record in the header where each
+piece belongs (`DCP_SHARDING_INFO`, torch/distributed/checkpoint/_hf_utils.py).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unickpt.arrays import dtypes
+from unickpt.arrays.box import Box
+from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
+from unickpt.format.coverage import check_boxes
+from unickpt.format.file_ranges import FileBox, RangeReader, of_boxes, whole
+from unickpt.format.files import Files
+from unickpt.format.index import ArrayEntry, Index
+from unickpt.format.reader import Reader
+from unickpt.quoting import quoted
+from unickpt.storage.errors import translate
+from unickpt.storage.kvstore import Failed
+from unickpt.storage.locations import Location
+from unickpt.trees import tree
+
+_SUFFIX = ".safetensors"
+_INDEX_SUFFIX = ".safetensors.index.json"
+_SHARDING = "DCP_SHARDING_INFO"
+_MOST_HEADER = 100_000_000  # as upstream
+_DTYPES = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16",
+    "U32": "uint32", "I32": "int32", "U64": "uint64", "I64": "int64", "F16": "float16",
+    "BF16": "bfloat16", "F32": "float32", "F64": "float64", "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of one file.
+
+    Arguments:
+        dtype: the checkpoint's name of its dtype.
+        shape: its extents.
+        offset: of its first byte in the file.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """The header of a file: its tensors by name, and its metadata."""
+
+    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, str]
+
+
+def open(location: Location) -> Reader | None:
+    """Opens a folder that contains safetensors files; None if it contains none.
+
+    Raises:
+        CheckpointCorrupt: a header is damaged, or files are missing.
+        UnsupportedFormat: a tensor has a dtype that unickpt lacks.
+        StorageError: the storage failed.
+    """
+    files = Files(location)
+    try:
+        here = [name for name in files.names if "/" not in name]
+        index = next((name for name in here if name.endswith(_INDEX_SUFFIX)), None)
+        where = None if index is None else _weight_map(files, index)
+        names = sorted({*where.values()} if where is not None else
+                       {name for name in here if name.endswith(_SUFFIX)})  # fmt: skip
+        if not names:
+            return None
+        headers = {name: read_header(files, name) for name in names}
+    except Failed as error:
+        raise translate(error, str(location)) from error
+    return SafetensorsReader(files, headers, where)
+
+
+class SafetensorsReader(RangeReader):
+    """Tensors of one or several files.
+
+    Arguments:
+        files: the folder.
+        headers: of its files, by name.
+        where: the file of each tensor, if an index says.
+    """
+
+    format = "safetensors"
+
+    def __init__(
+        self, files: Files, headers: Mapping[str, Header], where: Mapping[str, str] | None
+    ) -> None:
+        pieces = _pieces(files, headers, where)
+        entries, boxes = dict[str, ArrayEntry](), dict[str, Sequence[FileBox]]()
+        for name, (dtype, of_tensor) in pieces.items():
+            component = tree.component(name)
+            entries[component] = _entry(component, dtype, of_tensor)
+            boxes[component] = of_tensor
+        node = tree.from_names(entries)
+        metadata = {k: v for header in headers.values() for k, v in header.metadata.items()}
+        metadata.pop(_SHARDING, None)
+        super().__init__(files, Index(tree.to_json(node), entries, metadata=metadata), boxes)
+
+
+def _entry(name: str, dtype: str, boxes: Sequence[FileBox]) -> ArrayEntry:
+    if len(boxes) == 1 and not any(boxes[0].box.start):
+        return whole(name, boxes[0].box.shape, dtype, boxes[0])
+    shape = [max(found.box.stop[d] for found in boxes) for d in range(len(boxes[0].box.start))]
+    entry = of_boxes(name, shape, dtype, [found for found in boxes if found.box.size])
+    check_boxes(entry, [(box, by) for box, by in entry.boxes or ()])
+    return entry
+
+
+def _pieces(
+    files: Files, headers: Mapping[str, Header], where: Mapping[str, str] | None
+) -> dict[str, tuple[str, list[FileBox]]]:
+    """The dtype and the boxes of each tensor."""
+    found: dict[str, tuple[str, list[FileBox]]] = {}
+    for file, header in headers.items():
+        offsets = _offsets(header, f"{files.location}: {file}")
+        for name, tensor in header.tensors.items():
+            if where is not None and where.get(name) != file:
+                continue  # the index wins
+            start = offsets.get(name)
+            if name in found and start is None:
+                raise CheckpointCorrupt(
+                    f"{files.location}: {quoted(name)} is in {found[name][1][0].file} and in "
+                    f"{file}, and no index says which one counts"
+                )
+            origin = start or (0,) * len(tensor.shape)
+            if (
+                len(origin) != len(tensor.shape)
+                or found.get(name, (tensor.dtype,))[0] != tensor.dtype
+            ):
+                raise CheckpointCorrupt(
+                    f"{files.location}: the pieces of {quoted(name)} do not fit together; one is "
+                    f"{tensor.dtype}{list(tensor.shape)} at {list(origin)} in {file}"
+                )
+            stop = tuple(a + n for a, n in zip(origin, tensor.shape, strict=True))
+            box = FileBox(Box(origin, stop), file, tensor.offset)
+            found.setdefault(name, (tensor.dtype, []))[1].append(box)
+    missing = sorted((where or {}).keys() - found.keys())
+    if missing:
+        name = missing[0]
+        raise CheckpointCorrupt(
+            f"{files.location}: the index says that {quoted(name)} is in {(where or {})[name]}, "
+            f"which does not contain it; {len(missing)} missing in all"
+        )
+    return found
+
+
+def _offsets(header: Header, where: str) -> dict[str, tuple[int, ...]]:
+    """Where pieces begin in their tensors, if torch recorded it."""
+    text = header.metadata.get(_SHARDING)
+    if text is None:
+        return {}
+    try:
+        told = json.loads(text)
+        return {name: _ints(facts["saved_offsets"]) for name, facts in told.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointCorrupt(f"{where}: {_SHARDING} in its header is damaged") from error
+
+
+def _weight_map(files: Files, index: str) -> dict[str, str]:
+    size = files.size(index)
+    if size is not None and size > _MOST_HEADER:
+        raise CheckpointCorrupt(f"{files.location}: {index} has {size} bytes, too many")
+    data = files.tail(index, _MOST_HEADER)
+    try:
+        found = json.loads(data)["weight_map"]
+        names = {str(name): str(file) for name, file in found.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointCorrupt(f"{files.location}: {index} is damaged: {error!r}") from error
+    for file in names.values():
+        if "/" in file or not file.endswith(_SUFFIX):
+            raise CheckpointCorrupt(f"{files.location}: {index} names the file {quoted(file)}")
+    return names
+
+
+def read_header(files: Files, file: str) -> Header:
+    """Reads and checks the header of a file.
+
+    Raises:
+        CheckpointCorrupt: it is damaged, or the file is shorter than it says.
+        UnsupportedFormat: a tensor has a dtype that unickpt lacks.
+        Failed: the storage failed.
+    """
+    where = f"{files.location}: {file}"
+    length = int.from_bytes(files.read(file, 0, 8), "little")
+    size = files.size(file)
+    if length > _MOST_HEADER or (size is not None and 8 + length > size):
+        raise CheckpointCorrupt(f"{where} is no safetensors file: its header has {length} bytes")
+    try:
+        found = json.loads(files.read(file, 8, length), object_pairs_hook=_once)
+        metadata = found.pop("__metadata__", {})
+        if not all(isinstance(x, str) for pair in metadata.items() for x in pair):
+            raise ValueError("its metadata are not texts")
+        tensors, end = {}, 0
+        for name, facts in sorted(found.items(), key=lambda item: item[1]["data_offsets"]):
+            tensors[name], end = _tensor(name, facts, end, where, 8 + length)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointCorrupt(f"{where}: its header is damaged: {error}") from error
+    if size is not None and size != 8 + length + end:
+        raise CheckpointCorrupt(
+            f"{where} has {size} bytes, but {8 + length + end} according to its header"
+        )
+    return Header(tensors, metadata)
+
+
+def _tensor(
+    name: str, facts: Mapping[str, Any], end: int, where: str, data: int
+) -> tuple[Tensor, int]:
+    """A tensor of a header, and the end of its bytes, which begin where those before it end."""
+    dtype = _DTYPES.get(facts["dtype"])
+    if dtype is None:
+        raise UnsupportedFormat(f"{where}: {quoted(name)} has the dtype {quoted(facts['dtype'])}")
+    shape, (begin, stop) = _ints(facts["shape"]), _ints(facts["data_offsets"])
+    nbytes = math.prod(shape) * dtypes.from_name(dtype).itemsize
+    if begin != end or stop - begin != nbytes:
+        raise ValueError(
+            f"{quoted(name)} of {nbytes} bytes lies at {begin} to {stop}, after byte {end}"
+        )
+    return Tensor(dtype, shape, data + begin), stop
+
+
+def _ints(found: Any) -> tuple[int, ...]:
+    if not isinstance(found, list) or not all(type(n) is int and 0 <= n < 1 << 62 for n in found):
+        raise ValueError(f"{quoted(found)} is not a list of sizes")
+    return tuple(found)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return found

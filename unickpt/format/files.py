@@ -1,0 +1,132 @@
+"""The files of another system's checkpoint: names, sizes and ranges of bytes, in any storage."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+
+from unickpt.storage import contexts
+from unickpt.storage.kvstore import Damaged, asking_system
+from unickpt.storage.locations import Location
+
+
+class Files:
+    """The files below a location. Its methods are called from several threads.
+
+    Symbolic links are followed: caches of Hugging Face consist of them. Only regular files are
+    opened.
+
+    Arguments:
+        location: the folder.
+    """
+
+    def __init__(self, location: Location) -> None:
+        self.location = location
+        self._context = contexts.context()
+        self._store = location.store(self._context)
+
+    @property
+    def _folder(self) -> str | None:
+        return str(self.location.spec["path"]) if self.location.is_local else None
+
+    @cached_property
+    def names(self) -> list[str]:
+        """All files, as paths below the location, ascending.
+
+        Raises:
+            Failed: the storage failed.
+        """
+        if self._folder is None:
+            return sorted(key.decode(errors="replace") for key in self._store.list().result())
+        found = []
+        with asking_system():
+            for folder, _, files in os.walk(self._folder, followlinks=False):
+                below = os.path.relpath(folder, self._folder)
+                found += [name if below == "." else f"{below}/{name}" for name in files]
+        return sorted(found)
+
+    def exists(self, file: str) -> bool:
+        """Whether there is a file; cheaper than `names`.
+
+        Raises:
+            Failed: the storage failed.
+        """
+        if self._folder is not None:
+            return os.path.isfile(self._folder + file)
+        return bool(self._store.read(file, byte_range=slice(0, 0)).result().state == "value")
+
+    def size(self, file: str) -> int | None:
+        """The size of a file in bytes; None if the storage does not tell it.
+
+        Raises:
+            Damaged: it is missing, or no regular file.
+            Failed: the storage failed.
+        """
+        if self._folder is None:
+            return None
+        with self._opened(file) as handle:
+            return os.fstat(handle).st_size
+
+    def read(self, file: str, offset: int, length: int) -> bytes:
+        """Bytes of a file.
+
+        Raises:
+            Damaged: it is missing, no regular file, or too short.
+            Failed: the storage failed.
+        """
+        if self._folder is None:
+            return self._fetch(file, slice(offset, offset + length))
+        size = self.size(file) or 0
+        if offset + length > size:  # before memory is allocated
+            raise Damaged(f"{self._folder + file} has {size} bytes, {offset + length} expected")
+        out = bytearray(length)
+        self.read_into(file, offset, memoryview(out))
+        return bytes(out)
+
+    def tail(self, file: str, most: int) -> bytes:
+        """The last bytes of a file, at most so many. Raises as `read`."""
+        if self._folder is None:
+            return self._fetch(file, slice(-most, None))
+        size = self.size(file) or 0
+        return self.read(file, max(0, size - most), min(most, size))
+
+    def read_into(self, file: str, offset: int, out: memoryview) -> None:
+        """Reads bytes of a file into memory. Raises as `read`."""
+        if self._folder is None:
+            out[:] = self._fetch(file, slice(offset, offset + len(out)))
+            return
+        with self._opened(file) as handle:
+            while out:
+                with asking_system():
+                    count = os.preadv(handle, [out], offset)
+                if count == 0:
+                    raise Damaged(f"{self._folder + file} ends at byte {offset}")
+                offset, out = offset + count, out[count:]
+
+    def _fetch(self, file: str, part: slice) -> bytes:
+        read = self._store.read(file, byte_range=part).result()
+        if read.state != "value":
+            raise Damaged(f"no file {self.location.url}{file}")
+        data: bytes = read.value
+        if part.stop is not None and len(data) != part.stop - part.start:
+            raise Damaged(f"{self.location.url}{file} ends before byte {part.stop}")
+        return data
+
+    @contextmanager
+    def _opened(self, file: str) -> Iterator[int]:
+        assert self._folder is not None, "only local files are opened"
+        at = self._folder + file
+        with asking_system():
+            try:
+                handle = os.open(at, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            except FileNotFoundError:
+                raise Damaged(f"no file {at}") from None
+        try:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise Damaged(f"{at} is not a regular file")
+            yield handle
+        finally:
+            os.close(handle)
