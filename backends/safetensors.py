@@ -1,8 +1,8 @@
 """safetensors files, and Hugging Face folders of them.
 
 Sources: the format's README (github.com/huggingface/safetensors), and transformers'
-`model.safetensors.index.json`. torch's distributed checkpoints in this format record in the header where each
-piece belongs (`DCP_SHARDING_INFO`, torch/distributed/checkpoint/_hf_utils.py).
+`model.safetensors.index.json`. torch's distributed checkpoints in this format record in the
+header where each piece belongs (`DCP_SHARDING_INFO`, torch/distributed/checkpoint/_hf_utils.py).
 """
 
 from __future__ import annotations

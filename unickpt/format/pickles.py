@@ -1,0 +1,398 @@
+"""Reads pickles as data: nothing is imported, and no code of the pickle or of its classes runs.
+
+A pickle is a program for a small stack machine (Python's `pickletools` documents it). This machine
+calls only constructors that its caller gives, each known by the name of a class or function in the
+pickle. Any other class becomes an `Opaque`, which keeps what the pickle says of it. Time and memory
+are bounded by the size of the pickle.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from unickpt.quoting import quoted
+
+_MOST_KEY = 1 << 60  # larger integers can be chosen so that a dict of them takes quadratic time
+_MOST_IN_KEY = 1000
+
+
+class BadPickle(ValueError):
+    """The bytes are not a valid pickle, or use what no checkpoint needs."""
+
+
+@dataclass(eq=False)
+class Opaque:
+    """An object of a class that is not known; hashed by identity.
+
+    Arguments:
+        name: of the class or function, with its module.
+        args: of its constructor.
+        state: as it was pickled, if any.
+        items: what was appended or set on it, in order.
+    """
+
+    name: str
+    args: tuple[Any, ...] = ()
+    state: Any = None
+    items: list[Any] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return f"<{quoted(self.name)}>"
+
+
+@dataclass(frozen=True)
+class Global:
+    """A class or function that a pickle names.
+
+    Arguments:
+        name: with its module.
+        make: makes its objects; None if it is not known.
+    """
+
+    name: str
+    make: Callable[..., Any] | None
+
+    def __call__(self, args: Any) -> Any:
+        if not isinstance(args, tuple):
+            raise BadPickle(f"{quoted(self.name)} is called with {_kind(args)}")
+        if self.make is None:
+            return Opaque(self.name, args)
+        try:
+            return self.make(*args)
+        except BadPickle:
+            raise
+        except Exception as error:
+            raise BadPickle(
+                f"{quoted(self.name)} cannot be made of what is there: {error}"
+            ) from error
+
+
+Constructors = Mapping[str, Callable[..., Any]]
+
+
+def read(
+    data: bytes,
+    constructors: Constructors,
+    persistent: Callable[[Any], Any] | None = None,
+    start: int = 0,
+) -> tuple[Any, int]:
+    """Reads one pickle.
+
+    Arguments:
+        data: contains it; untrusted.
+        constructors: what to call for the classes and functions that are known, by name. They get
+            values that this function makes, and must check them.
+        persistent: what to call for persistent ids, which stand for data outside of the pickle.
+        start: where it begins.
+
+    Returns:
+        What it holds, and where it ends.
+
+    Raises:
+        BadPickle: it is malformed, or nested too deeply.
+    """
+    machine = _Machine(data, constructors, persistent, start)
+    try:
+        return machine.run(), machine.at
+    except BadPickle:
+        raise
+    except (IndexError, struct.error, ValueError, TypeError, KeyError) as error:
+        raise BadPickle(f"malformed at byte {machine.at}: {error!r}") from error
+    except RecursionError:
+        raise BadPickle("nested too deeply") from None
+
+
+class _Mark:
+    pass
+
+
+_MARK = _Mark()
+
+
+class _Machine:
+    """The stack machine.
+
+    Arguments: as for `read`.
+    """
+
+    def __init__(
+        self,
+        data: bytes,
+        constructors: Constructors,
+        persistent: Callable[[Any], Any] | None,
+        start: int,
+    ) -> None:
+        self.at = start
+        self._data, self._constructors, self._persistent = data, constructors, persistent
+        self._stack: list[Any] = []
+        self._memo: dict[int, Any] = {}
+
+    def run(self) -> Any:
+        while True:
+            code = self._take(1)[0]
+            if code == 0x2E:  # STOP
+                return self._stack.pop()
+            operation = _OPERATIONS.get(code)
+            if operation is None:
+                raise BadPickle(f"unknown opcode {code:#04x} at byte {self.at - 1}")
+            operation(self)
+
+    # --- the bytes ------------------------------------------------------------------------------
+
+    def _take(self, count: int) -> bytes:
+        end = self.at + count
+        if count < 0 or end > len(self._data):
+            raise BadPickle(f"it ends at byte {len(self._data)}, {end} expected")
+        found = self._data[self.at : end]
+        self.at = end
+        return found
+
+    def _number(self, format: str) -> int:
+        found: int = struct.unpack(format, self._take(struct.calcsize(format)))[0]
+        return found
+
+    def _line(self) -> str:
+        return self._line_bytes().decode()
+
+    def _line_bytes(self) -> bytes:
+        end = self._data.find(b"\n", self.at)
+        if end < 0:
+            raise BadPickle("a line does not end")
+        found = self._data[self.at : end]
+        self.at = end + 1
+        return found
+
+    # --- the stack ------------------------------------------------------------------------------
+
+    def _push(self, value: Any) -> None:
+        self._stack.append(value)
+
+    def _to_mark(self) -> list[Any]:
+        for at in range(len(self._stack) - 1, -1, -1):
+            if self._stack[at] is _MARK:
+                found = self._stack[at + 1 :]
+                del self._stack[at:]
+                return found
+        raise BadPickle("a mark is missing")
+
+    def _top(self) -> Any:
+        return self._stack[-1]
+
+    def _global(self, module: Any, name: Any) -> Global:
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise BadPickle("the name of a class is not a text")
+        full = f"{module}.{name}"
+        return Global(full, self._constructors.get(full))
+
+    def _make(self, function: Any, args: Any) -> None:
+        if not isinstance(function, Global):
+            raise BadPickle(f"{_kind(function)} is called")
+        self._push(function(args))
+
+    def _load_persistent(self, found: Any) -> None:
+        if self._persistent is None:
+            raise BadPickle("it refers to data outside of it")
+        self._push(self._persistent(found))
+
+    # --- operations that need more than a line --------------------------------------------------
+
+    def _build(self) -> None:
+        state = self._stack.pop()
+        target = self._top()
+        if isinstance(target, Opaque):
+            target.state = state
+        # The state of other objects is what their classes add, such as `_metadata` of a torch
+        # state dict; a checkpoint's values do not depend on it.
+
+    def _append(self, values: list[Any]) -> None:
+        target = self._top()
+        if isinstance(target, list):
+            target.extend(values)
+        elif isinstance(target, Opaque):
+            target.items.extend(values)
+        else:
+            raise BadPickle(f"something is appended to {_kind(target)}")
+
+    def _add(self, values: list[Any]) -> None:
+        target = self._top()
+        if not isinstance(target, set):
+            raise BadPickle(f"something is added to {_kind(target)}")
+        target.update(_key(value) for value in values)
+
+    def _set_items(self, values: list[Any]) -> None:
+        target = self._top()
+        if len(values) % 2:
+            raise BadPickle("a key has no value")
+        pairs = list(zip(values[::2], values[1::2], strict=True))
+        if isinstance(target, dict):
+            target.update((_key(key), value) for key, value in pairs)
+        elif isinstance(target, Opaque):
+            target.items.extend(pairs)
+        else:
+            raise BadPickle(f"an item of {quoted(target)} is set")
+
+    def _dict(self, values: list[Any]) -> None:
+        self._push({})
+        self._set_items(values)
+
+    def _quoted_string(self) -> str:
+        line = self._line()
+        if len(line) < 2 or line[0] != line[-1] or line[0] not in "'\"" or "\\" in line:
+            raise BadPickle("a text is not quoted")
+        return line[1:-1]
+
+    def _instance(self) -> None:
+        name = self._global(self._line(), self._line())
+        self._make(name, tuple(self._to_mark()))
+
+    def _object(self) -> None:
+        function, *args = self._to_mark()
+        self._make(function, tuple(args))
+
+    def _new_object_with_names(self) -> None:
+        names, args, function = self._stack.pop(), self._stack.pop(), self._stack.pop()
+        if names:
+            if not isinstance(function, Global) or function.make is not None:
+                raise BadPickle("a known class is made with named arguments")
+            args = (*args, names)
+        self._make(function, args)
+
+    def _integer(self) -> Any:
+        line = self._line()
+        return line == "01" if line in ("00", "01") else int(line)
+
+
+def _kind(value: Any) -> str:
+    """What a value is; its own text could be of any length."""
+    return repr(value) if isinstance(value, Opaque) else f"an object of {type(value).__name__}"
+
+
+def _key(value: Any) -> Any:
+    """A key of a dict, or an element of a set.
+
+    Only those whose hashes take little time, and cannot be chosen to be equal for many of them.
+    """
+    left, rest = _MOST_IN_KEY, [value]
+    while rest:
+        item = rest.pop()
+        left -= 1
+        if isinstance(item, tuple):
+            rest += item
+        if left - len(rest) < 0:
+            raise BadPickle("a key is too long")
+        if isinstance(item, float) or (isinstance(item, int) and abs(item) >= _MOST_KEY):
+            raise BadPickle("a number that cannot be a key")
+    return value
+
+
+def _signed(data: bytes) -> int:
+    return int.from_bytes(data, "little", signed=True)
+
+
+def _pop_pair(m: _Machine) -> tuple[Any, Any]:
+    last = m._stack.pop()
+    return m._stack.pop(), last
+
+
+def _tuple(count: int) -> Callable[[_Machine], None]:
+    def operation(m: _Machine) -> None:
+        if len(m._stack) < count:
+            raise BadPickle("the stack is empty")
+        found = tuple(m._stack[-count:])
+        del m._stack[-count:]
+        m._push(found)
+
+    return operation
+
+
+def _remember(number: Callable[[_Machine], int]) -> Callable[[_Machine], None]:
+    def operation(m: _Machine) -> None:
+        m._memo[number(m)] = m._top()
+
+    return operation
+
+
+def _recall(number: Callable[[_Machine], int]) -> Callable[[_Machine], None]:
+    return lambda m: m._push(m._memo[number(m)])
+
+
+def _value(make: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
+    return lambda m: m._push(make(m))
+
+
+_OPERATIONS: dict[int, Callable[[_Machine], Any]] = {
+    ord(code): operation
+    for code, operation in {
+        "(": lambda m: m._push(_MARK),
+        "0": lambda m: m._stack.pop(),
+        "1": lambda m: m._to_mark(),
+        "2": lambda m: m._push(m._top()),
+        # numbers
+        "F": _value(lambda m: float(m._line())),
+        "I": _value(lambda m: m._integer()),
+        "J": _value(lambda m: m._number("<i")),
+        "K": _value(lambda m: m._number("<B")),
+        "L": _value(lambda m: int(m._line().rstrip("L"))),
+        "M": _value(lambda m: m._number("<H")),
+        "G": _value(lambda m: struct.unpack(">d", m._take(8))[0]),
+        "\x8a": _value(lambda m: _signed(m._take(m._number("<B")))),
+        "\x8b": _value(lambda m: _signed(m._take(m._number("<i")))),
+        "N": _value(lambda m: None),
+        "\x88": _value(lambda m: True),
+        "\x89": _value(lambda m: False),
+        # texts and bytes
+        "S": _value(lambda m: m._quoted_string()),
+        "T": _value(lambda m: m._take(m._number("<i")).decode("latin-1")),
+        "U": _value(lambda m: m._take(m._number("<B")).decode("latin-1")),
+        "V": _value(lambda m: m._line_bytes().decode("raw-unicode-escape")),
+        "X": _value(lambda m: m._take(m._number("<I")).decode(errors="surrogatepass")),
+        "\x8c": _value(lambda m: m._take(m._number("<B")).decode(errors="surrogatepass")),
+        "\x8d": _value(lambda m: m._take(m._number("<Q")).decode(errors="surrogatepass")),
+        "B": _value(lambda m: m._take(m._number("<I"))),
+        "C": _value(lambda m: m._take(m._number("<B"))),
+        "\x8e": _value(lambda m: m._take(m._number("<Q"))),
+        "\x96": _value(lambda m: m._take(m._number("<Q"))),
+        # containers
+        "]": _value(lambda m: []),
+        "}": _value(lambda m: {}),
+        ")": _value(lambda m: ()),
+        "\x8f": _value(lambda m: set()),
+        "l": lambda m: m._push(m._to_mark()),
+        "d": lambda m: m._dict(m._to_mark()),
+        "t": lambda m: m._push(tuple(m._to_mark())),
+        "\x85": _tuple(1),
+        "\x86": _tuple(2),
+        "\x87": _tuple(3),
+        "\x91": lambda m: m._push(frozenset(map(_key, m._to_mark()))),
+        "a": lambda m: m._append([m._stack.pop()]),
+        "e": lambda m: m._append(m._to_mark()),
+        "s": lambda m: m._set_items(list(_pop_pair(m))),
+        "u": lambda m: m._set_items(m._to_mark()),
+        "\x90": lambda m: m._add(m._to_mark()),
+        # classes and functions
+        "c": lambda m: m._push(m._global(m._line(), m._line())),
+        "\x93": lambda m: m._push(m._global(*_pop_pair(m))),
+        "i": lambda m: m._instance(),
+        "o": lambda m: m._object(),
+        "R": lambda m: m._make(*_pop_pair(m)),
+        "\x81": lambda m: m._make(*_pop_pair(m)),
+        "\x92": lambda m: m._new_object_with_names(),
+        "b": lambda m: m._build(),
+        "P": lambda m: m._load_persistent(m._line()),
+        "Q": lambda m: m._load_persistent(m._stack.pop()),
+        # the memo
+        "g": _recall(lambda m: int(m._line())),
+        "h": _recall(lambda m: m._number("<B")),
+        "j": _recall(lambda m: m._number("<I")),
+        "p": _remember(lambda m: int(m._line())),
+        "q": _remember(lambda m: m._number("<B")),
+        "r": _remember(lambda m: m._number("<I")),
+        "\x94": _remember(lambda m: len(m._memo)),
+        # frames and the version say nothing that matters
+        "\x80": lambda m: m._take(1),
+        "\x95": lambda m: m._take(8),
+    }.items()
+}
