@@ -22,8 +22,7 @@ from unickpt.format.files import Files
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted
-from unickpt.storage.errors import translate
-from unickpt.storage.kvstore import Failed
+from unickpt.storage.errors import Failed, reading_failed
 from unickpt.storage.locations import Location
 from unickpt.trees import tree
 
@@ -81,7 +80,7 @@ def open(location: Location) -> Reader | None:
             return None
         headers = {name: read_header(files, name) for name in names}
     except Failed as error:
-        raise translate(error, str(location)) from error
+        raise reading_failed(error, str(location)) from error
     return SafetensorsReader(files, headers, where)
 
 

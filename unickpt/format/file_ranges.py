@@ -21,8 +21,7 @@ from unickpt.format.chunk_grid import Part, free_chunk
 from unickpt.format.files import Files
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
-from unickpt.storage.errors import translate
-from unickpt.storage.kvstore import Failed
+from unickpt.storage.errors import Failed, reading_failed
 
 CHUNK_BYTES = 4 << 20
 """What one request reads at most, as far as the order of the elements allows."""
@@ -128,7 +127,7 @@ class RangeReader(Reader):
         try:
             return self._files.size(file)
         except Failed as error:
-            raise translate(error, f"{self.location}: array {entry.name!r}") from error
+            raise reading_failed(error, f"{self.location}: array {entry.name!r}") from error
 
     def read_chunk(
         self,
@@ -146,7 +145,7 @@ class RangeReader(Reader):
         try:
             self._read(found, start, out)
         except Failed as error:
-            raise translate(error, f"{self.location}: array {entry.name!r} {box}") from error
+            raise reading_failed(error, f"{self.location}: array {entry.name!r} {box}") from error
         if found.big_endian and out.itemsize > 1:
             out.byteswap(inplace=True)
         return True

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import cached_property
 
 from unickpt.storage import contexts
-from unickpt.storage.kvstore import Damaged, asking_system
+from unickpt.storage.errors import Damaged, system_calls
 from unickpt.storage.locations import Location
 
 
@@ -42,7 +42,7 @@ class Files:
         if self._folder is None:
             return sorted(key.decode(errors="replace") for key in self._store.list().result())
         found = []
-        with asking_system():
+        with system_calls():
             for folder, _, files in os.walk(self._folder, followlinks=False):
                 below = os.path.relpath(folder, self._folder)
                 found += [name if below == "." else f"{below}/{name}" for name in files]
@@ -100,7 +100,7 @@ class Files:
             return
         with self._opened(file) as handle:
             while out:
-                with asking_system():
+                with system_calls():
                     count = os.preadv(handle, [out], offset)
                 if count == 0:
                     raise Damaged(f"{self._folder + file} ends at byte {offset}")
@@ -119,7 +119,7 @@ class Files:
     def _opened(self, file: str) -> Iterator[int]:
         assert self._folder is not None, "only local files are opened"
         at = self._folder + file
-        with asking_system():
+        with system_calls():
             try:
                 handle = os.open(at, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             except FileNotFoundError:
