@@ -15,7 +15,7 @@ from typing import Any
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
-from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
+from unickpt.errors import CheckpointCorrupt, CoverageError, UnsupportedFormat
 from unickpt.format.coverage import check_boxes
 from unickpt.format.file_ranges import FileBox, RangeReader, of_boxes, whole
 from unickpt.format.files import Files
@@ -30,6 +30,7 @@ _SUFFIX = ".safetensors"
 _INDEX_SUFFIX = ".safetensors.index.json"
 _SHARDING = "DCP_SHARDING_INFO"
 _MOST_HEADER = 100_000_000  # as upstream
+_MOST_RANK = 32
 _DTYPES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16",
     "U32": "uint32", "I32": "int32", "U64": "uint64", "I64": "int64", "F16": "float16",
@@ -102,7 +103,13 @@ class SafetensorsReader(RangeReader):
         entries, boxes = dict[str, ArrayEntry](), dict[str, Sequence[FileBox]]()
         for name, (dtype, of_tensor) in pieces.items():
             component = tree.component(name)
-            entries[component] = _entry(component, dtype, of_tensor)
+            try:
+                entries[component] = _entry(component, dtype, of_tensor)
+            except CoverageError as error:
+                raise CheckpointCorrupt(
+                    f"{files.location}: the pieces of {quoted(name)} do not make it up; are files "
+                    f"missing? {error}"
+                ) from error
             boxes[component] = of_tensor
         node = tree.from_names(entries)
         metadata = {k: v for header in headers.values() for k, v in header.metadata.items()}
@@ -114,8 +121,11 @@ def _entry(name: str, dtype: str, boxes: Sequence[FileBox]) -> ArrayEntry:
     if len(boxes) == 1 and not any(boxes[0].box.start):
         return whole(name, boxes[0].box.shape, dtype, boxes[0])
     shape = [max(found.box.stop[d] for found in boxes) for d in range(len(boxes[0].box.start))]
-    entry = of_boxes(name, shape, dtype, [found for found in boxes if found.box.size])
-    check_boxes(entry, [(box, by) for box, by in entry.boxes or ()])
+    filled = [found for found in boxes if found.box.size]
+    if not filled and math.prod(shape) == 0:
+        return whole(name, shape, dtype, boxes[0])
+    entry = of_boxes(name, shape, dtype, filled or boxes)
+    check_boxes(entry, [(found.box, (0,)) for found in filled])
     return entry
 
 
@@ -232,7 +242,11 @@ def _tensor(
 
 
 def _ints(found: Any) -> tuple[int, ...]:
-    if not isinstance(found, list) or not all(type(n) is int and 0 <= n < 1 << 62 for n in found):
+    if (
+        not isinstance(found, list)
+        or len(found) > _MOST_RANK
+        or not all(type(n) is int and 0 <= n < 1 << 62 for n in found)
+    ):
         raise ValueError(f"{quoted(found)} is not a list of sizes")
     return tuple(found)
 
@@ -241,4 +255,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a name occurs twice")
+    for name in found:
+        name.encode()  # JSON can hold half a character, which is no text
     return found

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,8 +25,13 @@ from unickpt.storage.errors import Failed, reading_failed
 
 CHUNK_BYTES = 4 << 20
 """What one request reads at most, as far as the order of the elements allows."""
-# A range with this many times the bytes of a chunk is read as a whole; beyond it, row by row.
+# A range with this many times the bytes of a chunk is read as a whole; beyond it, in pieces.
 _WASTE = 4
+# Neighbours that are nearer in the file are read with what lies between them: a request costs more.
+_NEAR = 64 << 10
+# Strides can repeat elements. What an array takes in memory may exceed its bytes in the files by
+# this factor, or be this large.
+_MOST_REPEATED, _SMALL = 1000, 64 << 20
 
 
 @dataclass(frozen=True)
@@ -116,18 +121,26 @@ class RangeReader(Reader):
                 continue
             low, high = _span(found.box.shape, found.steps)
             begin, end = found.offset + low * itemsize, found.offset + (high + 1) * itemsize
-            size = self._size(entry, found.file)
-            if begin < 0 or (size is not None and end > size):
+            if begin < 0 or not self._reaches(entry, found.file, end):
                 raise CheckpointCorrupt(
                     f"{self.location}: array {entry.name!r} {found.box} needs bytes {begin} to "
-                    f"{end} of {found.file}, which has {size}"
+                    f"{end} of {found.file}, which has fewer"
+                )
+            if found.box.size * itemsize > max(_SMALL, _MOST_REPEATED * (end - begin)):
+                raise CheckpointCorrupt(
+                    f"{self.location}: array {entry.name!r} {found.box} repeats the {end - begin} "
+                    f"bytes that {found.file} has for it too often"
                 )
 
-    def _size(self, entry: ArrayEntry, file: str) -> int | None:
+    def _reaches(self, entry: ArrayEntry, file: str, end: int) -> bool:
+        """Whether a file has so many bytes."""
         try:
-            return self._files.size(file)
+            size = self._files.size(file)
+            if size is None:  # the storage does not tell it
+                self._files.read(file, end - 1, 1)
         except Failed as error:
             raise reading_failed(error, f"{self.location}: array {entry.name!r}") from error
+        return size is None or end <= size
 
     def read_chunk(
         self,
@@ -152,27 +165,44 @@ class RangeReader(Reader):
 
     def _read(self, found: FileBox, start: int, out: Array) -> None:
         """Fills an array from a file, whose element `start` of the box is the array's first."""
-        steps, itemsize = found.steps, out.itemsize
-        at = found.offset + start * itemsize
+        if not out.size:
+            return
+        steps, at = found.steps, found.offset + start * out.itemsize
         needed = [s for n, s in zip(out.shape, steps, strict=True) if n > 1]
         expected = [s for n, s in zip(out.shape, row_major(out.shape), strict=True) if n > 1]
-        if needed == expected:
+        if needed == expected and out.flags.c_contiguous:
             self._files.read_into(found.file, at, out.reshape(-1).view(np.uint8).data)
             return
         low, high = _span(out.shape, steps)
-        if high - low < _WASTE * out.size or out.ndim == 1:
-            span = np.empty((high - low + 1) * itemsize, np.uint8)
-            self._files.read_into(found.file, at + low * itemsize, span.data)
-            strides = tuple(s * itemsize for s in steps)
-            out[...] = np.ndarray(out.shape, out.dtype, span.data, -low * itemsize, strides)
+        longer = [d for d in range(out.ndim) if out.shape[d] > 1]
+        far = max((abs(steps[d]) * out.itemsize for d in longer), default=0)
+        dense = high - low < _WASTE * out.size or far < _NEAR
+        if dense and (high - low) * out.itemsize <= _WASTE * CHUNK_BYTES:
+            self._read_span(found, at, out)
             return
-        # Piece by piece along the dimension whose elements are farthest apart in the file.
-        outer = max((d for d in range(out.ndim) if out.shape[d] > 1), key=lambda d: abs(steps[d]))
-        inner = replace(found, strides=steps[:outer] + steps[outer + 1 :])
-        for index in range(out.shape[outer]):
-            piece = np.empty(out.shape[:outer] + out.shape[outer + 1 :], out.dtype)
-            self._read(inner, start + index * steps[outer], piece)
-            out[(slice(None),) * outer + (index,)] = piece
+        if dense:
+            outer = max(longer, key=lambda d: (out.shape[d] - 1) * abs(steps[d]))
+            most = CHUNK_BYTES // (abs(steps[outer]) * out.itemsize)
+            count = min(max(1, most), -(-out.shape[outer] // 2))
+        else:
+            outer, count = max(longer, key=lambda d: abs(steps[d])), 1
+        for index in range(0, out.shape[outer], count):
+            piece = out[(slice(None),) * outer + (slice(index, index + count),)]
+            self._read(found, start + index * steps[outer], piece)
+
+    def _read_span(self, found: FileBox, at: int, out: Array) -> None:
+        """Fills an array from the range of a file that contains all of its elements.
+
+        Arguments:
+            found: has the strides.
+            at: of the first element, in bytes.
+            out: receives them.
+        """
+        low, high = _span(out.shape, found.steps)
+        span = np.empty((high - low + 1) * out.itemsize, np.uint8)
+        self._files.read_into(found.file, at + low * out.itemsize, span.data)
+        strides = tuple(s * out.itemsize for s in found.steps)
+        out[...] = np.ndarray(out.shape, out.dtype, span.data, -low * out.itemsize, strides)
 
 
 def _span(shape: Sequence[int], steps: Sequence[int]) -> tuple[int, int]:

@@ -12,6 +12,8 @@ from unickpt.storage import contexts
 from unickpt.storage.errors import Damaged, system_calls
 from unickpt.storage.locations import Location
 
+_MOST = 1 << 62  # bytes of a file
+
 
 class Files:
     """The files below a location. Its methods are called from several threads.
@@ -77,6 +79,8 @@ class Files:
             Damaged: it is missing, no regular file, or too short.
             Failed: the storage failed.
         """
+        if not 0 <= offset <= offset + length < _MOST:
+            raise Damaged(f"{self.location.url}{file} has no bytes {offset} to {offset + length}")
         if self._folder is None:
             return self._fetch(file, slice(offset, offset + length))
         size = self.size(file) or 0

@@ -15,8 +15,15 @@ from typing import Any
 
 from unickpt.quoting import quoted
 
-_MOST_KEY = 1 << 60  # larger integers can be chosen so that a dict of them takes quadratic time
-_MOST_IN_KEY = 1000
+# Larger integers can be chosen so that a dict of them takes quadratic time; in a tuple, whose hash
+# mixes those of its items, already smaller ones.
+_MOST_KEY = 1 << 60
+_MOST_IN_TUPLE = 1 << 32
+_MOST_IN_KEY = 100
+_MOST_MEMO = 1 << 32
+# What calls may look at, for each byte of the pickle: arguments can be remembered and used again.
+_WORK = 8
+_LEAST_WORK = 100_000
 
 
 class BadPickle(ValueError):
@@ -73,6 +80,26 @@ class Global:
 Constructors = Mapping[str, Callable[..., Any]]
 
 
+def _encoded(text: Any, encoding: Any = None) -> bytes:
+    if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
+        raise BadPickle("bytes are not encoded as pickles do it")
+    return text.encode("latin-1")
+
+
+def _bytes(found: Any = b"", encoding: Any = "latin-1") -> bytes:
+    return found if isinstance(found, bytes) else _encoded(found, encoding)
+
+
+PLAIN: Constructors = {
+    "_codecs.encode": _encoded,
+    "builtins.bytes": _bytes,
+    "__builtin__.bytes": _bytes,
+    "builtins.bytearray": _bytes,
+    "__builtin__.bytearray": _bytes,
+}
+"""What makes bytes in pickles of old protocols."""
+
+
 def read(
     data: bytes,
     constructors: Constructors,
@@ -110,6 +137,7 @@ class _Mark:
 
 
 _MARK = _Mark()
+_SIZED = (tuple, list, dict, str, bytes, set, frozenset)
 
 
 class _Machine:
@@ -129,12 +157,13 @@ class _Machine:
         self._data, self._constructors, self._persistent = data, constructors, persistent
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
+        self._work = _LEAST_WORK + _WORK * len(data)
 
     def run(self) -> Any:
         while True:
             code = self._take(1)[0]
             if code == 0x2E:  # STOP
-                return self._stack.pop()
+                return self._pop()
             operation = _OPERATIONS.get(code)
             if operation is None:
                 raise BadPickle(f"unknown opcode {code:#04x} at byte {self.at - 1}")
@@ -179,7 +208,18 @@ class _Machine:
         raise BadPickle("a mark is missing")
 
     def _top(self) -> Any:
+        if not self._stack or self._stack[-1] is _MARK:
+            raise BadPickle("the stack is empty")
         return self._stack[-1]
+
+    def _pop(self) -> Any:
+        found = self._top()
+        self._stack.pop()
+        return found
+
+    def _pop_pair(self) -> tuple[Any, Any]:
+        last = self._pop()
+        return self._pop(), last
 
     def _global(self, module: Any, name: Any) -> Global:
         if not isinstance(module, str) or not isinstance(name, str):
@@ -190,7 +230,17 @@ class _Machine:
     def _make(self, function: Any, args: Any) -> None:
         if not isinstance(function, Global):
             raise BadPickle(f"{_kind(function)} is called")
+        self._spend(args)
         self._push(function(args))
+
+    def _spend(self, args: Any) -> None:
+        """Counts the work of a call, which takes time for arguments that took no bytes here."""
+        every = args if isinstance(args, tuple) else ()
+        self._work -= 1 + len(every)
+        if self._work >= 0:
+            self._work -= sum(len(a) for a in every if isinstance(a, _SIZED))
+        if self._work < 0:
+            raise BadPickle("its calls take too much work for its size")
 
     def _load_persistent(self, found: Any) -> None:
         if self._persistent is None:
@@ -200,7 +250,7 @@ class _Machine:
     # --- operations that need more than a line --------------------------------------------------
 
     def _build(self) -> None:
-        state = self._stack.pop()
+        state = self._pop()
         target = self._top()
         if isinstance(target, Opaque):
             target.state = state
@@ -220,7 +270,7 @@ class _Machine:
         target = self._top()
         if not isinstance(target, set):
             raise BadPickle(f"something is added to {_kind(target)}")
-        target.update(_key(value) for value in values)
+        target.update(key(value) for value in values)
 
     def _set_items(self, values: list[Any]) -> None:
         target = self._top()
@@ -228,11 +278,11 @@ class _Machine:
             raise BadPickle("a key has no value")
         pairs = list(zip(values[::2], values[1::2], strict=True))
         if isinstance(target, dict):
-            target.update((_key(key), value) for key, value in pairs)
+            target.update((key(k), value) for k, value in pairs)
         elif isinstance(target, Opaque):
             target.items.extend(pairs)
         else:
-            raise BadPickle(f"an item of {quoted(target)} is set")
+            raise BadPickle(f"an item of {_kind(target)} is set")
 
     def _dict(self, values: list[Any]) -> None:
         self._push({})
@@ -253,10 +303,13 @@ class _Machine:
         self._make(function, tuple(args))
 
     def _new_object_with_names(self) -> None:
-        names, args, function = self._stack.pop(), self._stack.pop(), self._stack.pop()
+        names, args, function = self._pop(), self._pop(), self._pop()
+        self._spend(args)
         if names:
             if not isinstance(function, Global) or function.make is not None:
                 raise BadPickle("a known class is made with named arguments")
+            if not isinstance(args, tuple):
+                raise BadPickle(f"an object is made with {_kind(args)}")
             args = (*args, names)
         self._make(function, args)
 
@@ -270,21 +323,27 @@ def _kind(value: Any) -> str:
     return repr(value) if isinstance(value, Opaque) else f"an object of {type(value).__name__}"
 
 
-def _key(value: Any) -> Any:
+def key(value: Any) -> Any:
     """A key of a dict, or an element of a set.
 
     Only those whose hashes take little time, and cannot be chosen to be equal for many of them.
+
+    Raises:
+        BadPickle: it is another.
     """
+    if type(value) is str:
+        return value
+    most = _MOST_IN_TUPLE if isinstance(value, tuple) else _MOST_KEY
     left, rest = _MOST_IN_KEY, [value]
     while rest:
         item = rest.pop()
         left -= 1
         if isinstance(item, tuple):
+            if len(item) + len(rest) > left:
+                raise BadPickle("a key is too long")
             rest += item
-        if left - len(rest) < 0:
-            raise BadPickle("a key is too long")
-        if isinstance(item, float) or (isinstance(item, int) and abs(item) >= _MOST_KEY):
-            raise BadPickle("a number that cannot be a key")
+        if isinstance(item, float | frozenset) or (isinstance(item, int) and abs(item) >= most):
+            raise BadPickle(f"{_kind(item)} that cannot be a key")
     return value
 
 
@@ -292,25 +351,20 @@ def _signed(data: bytes) -> int:
     return int.from_bytes(data, "little", signed=True)
 
 
-def _pop_pair(m: _Machine) -> tuple[Any, Any]:
-    last = m._stack.pop()
-    return m._stack.pop(), last
-
-
 def _tuple(count: int) -> Callable[[_Machine], None]:
     def operation(m: _Machine) -> None:
-        if len(m._stack) < count:
-            raise BadPickle("the stack is empty")
-        found = tuple(m._stack[-count:])
-        del m._stack[-count:]
-        m._push(found)
+        found = [m._pop() for _ in range(count)]
+        m._push(tuple(reversed(found)))
 
     return operation
 
 
 def _remember(number: Callable[[_Machine], int]) -> Callable[[_Machine], None]:
     def operation(m: _Machine) -> None:
-        m._memo[number(m)] = m._top()
+        at = number(m)
+        if not 0 <= at < _MOST_MEMO:
+            raise BadPickle(f"the memo has no place {quoted(at)}")
+        m._memo[at] = m._top()
 
     return operation
 
@@ -366,23 +420,23 @@ _OPERATIONS: dict[int, Callable[[_Machine], Any]] = {
         "\x85": _tuple(1),
         "\x86": _tuple(2),
         "\x87": _tuple(3),
-        "\x91": lambda m: m._push(frozenset(map(_key, m._to_mark()))),
-        "a": lambda m: m._append([m._stack.pop()]),
+        "\x91": lambda m: m._push(frozenset(map(key, m._to_mark()))),
+        "a": lambda m: m._append([m._pop()]),
         "e": lambda m: m._append(m._to_mark()),
-        "s": lambda m: m._set_items(list(_pop_pair(m))),
+        "s": lambda m: m._set_items(list(m._pop_pair())),
         "u": lambda m: m._set_items(m._to_mark()),
         "\x90": lambda m: m._add(m._to_mark()),
         # classes and functions
         "c": lambda m: m._push(m._global(m._line(), m._line())),
-        "\x93": lambda m: m._push(m._global(*_pop_pair(m))),
+        "\x93": lambda m: m._push(m._global(*m._pop_pair())),
         "i": lambda m: m._instance(),
         "o": lambda m: m._object(),
-        "R": lambda m: m._make(*_pop_pair(m)),
-        "\x81": lambda m: m._make(*_pop_pair(m)),
+        "R": lambda m: m._make(*m._pop_pair()),
+        "\x81": lambda m: m._make(*m._pop_pair()),
         "\x92": lambda m: m._new_object_with_names(),
         "b": lambda m: m._build(),
         "P": lambda m: m._load_persistent(m._line()),
-        "Q": lambda m: m._load_persistent(m._stack.pop()),
+        "Q": lambda m: m._load_persistent(m._pop()),
         # the memo
         "g": _recall(lambda m: int(m._line())),
         "h": _recall(lambda m: m._number("<B")),

@@ -25,6 +25,7 @@ _STORAGES = {
 }  # fmt: skip
 _MOST_PICKLE = 1 << 30
 _MOST_EXTENT = 1 << 62
+_MOST_RANK = 32
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Storage:
     count: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # by identity: a key of a dict must not be chosen by its hash
 class Tensor:
     """A tensor as its pickle describes it.
 
@@ -63,8 +64,13 @@ class Tensor:
     @property
     def nbytes(self) -> int:
         """Bytes of the storage."""
-        width = 1 if self.storage.dtype is None else dtypes.from_name(self.dtype).itemsize
-        return self.storage.count * width
+        dtype = self.storage.dtype
+        return self.storage.count * (1 if dtype is None else dtypes.from_name(dtype).itemsize)
+
+    @property
+    def identity(self) -> str:
+        """Equal for tensors that are the same elements in the same order: ties."""
+        return repr((self.storage.key, self.dtype, self.offset, self.shape, self.strides))
 
 
 def dtype_of(found: Any) -> str:
@@ -95,7 +101,7 @@ def _tensor(storage: Any, dtype: str | None, offset: Any, shape: Any, strides: A
     of_elements = dtype or storage.dtype
     assert of_elements is not None, "checked above"
     sizes, steps = _sizes(shape), _sizes(strides)
-    if len(sizes) != len(steps) or len(sizes) > 32:
+    if len(sizes) != len(steps) or len(sizes) > _MOST_RANK:
         raise BadPickle("the strides of a tensor do not fit its shape")
     return Tensor(storage, of_elements, _sizes((offset,))[0], sizes, steps)
 
@@ -107,10 +113,14 @@ def _rebuild_from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
 
 
 def _ordered(*args: Any) -> dict[Any, Any]:
-    return dict(args[0]) if args else {}
+    if not args:
+        return {}
+    pairs = args[0].items() if isinstance(args[0], dict) else args[0]
+    return {pickles.key(k): v for k, v in pairs}
 
 
 CONSTRUCTORS: Constructors = {
+    **pickles.PLAIN,
     "torch._utils._rebuild_tensor_v2": lambda s, o, n, t, *rest: _tensor(s, None, o, n, t),
     "torch._utils._rebuild_tensor_v3": lambda s, o, n, t, grad, hooks, dtype, *rest: _tensor(
         s, dtype_of(dtype), o, n, t
@@ -121,6 +131,7 @@ CONSTRUCTORS: Constructors = {
     "torch.Size": _sizes,
     "torch.serialization._get_layout": lambda name: name,
     "collections.OrderedDict": _ordered,
+    "collections.defaultdict": lambda *args: _ordered(*args[1:]),
     "builtins.set": lambda *args: list(*args),
     "__builtin__.set": lambda *args: list(*args),
 }
@@ -154,9 +165,13 @@ class TorchFile:
         if pickle is None:
             raise self._zip.damaged("torch.save did not write it: it has no data.pkl")
         self._top = pickle.removesuffix("data.pkl")
+        self.members = tuple(self._zip.members)
+        """The names of what the zip file contains."""
         member = self._zip.members[pickle]
         if member.size > _MOST_PICKLE:
             raise self._zip.damaged(f"its data.pkl has {member.size} bytes, too many")
+        self.pickle_size = member.size
+        """Bytes of the pickle, to bound what follows from it."""
         self._big_endian = self._order() == b"big"
         self._offsets: dict[str, int] = {}
         try:

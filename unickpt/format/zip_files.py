@@ -7,6 +7,7 @@ may write them. Source: APPNOTE.TXT of PKWARE, sections 4.3 and 4.5.3 (zip64).
 from __future__ import annotations
 
 import struct
+import zlib
 from dataclasses import dataclass
 
 from unickpt.errors import CheckpointCorrupt
@@ -28,6 +29,7 @@ class Member:
         method: how it is compressed; `STORED` if it is not.
         compressed, size: its bytes in the zip file, and without compression.
         header: where its local header begins in the file that contains the zip file.
+        crc: the CRC-32 of its bytes without compression; 0 if none was computed.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Member:
     compressed: int
     size: int
     header: int
+    crc: int = 0
 
 
 class ZipFile:
@@ -82,7 +85,18 @@ class ZipFile:
         """
         if member.method != STORED:
             raise self.damaged(f"{member.name} is compressed, so ranges of it cannot be read")
-        return self.files.read(self.name, self.offset(member), member.size)
+        data = self.files.read(self.name, self.offset(member), member.size)
+        self.check(member, data)
+        return data
+
+    def check(self, member: Member, data: bytes) -> None:
+        """Checks the bytes of a member, if its checksum was computed.
+
+        Raises:
+            CheckpointCorrupt: they are not those that were written.
+        """
+        if len(data) != member.size or (member.crc and zlib.crc32(data) != member.crc):
+            raise self.damaged(f"{member.name} does not match its checksum")
 
     def _directory(self) -> dict[str, Member]:
         tail, end = self._tail()
@@ -127,15 +141,19 @@ class ZipFile:
         while at < len(data) and len(members) < count:
             if data[at : at + 4] != _ENTRY:
                 raise self.damaged("its zip directory is damaged")
-            method, compressed, size, name_length, extra_length, comment, header = struct.unpack(
-                "<10xH8xIIHHH8xI", data[at : at + 46]
+            (flags, method, crc, compressed, size, name_length, extra_length, comment, header) = (
+                struct.unpack("<8xHH4xIIIHHH8xI", data[at : at + 46])
             )
             name = data[at + 46 : at + 46 + name_length].decode()
             extra = data[at + 46 + name_length : at + 46 + name_length + extra_length]
             size, compressed, header = _zip64(extra, size, compressed, header)
             if name in members:
                 raise self.damaged(f"{name} occurs twice")
-            members[name] = Member(name, method, compressed, size, self._begin + header)
+            if flags & 1:
+                raise self.damaged(f"{name} is encrypted")
+            if method == STORED and compressed != size:
+                raise self.damaged(f"{name} has {compressed} bytes, {size} expected")
+            members[name] = Member(name, method, compressed, size, self._begin + header, crc)
             at += 46 + name_length + extra_length + comment
         if len(members) != count:
             raise self.damaged(f"{count} members expected, {len(members)} found")
