@@ -32,7 +32,7 @@ _TAR_AT, _TAR = 257, b"ustar"
 _SCRIPT = "constants.pkl"
 _MOST_TEXT = 1000
 # A container that occurs several times in a pickle is several containers of the tree: their number
-# can double with each level. So many leaves and containers are always allowed, or one for each byte.
+# can double with each level. So many nodes are always allowed, and one more for each byte.
 _LEAST_NODES = 1000
 # All their names together, for each byte.
 _NAMES = 64
