@@ -1,0 +1,74 @@
+"""Checkpoints that other systems wrote, with what they hold: `tests/fixtures/foreign/<case>/`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import TESTS
+
+import unickpt
+from unickpt.format import registry
+from unickpt.format.files import Files
+from unickpt.storage.paths import resolve
+
+FOLDER = Path(TESTS) / "fixtures" / "foreign"
+
+
+def folder(case: str) -> Path:
+    return FOLDER / case / "ckpt"
+
+
+def opened(path: Path | str, format: Any) -> unickpt.Checkpoint | None:
+    """What a format makes of a folder."""
+    reader = format.open(resolve(path))
+    return None if reader is None else unickpt.Checkpoint(reader)
+
+
+def expected(case: str) -> Any:
+    return json.loads((FOLDER / case / "expected.json").read_text())
+
+
+def differences(case: str, found: unickpt.Checkpoint) -> list[str]:
+    """The arrays that are not, bit for bit, what the writing library says; and missing ones."""
+    told: Mapping[str, Any] = expected(case)["arrays"]
+    bad = []
+    for name, facts in told.items():
+        array = np.asarray(found[name][...]) if name in found else np.empty(0)
+        digest = hashlib.sha256(array.tobytes()).hexdigest()
+        if (array.dtype.name, list(array.shape), digest) != (
+            facts["dtype"],
+            facts["shape"],
+            facts["sha256"],
+        ):
+            bad.append(name)
+    return bad + [name for name in found.index.entries if name not in told]
+
+
+@contextmanager
+def registered(format: Any) -> Iterator[None]:
+    """While a format is known."""
+    registry.register(format)
+    try:
+        yield
+    finally:
+        registry.unregister(format)
+
+
+def count_reads(patch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """The file and the bytes of every read from now on."""
+    reads: list[tuple[str, int]] = []
+    read_into = Files.read_into
+
+    def counted(self: Files, file: str, offset: int, out: memoryview) -> None:
+        reads.append((file, len(out)))
+        read_into(self, file, offset, out)
+
+    patch.setattr(Files, "read_into", counted)
+    return reads
