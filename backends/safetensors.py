@@ -216,6 +216,8 @@ def read_header(files: Files, file: str) -> Header:
         tensors, end = {}, 0
         for name, facts in sorted(found.items(), key=lambda item: item[1]["data_offsets"]):
             tensors[name], end = _tensor(name, facts, end, where, 8 + length)
+    except UnsupportedFormat:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointCorrupt(f"{where}: its header is damaged: {error}") from error
     if size is not None and size != 8 + length + end:

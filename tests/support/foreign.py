@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import TESTS
 
 import unickpt
+from support import TESTS
 from unickpt.format import registry
 from unickpt.format.files import Files
 from unickpt.storage.paths import resolve

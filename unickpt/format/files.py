@@ -93,7 +93,12 @@ class Files:
     def tail(self, file: str, most: int) -> bytes:
         """The last bytes of a file, at most so many. Raises as `read`."""
         if self._folder is None:
-            return self._fetch(file, slice(-most, None))
+            try:
+                return self._fetch(file, slice(-most, None))
+            except Damaged as error:
+                if error.status != "OUT_OF_RANGE":
+                    raise
+                return self._fetch(file, slice(0, None))  # it is shorter
         size = self.size(file) or 0
         return self.read(file, max(0, size - most), min(most, size))
 

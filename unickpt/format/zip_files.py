@@ -103,7 +103,7 @@ class ZipFile:
         at = tail.rfind(_END)
         if at < 0:
             raise self.damaged("it is not a zip file, or incomplete")
-        count, size, start = struct.unpack("<10xHII", tail[at : at + 20])
+        count, size, start = struct.unpack("<10xHII2x", tail[at : at + 22])
         start_of_end = end - len(tail) + at
         locator = tail[at - 20 : at] if at >= 20 else b""
         if locator[:4] == _LOCATOR64:
