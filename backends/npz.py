@@ -79,7 +79,7 @@ def open(location: Location) -> Reader | None:
     """
     files = Files(location)
     try:
-        found = [name for name in files.names if "/" not in name and name.endswith(_SUFFIX)]
+        found = [name for name in files.here if name.endswith(_SUFFIX)]
         if len(found) > 1:
             raise UnsupportedFormat(
                 f"{location}: {found[0]}, {found[1]} and perhaps more; put one into a folder of "

@@ -72,7 +72,7 @@ def open(location: Location) -> Reader | None:
     """
     files = Files(location)
     try:
-        here = [name for name in files.names if "/" not in name]
+        here = files.here
         index = next((name for name in here if name.endswith(_INDEX_SUFFIX)), None)
         where = None if index is None else _weight_map(files, index)
         names = sorted({*where.values()} if where is not None else

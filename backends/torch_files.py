@@ -48,7 +48,7 @@ def open(location: Location) -> Reader | None:
     """
     files = Files(location)
     try:
-        here = [name for name in files.names if "/" not in name]
+        here = files.here
         if _HF_INDEX in here:
             return _open_sharded(files, _weight_map(files, _HF_INDEX))
         name = _single(files, here)

@@ -35,6 +35,22 @@ class Files:
         return str(self.location.spec["path"]) if self.location.is_local else None
 
     @cached_property
+    def here(self) -> list[str]:
+        """The files directly in the location, ascending.
+
+        Raises:
+            Failed: the storage failed.
+        """
+        if self._folder is None:
+            return [name for name in self.names if "/" not in name]
+        with system_calls():
+            try:
+                with os.scandir(self._folder) as found:
+                    return sorted(entry.name for entry in found if not entry.is_dir())
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+
+    @cached_property
     def names(self) -> list[str]:
         """All files, as paths below the location, ascending.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import importlib
+from collections.abc import Iterator
+from typing import Protocol, cast
 
 from unickpt.format import ocdbt_reader
 from unickpt.format.reader import Reader
@@ -21,11 +23,13 @@ class Format(Protocol):
         """
 
 
-_formats: list[Format] = [ocdbt_reader]
+# Modules of `unickpt.backends`; a format comes before those whose files it uses.
+_BUILT_IN = ("dcp", "safetensors", "torch_files", "npz")
+_registered: list[Format] = []
 
 
 def register(format: Format) -> None:
-    """Adds a format, which is asked after those that are registered already.
+    """Adds a format, which is asked after unickpt's own and before those of other systems.
 
     Example:
         >>> class Npy:
@@ -34,19 +38,27 @@ def register(format: Format) -> None:
         >>> register(npy)
         >>> unregister(npy)
     """
-    _formats.append(format)
+    _registered.append(format)
 
 
 def unregister(format: Format) -> None:
     """Removes a format that was registered."""
-    _formats.remove(format)
+    _registered.remove(format)
 
 
 def open_reader(location: Location) -> Reader | None:
     """Opens what is at a location; None if no format recognises a checkpoint there. Raises as
     `Format.open`."""
-    for format in _formats:
+    for format in _formats():
         reader = format.open(location)
         if reader is not None:
             return reader
     return None
+
+
+def _formats() -> Iterator[Format]:
+    """All formats; modules are imported only if no format before them knows the checkpoint."""
+    yield ocdbt_reader
+    yield from _registered
+    for name in _BUILT_IN:
+        yield cast(Format, importlib.import_module(f"unickpt.backends.{name}"))

@@ -1,0 +1,253 @@
+"""The `.metadata` of torch's distributed checkpoints: which chunk of which tensor is where.
+
+Source: torch/distributed/checkpoint/metadata.py. Nothing of torch is imported: the classes in the
+pickle are known by their names only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from unickpt.arrays.box import Box
+from unickpt.errors import UnsupportedFormat
+from unickpt.format import pickles, torch_pickles
+from unickpt.format.pickles import BadPickle, Global, Opaque
+from unickpt.quoting import quoted
+from unickpt.trees.tree import MAX_DEPTH
+
+_ROOTS = (
+    "torch.distributed.checkpoint.metadata.Metadata",
+    "torch.distributed._shard.checkpoint.metadata.Metadata",  # until torch 1.13
+)
+_MOST_EXTENT = 1 << 62
+_MOST_DIMENSIONS = 32
+_LEAST_CHUNK = 16  # bytes that a chunk takes in the pickle
+_Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Blob:
+    """Where something is stored.
+
+    Arguments:
+        file: below the checkpoint's location.
+        offset, length: its bytes in the file; for safetensors the length is the tensor's alone.
+    """
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor, and where it is."""
+
+    box: Box
+    blob: Blob
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """A tensor.
+
+    Arguments:
+        dtype: the checkpoint's name of its dtype.
+        shape: global.
+        chunks: those that are not empty, in the order of the metadata.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """What a `.metadata` says.
+
+    Arguments:
+        tensors: by name.
+        objects: where all other values are, by name.
+        names: of both, in the order of the metadata.
+        paths: of the names in the state that was saved, as far as recorded.
+        version: of the metadata; empty if it has none.
+    """
+
+    tensors: Mapping[str, TensorFacts]
+    objects: Mapping[str, Blob]
+    names: tuple[str, ...]
+    paths: Mapping[str, _Path]
+    version: str
+
+
+def read(data: bytes, where: str) -> Metadata | None:
+    """Reads a `.metadata`.
+
+    Arguments:
+        data: its bytes; untrusted.
+        where: what it is, for messages.
+
+    Returns:
+        None if it belongs to another format, such as ByteCheckpoint.
+
+    Raises:
+        BadPickle: it is damaged.
+        UnsupportedFormat: it uses what unickpt does not read.
+    """
+    root, _ = pickles.read(data, torch_pickles.CONSTRUCTORS)
+    if not isinstance(root, Opaque):
+        raise BadPickle("it holds no metadata")
+    if root.name not in _ROOTS:
+        return None
+    return _Decoder(root, len(data) // _LEAST_CHUNK, where).metadata()
+
+
+class _Decoder:
+    """Takes the pickled objects apart.
+
+    Arguments:
+        root: the metadata.
+        most: of chunks; shared objects of a pickle could stand for any number of them.
+        where: for messages.
+    """
+
+    def __init__(self, root: Opaque, most: int, where: str) -> None:
+        self._root, self._most, self._where = _fields(root, "Metadata"), most, where
+        self._stored: dict[tuple[str, tuple[int, ...] | None], Blob] = {}
+
+    def metadata(self) -> Metadata:
+        for key, value in _items(self._root.get("storage_data"), "storage_data"):
+            self._add_stored(key, value)
+        tensors, objects = dict[str, TensorFacts](), dict[str, Blob]()
+        described = _items(self._root.get("state_dict_metadata"), "state_dict_metadata")
+        for name, facts in described:
+            if not isinstance(name, str):
+                raise BadPickle(f"the name {quoted(name)} is no text")
+            kind = facts.name.rpartition(".")[2] if isinstance(facts, Opaque) else ""
+            if kind == "BytesStorageMetadata":
+                objects[name] = self._blob(name, None)
+            else:
+                tensors[name] = self._tensor(name, _fields(facts, "TensorStorageMetadata"))
+        version = self._root.get("version")
+        return Metadata(
+            tensors,
+            objects,
+            tuple(name for name, _ in described),
+            self._paths(),
+            version if isinstance(version, str) and len(version) < 20 else "",
+        )
+
+    def _add_stored(self, key: Any, value: Any) -> None:
+        index, facts = _fields(key, "MetadataIndex"), _fields(value, "_StorageInfo")
+        name, offset = index.get("fqn"), index.get("offset")
+        if not isinstance(name, str):
+            raise BadPickle("the storage of something without a name")
+        transforms = facts.get("transform_descriptors")
+        if transforms:
+            if not isinstance(transforms, list) or not all(type(x) is str for x in transforms):
+                raise BadPickle(f"the transforms of {quoted(name)} are no list of texts")
+            raise UnsupportedFormat(
+                f"{self._where}: {quoted(name)} was stored through {quoted(transforms)}; unickpt "
+                "reads no transformed data, in which no part can be found. Load it with torch, and "
+                "save it without extensions"
+            )
+        begin, length = _sizes((facts.get("offset"), facts.get("length")), "the place of a storage")
+        at = None if offset is None else _sizes(offset, "an offset")
+        # Replicas may be listed again; torch takes the last one, too.
+        self._stored[name, at] = Blob(_file(facts.get("relative_path")), begin, length)
+
+    def _blob(self, name: str, offset: tuple[int, ...] | None) -> Blob:
+        found = self._stored.get((name, offset))
+        if found is None:
+            what = quoted(name) if offset is None else f"{quoted(name)} at {list(offset)}"
+            raise BadPickle(f"it does not say where {what} is stored")
+        return found
+
+    def _tensor(self, name: str, facts: Mapping[str, Any]) -> TensorFacts:
+        shape = _sizes(facts.get("size"), f"the shape of {quoted(name)}")
+        chunks = facts.get("chunks")
+        if not isinstance(chunks, list):
+            raise BadPickle(f"{quoted(name)} has no list of chunks")
+        self._most -= len(chunks)
+        if self._most < 0:
+            raise BadPickle("it lists more chunks than its size allows")
+        # A replica that is listed again is the same: there is one place for each offset.
+        boxes = dict.fromkeys(
+            self._box(name, shape, _fields(chunk, "ChunkStorageMetadata")) for chunk in chunks
+        )
+        found = tuple(Chunk(box, self._blob(name, box.start)) for box in boxes if not box.empty)
+        return TensorFacts(self._dtype(name, facts.get("properties")), shape, found)
+
+    def _box(self, name: str, shape: tuple[int, ...], facts: Mapping[str, Any]) -> Box:
+        start = _sizes(facts.get("offsets"), f"the offsets of a chunk of {quoted(name)}")
+        sizes = _sizes(facts.get("sizes"), f"the sizes of a chunk of {quoted(name)}")
+        if len(start) == len(sizes) == len(shape):
+            box = Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))
+            if box.empty or Box.whole(shape).contains(box):
+                return box
+        raise BadPickle(
+            f"a chunk of {quoted(name)} at {list(start)} of {list(sizes)} lies outside of its "
+            f"shape {list(shape)}"
+        )
+
+    def _dtype(self, name: str, properties: Any) -> str:
+        state = properties.state if isinstance(properties, Opaque) else None
+        # TensorProperties are pickled as a tuple; the dtype is the first.
+        dtype = state[0] if isinstance(state, tuple) and state else None
+        dtype = state.get("dtype") if isinstance(state, dict) else dtype
+        if not isinstance(dtype, Global):
+            raise BadPickle(f"{quoted(name)} has no dtype")
+        try:
+            return torch_pickles.dtype_of(dtype)
+        except BadPickle as error:
+            raise UnsupportedFormat(f"{self._where}: {quoted(name)}: {error}") from None
+
+    def _paths(self) -> dict[str, _Path]:
+        """The paths; other planners than torch's own may store anything in their place."""
+        found = self._root.get("planner_data")
+        return {
+            name: path
+            for name, path in (found.items() if isinstance(found, dict) else ())
+            if isinstance(name, str)
+            and isinstance(path, tuple)
+            and len(path) <= MAX_DEPTH
+            and all(type(key) in (str, int) for key in path)
+        }
+
+
+def _fields(found: Any, kind: str) -> Mapping[str, Any]:
+    """The fields of an object of a class."""
+    if not isinstance(found, Opaque) or found.name.rpartition(".")[2] != kind:
+        what = found.name if isinstance(found, Opaque) else type(found).__name__
+        raise BadPickle(f"a {kind} is expected, {quoted(what)} found")
+    if not isinstance(found.state, dict):
+        raise BadPickle(f"a {kind} has no fields")
+    return found.state
+
+
+def _items(found: Any, what: str) -> list[tuple[Any, Any]]:
+    if not isinstance(found, dict):
+        raise BadPickle(f"its {what} is no dict")
+    return list(found.items())
+
+
+def _sizes(found: Any, what: str) -> tuple[int, ...]:
+    if (
+        not isinstance(found, tuple)
+        or len(found) > _MOST_DIMENSIONS
+        or not all(type(n) is int and 0 <= n < _MOST_EXTENT for n in found)
+    ):
+        raise BadPickle(f"{what} is no tuple of sizes")
+    return found
+
+
+def _file(found: Any) -> str:
+    """A path below the checkpoint; nothing else on the machine is opened."""
+    if not isinstance(found, str) or not found or "\0" in found:
+        raise BadPickle("a storage has no file")
+    if any(part in ("", ".", "..") for part in found.split("/")):
+        raise BadPickle(f"it names the file {quoted(found)}")
+    return found

@@ -1,0 +1,466 @@
+"""torch's distributed checkpoints, as torch wrote them, and damaged ones."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import random
+import shutil
+import tarfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import TESTS, s3_server
+from support.reader_suite import ReaderSuite
+
+import unickpt
+from unickpt import CheckpointCorrupt, CheckpointNotFound, UnsupportedFormat
+from unickpt.backends import dcp
+from unickpt.errors import UnickptError
+from unickpt.format import file_ranges, registry
+from unickpt.format.files import Files
+from unickpt.storage.locations import Location
+from unickpt.storage.paths import resolve
+from unickpt.trees import tree
+
+FIXTURES = Path(TESTS) / "fixtures" / "foreign"
+CASES = ["dcp-fsdp1", "dcp-fsdp2-dp4", "dcp-hsdp", "dcp-safetensors-format"]
+SHARDED = "optim.state.0.weight.exp_avg"  # of four chunks in dcp-fsdp2-dp4
+
+
+@pytest.fixture(autouse=True)
+def known() -> Iterator[None]:
+    with registered(dcp):
+        yield
+
+
+@contextlib.contextmanager
+def registered(format: Any) -> Iterator[None]:
+    registry.register(format)
+    try:
+        yield
+    finally:
+        registry.unregister(format)
+
+
+def unpacked(case: str, folder: Path) -> Path:
+    with tarfile.open(FIXTURES / case / "ckpt.tar.xz") as packed:
+        packed.extractall(folder, filter="data")
+    return folder / "ckpt"
+
+
+def opened(path: Path | str) -> dcp.DcpReader:
+    reader = dcp.open(resolve(path))
+    assert isinstance(reader, dcp.DcpReader)
+    return reader
+
+
+def expected(case: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((FIXTURES / case / "expected.json").read_text())
+    return found
+
+
+def check(path: Path | str, case: str) -> None:
+    """Checks every bit of a checkpoint."""
+    stored, facts = unickpt.open(path), expected(case)
+    assert sorted(stored) == sorted(facts["arrays"])
+    with np.load(FIXTURES / case / "expected.npz") as arrays:
+        for name, fact in facts["arrays"].items():
+            assert (list(stored[name].shape), str(stored[name].dtype)) == (
+                fact["shape"],
+                fact["dtype"],
+            )
+            assert stored[name][...].tobytes() == arrays[name].tobytes(), name
+
+
+# --- what torch wrote ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_bit_is_as_torch_says(case: str, tmp_path: Path) -> None:
+    check(unpacked(case, tmp_path), case)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_containers_of_values(case: str, tmp_path: Path) -> None:
+    state = unickpt.load(unpacked(case, tmp_path))
+    for name, value in expected(case)["values"].items():
+        found = state[name]
+        assert value == (repr(found) if isinstance(found, (list, tuple)) else found)
+
+
+def test_a_state_is_loaded_by_its_names(tmp_path: Path) -> None:
+    path = unpacked("dcp-fsdp2-dp4", tmp_path)
+    like = {"model.0.weight": np.empty((37, 6), np.float32)}
+    found = unickpt.load(path, like, strict=False)["model.0.weight"]
+    assert (found == unickpt.open(path)["model.0.weight"][...]).all()
+    assert opened(path).paths["nested.list.1.two"] == ("nested", "list", 1, "two")
+
+
+def test_compressed_data_is_refused_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedFormat, match=r"model\.embed\.weight.*stream\.zstd/1"):
+        unickpt.open(unpacked("dcp-zstd", tmp_path))
+
+
+def test_in_an_object_store(tmp_path: Path, moto: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    s3_server.use(moto, monkeypatch)
+    s3_server.make_bucket(moto, "dcp")
+    for case in ("dcp-hsdp", "dcp-safetensors-format"):
+        path = unpacked(case, tmp_path / case)
+        url = f"s3://dcp/{case}/"
+        location = resolve(url)
+        for file in path.iterdir():
+            location.store(unickpt.storage.contexts.context()).write(
+                file.name, file.read_bytes()
+            ).result()
+        check(url, case)
+
+
+# --- parts --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """The file and the number of bytes of each read."""
+    seen: list[tuple[str, int]] = []
+    real = Files.read_into
+
+    def read_into(self: Files, file: str, offset: int, out: memoryview) -> None:
+        seen.append((file, out.nbytes))
+        real(self, file, offset, out)
+
+    monkeypatch.setattr(Files, "read_into", read_into)
+    return seen
+
+
+def save(state: Any, path: Path, **options: Any) -> Path:
+    torch_dcp = pytest.importorskip("torch.distributed.checkpoint")
+    writer = torch_dcp.FileSystemWriter(path, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is only this process
+        torch_dcp.save(state, storage_writer=writer, no_dist=True)
+    return path
+
+
+def test_a_row_of_a_large_chunk_reads_little(
+    tmp_path: Path, bytes_read: list[tuple[str, int]]
+) -> None:
+    torch = pytest.importorskip("torch")
+    large = torch.arange(4 << 20, dtype=torch.float32).reshape(1024, 4096)
+    path = save({"w": large, "other": large + 1}, tmp_path / "c")
+    array = unickpt.open(path)["w"]
+    assert sum(n for _, n in bytes_read) < 20_000
+    del bytes_read[:]
+    assert (array[1000:1001, :] == large[1000:1001].numpy()).all()
+    assert sum(n for _, n in bytes_read) <= file_ranges.CHUNK_BYTES + 4096
+
+
+def test_a_part_reads_only_the_chunks_that_it_meets(
+    tmp_path: Path, bytes_read: list[tuple[str, int]]
+) -> None:
+    array = unickpt.open(unpacked("dcp-fsdp2-dp4", tmp_path))[SHARDED]
+    del bytes_read[:]
+    array[0:3]
+    assert {file for file, _ in bytes_read} == {"__0_0.distcp"}
+    assert sum(n for _, n in bytes_read) < 3000
+    again = len(bytes_read)
+    array[0:3]
+    assert len(bytes_read) == again + 1  # where it is is known now
+
+
+# --- what torch writes here ---------------------------------------------------------------------
+
+
+def test_tensors_that_are_not_in_order(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    base = torch.arange(24, dtype=torch.bfloat16).reshape(4, 6)
+    state = {"t": base.t(), "cut": base[:, 1:3], "wide": torch.ones(1).expand(3, 5)}
+    stored = unickpt.open(save(state, tmp_path / "c"))
+    for name, tensor in state.items():
+        assert (stored[name][...].astype(np.float32) == tensor.float().numpy()).all()
+    assert stored["t"][2:4, 1:].tolist() == base.t()[2:4, 1:].tolist()
+
+
+def test_every_dtype(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    names = "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32"
+    names += " float64 complex64 complex128 float8_e4m3fn float8_e5m2"
+    bits = torch.arange(64, dtype=torch.uint8) % 2
+    state = {name: bits.view(getattr(torch, name)) for name in names.split()}
+    stored = unickpt.open(save(state, tmp_path / "c"))
+    for name in state:
+        assert stored[name].dtype == name
+        assert stored[name][...].tobytes() == bits.numpy().tobytes()
+
+
+def test_values_that_are_no_tensors(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+
+    values = {
+        "nan": float("nan"),
+        "big": 1 << 80,
+        "bytes": (b"\0\xff", b""),
+        "set": {3},
+        "pairs": ({"a": (1, None)},),
+        "inside": (torch.arange(6).reshape(2, 3).t(), "x"),
+        "path": Path("x"),
+        "keys": ({(1, 2): 3},),
+        "empty": (),
+    }
+    stored = unickpt.open(save(values, tmp_path / "c"))
+    found = unickpt.load(tmp_path / "c")
+    assert np.isnan(found["nan"])
+    assert (found["big"], found["bytes"], found["set"]) == (1 << 80, (b"\0\xff", b""), [3])
+    assert found["pairs"] == ({"a": (1, None)},)
+    assert found["inside"][0].tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert stored["inside/0"][1:, 1].tolist() == [4, 5]
+    assert found["path"] == "<pathlib.PosixPath>"
+    assert found["keys"] == ("<dict>",)
+    assert found["empty"] == ()
+
+
+def test_safetensors_after_other_values(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    filesystem = pytest.importorskip("torch.distributed.checkpoint.filesystem")
+    array = torch.arange(12.0).reshape(3, 4)
+    state = {"a": {"w": array}, "step": 7, "note": "hello"}
+    kind = filesystem.SerializationFormat.SAFETENSORS
+    stored = unickpt.open(save(state, tmp_path / "c", serialization_format=kind))
+    assert stored["a.w"][1:].tolist() == array[1:].tolist()
+    assert dict(stored.values) == {"step": 7, "note": "hello"}
+
+
+def test_a_file_for_each_tensor(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    state = {f"layer {n}": torch.full((n, 3), n) for n in range(9)}
+    path = save(state, tmp_path / "c", single_file_per_rank=False)
+    assert len(list(path.glob("*.distcp"))) > 5
+    stored = unickpt.open(path)
+    assert {name: stored[name][...].tolist() for name in stored} == {
+        name: tensor.tolist() for name, tensor in state.items()
+    }
+
+
+class Nested:
+    """The format with the paths of the saved state as names, as the suite expects them."""
+
+    def open(self, location: Location) -> Any:
+        reader = dcp.open(location)
+        if not isinstance(reader, dcp.DcpReader):
+            return None
+        names = {name: "/".join(map(str, path)) for name, path in reader.paths.items()}
+        index = reader.index
+        reader.index = replace(
+            index,
+            arrays={names[n]: replace(e, name=names[n]) for n, e in index.arrays.items()},
+            values={names[n]: value for n, value in index.values.items()},
+            tree=tree.to_json(tree.from_names(names[n] for n in index.names)),
+        )
+        for facts in (reader._chunks, reader._boxes, reader._saved_as):
+            of_names: dict[str, Any] = {names[n]: found for n, found in facts.items()}
+            facts.clear()
+            facts.update(of_names)
+        return reader
+
+
+class TestSuite(ReaderSuite):
+    has_digests = False
+
+    def write(
+        self, path: Path, arrays: Mapping[str, np.ndarray], values: Mapping[str, Any]
+    ) -> None:
+        torch = pytest.importorskip("torch")
+        state: dict[str, Any] = {}
+        for name, value in {**arrays, **values}.items():
+            *above, last = name.split("/")
+            level = state
+            for key in above:
+                level = level.setdefault(key, {})
+            level[last] = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        save(state, path)
+
+    def damage(self, path: Path, name: str) -> None:
+        (chunk,) = opened(path)._chunks[name.replace("/", ".")].values()
+        data = bytearray((path / chunk.blob.file).read_bytes())
+        end = chunk.blob.offset + chunk.blob.length
+        data[end - 22 : end] = bytes(22)
+        (path / chunk.blob.file).write_bytes(data)
+
+    @contextlib.contextmanager
+    def registered(self) -> Iterator[None]:
+        registry.unregister(dcp)
+        try:
+            with registered(Nested()), pytest.MonkeyPatch.context() as patch:
+                patch.setattr(file_ranges, "CHUNK_BYTES", 1 << 10)
+                yield
+        finally:
+            registry.register(dcp)
+
+
+# --- damage -------------------------------------------------------------------------------------
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    path = unpacked("dcp-fsdp2-dp4", tmp_path)
+    (path / "__2_0.distcp").unlink()
+    with pytest.raises(CheckpointCorrupt, match=r"no file __2_0\.distcp, which holds data of"):
+        unickpt.open(path)
+
+
+def test_a_truncated_file_is_named(tmp_path: Path) -> None:
+    path = unpacked("dcp-fsdp2-dp4", tmp_path)
+    file = path / "__3_0.distcp"
+    file.write_bytes(file.read_bytes()[:-600])
+    stored = unickpt.open(path)
+    name = "optim.state.2.bias.exp_avg_sq"
+    with pytest.raises(CheckpointCorrupt, match=rf"{name}.*__3_0\.distcp, which has"):
+        stored[name][...]
+    with pytest.raises(CheckpointCorrupt, match=r"__3_0\.distcp"):
+        unickpt.load(path)
+
+
+def test_files_of_another_save_are_noticed(tmp_path: Path) -> None:
+    path = unpacked("dcp-fsdp2-dp4", tmp_path / "a")
+    other = unpacked("dcp-fsdp1", tmp_path / "b")
+    shutil.copy(other / "__1_0.distcp", path / "__1_0.distcp")
+    with pytest.raises(CheckpointCorrupt, match=r"__1_0\.distcp"):
+        unickpt.load(path)
+    safetensors = unpacked("dcp-safetensors-format", tmp_path / "c")
+    shutil.copy(safetensors / "__1_0.distcp", safetensors / "__0_0.distcp")
+    with pytest.raises(CheckpointCorrupt, match=r"__0_0\.distcp contains .* of one save"):
+        unickpt.load(safetensors)
+
+
+def test_exchanged_files_of_safetensors_are_noticed(tmp_path: Path) -> None:
+    path = unpacked("dcp-safetensors-format", tmp_path)
+    (path / "__0_0.distcp").rename(path / "x")
+    (path / "__1_0.distcp").rename(path / "__0_0.distcp")
+    (path / "x").rename(path / "__1_0.distcp")
+    with pytest.raises(CheckpointCorrupt, match=r"model\.head\.weight.*begins at \[8, 0\]"):
+        unickpt.open(path)["model.head.weight"][...]
+
+
+def test_a_chunk_that_is_missing_is_a_gap(tmp_path: Path) -> None:
+    path = unpacked("dcp-safetensors-format", tmp_path)
+    pytest.importorskip("torch")
+    data = (path / ".metadata").read_bytes()
+
+    def larger(chunk: Any) -> Any:
+        return type(chunk)(chunk.offsets, (chunk.sizes[0] + 1, *chunk.sizes[1:]))
+
+    changes: list[tuple[Callable[[Any], Any], str]] = [
+        (lambda chunks: chunks.pop(), "no process holds"),
+        (lambda chunks: chunks.append(larger(chunks[0])), "overlaps"),
+        (lambda chunks: chunks.clear(), "no data of array"),
+    ]
+    for change, said in changes:
+        metadata = pickle.loads(data)
+        change(metadata.state_dict_metadata["model.embed.weight"].chunks)
+        (path / ".metadata").write_bytes(pickle.dumps(metadata))
+        with pytest.raises(CheckpointCorrupt, match=rf"model\.embed\.weight.*{said}|{said}"):
+            unickpt.open(path)
+
+
+def metadata_of(path: Path) -> Any:
+    """The metadata as torch's own objects."""
+    pytest.importorskip("torch")
+    return pickle.loads((path / ".metadata").read_bytes())
+
+
+@pytest.mark.parametrize("file", ["../x", "/etc/passwd", "a//b", ""])
+def test_no_file_elsewhere_is_opened(file: str, tmp_path: Path) -> None:
+    path = unpacked("dcp-safetensors-format", tmp_path)
+    metadata = metadata_of(path)
+    next(iter(metadata.storage_data.values())).relative_path = file
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointCorrupt, match=r"\.metadata is damaged.*file"):
+        unickpt.open(path)
+
+
+def test_any_flipped_byte_is_an_error_of_ours_or_harmless(tmp_path: Path) -> None:
+    path = unpacked("dcp-safetensors-format", tmp_path)
+    data, rng = (path / ".metadata").read_bytes(), random.Random(5)
+    for _ in range(400):
+        changed = bytearray(data)
+        changed[rng.randrange(len(data))] = rng.randrange(256)
+        (path / ".metadata").write_bytes(changed)
+        with contextlib.suppress(UnickptError):
+            for array in unickpt.open(path).values():
+                if array.nbytes < 1 << 20:
+                    array[...]
+
+
+@pytest.mark.parametrize("case", ["dcp-hsdp", "dcp-safetensors-format"])
+def test_any_flipped_byte_of_data_is_an_error_of_ours_or_harmless(
+    case: str, tmp_path: Path
+) -> None:
+    path, rng = unpacked(case, tmp_path), random.Random(6)
+    file = path / "__1_0.distcp"
+    data = file.read_bytes()
+    for _ in range(30):
+        changed = bytearray(data)
+        for _ in range(20):
+            changed[rng.randrange(len(data))] = rng.randrange(256)
+        file.write_bytes(changed)
+        with contextlib.suppress(UnickptError):
+            stored = unickpt.open(path)
+            for name in stored:
+                with contextlib.suppress(UnickptError):
+                    stored[name][...]
+
+
+def test_values_that_refer_to_each_other_end_soon(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    bomb: list[Any] = []
+    for _ in range(60):
+        bomb = [bomb, bomb]
+    path = save({"bomb": (bomb,), "step": 1}, tmp_path / "c")
+    with pytest.raises(CheckpointCorrupt, match=r"bomb.*too often"):
+        unickpt.open(path)
+
+
+def test_chunks_that_are_shared_end_soon(tmp_path: Path) -> None:
+    path = unpacked("dcp-safetensors-format", tmp_path)
+    metadata = metadata_of(path)
+    facts = metadata.state_dict_metadata["model.embed.weight"]
+    facts.chunks[0].sizes = (0, 6)
+    facts.chunks[:] = facts.chunks[:1] * 1000
+    metadata.state_dict_metadata = {f"w{n}": facts for n in range(5000)}
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointCorrupt, match="more chunks than its size allows"):
+        unickpt.open(path)
+
+
+def test_empty_chunks_need_no_data(tmp_path: Path) -> None:
+    path = unpacked("dcp-safetensors-format", tmp_path)
+    metadata = metadata_of(path)
+    chunks = metadata.state_dict_metadata["model.layers.0.bias"].chunks
+    chunks += [type(chunks[0])((8,), (0,)), type(chunks[0])((11,), (0,))]
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    check(path, "dcp-safetensors-format")
+
+
+@pytest.mark.parametrize("planner", [None, 7, {"model.embed.weight": ("a", 1.5), 3: ()}])
+def test_other_planners_store_other_data(planner: Any, tmp_path: Path) -> None:
+    path = unpacked("dcp-safetensors-format", tmp_path)
+    metadata = metadata_of(path)
+    metadata.planner_data = planner
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert opened(path).paths == {}
+    check(path, "dcp-safetensors-format")
+
+
+def test_other_pickles_are_not_ours(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(b"cos\nsystem\n(S'touch x'\ntR.")
+    with pytest.raises(CheckpointNotFound):
+        unickpt.open(tmp_path)
+    assert not Path("x").exists()
+    (tmp_path / ".metadata").write_bytes(b"")
+    with pytest.raises(CheckpointCorrupt, match=r"\.metadata is damaged"):
+        unickpt.open(tmp_path)
