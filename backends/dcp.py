@@ -30,7 +30,6 @@ from unickpt.format.reader import Reader
 from unickpt.format.torch_pickles import Storage, Tensor, TorchFile
 from unickpt.quoting import quoted, shortened
 from unickpt.storage.errors import Failed, reading_failed
-from unickpt.storage.locations import Location
 from unickpt.threads import Pool
 from unickpt.trees import plain_values, tree
 
@@ -43,7 +42,7 @@ _GAP, _SWEEP = 4 << 10, 8 << 20
 _THREADS = 16
 
 
-def open(location: Location) -> Reader | None:
+def open(files: Files) -> Reader | None:
     """Opens a folder with a `.metadata` of torch; None if there is none.
 
     Raises:
@@ -52,17 +51,16 @@ def open(location: Location) -> Reader | None:
         UnsupportedFormat: data was transformed, such as compressed, or a dtype is not known.
         StorageError: the storage failed.
     """
-    files = _Folder(location)
     try:
         if not files.exists(_METADATA):
             return None
         found = _read_metadata(files)
         return None if found is None else DcpReader(files, found)
     except Failed as error:
-        raise reading_failed(error, str(location)) from error
+        raise reading_failed(error, str(files.location)) from error
 
 
-def _read_metadata(files: _Folder) -> Metadata | None:
+def _read_metadata(files: Files) -> Metadata | None:
     where = f"{files.location}: {_METADATA}"
     size = files.size(_METADATA)
     if size is not None and size > _MOST_METADATA:
@@ -372,15 +370,6 @@ def _class_of(found: Any) -> str:
 
 
 # --- files --------------------------------------------------------------------------------------
-
-
-class _Folder(Files):
-    """The files of a checkpoint."""
-
-    def whole(self, file: str) -> bytes:
-        """All bytes of a file, whose size the storage may not tell. Raises as `read`."""
-        size = self.size(file)
-        return self._fetch(file, slice(None)) if size is None else self.read(file, 0, size)
 
 
 class _Known(Files):

@@ -28,7 +28,6 @@ from unickpt.format.reader import Reader
 from unickpt.format.zip_files import DEFLATED, STORED, Member, ZipFile
 from unickpt.quoting import quoted
 from unickpt.storage.errors import Failed, reading_failed
-from unickpt.storage.locations import Location
 from unickpt.trees import tree
 
 _SUFFIX = ".npz"
@@ -69,7 +68,7 @@ class Header:
         return row_major(self.shape[::-1])[::-1] if self.fortran else row_major(self.shape)
 
 
-def open(location: Location) -> Reader | None:
+def open(files: Files) -> Reader | None:
     """Opens a folder with one .npz file; None if it contains none.
 
     Raises:
@@ -77,17 +76,16 @@ def open(location: Location) -> Reader | None:
         UnsupportedFormat: there are several, or an array's dtype is one that unickpt lacks.
         StorageError: the storage failed.
     """
-    files = Files(location)
     try:
         found = [name for name in files.here if name.endswith(_SUFFIX)]
         if len(found) > 1:
             raise UnsupportedFormat(
-                f"{location}: {found[0]}, {found[1]} and perhaps more; put one into a folder of "
-                "its own"
+                f"{files.location}: {found[0]}, {found[1]} and perhaps more; put one into a folder "
+                "of its own"
             )
         return NpzReader(files, found[0]) if found else None
     except Failed as error:
-        raise reading_failed(error, str(location)) from error
+        raise reading_failed(error, str(files.location)) from error
 
 
 class NpzReader(RangeReader):

@@ -23,7 +23,6 @@ from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted
 from unickpt.storage.errors import Failed, reading_failed
-from unickpt.storage.locations import Location
 from unickpt.trees import tree
 
 _SUFFIX = ".safetensors"
@@ -62,7 +61,7 @@ class Header:
     metadata: Mapping[str, str]
 
 
-def open(location: Location) -> Reader | None:
+def open(files: Files) -> Reader | None:
     """Opens a folder that contains safetensors files; None if it contains none.
 
     Raises:
@@ -70,7 +69,6 @@ def open(location: Location) -> Reader | None:
         UnsupportedFormat: a tensor has a dtype that unickpt lacks.
         StorageError: the storage failed.
     """
-    files = Files(location)
     try:
         here = files.here
         index = next((name for name in here if name.endswith(_INDEX_SUFFIX)), None)
@@ -81,7 +79,7 @@ def open(location: Location) -> Reader | None:
             return None
         headers = {name: read_header(files, name) for name in names}
     except Failed as error:
-        raise reading_failed(error, str(location)) from error
+        raise reading_failed(error, str(files.location)) from error
     return SafetensorsReader(files, headers, where)
 
 

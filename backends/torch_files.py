@@ -19,7 +19,6 @@ from unickpt.format.reader import Reader
 from unickpt.format.torch_pickles import Tensor, TorchFile
 from unickpt.quoting import quoted, shortened
 from unickpt.storage.errors import Failed, reading_failed
-from unickpt.storage.locations import Location
 from unickpt.trees import plain_values, tree
 
 _SUFFIXES = (".pt", ".pth", ".bin")
@@ -38,7 +37,7 @@ _LEAST_NODES = 1000
 _NAMES = 64
 
 
-def open(location: Location) -> Reader | None:
+def open(files: Files) -> Reader | None:
     """Opens a folder with files of torch.save; None if it contains none.
 
     Raises:
@@ -46,7 +45,6 @@ def open(location: Location) -> Reader | None:
         UnsupportedFormat: it is an old kind of file, or there are several and no index.
         StorageError: the storage failed.
     """
-    files = Files(location)
     try:
         here = files.here
         if _HF_INDEX in here:
@@ -54,7 +52,7 @@ def open(location: Location) -> Reader | None:
         name = _single(files, here)
         return None if name is None else _open_single(files, name)
     except Failed as error:
-        raise reading_failed(error, str(location)) from error
+        raise reading_failed(error, str(files.location)) from error
 
 
 class TorchFilesReader(RangeReader):

@@ -52,6 +52,15 @@ def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.chdir(tmp_path)
 
 
+def test_opening_what_others_wrote() -> None:
+    torch = pytest.importorskip("torch")
+    Path("hf-model").mkdir()
+    torch.save({"model": {"w": torch.arange(6.0).reshape(2, 3).T}}, "hf-model/checkpoint.pt")
+    found = run("hf-model", unickpt=unickpt)
+    assert np.array_equal(found["weights"]["model"]["w"], np.arange(6.0).reshape(2, 3).T)
+    assert unickpt.verify("ckpt/imported").ok
+
+
 def test_loading_together() -> None:
     unickpt.save("c", {"w": np.ones((3, 5))})
     found = run("exchange=True", path="c", like={"w": np.zeros((3, 5))}, unickpt=unickpt)

@@ -14,6 +14,7 @@ from support.reader_suite import ReaderSuite
 
 import unickpt
 from unickpt.format import registry
+from unickpt.format.files import Files
 from unickpt.storage.paths import resolve
 
 
@@ -69,7 +70,7 @@ class TestNpyFolder(ReaderSuite):
 
 def test_an_array_of_another_format_has_no_tensorstore(tmp_path: Path) -> None:
     npy_folder.write(tmp_path / "c", {"w": np.ones(3)}, {})
-    reader = npy_folder.NpyFolder().open(resolve(tmp_path / "c"))
+    reader = npy_folder.NpyFolder().open(Files(resolve(tmp_path / "c")))
     assert reader is not None
     stored = unickpt.Checkpoint(reader)["w"]
     assert stored.url == ""

@@ -27,7 +27,7 @@ def folder(case: str) -> Path:
 
 def opened(path: Path | str, format: Any) -> unickpt.Checkpoint | None:
     """What a format makes of a folder."""
-    reader = format.open(resolve(path))
+    reader = format.open(Files(resolve(path)))
     return None if reader is None else unickpt.Checkpoint(reader)
 
 

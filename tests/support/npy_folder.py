@@ -14,6 +14,7 @@ from unickpt.arrays.box import Box
 from unickpt.arrays.layout import Layout
 from unickpt.errors import CheckpointCorrupt
 from unickpt.format.chunk_grid import Part, free_chunk
+from unickpt.format.files import Files
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
 from unickpt.storage.locations import Location
@@ -101,6 +102,6 @@ class NpyWriter:
 class NpyFolder:
     """The format."""
 
-    def open(self, location: Location) -> NpyReader | None:
-        folder = Path(str(location))
-        return NpyReader(location, folder) if (folder / "shapes.json").is_file() else None
+    def open(self, files: Files) -> NpyReader | None:
+        folder = Path(str(files.location))
+        return NpyReader(files.location, folder) if "shapes.json" in files.here else None

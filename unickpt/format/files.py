@@ -10,6 +10,7 @@ from functools import cached_property
 
 from unickpt.storage import contexts
 from unickpt.storage.errors import Damaged, system_calls
+from unickpt.storage.kvstore import KvStore
 from unickpt.storage.locations import Location
 
 _MOST = 1 << 62  # bytes of a file
@@ -27,8 +28,10 @@ class Files:
 
     def __init__(self, location: Location) -> None:
         self.location = location
-        self._context = contexts.context()
-        self._store = location.store(self._context)
+
+    @cached_property
+    def _store(self) -> KvStore:
+        return self.location.store(contexts.context())
 
     @property
     def _folder(self) -> str | None:
@@ -105,6 +108,11 @@ class Files:
         out = bytearray(length)
         self.read_into(file, offset, memoryview(out))
         return bytes(out)
+
+    def whole(self, file: str) -> bytes:
+        """All bytes of a file, whose size the storage may not tell. Raises as `read`."""
+        size = self.size(file)
+        return self._fetch(file, slice(None)) if size is None else self.read(file, 0, size)
 
     def tail(self, file: str, most: int) -> bytes:
         """The last bytes of a file, at most so many. Raises as `read`."""

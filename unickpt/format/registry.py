@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Protocol, cast
 
 from unickpt.format import ocdbt_reader
+from unickpt.format.files import Files
 from unickpt.format.reader import Reader
 from unickpt.storage.locations import Location
 
@@ -14,8 +15,11 @@ from unickpt.storage.locations import Location
 class Format(Protocol):
     """A format of checkpoints."""
 
-    def open(self, location: Location) -> Reader | None:
-        """Opens the checkpoint at a location; None if there is none of this format.
+    def open(self, files: Files) -> Reader | None:
+        """Opens the checkpoint that some files are; None if there is none of this format.
+
+        Arguments:
+            files: those at the location; listed once for all formats.
 
         Raises:
             CheckpointCorrupt: there is one, and it is damaged.
@@ -33,7 +37,7 @@ def register(format: Format) -> None:
 
     Example:
         >>> class Npy:
-        ...     def open(self, location): ...
+        ...     def open(self, files): ...
         >>> npy = Npy()
         >>> register(npy)
         >>> unregister(npy)
@@ -49,16 +53,19 @@ def unregister(format: Format) -> None:
 def open_reader(location: Location) -> Reader | None:
     """Opens what is at a location; None if no format recognises a checkpoint there. Raises as
     `Format.open`."""
+    own = ocdbt_reader.open(location)
+    if own is not None:
+        return own
+    files = Files(location)
     for format in _formats():
-        reader = format.open(location)
+        reader = format.open(files)
         if reader is not None:
             return reader
     return None
 
 
 def _formats() -> Iterator[Format]:
-    """All formats; modules are imported only if no format before them knows the checkpoint."""
-    yield ocdbt_reader
+    """Formats of other systems; a module is imported only if those before it know nothing."""
     yield from _registered
     for name in _BUILT_IN:
         yield cast(Format, importlib.import_module(f"unickpt.backends.{name}"))
