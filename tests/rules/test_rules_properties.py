@@ -115,7 +115,7 @@ def test_any_arrangement_of_axes(data: Any) -> None:
 
 def check_boxes(data: Any, rules: Rules, expected: dict[str, Any]) -> None:
     """Some boxes of each array, read as shards are."""
-    view = through(unickpt.open("memory://rules/any"), rules)
+    view = through(unickpt.open("memory://rules/any").reader, rules)
     asked: dict[str, dict[str, ArrayTarget]] = {}
     wanted = {}
     for name, whole in expected.items():
