@@ -37,7 +37,7 @@ def run(processes: Processes) -> Start:
     def start(work: Callable[[str], None], folder: Path) -> list[Any]:
         name = work.__name__
         source = (
-            f"import sys\nsys.path.insert(0, {HERE!r})\n"
+            f"import sys\nsys.path[:0] = [{HERE!r}, {str(Path(__file__).parent)!r}]\n"
             "import jax\nif hasattr(jax.config, 'jax_enable_empty_arrays'):\n"
             "    jax.config.update('jax_enable_empty_arrays', True)\n"
             f"import {__name__}\n{__name__}.{name}(sys.argv[1])"

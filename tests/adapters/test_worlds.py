@@ -39,7 +39,10 @@ def test_every_pair_of_worlds(processes: Processes, tmp_path: Path) -> None:
     "chain" is what 4 torch ranks saved of what they loaded from 2 JAX processes; "relay" is what
     a process without jax and torch saved of that.
     """
-    source = f"import sys\nsys.path.insert(0, {HERE!r})\nimport worlds\nworlds.main(*sys.argv[1:])"
+    source = (
+        f"import sys\nsys.path.insert(0, {HERE!r})\n"
+        "from support import worlds\nworlds.main(*sys.argv[1:])"
+    )
     others = [
         *processes.jax(2, 4, source, "jax2", tmp_path),
         *processes.torch(4, source, "torch4", tmp_path),

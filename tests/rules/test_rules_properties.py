@@ -15,7 +15,7 @@ from support.rule_cases import flat_names, flat_tree
 
 import unickpt
 from unickpt import Box, LoadOptions, Rules, SaveOptions
-from unickpt.arrays.index_map import Digit, line_of, pull
+from unickpt.arrays.index_map import Digit, linear_index, pull
 from unickpt.format.index import ArrayEntry
 from unickpt.frameworks.protocol import ArrayTarget
 from unickpt.loading.ruled_view import through
@@ -115,7 +115,7 @@ def test_any_arrangement_of_axes(data: Any) -> None:
 
 def check_boxes(data: Any, rules: Rules, expected: dict[str, Any]) -> None:
     """Some boxes of each array, read as shards are."""
-    view = through(unickpt.open("memory://rules/any"), rules)
+    view = through(unickpt.open("memory://rules/any").reader, rules)
     asked: dict[str, dict[str, ArrayTarget]] = {}
     wanted = {}
     for name, whole in expected.items():
@@ -181,7 +181,7 @@ def test_pull_finds_each_index_once(data: Any) -> None:
     dim = tuple(digits)
     size = math.prod(d.radix for d in dim)
     low, high = sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size))))
-    line = line_of(dim)
+    line = linear_index(dim)
     expected = sorted(
         at for at in itertools.product(*map(range, extents)) if low <= line.at(at) < high
     )

@@ -671,14 +671,14 @@ def test_a_job_killed_while_it_copies(
     monkeypatch.setattr(lease, "_RENEW_S", 0.1)
     monkeypatch.setattr(lease, "_EXPIRES_S", 1.0)
     root = ""
-    moments = [("runs.tier:_copy", "during")]
+    moments = [("steps.tier:_copy", "during")]
     if storage == "s3":
         endpoint = request.getfixturevalue("moto")
         make_bucket(endpoint, "tiers")
         use(endpoint, monkeypatch)
         root = "s3://tiers"
     else:
-        moments += [("runs.tier:_copy", "after"), ("runs.tier:_check_copy", "after")]
+        moments += [("steps.tier:_copy", "after"), ("steps.tier:_check_copy", "after")]
         moments += [("commit.root.Root:replace", "after")]
     runs = [Run(tmp_path / str(n), root and f"{root}/{n}") for n in range(len(moments))]
     jobs = [

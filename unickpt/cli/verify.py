@@ -34,10 +34,12 @@ def verify(path: Where, as_json: AsJson = False) -> None:
     unickpt verify runs/step_100
     unickpt verify s3://bucket/runs/step_100 --json
 
-    --json prints {url, ok, arrays, chunks, bytes, seconds, damage, unverified}, damage being a list
-    of {array, box, process, reason}. Fields are only ever added. array and box are empty, and
-    process is null, where the damage is not in a chunk. unverified says why changed bytes would not
-    be noticed; it is empty for formats with digests.
+    --json prints {url, ok, arrays, chunks, bytes, seconds, damage, unverified}, damage being a
+    list of {array, box, process, reason}; array and box are empty, and process is null, where the
+    damage is not in a chunk. unverified says why changed bytes would not be noticed; it is empty
+    for formats with digests.
+
+    Fields are only ever added.
     """
     with transfer(path) as progress:
         report = unickpt.verify(path, progress=progress)

@@ -25,7 +25,7 @@ class Claims:
         self._clashes: dict[tuple[str, ...], list[tuple[str, str]]] = {}
         self._taken: dict[str, str] = {}
         self._made: dict[str, str] = {}
-        self._left: set[tuple[str, int]] = set()
+        self._left: set[tuple[str, Instance]] = set()
 
     def settle(self, valid: Sequence[Instance], have: Names, want: Names | None) -> None:
         """Finds arrays that two of the rules that fit use or make.
@@ -40,7 +40,7 @@ class Claims:
             for name, by in _claims_of(valid, right, names).items():
                 best = min(rank for _, rank in by)
                 kept = [instance for instance, rank in by if rank == best]
-                self._left.update((name, id(instance)) for instance, rank in by if rank > best)
+                self._left.update((name, instance) for instance, rank in by if rank > best)
                 claimed[name] = str(kept[0].rule)
                 if len(kept) > 1 and not _same_constant(kept):
                     self._twice(name, verb, [str(instance.rule) for instance in kept])
@@ -55,7 +55,7 @@ class Claims:
 
     def is_left(self, name: str, instance: Instance) -> bool:
         """Whether another rule takes this name, so that this one skips it."""
-        return (name, id(instance)) in self._left
+        return (name, instance) in self._left
 
     def problems(self, both_known: bool) -> list[str]:
         """Arrays that two rules use or make, as one message for each set of rules.

@@ -168,7 +168,7 @@ class Housekeeping:
             return {there[last].name, *(local.lineage(last, there[last]).follows or ())}
         if newest is None:
             return {version.name for version in there.values()}
-        later = {version.name for step, version in there.items() if step > newest[0]}
+        later = {version.name for step, version in there.items() if step >= newest[0]}
         return {newest[1].name, *later}
 
     def _superseded(self, local: Tier, step: int, overwrite: bool, attempt: str) -> list[str]:
