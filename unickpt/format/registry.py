@@ -9,6 +9,7 @@ from typing import Protocol, cast
 from unickpt.format import ocdbt_reader
 from unickpt.format.files import Files
 from unickpt.format.reader import Reader
+from unickpt.storage.errors import Failed, reading_failed
 from unickpt.storage.locations import Location
 
 
@@ -57,6 +58,12 @@ def open_reader(location: Location) -> Reader | None:
     if own is not None:
         return own
     files = Files(location)
+    try:
+        _ = files.here  # listed once for all of them
+    except Failed as error:
+        if error.status == "NOT_FOUND":  # such as a bucket that does not exist
+            return None
+        raise reading_failed(error, str(location)) from error
     for format in _formats():
         reader = format.open(files)
         if reader is not None:
