@@ -116,6 +116,11 @@ options = unickpt.SaveOptions(timeout_s=20, fsync=False)
 store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2,
                       is_master=os.environ["RANK"] == "0")
 who = {"rank": int(os.environ["RANK"]), "world_size": 2}
+
+def meet(name):
+    store.set(f"{name} {who['rank']}", "")
+    store.wait([f"{name} {rank}" for rank in range(2)])
+
 for n in range(3):  # one store for all, as torchrun's agent keeps it
     dist.init_process_group("gloo", store=dist.PrefixStore(f"{n // 2}", store), **who)
     if n == 1:  # a second group beside it changes nothing
@@ -124,6 +129,12 @@ for n in range(3):  # one store for all, as torchrun's agent keeps it
         unickpt.save(f"{root}/{n}{k}", {"w": torch.ones(3)}, options=options)
     dist.barrier()
     dist.destroy_process_group()
+    meet(f"ended {n}")
+    if who["rank"] == 0:  # else gloo may find the addresses of the last group, and wait for them
+        for key in store.list_keys():
+            if "//cpu//" in key:
+                store.delete_key(key)
+    meet(f"cleared {n}")
 """
 
 
