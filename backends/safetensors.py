@@ -15,6 +15,7 @@ from typing import Any
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
+from unickpt.backends.hugging_face import weight_map
 from unickpt.errors import CheckpointCorrupt, CoverageError, UnsupportedFormat
 from unickpt.format.coverage import check_boxes
 from unickpt.format.file_ranges import FileBox, RangeReader, of_boxes, whole
@@ -72,7 +73,7 @@ def open(files: Files) -> Reader | None:
     try:
         here = files.here
         index = next((name for name in here if name.endswith(_INDEX_SUFFIX)), None)
-        where = None if index is None else _weight_map(files, index)
+        where = None if index is None else weight_map(files, index, (_SUFFIX,))
         names = sorted({*where.values()} if where is not None else
                        {name for name in here if name.endswith(_SUFFIX)})  # fmt: skip
         if not names:
@@ -175,22 +176,6 @@ def _offsets(header: Header, where: str) -> dict[str, tuple[int, ...]]:
         return {name: _ints(facts["saved_offsets"]) for name, facts in told.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointCorrupt(f"{where}: {_SHARDING} in its header is damaged") from error
-
-
-def _weight_map(files: Files, index: str) -> dict[str, str]:
-    size = files.size(index)
-    if size is not None and size > _MOST_HEADER:
-        raise CheckpointCorrupt(f"{files.location}: {index} has {size} bytes, too many")
-    data = files.tail(index, _MOST_HEADER)
-    try:
-        found = json.loads(data)["weight_map"]
-        names = {str(name): str(file) for name, file in found.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointCorrupt(f"{files.location}: {index} is damaged: {error!r}") from error
-    for file in names.values():
-        if "/" in file or not file.endswith(_SUFFIX):
-            raise CheckpointCorrupt(f"{files.location}: {index} names the file {quoted(file)}")
-    return names
 
 
 def read_header(files: Files, file: str) -> Header:

@@ -6,10 +6,10 @@ file names is imported or called.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
+from unickpt.backends.hugging_face import weight_map
 from unickpt.errors import CheckpointCorrupt, UnickptError, UnsupportedFormat
 from unickpt.format.file_ranges import FileBox, RangeReader, whole
 from unickpt.format.files import Files
@@ -23,7 +23,6 @@ from unickpt.trees import plain_values, tree
 
 _SUFFIXES = (".pt", ".pth", ".bin")
 _HF_FILE, _HF_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-_MOST_INDEX = 100_000_000
 _ZIP = b"PK\x03\x04"
 # A pickle of protocol 2 to 5 that begins with the magic number 0x1950a86a20f9469cfc6c.
 _LEGACY = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
@@ -48,7 +47,7 @@ def open(files: Files) -> Reader | None:
     try:
         here = files.here
         if _HF_INDEX in here:
-            return _open_sharded(files, _weight_map(files, _HF_INDEX))
+            return _open_sharded(files, weight_map(files, _HF_INDEX, _SUFFIXES))
         name = _single(files, here)
         return None if name is None else _open_single(files, name)
     except Failed as error:
@@ -171,23 +170,6 @@ def _open_sharded(files: Files, where: Mapping[str, str]) -> Reader:
             f"{where[missing[0]]}, which does not contain it; {len(missing)} missing in all"
         )
     return TorchFilesReader(files, root, by_file)
-
-
-def _weight_map(files: Files, index: str) -> dict[str, str]:
-    size = files.size(index)
-    if size is not None and size > _MOST_INDEX:
-        raise CheckpointCorrupt(f"{files.location}: {index} has {size} bytes, too many")
-    try:
-        found = json.loads(files.tail(index, _MOST_INDEX))["weight_map"]
-        names = {str(name): str(file) for name, file in found.items()}
-        for name in (*names, *names.values()):
-            name.encode()  # JSON can hold half a character, which is no text
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointCorrupt(f"{files.location}: {index} is damaged: {error!r}") from error
-    for file in names.values():
-        if "/" in file or not file.endswith(_SUFFIXES):
-            raise CheckpointCorrupt(f"{files.location}: {index} names the file {quoted(file)}")
-    return names
 
 
 # --- what a pickle holds, as a tree -----------------------------------------------------------

@@ -14,15 +14,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import foreign
+from support import foreign, s3_server
 from support.reader_suite import ReaderSuite
 
 from unickpt import Checkpoint, CheckpointCorrupt, UnickptError, UnsupportedFormat
 from unickpt.backends import npz
 from unickpt.format import file_ranges
+from unickpt.storage import contexts
+from unickpt.storage.paths import resolve
 
 
-def opened(path: Path) -> Checkpoint:
+def opened(path: Path | str) -> Checkpoint:
     found = foreign.opened(path, npz)
     assert found is not None
     return found
@@ -130,3 +132,19 @@ def test_changed_bytes_are_other_arrays_or_an_error(
         found = opened(path)
         for name in found:
             found[name][...]
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_all_of_it_from_s3(save: Any, moto: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    s3_server.use(moto, monkeypatch)
+    s3_server.make_bucket(moto, "npz-files")
+    arrays = {"w": np.arange(6000.0).reshape(60, 100), "b": np.arange(7)}
+    file = io.BytesIO()
+    save(file, **arrays)
+    store = resolve("s3://npz-files/a").store(contexts.context())
+    store.write("weights.npz", file.getvalue()).result()
+    found = opened("s3://npz-files/a")
+    assert all(np.array_equal(found[name][...], array) for name, array in arrays.items())
+    store.write("weights.npz", file.getvalue()[:-30]).result()
+    with pytest.raises(CheckpointCorrupt, match=r"weights\.npz"):
+        opened("s3://npz-files/a")
