@@ -249,11 +249,11 @@ def test_failures_of_one_process_reach_all(run: Start, tmp_path: Path) -> None:
     assert seconds < 10
 
     for outcome in (first, second):
-        assert outcome["then all is well"][0] == "saved"
+        assert outcome["then all is well"][0] == "saved", outcome["then all is well"]
         assert "'seed'" in outcome["values differ"][1]
         assert "unickpt.PerProcess" in outcome["values differ"][1]
         assert "'x': the array is on devices of process 1" in outcome["one process's"][1]
-        assert outcome["stages"][0] == "saved"
+        assert outcome["stages"][0] == "saved", outcome["stages"]
         assert outcome["alone"][0] == "saved"
         assert outcome["alone with others' data"][0] == "UnsupportedLeaf"
         assert "spans the 2 processes" in outcome["alone with others' data"][1]

@@ -437,8 +437,9 @@ def save_uncopied(run: Run, patch: pytest.MonkeyPatch, *steps: int) -> None:
         checkpointer = run.open()
         for step in steps:
             checkpointer.save(step, numbers(step)).result(30)
-        with pytest.raises(StorageError):
-            checkpointer.close()
+            with pytest.raises(StorageError):
+                checkpointer.wait()
+        checkpointer.close()
 
 
 def save_all(run: Run, *steps: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,27 @@ from support.saving import files, numbers, save_in_job, sound
 
 import unickpt
 from unickpt import InvalidPath, ProcessFailed, StorageError
+from unickpt.storage import local_folders
+
+
+def test_folders_are_made_while_a_failed_save_removes_their_empty_parents(tmp_path: Path) -> None:
+    path = f"{tmp_path}/runs/c/"
+    done = threading.Event()
+
+    def remove() -> None:
+        while not done.is_set():
+            local_folders.remove_made(path, 2)
+            time.sleep(0.0001)
+
+    thread = threading.Thread(target=remove)
+    thread.start()
+    try:
+        for attempt in range(2000):
+            local_folders.make(f"{path}processes/{attempt}/")
+            os.rmdir(f"{path}processes/{attempt}/")
+    finally:
+        done.set()
+        thread.join()
 
 
 def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:

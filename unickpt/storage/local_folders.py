@@ -17,6 +17,7 @@ from unickpt.storage.stored_files import StoredFile
 
 LOCK_SUFFIX = ".__lock"
 _OURS = ("processes", MANIFEST)
+_TIMES_PARENTS_MAY_VANISH = 100
 
 
 def is_directory(existing: str, path: str) -> bool:
@@ -61,7 +62,7 @@ def make(path: str) -> None:
         Failed: names the folder that cannot be created.
     """
     try:
-        os.makedirs(path, exist_ok=True)
+        _make(path)
     except OSError as error:
         name = str(error.filename or path).rstrip("/")
         above = os.path.dirname(name)
@@ -70,6 +71,15 @@ def make(path: str) -> None:
             f"where directories can be made, or let this user write to {above}",
             error.errno,
         ) from error
+
+
+def _make(path: str) -> None:
+    for _ in range(_TIMES_PARENTS_MAY_VANISH):
+        try:
+            return os.makedirs(path, exist_ok=True)
+        except FileNotFoundError:  # a failed save beside this one removed the empty parents again
+            continue
+    return os.makedirs(path, exist_ok=True)
 
 
 def link(path: str) -> str | None:
