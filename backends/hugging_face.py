@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from unickpt.errors import CheckpointCorrupt
-from unickpt.format.files import Files
+from unickpt.foreign.files import Files
 from unickpt.quoting import quoted
 
 _MOST_INDEX = 100_000_000

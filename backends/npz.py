@@ -10,7 +10,7 @@ import ast
 import math
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +20,13 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
+from unickpt.foreign.elements import FileRange
+from unickpt.foreign.file_ranges import FileBox, RangeReader, row_major, whole
+from unickpt.foreign.files import Files
+from unickpt.foreign.zip_files import DEFLATED, STORED, Member, ZipFile
 from unickpt.format.chunk_grid import Part
-from unickpt.format.file_ranges import FileBox, RangeReader, row_major, whole
-from unickpt.format.files import Files
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
-from unickpt.format.zip_files import DEFLATED, STORED, Member, ZipFile
 from unickpt.quoting import quoted
 from unickpt.storage.errors import Failed, reading_failed
 from unickpt.trees import tree
@@ -68,7 +69,10 @@ class Header:
         return row_major(self.shape[::-1])[::-1] if self.fortran else row_major(self.shape)
 
 
-def open(files: Files) -> Reader | None:
+HINTS: Collection[str] = ()
+
+
+def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
     """Opens a folder with one .npz file; None if it contains none.
 
     Raises:
@@ -142,7 +146,9 @@ class NpzReader(RangeReader):
             )
         box = Box.whole(header.shape)
         begin = at + header.length
-        return header, FileBox(box, self._zip.name, begin, header.strides, header.big_endian)
+        return header, FileBox(
+            box, FileRange(self._zip.name, begin, header.big_endian), 0, header.strides
+        )
 
     def _inflated(self, member: Member, most: int) -> bytes:
         """The first bytes of a member, at most so many."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,10 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.backends.hugging_face import weight_map
 from unickpt.errors import CheckpointCorrupt, CoverageError, UnsupportedFormat
+from unickpt.foreign.elements import FileRange
+from unickpt.foreign.file_ranges import FileBox, RangeReader, of_boxes, whole
+from unickpt.foreign.files import Files
 from unickpt.format.coverage import check_boxes
-from unickpt.format.file_ranges import FileBox, RangeReader, of_boxes, whole
-from unickpt.format.files import Files
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted
@@ -62,7 +63,10 @@ class Header:
     metadata: Mapping[str, str]
 
 
-def open(files: Files) -> Reader | None:
+HINTS: Collection[str] = ()
+
+
+def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
     """Opens a folder that contains safetensors files; None if it contains none.
 
     Raises:
@@ -140,8 +144,9 @@ def _pieces(
                 continue  # the index wins
             start = offsets.get(name)
             if name in found and start is None:
+                [other, *_] = found[name][1][0].elements.ranges(0, 0, 1)
                 raise CheckpointCorrupt(
-                    f"{files.location}: {quoted(name)} is in {found[name][1][0].file} and in "
+                    f"{files.location}: {quoted(name)} is in {other.file} and in "
                     f"{file}, and no index says which one counts"
                 )
             origin = start or (0,) * len(tensor.shape)
@@ -154,7 +159,7 @@ def _pieces(
                     f"{tensor.dtype}{list(tensor.shape)} at {list(origin)} in {file}"
                 )
             stop = tuple(a + n for a, n in zip(origin, tensor.shape, strict=True))
-            box = FileBox(Box(origin, stop), file, tensor.offset)
+            box = FileBox(Box(origin, stop), FileRange(file, tensor.offset))
             found.setdefault(name, (tensor.dtype, []))[1].append(box)
     missing = sorted((where or {}).keys() - found.keys())
     if missing:

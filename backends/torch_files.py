@@ -6,17 +6,17 @@ file names is imported or called.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from unickpt.backends.hugging_face import weight_map
 from unickpt.errors import CheckpointCorrupt, UnickptError, UnsupportedFormat
-from unickpt.format.file_ranges import FileBox, RangeReader, whole
-from unickpt.format.files import Files
+from unickpt.foreign.file_ranges import FileBox, RangeReader, whole
+from unickpt.foreign.files import Files
+from unickpt.foreign.pickles import Global, Opaque
+from unickpt.foreign.torch_pickles import Tensor, TorchFile
 from unickpt.format.index import ArrayEntry, Index
-from unickpt.format.pickles import Global, Opaque
 from unickpt.format.reader import Reader
-from unickpt.format.torch_pickles import Tensor, TorchFile
 from unickpt.quoting import quoted, shortened
 from unickpt.storage.errors import Failed, reading_failed
 from unickpt.trees import plain_values, tree
@@ -36,7 +36,10 @@ _LEAST_NODES = 1000
 _NAMES = 64
 
 
-def open(files: Files) -> Reader | None:
+HINTS: Collection[str] = ()
+
+
+def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
     """Opens a folder with files of torch.save; None if it contains none.
 
     Raises:

@@ -55,6 +55,10 @@ class UnsupportedFormat(UnickptError, ValueError):
     """The checkpoint was written in a newer major version of the format."""
 
 
+class HintError(UnickptError, ValueError):
+    """A hint is of a wrong type or value, or the format of the checkpoint does not take it."""
+
+
 class UnsupportedLeaf(UnickptError, TypeError):
     """A leaf of the tree cannot be stored, or its shards are not boxes."""
 

@@ -21,10 +21,10 @@ from support.reader_suite import ReaderSuite
 
 import unickpt
 from unickpt import CheckpointCorrupt, CheckpointNotFound, UnsupportedFormat
-from unickpt.backends import dcp
+from unickpt.backends.dcp import reader as dcp
 from unickpt.errors import UnickptError
-from unickpt.format import file_ranges, registry
-from unickpt.format.files import Files
+from unickpt.foreign import file_ranges, registry
+from unickpt.foreign.files import Files
 from unickpt.storage.paths import resolve
 from unickpt.trees import tree
 
@@ -55,7 +55,7 @@ def unpacked(case: str, folder: Path) -> Path:
 
 
 def opened(path: Path | str) -> dcp.DcpReader:
-    reader = dcp.open(Files(resolve(path)))
+    reader = dcp.open(Files(resolve(path)), {})
     assert isinstance(reader, dcp.DcpReader)
     return reader
 
@@ -249,8 +249,10 @@ def test_a_file_for_each_tensor(tmp_path: Path) -> None:
 class Nested:
     """The format with the paths of the saved state as names, as the suite expects them."""
 
-    def open(self, files: Files) -> Any:
-        reader = dcp.open(files)
+    HINTS = ()
+
+    def open(self, files: Files, hints: Mapping[str, Any]) -> Any:
+        reader = dcp.open(files, {})
         if not isinstance(reader, dcp.DcpReader):
             return None
         names = {name: "/".join(map(str, path)) for name, path in reader.paths.items()}

@@ -19,7 +19,7 @@ from support.reader_suite import ReaderSuite
 
 from unickpt import Checkpoint, CheckpointCorrupt, UnickptError, UnsupportedFormat
 from unickpt.backends import npz
-from unickpt.format import file_ranges
+from unickpt.foreign import file_ranges
 from unickpt.storage import contexts
 from unickpt.storage.paths import resolve
 

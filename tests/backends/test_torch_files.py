@@ -20,7 +20,7 @@ from support.reader_suite import ReaderSuite
 import unickpt
 from unickpt import Checkpoint, CheckpointCorrupt, UnickptError, UnsupportedFormat
 from unickpt.backends import torch_files
-from unickpt.format import file_ranges
+from unickpt.foreign import file_ranges
 from unickpt.storage import contexts
 from unickpt.storage.paths import resolve
 

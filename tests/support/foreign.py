@@ -14,8 +14,8 @@ import pytest
 
 import unickpt
 from support import TESTS
-from unickpt.format import registry
-from unickpt.format.files import Files
+from unickpt.foreign import registry
+from unickpt.foreign.files import Files
 from unickpt.storage.paths import resolve
 
 FOLDER = Path(TESTS) / "fixtures" / "foreign"
@@ -27,7 +27,7 @@ def folder(case: str) -> Path:
 
 def opened(path: Path | str, format: Any) -> unickpt.Checkpoint | None:
     """What a format makes of a folder."""
-    reader = format.open(Files(resolve(path)))
+    reader = format.open(Files(resolve(path)), {})
     return None if reader is None else unickpt.Checkpoint(reader)
 
 

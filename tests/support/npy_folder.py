@@ -13,8 +13,8 @@ import numpy as np
 from unickpt.arrays.box import Box
 from unickpt.arrays.layout import Layout
 from unickpt.errors import CheckpointCorrupt
+from unickpt.foreign.files import Files
 from unickpt.format.chunk_grid import Part, free_chunk
-from unickpt.format.files import Files
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
 from unickpt.storage.locations import Location
@@ -102,6 +102,8 @@ class NpyWriter:
 class NpyFolder:
     """The format."""
 
-    def open(self, files: Files) -> NpyReader | None:
+    HINTS = ("known",)
+
+    def open(self, files: Files, hints: Mapping[str, Any]) -> NpyReader | None:
         folder = Path(str(files.location))
         return NpyReader(files.location, folder) if "shapes.json" in files.here else None

@@ -11,7 +11,7 @@ from support.reader_suite import arrays, same
 
 import unickpt
 from unickpt import CheckpointCorrupt, LoadOptions, Rules
-from unickpt.format.files import Files
+from unickpt.foreign.files import Files
 from unickpt.storage.paths import resolve
 from unickpt.tools.exporting import export
 
@@ -28,7 +28,7 @@ def test_what_is_exported_is_read_back(tmp_path: Path) -> None:
     writer = npy_folder.NpyWriter(tmp_path / "npy")
     export(tmp_path / "c", writer, options=BUDGET)
     assert 0 < writer.largest <= 1000, "no box is larger than the budget"
-    opened = npy_folder.NpyFolder().open(Files(resolve(tmp_path / "npy")))
+    opened = npy_folder.NpyFolder().open(Files(resolve(tmp_path / "npy")), {})
     assert opened is not None
     found = unickpt.Checkpoint(opened)
     assert dict(found.values) == {"step": 7}

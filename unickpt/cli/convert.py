@@ -12,6 +12,7 @@ import typer
 from rich.text import Text
 
 import unickpt
+from unickpt.cli.options import Hints, Inverse, RulesName, Sizes, read_rules, source_of
 from unickpt.cli.output import (
     AsJson,
     Cell,
@@ -28,7 +29,6 @@ from unickpt.cli.output import (
     transfer,
     warn,
 )
-from unickpt.cli.rules_option import Inverse, RulesName, Sizes, read_rules
 from unickpt.saving.options import SaveOptions
 from unickpt.tools.conversion_preview import Preview, Row, folded, preview
 
@@ -58,6 +58,7 @@ def convert(
     compression: Annotated[
         str | None, typer.Option("--compression", help="zstd, gzip or blosc.")
     ] = None,
+    hint: Hints = None,
     as_json: AsJson = False,
 ) -> None:
     """Make a checkpoint from another one, through rules, with bounded memory.
@@ -76,10 +77,11 @@ def convert(
     made_of, source, destination, rule, notes}], doubts: [text]}. Fields are only ever added.
     """
     wanted = read_rules(rules, inverse, size)
+    opened = source_of(source, hint)
     if like is not None and wanted is None:
         fail("--like needs --rules")
     if dry_run or os.environ.get("RANK", "0") == "0":
-        found = preview(source, wanted, like)
+        found = preview(opened, wanted, like)
         for doubt in found.doubts:
             warn(doubt)
     if dry_run:
@@ -91,7 +93,7 @@ def convert(
         fail(str(error))
     with _job() as first, transfer(source, shown=first) as progress:
         report = unickpt.convert(
-            source,
+            opened,
             destination,
             rules=wanted,
             like=like,

@@ -10,6 +10,7 @@ from rich.text import Text
 
 import unickpt
 from unickpt import ArrayDifference, DiffReport
+from unickpt.cli.options import Hints, Inverse, RulesName, Sizes, read_rules, source_of
 from unickpt.cli.output import (
     DIFFERENT,
     AsJson,
@@ -23,7 +24,6 @@ from unickpt.cli.output import (
     size_text,
     transfer,
 )
-from unickpt.cli.rules_option import Inverse, RulesName, Sizes, read_rules
 
 
 def diff(
@@ -38,6 +38,7 @@ def diff(
     rtol: Annotated[
         float, typer.Option("--rtol", help="Relative difference that counts as none.", min=0.0)
     ] = 0.0,
+    hint: Hints = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare two checkpoints: names, shapes, dtypes and values.
@@ -54,7 +55,12 @@ def diff(
     wanted = read_rules(rules, inverse, size)
     with transfer(f"{first} {second}") as progress:
         report = unickpt.diff(
-            first, second, rules=wanted, layout=layout, rtol=rtol, progress=progress
+            source_of(first, hint),
+            second,
+            rules=wanted,
+            layout=layout,
+            rtol=rtol,
+            progress=progress,
         )
     if as_json:
         print_json(_report_json(report))

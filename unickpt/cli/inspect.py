@@ -15,6 +15,7 @@ from rich.text import Text
 import unickpt
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.cli import fragment_map, tree_table
+from unickpt.cli.options import Hints, parsed_hints
 from unickpt.cli.output import (
     AsJson,
     Cell,
@@ -51,6 +52,7 @@ def inspect(
     everything: Annotated[
         bool, typer.Option("--all", help="One row for every leaf, also for layers that are alike.")
     ] = False,
+    hint: Hints = None,
     as_json: AsJson = False,
 ) -> None:
     """Show a checkpoint's tree, or one array.
@@ -83,7 +85,7 @@ def inspect(
     """
     if name is not None and array is not None and name != array:
         raise typer.BadParameter("give NAME or --array, not two different names")
-    checkpoint = unickpt.open(path)
+    checkpoint = unickpt.open(path, hints=parsed_hints(hint))
     wanted = (name if name is not None else array) or ""
     if wanted or (name is not None and "" in checkpoint):
         _inspect_one(checkpoint, wanted.rstrip("/"), everything, as_json)

@@ -8,6 +8,7 @@ import typer
 from rich.text import Text
 
 import unickpt
+from unickpt.cli.options import Hints, source_of
 from unickpt.cli.output import (
     DAMAGED,
     AsJson,
@@ -25,7 +26,7 @@ from unickpt.cli.output import (
 from unickpt.tools.verification import VerifyReport
 
 
-def verify(path: Where, as_json: AsJson = False) -> None:
+def verify(path: Where, hint: Hints = None, as_json: AsJson = False) -> None:
     """Read a whole checkpoint and compare every byte with its digest.
 
     Exits with 1 if anything is damaged, missing, or does not belong there.
@@ -42,7 +43,7 @@ def verify(path: Where, as_json: AsJson = False) -> None:
     Fields are only ever added.
     """
     with transfer(path) as progress:
-        report = unickpt.verify(path, progress=progress)
+        report = unickpt.verify(source_of(path, hint), progress=progress)
     if as_json:
         print_json(_report_json(report))
     else:

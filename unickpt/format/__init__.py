@@ -1,1 +1,1 @@
-"""The stored format: index, chunk grids, digests, Zarr metadata, chunks; readers of any format."""
+"""The stored format: index, chunk grids, digests, Zarr metadata, chunks; protocols of readers."""

@@ -24,7 +24,6 @@ from unickpt.reading.collective_read import ReadArrays, reading
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.targets import NewTarget, NumberTarget
 from unickpt.rules import Rules
-from unickpt.storage import paths
 from unickpt.trees import plain_values, tree
 
 _log = logging.getLogger("unickpt")
@@ -32,7 +31,7 @@ _log = logging.getLogger("unickpt")
 
 @overload
 def load(
-    path: paths.Path,
+    path: checkpoint.Source,
     like: Any = None,
     *,
     rules: Rules | None = None,
@@ -46,7 +45,7 @@ def load(
 
 @overload
 def load(
-    path: paths.Path,
+    path: checkpoint.Source,
     like: Any = None,
     *,
     rules: Rules | None = None,
@@ -59,7 +58,7 @@ def load(
 
 
 def load(
-    path: paths.Path,
+    path: checkpoint.Source,
     like: Any = None,
     *,
     rules: Rules | None = None,
@@ -77,7 +76,8 @@ def load(
     with `exchange=True` do they check that they opened the same one.
 
     Arguments:
-        path: a local path or a URL (file, memory, s3, gs) of a committed checkpoint.
+        path: a local path or a URL (file, memory, s3, gs) of a committed checkpoint, or what
+            `unickpt.open` returned.
         like: a tree of what to load: JAX arrays or `jax.ShapeDtypeStruct`s with shardings (new
             arrays are created), torch tensors, DTensors and NumPy arrays (filled in place; meta
             tensors are materialised), plain values, `PerProcess`, `LocalFragments`, objects with
@@ -136,10 +136,10 @@ class _Load:
     options: LoadOptions
     among: Sequence[Adapter]
 
-    def load(self, path: paths.Path, like: Any) -> tuple[Any, LoadReport]:
+    def load(self, path: checkpoint.Source, like: Any) -> tuple[Any, LoadReport]:
         """One attempt to load; see `checkpoint.again`."""
         with reading(self.options, self.among) as read:
-            stored = checkpoint.open(path).reader
+            stored = checkpoint.opened(path).reader
             if like is None:
                 return self._load_all(stored, read)
             return self._load_like(stored, like, read)

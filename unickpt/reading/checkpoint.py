@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, ValuesView
 from typing import Any, TypeVar
 
 from unickpt.errors import CheckpointNotFound, CheckpointReplaced, UnickptError
-from unickpt.format import registry
+from unickpt.foreign import registry
 from unickpt.format.reader import Reader
 from unickpt.quoting import shortened
 from unickpt.reading.listing import checkpoints_below
@@ -15,6 +15,7 @@ from unickpt.storage import locations, paths
 from unickpt.trees import plain_values
 
 T = TypeVar("T")
+Hints = Mapping[str, Any]
 
 # How often a reader starts again because a save replaced the checkpoint.
 _OPENINGS = 50
@@ -22,11 +23,13 @@ _READINGS = 20
 _SHOWN = 8  # names of checkpoints, in a message
 
 
-def open(path: paths.Path) -> Checkpoint:
+def open(path: paths.Path, *, hints: Hints | None = None) -> Checkpoint:
     """Opens a checkpoint by reading its index, one small object; arrays are read on access.
 
     Arguments:
         path: a local path or a URL (file, memory, s3, gs).
+        hints: facts that the files of another system's checkpoint do not tell, by name;
+            docs/formats tells which ones a format takes.
 
     If a save replaces the checkpoint during the call, the new one is opened.
 
@@ -34,7 +37,8 @@ def open(path: paths.Path) -> Checkpoint:
         CheckpointNotFound: no committed checkpoint exists there.
         CheckpointReplaced: saves replaced it repeatedly, faster than it could be opened.
         CheckpointCorrupt: its index is damaged.
-        UnsupportedFormat: it was written by a newer unickpt.
+        UnsupportedFormat: it was written by a newer unickpt, or holds what unickpt cannot read.
+        HintError: the format does not take a hint, or not such a value.
 
     Example:
         >>> import numpy as np, unickpt
@@ -43,7 +47,12 @@ def open(path: paths.Path) -> Checkpoint:
         array([3, 4])
     """
     location = paths.resolve(path)
-    return again(lambda: _open(location), _OPENINGS)
+    return again(lambda: _open(location, hints or {}), _OPENINGS)
+
+
+def opened(source: Source) -> Checkpoint:
+    """The checkpoint at a path; or what was opened already, such as with hints."""
+    return source if isinstance(source, Checkpoint) else open(source)
 
 
 def reading(path: paths.Path, work: Callable[[Checkpoint], T]) -> T:
@@ -77,11 +86,11 @@ def again(work: Callable[[], T], times: int = _READINGS) -> T:
     raise replaced
 
 
-def _open(location: locations.Location) -> Checkpoint:
-    reader = registry.open_reader(location)
+def _open(location: locations.Location, hints: Hints) -> Checkpoint:
+    reader = registry.open_reader(location, hints)
     if reader is None:
         raise CheckpointNotFound(_nothing_at(location))
-    return Checkpoint(reader)
+    return Checkpoint(reader, hints)
 
 
 def _nothing_at(location: locations.Location) -> str:
@@ -113,8 +122,8 @@ class Checkpoint(Mapping[str, "StoredArray"]):
     `metadata` is what `save` was given, `values` the plain values by name, `index` everything else.
     """
 
-    def __init__(self, reader: Reader) -> None:
-        self.reader = reader
+    def __init__(self, reader: Reader, hints: Hints | None = None) -> None:
+        self.reader, self._hints = reader, hints or {}
         """Reads its chunks; for `load` and the tools."""
         self.location, self.index = reader.location, reader.index
 
@@ -157,7 +166,7 @@ class Checkpoint(Mapping[str, "StoredArray"]):
         return len(self.index.arrays) + len(self.index.aliases)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self.url, self.index.attempt, self.index.created)
+        return _reopen, (self.url, dict(self._hints), self.index.attempt, self.index.created)
 
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.location)!r}, {len(self)} arrays)"
@@ -168,19 +177,23 @@ class Checkpoint(Mapping[str, "StoredArray"]):
         return sum(entry.nbytes for entry in self.index.arrays.values())
 
 
-def _reopen(url: str, attempt: str, created: str) -> Checkpoint:
+def _reopen(url: str, hints: Hints, attempt: str, created: str) -> Checkpoint:
     """The checkpoint that was pickled.
 
     Raises:
         CheckpointReplaced: a save has replaced it.
     """
-    found = open(url)
+    found = open(url, hints=hints)
     if (found.index.attempt, found.index.created) != (attempt, created):
         raise CheckpointReplaced(
             f"{found.location}: the pickled checkpoint, created {created}, was replaced by one "
             f"created {found.index.created}; open it again and pickle the new one"
         )
     return found
+
+
+Source = paths.Path | Checkpoint
+"""The path of a checkpoint, or an opened one."""
 
 
 class PlainValues(Mapping[str, plain_values.Plain]):

@@ -45,7 +45,7 @@ _AHEAD, _WRITER = 6, 2
 
 
 def convert(
-    source: paths.Path,
+    source: checkpoint.Source,
     destination: paths.Path,
     *,
     rules: Rules | None = None,
@@ -61,7 +61,7 @@ def convert(
     with the same arguments, and each converts its own part.
 
     Arguments:
-        source: a local path or a URL of a committed checkpoint.
+        source: a local path or a URL of a committed checkpoint, or what `unickpt.open` returned.
         destination: the path or URL of the new checkpoint.
         rules: map the names and axes of the source to those of the destination; without rules all
             arrays stay the same, and only options (chunks, compression) change.
@@ -94,7 +94,7 @@ def convert(
         (5, 3)
     """
     options = SaveOptions.or_default(options)
-    stored = checkpoint.open(source).reader
+    stored = checkpoint.opened(source).reader
     view = convertible(stored, rules, like)
     reading = LoadOptions(budget_bytes=max(1, options.budget_bytes // _AHEAD))
     metadata = stored.index.metadata
@@ -132,8 +132,8 @@ def convertible(stored: Reader, rules: Rules | None, like: Any) -> StoredView | 
         return through(stored, rules)
     asked: Mapping[str, Fact]
     held: Mapping[str, Any]
-    if isinstance(like, str | os.PathLike):
-        template = checkpoint.open(like).reader
+    if isinstance(like, str | os.PathLike | checkpoint.Checkpoint):
+        template = checkpoint.opened(like).reader
         asked, held = stored_facts(template).facts, template.index.values
     else:
         wanted = request_through(like, stored, rules, adapters())

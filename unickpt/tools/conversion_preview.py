@@ -12,7 +12,6 @@ from unickpt.reading import checkpoint
 from unickpt.rules import Rules
 from unickpt.rules.lint import questionable_numbers
 from unickpt.rules.plan import Constant, Fact, Made
-from unickpt.storage import paths
 from unickpt.tools.conversion import convertible
 from unickpt.trees.name_ranges import fold, skeleton
 
@@ -83,13 +82,13 @@ class Preview:
     doubts: Sequence[str] = ()
 
 
-def preview(path: paths.Path, rules: Rules | None, like: Any = None) -> Preview:
+def preview(path: checkpoint.Source, rules: Rules | None, like: Any = None) -> Preview:
     """What `convert` would make of a checkpoint; reads only indices. Raises as `convert`.
 
     Arguments:
         path, rules, like: as for `convert`.
     """
-    stored = checkpoint.open(path).reader
+    stored = checkpoint.opened(path).reader
     facts = stored_facts(stored).facts
     view = convertible(stored, rules, like)
     if rules is None or not isinstance(view, RuledView):

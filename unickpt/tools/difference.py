@@ -21,7 +21,6 @@ from unickpt.reading import checkpoint
 from unickpt.reading.chunk_reader import ChunkReader, read_made
 from unickpt.reading.options import LoadOptions
 from unickpt.rules import Rules
-from unickpt.storage import paths
 
 _MISSING = "missing"
 
@@ -71,8 +70,8 @@ class DiffReport:
 
 
 def diff(
-    first: paths.Path,
-    second: paths.Path,
+    first: checkpoint.Source,
+    second: checkpoint.Source,
     *,
     rules: Rules | None = None,
     layout: bool = False,
@@ -83,7 +82,8 @@ def diff(
     """Compares two checkpoints.
 
     Arguments:
-        first, second: local paths or URLs of committed checkpoints.
+        first, second: local paths or URLs of committed checkpoints, or what `unickpt.open`
+            returned.
         rules: map names and axes of the first to those of the second. What they drop on either side
             is no difference.
         layout: whether to report different meshes and splits too; they change no value.
@@ -107,7 +107,7 @@ def diff(
     started = time.perf_counter()
     options = LoadOptions.or_default(options)
     report = progress or (lambda done, total: None)
-    a, b = checkpoint.open(first).reader, checkpoint.open(second).reader
+    a, b = checkpoint.opened(first).reader, checkpoint.opened(second).reader
     ours: CheckpointView = StoredView(a) if rules is None else _through(a, rules, b)
     if isinstance(ours, RuledView):
         ours.check(options)

@@ -14,11 +14,10 @@ from unickpt.reading import checkpoint
 from unickpt.reading.chunk_reader import ChunkReader, read_made
 from unickpt.reading.options import LoadOptions
 from unickpt.rules import Rules
-from unickpt.storage import paths
 
 
 def export(
-    source: paths.Path,
+    source: checkpoint.Source,
     writer: Writer,
     *,
     rules: Rules | None = None,
@@ -27,7 +26,7 @@ def export(
     """Reads a checkpoint of any readable format, and writes it through a `Writer`.
 
     Arguments:
-        source: a local path or a URL.
+        source: a local path or a URL, or what `unickpt.open` returned.
         writer: writes the other format.
         rules: map the names and axes of the source to those of the destination.
         options: of reading; `budget_bytes` bounds the size of a box.
@@ -37,7 +36,7 @@ def export(
         All that the writer raises.
     """
     options = LoadOptions.or_default(options)
-    stored = checkpoint.open(source).reader
+    stored = checkpoint.opened(source).reader
     view: CheckpointView = StoredView(stored) if rules is None else through(stored, rules)
     if isinstance(view, RuledView):
         view.check(options)

@@ -78,11 +78,13 @@ U = TypeVar("U")
 _TASKS_AHEAD = 64
 
 
-def verify(path: paths.Path, *, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+def verify(
+    path: checkpoint.Source, *, progress: Callable[[int, int], None] | None = None
+) -> VerifyReport:
     """Reads a whole checkpoint and checks it.
 
     Arguments:
-        path: a local path or a URL (file, memory, s3, gs).
+        path: a local path or a URL (file, memory, s3, gs), or what `unickpt.open` returned.
         progress: called with the bytes checked so far and in total.
 
     If a save replaces the checkpoint during the call, it starts again with the new one.
@@ -103,9 +105,9 @@ def verify(path: paths.Path, *, progress: Callable[[int, int], None] | None = No
         >>> unickpt.verify("memory://run/verify").ok
         True
     """
-    url = paths.resolve(path).url
+    url = path.url if isinstance(path, checkpoint.Checkpoint) else paths.resolve(path).url
     return checkpoint.again(
-        lambda: verify_opened(url, lambda: checkpoint.open(path).reader, progress)
+        lambda: verify_opened(url, lambda: checkpoint.opened(path).reader, progress)
     )
 
 

@@ -1,13 +1,15 @@
-"""The options that give commands their rules."""
+"""The options that several commands share: rules, and hints of what is read."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from unickpt import Rules
+import unickpt
+from unickpt import Checkpoint, Rules
 from unickpt.cli.output import fail
 
 RulesName = Annotated[
@@ -18,6 +20,14 @@ Inverse = Annotated[
 ]
 Sizes = Annotated[
     list[str] | None, typer.Option("--size", help="The size of an axis, as in --size heads=8.")
+]
+Hints = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--hint",
+        help="What the files of another system's checkpoint do not tell, as in --hint tp=2; "
+        "the value is JSON, or a text.",
+    ),
 ]
 
 
@@ -45,3 +55,22 @@ def _sizes(given: list[str]) -> dict[str, int]:
             fail(f"--size {item}: expected an axis and its size, such as heads=8")
         sizes[axis] = int(number)
     return sizes
+
+
+def source_of(path: str, hints: list[str] | None) -> str | Checkpoint:
+    """What to read: the path, or the checkpoint opened with the hints."""
+    return unickpt.open(path, hints=parsed_hints(hints)) if hints else path
+
+
+def parsed_hints(hints: list[str] | None) -> dict[str, object]:
+    """The hints by name."""
+    found: dict[str, object] = {}
+    for hint in hints or ():
+        name, separator, text = hint.partition("=")
+        if not name or not separator:
+            fail(f"--hint {hint}: expected a name and a value, such as tp=2")
+        try:
+            found[name] = json.loads(text)
+        except ValueError:
+            found[name] = text
+    return found

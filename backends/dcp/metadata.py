@@ -12,8 +12,8 @@ from typing import Any
 
 from unickpt.arrays.box import Box
 from unickpt.errors import UnsupportedFormat
-from unickpt.format import pickles, torch_pickles
-from unickpt.format.pickles import BadPickle, Global, Opaque
+from unickpt.foreign import pickles, torch_pickles
+from unickpt.foreign.pickles import BadPickle, Global, Opaque
 from unickpt.quoting import quoted
 from unickpt.trees.tree import MAX_DEPTH
 

@@ -1,4 +1,4 @@
-"""Arrays that lie in files without chunks: each box of an array is a range of a file.
+"""Arrays that lie in files without chunks: each box of an array consists of ranges of files.
 
 Most formats of other systems are of this kind; their readers only find out which box is where.
 """
@@ -11,14 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.layout import Layout
 from unickpt.errors import CheckpointCorrupt
+from unickpt.foreign.elements import Elements
+from unickpt.foreign.files import Files
 from unickpt.format.chunk_grid import Part, free_chunk
-from unickpt.format.files import Files
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
 from unickpt.storage.errors import Failed, reading_failed
@@ -36,22 +38,20 @@ _MOST_REPEATED, _SMALL = 1000, 64 << 20
 
 @dataclass(frozen=True)
 class FileBox:
-    """A box of an array in a file.
+    """Where the elements of a box of an array are.
 
     Arguments:
         box: in the array's coordinates.
-        file: below the checkpoint's location.
-        offset: of the box's first element in the file, in bytes.
-        strides: for each dimension, the distance of neighbours in elements; None for row-major
+        elements: a sequence that contains them.
+        first: the number of the box's first element in the sequence.
+        strides: for each dimension, the distance of neighbours in the sequence; None for row-major
             order without gaps.
-        big_endian: the byte order of the elements.
     """
 
     box: Box
-    file: str
-    offset: int
+    elements: Elements
+    first: int = 0
     strides: tuple[int, ...] | None = None
-    big_endian: bool = False
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -97,7 +97,7 @@ def _chunk(shape: tuple[int, ...], dtype: str, steps: Sequence[int]) -> tuple[in
 
 
 class RangeReader(Reader):
-    """Reads ranges of files.
+    """Reads boxes of arrays from ranges of files.
 
     Arguments:
         files: of the checkpoint.
@@ -120,16 +120,25 @@ class RangeReader(Reader):
             if not found.box.size:
                 continue
             low, high = _span(found.box.shape, found.steps)
-            begin, end = found.offset + low * itemsize, found.offset + (high + 1) * itemsize
-            if begin < 0 or not self._reaches(entry, found.file, end):
+            stored = 0
+            if found.first + low < 0:
                 raise CheckpointCorrupt(
-                    f"{self.location}: array {entry.name!r} {found.box} needs bytes {begin} to "
-                    f"{end} of {found.file}, which has fewer"
+                    f"{self.location}: array {entry.name!r} {found.box} begins before what is "
+                    "stored of it"
                 )
-            if found.box.size * itemsize > max(_SMALL, _MOST_REPEATED * (end - begin)):
+            for file, begin, end in found.elements.ranges(
+                found.first + low, high - low + 1, itemsize
+            ):
+                stored += end - begin
+                if begin < 0 or not self._reaches(entry, file, end):
+                    raise CheckpointCorrupt(
+                        f"{self.location}: array {entry.name!r} {found.box} needs bytes {begin} to "
+                        f"{end} of {file}, which has fewer"
+                    )
+            if found.box.size * itemsize > max(_SMALL, _MOST_REPEATED * stored):
                 raise CheckpointCorrupt(
-                    f"{self.location}: array {entry.name!r} {found.box} repeats the {end - begin} "
-                    f"bytes that {found.file} has for it too often"
+                    f"{self.location}: array {entry.name!r} {found.box} repeats the {stored} "
+                    f"bytes that are stored for it too often"
                 )
 
     def _reaches(self, entry: ArrayEntry, file: str, end: int) -> bool:
@@ -159,26 +168,24 @@ class RangeReader(Reader):
             self._read(found, start, out)
         except Failed as error:
             raise reading_failed(error, f"{self.location}: array {entry.name!r} {box}") from error
-        if found.big_endian and out.itemsize > 1:
-            out.byteswap(inplace=True)
         return True
 
     def _read(self, found: FileBox, start: int, out: Array) -> None:
-        """Fills an array from a file, whose element `start` of the box is the array's first."""
+        """Fills an array, whose first element is `start` after the first of the box."""
         if not out.size:
             return
-        steps, at = found.steps, found.offset + start * out.itemsize
+        steps = found.steps
         needed = [s for n, s in zip(out.shape, steps, strict=True) if n > 1]
         expected = [s for n, s in zip(out.shape, row_major(out.shape), strict=True) if n > 1]
         if needed == expected and out.flags.c_contiguous:
-            self._files.read_into(found.file, at, out.reshape(-1).view(np.uint8).data)
+            found.elements.read(self._files, found.first + start, out.reshape(-1))
             return
         low, high = _span(out.shape, steps)
         longer = [d for d in range(out.ndim) if out.shape[d] > 1]
         far = max((abs(steps[d]) * out.itemsize for d in longer), default=0)
         dense = high - low < _WASTE * out.size or far < _NEAR
         if dense and (high - low) * out.itemsize <= _WASTE * CHUNK_BYTES:
-            self._read_span(found, at, out)
+            self._read_span(found, start, out)
             return
         if dense:
             outer = max(longer, key=lambda d: (out.shape[d] - 1) * abs(steps[d]))
@@ -190,19 +197,13 @@ class RangeReader(Reader):
             piece = out[(slice(None),) * outer + (slice(index, index + count),)]
             self._read(found, start + index * steps[outer], piece)
 
-    def _read_span(self, found: FileBox, at: int, out: Array) -> None:
-        """Fills an array from the range of a file that contains all of its elements.
-
-        Arguments:
-            found: has the strides.
-            at: of the first element, in bytes.
-            out: receives them.
-        """
+    def _read_span(self, found: FileBox, start: int, out: Array) -> None:
+        """Fills an array from the elements between its lowest and its highest; as `_read`."""
         low, high = _span(out.shape, found.steps)
-        span = np.empty((high - low + 1) * out.itemsize, np.uint8)
-        self._files.read_into(found.file, at + low * out.itemsize, span.data)
+        span = np.empty(high - low + 1, out.dtype)
+        found.elements.read(self._files, found.first + start + low, span)
         strides = tuple(s * out.itemsize for s in found.steps)
-        out[...] = np.ndarray(out.shape, out.dtype, span.data, -low * out.itemsize, strides)
+        out[...] = as_strided(span[-low:], out.shape, strides, writeable=False)
 
 
 def _span(shape: Sequence[int], steps: Sequence[int]) -> tuple[int, int]:

@@ -9,25 +9,26 @@ the state that was saved, joined by dots.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
-from unickpt.backends import dcp_metadata
-from unickpt.backends.dcp_metadata import Blob, Chunk, Metadata, TensorFacts
+from unickpt.backends.dcp import metadata
+from unickpt.backends.dcp.metadata import Blob, Chunk, Metadata, TensorFacts
 from unickpt.backends.safetensors import Header, read_header
 from unickpt.errors import CheckpointCorrupt, CoverageError, UnsupportedFormat, UnsupportedLeaf
+from unickpt.foreign.elements import FileRange
+from unickpt.foreign.file_ranges import FileBox, RangeReader, of_boxes, whole
+from unickpt.foreign.files import Files
+from unickpt.foreign.pickles import BadPickle, Constructors, Global, Opaque
+from unickpt.foreign.torch_pickles import Storage, Tensor, TorchFile
 from unickpt.format.chunk_grid import Part
 from unickpt.format.coverage import check_boxes
-from unickpt.format.file_ranges import FileBox, RangeReader, of_boxes, whole
-from unickpt.format.files import Files
 from unickpt.format.index import ArrayEntry, Index
-from unickpt.format.pickles import BadPickle, Constructors, Global, Opaque
 from unickpt.format.reader import Reader
-from unickpt.format.torch_pickles import Storage, Tensor, TorchFile
 from unickpt.quoting import quoted, shortened
 from unickpt.storage.errors import Failed, reading_failed
 from unickpt.threads import Pool
@@ -42,7 +43,10 @@ _GAP, _SWEEP = 4 << 10, 8 << 20
 _THREADS = 16
 
 
-def open(files: Files) -> Reader | None:
+HINTS: Collection[str] = ()
+
+
+def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
     """Opens a folder with a `.metadata` of torch; None if there is none.
 
     Raises:
@@ -66,7 +70,7 @@ def _read_metadata(files: Files) -> Metadata | None:
     if size is not None and size > _MOST_METADATA:
         raise CheckpointCorrupt(f"{where} has {size} bytes, too many")
     try:
-        return dcp_metadata.read(files.whole(_METADATA), where)
+        return metadata.read(files.whole(_METADATA), where)
     except BadPickle as error:
         raise CheckpointCorrupt(f"{where} is damaged: {error}") from error
 
@@ -185,7 +189,7 @@ class DcpReader(RangeReader):
         told = _recorded_start(header, name)
         if told is not None and told != list(chunk.box.start):
             raise self._contradicts(entry, chunk, f"the part of it that begins at {quoted(told)}")
-        return FileBox(chunk.box, chunk.blob.file, chunk.blob.offset + tensor.offset)
+        return FileBox(chunk.box, FileRange(chunk.blob.file, chunk.blob.offset + tensor.offset))
 
     def _check(self, entry: ArrayEntry, chunk: Chunk, dtype: str, shape: tuple[int, ...]) -> None:
         if (dtype, shape) != (entry.dtype, chunk.box.shape):
@@ -218,9 +222,11 @@ def _check_files(files: Files, metadata: Metadata) -> None:
 
 def _entry(files: Files, name: str, facts: TensorFacts) -> ArrayEntry:
     everything = Box.whole(facts.shape)
-    boxes = [FileBox(chunk.box, chunk.blob.file, chunk.blob.offset) for chunk in facts.chunks]
+    boxes = [
+        FileBox(chunk.box, FileRange(chunk.blob.file, chunk.blob.offset)) for chunk in facts.chunks
+    ]
     if everything.empty or [found.box for found in boxes] == [everything]:
-        return whole(name, facts.shape, facts.dtype, FileBox(everything, "", 0))
+        return whole(name, facts.shape, facts.dtype, FileBox(everything, FileRange("", 0)))
     if not boxes:
         raise CheckpointCorrupt(
             f"{files.location}: {_METADATA} lists no data of array {name!r}, whose shape is "

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support import s3_server
 
-from unickpt.format.files import Files
+from unickpt.foreign.files import Files
 from unickpt.storage import contexts
 from unickpt.storage.errors import Damaged
 from unickpt.storage.paths import resolve

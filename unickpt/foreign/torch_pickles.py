@@ -12,11 +12,12 @@ from typing import Any
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
-from unickpt.format import pickles
-from unickpt.format.file_ranges import FileBox
-from unickpt.format.files import Files
-from unickpt.format.pickles import BadPickle, Constructors, Global
-from unickpt.format.zip_files import STORED, ZipFile
+from unickpt.foreign import pickles
+from unickpt.foreign.elements import FileRange
+from unickpt.foreign.file_ranges import FileBox
+from unickpt.foreign.files import Files
+from unickpt.foreign.pickles import BadPickle, Constructors, Global
+from unickpt.foreign.zip_files import STORED, ZipFile
 
 _STORAGES = {
     "Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16",
@@ -211,10 +212,9 @@ class TorchFile:
             raise self._zip.damaged(f"a tensor reaches beyond the storage {key!r}")
         return FileBox(
             box or Box.whole(tensor.shape),
-            self._zip.name,
-            self._offsets[key] + tensor.offset * itemsize,
+            FileRange(self._zip.name, self._offsets[key], self._big_endian),
+            tensor.offset,
             tensor.strides,
-            self._big_endian,
         )
 
 

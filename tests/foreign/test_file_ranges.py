@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from support.foreign import count_reads
 
 from unickpt import Box, Checkpoint, CheckpointCorrupt
-from unickpt.format import file_ranges
-from unickpt.format.file_ranges import FileBox, RangeReader, of_boxes, whole
-from unickpt.format.files import Files
+from unickpt.foreign import file_ranges
+from unickpt.foreign.elements import Converted, FileRange, Joined, Run
+from unickpt.foreign.file_ranges import FileBox, RangeReader, of_boxes, whole
+from unickpt.foreign.files import Files
 from unickpt.format.index import Index
 from unickpt.storage.paths import resolve
 from unickpt.trees import tree
@@ -66,7 +67,7 @@ def test_any_strides_read_as_numpy_reads_them(
         last = sum((n - 1) * s for n, s in zip(shape, steps, strict=True) if n)
         data = np.random.default_rng(last).integers(0, 120, max(1, last + 1)).astype(kind)
         (folder / "f").write_bytes(b"x" * at + data.tobytes())
-        found = FileBox(Box.whole(shape), "f", at, steps, dtype[0] == ">")
+        found = FileBox(Box.whole(shape), FileRange("f", at, dtype[0] == ">"), 0, steps)
         native = kind.newbyteorder("=")
         opened = reader(folder, whole("w", shape, native.name, found), [found])
         strides = tuple(s * kind.itemsize for s in steps)
@@ -93,7 +94,7 @@ def test_an_array_of_several_boxes(folder: Path, rows: int, cols: int, a: int, b
         piece = array[box.slices]
         (folder / f"{n}").write_bytes((piece.T if column_major else piece).tobytes())
         steps = (1, box.shape[0]) if column_major else None
-        boxes.append(FileBox(box, f"{n}", 0, steps))
+        boxes.append(FileBox(box, FileRange(f"{n}", 0), 0, steps))
     opened = reader(folder, of_boxes("w", (rows, cols), "int32", boxes), boxes)
     assert np.array_equal(opened["w"][...], array)
 
@@ -103,7 +104,7 @@ def test_a_few_rows_are_a_few_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "f").write_bytes(array.tobytes())
     reads = count_reads(monkeypatch)
     for view, steps in ((array, None), (array.T, (1, 1000))):
-        found = FileBox(Box.whole(view.shape), "f", 0, steps)
+        found = FileBox(Box.whole(view.shape), FileRange("f", 0), 0, steps)
         opened = reader(tmp_path, whole("w", view.shape, "int64", found), [found])
         reads.clear()
         box = Box((0, 0), (1, 1))
@@ -119,7 +120,7 @@ def test_a_column_far_apart_takes_no_memory_for_what_lies_between(
         for n in range(count):
             file.seek(n * step * 8)
             file.write(np.int64(n).tobytes())
-    found = FileBox(Box.whole((count,)), "f", 0, (step,))
+    found = FileBox(Box.whole((count,)), FileRange("f", 0), 0, (step,))
     opened = reader(tmp_path, whole("w", (count,), "int64", found), [found])
     reads = count_reads(monkeypatch)
     assert np.array_equal(opened["w"][...], np.arange(count))
@@ -129,7 +130,7 @@ def test_a_column_far_apart_takes_no_memory_for_what_lies_between(
 def test_near_columns_are_read_in_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     array = np.arange(600_000, dtype=np.int32).reshape(6000, 100)
     (tmp_path / "f").write_bytes(array.tobytes())
-    found = FileBox(Box.whole((6000, 2)), "f", 4, (100, 1))
+    found = FileBox(Box.whole((6000, 2)), FileRange("f", 4), 0, (100, 1))
     opened = reader(tmp_path, whole("w", (6000, 2), "int32", found), [found])
     reads = count_reads(monkeypatch)
     assert np.array_equal(opened["w"][...], array[:, 1:3])
@@ -139,13 +140,13 @@ def test_near_columns_are_read_in_ranges(tmp_path: Path, monkeypatch: pytest.Mon
 def test_an_array_beyond_its_file_names_both(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(bytes(100))
     for found in (
-        FileBox(Box.whole((5, 5)), "f", 4),
-        FileBox(Box.whole((5, 5)), "g", 0),
-        FileBox(Box.whole((5, 5)), "f", 0, (9, 1)),
-        FileBox(Box.whole((5, 5)), "f", 8, (-5, 1)),
+        FileBox(Box.whole((5, 5)), FileRange("f", 4)),
+        FileBox(Box.whole((5, 5)), FileRange("g", 0)),
+        FileBox(Box.whole((5, 5)), FileRange("f", 0), 0, (9, 1)),
+        FileBox(Box.whole((5, 5)), FileRange("f", 8), 0, (-5, 1)),
     ):
         opened = reader(tmp_path, whole("w", (5, 5), "float32", found), [found])
-        with pytest.raises(CheckpointCorrupt, match=rf"array 'w'.*{found.file}"):
+        with pytest.raises(CheckpointCorrupt, match=r"array 'w'.*(f|g|stored)"):
             opened["w"][...]
 
 
@@ -153,14 +154,14 @@ def test_shapes_that_no_data_justify_take_no_memory(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(bytes(100))
     huge = (1 << 30, 1 << 10)
     for steps in (None, (0, 0), (0, 1)):
-        found = FileBox(Box.whole(huge), "f", 0, steps)
+        found = FileBox(Box.whole(huge), FileRange("f", 0), 0, steps)
         with pytest.raises(CheckpointCorrupt, match="array 'w'"):
             reader(tmp_path, whole("w", huge, "float32", found), [found])["w"][...]
 
 
 def test_repeated_elements(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(np.arange(3, dtype=np.int16).tobytes())
-    found = FileBox(Box.whole((40_000, 3)), "f", 0, (0, 1))
+    found = FileBox(Box.whole((40_000, 3)), FileRange("f", 0), 0, (0, 1))
     opened = reader(tmp_path, whole("w", (40_000, 3), "int16", found), [found])
     assert np.array_equal(opened["w"][...], np.tile(np.arange(3), (40_000, 1)))
 
@@ -168,3 +169,28 @@ def test_repeated_elements(tmp_path: Path) -> None:
 def test_row_major_strides() -> None:
     assert file_ranges.row_major((4, 3, 2)) == (6, 2, 1)
     assert file_ranges.row_major(()) == ()
+
+
+@given(st.data())
+def test_elements_of_many_ranges_and_dtypes_read_as_one_sequence(
+    folder: Path, data: st.DataObject
+) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=8))
+    runs, expected = list[Run](), list[np.ndarray]()
+    for number, length in enumerate(lengths):
+        before = data.draw(st.integers(0, 3))
+        stored = np.arange(length + before, dtype="f4") + 100 * number
+        (folder / f"run{number}").write_bytes(b"xy" + stored.tobytes())
+        runs.append(Run(FileRange(f"run{number}", 2), before, length))
+        expected.append(stored[before:])
+    whole_one = np.concatenate(expected)
+    nested = Joined([Run(Joined(runs), 0, sum(lengths)), Run(Joined(runs[:1]), 0, lengths[0])])
+    everything = np.concatenate([whole_one, expected[0]])
+    first = data.draw(st.integers(0, nested.count))
+    count = data.draw(st.integers(0, nested.count - first))
+    for elements, dtype in ((nested, "f4"), (Converted(nested, "float32"), "f2")):
+        out = np.empty(count, dtype)
+        elements.read(Files(resolve(folder)), first, out)
+        assert np.array_equal(out, everything[first : first + count].astype(dtype))
+        ranges = list(elements.ranges(first, count, out.itemsize))
+        assert sum(end - begin for _, begin, end in ranges) == 4 * count

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support import npy_folder
+from support import foreign, npy_folder
 from support.reader_suite import ReaderSuite
 
 import unickpt
-from unickpt.format import registry
-from unickpt.format.files import Files
+from unickpt.foreign import registry
+from unickpt.foreign.files import Files
 from unickpt.storage.paths import resolve
 
 
@@ -70,7 +71,7 @@ class TestNpyFolder(ReaderSuite):
 
 def test_an_array_of_another_format_has_no_tensorstore(tmp_path: Path) -> None:
     npy_folder.write(tmp_path / "c", {"w": np.ones(3)}, {})
-    reader = npy_folder.NpyFolder().open(Files(resolve(tmp_path / "c")))
+    reader = npy_folder.NpyFolder().open(Files(resolve(tmp_path / "c")), {})
     assert reader is not None
     stored = unickpt.Checkpoint(reader)["w"]
     assert stored.url == ""
@@ -82,3 +83,17 @@ def test_a_format_that_is_not_registered_is_not_found(tmp_path: Path) -> None:
     npy_folder.write(tmp_path / "c", {"w": np.ones(3)}, {})
     with pytest.raises(unickpt.CheckpointNotFound):
         unickpt.open(tmp_path / "c")
+
+
+def test_hints_reach_the_format_that_takes_them_and_others_are_refused(tmp_path: Path) -> None:
+    npy_folder.write(tmp_path / "c", {"w": np.arange(3)}, {})
+    unickpt.save(tmp_path / "own", {"w": np.arange(3)})
+    with foreign.registered(npy_folder.NpyFolder()):
+        checkpoint = unickpt.open(tmp_path / "c", hints={"known": 1})
+        assert unickpt.load(checkpoint)["w"].tolist() == [0, 1, 2]
+        assert unickpt.diff(checkpoint, tmp_path / "own").same
+        assert unickpt.verify(pickle.loads(pickle.dumps(checkpoint))).ok
+        with pytest.raises(unickpt.HintError, match=r"takes the hints known; .* hint 'other'"):
+            unickpt.open(tmp_path / "c", hints={"other": 1})
+    with pytest.raises(unickpt.HintError, match="takes none"):
+        unickpt.open(tmp_path / "own", hints={"known": 1})

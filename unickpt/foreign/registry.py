@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
-from typing import Protocol, cast
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Protocol, cast
 
+from unickpt.errors import HintError
+from unickpt.foreign.files import Files
 from unickpt.format import ocdbt_reader
-from unickpt.format.files import Files
 from unickpt.format.reader import Reader
+from unickpt.quoting import quoted
 from unickpt.storage.errors import Failed, reading_failed
 from unickpt.storage.locations import Location
 
@@ -16,11 +18,15 @@ from unickpt.storage.locations import Location
 class Format(Protocol):
     """A format of checkpoints."""
 
-    def open(self, files: Files) -> Reader | None:
+    HINTS: Collection[str]
+    """The names of the hints that it takes: facts that its files do not tell."""
+
+    def open(self, files: Files, hints: Mapping[str, Any]) -> Reader | None:
         """Opens the checkpoint that some files are; None if there is none of this format.
 
         Arguments:
             files: those at the location; listed once for all formats.
+            hints: what the user says of the checkpoint; empty, or some of `HINTS`.
 
         Raises:
             CheckpointCorrupt: there is one, and it is damaged.
@@ -29,7 +35,7 @@ class Format(Protocol):
 
 
 # Modules of `unickpt.backends`; a format comes before those whose files it uses.
-_BUILT_IN = ("dcp", "safetensors", "torch_files", "npz")
+_BUILT_IN = ("dcp.reader", "safetensors", "torch_files", "npz")
 _registered: list[Format] = []
 
 
@@ -38,7 +44,8 @@ def register(format: Format) -> None:
 
     Example:
         >>> class Npy:
-        ...     def open(self, files): ...
+        ...     HINTS = ()
+        ...     def open(self, files, hints): ...
         >>> npy = Npy()
         >>> register(npy)
         >>> unregister(npy)
@@ -51,11 +58,20 @@ def unregister(format: Format) -> None:
     _registered.remove(format)
 
 
-def open_reader(location: Location) -> Reader | None:
-    """Opens what is at a location; None if no format recognises a checkpoint there. Raises as
-    `Format.open`."""
+def open_reader(location: Location, hints: Mapping[str, Any]) -> Reader | None:
+    """Opens what is at a location; None if no format recognises a checkpoint there.
+
+    Arguments:
+        location: of the checkpoint.
+        hints: what the user says of it.
+
+    Raises:
+        HintError: the format there does not take one of the hints.
+        All that `Format.open` raises.
+    """
     own = ocdbt_reader.open(location)
     if own is not None:
+        _check_hints(own, hints, ())
         return own
     files = Files(location)
     try:
@@ -65,10 +81,21 @@ def open_reader(location: Location) -> Reader | None:
             return None
         raise reading_failed(error, str(location)) from error
     for format in _formats():
-        reader = format.open(files)
+        reader = format.open(files, {name: hints[name] for name in format.HINTS if name in hints})
         if reader is not None:
+            _check_hints(reader, hints, format.HINTS)
             return reader
     return None
+
+
+def _check_hints(reader: Reader, hints: Mapping[str, Any], known: Collection[str]) -> None:
+    unknown = [name for name in hints if name not in known]
+    if unknown:
+        takes = f"takes the hints {', '.join(known)}" if known else "takes none"
+        raise HintError(
+            f"{reader.location} is of the format {reader.format!r}, which {takes}; it does not "
+            f"take the hint {quoted(unknown[0])}"
+        )
 
 
 def _formats() -> Iterator[Format]:

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unickpt import CheckpointCorrupt
-from unickpt.format.files import Files
-from unickpt.format.zip_files import STORED, ZipFile
+from unickpt.foreign.files import Files
+from unickpt.foreign.zip_files import STORED, ZipFile
 from unickpt.storage.errors import Failed
 from unickpt.storage.paths import resolve
 

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unickpt.format import pickles, torch_pickles
-from unickpt.format.pickles import BadPickle, Global, Opaque
+from unickpt.foreign import pickles, torch_pickles
+from unickpt.foreign.pickles import BadPickle, Global, Opaque
 
 _BOUND = 5.0  # seconds; what would take minutes or hours without a bound
 

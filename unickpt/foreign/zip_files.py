@@ -11,7 +11,7 @@ import zlib
 from dataclasses import dataclass
 
 from unickpt.errors import CheckpointCorrupt
-from unickpt.format.files import Files
+from unickpt.foreign.files import Files
 
 _END, _END64, _LOCATOR64 = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
 _ENTRY, _LOCAL = b"PK\x01\x02", b"PK\x03\x04"

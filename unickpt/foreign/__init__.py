@@ -1,0 +1,1 @@
+"""What readers of other systems' checkpoints need: the registry, files, ranges, pickles."""

@@ -1,0 +1,153 @@
+"""Sequences of elements in files, of which the boxes of arrays consist.
+
+A format tells with them where its elements are: in a range of a file, in one range after the other,
+or in another dtype than the array's.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from unickpt.arrays import dtypes
+from unickpt.arrays.dtypes import Array
+from unickpt.foreign.files import Files
+
+
+class ByteRange(NamedTuple):
+    """Bytes of a file, from `begin` up to `end`."""
+
+    file: str
+    begin: int
+    end: int
+
+
+class Elements(Protocol):
+    """Elements of one dtype, numbered from 0."""
+
+    def read(self, files: Files, first: int, out: Array) -> None:
+        """Reads consecutive elements.
+
+        Arguments:
+            files: of the checkpoint.
+            first: the number of the first element.
+            out: one-dimensional and contiguous, of the array's dtype; receives them.
+
+        Raises:
+            Failed: the storage failed, or a file is too short.
+        """
+
+    def ranges(self, first: int, count: int, itemsize: int) -> Iterator[ByteRange]:
+        """Where consecutive elements are.
+
+        Arguments:
+            first: the number of the first element.
+            count: how many.
+            itemsize: of the array's dtype, in bytes.
+        """
+
+
+@dataclass(frozen=True)
+class FileRange:
+    """Elements that follow each other in a file.
+
+    Arguments:
+        file: below the checkpoint's location.
+        offset: of the element 0, in bytes.
+        big_endian: the byte order of the elements.
+    """
+
+    file: str
+    offset: int
+    big_endian: bool = False
+
+    def read(self, files: Files, first: int, out: Array) -> None:
+        files.read_into(self.file, self.offset + first * out.itemsize, out.view(np.uint8).data)
+        if self.big_endian and out.itemsize > 1:
+            out.byteswap(inplace=True)
+
+    def ranges(self, first: int, count: int, itemsize: int) -> Iterator[ByteRange]:
+        begin = self.offset + first * itemsize
+        yield ByteRange(self.file, begin, begin + count * itemsize)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive elements of a sequence.
+
+    Arguments:
+        elements: the sequence.
+        first: the number of the first in it.
+        count: how many; at least one.
+    """
+
+    elements: Elements
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Runs of other sequences, one after the other.
+
+    Arguments:
+        runs: in order.
+    """
+
+    runs: Sequence[Run]
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(run.count for run in self.runs))
+
+    @property
+    def count(self) -> int:
+        """How many elements there are."""
+        return self._ends[-1] if self.runs else 0
+
+    def read(self, files: Files, first: int, out: Array) -> None:
+        done = 0
+        for run in self._parts(first, out.size):
+            run.elements.read(files, run.first, out[done : done + run.count])
+            done += run.count
+
+    def ranges(self, first: int, count: int, itemsize: int) -> Iterator[ByteRange]:
+        for run in self._parts(first, count):
+            yield from run.elements.ranges(run.first, run.count, itemsize)
+
+    def _parts(self, first: int, count: int) -> Iterator[Run]:
+        """The parts of the runs that contain consecutive elements."""
+        number = bisect.bisect_right(self._ends, first)
+        while count > 0:
+            run = self.runs[number]
+            skipped = first - (self._ends[number] - run.count)
+            taken = min(run.count - skipped, count)
+            yield Run(run.elements, run.first + skipped, taken)
+            number, first, count = number + 1, first + taken, count - taken
+
+
+@dataclass(frozen=True)
+class Converted:
+    """Elements that are stored in another dtype than the array's; NumPy converts them.
+
+    Arguments:
+        elements: as they are stored.
+        dtype: the name of their dtype.
+    """
+
+    elements: Elements
+    dtype: str
+
+    def read(self, files: Files, first: int, out: Array) -> None:
+        stored = np.empty(out.size, dtypes.from_name(self.dtype))
+        self.elements.read(files, first, stored)
+        out[...] = stored.astype(out.dtype)
+
+    def ranges(self, first: int, count: int, itemsize: int) -> Iterator[ByteRange]:
+        yield from self.elements.ranges(first, count, dtypes.from_name(self.dtype).itemsize)
