@@ -28,36 +28,40 @@ TARGETS: tuple[tuple[str, str], ...] = (
     ("runpy run_path", MARK), ("runpy _run_code", _CODE), ("code InteractiveInterpreter", _CODE),
     ("pty spawn", _SHELL), ("commands getoutput", _SHELL), ("pickle loads", "cos"),
     ("_pickle loads", "cos"), ("marshal loads", "x"), ("types FunctionType", _CODE),
-    ("types CodeType", _CODE), ("operator attrgetter", "system"), ("operator methodcaller", "system"),
-    ("functools partial", _CODE), ("functools reduce", _CODE), ("itertools starmap", _CODE),
-    ("ctypes CDLL", MARK), ("_ctypes dlopen", MARK), ("webbrowser open", "file:///"),
-    ("http.client HTTPConnection", "localhost"), ("urllib.request urlopen", "file:///etc/passwd"),
-    ("requests get", "http://localhost"), ("aiohttp.client ClientSession", "localhost"),
-    ("socket create_connection", "localhost"), ("smtplib SMTP", "localhost"),
-    ("shutil rmtree", MARK), ("shutil copyfile", MARK), ("tempfile mktemp", MARK),
-    ("io FileIO", MARK), ("io open", MARK), ("_io FileIO", MARK), ("codecs open", MARK),
-    ("pathlib Path.touch", MARK), ("linecache getline", MARK), ("fileinput input", MARK),
-    ("bdb Bdb.run", _CODE), ("pdb run", _CODE), ("cProfile run", _CODE), ("profile run", _CODE),
-    ("timeit timeit", _CODE), ("trace Trace.run", _CODE), ("doctest debug_script", _CODE),
-    ("test.support.script_helper assert_python_ok", _CODE), ("venv create", MARK),
-    ("ensurepip _run_pip", _CODE), ("idlelib.run Executive.runcode", _CODE),
-    ("idlelib.autocomplete AutoComplete.get_entity", _CODE), ("lib2to3.pgen2.pgen ParserGenerator", MARK),
-    ("lib2to3.pgen2.grammar Grammar.loads", "cos"), ("asyncio.unix_events _UnixSubprocessTransport._start", _SHELL),
+    ("types CodeType", _CODE), ("operator attrgetter", "system"),
+    ("operator methodcaller", "system"), ("functools partial", _CODE), ("functools reduce", _CODE),
+    ("itertools starmap", _CODE), ("ctypes CDLL", MARK), ("_ctypes dlopen", MARK),
+    ("webbrowser open", "file:///"), ("http.client HTTPConnection", "localhost"),
+    ("urllib.request urlopen", "file:///etc/passwd"), ("requests get", "http://localhost"),
+    ("aiohttp.client ClientSession", "localhost"), ("socket create_connection", "localhost"),
+    ("smtplib SMTP", "localhost"), ("shutil rmtree", MARK), ("shutil copyfile", MARK),
+    ("tempfile mktemp", MARK), ("io FileIO", MARK), ("io open", MARK), ("_io FileIO", MARK),
+    ("codecs open", MARK), ("pathlib Path.touch", MARK), ("linecache getline", MARK),
+    ("fileinput input", MARK), ("bdb Bdb.run", _CODE), ("pdb run", _CODE), ("cProfile run", _CODE),
+    ("profile run", _CODE), ("timeit timeit", _CODE), ("trace Trace.run", _CODE),
+    ("doctest debug_script", _CODE), ("test.support.script_helper assert_python_ok", _CODE),
+    ("venv create", MARK), ("ensurepip _run_pip", _CODE), ("idlelib.run Executive.runcode", _CODE),
+    ("idlelib.autocomplete AutoComplete.get_entity", _CODE),
+    ("lib2to3.pgen2.pgen ParserGenerator", MARK), ("lib2to3.pgen2.grammar Grammar.loads", "cos"),
+    ("asyncio.unix_events _UnixSubprocessTransport._start", _SHELL),
     ("multiprocessing.util spawnv_passfds", _SHELL), ("pydoc locate", "os.system"),
-    ("pydoc pipepager", _SHELL), ("pkgutil resolve_name", "os:system"), ("logging.config listen", "1"),
-    ("logging FileHandler", MARK), ("zipimport zipimporter", MARK), ("sys settrace", _CODE),
-    ("sys setrecursionlimit", "1"), ("signal signal", "1"), ("gc get_objects", "1"),
-    ("site addpackage", MARK), ("cgitb lookup", _CODE), ("dataclasses _create_fn", _CODE),
-    ("collections _chain", _CODE), ("collections namedtuple", _CODE), ("enum Enum", _CODE),
-    ("unittest.mock patch", "os.system"), ("distutils.file_util write_file", MARK),
-    ("numpy.testing._private.utils runstring", _CODE), ("numpy load", MARK), ("numpy save", MARK),
-    ("numpy.f2py.crackfortran getlincoef", _CODE), ("numpy.core.multiarray _reconstruct", "os"),
-    ("numpy ndarray", "1"), ("numpy dtype", "O"), ("torch load", MARK), ("torch.hub load", MARK),
-    ("torch.serialization load", MARK), ("torch.storage _load_from_bytes", "cos"),
-    ("torch._utils _rebuild_wrapper_subclass", "1"), ("torch.jit load", MARK),
-    ("torch._dynamo.guards GuardBuilder.get", _CODE), ("torch.utils.data.datapipes.utils.decoder basichandlers", MARK),
-    ("torch.utils._config_module ConfigModule.load_config", "cos"), ("torch.fx.experimental.symbolic_shapes ShapeEnv.evaluate_guards_expression", _CODE),
-    ("torch.utils.collect_env run", _SHELL), ("torch.utils.bottleneck.__main__ run_cprofile", _CODE),
+    ("pydoc pipepager", _SHELL), ("pkgutil resolve_name", "os:system"),
+    ("logging.config listen", "1"), ("logging FileHandler", MARK), ("zipimport zipimporter", MARK),
+    ("sys settrace", _CODE), ("sys setrecursionlimit", "1"), ("signal signal", "1"),
+    ("gc get_objects", "1"), ("site addpackage", MARK), ("cgitb lookup", _CODE),
+    ("dataclasses _create_fn", _CODE), ("collections _chain", _CODE),
+    ("collections namedtuple", _CODE), ("enum Enum", _CODE), ("unittest.mock patch", "os.system"),
+    ("distutils.file_util write_file", MARK), ("numpy.testing._private.utils runstring", _CODE),
+    ("numpy load", MARK), ("numpy save", MARK), ("numpy.f2py.crackfortran getlincoef", _CODE),
+    ("numpy.core.multiarray _reconstruct", "os"), ("numpy ndarray", "1"), ("numpy dtype", "O"),
+    ("torch load", MARK), ("torch.hub load", MARK), ("torch.serialization load", MARK),
+    ("torch.storage _load_from_bytes", "cos"), ("torch._utils _rebuild_wrapper_subclass", "1"),
+    ("torch.jit load", MARK), ("torch._dynamo.guards GuardBuilder.get", _CODE),
+    ("torch.utils.data.datapipes.utils.decoder basichandlers", MARK),
+    ("torch.utils._config_module ConfigModule.load_config", "cos"),
+    ("torch.fx.experimental.symbolic_shapes ShapeEnv.evaluate_guards_expression", _CODE),
+    ("torch.utils.collect_env run", _SHELL),
+    ("torch.utils.bottleneck.__main__ run_cprofile", _CODE),
     ("torch.distributed.elastic.rendezvous api", "x"), ("joblib load", MARK), ("dill loads", "cos"),
     ("cloudpickle loads", "cos"), ("pandas read_pickle", MARK), ("tensorflow load_library", MARK),
     ("sklearn.utils._testing _get_func_name", "x"), ("jax._src.lib xla_client", "x"),
@@ -94,20 +98,58 @@ WAYS: dict[str, Callable[[str, str], bytes]] = {
     "OBJ": lambda n, a: b"(" + _line(n) + _text(a) + b"o",
     "NEWOBJ": lambda n, a: _line(n) + _text(a) + b"\x85\x81",
     "NEWOBJ_EX": lambda n, a: _line(n) + b")}" + _text("args") + _text(a) + b"s\x92",
-    "BUILD of what was called": lambda n, a: _called(n, a) + b"}" + _text("__class__") + _text(a) + b"sb",
+    "BUILD of what was called": lambda n, a: (
+        _called(n, a) + b"}" + _text("__class__") + _text(a) + b"sb"
+    ),
     "BUILD of a class": lambda n, a: _line(n) + b"}" + _text("__setstate__") + _line(n) + b"sb",
-    "BUILD with slots": lambda n, a: _line(n) + b"N}" + _text("__defaults__") + _text(a) + b"s\x86b",
-    "state of a container": lambda n, a: _line("collections OrderedDict") + b")R}" + _text("__reduce__") + _called(n, a) + b"sb",
+    "BUILD with slots": lambda n, a: (
+        _line(n) + b"N}" + _text("__defaults__") + _text(a) + b"s\x86b"
+    ),
+    "state of a container": lambda n, a: (
+        _line("collections OrderedDict") + b")R}" + _text("__reduce__") + _called(n, a) + b"sb"
+    ),
     "key of a dict": lambda n, a: b"}" + _called(n, a) + b"K\x01s",
     "item of a set": lambda n, a: b"\x8f(" + _called(n, a) + b"\x90",
-    "factory of a defaultdict": lambda n, a: _line("collections defaultdict") + _line(n) + b"\x85R" + _text(a) + b"K\x01s",
+    "factory of a defaultdict": lambda n, a: (
+        _line("collections defaultdict") + _line(n) + b"\x85R" + _text(a) + b"K\x01s"
+    ),
     "result that is called": lambda n, a: _called(n, a) + _text(a) + b"\x85R",
-    "result of getattr that is called": lambda n, a: _line("builtins getattr") + _line(n) + _text("__call__") + b"\x86R" + _text(a) + b"\x85R",
-    "method of a module": lambda n, a: _line("operator methodcaller") + _text("system") + _text(a) + b"\x86R" + _called("builtins __import__", "os") + b"\x85R",
-    "function of a subclass of tensors": lambda n, a: _line("torch._tensor _rebuild_from_type_v2") + b"(" + _line(n) + _line("torch Tensor") + _text(a) + b"\x85}tR",
-    "hooks of a tensor": lambda n, a: _line("torch._utils _rebuild_parameter") + b"(" + _called(n, a) + b"\x89" + _called(n, a) + b"tR",
-    "storage of a tensor": lambda n, a: _line("torch._utils _rebuild_tensor_v2") + b"(" + _called(n, a) + b"K\x00K\x01\x85K\x01\x85\x89}tR",
-    "class of a storage": lambda n, a: b"(" + _text("storage") + _line(n) + _text("0") + _text("cpu") + b"K\x01tQ",
+    "result of getattr that is called": lambda n, a: (
+        _line("builtins getattr") + _line(n) + _text("__call__") + b"\x86R" + _text(a) + b"\x85R"
+    ),
+    "method of a module": lambda n, a: (
+        _line("operator methodcaller")
+        + _text("system")
+        + _text(a)
+        + b"\x86R"
+        + _called("builtins __import__", "os")
+        + b"\x85R"
+    ),
+    "function of a subclass of tensors": lambda n, a: (
+        _line("torch._tensor _rebuild_from_type_v2")
+        + b"("
+        + _line(n)
+        + _line("torch Tensor")
+        + _text(a)
+        + b"\x85}tR"
+    ),
+    "hooks of a tensor": lambda n, a: (
+        _line("torch._utils _rebuild_parameter")
+        + b"("
+        + _called(n, a)
+        + b"\x89"
+        + _called(n, a)
+        + b"tR"
+    ),
+    "storage of a tensor": lambda n, a: (
+        _line("torch._utils _rebuild_tensor_v2")
+        + b"("
+        + _called(n, a)
+        + b"K\x00K\x01\x85K\x01\x85\x89}tR"
+    ),
+    "class of a storage": lambda n, a: (
+        b"(" + _text("storage") + _line(n) + _text("0") + _text("cpu") + b"K\x01tQ"
+    ),
     "persistent id": lambda n, a: _called(n, a) + b"Q",
     "text of a persistent id": lambda n, a: b"P" + a.encode() + b"\n",
     "extension": lambda n, a: b"\x82\x01" + _text(a) + b"\x85R",
@@ -116,7 +158,7 @@ WAYS: dict[str, Callable[[str, str], bytes]] = {
     "codec of bytes": lambda n, a: _line("_codecs encode") + _text(a) + _line(n) + b"\x86R",
     "size of a tensor": lambda n, a: _line("torch Size") + _called(n, a) + b"\x85R",
     "path": lambda n, a: _line("pathlib PosixPath") + _called(n, a) + b"\x85R",
-}  # fmt: skip
+}
 
 
 def all_of_them(mark: str) -> Iterator[tuple[str, bytes]]:
