@@ -28,7 +28,7 @@ from unickpt.loading import loader
 from unickpt.reading import checkpoint, chunk_reader, read_plan
 from unickpt.runs.checkpointer import Checkpointer
 from unickpt.storage import contexts, ocdbt_nodes, paths
-from unickpt.storage.locations import Location
+from unickpt.storage.database import Database
 
 
 @pytest.fixture
@@ -179,16 +179,16 @@ def test_one_that_is_replaced_at_every_look_is_told_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unickpt.save(tmp_path / "c", tree(1))
-    pins, real = [], Location.pinned
+    pins, real = [], Database.pinned
 
-    def pinned(self: Location, context: Any) -> Any:
-        found = real(self, context)
+    def pinned(self: Database) -> Any:
+        found = real(self)
         given = unickpt.SaveOptions(fsync=False)
         unickpt.save(tmp_path / "c", tree(len(pins) + 2), overwrite=True, options=given)
         pins.append(found)
         return found
 
-    monkeypatch.setattr(Location, "pinned", pinned)
+    monkeypatch.setattr(Database, "pinned", pinned)
     with pytest.raises(CheckpointReplaced, match="open it again"):
         unickpt.open(tmp_path / "c")
     assert len(pins) < 100

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import tensorstore as ts
 
 from unickpt.steps.attempt_folders import FOLDER, attempts_of_checkpoint
+from unickpt.storage.database import Database
 from unickpt.storage.errors import Damaged
 from unickpt.storage.local_folders import LOCK_SUFFIX
 from unickpt.storage.locations import Location
@@ -151,9 +152,9 @@ def _told_by_databases(
     for attempt, files in attempts.items():
         for file in files:
             if re.fullmatch(_DATABASE, file.name):
-                database = place.child(f"{_BELOW}{attempt}/{file.name.partition('/')[0]}")
+                folder = place.child(f"{_BELOW}{attempt}/{file.name.partition('/')[0]}")
                 with suppress(Damaged):  # or removed meanwhile: then the age is unknown
-                    facts = database.database_facts(context)
+                    facts = Database(folder, context).facts()
                     times.append(facts.committed)
                     nbytes += facts.nbytes
     # A process without a manifest may have just started.
