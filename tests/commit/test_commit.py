@@ -263,7 +263,7 @@ def test_a_chunk_that_was_told_of_but_not_written_prevents_the_commit(
     real = ChunkStore.write
 
     def forgetful(self: ChunkStore, entry: Any, *arguments: Any) -> Any:
-        other = self.database.read("") if entry.name == "small" else None
+        other = self.store.read("") if entry.name == "small" else None
         return other or real(self, entry, *arguments)
 
     monkeypatch.setattr(ChunkStore, "write", forgetful)

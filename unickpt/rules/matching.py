@@ -50,6 +50,10 @@ class Misshapen(Unfit):
     """Why a rule does not apply: arrays have other shapes than it says."""
 
 
+class OtherSizes(Misshapen):
+    """Why a rule does not apply: its axes have other sizes in one array than in another."""
+
+
 class Lacks(Unfit):
     """Why a rule does not apply: an array of the family, such as `name`, does not exist."""
 
@@ -72,6 +76,7 @@ class Instance:
         fault: the expression that does not fit, where it is one.
         lacks: the first array of the family that does not exist, where that is the reason.
         misshapen: whether the reason is that arrays have other shapes.
+        sizes_differ: whether the reason is that axes have other sizes.
     """
 
     rule: Rule
@@ -84,6 +89,7 @@ class Instance:
     fault: CompiledExpr | None = None
     lacks: str | None = None
     misshapen: bool = False
+    sizes_differ: bool = False
     _items: dict[str, tuple[Item, ...]] = field(default_factory=dict)
 
     @property
@@ -148,6 +154,7 @@ def resolve(instance: Instance, have: Names, want: Names | None, *, partly: bool
         instance.why_not, instance.fault = str(error), error.expr
         instance.lacks = error.name if isinstance(error, Lacks) else None
         instance.misshapen = isinstance(error, Misshapen)
+        instance.sizes_differ = isinstance(error, OtherSizes)
 
 
 class _Matched(NamedTuple):
@@ -286,7 +293,7 @@ def _solve(instance: Instance, matched: Sequence[_Matched]) -> None:
                     again |= axes.solve(item, extent, instance.sizes)
                 except axes.DoesNotFit as error:
                     details = _details(instance, expr, item, fact, origins)
-                    raise Misshapen(f"{name!r} is {fact}: {error}{details}", expr) from None
+                    raise OtherSizes(f"{name!r} is {fact}: {error}{details}", expr) from None
                 for axis in ast.axes_of([item]):
                     origins.setdefault(axis.name, name)
 
