@@ -295,7 +295,7 @@ def test_a_bug_is_never_told_as_damage(
         return None
 
     places: list[tuple[Any, str]] = [
-        (read_plan.Piece, "place"), (chunk_reader, "_direct"), (chunk_reader, "users_of"),
+        (read_plan.Piece, "place"), (chunk_reader, "_direct"), (chunk_reader, "consumers_of"),
         (chunk_store, "_key"),
         (chunk_store, "_bytes_of"), (ocdbt_nodes, "_keys"),
         (loader, "jobs_of"), (index_json, "_layout"),

@@ -16,7 +16,7 @@ from unickpt.format.reader import Reader
 from unickpt.frameworks.leaves import PerProcess
 from unickpt.frameworks.protocol import ArrayTarget
 from unickpt.reading.read_plan import Job
-from unickpt.reading.recipes import Fill, Itself, Recipe, whole_dims
+from unickpt.reading.recipes import Fill, Recipe, Unchanged, whole_dims
 from unickpt.rules.plan import Fact, Made
 from unickpt.trees import plain_values, tree
 from unickpt.trees.wrapper_names import without_wrappers
@@ -132,7 +132,7 @@ class StoredView:
     def recipe(self, name: str) -> Recipe:
         if name in self.numbers:
             return number_recipe(self.numbers[name])
-        return Recipe((Itself(self.index.arrays[name]),))
+        return Recipe((Unchanged(self.index.arrays[name]),))
 
     def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[bytes, ...]:
         return self.checkpoint.per_process(self.renamed.get(name, name), of)
@@ -226,18 +226,18 @@ def jobs_of(
     at: dict[str, int] = {}  # which job reads a stored array
     for name, targets in targets_by_array.items():
         recipe = view.recipe(name)
-        used = {feed.entry.name for feed in recipe.sources}
+        used = {source.entry.name for source in recipe.sources}
         joined = sorted({at[entry] for entry in used if entry in at})
         if not joined:
             joined = [len(jobs)]
             jobs.append({})
-        home, *others = joined
+        first, *others = joined
         for other in others:
-            jobs[home] |= jobs[other]
+            jobs[first] |= jobs[other]
             jobs[other] = {}
-            at.update({entry: home for entry, job in at.items() if job == other})
-        at.update(dict.fromkeys(used, home))
-        jobs[home] |= dict.fromkeys(targets, recipe)
+            at.update({entry: first for entry, job in at.items() if job == other})
+        at.update(dict.fromkeys(used, first))
+        jobs[first] |= dict.fromkeys(targets, recipe)
     all_targets = {
         name: target for targets in targets_by_array.values() for name, target in targets.items()
     }

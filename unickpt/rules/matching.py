@@ -365,9 +365,9 @@ def _check_term(
     instance: Instance, term: Sequence[CompiledExpr], names: Names, verb: str, partly: bool
 ) -> None:
     for number, expr in enumerate(term):
-        of_view = [name for _, name in instance.grid(expr)]
-        missing = [name for name in of_view if name not in names.facts]
-        if not missing or partly or (number and len(missing) == len(of_view)):
+        needed = [name for _, name in instance.grid(expr)]
+        missing = [name for name in needed if name not in names.facts]
+        if not missing or partly or (number and len(missing) == len(needed)):
             continue  # of arrays that are one, the first must be there
         more, be = (f" and {len(missing) - 1} more", "are") if len(missing) > 1 else ("", "is")
         need = "it needs" if verb == "stored" else "it would make"

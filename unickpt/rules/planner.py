@@ -63,9 +63,9 @@ def offers(rules: Rules, stored: Stored, want: Mapping[str, Fact]) -> dict[str, 
     Arguments:
         want: what else is asked for; gives sizes.
     """
-    knowing = _Planner(rules, stored, want, False)
-    knowing.resolved([rule for rule in rules.rules if not rule.lifted])
-    planner = _Planner(rules, stored, None, False, knowing.sizes)
+    sized = _Planner(rules, stored, want, False)
+    sized.resolved([rule for rule in rules.rules if not rule.lifted])
+    planner = _Planner(rules, stored, None, False, sized.sizes)
     found = planner.resolved(rules.rules)
     plan = RulePlan()
     for instance in found:

@@ -15,7 +15,7 @@ from unickpt.frameworks.registry import adapters, current_group
 from unickpt.loading.report import LoadReport
 from unickpt.reading.options import LoadOptions
 from unickpt.rules import Rules
-from unickpt.runs.agreement import check_same_step, check_shared, meet, on_process_0
+from unickpt.runs.agreement import barrier, check_same_step, check_shared, on_process_0
 from unickpt.runs.arguments import fences_of, step_metadata, step_number
 from unickpt.runs.housekeeping import Housekeeping
 from unickpt.runs.retention import Retention
@@ -122,7 +122,7 @@ class Checkpointer:
         self._tiers = Tiers(Tier(root), None if local is None else Tier(local))
         self._queue = SaveQueue()
         self._fences = fences_of(optimizers, self._queue.fence)
-        self._sigterm = SigtermHandler(self._policy.tell) if preemption else None
+        self._sigterm = SigtermHandler(self._policy.request_stop) if preemption else None
         self._branch = Branch(after if after is None else step_number(after, "after="))
         self._housekeeping = Housekeeping(
             self._tiers, retention, self._options, self._branch, self._queue.errors.add
@@ -147,7 +147,7 @@ class Checkpointer:
 
     def preempt(self) -> None:
         """Announces that the job is about to be stopped, as SIGTERM does with `preemption=True`."""
-        self._policy.tell()
+        self._policy.request_stop()
 
     @property
     def preempted(self) -> bool:
@@ -303,7 +303,7 @@ class Checkpointer:
         check_same_step(group, self._tiers.root.location, "drop_later_steps", kept)
         self._drain()
         self._remove_abandoned(group)
-        meet(group)
+        barrier(group)
         there = self._tiers.committed()
         later = [s for s in there if s > kept]
         if kept not in there:
@@ -341,7 +341,7 @@ class Checkpointer:
             raise SaveConflict(f"{self.path(step)} is being saved; call wait() first")
         self._drain()
         self._remove_abandoned(group)
-        meet(group)
+        barrier(group)
         there = self._tiers.committed()
         if step not in there:
             raise self._tiers.not_found(step, there)
@@ -490,7 +490,7 @@ class Checkpointer:
         self._housekeeping.loaded(step)
         if group.index == 0:
             for tier in self._tiers.holders(step, self._branch)[:1]:
-                self._branch.goes_on_from(tier, step)
+                self._branch.continue_from(tier, step)
 
     # --- helpers -------------------------------------------------------------------------------
 

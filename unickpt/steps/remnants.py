@@ -76,7 +76,7 @@ def search(location: Location, context: ts.Context) -> Iterator[Remnant]:
 
 
 def _in_folder(
-    name: str, place: Location, files: Sequence[StoredFile], context: ts.Context
+    name: str, location: Location, files: Sequence[StoredFile], context: ts.Context
 ) -> Iterator[Remnant]:
     """The remnants in the folder of one checkpoint, committed or not."""
     prefix = f"{name}/" if name else ""
@@ -86,15 +86,15 @@ def _in_folder(
     pure = all(f.name.startswith(_BELOW) for f in own)
     if committed:
         # A single attempt must be the one that made the checkpoint.
-        used = set(attempts_of_checkpoint(place, context)) if len(attempts) > 1 else {*attempts}
+        used = set(attempts_of_checkpoint(location, context)) if len(attempts) > 1 else {*attempts}
         for attempt, parts in attempts.items():
             if attempt not in used and _all_ours(parts):
-                yield _remnant(prefix, UNUSED, place, {attempt: parts}, context)
+                yield _remnant(prefix, UNUSED, location, {attempt: parts}, context)
         for file in files:
             if _is_lock(file.name) and file.name.startswith(MANIFEST):
                 yield Remnant(prefix + file.name, LOCK, 1, file.nbytes or 0, file.age_s)
     elif attempts and pure and all(map(_all_ours, attempts.values())):
-        yield _remnant(prefix, UNFINISHED, place, attempts, context)
+        yield _remnant(prefix, UNFINISHED, location, attempts, context)
 
 
 def _is_lock(name: str) -> bool:
@@ -128,7 +128,7 @@ def _is_ours(file: StoredFile) -> bool:
 def _remnant(
     prefix: str,
     kind: str,
-    place: Location,
+    location: Location,
     attempts: Mapping[str, Sequence[StoredFile]],
     context: ts.Context,
 ) -> Remnant:
@@ -137,22 +137,22 @@ def _remnant(
     parts = [f for files in attempts.values() for f in files]
     files = [f for f in parts if f.name and f.name[-1] != "/"]
     if any(f.nbytes is None for f in files):
-        nbytes, age_s = _told_by_databases(place, attempts, context)
+        nbytes, age_s = _read_in_manifests(location, attempts, context)
     else:
         nbytes = sum(f.nbytes or 0 for f in files)
         age_s = min((f.age_s for f in parts if f.age_s is not None), default=None)
     return Remnant(name, kind, len(files), nbytes, age_s, paths)
 
 
-def _told_by_databases(
-    place: Location, attempts: Mapping[str, Sequence[StoredFile]], context: ts.Context
+def _read_in_manifests(
+    location: Location, attempts: Mapping[str, Sequence[StoredFile]], context: ts.Context
 ) -> tuple[int, float | None]:
     """The bytes of attempts and their age, where the storage does not say: by their manifests."""
     times, nbytes = [], 0
     for attempt, files in attempts.items():
         for file in files:
             if re.fullmatch(_DATABASE, file.name):
-                folder = place.child(f"{_BELOW}{attempt}/{file.name.partition('/')[0]}")
+                folder = location.child(f"{_BELOW}{attempt}/{file.name.partition('/')[0]}")
                 with suppress(Damaged):  # or removed meanwhile: then the age is unknown
                     facts = Database(folder, context).facts()
                     times.append(facts.committed)

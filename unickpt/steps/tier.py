@@ -160,7 +160,7 @@ def _is_current(source: Steps, step: int, version: Version) -> bool:
 def _copy_attempt(origin: Location, destination: Location, name: str, budget_bytes: int) -> None:
     """Copies the databases of an attempt."""
     context = contexts.context()
-    source, copied = (place.child(f"processes/{name}") for place in (origin, destination))
+    source, copied = (location.child(f"processes/{name}") for location in (origin, destination))
     reader, writer = source.store(context), copied.store(context)
     keys = sorted(key.decode() for key in reader.list().result() if not key.startswith(_MESSAGES))
     _copy(keys, reader, writer, budget_bytes)
