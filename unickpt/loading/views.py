@@ -157,17 +157,21 @@ def as_array_entry(
         return None
     dtype = dtypes.from_name(dtype_text or target)
     if made is not None and dtype_text:
-        array = np.asarray(value).astype(dtype)
-        if type(value) is not float and array.item() != value:
-            raise LoadMismatch(
-                f"value {made.carried!r}: {dtypes.name_of(dtype)} does not hold {value} exactly\n"
-                f"  {made.rule}"
-            )
+        _check_held(made, value, dtype)
     elif plain_values.as_array(value, dtype) is None:
         if not (isinstance(value, float) and plain_values.is_kind(value, dtype)):
             return None
         dtype = np.dtype(np.float64)
     return ArrayEntry(name, (), dtypes.name_of(dtype), (), Layout.replicated(0, 1))
+
+
+def _check_held(made: Made, value: float, dtype: dtypes.DType) -> None:
+    """Makes sure that the dtype that a rule gives to a number holds it."""
+    if type(value) is not float and np.asarray(value).astype(dtype).item() != value:
+        raise LoadMismatch(
+            f"value {made.carried!r}: {dtypes.name_of(dtype)} does not hold {value} exactly\n"
+            f"  {made.rule}"
+        )
 
 
 def number_recipe(value: Any) -> Recipe:

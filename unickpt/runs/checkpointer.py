@@ -127,7 +127,9 @@ class Checkpointer:
         self._housekeeping = Housekeeping(
             self._tiers, retention, self._options, self._branch, self._queue.errors.add
         )
-        self._closed = self._is_shared = self._has_left = self._is_tidy = False
+        self._closed = self._is_shared = self._has_removed_steps_after = (
+            self._has_removed_abandoned
+        ) = False
         self._closing = threading.Lock()
         self.loaded_step: int | None = None
         """The step that `load` returned."""
@@ -199,7 +201,7 @@ class Checkpointer:
         if self._fences:
             owners = {owner for fence in self._fences for owner in fence.owners()}
         self._remove_abandoned(group)
-        self._leave_behind(group)
+        self._remove_steps_after(group)
         hooks = (
             self._housekeeping.hooks(step, metrics or {}, overwrite)
             if group.index == 0
@@ -354,7 +356,7 @@ class Checkpointer:
 
     def _remove_abandoned(self, group: Group) -> None:
         """Removes steps of the local tier that another run abandoned, before the first change."""
-        if self._tiers.local is None or self._is_tidy:
+        if self._tiers.local is None or self._has_removed_abandoned:
             return
         on_process_0(
             group,
@@ -362,11 +364,11 @@ class Checkpointer:
             f"remove stale steps from {self._tiers.local.location}",
             self._housekeeping.remove_abandoned,
         )
-        self._is_tidy = True
+        self._has_removed_abandoned = True
 
-    def _leave_behind(self, group: Group) -> None:
+    def _remove_steps_after(self, group: Group) -> None:
         """Removes the steps that `after` abandons, before the first save."""
-        if self._branch.after is None or self._has_left:
+        if self._branch.after is None or self._has_removed_steps_after:
             return
         self._check_after()
         gone = {step for tier in self._tiers.all for step in self._branch.abandoned(tier)}
@@ -377,7 +379,7 @@ class Checkpointer:
             f"remove the steps after {after}",
             partial(self._remove, gone),
         )
-        self._has_left = True
+        self._has_removed_steps_after = True
 
     def _check_after(self) -> None:
         """Raises CheckpointNotFound if the step `after` does not exist."""

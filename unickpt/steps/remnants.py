@@ -81,20 +81,26 @@ def _in_folder(
     """The remnants in the folder of one checkpoint, committed or not."""
     prefix = f"{name}/" if name else ""
     own = [f for f in files if not f.name.startswith(".") and not _is_lock(f.name)]
-    committed = any(f.name == MANIFEST for f in own)
-    attempts = _attempts([f for f in own if f.name.startswith(_BELOW)])
-    pure = all(f.name.startswith(_BELOW) for f in own)
-    if committed:
-        # A single attempt must be the one that made the checkpoint.
-        used = set(attempts_of_checkpoint(location, context)) if len(attempts) > 1 else {*attempts}
-        for attempt, parts in attempts.items():
-            if attempt not in used and _all_ours(parts):
-                yield _remnant(prefix, UNUSED, location, {attempt: parts}, context)
+    below = [f for f in own if f.name.startswith(_BELOW)]
+    attempts = _attempts(below)
+    if any(f.name == MANIFEST for f in own):
+        for attempt in _unused_attempts(location, attempts, context):
+            yield _remnant(prefix, UNUSED, location, {attempt: attempts[attempt]}, context)
         for file in files:
             if _is_lock(file.name) and file.name.startswith(MANIFEST):
                 yield Remnant(prefix + file.name, LOCK, 1, file.nbytes or 0, file.age_s)
-    elif attempts and pure and all(map(_all_ours, attempts.values())):
+    elif attempts and len(below) == len(own) and all(map(_all_ours, attempts.values())):
         yield _remnant(prefix, UNFINISHED, location, attempts, context)
+
+
+def _unused_attempts(
+    location: Location, attempts: Mapping[str, Sequence[StoredFile]], context: ts.Context
+) -> list[str]:
+    """The attempts to save a checkpoint that another attempt committed."""
+    if len(attempts) < 2:
+        return []  # a single one must be the one that made the checkpoint
+    used = set(attempts_of_checkpoint(location, context))
+    return [name for name, files in attempts.items() if name not in used and _all_ours(files)]
 
 
 def _is_lock(name: str) -> bool:
