@@ -1,4 +1,4 @@
-"""Exchange: the processes of a job read each chunk once in total, and send it to each other.
+"""Collective reading: the processes of a job read each chunk once, and send it to each other.
 
 Every process sends the others the boxes of stored arrays that it needs. All then compute the same
 schedule: who reads which chunk, and where its boxes go. (ByteCheckpoint,
