@@ -191,7 +191,7 @@ def test_a_coordinator_that_dies_after_the_commit_is_not_waited_for(
     def die(self: Attempt, older: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Attempt, "_remove_debris", die)
+    monkeypatch.setattr(Attempt, "_remove_older_attempts", die)
     started = time.monotonic()
     results = save_in_job(tmp_path, 3, lambda index: numbers(1))
     assert time.monotonic() - started < 10

@@ -157,7 +157,7 @@ def test_processes_that_exchange_never_mix_two_checkpoints(
 
     monkeypatch.setattr(checkpoint, "open", open_in_turn)
     # For a moment after the commit, the data of the old one is still there.
-    monkeypatch.setattr(Attempt, "_remove_debris", lambda *_: None)
+    monkeypatch.setattr(Attempt, "_remove_older_attempts", lambda *_: None)
     found = Threads(4).run(lambda index, options: unickpt.load(path, tree(0), options=options))
     if removed:
         assert {type(error) for error in found} == {CheckpointNotFound}

@@ -362,7 +362,7 @@ class Attempt:
         check()
         self._write_root(manifest)
         self._become(AttemptState.COMMITTED)
-        self._remove_debris(older)
+        self._remove_older_attempts(older)
         self.writers = tuple(record.statistics for _, record in records)
         self.differences = merged.differences
         return totals
@@ -461,7 +461,7 @@ class Attempt:
             "removed during the save"
         )
 
-    def _remove_debris(self, older: Sequence[str]) -> None:
+    def _remove_older_attempts(self, older: Sequence[str]) -> None:
         """Removes what no committed checkpoint needs; errors here are ignored.
 
         Arguments:

@@ -48,7 +48,7 @@ from unickpt.reading.read_plan import (
 )
 from unickpt.reading.recipes import Unchanged
 
-_ALIGN = 16  # bytes, also of a parcel's head, whose first byte is the status
+_ALIGN = 16  # bytes, also of a message's header, whose first byte is the status
 _IN_FLIGHT = 4  # buffers in the budget: for two rounds, what is sent and what is received
 
 # A caller may recover from these with a new or older checkpoint or a copy; then all must.
@@ -168,7 +168,7 @@ class _Filling:
 
 
 class _Item(NamedTuple):
-    """A box of a chunk that is sent, and its place in the parcel of a process."""
+    """A box of a chunk that is sent, and its place in the message of a process."""
 
     chunk: _Chunk
     box: Box
@@ -176,8 +176,8 @@ class _Item(NamedTuple):
     offset: int
 
 
-class _Parcels:
-    """What a process sends to or receives from each process in a round: a head, then boxes."""
+class _Messages:
+    """What a process sends to or receives from each process in a round: a header, then boxes."""
 
     def __init__(self, count: int) -> None:
         self.sizes = [_ALIGN] * count
@@ -192,11 +192,11 @@ class _Parcels:
 
     @cached_property
     def starts(self) -> list[int]:
-        """Where each parcel begins, after everything was added."""
+        """Where each message begins, after everything was added."""
         return [0, *accumulate(self.sizes)][:-1]
 
     def view(self, data: Array, item: _Item) -> Array:
-        """A box in the bytes of all parcels."""
+        """A box in the bytes of all messages."""
         dtype = dtypes.from_name(item.chunk.entry.dtype)
         begin = self.starts[item.process] + item.offset
         bits = data[begin : begin + item.box.size * dtype.itemsize]
@@ -208,8 +208,8 @@ class _Round:
     """A batch of chunks in progress."""
 
     chunks: Sequence[_Chunk]
-    sent: _Parcels
-    received: _Parcels
+    sent: _Messages
+    received: _Messages
     outbox: Array
     tasks: set[Any] = field(default_factory=set)
 
@@ -291,7 +291,7 @@ class _Exchange:
     def _begin(self, chunks: Sequence[_Chunk]) -> _Round:
         """Begins to read this process's chunks of a round."""
         me, count = self._group.index, self._group.count
-        sent, received = _Parcels(count), _Parcels(count)
+        sent, received = _Messages(count), _Messages(count)
         own: list[tuple[_Chunk, list[_Item]]] = []
         for chunk in chunks:
             if chunk.owner == me:

@@ -185,7 +185,7 @@ class Steps:
         symbolic links: only removes the link itself.
 
         Raises:
-            StorageError: it could not be removed; `remove_debris` recognises the rest.
+            StorageError: it could not be removed; `remove_remnants` recognises the rest.
         """
         location = self.at(step)
         try:
@@ -245,10 +245,10 @@ class Steps:
                 "folders: remove the link, or save another step"
             )
 
-    def remove_debris(self, in_flight: Iterable[int], session: str) -> None:
+    def remove_remnants(self, in_flight: Iterable[int], session: str) -> None:
         """Removes the remains of crashed saves and deletions.
 
-        Only for the job that holds the lease. A step's folder without a manifest is debris if it
+        Only for the job that holds the lease. A step's folder without a manifest is a remnant if it
         contains only what a save puts there; in a committed step, so is every attempt except the
         committed one.
 
@@ -288,7 +288,7 @@ class Steps:
 
     def remove_older(self, step: int, session: str = "") -> None:
         """Removes all attempts to save a step except the committed one and those of `session`; see
-        `remove_debris`. Does nothing if the step is a symbolic link."""
+        `remove_remnants`. Does nothing if the step is a symbolic link."""
         if self.at(step).link is not None:
             return
         folder, kept = self.at(step).child("processes"), self._attempts(step)

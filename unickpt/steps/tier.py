@@ -51,7 +51,7 @@ class Tier(Steps):
         """Takes the lease, and removes the remains of crashed jobs once.
 
         Arguments:
-            in_flight, session: see `Steps.remove_debris`.
+            in_flight, session: see `Steps.remove_remnants`.
 
         Raises:
             SaveConflict: another job holds the lease.
@@ -61,7 +61,7 @@ class Tier(Steps):
         if self._is_clean or not self.lease.is_settled:
             return
         try:
-            self.remove_debris(in_flight, session)
+            self.remove_remnants(in_flight, session)
             self._is_clean = True
         except (UnickptError, Failed) as error:
             _log.warning(
