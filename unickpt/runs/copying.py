@@ -69,10 +69,10 @@ class Copying:
         self._tiers.root.open(self._in_use.saved, self.session)
         there, here = self._tiers.root.committed(), self._tiers.local.committed()
         expendable = self._cleaning.expendable(there, here)
-        with self._in_use.copying(
-            [s for s in here if s not in expendable or s == here[-1]]
-        ) as steps:
-            for step in steps:
+        due = [step for step in here if step not in expendable or step == here[-1]]
+        with self._in_use.copying(due):
+            remaining = set(self._tiers.local.committed())  # of those that were being removed
+            for step in (step for step in due if step in remaining):
                 try:
                     self._copy_step(self._tiers.local, step)
                 except Exception as error:
