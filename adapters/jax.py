@@ -338,12 +338,12 @@ def _box(index: Any, shape: tuple[int, ...]) -> Box:
     return Box(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
 
 
-def _gather(pieces: Mapping[Box, Any], wanted: Box, room: Callable[[], Array]) -> Array:
+def _gather(pieces: Mapping[Box, Any], wanted: Box, make_buffer: Callable[[], Array]) -> Array:
     """Host memory of a box that pieces of an array cover; a view where one covers it."""
     holder = next((box for box in pieces if box.contains(wanted)), None)
     if holder is not None:
         return _host(pieces[holder], wanted.relative_to(holder.start))
-    out = room()
+    out = make_buffer()
     for box, data in pieces.items():
         common = box.intersect(wanted)
         if common is not None:

@@ -22,7 +22,7 @@ def is_array(leaf: Any) -> bool:
 def source(leaf: Any, group: Group) -> ArraySource:
     array = _checked(leaf)
 
-    def read(box: Box, room: Any) -> Array:
+    def read(box: Box, make_buffer: Any) -> Array:
         return array[box.slices]
 
     memory = Memory(spans=lambda: [_span(array)])

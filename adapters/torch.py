@@ -78,11 +78,13 @@ def _reader(tensor: torch.Tensor, start: tuple[int, ...]) -> Read:
 
     held = _where(tensor)
 
-    def read(wanted: Box, room: Callable[[], Array]) -> Array:
+    def read(wanted: Box, make_buffer: Callable[[], Array]) -> Array:
         if _where(tensor) != held:
             raise StateChanged("its memory was freed, resized or replaced")
         whole = wanted.shape == tensor.shape  # the fast path, used while a caller waits
-        found = _host(tensor if whole else tensor[wanted.relative_to(start).slices], room, then)
+        found = _host(
+            tensor if whole else tensor[wanted.relative_to(start).slices], make_buffer, then
+        )
         if tensor.device.type != "cpu" and _where(tensor) != held:
             raise StateChanged("its memory was freed, resized or replaced")
         return found
@@ -372,13 +374,13 @@ def _local(leaf: Any, shard: LocalShard) -> torch.Tensor:
 
 def _host(
     tensor: torch.Tensor,
-    room: Callable[[], Array],
+    make_buffer: Callable[[], Array],
     then: Callable[[], AbstractContextManager[None]],
 ) -> Array:
     """Host memory of a tensor: its own memory if that is on the host and can be used as is."""
     if tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg():
         return _as_numpy(tensor)
-    out = room()
+    out = make_buffer()
     with then():
         _as_torch(out, tensor.dtype).copy_(tensor)
     return out

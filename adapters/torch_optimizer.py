@@ -160,11 +160,7 @@ def _fresh_state(
             "and create the optimizer afterwards"
         )
     places = {component(key): at for at, key in enumerate(keys)}
-    slots_of: dict[str, dict[str, Any]] = {}
-    for name, entry in stored.items():
-        key, _, slot = name.removeprefix(prefix).partition("/")
-        if name.startswith(prefix) and slot:
-            slots_of.setdefault(key, {})[slot] = entry
+    slots_of = _stored_slots(stored, prefix)
     old = without_wrappers(
         [key for key in places if key not in slots_of], [k for k in slots_of if k not in places]
     )
@@ -184,6 +180,16 @@ def _fresh_state(
             )
         state[at] = {unquote(s): _fresh_slot(params[at], s, e) for s, e in slots.items()}
     return state
+
+
+def _stored_slots(stored: Mapping[str, Any], prefix: str) -> dict[str, dict[str, Any]]:
+    """The slots below a prefix, by the keys of their parameters."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, entry in stored.items():
+        key, _, slot = name.removeprefix(prefix).partition("/")
+        if name.startswith(prefix) and slot:
+            found.setdefault(key, {})[slot] = entry
+    return found
 
 
 def _may_belong(param: torch.Tensor, slots: Iterable[Any]) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import foreign, s3_server
-from support.reader_suite import ReaderSuite
+from support.reader_suite import ReaderSuite, nested
 
 import unickpt
 from unickpt import Checkpoint, CheckpointCorrupt, UnickptError, UnsupportedFormat
@@ -33,17 +33,6 @@ def opened(path: Path | str) -> Checkpoint:
     found = foreign.opened(path, torch_files)
     assert found is not None
     return found
-
-
-def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    root: dict[str, Any] = {}
-    for name, value in flat.items():
-        *above, last = name.split("/")
-        level = root
-        for key in above:
-            level = level.setdefault(key, {})
-        level[last] = value
-    return root
 
 
 class Pickled:

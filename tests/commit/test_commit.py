@@ -191,7 +191,7 @@ def test_a_coordinator_that_dies_after_the_commit_is_not_waited_for(
     def die(self: Attempt, older: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Attempt, "_remove_debris", die)
+    monkeypatch.setattr(Attempt, "_remove_older_attempts", die)
     started = time.monotonic()
     results = save_in_job(tmp_path, 3, lambda index: numbers(1))
     assert time.monotonic() - started < 10
@@ -263,7 +263,7 @@ def test_a_chunk_that_was_told_of_but_not_written_prevents_the_commit(
     real = ChunkStore.write
 
     def forgetful(self: ChunkStore, entry: Any, *arguments: Any) -> Any:
-        other = self.database.read("") if entry.name == "small" else None
+        other = self.store.read("") if entry.name == "small" else None
         return other or real(self, entry, *arguments)
 
     monkeypatch.setattr(ChunkStore, "write", forgetful)

@@ -57,7 +57,7 @@ COORDINATORS_STEPS = [
     ("commit.attempt.Attempt:_write_root", "before", False),  # before the commit
     ("commit.attempt.Attempt:_write_root", "during", None),  # during the commit
     ("commit.attempt.Attempt:_write_root", "after", True),
-    ("commit.attempt.Attempt:_remove_debris", "during", True),
+    ("commit.attempt.Attempt:_remove_older_attempts", "during", True),
 ]
 TIMEOUT_S = 2.0
 

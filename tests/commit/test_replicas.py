@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import unickpt
-from unickpt.saving.fingerprints import spots
+from unickpt.saving.fingerprints import sample_indices
 
 root, = sys.argv[1:]
 dist.init_process_group("gloo")
@@ -66,7 +66,7 @@ def one_element(at, by=2):
     w[at] += float(rank == by)
     return w
 
-at = tuple(int(i[-2]) for i in spots((256, 4096), 4))
+at = tuple(int(i[-2]) for i in sample_indices((256, 4096), 4))
 case("sampled", {"w": one_element(at)})
 case("unseen", {"w": one_element((255, 4095))})
 case("checked", {"w": one_element((255, 4095))}, check_replicas=True)
@@ -289,9 +289,9 @@ def test_all_of_what_is_little_comes_from_process_0() -> None:
 
 
 def test_a_sample_is_all_of_a_little_array_and_spread_over_a_large_one() -> None:
-    assert len(fingerprints.spots((1024,), 4)[0]) == 1024
-    rows, columns = fingerprints.spots((256, 4096), 4)
+    assert len(fingerprints.sample_indices((1024,), 4)[0]) == 1024
+    rows, columns = fingerprints.sample_indices((256, 4096), 4)
     assert 512 <= len(rows) <= 1024
     assert len(set(rows.tolist())) > 200
     assert len(set(columns.tolist())) > 400
-    assert [i.tolist() for i in fingerprints.spots((), 8)] == [[0]]
+    assert [i.tolist() for i in fingerprints.sample_indices((), 8)] == [[0]]

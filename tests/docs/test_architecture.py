@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from pathlib import Path
@@ -57,6 +58,23 @@ def test_every_file_and_folder_that_the_map_names_exists() -> None:
         and not path.startswith(IN_A_CHECKPOINT)
     ]
     assert missing == []
+
+
+def test_every_function_on_the_way_of_a_save_and_of_a_load_exists() -> None:
+    calls = re.findall(r"^([a-z_]+/[a-z_]+\.py) +([\w.]+)$", MAP, re.MULTILINE)
+    assert len(calls) > 50
+    assert [call for call in calls if call[1] not in functions_of(call[0])] == []
+
+
+def functions_of(file: str) -> set[str]:
+    """The functions of a module, and the methods of its classes."""
+    path = ROOT / file if (ROOT / file).exists() else ROOT / "unickpt" / file
+    body = ast.parse(path.read_text()).body
+    found = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+    for kind in (node for node in body if isinstance(node, ast.ClassDef)):
+        methods = (node for node in kind.body if isinstance(node, ast.FunctionDef))
+        found |= {f"{kind.name}.{method.name}" for method in methods}
+    return found
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/reliability.md"])

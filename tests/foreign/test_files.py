@@ -69,6 +69,6 @@ def test_links_are_followed_and_other_files_are_refused(tmp_path: Path) -> None:
     assert files.read("link", 0, 200) == DATA
     began = time.perf_counter()
     for name in ("pipe", "zero", "folder"):
-        with pytest.raises(Damaged, match="not a regular file"):
+        with pytest.raises(Damaged, match=r"is (a FIFO|a device|a directory), not a file"):
             files.read(name, 0, 1)
     assert time.perf_counter() - began < 5

@@ -11,23 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 from support import foreign, npy_folder
-from support.reader_suite import ReaderSuite
+from support.reader_suite import ReaderSuite, nested
 
 import unickpt
 from unickpt.foreign import registry
 from unickpt.foreign.files import Files
 from unickpt.storage.paths import resolve
-
-
-def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    root: dict[str, Any] = {}
-    for name, value in flat.items():
-        *above, last = name.split("/")
-        level = root
-        for key in above:
-            level = level.setdefault(key, {})
-        level[last] = value
-    return root
 
 
 class TestOcdbt(ReaderSuite):

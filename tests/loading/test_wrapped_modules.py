@@ -191,30 +191,6 @@ def test_named_optimizers_have_the_names_of_the_module(tmp_path: Path) -> None:
 # --- wrappers of optimizers ----------------------------------------------------------------------
 
 
-class Accelerated(torch.optim.Optimizer):
-    """As accelerate's: it never calls the constructor of torch's optimizer."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
-
-    @property
-    def state(self) -> Any:
-        return self.optimizer.state
-
-    @property
-    def param_groups(self) -> Any:
-        return self.optimizer.param_groups
-
-    def state_dict(self) -> Any:
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        self.optimizer.load_state_dict(state)
-
-    def step(self, closure: Any = None) -> Any:
-        return self.optimizer.step(closure)
-
-
 class Thin:
     """A wrapper of one's own that is no torch optimizer."""
 
@@ -231,8 +207,16 @@ class Thin:
     def load_state_dict(self, state: Any) -> None:
         self.optimizer.load_state_dict(state)
 
-    def step(self) -> None:
-        self.optimizer.step()
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+class Accelerated(Thin, torch.optim.Optimizer):
+    """As accelerate's: it never calls the constructor of torch's optimizer."""
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
 
 
 @pytest.mark.parametrize("wrap", [Accelerated, Thin, lambda x: Thin(Accelerated(x))])

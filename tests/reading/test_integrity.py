@@ -18,6 +18,7 @@ from support.saving import files, in_job
 import unickpt
 from unickpt import Box, CheckpointCorrupt, LocalFragments, PerProcess, ProcessGroup, SaveOptions
 from unickpt.storage import contexts, paths
+from unickpt.storage.database import Database
 
 # Damages a checkpoint in every way of a list, one after the other, and tells what comes of it.
 PROBE = """
@@ -263,7 +264,7 @@ def test_a_key_that_does_not_belong_is_reported(tmp_path: Path) -> None:
     folder = tmp_path / "c"
     unickpt.save(folder, {"w": np.arange(4)})
     context = contexts.context()
-    database = paths.resolve(folder).database(context)
+    database = Database(paths.resolve(folder), context).store()
     database.write("w/c/7", b"what is this").result()
     database.write("w/zarr.json", b"{}").result()
     assert [d.reason for d in unickpt.verify(folder).damage] == [

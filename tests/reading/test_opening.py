@@ -28,7 +28,7 @@ from unickpt.loading import loader
 from unickpt.reading import checkpoint, chunk_reader, read_plan
 from unickpt.runs.checkpointer import Checkpointer
 from unickpt.storage import contexts, ocdbt_nodes, paths
-from unickpt.storage.locations import Location
+from unickpt.storage.database import Database
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_processes_that_exchange_never_mix_two_checkpoints(
 
     monkeypatch.setattr(checkpoint, "open", open_in_turn)
     # For a moment after the commit, the data of the old one is still there.
-    monkeypatch.setattr(Attempt, "_remove_debris", lambda *_: None)
+    monkeypatch.setattr(Attempt, "_remove_older_attempts", lambda *_: None)
     found = Threads(4).run(lambda index, options: unickpt.load(path, tree(0), options=options))
     if removed:
         assert {type(error) for error in found} == {CheckpointNotFound}
@@ -179,16 +179,16 @@ def test_one_that_is_replaced_at_every_look_is_told_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unickpt.save(tmp_path / "c", tree(1))
-    pins, real = [], Location.pinned
+    pins, real = [], Database.pinned
 
-    def pinned(self: Location, context: Any) -> Any:
-        found = real(self, context)
+    def pinned(self: Database) -> Any:
+        found = real(self)
         given = unickpt.SaveOptions(fsync=False)
         unickpt.save(tmp_path / "c", tree(len(pins) + 2), overwrite=True, options=given)
         pins.append(found)
         return found
 
-    monkeypatch.setattr(Location, "pinned", pinned)
+    monkeypatch.setattr(Database, "pinned", pinned)
     with pytest.raises(CheckpointReplaced, match="open it again"):
         unickpt.open(tmp_path / "c")
     assert len(pins) < 100
@@ -295,7 +295,7 @@ def test_a_bug_is_never_told_as_damage(
         return None
 
     places: list[tuple[Any, str]] = [
-        (read_plan.Piece, "place"), (chunk_reader, "_direct"), (chunk_reader, "users_of"),
+        (read_plan.Piece, "place"), (chunk_reader, "_direct"), (chunk_reader, "consumers_of"),
         (chunk_store, "_key"),
         (chunk_store, "_bytes_of"), (ocdbt_nodes, "_keys"),
         (loader, "jobs_of"), (index_json, "_layout"),

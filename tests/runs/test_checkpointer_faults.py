@@ -62,7 +62,7 @@ STEPS = [
 COORDINATORS_STEPS = [
     *STEPS,
     ("steps.lease.Lease:take", "after"),
-    ("steps.step_folder.Steps:remove_debris", "during"),
+    ("steps.step_folder.Steps:remove_remnants", "during"),
     ("commit.attempt.Attempt:_build_root", "during"),
     ("commit.attempt.Attempt:_write_root", "before"),  # before the commit
     ("commit.attempt.Attempt:_write_root", "during"),  # during the commit

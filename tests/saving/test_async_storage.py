@@ -57,13 +57,13 @@ def folders(root: Path) -> list[str]:
 
 def after_commit(patch: pytest.MonkeyPatch, work: Callable[[str], object]) -> None:
     """Has something done right after each commit, before the save ends; with the URL."""
-    real = attempt.Attempt._remove_debris
+    real = attempt.Attempt._remove_older_attempts
 
     def then(self: attempt.Attempt, older: Any) -> None:
         real(self, older)
         work(self.location.url)
 
-    patch.setattr(attempt.Attempt, "_remove_debris", then)
+    patch.setattr(attempt.Attempt, "_remove_older_attempts", then)
 
 
 class Stop:

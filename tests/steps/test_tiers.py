@@ -24,6 +24,7 @@ from support.saving import files, numbers, same
 import unickpt
 from unickpt import CheckpointCorrupt, Checkpointer, SaveConflict, SaveOptions, StorageError
 from unickpt.commit import attempt
+from unickpt.runs import cleaning
 from unickpt.runs.copying import Copying
 from unickpt.steps import lease, tier
 from unickpt.steps.step_folder import Steps
@@ -180,6 +181,36 @@ def test_a_step_that_is_damaged_is_not_copied_and_others_are(
         checkpointer.save(3, numbers(3))
         checkpointer.wait()  # what was told once is not told again
         assert Steps(run.root).committed() == [2, 3]
+
+
+def test_a_step_that_is_looked_at_for_removal_is_copied_nonetheless(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, goes_on, real = threading.Event(), threading.Event(), cleaning.compare
+
+    def compare(local: Steps, root: Steps, step: int) -> Any:
+        if step == 2:
+            looks.set()
+            assert goes_on.wait(60)
+        return real(local, root, step)
+
+    with run.open(keep_last=3) as checkpointer:
+        with monkeypatch.context() as patch:
+            patch.setattr(Copying, "start", lambda self: None)
+            for step in (1, 2):
+                checkpointer.save(step, numbers(step)).result(30)
+        housekeeping = checkpointer._housekeeping
+        monkeypatch.setattr(cleaning, "compare", compare)
+        cleans = threading.Thread(target=housekeeping._cleaning.clean)
+        cleans.start()
+        assert looks.wait(30)
+        copies = threading.Thread(target=housekeeping._copying.copy)
+        copies.start()
+        copies.join(0.1)
+        goes_on.set()
+        copies.join(30)
+        cleans.join(30)
+        assert Steps(run.root).committed() == [1, 2]
 
 
 def test_a_step_that_somebody_removes_while_it_is_copied(

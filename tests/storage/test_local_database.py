@@ -12,6 +12,7 @@ from support.nodes import Away, inner, leaf, manifest
 
 import unickpt
 from unickpt.storage import local_database
+from unickpt.storage.database import Database
 from unickpt.storage.ocdbt import Tree
 from unickpt.storage.ocdbt_nodes import DataReference
 from unickpt.storage.paths import resolve
@@ -41,7 +42,7 @@ def tree(request: pytest.FixtureRequest, tmp_path: Path, context: ts.Context) ->
 
 def of(path: Path) -> local_database.LocalDatabaseReader:
     """The values of the database in a folder."""
-    found = resolve(path).values(ts.Context())
+    found = Database(resolve(path), ts.Context()).reader()
     assert isinstance(found, local_database.LocalDatabaseReader)
     return found
 

@@ -19,6 +19,7 @@ from support.reading import read_all, written
 import unickpt
 from unickpt.format import digest_table
 from unickpt.storage import ocdbt_nodes as decoder
+from unickpt.storage.database import Database
 from unickpt.storage.errors import Damaged
 from unickpt.storage.paths import resolve
 
@@ -108,7 +109,7 @@ def test_nodes_that_share_their_children_end_soon(forks: Forks, tmp_path: Path) 
     for name, content in data.items():
         (path / name).write_bytes(content)
     (path / "manifest.ocdbt").write_bytes(manifest(below[0], 0, len(below[1]), 39))
-    values = resolve(path).values(ts.Context())
+    values = Database(resolve(path), ts.Context()).reader()
     assert values.tree.files("") == set(data)
     assert values.read("k") == b""
 
@@ -152,11 +153,11 @@ def test_what_tensorstore_writes_is_found(
         within = store.with_transaction(transaction)
         for key, i in keys.items():
             within.write(key, str(i).encode() * (1 + i % 40)).result()
-    values = resolve(tmp_path).values(ts.Context())
+    values = Database(resolve(tmp_path), ts.Context()).reader()
     for key, i in list(keys.items())[::97]:
         assert values.read(key) == str(i).encode() * (1 + i % 40)
         assert values.read(key + "x") is None
-    assert resolve(tmp_path).database_facts(ts.Context()).keys == count
+    assert Database(resolve(tmp_path), ts.Context()).facts().keys == count
     found = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
     assert values.tree.files("") == found - {"manifest.ocdbt"}
 

@@ -97,7 +97,7 @@ def test_a_scheme_of_others_is_used(notebook: schemes.Scheme) -> None:
     context = contexts.context()
     store = location.store(context)
     store.write("x/manifest.ocdbt", b"1").result()
-    assert location.folders_with_database(context) == ["x"]
+    assert location.folders_with("manifest.ocdbt", context) == ["x"]
     assert location.name_for_users("a b") == "notebook://run/1/a b"
     with pytest.raises(CheckpointExists, match="cover"):
         unickpt.save("notebook://run/cover", numbers(1))

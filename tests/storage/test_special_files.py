@@ -17,6 +17,7 @@ from support.reading import read_all
 
 import unickpt
 from unickpt import LoadOptions
+from unickpt.storage.database import Database
 from unickpt.storage.paths import resolve
 
 
@@ -29,7 +30,7 @@ def saved(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def leads(path: Path) -> list[Path]:
     """The files that a reader opens: the manifest, nodes, and data."""
-    values = resolve(path).values(ts.Context())
+    values = Database(resolve(path), ts.Context()).reader()
     return [path / "manifest.ocdbt", *(path / name for name in sorted(values.tree.files("")))]
 
 

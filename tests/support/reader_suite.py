@@ -36,6 +36,18 @@ def arrays() -> dict[str, np.ndarray]:
     }
 
 
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Names with slashes as the nested dicts that they stand for."""
+    root: dict[str, Any] = {}
+    for name, value in flat.items():
+        *above, last = name.split("/")
+        level = root
+        for key in above:
+            level = level.setdefault(key, {})
+        level[last] = value
+    return root
+
+
 def same(found: Any, expected: np.ndarray) -> bool:
     found = np.asarray(found)
     return found.dtype == expected.dtype and found.tobytes() == expected.tobytes()

@@ -113,7 +113,7 @@ class LinearIndex:
     def at(self, indices: Sequence[int]) -> int:
         return self.constant + sum(step * indices[axis] for axis, step in self.steps)
 
-    def reach(self, ranges: Ranges) -> tuple[int, int]:
+    def bounds(self, ranges: Ranges) -> tuple[int, int]:
         """The first index and one past the last index for these ranges of the axes."""
         low = high = self.constant
         for axis, step in self.steps:

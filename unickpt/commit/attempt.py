@@ -33,6 +33,7 @@ from unickpt.format import index_json, zarr_metadata
 from unickpt.format.index import DIGESTS_KEY, INDEX_KEY, Index
 from unickpt.frameworks.process_group import Group
 from unickpt.storage import errors
+from unickpt.storage.database import Database
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
 
@@ -60,7 +61,7 @@ class Attempt:
         self.location, self.group, self.name = location, group, name
         self.context, self.timeout_s = context, timeout_s
         self._folder = location.child(f"processes/{name}")
-        self._root = Root(location, context)
+        self._root = Root(Database(location, context))
         self._notes = Notes(self._folder, group, context, timeout_s)
         self._missing = location.count_missing()
         self._state = AttemptState.OPEN
@@ -122,9 +123,13 @@ class Attempt:
                 "ProcessGroup must be new for every run of the job"
             )
 
-    def database(self, process: int) -> Location:
-        """Where a process writes its chunks."""
+    def folder_of(self, process: int) -> Location:
+        """The folder in which a process writes."""
         return self._folder.child(f"{process:05d}")
+
+    def database(self, process: int) -> Database:
+        """The database of what a process writes."""
+        return Database(self.folder_of(process), self.context)
 
     def explained(self, error: Exception) -> Exception:
         """The error to raise: the storage's errors as ours, or `SaveConflict` if another job
@@ -144,7 +149,7 @@ class Attempt:
 
     def publish(self, record: Record, kind: str = OK) -> None:
         """Publishes this process's record, which ends its part."""
-        self._sync(self.database(self.group.index).child("d"))
+        self._sync(self.folder_of(self.group.index).child("d"))
         is_coordinator = self.group.index == 0
         self._become(AttemptState.MERGING if is_coordinator else AttemptState.PUBLISHED)
         self._notes.publish(replace(record, replaces=self._digest_found), kind)
@@ -235,7 +240,7 @@ class Attempt:
 
     def _remove_data(self, processes: Iterable[int]) -> None:
         for process in processes:
-            self.database(process).remove(self.context)
+            self.folder_of(process).remove(self.context)
             if process == 0:
                 self._folder.child("root").remove(self.context)
 
@@ -357,7 +362,7 @@ class Attempt:
         check()
         self._write_root(manifest)
         self._become(AttemptState.COMMITTED)
-        self._remove_debris(older)
+        self._remove_older_attempts(older)
         self.writers = tuple(record.statistics for _, record in records)
         self.differences = merged.differences
         return totals
@@ -390,7 +395,7 @@ class Attempt:
             if record.description not in own:
                 first.setdefault(record.description, process)
         reads = {
-            digest: self.database(process).database(self.context).read(INDEX_KEY)
+            digest: self.database(process).store().read(INDEX_KEY)
             for digest, process in first.items()
         }
         described = dict(own)
@@ -442,7 +447,7 @@ class Attempt:
         if not self._root.replace(self._found, manifest, self.timeout_s, begun):
             self._become(AttemptState.FAILED)
             raise self._conflict("during this save")
-        if not all(self.database(process).exists() for process in range(self.group.count)):
+        if not all(self.folder_of(process).exists() for process in range(self.group.count)):
             self._root.retract(manifest, self.timeout_s)
             self._become(AttemptState.FAILED)
             raise self._gone()
@@ -456,7 +461,7 @@ class Attempt:
             "removed during the save"
         )
 
-    def _remove_debris(self, older: Sequence[str]) -> None:
+    def _remove_older_attempts(self, older: Sequence[str]) -> None:
         """Removes what no committed checkpoint needs; errors here are ignored.
 
         Arguments:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import xxhash
 
-from unickpt.commit.merge_chunks import Requests, losers, merged_digests, requests
+from unickpt.commit.merge_chunks import Requests, lost_arrays, merged_digests, requests
 from unickpt.commit.merge_index import per_process, unite, with_boxes
 from unickpt.commit.record import Records
 from unickpt.commit.replicas import Difference, Replicas
@@ -70,4 +70,4 @@ def merge_all(
         chunks=len(table),
         digests_xxh3=f"{xxhash.xxh3_64_intdigest(table.tobytes()):016x}",
     )
-    return Merged(index, table, losers(records, names, winners), differences)
+    return Merged(index, table, lost_arrays(records, names, winners), differences)

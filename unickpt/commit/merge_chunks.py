@@ -86,7 +86,7 @@ def _lost_rows(
     return np.isin(record.chunks["array"], lost)
 
 
-def losers(records: Records, names: Names, winners: Mapping[str, int]) -> dict[int, list[str]]:
+def lost_arrays(records: Records, names: Names, winners: Mapping[str, int]) -> dict[int, list[str]]:
     """For each process, the arrays that it wrote chunks of, but another process's data counts."""
     found: dict[int, list[str]] = {}
     for process, record in records:

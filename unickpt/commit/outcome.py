@@ -13,6 +13,7 @@ from unickpt.commit import version
 from unickpt.commit.notes import Notes
 from unickpt.format import index_json
 from unickpt.format.index import INDEX_KEY, Index
+from unickpt.storage.database import Database
 from unickpt.storage.locations import Location
 
 _MOST_REPLACED = 16
@@ -50,7 +51,7 @@ def committed(
     if note is not None and note.root == root:
         return Totals(**note.totals)
     # A network file system may not show the note yet. The root itself is conclusive.
-    data = location.values(context).read(INDEX_KEY)
+    data = Database(location, context).reader().read(INDEX_KEY)
     index = index_json.decode(data or b"", str(location))
     if index.attempt == name:
         return Totals.of(index)

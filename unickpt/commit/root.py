@@ -15,9 +15,9 @@ import xxhash
 from unickpt.errors import StorageError
 from unickpt.format.zarr_metadata import join_key
 from unickpt.storage import ocdbt_nodes
+from unickpt.storage.database import Database
 from unickpt.storage.errors import Failed
 from unickpt.storage.kvstore import commit
-from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
 
 
@@ -35,26 +35,25 @@ class State:
 
 
 class Root:
-    """The database at a checkpoint's path.
+    """The database at a checkpoint's path, as one that is replaced.
 
     Arguments:
-        location: the path.
-        context: the TensorStore context of this save.
+        database: it, with the context that all databases of a save share.
     """
 
-    def __init__(self, location: Location, context: ts.Context) -> None:
-        self._location, self._context = location, context
-        self._store = location.store(context)
+    def __init__(self, database: Database) -> None:
+        self._database, self._location = database, database.location
+        self._store = database.location.store(database.context)
 
     def read(self) -> State:
         """The current state."""
-        read = self._location.read_manifest(self._context)
+        read = self._database.read_manifest()
         return State(digest(read.value) if read.state == "value" else "", read.stamp.generation)
 
     def build(
         self,
         folder: str,
-        parts: Sequence[Location],
+        parts: Sequence[Database],
         extra: Mapping[str, bytes],
         count: int,
         without: Mapping[int, Sequence[str]] | None = None,
@@ -74,11 +73,11 @@ class Root:
         Raises:
             StorageError: the number of keys differs.
         """
-        draft, held = self._location.draft(self._context, folder)
+        draft, held = self._database.draft(folder)
         transaction = ts.Transaction(atomic=True)
         root = draft.with_transaction(transaction)
         work = [
-            part.database(self._context).experimental_copy_range_to(root, keys)
+            part.store().experimental_copy_range_to(root, keys)
             for number, part in enumerate(parts)
             for keys in _all_but((without or {}).get(number, ()))
         ]

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-import tensorstore as ts
-
 from unickpt.commit import root
 from unickpt.storage import contexts
+from unickpt.storage.database import Database
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
-from unickpt.storage.ocdbt import MANIFEST
 
 
 @dataclass(frozen=True)
@@ -31,23 +29,23 @@ class Version:
         return root.digest(self.manifest)
 
 
-def version_at(place: Location) -> Version | None:
+def version_at(location: Location) -> Version | None:
     """The version that is committed at a location now, if any; costs one small read.
 
     Raises:
         Failed: the storage failed.
     """
-    context = contexts.context()
-    read = place.store(context).read(MANIFEST).result()
+    database = Database(location, contexts.context())
+    read = database.read_manifest()
     if read.state != "value":
         return None
-    return Version(read.value, _attempt(place.with_manifest(read.value, context), context))
+    return Version(read.value, _attempt(database.with_manifest(read.value)))
 
 
-def _attempt(place: Location, context: ts.Context) -> str:
+def _attempt(database: Database) -> str:
     """The attempt whose `processes/<attempt>/root/` holds the root of the B-tree."""
     try:
-        root_node = place.database_facts(context).root
+        root_node = database.facts().root
     except Failed:
         return ""
     parts = root_node.path.split("/") if root_node is not None else []

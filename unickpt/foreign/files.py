@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -11,6 +10,7 @@ from functools import cached_property
 from unickpt.storage import contexts
 from unickpt.storage.errors import Damaged, system_calls
 from unickpt.storage.kvstore import KvStore
+from unickpt.storage.local_files import check_regular, open_to_read
 from unickpt.storage.locations import Location
 
 _MOST = 1 << 62  # bytes of a file
@@ -152,14 +152,9 @@ class Files:
     def _opened(self, file: str) -> Iterator[int]:
         assert self._folder is not None, "only local files are opened"
         at = self._folder + file
-        with system_calls():
-            try:
-                handle = os.open(at, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            except FileNotFoundError:
-                raise Damaged(f"no file {at}") from None
+        handle = open_to_read(at)
         try:
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise Damaged(f"{at} is not a regular file")
+            check_regular(os.fstat(handle), at)
             yield handle
         finally:
             os.close(handle)

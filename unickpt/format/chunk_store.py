@@ -17,10 +17,10 @@ from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
 from unickpt.format.zarr_metadata import Codecs, zarr_metadata
 from unickpt.storage import ocdbt
+from unickpt.storage.database import Database
 from unickpt.storage.errors import Damaged, Failed, reading_failed
 from unickpt.storage.kvstore import Future, KvStore, asking
 from unickpt.storage.local_database import LocalDatabaseReader
-from unickpt.storage.locations import Location
 
 # Opening an array costs TensorStore about 80 us, which dominates for a small chunk. Below this size
 # the bytes are written to the database directly, exactly as zarr would write them.
@@ -46,29 +46,24 @@ class ChunkStore:
     """The chunks in one OCDBT database.
 
     Arguments:
-        location: the database's folder.
-        context: the TensorStore context that all databases of a checkpoint share.
+        database: the database; all of a checkpoint share one context.
         codecs: the checkpoint's compression.
         values: reads the database, if it exists already.
     """
 
     def __init__(
-        self,
-        location: Location,
-        context: ts.Context,
-        codecs: Codecs,
-        values: ocdbt.DatabaseReader | None = None,
+        self, database: Database, codecs: Codecs, values: ocdbt.DatabaseReader | None = None
     ) -> None:
-        self.location, self.context, self.codecs = location, context, codecs
-        self.values = values or location.values(context)  # here, so that threads share one
+        self.database, self.location, self.codecs = database, database.location, codecs
+        self.values = values or database.reader()  # here, so that threads share one
         self._local = self.values if isinstance(self.values, LocalDatabaseReader) else None
         self._open: dict[str, ts.TensorStore] = {}
         self._backed: set[str] = set()
 
     @cached_property
-    def database(self) -> KvStore:
-        """The database, for writing; readers do not need it."""
-        return self.location.database(self.context)
+    def store(self) -> KvStore:
+        """The database as a key-value store, for writing; readers do not need it."""
+        return self.database.store()
 
     def array(self, entry: ArrayEntry, part: Part) -> ts.TensorStore:
         """The zarr array of a part, opened without I/O."""
@@ -76,14 +71,15 @@ class ChunkStore:
         if found is None:
             spec = {
                 "driver": "zarr3",
-                "kvstore": self.location.array_spec(part.key),
+                "kvstore": self.database.array_spec(part.key),
                 "metadata": zarr_metadata(entry, part, self.codecs),
                 # Without these two, all-zero chunks would be left out and missing ones read as 0.
                 "store_data_equal_to_fill_value": True,
                 "fill_missing_data_reads": False,
             }
             with asking():
-                opened = ts.open(spec, context=self.context, open=True, assume_metadata=True)
+                context = self.database.context
+                opened = ts.open(spec, context=context, open=True, assume_metadata=True)
                 found = opened.result()
             self._open[part.key] = found
         return found
@@ -93,7 +89,7 @@ class ChunkStore:
     ) -> Future[Any]:
         """Adds a chunk to a transaction; `chunk` must stay unchanged until that is committed."""
         if self._is_raw(part, chunk.shape, entry):
-            store = self.database.with_transaction(transaction)
+            store = self.store.with_transaction(transaction)
             return store.write(_key(part, number), _bytes_of(chunk).tobytes())
         box = part.chunk_box(number).relative_to(part.box.start)
         target = self.array(entry, part).with_transaction(transaction)[box.slices]
@@ -173,7 +169,7 @@ class ChunkStore:
                 _bytes_of(out)[:] = np.frombuffer(result.value, np.uint8)
             else:
                 local = box.relative_to(part.box.start)
-                target = ts.array(_as_stored(out, entry.dtype), context=self.context)
+                target = ts.array(_as_stored(out, entry.dtype), context=self.database.context)
                 self.check_backed(entry, part)
                 self.values.check(part.key)
                 source = self.array(entry, part)[local.slices]
@@ -189,7 +185,7 @@ class ChunkStore:
 
     def unless_replaced(self, found: Exception) -> Exception:
         """See the function of this name."""
-        return unless_replaced(found, self.location, self.context)
+        return unless_replaced(found, self.database)
 
     def check_backed(self, entry: ArrayEntry, part: Part) -> None:
         """Checks that enough data is stored to justify memory for a chunk of the declared shape.
@@ -228,23 +224,23 @@ def _as_stored(chunk: Array, dtype: str) -> Array:
     return chunk if chunk.dtype == stored else chunk.view(stored)
 
 
-def unless_replaced(found: Exception, location: Location, context: ts.Context) -> Exception:
+def unless_replaced(found: Exception, database: Database) -> Exception:
     """The error of a reader, or CheckpointReplaced if the checkpoint was replaced or removed.
 
     Called after the error, because only then does an unchanged manifest prove that the data read
     belonged to this checkpoint.
     """
     # If the network failed, another request would fail too, after all its retries.
-    asks = CheckpointCorrupt if location.is_remote else CheckpointCorrupt | StorageError
+    asks = CheckpointCorrupt if database.location.is_remote else CheckpointCorrupt | StorageError
     if not isinstance(found, asks):
         return found
     try:
-        change = location.change(context)
+        change = database.change()
     except Failed as error:
-        return reading_failed(error, str(location))
+        return reading_failed(error, str(database))
     if not change:
         return found
     by = "another save" if change == "replaced" else "somebody"
     return CheckpointReplaced(
-        f"{location}: {by} {change} this checkpoint while it was being read; open it again"
+        f"{database}: {by} {change} this checkpoint while it was being read; open it again"
     )

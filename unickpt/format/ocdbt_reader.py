@@ -20,6 +20,7 @@ from unickpt.format.index import DIGESTS_KEY, INDEX_KEY, ArrayEntry, Index
 from unickpt.format.reader import ParallelMap, Reader
 from unickpt.frameworks.per_process import blob_key
 from unickpt.storage import contexts, errors, ocdbt
+from unickpt.storage.database import Database
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
 from unickpt.threads import in_batches
@@ -46,19 +47,19 @@ def open(location: Location) -> OcdbtReader | None:
     # Its own context has its own cache, so another save at this path does not affect it.
     context = contexts.context()
     try:
-        pinned = location.pinned(context)
+        pinned = Database(location, context).pinned()
     except Failed as error:
         raise errors.reading_failed(error, str(location)) from error
-    return None if pinned is None else open_pinned(pinned, context)
+    return None if pinned is None else open_pinned(pinned)
 
 
-def open_pinned(location: Location, context: ts.Context) -> OcdbtReader:
-    """As `open`, for a location with a pinned manifest; see `Location.pinned`."""
+def open_pinned(database: Database) -> OcdbtReader:
+    """As `open`, for a database with a pinned manifest; see `Database.pinned`."""
     try:
-        contents = location.values(context)
-        return OcdbtReader(location, context, _read_index(location, contents), contents)
+        contents = database.reader()
+        return OcdbtReader(database, _read_index(database.location, contents), contents)
     except UnickptError as error:
-        found = chunk_store.unless_replaced(error, location, context)
+        found = chunk_store.unless_replaced(error, database)
         if found is error:
             raise
         raise found from error
@@ -80,19 +81,16 @@ class OcdbtReader(Reader):
     """A committed checkpoint of unickpt's own format.
 
     Arguments:
-        location: its path, with a pinned manifest.
-        context: the TensorStore context of its database.
+        database: its database, pinned.
         index: its index.
         contents: the values of its database.
     """
 
     format = FORMAT
 
-    def __init__(
-        self, location: Location, context: ts.Context, index: Index, contents: ocdbt.DatabaseReader
-    ) -> None:
-        self.location, self.index = location, index
-        self._chunks = ChunkStore(location, context, index.codecs, contents)
+    def __init__(self, database: Database, index: Index, contents: ocdbt.DatabaseReader) -> None:
+        self.location, self.index = database.location, index
+        self._chunks = ChunkStore(database, index.codecs, contents)
 
     @property
     def version(self) -> str:  # type: ignore[override]  # read only when it is asked for
@@ -237,17 +235,17 @@ class OcdbtReader(Reader):
             except CheckpointCorrupt as error:
                 yield name, str(error)
         blobs = sum(len(entry.blobs) for entry in index.per_process.values())
-        told = len(expected) + index.chunks + blobs + len((INDEX_KEY, DIGESTS_KEY))
+        implied = len(expected) + index.chunks + blobs + len((INDEX_KEY, DIGESTS_KEY))
         found = self._count_keys()
-        if found != told:
+        if found != implied:
             # Counted, not listed: a few hostile nodes that share children can make any number of
             # keys.
-            yield "", f"the database has {found} keys, but the index implies {told}"
+            yield "", f"the database has {found} keys, but the index implies {implied}"
 
     def _count_keys(self) -> int:
         """The number of keys in the database according to its manifest; lists none."""
         try:
-            return self.location.database_facts(self._chunks.context).keys
+            return self._chunks.database.facts().keys
         except Failed as error:
             raise self._chunks.explained(error, str(self.location)) from error
 

@@ -32,18 +32,18 @@ def stage(
 
     made: list[Array] = []
 
-    def room() -> Array:
+    def make_buffer() -> Array:
         if not made:
             nbytes = box.size * dtype.itemsize
             made.append(take(nbytes)[:nbytes].view(dtype).reshape(box.shape))
         return made[0]
 
-    data = fragment.read(box, room)
+    data = fragment.read(box, make_buffer)
     if dtype == np.bool_:
         # A bool may be any byte in memory; only 0 and 1 are valid for every reader.
-        return np.not_equal(data.view(np.uint8), 0, out=room())
+        return np.not_equal(data.view(np.uint8), 0, out=make_buffer())
     if not copied and data.flags.c_contiguous and data.dtype == dtype:
         return data.reshape(box.shape)
-    if data is not room():
-        strided_copy.copy(room(), data)
-    return room()
+    if data is not make_buffer():
+        strided_copy.copy(make_buffer(), data)
+    return make_buffer()

@@ -254,7 +254,7 @@ def _adapter(data: Any) -> Adapter:
 
 
 def _shifted(read: Read, box: Box) -> Read:
-    return lambda wanted, room: read(wanted.relative_to(box.start), room)
+    return lambda wanted, make_buffer: read(wanted.relative_to(box.start), make_buffer)
 
 
 def _shifted_memory(memory: Memory, box: Box) -> Memory:

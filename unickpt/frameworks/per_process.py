@@ -184,6 +184,17 @@ def _bad_array(name: str, why: str) -> _Malformed:
     return _Malformed(f"array {quoted(name)} of a per-process value is malformed: {why}")
 
 
+def _plain_as_asked(template: Any, value: Any, name: str) -> Any:
+    if type(plain_values.plain(template)) is not type(value):
+        raise _Misfit(
+            f"{name!r}: stored {type(value).__name__}, asked for {type(template).__name__}"
+        )
+    try:
+        return plain_values.as_asked(value, template)
+    except ValueError as error:
+        raise _Misfit(f"{name!r}: {error}") from None
+
+
 def _into(template: Any, value: Any, prng: str | None, name: str, among: Sequence[Adapter]) -> Any:
     adapter = adapter_of(template, among)
     target = None if adapter is None else adapter.target(template)
@@ -191,20 +202,10 @@ def _into(template: Any, value: Any, prng: str | None, name: str, among: Sequenc
         number = plain_values.as_array(value, target.dtype)
         value = value if number is None else number
     elif target is None and isinstance(value, np.ndarray) and value.shape == ():
-        value = (
-            value.item()
-            if plain_values.is_kind(plain_values.plain(template), value.dtype)
-            else value
-        )
+        same_kind = plain_values.is_kind(plain_values.plain(template), value.dtype)
+        value = value.item() if same_kind else value
     if target is None or not isinstance(value, np.ndarray):
-        if type(plain_values.plain(template)) is not type(value):
-            raise _Misfit(
-                f"{name!r}: stored {type(value).__name__}, asked for {type(template).__name__}"
-            )
-        try:
-            return plain_values.as_asked(value, template)
-        except ValueError as error:
-            raise _Misfit(f"{name!r}: {error}") from None
+        return _plain_as_asked(template, value, name)
     stored = (value.shape, value.dtype, prng)
     if stored != (target.shape, target.dtype, target.prng):
         raise _Misfit(

@@ -19,9 +19,9 @@ from unickpt.rules.plan import Made, RulePlan
 
 _KEY = "conversion"
 
-Net = tuple[float, float]
+Affine = tuple[float, float]
 """`scale` and `offset` of elements that are `scale * x + offset` of their original values."""
-_AS_IT_WAS: Net = (1.0, 0.0)
+_IDENTITY: Affine = (1.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Provenance:
     """
 
     conventions: Mapping[str, str] = field(default_factory=dict)
-    arithmetic: Mapping[str, frozenset[Net]] = field(default_factory=dict)
+    arithmetic: Mapping[str, frozenset[Affine]] = field(default_factory=dict)
     sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @classmethod
@@ -52,9 +52,9 @@ class Provenance:
             return cls(
                 {str(k): str(v) for k, v in record.get("conventions", {}).items()},
                 {
-                    **{k: _nets([pair]) for k, pair in record.get("arithmetic", {}).items()},
+                    **{k: _affines([pair]) for k, pair in record.get("arithmetic", {}).items()},
                     **{
-                        name: _nets(pairs) | {_AS_IT_WAS}
+                        name: _affines(pairs) | {_IDENTITY}
                         for name, pairs in record.get("pieces", {}).items()
                     },
                 },
@@ -89,30 +89,34 @@ class Provenance:
             RuleError: arithmetic would be applied to an array a second time.
         """
         conventions = {**self.conventions, **{c.name: c.right for c in rules.conventions}}
-        arithmetic: dict[str, frozenset[Net]] = {}
+        arithmetic: dict[str, frozenset[Affine]] = {}
         sizes: dict[str, Mapping[str, int]] = {}
         for name, made in plan.made.items():
             if made.sizes:
                 sizes[name] = made.sizes
-            nets = {net for source in made.sources for net in self._nets_after(source, made, where)}
-            if nets - {_AS_IT_WAS}:
-                arithmetic[name] = frozenset(nets)
+            affines = {
+                affine
+                for source in made.sources
+                for affine in self._affines_after(source, made, where)
+            }
+            if affines - {_IDENTITY}:
+                arithmetic[name] = frozenset(affines)
         return Provenance(conventions, arithmetic, sizes)
 
-    def _nets_after(self, source: MappedSource, made: Made, where: str) -> Collection[Net]:
+    def _affines_after(self, source: MappedSource, made: Made, where: str) -> Collection[Affine]:
         """The total arithmetic of elements after a source's own.
 
         Raises:
             RuleError: this would apply arithmetic to them a second time.
         """
-        before = self.arithmetic.get(source.entry.name, frozenset([_AS_IT_WAS]))
+        before = self.arithmetic.get(source.entry.name, frozenset([_IDENTITY]))
         whole = math.prod(source.extents) == math.prod(source.entry.shape)
         if source.is_exact:  # for a part of an array, the piece is unknown
-            return before if whole or len(before) == 1 else [_AS_IT_WAS]
-        after = {_composed(source, net) for net in before}
-        if _AS_IT_WAS in after or before == {_AS_IT_WAS}:
-            return [_AS_IT_WAS] if _AS_IT_WAS in after else after
-        scale, offset = min(before - {_AS_IT_WAS})
+            return before if whole or len(before) == 1 else [_IDENTITY]
+        after = {_composed(source, affine) for affine in before}
+        if _IDENTITY in after or before == {_IDENTITY}:
+            return [_IDENTITY] if _IDENTITY in after else after
+        scale, offset = min(before - {_IDENTITY})
         raise RuleError(
             f"{where}: {source.entry.name!r} was converted already, to {scale:g} * x + {offset:g}; "
             f"these rules would apply arithmetic a second time\n  {made.rule}"
@@ -122,11 +126,13 @@ class Provenance:
         """The metadata with this record added."""
         record = {
             "conventions": dict(self.conventions),
-            "arithmetic": {n: list(*nets) for n, nets in self.arithmetic.items() if len(nets) == 1},
+            "arithmetic": {
+                n: list(*affines) for n, affines in self.arithmetic.items() if len(affines) == 1
+            },
             "pieces": {
-                name: sorted(map(list, nets - {_AS_IT_WAS}))
-                for name, nets in self.arithmetic.items()
-                if len(nets) > 1
+                name: sorted(map(list, affines - {_IDENTITY}))
+                for name, affines in self.arithmetic.items()
+                if len(affines) > 1
             },
             "sizes": {name: dict(sizes) for name, sizes in self.sizes.items()},
         }
@@ -138,15 +144,15 @@ class Provenance:
         return {**outer, **({RESERVED: inner} if inner else {})}
 
 
-def _nets(pairs: Iterable[Any]) -> frozenset[Net]:
+def _affines(pairs: Iterable[Any]) -> frozenset[Affine]:
     return frozenset((float(a), float(b)) for a, b in pairs)
 
 
-def _composed(source: MappedSource, net: Net) -> Net:
+def _composed(source: MappedSource, affine: Affine) -> Affine:
     """The total of earlier arithmetic and a source's arithmetic."""
-    found = source.scale * net[0], source.scale * net[1] + source.offset
+    found = source.scale * affine[0], source.scale * affine[1] + source.offset
     same = all(
         math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9)
-        for a, b in zip(found, _AS_IT_WAS, strict=True)
+        for a, b in zip(found, _IDENTITY, strict=True)
     )
-    return _AS_IT_WAS if same else found
+    return _IDENTITY if same else found

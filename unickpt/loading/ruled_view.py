@@ -22,7 +22,7 @@ from unickpt.loading.request import Request
 from unickpt.loading.views import as_array_entry, leaf_text, number_recipe, stored_leaf
 from unickpt.reading.chunk_reader import read_box, read_made
 from unickpt.reading.options import LoadOptions
-from unickpt.reading.recipes import Itself, Recipe
+from unickpt.reading.recipes import Recipe, Unchanged
 from unickpt.rules import Function, Rules
 from unickpt.rules.plan import Constant, Fact, Made, RulePlan, Same, Stored
 from unickpt.rules.planner import make_plan, offers
@@ -122,14 +122,14 @@ class RuledView:
             same = index.values.get(check.first) == index.values.get(check.other)
         else:
             first, other = (index.entry(n) for n in (check.first, check.other))
-            recipe = Recipe((Itself(first),))
+            recipe = Recipe((Unchanged(first),))
             if check.made is not None:
                 recipe = Recipe(check.made.sources)
                 same = False
             else:
                 one = first.name == other.name
                 same = one or same_digests(self.checkpoint, first, self.checkpoint, other)
-            both = recipe, Recipe((Itself(other),))
+            both = recipe, Recipe((Unchanged(other),))
             same = same or all(
                 _same_bits(*(read_made(self.checkpoint, other, r, box, options) for r in both))
                 for box in _pieces(other, options)
@@ -197,14 +197,14 @@ class _Function:
                 f"array {made.name!r}: the function made {list(found.shape)} for the box {box} of "
                 f"shape {list(box.shape)}\n  {made.rule}"
             )
-        due = dtypes.from_name(made.fact.dtype)
+        dtype = dtypes.from_name(made.fact.dtype)
         with np.errstate(all="ignore"):
-            cast = found.astype(due, copy=False)
+            cast = found.astype(dtype, copy=False)
             same = (cast == found) | ((cast != cast) & (found != found))
         if not same.all():
             raise LoadMismatch(
-                f"array {made.name!r}: the function made {found.dtype}, which {due} does not hold; "
-                f"convert it in the function, or write `as {found.dtype}` after the axes\n  "
+                f"array {made.name!r}: the function made {found.dtype}, which {dtype} does not "
+                f"hold; convert it in the function, or write `as {found.dtype}` after the axes\n  "
                 f"{made.rule}"
             )
         return cast

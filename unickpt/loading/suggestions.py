@@ -48,10 +48,10 @@ def causes(missing: Mapping[str, str], unexpected: Mapping[str, str]) -> list[Ca
         {n: x for n, x in of.items() if len(n) <= _MOST_NAME} for of in (missing, unexpected)
     )
     found: list[Cause] = []
-    for reduced, tell in ((_tokens, _tell_separators), (bare, _tell_wrappers)):
+    for reduced, text_of in ((_tokens, _separators_text), (bare, _wrappers_text)):
         pairs = tuple(_same_when(reduced, left, rest))
         if pairs:
-            found.append(Cause(tell(pairs), pairs))
+            found.append(Cause(text_of(pairs), pairs))
             _without(left, rest, pairs)
     while left and rest and len(found) < _MOST_CAUSES:
         best = _best_change(left, rest)
@@ -82,7 +82,7 @@ def _same_when(
             yield name, stored[reduced(name)]
 
 
-def _tell_separators(pairs: Sequence[tuple[str, str]]) -> str:
+def _separators_text(pairs: Sequence[tuple[str, str]]) -> str:
     return (
         f"names differ only in dots and slashes{_such_as(pairs)}. A slash separates the keys of "
         "nested containers, a dot is part of a key (as in state_dict()), %2F is a slash within a "
@@ -90,7 +90,7 @@ def _tell_separators(pairs: Sequence[tuple[str, str]]) -> str:
     )
 
 
-def _tell_wrappers(pairs: Sequence[tuple[str, str]]) -> str:
+def _wrappers_text(pairs: Sequence[tuple[str, str]]) -> str:
     return (
         f"names differ only in what a wrapper (DDP, torch.compile) adds{_such_as(pairs)}. Put the "
         "module itself into `like`, not its state_dict(): the wrappers' names are then removed"
@@ -112,7 +112,7 @@ def _best_change(left: Mapping[str, str], rest: Mapping[str, str]) -> Cause | No
     ranked = sorted(votes.items(), key=lambda vote: (-len(vote[1]), natural(vote[1][0][0])))
     for change, pairs in ranked:
         if len(pairs) > 1:
-            return Cause(_tell_change(change, pairs), tuple(pairs))
+            return Cause(_change_text(change, pairs), tuple(pairs))
     near = [(_ratio(*pairs[0]), pairs[0]) for change, pairs in ranked[:200] if _is_near(change)]
     likeliest = max(near, key=lambda pair: pair[0], default=(0.0, ("", "")))
     if likeliest[0] < _SIMILAR:
@@ -181,7 +181,7 @@ def _may_be_one(asked: str, stored: str) -> bool:
     return one == other
 
 
-def _tell_change(change: Change, pairs: Sequence[tuple[str, str]]) -> str:
+def _change_text(change: Change, pairs: Sequence[tuple[str, str]]) -> str:
     asked, stored = (_shown(part, name) for part, name in zip(change, pairs[0], strict=True))
     if not change[0]:
         what = f"stored under {stored!r}, but asked for without it"

@@ -16,7 +16,7 @@ from unickpt.format.reader import Reader
 from unickpt.frameworks.leaves import PerProcess
 from unickpt.frameworks.protocol import ArrayTarget
 from unickpt.reading.read_plan import Job
-from unickpt.reading.recipes import Fill, Itself, Recipe, whole_dims
+from unickpt.reading.recipes import Fill, Recipe, Unchanged, whole_dims
 from unickpt.rules.plan import Fact, Made
 from unickpt.trees import plain_values, tree
 from unickpt.trees.wrapper_names import without_wrappers
@@ -132,7 +132,7 @@ class StoredView:
     def recipe(self, name: str) -> Recipe:
         if name in self.numbers:
             return number_recipe(self.numbers[name])
-        return Recipe((Itself(self.index.arrays[name]),))
+        return Recipe((Unchanged(self.index.arrays[name]),))
 
     def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[bytes, ...]:
         return self.checkpoint.per_process(self.renamed.get(name, name), of)
@@ -157,17 +157,21 @@ def as_array_entry(
         return None
     dtype = dtypes.from_name(dtype_text or target)
     if made is not None and dtype_text:
-        array = np.asarray(value).astype(dtype)
-        if type(value) is not float and array.item() != value:
-            raise LoadMismatch(
-                f"value {made.carried!r}: {dtypes.name_of(dtype)} does not hold {value} exactly\n"
-                f"  {made.rule}"
-            )
+        _check_held(made, value, dtype)
     elif plain_values.as_array(value, dtype) is None:
         if not (isinstance(value, float) and plain_values.is_kind(value, dtype)):
             return None
         dtype = np.dtype(np.float64)
     return ArrayEntry(name, (), dtypes.name_of(dtype), (), Layout.replicated(0, 1))
+
+
+def _check_held(made: Made, value: float, dtype: dtypes.DType) -> None:
+    """Makes sure that the dtype that a rule gives to a number holds it."""
+    if type(value) is not float and np.asarray(value).astype(dtype).item() != value:
+        raise LoadMismatch(
+            f"value {made.carried!r}: {dtypes.name_of(dtype)} does not hold {value} exactly\n"
+            f"  {made.rule}"
+        )
 
 
 def number_recipe(value: Any) -> Recipe:
@@ -226,18 +230,18 @@ def jobs_of(
     at: dict[str, int] = {}  # which job reads a stored array
     for name, targets in targets_by_array.items():
         recipe = view.recipe(name)
-        used = {feed.entry.name for feed in recipe.sources}
+        used = {source.entry.name for source in recipe.sources}
         joined = sorted({at[entry] for entry in used if entry in at})
         if not joined:
             joined = [len(jobs)]
             jobs.append({})
-        home, *others = joined
+        first, *others = joined
         for other in others:
-            jobs[home] |= jobs[other]
+            jobs[first] |= jobs[other]
             jobs[other] = {}
-            at.update({entry: home for entry, job in at.items() if job == other})
-        at.update(dict.fromkeys(used, home))
-        jobs[home] |= dict.fromkeys(targets, recipe)
+            at.update({entry: first for entry, job in at.items() if job == other})
+        at.update(dict.fromkeys(used, first))
+        jobs[first] |= dict.fromkeys(targets, recipe)
     all_targets = {
         name: target for targets in targets_by_array.values() for name, target in targets.items()
     }

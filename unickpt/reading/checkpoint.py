@@ -11,7 +11,8 @@ from unickpt.format.reader import Reader
 from unickpt.quoting import shortened
 from unickpt.reading.listing import checkpoints_below
 from unickpt.reading.stored_array import StoredArray
-from unickpt.storage import locations, paths
+from unickpt.storage import paths
+from unickpt.storage.locations import Location
 from unickpt.trees import plain_values
 
 T = TypeVar("T")
@@ -86,14 +87,14 @@ def again(work: Callable[[], T], times: int = _READINGS) -> T:
     raise replaced
 
 
-def _open(location: locations.Location, hints: Hints) -> Checkpoint:
+def _open(location: Location, hints: Hints) -> Checkpoint:
     reader = registry.open_reader(location, hints)
     if reader is None:
         raise CheckpointNotFound(_nothing_at(location))
     return Checkpoint(reader, hints)
 
 
-def _nothing_at(location: locations.Location) -> str:
+def _nothing_at(location: Location) -> str:
     """Why nothing can be opened here, and which path may have been meant."""
     said = f"no checkpoint at {location}"
     try:

@@ -16,8 +16,16 @@ from unickpt.arrays.host_memory import Scratch
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
 from unickpt.reading.options import LoadOptions
-from unickpt.reading.read_plan import ChunkRead, Job, buffers_of, fill, reads_of, slots_of, users_of
-from unickpt.reading.recipes import Copy, Itself, Recipe
+from unickpt.reading.read_plan import (
+    ChunkRead,
+    Job,
+    buffers_of,
+    consumers_of,
+    fill,
+    reads_of,
+    slots_of,
+)
+from unickpt.reading.recipes import Copy, Recipe, Unchanged
 from unickpt.reading.targets import NewTarget
 from unickpt.threads import Pool, Window, step_back
 
@@ -74,7 +82,9 @@ def _start(
     buffers = buffers_of(stored, job)
     slots = slots_of(job)
     fill(slots, buffers, verify)
-    pending = {reader.submit(read) for read in reads_of(stored, users_of(slots, buffers), verify)}
+    pending = {
+        reader.submit(read) for read in reads_of(stored, consumers_of(slots, buffers), verify)
+    }
 
     def finish() -> None:
         for task in pending:
@@ -155,10 +165,10 @@ class ChunkReader:
 def _direct(read: ChunkRead) -> Array | None:
     """The destination into which a chunk can be read directly: contiguous, of its dtype, the only
     one."""
-    copy, out, feed = read.pieces[0]
+    copy, out, source = read.pieces[0]
     if len(read.pieces) > 1 or out.size != read.box.size or not out.flags.c_contiguous:
         return None
-    if not feed.is_exact or out.dtype != dtypes.from_name(read.entry.dtype):
+    if not source.is_exact or out.dtype != dtypes.from_name(read.entry.dtype):
         return None
     return out.reshape(read.box.shape) if _in_order(copy, read.box.shape) else None
 
@@ -178,7 +188,7 @@ def _in_order(copy: Copy, shape: tuple[int, ...]) -> bool:
 
 def read_box(stored: Reader, entry: ArrayEntry, box: Box, *, verify: bool) -> Array:
     """A box of a stored array as a new NumPy array."""
-    return read_made(stored, entry, Recipe((Itself(entry),)), box, LoadOptions(verify=verify))
+    return read_made(stored, entry, Recipe((Unchanged(entry),)), box, LoadOptions(verify=verify))
 
 
 def read_made(

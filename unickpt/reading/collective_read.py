@@ -1,4 +1,4 @@
-"""Exchange: the processes of a job read each chunk once in total, and send it to each other.
+"""Collective reading: the processes of a job read each chunk once, and send it to each other.
 
 Every process sends the others the boxes of stored arrays that it needs. All then compute the same
 schedule: who reads which chunk, and where its boxes go. (ByteCheckpoint,
@@ -38,17 +38,17 @@ from unickpt.reading.chunk_reader import ChunkReader, read_arrays
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.read_plan import (
     ChunkRead,
+    Consumer,
     Job,
-    User,
     buffers_of,
     by_chunk,
+    consumers_of,
     fill,
     slots_of,
-    users_of,
 )
-from unickpt.reading.recipes import Itself
+from unickpt.reading.recipes import Unchanged
 
-_ALIGN = 16  # bytes, also of a parcel's head, whose first byte is the status
+_ALIGN = 16  # bytes, also of a message's header, whose first byte is the status
 _IN_FLIGHT = 4  # buffers in the budget: for two rounds, what is sent and what is received
 
 # A caller may recover from these with a new or older checkpoint or a copy; then all must.
@@ -158,17 +158,17 @@ class _Filling:
         job: the job.
         left: the number of chunks that it still needs.
         buffers: memory of its targets; None before its first chunk is read.
-        users: the buffers that need each chunk of its stored arrays, by name and row.
+        consumers: the buffers that need each chunk of its stored arrays, by name and row.
     """
 
     job: Job
     left: int = 0
     buffers: dict[str, list[Array]] | None = None
-    users: dict[tuple[str, int], list[User]] = field(default_factory=dict)
+    consumers: dict[tuple[str, int], list[Consumer]] = field(default_factory=dict)
 
 
 class _Item(NamedTuple):
-    """A box of a chunk that is sent, and its place in the parcel of a process."""
+    """A box of a chunk that is sent, and its place in the message of a process."""
 
     chunk: _Chunk
     box: Box
@@ -176,8 +176,8 @@ class _Item(NamedTuple):
     offset: int
 
 
-class _Parcels:
-    """What a process sends to or receives from each process in a round: a head, then boxes."""
+class _Messages:
+    """What a process sends to or receives from each process in a round: a header, then boxes."""
 
     def __init__(self, count: int) -> None:
         self.sizes = [_ALIGN] * count
@@ -191,14 +191,14 @@ class _Parcels:
         return item
 
     @cached_property
-    def heads(self) -> list[int]:
-        """Where each parcel begins, after everything was added."""
+    def starts(self) -> list[int]:
+        """Where each message begins, after everything was added."""
         return [0, *accumulate(self.sizes)][:-1]
 
     def view(self, data: Array, item: _Item) -> Array:
-        """A box in the bytes of all parcels."""
+        """A box in the bytes of all messages."""
         dtype = dtypes.from_name(item.chunk.entry.dtype)
-        begin = self.heads[item.process] + item.offset
+        begin = self.starts[item.process] + item.offset
         bits = data[begin : begin + item.box.size * dtype.itemsize]
         return bits.view(dtype).reshape(item.box.shape)
 
@@ -208,8 +208,8 @@ class _Round:
     """A batch of chunks in progress."""
 
     chunks: Sequence[_Chunk]
-    sent: _Parcels
-    received: _Parcels
+    sent: _Messages
+    received: _Messages
     outbox: Array
     tasks: set[Any] = field(default_factory=set)
 
@@ -223,14 +223,14 @@ class _Exchange:
 
     def __init__(self, group: Group, options: LoadOptions) -> None:
         self._group, self._options = group, options
-        self._has_told = False
+        self._has_reported = False
         self._error: Exception | None = None
 
     def fail(self, error: Exception) -> None:
         """Tells the others, if they still wait for what this process needs."""
-        if not self._has_told:
+        if not self._has_reported:
             self._error = error
-            self._tell({}, "")
+            self._exchange_wants({}, "")
 
     def read(self, stored: Reader, jobs: Sequence[Job]) -> dict[str, Any]:
         """As `read_arrays`, by all processes together.
@@ -240,7 +240,9 @@ class _Exchange:
         """
         fillings = [_Filling(job) for job in jobs]
         self._filling = {entry.name: f for f in fillings for entry in f.job.entries}
-        wants = self._tell(_wants_of(jobs), f"{stored.index.attempt} {stored.index.created}")
+        wants = self._exchange_wants(
+            _wants_of(jobs), f"{stored.index.attempt} {stored.index.created}"
+        )
         budget = max(1, self._options.budget_bytes // _IN_FLIGHT)
         rounds = list(schedule(list(stored.index.arrays.values()), wants, budget))
         for chunk in (chunk for chunks in rounds for chunk in chunks):
@@ -256,12 +258,12 @@ class _Exchange:
                 if under_way is not None:
                     self._end(under_way, done)
                 under_way = begun
-            self._settle()
+            self._gather_reports()
         finally:
             self._reader.close()
         return done
 
-    def _tell(self, mine: Wants, opened: str) -> list[Wants]:
+    def _exchange_wants(self, mine: Wants, opened: str) -> list[Wants]:
         """What each process needs; raises if one has already failed.
 
         Arguments:
@@ -271,17 +273,17 @@ class _Exchange:
         Raises:
             CheckpointReplaced: in all processes, if they opened different checkpoints.
         """
-        self._has_told = True
+        self._has_reported = True
         boxes = {name: [[b.start, b.stop] for b in of_name] for name, of_name in mine.items()}
-        told = self._settle([boxes, opened])
-        if len({of for _, of in told}) > 1:
+        reports = self._gather_reports([boxes, opened])
+        if len({of for _, of in reports}) > 1:
             raise CheckpointReplaced(
                 "the processes opened different checkpoints, because a save replaced the one at "
                 "this path; load again"
             )
         return [
             {name: [Box(tuple(a), tuple(b)) for a, b in of] for name, of in theirs.items()}
-            for theirs, _ in told
+            for theirs, _ in reports
         ]
 
     # --- a round --------------------------------------------------------------------------------
@@ -289,7 +291,7 @@ class _Exchange:
     def _begin(self, chunks: Sequence[_Chunk]) -> _Round:
         """Begins to read this process's chunks of a round."""
         me, count = self._group.index, self._group.count
-        sent, received = _Parcels(count), _Parcels(count)
+        sent, received = _Messages(count), _Messages(count)
         own: list[tuple[_Chunk, list[_Item]]] = []
         for chunk in chunks:
             if chunk.owner == me:
@@ -304,13 +306,15 @@ class _Exchange:
 
     def _read(self, begun: _Round, own: Sequence[tuple[_Chunk, Sequence[_Item]]]) -> None:
         for chunk, items in own:
-            pieces = [piece for user in self._users(chunk) for piece in user.pieces(chunk.box)]
+            pieces = [
+                piece for consumer in self._consumers(chunk) for piece in consumer.pieces(chunk.box)
+            ]
             for item in items:
-                feed = Itself(chunk.entry)
-                needed = feed.within(item.box)
+                source = Unchanged(chunk.entry)
+                needed = source.within(item.box)
                 assert needed is not None, "nobody needs an empty box"
                 memory = begun.sent.view(begun.outbox, item)
-                pieces += User(needed, memory, feed).pieces(chunk.box)
+                pieces += Consumer(needed, memory, source).pieces(chunk.box)
             if pieces:
                 verify = self._options.verify
                 table = self._stored.digests_of(chunk.entry.name) if verify else None
@@ -322,22 +326,22 @@ class _Exchange:
         """Sends what this process read, receives what the others read, and places it."""
         for task in begun.tasks:
             self._try(self._reader.wait, task)
-        begun.outbox[begun.sent.heads] = self._error is not None
+        begun.outbox[begun.sent.starts] = self._error is not None
         inbox = _exchange(self._group, begun.outbox, begun.sent.sizes, begun.received.sizes)
-        if self._error is not None or inbox[begun.received.heads].any():
-            self._settle()
+        if self._error is not None or inbox[begun.received.starts].any():
+            self._gather_reports()
         self._try(self._place, begun, inbox, done)
 
     def _place(self, begun: _Round, inbox: Array, done: dict[str, Any]) -> None:
-        def place(received: tuple[_Item, Sequence[User]]) -> None:
-            item, users = received
+        def place(received: tuple[_Item, Sequence[Consumer]]) -> None:
+            item, consumers = received
             data = begun.received.view(inbox, item)
-            for user in users:
-                for piece in user.pieces(item.box):
+            for consumer in consumers:
+                for piece in consumer.pieces(item.box):
                     piece.place(data)
 
         items = begun.received.items
-        self._reader.work(place, [(item, self._users(item.chunk)) for item in items])
+        self._reader.work(place, [(item, self._consumers(item.chunk)) for item in items])
         for chunk in begun.chunks:
             if self._group.index in chunk.wanted:
                 filling = self._filling[chunk.entry.name]
@@ -355,20 +359,20 @@ class _Exchange:
             filling.buffers = buffers_of(self._stored, filling.job)
             slots = slots_of(filling.job)
             fill(slots, filling.buffers, self._options.verify)
-            for name, (entry, users) in users_of(slots, filling.buffers).items():
+            for name, (entry, consumers) in consumers_of(slots, filling.buffers).items():
                 for first, part in chunk_grid.numbered_parts(entry):
-                    for number, by in by_chunk(part, users).items():
-                        filling.users[name, first + number] = by
+                    for number, by in by_chunk(part, consumers).items():
+                        filling.consumers[name, first + number] = by
 
-    def _users(self, chunk: _Chunk) -> Sequence[User]:
+    def _consumers(self, chunk: _Chunk) -> Sequence[Consumer]:
         filling = self._filling[chunk.entry.name]
         self._open(filling)
-        return filling.users[chunk.entry.name, chunk.row]
+        return filling.consumers[chunk.entry.name, chunk.row]
 
     def _finish(self, fillings: Sequence[_Filling], done: dict[str, Any]) -> None:
         for filling in fillings:
             self._open(filling)
-            buffers, filling.buffers, filling.users = filling.buffers, {}, {}
+            buffers, filling.buffers, filling.consumers = filling.buffers, {}, {}
             assert buffers is not None, "it was opened"
             for name, target in filling.job.targets.items():
                 done[name] = target.finish(buffers.pop(name))
@@ -376,21 +380,21 @@ class _Exchange:
     # --- errors ---------------------------------------------------------------------------------
 
     def _try(self, work: Callable[..., object], *arguments: Any) -> None:
-        """Calls `work`, and keeps the first error for `_settle`."""
+        """Calls `work`, and keeps the first error for `_gather_reports`."""
         if self._error is None:
             try:
                 work(*arguments)
             except Exception as error:
                 self._error = error
 
-    def _settle(self, told: Any = None) -> list[Any]:
+    def _gather_reports(self, report: Any = None) -> list[Any]:
         """What every process reports; if any failed, raises the error of the first one.
 
         Called by all processes at the same point.
         """
         error = self._error
         failed = None if error is None else [type(error).__name__, str(error)]
-        every = [json.loads(x) for x in _gather(self._group, json.dumps([failed, told]).encode())]
+        every = [json.loads(x) for x in _gather(self._group, json.dumps([failed, report]).encode())]
         for process, (failure, _) in enumerate(every):
             if failure is None:
                 continue
@@ -406,10 +410,10 @@ def _wants_of(jobs: Sequence[Job]) -> Wants:
     wants: dict[str, dict[Box, None]] = {}
     for job in jobs:
         for slot in slots_of(job):
-            for feed in slot.recipe.sources:
-                needed = feed.within(slot.box)
+            for source in slot.recipe.sources:
+                needed = source.within(slot.box)
                 boxes = () if needed is None else needed.boxes
-                wants.setdefault(feed.entry.name, {}).update(dict.fromkeys(boxes))
+                wants.setdefault(source.entry.name, {}).update(dict.fromkeys(boxes))
     return {name: list(boxes) for name, boxes in wants.items() if boxes}
 
 

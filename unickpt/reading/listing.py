@@ -9,6 +9,7 @@ from unickpt.errors import CheckpointNotFound
 from unickpt.storage import contexts, errors, paths
 from unickpt.storage.errors import Failed, MissingFolder
 from unickpt.storage.locations import Location
+from unickpt.storage.ocdbt import MANIFEST
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def checkpoints_below(root: paths.Path) -> list[Listed]:
     """
     location = paths.resolve(root, whole=True)
     try:
-        names = location.folders_with_database(contexts.context())
+        names = location.folders_with(MANIFEST, contexts.context())
     except MissingFolder:
         raise CheckpointNotFound(f"no directory at {location}") from None
     except Failed as error:

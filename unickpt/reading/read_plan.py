@@ -42,7 +42,7 @@ class Job:
     @property
     def entries(self) -> list[ArrayEntry]:
         """The stored arrays that are read."""
-        used = (feed.entry for recipe in self.recipes.values() for feed in recipe.sources)
+        used = (source.entry for recipe in self.recipes.values() for source in recipe.sources)
         return list({entry.name: entry for entry in used}.values())
 
 
@@ -55,18 +55,18 @@ class TargetBox(NamedTuple):
     recipe: Recipe
 
 
-class User(NamedTuple):
-    """A buffer, and what it needs from a stored array."""
+class Consumer(NamedTuple):
+    """A buffer that takes elements from a stored array, and what it needs of it."""
 
     needed: Needed
     buffer: Array
-    feed: Source
+    source: Source
 
     def pieces(self, box: Box) -> Iterator[Piece]:
         """What it needs from a box of the stored array."""
         for copy in self.needed.copies(box):
             out = strided_copy.view(self.buffer, copy.out, copy.out_steps, copy.shape)
-            yield Piece(copy, out, self.feed)
+            yield Piece(copy, out, self.source)
 
 
 class Piece(NamedTuple):
@@ -74,15 +74,15 @@ class Piece(NamedTuple):
 
     copy: Copy
     out: Array
-    feed: Source
+    source: Source
 
-    def place(self, source: Array) -> None:
+    def place(self, data: Array) -> None:
         """Copies the elements of the box to the destination."""
         copy = self.copy
         place(
-            strided_copy.view(source, copy.source, copy.source_steps, copy.shape),
+            strided_copy.view(data, copy.source, copy.source_steps, copy.shape),
             self.out,
-            self.feed,
+            self.source,
         )
 
 
@@ -147,40 +147,40 @@ def fill(slots: Sequence[TargetBox], buffers: Mapping[str, Sequence[Array]], ver
             put(found, buffer, f"{recipe.function.name!r}: made as {found.dtype}")
 
 
-def users_of(
+def consumers_of(
     slots: Sequence[TargetBox], buffers: Mapping[str, Sequence[Array]]
-) -> dict[str, tuple[ArrayEntry, list[User]]]:
-    """The users of each stored array, by its name."""
-    users: dict[str, tuple[ArrayEntry, list[User]]] = {}
+) -> dict[str, tuple[ArrayEntry, list[Consumer]]]:
+    """The consumers of each stored array, by its name."""
+    consumers: dict[str, tuple[ArrayEntry, list[Consumer]]] = {}
     for name, position, box, recipe in slots:
-        for feed in recipe.sources:
-            needed = feed.within(box)
+        for source in recipe.sources:
+            needed = source.within(box)
             if needed is not None:
-                of_entry = users.setdefault(feed.entry.name, (feed.entry, []))[1]
-                of_entry.append(User(needed, buffers[name][position], feed))
-    return users
+                of_entry = consumers.setdefault(source.entry.name, (source.entry, []))[1]
+                of_entry.append(Consumer(needed, buffers[name][position], source))
+    return consumers
 
 
 def reads_of(
-    stored: Reader, users: Mapping[str, tuple[ArrayEntry, list[User]]], verify: bool
+    stored: Reader, consumers: Mapping[str, tuple[ArrayEntry, list[Consumer]]], verify: bool
 ) -> Iterator[ChunkRead]:
-    for name, (entry, of_entry) in users.items():
+    for name, (entry, of_entry) in consumers.items():
         table = stored.digests_of(name) if verify else None
         for first, part in chunk_grid.numbered_parts(entry):
             for number, by in sorted(by_chunk(part, of_entry).items()):
                 chunk = part.chunk_box(number)
-                pieces = [piece for user in by for piece in user.pieces(chunk)]
+                pieces = [piece for consumer in by for piece in consumer.pieces(chunk)]
                 if pieces:
                     row = None if table is None else table[first + number]
                     yield ChunkRead(entry, part, number, chunk, row, pieces)
 
 
-def by_chunk(part: Part, users: Iterable[User]) -> dict[int, list[User]]:
-    """The users of each chunk of a part."""
-    found: dict[int, list[User]] = {}
-    for user in users:
-        for number in _chunks_of(part, user.needed.boxes):
-            found.setdefault(number, []).append(user)
+def by_chunk(part: Part, consumers: Iterable[Consumer]) -> dict[int, list[Consumer]]:
+    """The consumers of each chunk of a part."""
+    found: dict[int, list[Consumer]] = {}
+    for consumer in consumers:
+        for number in _chunks_of(part, consumer.needed.boxes):
+            found.setdefault(number, []).append(consumer)
     return found
 
 

@@ -104,9 +104,9 @@ class MappedSource:
         ranges = pull(self.out, box.start, box.stop, tuple((0, n) for n in self.extents))
         return _Pulled(self, box, ranges) if ranges else None
 
-    def reach(self, ranges: Ranges) -> Box:
+    def bounds(self, ranges: Ranges) -> Box:
         """A box of the stored array that contains everything that the ranges of the axes need."""
-        found = [line.reach(ranges) for line in self._source_indices]
+        found = [line.bounds(ranges) for line in self._source_indices]
         return Box(tuple(a for a, _ in found), tuple(b for _, b in found))
 
     def held(self, chunk: Box) -> list[Ranges]:
@@ -131,7 +131,7 @@ class _Pulled:
 
     def __init__(self, source: MappedSource, box: Box, ranges: Sequence[Ranges]) -> None:
         self._source, self._box, self._ranges = source, box, ranges
-        self.boxes: Sequence[Box] = [source.reach(r) for r in ranges]
+        self.boxes: Sequence[Box] = [source.bounds(r) for r in ranges]
 
     def copies(self, chunk: Box) -> Iterator[Copy]:
         for ours in self._source.held(chunk):
@@ -143,7 +143,7 @@ class _Pulled:
                     yield self._source.copy(common, self._box, chunk)
 
 
-class Itself:
+class Unchanged:
     """An array as it is stored: a faster source for loads without rules."""
 
     __slots__ = ("entry",)

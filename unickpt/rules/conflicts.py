@@ -151,17 +151,19 @@ def leave_to_others(
         if have:
             taken.update(have)
             made.update(want)
-    misfits = _misfits_by_name(found, both_known)
+    misfits, hiding = _misfits_by_name(found, both_known), dict[Instance, None]()
     for instance in valid:
         rule = instance.rule
         if not rule.default:
             continue
         left, right = set(names_of(instance, rule.left)), set(names_of(instance, rule.right))
         hidden = next((misfits[name] for name in left | right if name in misfits), None)
-        if hidden is not None and _TO_DEFAULT not in str(hidden.why_not):
-            hidden.why_not = f"{hidden.why_not}{_TO_DEFAULT}"
+        if hidden is not None:
+            hiding[hidden] = None
         if hidden is not None or left & taken or right & made:
             instance.why_not = "another rule applies to it"
+    for instance in hiding:
+        instance.why_not = f"{instance.why_not}{_TO_DEFAULT}"
 
 
 def _claimed(valid: Iterable[Instance], first_only: bool) -> tuple[set[str], set[str]]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 
-from unickpt.rules.ast import Nothing
+from unickpt.rules.ast import Nothing, Position
 from unickpt.rules.matching import Instance, Names, instances
 from unickpt.rules.name_patterns import Pattern
 from unickpt.rules.optimizer_slots import Shared
@@ -23,12 +23,33 @@ _OPTIONAL = "if that is intended, begin it with `optional`"
 _LIKELY, _POSSIBLE = 0.8, 0.5  # how similar a name must be, alone and where the shape agrees
 
 
-def message(where: str, problems: Sequence[str]) -> str:
+Facts = Mapping[str, Fact]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that is wrong.
+
+    Arguments:
+        text: what it is, in one or more lines.
+        rule: the rule at fault, if it is one.
+    """
+
+    text: str
+    rule: Rule | None = None
+
+
+def fault(rule: Rule, why: object, caret: str = "") -> Problem:
+    """A problem of one rule, as text: the rule, a line with a caret below it, and what is wrong."""
+    return Problem(f"{rule}{caret}\n    {why}", rule)
+
+
+def message(where: str, problems: Sequence[Problem]) -> str:
     """All problems as one text, of which the first ones are shown."""
     count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
     lines = [f"{where}: the rules do not fit: {count}"]
     for shown, problem in enumerate(problems):
-        text = f"  {problem}".split("\n")
+        text = f"  {problem.text}".split("\n")
         if shown and len(lines) + len(text) > _MOST_LINES:
             return "\n".join([*lines, f"  ... and {len(problems) - shown} more"])
         lines += text
@@ -36,13 +57,13 @@ def message(where: str, problems: Sequence[str]) -> str:
 
 
 def left_over(
-    unused: Mapping[str, Fact],
-    unmade: Mapping[str, Fact],
+    unused: Facts,
+    unmade: Facts,
     made: Mapping[str, Made],
-    asked: Mapping[str, Fact],
+    asked: Facts,
     found: Sequence[Instance],
     shared: Sequence[Shared],
-) -> list[str]:
+) -> list[Problem]:
     """All that is neither used nor made, and why; the likeliest cause first.
 
     Arguments:
@@ -55,41 +76,60 @@ def left_over(
     """
     ties = dict(_ties(unmade, made, asked))
     misfits, explained = _misfits({**unused, **unmade}, ties.keys(), found, shared)
-    problems = [*ties.values(), *misfits]
     explained |= ties.keys()
-    dropped = False
-    for facts, others, state in (
-        (unused, unmade, "is stored, and no rule takes it"),
-        (unmade, unused, "is asked for, and no rule makes it"),
-    ):
-        for at, (name, like, fact) in enumerate(_alike(facts, explained)):
-            near = _nearest(name, fact, others) if at < _MOST_LINES else None
-            hint = ""
-            if near is not None:
-                hint = _missing_rule(*((name, near) if facts is unused else (near, name)))
-            if facts is unused and not near and not dropped:
-                hint, dropped = f"\n    if it is to be left out: {name} <-> drop", True
-            problems.append(f"{name!r} ({fact}){like} {state}{hint}")
+    texts = [
+        *_without_use(unused, unmade, explained),
+        *_without_maker(unmade, unused, explained),
+        *_odd_names(unused, unmade),
+    ]
+    return [*map(Problem, ties.values()), *misfits, *map(Problem, texts)]
+
+
+def _without_use(unused: Facts, unmade: Facts, explained: Set[str]) -> Iterator[str]:
+    """What is stored and not used; the first one without a counterpart says how to leave it out."""
+    said = False
+    for name, text, near in _unexplained(unused, unmade, explained):
+        hint = "" if near is None else _missing_rule(name, near)
+        if near is None and not said:
+            hint, said = f"\n    if it is to be left out: {name} <-> drop", True
+        yield f"{text} is stored, and no rule takes it{hint}"
+
+
+def _without_maker(unmade: Facts, unused: Facts, explained: Set[str]) -> Iterator[str]:
+    """What is asked for and not made."""
+    for name, text, near in _unexplained(unmade, unused, explained):
+        hint = "" if near is None else _missing_rule(near, name)
+        yield f"{text} is asked for, and no rule makes it{hint}"
+
+
+def _unexplained(
+    facts: Facts, others: Facts, explained: Set[str]
+) -> Iterator[tuple[str, str, str | None]]:
+    """What only one side has: a name, it and those like it as text, and its likely counterpart."""
+    for at, (name, like, fact) in enumerate(_alike(facts, explained)):
+        near = _nearest(name, fact, others) if at < _MOST_LINES else None
+        yield name, f"{name!r} ({fact}){like}", near
+
+
+def _odd_names(unused: Facts, unmade: Facts) -> Iterator[str]:
+    """Names that rules cannot map as they are."""
     if any("%2F" in name for name in unused):
-        problems.append(
+        yield (
             "%2F in a name is a `/` within a key, as in a flat tree; save a nested tree, or write "
             "%2F in the rules"
         )
     if any(_NUMBERED.search(name) for name in unmade):
-        problems.append(
+        yield (
             "a torch optimizer stores its state under numbers, which rules cannot map: pass it "
             "as unickpt.adapters.torch.NamedOptimizer(optimizer, module)"
         )
-    return problems
 
 
 def _missing_rule(stored: str, asked: str) -> str:
     return f"\n    perhaps a rule is missing: from {stored!r} to {asked!r}"
 
 
-def _ties(
-    unmade: Mapping[str, Fact], made: Mapping[str, Made], asked: Mapping[str, Fact]
-) -> Iterator[tuple[str, str]]:
+def _ties(unmade: Facts, made: Mapping[str, Made], asked: Facts) -> Iterator[tuple[str, str]]:
     """What is asked for and probably tied to what is made: no other array has this shape."""
     like: dict[Fact, list[str]] = {}
     for name, fact in asked.items():
@@ -115,11 +155,11 @@ def _tie(name: str, fact: Fact, tied: str, rule: str) -> str:
 
 
 def misfits(
-    unused: Mapping[str, Fact],
-    unmade: Mapping[str, Fact],
+    unused: Facts,
+    unmade: Facts,
     found: Sequence[Instance],
     shared: Sequence[Shared],
-) -> list[str]:
+) -> list[Problem]:
     """The rules that do not fit what is on both sides; what only one side has is no problem.
 
     Arguments: as for `left_over`.
@@ -128,16 +168,12 @@ def misfits(
     return _misfits({**unused, **unmade}, set(), both, shared)[0]
 
 
-def misshapen(
-    found: Sequence[Instance], unused: Mapping[str, Fact], unmade: Mapping[str, Fact]
-) -> list[Instance]:
+def misshapen(found: Sequence[Instance], unused: Facts, unmade: Facts) -> list[Instance]:
     """The families that are asked for in another shape than what is stored gives."""
     return [i for i in found if i.misshapen and _is_left_over(i, unused, unmade)]
 
 
-def _is_left_over(
-    instance: Instance, unused: Mapping[str, Fact], unmade: Mapping[str, Fact]
-) -> bool:
+def _is_left_over(instance: Instance, unused: Facts, unmade: Facts) -> bool:
     """Whether a rule does not apply here, and no other one does on either side."""
     return (
         instance.why_not is not None
@@ -146,7 +182,7 @@ def _is_left_over(
     )
 
 
-def _nearest(name: str, fact: Fact, among: Mapping[str, Fact]) -> str | None:
+def _nearest(name: str, fact: Fact, among: Facts) -> str | None:
     """The likeliest counterpart of a name: one of its kind, with as many elements if there is."""
     of_kind = {n: f for n, f in among.items() if f.kind == fact.kind}
     same = [n for n, f in of_kind.items() if sorted(f.shape) == sorted(fact.shape)]
@@ -160,7 +196,7 @@ def _similar(name: str, among: Iterable[str], least: float) -> str | None:
     return near[0] if near else None
 
 
-def _respelled(name: str, among: Mapping[str, Fact]) -> tuple[str | None, str]:
+def _respelled(name: str, among: Facts) -> tuple[str | None, str]:
     """The name that was probably meant by one that does not exist, and what to say of it."""
     dotted = name.replace("/", ".")
     for other in among:
@@ -171,11 +207,8 @@ def _respelled(name: str, among: Mapping[str, Fact]) -> tuple[str | None, str]:
 
 
 def _misfits(
-    rest: Mapping[str, Fact],
-    tied: Set[str],
-    found: Sequence[Instance],
-    shared: Sequence[Shared],
-) -> tuple[list[str], set[str]]:
+    rest: Facts, tied: Set[str], found: Sequence[Instance], shared: Sequence[Shared]
+) -> tuple[list[Problem], set[str]]:
     """The rules that match what is left over, but do not fit; and those names.
 
     Arguments:
@@ -183,42 +216,55 @@ def _misfits(
         tied: of these, what is explained already.
         found, shared: as for `left_over`.
     """
-    misfits = [i for i in found if i.why_not is not None]
-    best: dict[str, int] = {}  # the score of the likeliest rule for a name
+    by_statement: dict[tuple[Position, str], tuple[Instance, list[str]]] = {}
+    for instance, names in _likeliest(found):
+        here = [name for name in names if name in rest and name not in tied]
+        if here:
+            by_statement.setdefault(instance.rule.statement, (instance, []))[1].extend(here)
+    matched = [name for _, names in by_statement.values() for name in names]
+    explained = set(matched)
+    for lift in shared:
+        for slot in (lift.left, lift.right):
+            explained.update(own for name in matched for own in slot.of(name))
+    problems = []
+    for instance, names in _once_for_each_lift(by_statement.values()):
+        meant, hint = _instead(instance, {n: f for n, f in rest.items() if n not in names})
+        if meant is not None:
+            explained.update(n for n in rest if skeleton(n) == skeleton(meant))
+        why = f"{_reason(instance)}{hint} (it matches {counted(names)})"
+        problems.append(fault(instance.rule, why, _caret(instance)))
+    return problems, explained
+
+
+def _likeliest(found: Sequence[Instance]) -> Iterator[tuple[Instance, list[str]]]:
+    """The families that do not fit, each with the names for which it is the likeliest of them."""
+    misfits = [instance for instance in found if instance.why_not is not None]
+    best: dict[str, int] = {}
     for instance in misfits:
         for name in instance.matched_names():
             best[name] = max(best.get(name, 0), _likelihood(instance))
-    explained: set[str] = set()
-    by_rule: dict[str, tuple[Instance, list[str]]] = {}
     for instance in misfits:
-        here = [n for n in instance.matched_names() if best[n] == _likelihood(instance)]
-        names = [name for name in here if name in rest and name not in tied]
-        if not names:
-            continue
-        explained.update(names)
-        for lift in shared:
-            for slot in (lift.left, lift.right):
-                explained.update(own for name in names for own in slot.of(name))
-        by_rule.setdefault(str(instance.rule), (instance, []))[1].extend(names)
-    reasons = {instance.why_not for instance, _ in by_rule.values() if not instance.rule.lifted}
-    lifts: set[str] = set()
-    problems = []
-    for instance, names in by_rule.values():
-        rule = instance.rule
-        if rule.lifted:  # reported for the parameter's own rule, or once for all slots of the lift
-            if instance.why_not in reasons or str(rule.position) in lifts:
+        score = _likelihood(instance)
+        yield instance, [name for name in instance.matched_names() if best[name] == score]
+
+
+def _once_for_each_lift(
+    misfits: Collection[tuple[Instance, list[str]]],
+) -> Iterator[tuple[Instance, list[str]]]:
+    """Leaves out slots of optimizers whose parameter has the same reason, or a lift's second."""
+    reasons = {instance.why_not for instance, _ in misfits if not instance.rule.lifted}
+    lifts: set[Position] = set()
+    for instance, names in misfits:
+        if instance.rule.lifted:
+            if instance.why_not in reasons or instance.rule.position in lifts:
                 continue
-            lifts.add(str(rule.position))
-        meant, hint = None, ""
-        if instance.lacks is not None:
-            meant, hint = _respelled(
-                instance.lacks, {n: f for n, f in rest.items() if n not in names}
-            )
-            if meant is not None:
-                explained.update(n for n in rest if skeleton(n) == skeleton(meant))
-        matched = f"(it matches {counted(names)})"
-        problems.append(f"{rule}{_caret(instance)}\n    {_reason(instance)}{hint} {matched}")
-    return problems, explained
+            lifts.add(instance.rule.position)
+        yield instance, names
+
+
+def _instead(instance: Instance, others: Facts) -> tuple[str | None, str]:
+    """The name that was probably meant by one that is lacking, and what to say of it."""
+    return (None, "") if instance.lacks is None else _respelled(instance.lacks, others)
 
 
 def _caret(instance: Instance) -> str:
@@ -236,7 +282,7 @@ def _tags(side: Terms | Nothing) -> set[str]:
 
 def _reason(instance: Instance) -> str:
     rule, why = instance.rule, instance.why_not
-    about_sizes = instance.lacks_names or " elements here, but " in str(why)
+    about_sizes = instance.lacks_names or instance.sizes_differ
     if about_sizes and any(expr.pattern.choices for expr in rule.exprs):
         return f"{why}; note that an enumeration such as {{a|b}} means all of its names together"
     return str(why)
@@ -254,7 +300,7 @@ def _likelihood(instance: Instance) -> int:
     return 4 * both + 2 * instance.lacks_names + (not instance.rule.optional)
 
 
-def _alike(facts: Mapping[str, Fact], without: Set[str]) -> Iterator[tuple[str, str, Fact]]:
+def _alike(facts: Facts, without: Set[str]) -> Iterator[tuple[str, str, Fact]]:
     """One name for all that differ in numbers alone, and a text that says how many they are."""
     groups: dict[tuple[str, Fact], list[str]] = {}
     for name, fact in facts.items():
@@ -265,35 +311,31 @@ def _alike(facts: Mapping[str, Fact], without: Set[str]) -> Iterator[tuple[str, 
 
 
 def idle(
-    rules: Sequence[Rule], found: Sequence[Instance], problems: Sequence[str], have: Names
-) -> list[str]:
+    rules: Sequence[Rule], found: Sequence[Instance], problems: Sequence[Problem], have: Names
+) -> list[Problem]:
     """The rules that apply to nothing although they must; those in `problems` are left out."""
-    misfits: dict[int, Instance] = {}
-    busy: set[int] = set()
+    known = {problem.rule.statement for problem in problems if problem.rule is not None}
+    busy = {instance.rule for instance in found if instance.why_not is None}
+    misfits: dict[Rule, Instance] = {}
     for instance in found:
-        if instance.why_not is None:
-            busy.add(id(instance.rule))
-        else:
-            misfits.setdefault(id(instance.rule), instance)
-    idle_rules, unmatched = [], []
-    for rule in rules:
-        if rule.optional or id(rule) in busy or not _relates(rule):
-            continue
-        misfit = misfits.get(id(rule))
-        if misfit is None:
-            unmatched.append(rule)
-        elif not any(problem.startswith(f"{rule}\n") for problem in problems):
+        if instance.why_not is not None:
+            misfits.setdefault(instance.rule, instance)
+    must = [r for r in rules if not r.optional and r not in busy and _relates(r)]
+    idle_rules = []
+    for rule in must:
+        if rule in misfits and rule.statement not in known:
+            misfit = misfits[rule]
             names = counted(list(misfit.matched_names()))
-            idle_rules.append(
-                f"{rule}{_caret(misfit)}\n    applies to nothing: {_reason(misfit)} "
-                f"(it matches {names}); {_OPTIONAL}"
-            )
+            why = f"applies to nothing: {_reason(misfit)} (it matches {names}); {_OPTIONAL}"
+            idle_rules.append(fault(rule, why, _caret(misfit)))
+    unmatched = [rule for rule in must if rule not in misfits]
     for rule in unmatched[:_MOST_IDLE]:
         hint = _other_spelling(rule, have) or _OPTIONAL
-        idle_rules.append(f"{rule}\n    matches nothing; {hint}")
+        idle_rules.append(fault(rule, f"matches nothing; {hint}"))
     more = len(unmatched) - _MOST_IDLE
     if more > 0:
-        idle_rules.append(f"{more} more rule{'s' * (more > 1)} match{'es' * (more == 1)} nothing")
+        text = f"{more} more rule{'s' * (more > 1)} match{'es' * (more == 1)} nothing"
+        idle_rules.append(Problem(text))
     return idle_rules
 
 
@@ -315,28 +357,31 @@ def _other_spelling(rule: Rule, have: Names) -> str | None:
 
 def unfamiliar(
     rules: Sequence[Rule], valid: Sequence[Instance], found: Sequence[Instance], have: Names
-) -> list[str]:
+) -> list[Problem]:
     """Whether these are rules for another model altogether: none matches what is stored."""
     matching = any(instance.have for instance in found)
     relating = [rule for rule in rules if _relates(rule) and not rule.lifted]
     if valid or matching or len(relating) < _MOST_IDLE or not have.facts:
         return []
     ours, theirs = next(iter(have.facts)), exprs_of(relating[0].left)[0].pattern.name
-    return [
+    text = (
         f"none of the {len(relating)} rules applies; is it the right preset, or the right file?\n"
         f"    stored are names such as {ours!r}, and the rules take names such as '{theirs}';\n"
         "    a part that all names begin with can be put before those of a preset: "
         "include NAME under PREFIX/ <->"
-    ]
+    )
+    return [Problem(text)]
 
 
-def matching_nothing(rules: Sequence[Rule], found: Sequence[Instance], have: Names) -> list[str]:
+def matching_nothing(
+    rules: Sequence[Rule], found: Sequence[Instance], have: Names
+) -> list[Problem]:
     """The rules that match nothing stored although they must; slots of optimizers may be absent."""
-    there = {id(instance.rule) for instance in found if instance.have}
+    there = {instance.rule for instance in found if instance.have}
     return [
-        f"{rule}\n    matches nothing that is stored; {_other_spelling(rule, have) or _OPTIONAL}"
+        fault(rule, f"matches nothing that is stored; {_other_spelling(rule, have) or _OPTIONAL}")
         for rule in rules
-        if not (rule.optional or rule.lifted or id(rule) in there) and _relates(rule)
+        if not (rule.optional or rule.lifted or rule in there) and _relates(rule)
     ]
 
 
@@ -345,18 +390,17 @@ def _relates(rule: Rule) -> bool:
     return not isinstance(rule.left, Nothing) and not isinstance(rule.right, Nothing)
 
 
-def backwards(rules: Sequence[Rule], found: Sequence[Instance], have: Names) -> list[str]:
+def backwards(rules: Sequence[Rule], found: Sequence[Instance], have: Names) -> list[Problem]:
     """Whether the rules are the wrong way round: all that match nothing would match if turned."""
-    matching = {id(instance.rule) for instance in found}
-    idle = [rule for rule in rules if id(rule) not in matching and _relates(rule)]
+    matching = {instance.rule for instance in found}
+    idle = [rule for rule in rules if rule not in matching and _relates(rule)]
     if not idle or not all(instances(rule.inverse, have, None) for rule in idle):
         return []
     if 2 * len(idle) < sum(map(_relates, rules)):
-        return [
-            f"{rule}\n    has its sides swapped: what is stored belongs on the left"
-            for rule in idle
-        ]
-    return [
+        swapped = "has its sides swapped: what is stored belongs on the left"
+        return [fault(rule, swapped) for rule in idle]
+    text = (
         "the rules are the wrong way round: what is stored has the names of their right side; use "
         "`rules.inverse`\n    (on the command line --inverse, or without it if it is given)"
-    ]
+    )
+    return [Problem(text)]

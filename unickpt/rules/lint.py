@@ -84,10 +84,10 @@ def questionable_numbers(rules: Sequence[Rule], made: Iterable[str]) -> Iterator
         if holes:
             yield f"{prefix}{max(layers)} is made, but {_named(prefix, holes)}: is that intended?"
         most = max(map(len, layers.values()), default=0)
-        poor = sorted(n for n, arrays in layers.items() if 2 * len(arrays) < most)
-        if poor:
+        thin = sorted(n for n, arrays in layers.items() if 2 * len(arrays) < most)
+        if thin:
             yield (
-                f"{prefix}{poor[0]} has {len(layers[poor[0]])} arrays, and others under {prefix!r} "
+                f"{prefix}{thin[0]} has {len(layers[thin[0]])} arrays, and others under {prefix!r} "
                 f"have up to {most}: is that intended?"
             )
 

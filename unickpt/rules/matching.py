@@ -50,6 +50,10 @@ class Misshapen(Unfit):
     """Why a rule does not apply: arrays have other shapes than it says."""
 
 
+class OtherSizes(Misshapen):
+    """Why a rule does not apply: its axes have other sizes in one array than in another."""
+
+
 class Lacks(Unfit):
     """Why a rule does not apply: an array of the family, such as `name`, does not exist."""
 
@@ -72,6 +76,7 @@ class Instance:
         fault: the expression that does not fit, where it is one.
         lacks: the first array of the family that does not exist, where that is the reason.
         misshapen: whether the reason is that arrays have other shapes.
+        sizes_differ: whether the reason is that axes have other sizes.
     """
 
     rule: Rule
@@ -84,6 +89,7 @@ class Instance:
     fault: CompiledExpr | None = None
     lacks: str | None = None
     misshapen: bool = False
+    sizes_differ: bool = False
     _items: dict[str, tuple[Item, ...]] = field(default_factory=dict)
 
     @property
@@ -148,6 +154,7 @@ def resolve(instance: Instance, have: Names, want: Names | None, *, partly: bool
         instance.why_not, instance.fault = str(error), error.expr
         instance.lacks = error.name if isinstance(error, Lacks) else None
         instance.misshapen = isinstance(error, Misshapen)
+        instance.sizes_differ = isinstance(error, OtherSizes)
 
 
 class _Matched(NamedTuple):
@@ -286,7 +293,7 @@ def _solve(instance: Instance, matched: Sequence[_Matched]) -> None:
                     again |= axes.solve(item, extent, instance.sizes)
                 except axes.DoesNotFit as error:
                     details = _details(instance, expr, item, fact, origins)
-                    raise Misshapen(f"{name!r} is {fact}: {error}{details}", expr) from None
+                    raise OtherSizes(f"{name!r} is {fact}: {error}{details}", expr) from None
                 for axis in ast.axes_of([item]):
                     origins.setdefault(axis.name, name)
 
@@ -358,9 +365,9 @@ def _check_term(
     instance: Instance, term: Sequence[CompiledExpr], names: Names, verb: str, partly: bool
 ) -> None:
     for number, expr in enumerate(term):
-        of_view = [name for _, name in instance.grid(expr)]
-        missing = [name for name in of_view if name not in names.facts]
-        if not missing or partly or (number and len(missing) == len(of_view)):
+        needed = [name for _, name in instance.grid(expr)]
+        missing = [name for name in needed if name not in names.facts]
+        if not missing or partly or (number and len(missing) == len(needed)):
             continue  # of arrays that are one, the first must be there
         more, be = (f" and {len(missing) - 1} more", "are") if len(missing) > 1 else ("", "is")
         need = "it needs" if verb == "stored" else "it would make"

@@ -120,12 +120,7 @@ class Pattern:
         Raises:
             RuleSyntaxError: two captures in one component, two with `...`, or one key twice.
         """
-        keys = [i.key for i in self.name.items if isinstance(i, Text)] + sorted(
-            axis for i in self.name.items if isinstance(i, Linear) for axis, _ in i.terms
-        )
-        for key in keys:
-            if keys.count(key) > 1:
-                raise syntax_error(f"capture {key!r} occurs twice in one name", self.name.position)
+        self._check_keys()
         path: Text | None = None
         in_component: Text | None = None
         items = ("", *self.name.items, "")
@@ -140,6 +135,14 @@ class Pattern:
                 if in_component:
                     raise self._one_component(in_component, item)
                 in_component, path = item, item if item.path else path
+
+    def _check_keys(self) -> None:
+        keys = [i.key for i in self.name.items if isinstance(i, Text)] + sorted(
+            axis for i in self.name.items if isinstance(i, Linear) for axis, _ in i.terms
+        )
+        for key in keys:
+            if keys.count(key) > 1:
+                raise syntax_error(f"capture {key!r} occurs twice in one name", self.name.position)
 
     def _two_paths(self, first: Text, second: Text) -> RuleSyntaxError:
         line = self._rewritten(second, item_text(Text(second.key)))

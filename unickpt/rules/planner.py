@@ -21,6 +21,7 @@ from unickpt.reading.recipes import Fill, MappedSource, whole_dims
 from unickpt.rules import axes, explain
 from unickpt.rules.ast import Item, Nothing
 from unickpt.rules.conflicts import Claims, choose_variants, keep_ties, leave_to_others
+from unickpt.rules.explain import Problem
 from unickpt.rules.matching import Instance, Names, Unfit, instances, names_of, resolve
 from unickpt.rules.optimizer_slots import Shared, shared_names
 from unickpt.rules.plan import Constant, Fact, Made, RulePlan, Same, Stored
@@ -62,9 +63,9 @@ def offers(rules: Rules, stored: Stored, want: Mapping[str, Fact]) -> dict[str, 
     Arguments:
         want: what else is asked for; gives sizes.
     """
-    knowing = _Planner(rules, stored, want, False)
-    knowing.resolved([rule for rule in rules.rules if not rule.lifted])
-    planner = _Planner(rules, stored, None, False, knowing.sizes)
+    sized = _Planner(rules, stored, want, False)
+    sized.resolved([rule for rule in rules.rules if not rule.lifted])
+    planner = _Planner(rules, stored, None, False, sized.sizes)
     found = planner.resolved(rules.rules)
     plan = RulePlan()
     for instance in found:
@@ -97,7 +98,7 @@ class _Planner:
         self.sizes = dict(sizes or {})  # of families of parameters, which their slots have too
         self._have = Names(stored.facts)
         self._want = None if want is None else Names(want)
-        self._problems: list[str] = []
+        self._problems: list[Problem] = []
         self._claims = Claims()
 
     def make_plan(self, where: str) -> RulePlan:
@@ -109,7 +110,8 @@ class _Planner:
         for instance in valid:
             self.try_to_make(instance, plan)
         self.share(valid, plan)
-        problems = [*self._claims.problems(self._want is not None), *self._problems]
+        clashes = self._claims.problems(self._want is not None)
+        problems = [*map(Problem, clashes), *self._problems]
         unused, unmade = self._left_over(plan, valid)
         kept = explain.misshapen(found, unused, unmade) if self._keep_misfits else []
         for instance in kept:
@@ -144,9 +146,9 @@ class _Planner:
         plan: RulePlan,
         found: Sequence[Instance],
         kept: Sequence[Instance],
-        before: Sequence[str],
+        before: Sequence[Problem],
         left: tuple[Facts, Facts],
-    ) -> list[str]:
+    ) -> list[Problem]:
         """Why something is left over, and which rules apply to nothing.
 
         Arguments:
@@ -156,7 +158,8 @@ class _Planner:
             left: what is not used, and what is not made.
         """
         shared = self._rules.shared
-        rules = [r for r in self._rules.rules if not any(r is instance.rule for instance in kept)]
+        of_kept = {instance.rule for instance in kept}
+        rules = [rule for rule in self._rules.rules if rule not in of_kept]
         if not self._strict:
             problems = explain.misfits(*left, found, shared)
             return problems + explain.matching_nothing(rules, found, self._have)
@@ -165,13 +168,13 @@ class _Planner:
         return problems + explain.idle(rules, found, [*before, *problems], self._have)
 
     def _likeliest(
-        self, problems: Sequence[str], found: Sequence[Instance], valid: Sequence[Instance]
-    ) -> list[str]:
+        self, problems: Sequence[Problem], found: Sequence[Instance], valid: Sequence[Instance]
+    ) -> list[Problem]:
         """The problems after one that probably causes them all, if there is such a one."""
         turned = explain.backwards(self._rules.rules, found, self._have)
         first = turned or explain.unfamiliar(self._rules.rules, valid, found, self._have)
-        said = {problem.partition("\n")[0] for problem in first}
-        rest = [p for p in problems if p.partition("\n")[0] not in said]
+        said = {problem.rule.statement for problem in first if problem.rule is not None}
+        rest = [p for p in problems if p.rule is None or p.rule.statement not in said]
         return [*first, *(rest if valid or not turned else ())]
 
     def resolved(self, rules: Sequence[Rule]) -> list[Instance]:
@@ -208,7 +211,7 @@ class _Planner:
             else:
                 self._make(instance, plan)
         except (Unfit, RuleError) as error:
-            self._problems.append(f"{rule}\n    {error}")
+            self._problems.append(explain.fault(rule, error))
 
     def _drop(self, instance: Instance, nothing: Nothing, plan: RulePlan) -> None:
         for expr in exprs_of(instance.rule.left):

@@ -131,6 +131,9 @@ class Rule:
     parameter: str | None = None
     variant: int = 0
 
+    def __hash__(self) -> int:
+        return hash((self.text, self.parameter, self.variant))
+
     @property
     def inverse(self) -> Rule:
         return replace(self, left=self.right, right=self.left)
@@ -158,6 +161,11 @@ class Rule:
         function = "" if self.function is None else f" via {self.function}"
         keyword = "default " if self.default else "optional " * self.optional
         return keyword + " <-> ".join(sides) + function + sizes
+
+    @property
+    def statement(self) -> tuple[Position, str]:
+        """Where and how it is written; the same for all readings of one statement."""
+        return self.position, self.text
 
     @property
     def exprs(self) -> list[CompiledExpr]:

@@ -13,7 +13,7 @@ from unickpt.storage import contexts
 from unickpt.storage.locations import Location
 
 
-def meet(group: Group) -> None:
+def barrier(group: Group) -> None:
     """Waits until all processes call this."""
     if group.count > 1:
         group.agree(0)
@@ -38,7 +38,7 @@ def check_same_step(group: Group, where: Location, call: str, step: int) -> None
 
 def on_process_0(group: Group, where: Location, what: str, work: Callable[[], object]) -> None:
     """Calls `work` on process 0, while the others wait for it."""
-    meet(group)
+    barrier(group)
     error: Exception | None = None
     if group.index == 0:
         try:

@@ -15,7 +15,7 @@ from unickpt.frameworks.registry import adapters, current_group
 from unickpt.loading.report import LoadReport
 from unickpt.reading.options import LoadOptions
 from unickpt.rules import Rules
-from unickpt.runs.agreement import check_same_step, check_shared, meet, on_process_0
+from unickpt.runs.agreement import barrier, check_same_step, check_shared, on_process_0
 from unickpt.runs.arguments import fences_of, step_metadata, step_number
 from unickpt.runs.housekeeping import Housekeeping
 from unickpt.runs.retention import Retention
@@ -122,12 +122,14 @@ class Checkpointer:
         self._tiers = Tiers(Tier(root), None if local is None else Tier(local))
         self._queue = SaveQueue()
         self._fences = fences_of(optimizers, self._queue.fence)
-        self._sigterm = SigtermHandler(self._policy.tell) if preemption else None
+        self._sigterm = SigtermHandler(self._policy.request_stop) if preemption else None
         self._branch = Branch(after if after is None else step_number(after, "after="))
         self._housekeeping = Housekeeping(
             self._tiers, retention, self._options, self._branch, self._queue.errors.add
         )
-        self._closed = self._is_shared = self._has_left = self._is_tidy = False
+        self._closed = self._is_shared = self._has_removed_steps_after = (
+            self._has_removed_abandoned
+        ) = False
         self._closing = threading.Lock()
         self.loaded_step: int | None = None
         """The step that `load` returned."""
@@ -147,7 +149,7 @@ class Checkpointer:
 
     def preempt(self) -> None:
         """Announces that the job is about to be stopped, as SIGTERM does with `preemption=True`."""
-        self._policy.tell()
+        self._policy.request_stop()
 
     @property
     def preempted(self) -> bool:
@@ -199,7 +201,7 @@ class Checkpointer:
         if self._fences:
             owners = {owner for fence in self._fences for owner in fence.owners()}
         self._remove_abandoned(group)
-        self._leave_behind(group)
+        self._remove_steps_after(group)
         hooks = (
             self._housekeeping.hooks(step, metrics or {}, overwrite)
             if group.index == 0
@@ -303,7 +305,7 @@ class Checkpointer:
         check_same_step(group, self._tiers.root.location, "drop_later_steps", kept)
         self._drain()
         self._remove_abandoned(group)
-        meet(group)
+        barrier(group)
         there = self._tiers.committed()
         later = [s for s in there if s > kept]
         if kept not in there:
@@ -341,7 +343,7 @@ class Checkpointer:
             raise SaveConflict(f"{self.path(step)} is being saved; call wait() first")
         self._drain()
         self._remove_abandoned(group)
-        meet(group)
+        barrier(group)
         there = self._tiers.committed()
         if step not in there:
             raise self._tiers.not_found(step, there)
@@ -354,7 +356,7 @@ class Checkpointer:
 
     def _remove_abandoned(self, group: Group) -> None:
         """Removes steps of the local tier that another run abandoned, before the first change."""
-        if self._tiers.local is None or self._is_tidy:
+        if self._tiers.local is None or self._has_removed_abandoned:
             return
         on_process_0(
             group,
@@ -362,11 +364,11 @@ class Checkpointer:
             f"remove stale steps from {self._tiers.local.location}",
             self._housekeeping.remove_abandoned,
         )
-        self._is_tidy = True
+        self._has_removed_abandoned = True
 
-    def _leave_behind(self, group: Group) -> None:
+    def _remove_steps_after(self, group: Group) -> None:
         """Removes the steps that `after` abandons, before the first save."""
-        if self._branch.after is None or self._has_left:
+        if self._branch.after is None or self._has_removed_steps_after:
             return
         self._check_after()
         gone = {step for tier in self._tiers.all for step in self._branch.abandoned(tier)}
@@ -377,7 +379,7 @@ class Checkpointer:
             f"remove the steps after {after}",
             partial(self._remove, gone),
         )
-        self._has_left = True
+        self._has_removed_steps_after = True
 
     def _check_after(self) -> None:
         """Raises CheckpointNotFound if the step `after` does not exist."""
@@ -490,7 +492,7 @@ class Checkpointer:
         self._housekeeping.loaded(step)
         if group.index == 0:
             for tier in self._tiers.holders(step, self._branch)[:1]:
-                self._branch.goes_on_from(tier, step)
+                self._branch.continue_from(tier, step)
 
     # --- helpers -------------------------------------------------------------------------------
 

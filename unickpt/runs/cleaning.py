@@ -9,7 +9,7 @@ from unickpt.errors import StorageError
 from unickpt.runs.retention import Retention
 from unickpt.runs.steps_in_use import StepsInUse
 from unickpt.steps.tier import Tier
-from unickpt.steps.tiers import Newer, Standing, Tiers, compare
+from unickpt.steps.tiers import Newer, Tiers, TierVersions, compare
 from unickpt.threads import SerialExecutor
 
 _log = logging.getLogger("unickpt")
@@ -77,14 +77,14 @@ class Cleaning:
 
     def _may_go(self, local: Tier, step: int, is_expendable: bool, is_newest: bool) -> bool:
         """Whether the local tier no longer needs a step."""
-        standing = compare(local, self._tiers.root, step)
-        version = standing.local
+        versions = compare(local, self._tiers.root, step)
+        version = versions.local
         if version is None:
             return False
-        if standing.newer is Newer.ROOT and version.attempt not in self.own:
-            self._log_stale(local, step, standing)
+        if versions.newer is Newer.ROOT and version.attempt not in self.own:
+            self._log_stale(local, step, versions)
             return True
-        is_copied = standing.newer is Newer.SAME and version.name in self.copied
+        is_copied = versions.newer is Newer.SAME and version.name in self.copied
         return not is_newest and (is_copied or is_expendable)
 
     def remove_abandoned(self) -> None:
@@ -99,20 +99,20 @@ class Cleaning:
             return
         for step in self._tiers.local.committed():
             try:
-                standing = compare(self._tiers.local, self._tiers.root, step)
+                versions = compare(self._tiers.local, self._tiers.root, step)
             except StorageError as error:
                 _log.warning(
                     "cannot compare %s with the root: %s", self._tiers.local.path(step), error
                 )
                 return
-            if standing.is_abandoned:
+            if versions.is_abandoned:
                 self._tiers.local.lease.take()
-                self._log_stale(self._tiers.local, step, standing)
+                self._log_stale(self._tiers.local, step, versions)
                 self._tiers.local.remove(step)
 
-    def _log_stale(self, local: Tier, step: int, standing: Standing) -> None:
+    def _log_stale(self, local: Tier, step: int, versions: TierVersions) -> None:
         where = self._tiers.root.location
-        _log.warning("removing %s, which is %s in %s", local.path(step), standing.fault, where)
+        _log.warning("removing %s, which is %s in %s", local.path(step), versions.fault, where)
 
     def expendable(self, there: Sequence[int], here: Sequence[int]) -> list[int]:
         """The steps in the root and in the local tier that no rule keeps."""

@@ -12,7 +12,7 @@ from unickpt.runs.cleaning import Cleaning
 from unickpt.runs.steps_in_use import StepsInUse
 from unickpt.saving.options import SaveOptions
 from unickpt.steps.tier import Tier
-from unickpt.steps.tiers import Newer, Standing, Tiers, compare
+from unickpt.steps.tiers import Newer, Tiers, TierVersions, compare
 from unickpt.threads import SerialExecutor
 
 _log = logging.getLogger("unickpt")
@@ -69,10 +69,10 @@ class Copying:
         self._tiers.root.open(self._in_use.saved, self.session)
         there, here = self._tiers.root.committed(), self._tiers.local.committed()
         expendable = self._cleaning.expendable(there, here)
-        with self._in_use.copying(
-            [s for s in here if s not in expendable or s == here[-1]]
-        ) as steps:
-            for step in steps:
+        due = [step for step in here if step not in expendable or step == here[-1]]
+        with self._in_use.copying(due):
+            remaining = set(self._tiers.local.committed())  # of those that were being removed
+            for step in (step for step in due if step in remaining):
                 try:
                     self._copy_step(self._tiers.local, step)
                 except Exception as error:
@@ -84,17 +84,17 @@ class Copying:
         """Copies a step if needed, and again if it is replaced during the copy."""
         budget_bytes, timeout_s = self._options.budget_bytes, self._options.timeout_s
         while True:
-            standing = compare(local, self._tiers.root, step)
-            version = standing.local
+            versions = compare(local, self._tiers.root, step)
+            version = versions.local
             if version is None:
                 raise CheckpointNotFound(
                     f"{local.path(step)} was removed by another process before it was copied to "
                     f"{self._tiers.root.location}"
                 )
-            if version.name in self._refused or not self._is_due(local, step, version, standing):
+            if version.name in self._refused or not self._is_due(local, step, version, versions):
                 return
             try:
-                arguments = local, step, version, standing.root, budget_bytes, timeout_s
+                arguments = local, step, version, versions.root, budget_bytes, timeout_s
                 if self._tiers.root.copy_from(*arguments):
                     self._is_copied(local, step, version)
             except CheckpointCorrupt:
@@ -109,15 +109,15 @@ class Copying:
         except StorageError as error:  # the copy is there; a record is missing
             _log.warning("cannot record that %s was copied: %s", local.path(step), error)
 
-    def _is_due(self, local: Tier, step: int, version: Version, standing: Standing) -> bool:
+    def _is_due(self, local: Tier, step: int, version: Version, versions: TierVersions) -> bool:
         """Whether a version in the local tier must be copied.
 
         Raises:
             SaveConflict: this run saved it, and it does not supersede what the root has.
         """
-        if standing.newer is Newer.LOCAL:
+        if versions.newer is Newer.LOCAL:
             return True
-        if standing.newer is Newer.SAME:
+        if versions.newer is Newer.SAME:
             damage = "" if version.name in self._cleaning.copied else self._tiers.root.damage(step)
             if damage:
                 _log.warning("%s; it is copied again", damage)

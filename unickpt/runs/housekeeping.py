@@ -135,8 +135,8 @@ class Housekeeping:
         """Runs before anything of a step is written."""
         self._copying.session = attempt.rpartition("-")[0]
         self._tiers.first.check_no_checkpoint()
-        is_news = self._tiers.first.lease.take()  # until now, another job may have saved here
-        if is_news or not self._tiers.first.location.is_remote:
+        is_new = self._tiers.first.lease.take()  # until now, another job may have saved here
+        if is_new or not self._tiers.first.location.is_remote:
             self._order.forget(self._tiers.first)
         self._tiers.first.open(self._in_use.saved, self._copying.session)
         self._in_use.wait_for_removal(step)

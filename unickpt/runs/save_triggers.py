@@ -42,14 +42,14 @@ class Policy:
         self._save_every, self._save_every_s = save_every, save_every_s
         self._preemption = preemption
         self._saved = time.monotonic()
-        self._told = threading.Event()
+        self._stop_requested = threading.Event()
         self._done = False
         self.preempted = False
         """Whether the processes agreed that one of them was told to stop."""
 
-    def tell(self) -> None:
+    def request_stop(self) -> None:
         """Records that this process was told to stop."""
-        self._told.set()
+        self._stop_requested.set()
 
     def saved(self) -> None:
         """Records that a save has started."""
@@ -66,31 +66,31 @@ class Policy:
         late = False
         if self._save_every_s is not None and group.index == 0:
             late = time.monotonic() - self._saved >= self._save_every_s
-        told = _PREEMPTED if self._told.is_set() else _DUE if late else 0
+        reason = _PREEMPTED if self._stop_requested.is_set() else _DUE if late else 0
         if group.count > 1 and (self._save_every_s is not None or self._preemption):
-            told = group.agree(told)
-        elif told == _PREEMPTED and group.count > 1:
+            reason = group.agree(reason)
+        elif reason == _PREEMPTED and group.count > 1:
             raise ValueError(
                 "this process was told to stop, but the others do not check for that: create the "
                 "Checkpointer with preemption=True on all processes"
             )
-        if told == _PREEMPTED and not self.preempted:
+        if reason == _PREEMPTED and not self.preempted:
             self.preempted = True
             _log.info("told to stop: saving a last checkpoint, at step %d", step)
         if self.preempted:
             return not self._done
-        return by_step or told == _DUE
+        return by_step or reason == _DUE
 
 
 class SigtermHandler:
     """Calls a function when the process receives SIGTERM, instead of ending it.
 
     Arguments:
-        tell: the function.
+        callback: the function.
     """
 
-    def __init__(self, tell: Callable[[], None]) -> None:
-        self._tell = tell
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self._callback = callback
         self._before: Any = None
         self._installed = threading.current_thread() is threading.main_thread()
         if self._installed:
@@ -104,6 +104,6 @@ class SigtermHandler:
             signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._tell()
+        self._callback()
         if callable(self._before):
             self._before(number, frame)

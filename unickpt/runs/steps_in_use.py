@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class StepsInUse:
-    """Steps that are being saved or copied are not removed; those being removed are not saved."""
+    """Steps that are being saved or copied are not removed; those being removed are neither."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -38,16 +38,17 @@ class StepsInUse:
             self._changed.wait_for(lambda: step not in self._removed)
 
     @contextmanager
-    def copying(self, steps: Sequence[int]) -> Iterator[list[int]]:
-        """Prevents removal of steps; yields those that are not being removed already."""
+    def copying(self, steps: Sequence[int]) -> Iterator[None]:
+        """Prevents removal of steps, after waiting until none of them is being removed."""
         with self._changed:
-            held = [step for step in steps if step not in self._removed]
-            self._copied.update(held)
+            # Not skipped instead: a step also counts as being removed while it is decided whether.
+            self._changed.wait_for(lambda: self._removed.isdisjoint(steps))
+            self._copied.update(steps)
         try:
-            yield held
+            yield
         finally:
             with self._changed:
-                self._copied.difference_update(held)
+                self._copied.difference_update(steps)
 
     @contextmanager
     def removing(self, step: int) -> Iterator[bool]:

@@ -183,8 +183,8 @@ def _lazily(fragment: Fragment) -> Fragment | None:
             return True
         return now.tobytes() != before
 
-    def read(box: Box, room: Callable[[], Array]) -> Array:
-        part, out = fragment.read(box, room), room()
+    def read(box: Box, make_buffer: Callable[[], Array]) -> Array:
+        part, out = fragment.read(box, make_buffer), make_buffer()
         try:
             guarded_copy.copy(part, out)
         except guarded_copy.Freed:
@@ -206,4 +206,4 @@ def _copied(fragment: Fragment, dtype: DType) -> Read:
     """Copies a fragment; returns a function that reads the copy."""
     native, start = dtype.newbyteorder("="), fragment.box.start
     copied = stage(fragment, fragment.box, native, partial(np.empty, dtype=np.uint8), copied=True)
-    return lambda box, room: copied[box.relative_to(start).slices]
+    return lambda box, make_buffer: copied[box.relative_to(start).slices]

@@ -187,18 +187,21 @@ def _json_fault(value: Any, where: str, within: tuple[object, ...]) -> str:
         for at, child in enumerate(value):
             if not _is_json(child):
                 return _json_fault(child, f"{where}[{at}]", within)
-    fault = (
-        f"{where} cannot be stored in JSON: it is {quoted(value)} of type {type(value).__name__}"
-    )
-    if isinstance(value, tuple):
-        return f"{fault}; store list(x)"
-    if isinstance(value, float):
-        return f"{fault}; store str(x)"
+    kind = type(value).__name__
+    return f"{where} cannot be stored in JSON: it is {quoted(value)} of type {kind}{_advice(value)}"
+
+
+def _advice(value: Any) -> str:
+    """What to store instead of a value that JSON does not hold and that is no list or dict."""
     if isinstance(value, str):
-        return f"{fault}, which is not valid Unicode text"
+        return ", which is not valid Unicode text"
+    if isinstance(value, tuple):
+        return "; store list(x)"
+    if isinstance(value, float):
+        return "; store str(x)"
     if hasattr(value, "tolist"):
-        return f"{fault}; store x.tolist()"
-    return f"{fault}; {plain_values.hint(value)}"
+        return "; store x.tolist()"
+    return f"; {plain_values.hint(value)}"
 
 
 def _indent(lines: list[str]) -> str:

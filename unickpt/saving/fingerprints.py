@@ -33,13 +33,13 @@ def keep_sample(source: ArraySource) -> Callable[[], int]:
         A function that returns their fingerprint, which is equal for equal arrays.
     """
     (fragment,) = source.fragments
-    at = spots(source.shape, source.dtype.itemsize)
+    at = sample_indices(source.shape, source.dtype.itemsize)
     kept = _sample(fragment, source.dtype, at) if fragment.sample is None else fragment.sample(at)
     return lambda: _fingerprint(kept(), source)
 
 
 @lru_cache(maxsize=256)
-def spots(shape: tuple[int, ...], itemsize: int) -> tuple[Array, ...]:
+def sample_indices(shape: tuple[int, ...], itemsize: int) -> tuple[Array, ...]:
     """The indices of the sampled elements, an array per dimension; one index for a scalar."""
     count = prod(shape)
     step = 1

@@ -52,8 +52,8 @@ class Writer:
         self, attempt: Attempt, description: Description, options: SaveOptions, source: ChunkSource
     ) -> None:
         self._attempt, self._description, self._options = attempt, description, options
-        location = attempt.database(attempt.group.index)
-        self._store = ChunkStore(location, attempt.context, description.index.codecs)
+        database = attempt.database(attempt.group.index)
+        self._store = ChunkStore(database, description.index.codecs)
         self._source = source
         self._batch_bytes = min(_TRANSACTION_BYTES, max(1, options.budget_bytes // 4))
         self._committing: list[Future[None]] = []
@@ -126,7 +126,7 @@ class Writer:
     ) -> tuple[int, Callable[[], None]]:
         """Starts to write a batch; returns the memory it holds and a function that waits for it."""
         transaction = ts.Transaction(atomic=True)
-        store = self._store.database.with_transaction(transaction)
+        store = self._store.store.with_transaction(transaction)
         writes: list[Any] = [store.write(key, data) for key, data in rest.items()]
         # Files are written from staged memory and views of the user's memory, without a copy.
         by_reference = self._store.location.is_local and not self._store.codecs

@@ -17,29 +17,29 @@ from unickpt.storage.ocdbt import MANIFEST
 FOLDER = "processes"
 
 
-def holds_checkpoint_parts(place: Location, context: ts.Context) -> bool:
+def holds_checkpoint_parts(location: Location, context: ts.Context) -> bool:
     """Whether a folder belongs to a single checkpoint, committed or not."""
-    return not place.names(context).isdisjoint({MANIFEST, FOLDER})
+    return not location.names(context).isdisjoint({MANIFEST, FOLDER})
 
 
-def is_unfinished(place: Location, context: ts.Context) -> bool:
+def is_unfinished(location: Location, context: ts.Context) -> bool:
     """Whether a folder without a checkpoint contains only what a save puts there."""
-    return place.holds_only(FOLDER, context)
+    return location.holds_only(FOLDER, context)
 
 
-def attempts_of_checkpoint(place: Location, context: ts.Context) -> list[str]:
+def attempts_of_checkpoint(location: Location, context: ts.Context) -> list[str]:
     """The attempt that made a checkpoint; all attempts if it is too damaged to tell."""
     try:
-        return [checkpoint.open(str(place)).index.attempt]
+        return [checkpoint.open(str(location)).index.attempt]
     except UnickptError:
-        return place.child(FOLDER).folders(context)
+        return location.child(FOLDER).folders(context)
 
 
-def remove_attempts(place: Location, attempts: Iterable[str], context: ts.Context) -> None:
+def remove_attempts(location: Location, attempts: Iterable[str], context: ts.Context) -> None:
     """Removes attempts, and the folder if nothing else is in it.
 
     Does not touch another attempt, which may begin at the same time.
     """
     for attempt in attempts:
-        place.child(f"{FOLDER}/{attempt}").remove(context)
-    place.remove_empty()
+        location.child(f"{FOLDER}/{attempt}").remove(context)
+    location.remove_empty()

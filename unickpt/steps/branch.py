@@ -60,7 +60,7 @@ class Branch:
             self._own.add((tier, step))
         return own
 
-    def goes_on_from(self, tier: Steps, step: int) -> None:
+    def continue_from(self, tier: Steps, step: int) -> None:
         """Records that a step was loaded. Without `after`, later saves belong to its branch."""
         if self.after is None:
             try:

@@ -34,11 +34,11 @@ class Lineage:
     copied: bool = False
 
 
-def record(place: Location, attempt: str, lineage: Lineage, *, fsync: bool) -> None:
+def record(location: Location, attempt: str, lineage: Lineage, *, fsync: bool) -> None:
     """Records the lineage of an attempt, which counts if it is committed.
 
     Arguments:
-        place: of the step.
+        location: of the step.
         attempt: its name.
         lineage: what it supersedes and follows.
         fsync: whether the record must survive a power failure.
@@ -47,21 +47,21 @@ def record(place: Location, attempt: str, lineage: Lineage, *, fsync: bool) -> N
         Failed: the storage failed.
     """
     data = {"supersedes": lineage.supersedes, "follows": sorted(lineage.follows or ())}
-    _write(place, attempt, _NOTE, json.dumps(data).encode(), fsync)
+    _write(location, attempt, _NOTE, json.dumps(data).encode(), fsync)
 
 
-def record_copied(place: Location, attempt: str, *, fsync: bool) -> None:
+def record_copied(location: Location, attempt: str, *, fsync: bool) -> None:
     """Records that the copy of an attempt to the root is committed. Raises as `record`."""
-    _write(place, attempt, _COPIED, b"", fsync)
+    _write(location, attempt, _COPIED, b"", fsync)
 
 
-def recorded(place: Location, attempt: str) -> Lineage:
+def recorded(location: Location, attempt: str) -> Lineage:
     """The lineage of an attempt, as far as it was recorded.
 
     Raises:
         Failed: the storage failed.
     """
-    notes = _notes(place, attempt).store(contexts.context())
+    notes = _notes(location, attempt).store(contexts.context())
     copied = notes.read(_COPIED).result().state == "value"
     read = notes.read(_NOTE).result()
     try:
@@ -71,12 +71,12 @@ def recorded(place: Location, attempt: str) -> Lineage:
         return Lineage(copied=copied)  # missing, or damaged and treated as missing
 
 
-def _write(place: Location, attempt: str, name: str, data: bytes, fsync: bool) -> None:
-    notes = _notes(place, attempt)
+def _write(location: Location, attempt: str, name: str, data: bytes, fsync: bool) -> None:
+    notes = _notes(location, attempt)
     notes.store(contexts.context(fsync=fsync)).write(name, data).result()
     if fsync:
-        notes.sync(place)
+        notes.sync(location)
 
 
-def _notes(place: Location, attempt: str) -> Location:
-    return place.child(f"processes/{attempt}/notes")
+def _notes(location: Location, attempt: str) -> Location:
+    return location.child(f"processes/{attempt}/notes")

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import tensorstore as ts
 
 from unickpt.steps.attempt_folders import FOLDER, attempts_of_checkpoint
+from unickpt.storage.database import Database
 from unickpt.storage.errors import Damaged
 from unickpt.storage.local_folders import LOCK_SUFFIX
 from unickpt.storage.locations import Location
@@ -75,25 +76,31 @@ def search(location: Location, context: ts.Context) -> Iterator[Remnant]:
 
 
 def _in_folder(
-    name: str, place: Location, files: Sequence[StoredFile], context: ts.Context
+    name: str, location: Location, files: Sequence[StoredFile], context: ts.Context
 ) -> Iterator[Remnant]:
     """The remnants in the folder of one checkpoint, committed or not."""
     prefix = f"{name}/" if name else ""
     own = [f for f in files if not f.name.startswith(".") and not _is_lock(f.name)]
-    committed = any(f.name == MANIFEST for f in own)
-    attempts = _attempts([f for f in own if f.name.startswith(_BELOW)])
-    pure = all(f.name.startswith(_BELOW) for f in own)
-    if committed:
-        # A single attempt must be the one that made the checkpoint.
-        used = set(attempts_of_checkpoint(place, context)) if len(attempts) > 1 else {*attempts}
-        for attempt, parts in attempts.items():
-            if attempt not in used and _all_ours(parts):
-                yield _remnant(prefix, UNUSED, place, {attempt: parts}, context)
+    below = [f for f in own if f.name.startswith(_BELOW)]
+    attempts = _attempts(below)
+    if any(f.name == MANIFEST for f in own):
+        for attempt in _unused_attempts(location, attempts, context):
+            yield _remnant(prefix, UNUSED, location, {attempt: attempts[attempt]}, context)
         for file in files:
             if _is_lock(file.name) and file.name.startswith(MANIFEST):
                 yield Remnant(prefix + file.name, LOCK, 1, file.nbytes or 0, file.age_s)
-    elif attempts and pure and all(map(_all_ours, attempts.values())):
-        yield _remnant(prefix, UNFINISHED, place, attempts, context)
+    elif attempts and len(below) == len(own) and all(map(_all_ours, attempts.values())):
+        yield _remnant(prefix, UNFINISHED, location, attempts, context)
+
+
+def _unused_attempts(
+    location: Location, attempts: Mapping[str, Sequence[StoredFile]], context: ts.Context
+) -> list[str]:
+    """The attempts to save a checkpoint that another attempt committed."""
+    if len(attempts) < 2:
+        return []  # a single one must be the one that made the checkpoint
+    used = set(attempts_of_checkpoint(location, context))
+    return [name for name, files in attempts.items() if name not in used and _all_ours(files)]
 
 
 def _is_lock(name: str) -> bool:
@@ -127,7 +134,7 @@ def _is_ours(file: StoredFile) -> bool:
 def _remnant(
     prefix: str,
     kind: str,
-    place: Location,
+    location: Location,
     attempts: Mapping[str, Sequence[StoredFile]],
     context: ts.Context,
 ) -> Remnant:
@@ -136,24 +143,24 @@ def _remnant(
     parts = [f for files in attempts.values() for f in files]
     files = [f for f in parts if f.name and f.name[-1] != "/"]
     if any(f.nbytes is None for f in files):
-        nbytes, age_s = _told_by_databases(place, attempts, context)
+        nbytes, age_s = _read_in_manifests(location, attempts, context)
     else:
         nbytes = sum(f.nbytes or 0 for f in files)
         age_s = min((f.age_s for f in parts if f.age_s is not None), default=None)
     return Remnant(name, kind, len(files), nbytes, age_s, paths)
 
 
-def _told_by_databases(
-    place: Location, attempts: Mapping[str, Sequence[StoredFile]], context: ts.Context
+def _read_in_manifests(
+    location: Location, attempts: Mapping[str, Sequence[StoredFile]], context: ts.Context
 ) -> tuple[int, float | None]:
     """The bytes of attempts and their age, where the storage does not say: by their manifests."""
     times, nbytes = [], 0
     for attempt, files in attempts.items():
         for file in files:
             if re.fullmatch(_DATABASE, file.name):
-                database = place.child(f"{_BELOW}{attempt}/{file.name.partition('/')[0]}")
+                folder = location.child(f"{_BELOW}{attempt}/{file.name.partition('/')[0]}")
                 with suppress(Damaged):  # or removed meanwhile: then the age is unknown
-                    facts = database.database_facts(context)
+                    facts = Database(folder, context).facts()
                     times.append(facts.committed)
                     nbytes += facts.nbytes
     # A process without a manifest may have just started.

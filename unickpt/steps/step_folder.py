@@ -111,11 +111,11 @@ class Steps:
             StorageError: the storage failed.
         """
         with self._asking(step):
-            place = self.at(step)
+            location = self.at(step)
             if version.attempt:
-                return lineage.recorded(place, version.attempt)
-            attempts = sorted(place.child("processes").folders(self._context))
-            found = [lineage.recorded(place, attempt) for attempt in attempts]
+                return lineage.recorded(location, version.attempt)
+            attempts = sorted(location.child("processes").folders(self._context))
+            found = [lineage.recorded(location, attempt) for attempt in attempts]
             return Lineage(tuple(dict.fromkeys(name for one in found for name in one.supersedes)))
 
     def record_lineage(self, step: int, attempt: str, found: Lineage, *, fsync: bool) -> None:
@@ -185,20 +185,20 @@ class Steps:
         symbolic links: only removes the link itself.
 
         Raises:
-            StorageError: it could not be removed; `remove_debris` recognises the rest.
+            StorageError: it could not be removed; `remove_remnants` recognises the rest.
         """
-        place = self.at(step)
+        location = self.at(step)
         try:
-            if place.link is not None:
-                place.unlink()
+            if location.link is not None:
+                location.unlink()
                 return
             attempts = self._attempts(step)
-            place.store(self._context).write(MANIFEST, None).result()
-            place.sync(place)
-            self._remove_attempts(place.child("processes"), attempts)
-            place.remove_empty()
+            location.store(self._context).write(MANIFEST, None).result()
+            location.sync(location)
+            self._remove_attempts(location.child("processes"), attempts)
+            location.remove_empty()
         except Failed as error:
-            raise errors.writing_failed(error, str(place)) from error
+            raise errors.writing_failed(error, str(location)) from error
 
     def _remove_attempts(self, folder: Location, attempts: Iterable[str]) -> None:
         """Removes attempts, or the symbolic links in their place."""
@@ -238,17 +238,17 @@ class Steps:
         Raises:
             CheckpointExists: the step is a link; names its target.
         """
-        leads = self.at(step).link
-        if leads is not None:
+        target = self.at(step).link
+        if target is not None:
             raise CheckpointExists(
-                f"{self.path(step)} is a symbolic link to {leads}; a run saves only into its own "
+                f"{self.path(step)} is a symbolic link to {target}; a run saves only into its own "
                 "folders: remove the link, or save another step"
             )
 
-    def remove_debris(self, in_flight: Iterable[int], session: str) -> None:
+    def remove_remnants(self, in_flight: Iterable[int], session: str) -> None:
         """Removes the remains of crashed saves and deletions.
 
-        Only for the job that holds the lease. A step's folder without a manifest is debris if it
+        Only for the job that holds the lease. A step's folder without a manifest is a remnant if it
         contains only what a save puts there; in a committed step, so is every attempt except the
         committed one.
 
@@ -265,11 +265,11 @@ class Steps:
                 if len(attempts) > 1:  # a single one must be the committed one
                     self.remove_older(step, session)
                 continue
-            place = self.at(step)
-            ours = attempt_folders.is_unfinished(place, self._context)
+            location = self.at(step)
+            ours = attempt_folders.is_unfinished(location, self._context)
             if ours and not any(_is_of(name, session) for name in attempts):
-                _log.info("removing %s, the remains of a crashed save", place)
-                attempt_folders.remove_attempts(place, attempts, self._context)
+                _log.info("removing %s, the remains of a crashed save", location)
+                attempt_folders.remove_attempts(location, attempts, self._context)
         for name in self.location.files(self._context):
             if name.startswith(PROBE):  # of a job that was killed while it looked for it
                 self.location.remove_file(name, self._context)
@@ -288,7 +288,7 @@ class Steps:
 
     def remove_older(self, step: int, session: str = "") -> None:
         """Removes all attempts to save a step except the committed one and those of `session`; see
-        `remove_debris`. Does nothing if the step is a symbolic link."""
+        `remove_remnants`. Does nothing if the step is a symbolic link."""
         if self.at(step).link is not None:
             return
         folder, kept = self.at(step).child("processes"), self._attempts(step)

@@ -21,6 +21,7 @@ from unickpt.format import ocdbt_reader
 from unickpt.steps.lease import Lease
 from unickpt.steps.step_folder import Steps
 from unickpt.storage import contexts, errors, paths
+from unickpt.storage.database import Database
 from unickpt.storage.errors import Failed
 from unickpt.storage.kvstore import Future, KvStore
 from unickpt.storage.locations import Location
@@ -50,7 +51,7 @@ class Tier(Steps):
         """Takes the lease, and removes the remains of crashed jobs once.
 
         Arguments:
-            in_flight, session: see `Steps.remove_debris`.
+            in_flight, session: see `Steps.remove_remnants`.
 
         Raises:
             SaveConflict: another job holds the lease.
@@ -60,7 +61,7 @@ class Tier(Steps):
         if self._is_clean or not self.lease.is_settled:
             return
         try:
-            self.remove_debris(in_flight, session)
+            self.remove_remnants(in_flight, session)
             self._is_clean = True
         except (UnickptError, Failed) as error:
             _log.warning(
@@ -102,7 +103,7 @@ class Tier(Steps):
         if not version.attempt:
             raise CheckpointCorrupt(f"{where}: its manifest is damaged; nothing was copied")
         try:
-            root = Root(destination, contexts.context())
+            root = Root(Database(destination, contexts.context()))
             found = root.read()
             if found.digest != (replaced.name if replaced else ""):
                 raise SaveConflict(f"{destination}: another job committed here during the copy")
@@ -159,7 +160,7 @@ def _is_current(source: Steps, step: int, version: Version) -> bool:
 def _copy_attempt(origin: Location, destination: Location, name: str, budget_bytes: int) -> None:
     """Copies the databases of an attempt."""
     context = contexts.context()
-    source, copied = (place.child(f"processes/{name}") for place in (origin, destination))
+    source, copied = (location.child(f"processes/{name}") for location in (origin, destination))
     reader, writer = source.store(context), copied.store(context)
     keys = sorted(key.decode() for key in reader.list().result() if not key.startswith(_MESSAGES))
     _copy(keys, reader, writer, budget_bytes)
@@ -203,13 +204,12 @@ def _check_copy(origin: Location, destination: Location, manifest: bytes) -> Non
         raise StorageError(f"{destination}: what was written reads differently: {damage}")
 
 
-def _damage(place: Location, manifest: bytes) -> str:
+def _damage(location: Location, manifest: bytes) -> str:
     """The damage of the data at a location to which a manifest refers; empty if none."""
-    context = contexts.context()
-    draft = place.with_manifest(manifest, context)
+    draft = Database(location, contexts.context()).with_manifest(manifest)
     try:
-        opened = partial(ocdbt_reader.open_pinned, draft, context)
-        report = verify_opened(place.url, opened, behind=True)
+        opened = partial(ocdbt_reader.open_pinned, draft)
+        report = verify_opened(location.url, opened, behind=True)
     except CheckpointNotFound as error:
         return str(error)
     return "; ".join(map(str, report.damage[:3]))

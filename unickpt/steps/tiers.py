@@ -27,7 +27,7 @@ class Newer(Enum):
 
 
 @dataclass(frozen=True)
-class Standing:
+class TierVersions:
     """The versions of a step in both tiers.
 
     Arguments:
@@ -53,7 +53,7 @@ class Standing:
         return self.local is not None and self.root is None and self.newer is Newer.ROOT
 
 
-def compare(local: Steps, root: Steps, step: int) -> Standing:
+def compare(local: Steps, root: Steps, step: int) -> TierVersions:
     """Finds the current one of two versions of a step by what each superseded.
 
     The local version is current if it superseded the root's, or if the root's is damaged. Otherwise
@@ -74,7 +74,7 @@ def compare(local: Steps, root: Steps, step: int) -> Standing:
             return found
 
 
-def _compare(local: Steps, root: Steps, step: int) -> Standing:
+def _compare(local: Steps, root: Steps, step: int) -> TierVersions:
     here, there = local.version(step), root.version(step)
     if here is None:
         newer = Newer.ROOT
@@ -89,7 +89,7 @@ def _compare(local: Steps, root: Steps, step: int) -> Standing:
         newer = Newer.LOCAL
     else:
         newer = Newer.ROOT
-    return Standing(here, there, newer)
+    return TierVersions(here, there, newer)
 
 
 def _is_abandoned(local: Steps, root: Steps, step: int, version: Version) -> bool:
@@ -179,15 +179,15 @@ class Tiers:
         """The tiers that have the current version of a step that a job sees, the fastest first."""
         found = [self.root]
         if self.local is not None:
-            standing = compare(self.local, self.root, step)
-            if standing.newer is Newer.SAME:
+            versions = compare(self.local, self.root, step)
+            if versions.newer is Newer.SAME:
                 found = [self.local, self.root]
-            elif standing.newer is Newer.LOCAL:
+            elif versions.newer is Newer.LOCAL:
                 found = [self.local]
-            elif standing.local is not None:
+            elif versions.local is not None:
                 _log.warning(
                     "%s is %s in %s",
-                    *(self.local.path(step), standing.fault, self.root.location),
+                    *(self.local.path(step), versions.fault, self.root.location),
                 )
         return [tier for tier in found if branch.has(tier, step)]
 

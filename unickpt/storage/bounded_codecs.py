@@ -112,7 +112,7 @@ def zstd_sizes(stream: bytes) -> tuple[int, int]:
     single = kind >> 5 & 1
     at = 5 + (1 - single) + (0, 1, 2, 4)[kind & 3]
     width = (single, 2, 4, 8)[kind >> 6]
-    told = int.from_bytes(stream[at : at + width], "little") + (256 if width == 2 else 0)
+    declared = int.from_bytes(stream[at : at + width], "little") + (256 if width == 2 else 0)
     at += width
     most = 0
     while at + 3 <= len(stream):
@@ -121,5 +121,5 @@ def zstd_sizes(stream: bytes) -> tuple[int, int]:
         most += size if packing < 2 else _ZSTD_BLOCK
         at += 3 + (1 if packing == 1 else size)
         if header & 1:
-            return min(told if width else most - _ZSTD_BLOCK, most), most
+            return min(declared if width else most - _ZSTD_BLOCK, most), most
     return 0, 0

@@ -86,11 +86,7 @@ class RegularFiles:
         if path not in self._known:
             self.check(path)
         at = self.folder + path
-        with system_calls():
-            try:
-                handle = os.open(at, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            except FileNotFoundError:
-                raise Damaged(f"no file {at}") from None
+        handle = open_to_read(at)
         try:
             found = os.fstat(handle)
             check_regular(found, at)
@@ -168,6 +164,20 @@ class LocalKvStore(KvStore):
 
 def _identity(found: os.stat_result) -> tuple[int, int]:
     return found.st_dev, found.st_ino
+
+
+def open_to_read(path: str) -> int:
+    """Opens a file that must be there, of any kind: waits for no writer of a FIFO.
+
+    Raises:
+        Damaged: it is missing.
+        Failed: the storage failed.
+    """
+    with system_calls():
+        try:
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except FileNotFoundError:
+            raise Damaged(f"no file {path}") from None
 
 
 def check_regular(found: os.stat_result, at: str) -> None:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import tensorstore as ts
 
 from unickpt.errors import InvalidPath
-from unickpt.storage import local_folders, local_locks, ocdbt
+from unickpt.storage import local_folders, local_locks
 from unickpt.storage.kvstore import KvStore
-from unickpt.storage.local_database import LocalDatabaseReader
 from unickpt.storage.local_files import LocalKvStore, RegularFiles
 from unickpt.storage.local_folders import LOCK_SUFFIX
 from unickpt.storage.local_locks import FileLock
@@ -50,11 +48,6 @@ class LocalLocation(Location):
     def store(self, context: ts.Context) -> KvStore:
         return LocalKvStore(super().store(context).raw, self.path)
 
-    def values(self, context: ts.Context) -> LocalDatabaseReader:
-        files = RegularFiles(self.path)
-        tree = ocdbt.Tree(partial(self._manifest, context), files.read)
-        return LocalDatabaseReader(self.store(context), files, tree)
-
     def exists(self) -> bool:
         return local_folders.exists(self.path)
 
@@ -70,8 +63,8 @@ class LocalLocation(Location):
     def has_file(self, name: str, context: ts.Context) -> bool:
         return os.path.isfile(os.path.join(self.path, name))
 
-    def folders_with_database(self, context: ts.Context) -> list[str]:
-        return local_folders.folders_with(ocdbt.MANIFEST, self.path)
+    def folders_with(self, file: str, context: ts.Context) -> list[str]:
+        return local_folders.folders_with(file, self.path)
 
     def folders_below(self, inside: str, context: ts.Context) -> dict[str, set[str]]:
         return {
@@ -92,6 +85,9 @@ class LocalLocation(Location):
 
     def remove_file(self, name: str, context: ts.Context) -> None:
         local_folders.remove_file(self.path, name)
+
+    def regular_files(self) -> RegularFiles:
+        return RegularFiles(self.path)
 
     def foreign_files(self) -> list[str]:
         return local_folders.foreign(self.path)

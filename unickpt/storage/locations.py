@@ -1,21 +1,18 @@
-"""Locations: a folder in any storage, its files, and the database in it."""
+"""Locations: a folder in any storage, and the files and folders in it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
 import tensorstore as ts
 
-from unickpt.storage import ocdbt, ocdbt_nodes
-from unickpt.storage.errors import Damaged
 from unickpt.storage.kvstore import KvStore
+from unickpt.storage.local_files import RegularFiles
 from unickpt.storage.local_locks import FileLock
-from unickpt.storage.ocdbt import DatabaseReader
 from unickpt.storage.stored_files import StoredFile
 
 
@@ -29,16 +26,10 @@ class Location:
     Arguments:
         url: for people; ends with `/`.
         spec: the JSON of TensorStore's key-value store for it; its `path` ends with `/`.
-        manifest: the key-value store with the manifest of the folder's database, if it is not read
-            from the folder.
-        generation: the storage's name for the version of that manifest in the folder; empty if the
-            folder does not have it (yet).
     """
 
     url: str
     spec: Mapping[str, Any]
-    manifest: Mapping[str, Any] | None = None
-    generation: bytes = b""
 
     def child(self, relative: str) -> Location:
         """A folder below this one; `relative` needs no escaping and has no leading slash."""
@@ -80,102 +71,6 @@ class Location:
         """The plain key-value store of this folder."""
         return KvStore.open(dict(self.spec), context)
 
-    # --- databases -----------------------------------------------------------------------------
-
-    def database(self, context: ts.Context) -> KvStore:
-        """The OCDBT database in this folder."""
-        return KvStore.open(self.array_spec(""), context)
-
-    def values(self, context: ts.Context) -> DatabaseReader:
-        """Reads the values of the database in this folder, which is untrusted."""
-        store = self.store(context)
-        tree = ocdbt.Tree(partial(self._manifest, context), partial(ocdbt.fetch, store))
-        return DatabaseReader(store, tree)
-
-    def _manifest(self, context: ts.Context) -> bytes | None:
-        """The manifest of the database: the pinned one, or the one in the folder."""
-        if self.manifest is None:
-            read = self.read_manifest(context)
-        else:
-            read = KvStore.open(dict(self.manifest), context).read(ocdbt.MANIFEST).result()
-        return read.value if read.state == "value" else None
-
-    def read_manifest(self, context: ts.Context) -> ts.KvStore.ReadResult:
-        """The manifest in the folder, and the storage's name for its version."""
-        return self.store(context).read(ocdbt.MANIFEST).result()
-
-    def array_spec(self, prefix: str) -> dict[str, Any]:
-        """The key-value store of one array inside this folder's database."""
-        database = ocdbt.spec(self.spec, manifest=self.manifest)
-        return {**database, "path": prefix + "/" if prefix else ""}
-
-    def pinned(self, context: ts.Context) -> Location | None:
-        """The database as it is now, with a copy of its manifest in memory; None if there is none.
-
-        Later reads are consistent even if another checkpoint replaces this one, and no chunk costs
-        a second request that checks for a newer manifest.
-        """
-        read = self.read_manifest(context)
-        if read.state != "value":
-            return None
-        return replace(self.with_manifest(read.value, context), generation=read.stamp.generation)
-
-    def with_manifest(self, manifest: bytes, context: ts.Context) -> Location:
-        """The database in this folder with a manifest in memory.
-
-        Arguments:
-            manifest: its bytes; the folder need not contain it.
-            context: keeps the bytes; as for `database`.
-        """
-        held = ocdbt.manifest_in_memory(self.url)
-        KvStore.open(held, context).write(ocdbt.MANIFEST, manifest).result()
-        return replace(self, manifest=held)
-
-    def change(self, context: ts.Context) -> str:
-        """What happened to a database since it was pinned: "" (nothing), "replaced", or "removed".
-
-        Call it after finding missing or wrong data: replacing or removing a checkpoint changes the
-        manifest first and the other files later.
-        """
-        if not self.generation:
-            return ""
-        now = self.read_manifest(context)
-        if now.state != "value":
-            return "removed"
-        # Not the bytes, which are the same after a copy was removed and made again.
-        return "replaced" if now.stamp.generation != self.generation else ""
-
-    def database_facts(self, context: ts.Context) -> ocdbt_nodes.Manifest:
-        """The content of the database's manifest; reads nothing else.
-
-        Raises:
-            Failed: the manifest is missing or damaged.
-        """
-        manifest = self._manifest(context)
-        if manifest is None:
-            raise Damaged("the manifest is missing")
-        return ocdbt_nodes.manifest(manifest)
-
-    def draft(self, context: ts.Context, data: str) -> tuple[KvStore, KvStore]:
-        """A new database that is not visible yet: its data is in the folder, its manifest in
-        memory.
-
-        Writing that manifest into the folder atomically makes it the folder's database.
-
-        Arguments:
-            context: as for `database`; databases from which data is copied must share it.
-            data: folder for nodes and values below this one, ending with `/`; used only once.
-
-        Returns:
-            The database, and the key-value store that holds its manifest.
-        """
-        held = ocdbt.manifest_in_memory(data)
-        database = ocdbt.spec(self.spec, manifest=held, data=data)
-        return (
-            KvStore.open(database, context),
-            KvStore.open(held, context),
-        )
-
     # --- folders and files ---------------------------------------------------------------------
 
     def exists(self) -> bool:
@@ -198,16 +93,16 @@ class Location:
         """Whether a file is in this folder."""
         return bool(self.store(context).read(name).result().state == "value")
 
-    def folders_with_database(self, context: ts.Context) -> list[str]:
-        """Names of the folders in this one that hold a database; "." for this one itself.
+    def folders_with(self, file: str, context: ts.Context) -> list[str]:
+        """Names of the folders in this one that hold a file; "." for this one itself.
 
         Raises:
             MissingFolder: this folder does not exist.
         """
         found = []
         for key in self._keys(context):
-            folder, _, file = key.rpartition("/")
-            if file == ocdbt.MANIFEST and "/" not in folder:
+            folder, _, name = key.rpartition("/")
+            if name == file and "/" not in folder:
                 found.append(folder or ".")
         return found
 
@@ -256,6 +151,10 @@ class Location:
         self.store(context).write(name, None).result()
 
     # --- what only storage with folders of its own has ------------------------------------------
+
+    def regular_files(self) -> RegularFiles | None:
+        """Reads the files here, of which some may be devices or pipes; None if all are objects."""
+        return None
 
     def foreign_files(self) -> list[str]:
         """Names in this folder that are not a checkpoint's."""

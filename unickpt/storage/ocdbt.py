@@ -111,10 +111,10 @@ class Tree:
         with self._lock:
             root = self._root()
             named = set(self._top)
-            ahead, seen = [] if root is None else [root], set[int]()
+            ahead, seen = [] if root is None else [root], set[ocdbt_nodes.Node]()
             while ahead:
                 node = ahead.pop()
-                seen.add(id(node))  # a few hostile nodes that share children can make many paths
+                seen.add(node)  # a few hostile nodes that share children can make many paths
                 low = bisect_left(node.keys, first)
                 high = len(node.keys) if after is None else bisect_left(node.keys, after)
                 if node.height > 0 and low > 0 and first not in node.keys[low : low + 1]:
@@ -123,7 +123,7 @@ class Tree:
                 named |= {node.files[at][0] for at in which[which >= 0].tolist()}
                 if node.height > 0:
                     below = [self._below(node, at) for at in range(low, high)]
-                    ahead += {id(each): each for each in below if id(each) not in seen}.values()
+                    ahead += dict.fromkeys(each for each in below if each not in seen)
         return named
 
     def _root(self) -> ocdbt_nodes.Node | None:

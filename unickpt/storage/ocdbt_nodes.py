@@ -106,9 +106,9 @@ class Manifest:
     committed: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Node:
-    """A B-tree node.
+    """A B-tree node; equal to itself alone.
 
     Arguments:
         height: 0 for a leaf.

@@ -102,9 +102,9 @@ def hint(obj: object) -> str:
     """What to store instead of an object that is neither a leaf nor a container."""
     if isinstance(obj, enum.Enum):
         return "store x.name, from which Type[name] restores it"
-    for kinds, told in _hints():
+    for kinds, text in _hints():
         if isinstance(obj, kinds):
-            return told
+            return text
     return "convert it, leave it out, or give it state_dict() and load_state_dict()"
 
 

@@ -324,26 +324,34 @@ def _from_json(structure: Any, name: str, depth: int) -> Node | Leaf:
     if kind == "wrapper":
         child = _from_json(body, name, depth + 1)
         return Node(kind, (0,), (child,), lambda xs: xs[0], type_name)
-    if not isinstance(body, list):
-        raise BadTree(f"tree node {quoted(name)}: {quoted(kind)} does not contain a list")
-    if kind in ("list", "tuple"):
-        keys: tuple[Key, ...] = tuple(range(len(body)))
-        items = body
-    else:
-        for pair in body:
-            if not (isinstance(pair, list) and len(pair) == 2):
-                raise BadTree(
-                    f"tree node {quoted(name)}: {quoted(kind)} contains {quoted(pair)}, not a pair"
-                )
-        keys, items = tuple(p[0] for p in body), [p[1] for p in body]
-    problem = _key_problem(keys)
-    if problem:
-        raise BadTree(f"tree node {quoted(name)}: {problem}")
+    keys, items = _children(kind, body, name)
     names = child_names(kind, keys, name)
     children = tuple(
         _from_json(item, child, depth + 1) for item, child in zip(items, names, strict=True)
     )
     return Node(kind, keys, children, _python_container(kind, keys, type_name, name), type_name)
+
+
+def _children(kind: str, body: Any, name: str) -> tuple[tuple[Key, ...], list[Any]]:
+    """The keys of a container, and what it has under these.
+
+    Raises:
+        BadTree: they are not as `to_json` writes them.
+    """
+    if not isinstance(body, list):
+        raise BadTree(f"tree node {quoted(name)}: {quoted(kind)} does not contain a list")
+    if kind in ("list", "tuple"):
+        return tuple(range(len(body))), body
+    for pair in body:
+        if not (isinstance(pair, list) and len(pair) == 2):
+            raise BadTree(
+                f"tree node {quoted(name)}: {quoted(kind)} contains {quoted(pair)}, not a pair"
+            )
+    keys = tuple(key for key, _ in body)
+    problem = _key_problem(keys)
+    if problem:
+        raise BadTree(f"tree node {quoted(name)}: {problem}")
+    return keys, [item for _, item in body]
 
 
 def _python_container(kind: str, keys: tuple[Key, ...], type_name: str, name: str) -> Rebuild:
