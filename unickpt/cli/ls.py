@@ -21,8 +21,8 @@ from unickpt.cli.output import (
     print_rows,
     size_text,
 )
-from unickpt.errors import UnickptError
-from unickpt.reading.listing import Listed, checkpoints_below
+from unickpt.errors import CheckpointNotFound, UnickptError
+from unickpt.reading.listing import Listed, checkpoints_below, natural, other_folders
 from unickpt.steps import cleanup
 
 _OPEN_AT_ONCE = 8
@@ -33,7 +33,7 @@ def ls(
     root: Annotated[str, typer.Argument(help="A directory, or a URL: file, s3, gs or memory.")],
     as_json: AsJson = False,
 ) -> None:
-    """List the checkpoints in a folder, and what failed saves left there.
+    """List the checkpoints in a folder, also those of other systems, and what failed saves left.
 
     What failed saves left behind is shown below the list, and `unickpt clean` removes it. A
     checkpoint whose index cannot be read is listed with the reason.
@@ -49,6 +49,9 @@ def ls(
     """
     with ThreadPoolExecutor(_OPEN_AT_ONCE) as pool:
         found = list(pool.map(_listed_json, checkpoints_below(root)))
+        others = pool.map(_foreign_json, other_folders(root))
+        found += [facts for facts in others if facts is not None]
+    found.sort(key=lambda facts: natural(facts["name"]))
     left = cleanup.find(root)
     if as_json:
         beside = {
@@ -70,16 +73,34 @@ def ls(
     print_spared(left)
 
 
-def _listed_json(listed: Listed) -> dict[str, Any]:
-    facts: dict[str, Any] = {"name": listed.name, "path": listed.path}
+def _foreign_json(listed: Listed) -> dict[str, Any] | None:
+    """The facts of a folder that may be a checkpoint of another system; None if it is none."""
     try:
-        checkpoint = unickpt.open(listed.path)
+        return _facts(listed)
+    except CheckpointNotFound:
+        return None
     except UnickptError as error:
-        unknown = dict.fromkeys(("created", "arrays", "bytes", "processes"))
-        return {**facts, **unknown, "error": str(error)}
+        return _unknown(listed, error)
+
+
+def _listed_json(listed: Listed) -> dict[str, Any]:
+    try:
+        return _facts(listed)
+    except UnickptError as error:
+        return _unknown(listed, error)
+
+
+def _unknown(listed: Listed, error: UnickptError) -> dict[str, Any]:
+    unknown = dict.fromkeys(("created", "arrays", "bytes", "processes"))
+    return {"name": listed.name, "path": listed.path, **unknown, "error": str(error)}
+
+
+def _facts(listed: Listed) -> dict[str, Any]:
+    checkpoint = unickpt.open(listed.path)
     index = checkpoint.index
     return {
-        **facts,
+        "name": listed.name,
+        "path": listed.path,
         "created": index.created,
         "arrays": len(index.arrays),
         "bytes": checkpoint.nbytes,

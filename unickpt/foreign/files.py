@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -83,7 +84,7 @@ class Files:
         """The size of a file in bytes; None if the storage does not tell it.
 
         Raises:
-            Damaged: it is missing, or no regular file.
+            Damaged: it is missing, which its `errno` says, or no regular file.
             Failed: the storage failed.
         """
         if self._folder is None:
@@ -142,7 +143,7 @@ class Files:
     def _fetch(self, file: str, part: slice) -> bytes:
         read = self._store.read(file, byte_range=part).result()
         if read.state != "value":
-            raise Damaged(f"no file {self.location.url}{file}")
+            raise Damaged(f"no file {self.location.url}{file}", errno.ENOENT)
         data: bytes = read.value
         if part.stop is not None and len(data) != part.stop - part.start:
             raise Damaged(f"{self.location.url}{file} ends before byte {part.stop}")

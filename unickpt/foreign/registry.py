@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Protocol, cast
 
-from unickpt.errors import HintError
+from unickpt.errors import CheckpointNotFound, HintError
 from unickpt.foreign.files import Files
 from unickpt.format import ocdbt_reader
 from unickpt.format.reader import Reader
@@ -35,7 +35,7 @@ class Format(Protocol):
 
 
 # Modules of `unickpt.backends`; a format comes before those whose files it uses.
-_BUILT_IN = ("dcp.reader", "safetensors", "torch_files", "npz")
+_BUILT_IN = ("orbax.reader", "dcp.reader", "safetensors", "torch_files", "npz")
 _registered: list[Format] = []
 
 
@@ -67,9 +67,14 @@ def open_reader(location: Location, hints: Mapping[str, Any]) -> Reader | None:
 
     Raises:
         HintError: the format there does not take one of the hints.
+        CheckpointNotFound: a database is there that is no checkpoint of a known format.
         All that `Format.open` raises.
     """
-    own = ocdbt_reader.open(location)
+    not_own: CheckpointNotFound | None = None
+    try:
+        own = ocdbt_reader.open(location)
+    except CheckpointNotFound as error:  # a database, which other systems use too
+        own, not_own = None, error
     if own is not None:
         _check_hints(own, hints, ())
         return own
@@ -85,6 +90,8 @@ def open_reader(location: Location, hints: Mapping[str, Any]) -> Reader | None:
         if reader is not None:
             _check_hints(reader, hints, format.HINTS)
             return reader
+    if not_own is not None:
+        raise not_own
     return None
 
 

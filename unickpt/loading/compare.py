@@ -17,7 +17,7 @@ from unickpt.loading.report import LoadReport
 from unickpt.loading.request import Request
 from unickpt.loading.ruled_view import same_digests
 from unickpt.loading.views import CheckpointView, leaf_text, stored_leaf
-from unickpt.trees import plain_values
+from unickpt.trees import plain_values, tree
 from unickpt.trees.name_ranges import natural
 
 Shape = tuple[int, ...]
@@ -129,7 +129,11 @@ def compare(
     found = _Comparison(view, asked, strict, cast, keep_mismatched, view.index.names)
     for name in sorted(asked.leaves, key=natural):
         found.add(name)
-    skipped = sorted(view.unused, key=natural)
+    # Orbax stores None for an empty namedtuple, such as a state of optax without arrays.
+    nothing = {name for name in view.unused if _is_none(view, name)}
+    if nothing:
+        nothing.intersection_update(tree.empty_containers(asked.node))
+    skipped = sorted(set(view.unused) - nothing, key=natural)
     unexpected = [Difference(name, "unexpected", view.shown(name), "-") for name in skipped]
     rows = [*found.rows, *(unexpected if strict else ()), *_shared_memory(view, asked.targets)]
     where = str(view.checkpoint.location)
@@ -147,6 +151,10 @@ def compare(
         tuple(found.cast),
         tuple((stored, name) for name, stored in sorted(view.renamed.items())),
     )
+
+
+def _is_none(view: CheckpointView, name: str) -> bool:
+    return name in view.index.values and view.index.values[name] is None
 
 
 def _abstract(value: Any, target: ArrayTarget | None) -> bool:

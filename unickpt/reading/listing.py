@@ -57,6 +57,23 @@ def checkpoints_below(root: paths.Path) -> list[Listed]:
     return [Listed(name, _path(location, name)) for name in sorted(names, key=natural)]
 
 
+def other_folders(root: paths.Path) -> list[Listed]:
+    """The folders in a folder, and itself, that `checkpoints_below` does not know: they may be
+    checkpoints of other systems.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+    location = paths.resolve(root, whole=True)
+    context = contexts.context()
+    try:
+        known = set(location.folders_with(MANIFEST, context))
+        names = {".", *location.folders(context)} - known
+    except Failed as error:
+        raise errors.reading_failed(error, str(location)) from error
+    return [Listed(name, _path(location, name)) for name in sorted(names, key=natural)]
+
+
 def natural(text: str) -> tuple[tuple[int, int, str], ...]:
     """A sort key that compares numbers within names as numbers.
 

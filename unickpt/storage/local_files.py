@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -170,14 +171,14 @@ def open_to_read(path: str) -> int:
     """Opens a file that must be there, of any kind: waits for no writer of a FIFO.
 
     Raises:
-        Damaged: it is missing.
+        Damaged: it is missing, which its `errno` says.
         Failed: the storage failed.
     """
     with system_calls():
         try:
             return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
-            raise Damaged(f"no file {path}") from None
+            raise Damaged(f"no file {path}", errno.ENOENT) from None
 
 
 def check_regular(found: os.stat_result, at: str) -> None:

@@ -175,7 +175,7 @@ class DatabaseReader:
 
     def __init__(self, store: KvStore, tree: Tree) -> None:
         self._store, self.tree = store, tree
-        self._checked: set[str] = set()
+        self._checked, self._checked_files = set[str](), set[str]()
 
     def request(self, key: str) -> Future[ts.KvStore.ReadResult] | ReadyResult:
         """Starts to read a value."""
@@ -220,8 +220,9 @@ class DatabaseReader:
             Damaged: they are damaged, or need far more memory than their stored bytes justify.
         """
         if prefix not in self._checked:
-            for path in self.tree.files(prefix):
+            for path in self.tree.files(prefix) - self._checked_files:
                 self._check_file(path)
+                self._checked_files.add(path)
             self._checked.add(prefix)
 
     def _bytes(self, reference: DataReference) -> bytes:

@@ -231,6 +231,21 @@ def leaves(node: Node | Leaf) -> Iterator[Leaf]:
             yield from leaves(child)
 
 
+def empty_containers(node: Node | Leaf, name: str = "") -> Iterator[str]:
+    """The names of all containers without children.
+
+    Example:
+        >>> list(empty_containers(from_json({"dict": [["a", {"list": []}], ["b", "*"]]})))
+        ['a']
+    """
+    if isinstance(node, Node):
+        if not node.children:
+            yield name
+        names = child_names(node.kind, node.keys, name)
+        for child, child_name in zip(node.children, names, strict=True):
+            yield from empty_containers(child, child_name)
+
+
 def rebuild(node: Node | Leaf, value: Callable[[str], Any]) -> Any:
     """Rebuilds a tree, with `value(name)` for each leaf."""
     if isinstance(node, Leaf):

@@ -1,0 +1,193 @@
+"""Folders of Orbax: which are checkpoints, which are their items, and which are not committed.
+
+Source: orbax/checkpoint/checkpoint_manager.py, _src/path, experimental/v1/_src/layout. A checkpoint
+is an item, or a folder of items; a run is a folder of checkpoints, one for each step.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tensorstore as ts
+
+from unickpt.backends.orbax import items
+from unickpt.backends.orbax.items import ITEM, Located
+from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, UnsupportedFormat
+from unickpt.foreign.files import Files
+from unickpt.quoting import quoted
+from unickpt.storage import ocdbt
+
+_CHECKPOINT = "_CHECKPOINT_METADATA"
+_INDICATOR = "orbax.checkpoint"
+_MARKS = (_CHECKPOINT, _INDICATOR)
+_OF_ARRAYS = ("PyTreeCheckpointHandler", "StandardCheckpointHandler", "ArrayCheckpointHandler")
+_TEMPORARY = ".orbax-checkpoint-tmp"
+# Items without a name of their own: what is saved is the checkpoint itself.
+_UNNAMED = "default"
+_UNNAMED_V1 = ("state", "pytree")
+_MOST_ITEMS = 1000
+_STEP = re.compile(r"(?:.*[_-])?[0-9]{1,18}")
+_SHOWN = 8  # steps, in a message
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint.
+
+    Arguments:
+        tree: of all of its items.
+        metadata: what users added, and metrics.
+        created: when it was committed, as text; empty if that is not recorded.
+    """
+
+    tree: Any
+    metadata: Mapping[str, Any]
+    created: str
+
+
+def find(files: Files, context: ts.Context) -> Found | None:
+    """What is in a folder."""
+    _check_name(files)
+    here = set(files.here)
+    about = _about(files) if _CHECKPOINT in here else {}
+    if ITEM in here:
+        item = items.read_item(files, context)
+        return Found(item.tree, {**_custom(about), **item.custom}, _created(about))
+    below = items.folders(files)
+    if any(_TEMPORARY in name for name in below) and here & set(_MARKS):
+        raise _not_committed(files)
+    if ocdbt.MANIFEST in here or any(items.has(files, f"{name}/.zarray") for name in below):
+        items.refuse_aggregate(files)
+    found = [name for name in below if _is_item(files, name)]
+    if here & set(_MARKS):
+        return _composite(files, about, below, context)
+    if found and not any(_STEP.fullmatch(name) for name in found):
+        return _composite(files, about, found, context)
+    steps = [name for name in below if _STEP.fullmatch(name)]
+    steps = sorted(filter(lambda name: _is_step(files, name), steps), key=_step_number)
+    if steps and not here:
+        raise CheckpointNotFound(_several(files, steps))
+    return None
+
+
+def _check_name(files: Files) -> None:
+    names = files.location.url.rstrip("/").rsplit("/", 2)[-2:]
+    if any(_TEMPORARY in name for name in names):
+        raise _not_committed(files)
+
+
+def _not_committed(files: Files) -> CheckpointNotFound:
+    return CheckpointNotFound(
+        f"no checkpoint at {files.location}: Orbax has not committed it: the save that wrote this "
+        "folder failed, or is under way; open an earlier step"
+    )
+
+
+def _several(files: Files, steps: list[str]) -> str:
+    shown = ", ".join(steps if len(steps) <= _SHOWN else [steps[0], "...", *steps[1 - _SHOWN :]])
+    return (
+        f"no checkpoint at {files.location}: it contains checkpoints of Orbax but is not one "
+        f"itself ({shown}); give the path of one, such as "
+        f"{files.location.name_for_users(steps[-1])!r}"
+    )
+
+
+def _step_number(name: str) -> int:
+    return int(re.split(r"[_-]", name)[-1])
+
+
+def _is_item(files: Files, name: str) -> bool:
+    """Whether a folder is an item; one that is saved alone is a checkpoint of its own."""
+    has_list, is_alone = (items.has(files, f"{name}/{file}") for file in (ITEM, _CHECKPOINT))
+    return has_list and not is_alone
+
+
+def _is_step(files: Files, name: str) -> bool:
+    if any(items.has(files, f"{name}/{file}") for file in (ITEM, *_MARKS)):
+        return True
+    below = items.folders(files, f"{name}/")[:_MOST_ITEMS]
+    return any(items.has(files, f"{name}/{item}/{ITEM}") for item in below)
+
+
+def _about(files: Files) -> Mapping[str, Any]:
+    """What `_CHECKPOINT_METADATA` says.
+
+    Raises:
+        CheckpointNotFound: the checkpoint is not committed.
+    """
+    found = items.read_json(files, _CHECKPOINT)
+    if not isinstance(found, dict):
+        raise CheckpointCorrupt(f"{files.location}: {_CHECKPOINT} is damaged: {quoted(found)}")
+    if found.get("init_timestamp_nsecs") and not found.get("commit_timestamp_nsecs"):
+        raise _not_committed(files)
+    return found
+
+
+def _custom(about: Mapping[str, Any]) -> dict[str, Any]:
+    custom, metrics = about.get("custom_metadata"), about.get("metrics")
+    found = dict(custom) if isinstance(custom, dict) else {}
+    return {**found, items.METRICS: metrics} if metrics else found
+
+
+def _created(about: Mapping[str, Any]) -> str:
+    stamp = about.get("commit_timestamp_nsecs")
+    try:
+        when = datetime.datetime.fromtimestamp(int(stamp or 0) // 10**9, datetime.UTC)
+    except (ValueError, TypeError, OverflowError, OSError):
+        return ""
+    return when.isoformat(timespec="seconds") if stamp else ""
+
+
+def _composite(
+    files: Files, about: Mapping[str, Any], names: list[str], context: ts.Context
+) -> Found:
+    """A checkpoint that consists of items."""
+    if len(names) > _MOST_ITEMS:
+        raise UnsupportedFormat(f"{files.location}: {len(names)} folders are too many items")
+    handlers = about.get("item_handlers")
+    if isinstance(handlers, str):
+        return _lonely(files, about, handlers, context)
+    if not isinstance(handlers, (dict, type(None))):
+        raise CheckpointCorrupt(f"{files.location}: {_CHECKPOINT} is damaged: {quoted(handlers)}")
+    missing = sorted(set(handlers or ()) - set(names))
+    if missing:
+        raise CheckpointCorrupt(
+            f"{files.location}: the item {quoted(missing[0])} is missing; was the folder copied "
+            "as a whole?"
+        )
+    found = {name: items.any_item(Files(files.location.child(name)), context) for name in names}
+    metadata = _custom(about)
+    if items.METRICS in found and not isinstance(found[items.METRICS].tree, Located):
+        metadata[items.METRICS] = found.pop(items.METRICS).tree
+    for name, item in found.items():
+        if item.custom:
+            metadata[name] = dict(item.custom)
+    content: Any = {name: item.tree for name, item in found.items()}
+    if list(content) == [_UNNAMED] or _is_unnamed_v1(files, about, content):
+        (content,) = content.values()
+    return Found(content, metadata, _created(about))
+
+
+def _is_unnamed_v1(files: Files, about: Mapping[str, Any], items: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint is that of one tree, as the functions for trees of version 1 save it."""
+    if len(items) != 1 or not set(items) <= set(_UNNAMED_V1):
+        return False
+    handlers = about.get("item_handlers") or {}
+    return _INDICATOR in files.here or ".v1." in str(handlers.get(next(iter(items))))
+
+
+def _lonely(files: Files, about: Mapping[str, Any], handler: str, context: ts.Context) -> Found:
+    """A checkpoint that is one item, not of arrays."""
+    if handler.endswith(_OF_ARRAYS):
+        raise CheckpointCorrupt(
+            f"{files.location}: {ITEM} is missing, which lists the arrays; was the folder copied "
+            "as a whole?"
+        )
+    content = items.any_item(files, context).tree
+    if isinstance(content, dict):
+        content = {key: value for key, value in content.items() if key not in _MARKS}
+    return Found(content, _custom(about), _created(about))

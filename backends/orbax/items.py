@@ -1,0 +1,269 @@
+"""Items of Orbax's checkpoints: trees of arrays, JSON, and files that only others understand.
+
+Source: orbax/checkpoint/_src/handlers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tensorstore as ts
+
+from unickpt.arrays.box import Box
+from unickpt.arrays.dtypes import Array
+from unickpt.arrays.layout import Layout
+from unickpt.backends.orbax import metadata, zarr
+from unickpt.backends.orbax.metadata import NamedTuple, Stored
+from unickpt.backends.orbax.zarr import InDatabase, InFolders, Store, ZarrArray
+from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
+from unickpt.foreign.files import Files
+from unickpt.quoting import quoted
+from unickpt.storage import contexts, ocdbt
+from unickpt.storage.database import Database
+from unickpt.storage.errors import Failed, reading_failed
+from unickpt.storage.kvstore import Future
+from unickpt.threads import Pool, in_batches
+
+ITEM = "_METADATA"
+"""The file that makes a folder an item of arrays."""
+COMMITTED = "commit_success.txt"
+METRICS = "metrics"
+_JSON, _AGGREGATE = "metadata", "checkpoint"
+_SHARDINGS, _TEXTS, _KEYS = "_sharding", "_strings.json", "array_metadatas/process_0"
+_MOST_METADATA = 1 << 30
+_MOST_OTHER = 8 << 20  # bytes of a file of which only its library knows what it says
+_DEPTH = 3  # of items within items
+_THREADS, _AT_ONCE = 16, 32
+
+
+@dataclass(frozen=True)
+class Item:
+    """An item of a checkpoint.
+
+    Arguments:
+        tree: containers, plain values and `Located`.
+        custom: metadata that the user added.
+    """
+
+    tree: Any
+    custom: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Located:
+    """An array, or a number that is stored as one.
+
+    Arguments:
+        store: where it is.
+        name: its name there.
+        array: its metadata.
+        fill: whether missing chunks are legal.
+        is_scalar: whether it is a number.
+        layout: how it was sharded; None if that is not recorded.
+        prng: as of `ArrayEntry`.
+    """
+
+    store: Store
+    name: str
+    array: ZarrArray
+    fill: bool
+    is_scalar: bool = False
+    layout: Layout | None = None
+    prng: str | None = None
+
+    def opened(self, context: ts.Context) -> ts.TensorStore:
+        return zarr.open_array(self.store, self.name, self.array, context, fill=self.fill)
+
+    def start(self, source: ts.TensorStore, box: Box) -> Future[Any]:
+        """Starts to read a small box; raises as `zarr.read_box`."""
+        self._check(self.array.keys(box))
+        return zarr.start_read(source, box)
+
+    def read(self, source: ts.TensorStore, box: Box, out: Array, context: ts.Context) -> None:
+        """Reads a box; raises as `zarr.read_box`."""
+        zarr.check_memory(self.array)
+        self._check(self.array.keys(box))
+        zarr.read_box(source, box, self.array.dtype, out, context)
+
+    def check_ends(self) -> None:
+        """Checks that the first and the last chunk are there, if they must be.
+
+        Raises:
+            Damaged: one is not, or is too small.
+        """
+        if math.prod(self.array.shape):
+            ends = Box.whole(self.array.shape)
+            last = Box(tuple(n - 1 for n in ends.stop), ends.stop)
+            first = Box(ends.start, tuple(1 for _ in ends.stop))
+            self._check(key for box in (first, last) for key in self.array.keys(box))
+
+    def _check(self, keys: Iterable[str]) -> None:
+        self.store.check(self.name, keys, self.array.least_stored, fill=self.fill)
+
+
+def any_item(files: Files, context: ts.Context, depth: int = _DEPTH) -> Item:
+    """An item of any kind: arrays, JSON, items of items, or files that only others understand."""
+    if ITEM in files.here:
+        return read_item(files, context)
+    below = folders(files)
+    content: dict[str, Any] = {}
+    for file in files.here:
+        if file == COMMITTED:
+            continue
+        if file == _JSON or (file == METRICS and not below):
+            return Item(read_json(files, file), {})
+        content[file] = _whole(files, file, _MOST_OTHER)
+    if below and depth == 1:
+        raise UnsupportedFormat(
+            f"{files.location}: an item of a kind that is not known; open the items that are "
+            "needed by their own paths"
+        )
+    for name in below:
+        content[name] = any_item(Files(files.location.child(name)), context, depth - 1).tree
+    return Item(content, {})
+
+
+def read_item(files: Files, context: ts.Context) -> Item:
+    """An item of arrays."""
+    refuse_aggregate(files)
+    where = f"{files.location}: {ITEM}"
+    found = metadata.item(_whole(files, ITEM), where)
+    leaves = found.stored
+    texts = [leaf.name for leaf in leaves if leaf.kind == "text"]
+    values: dict[Stored, Any] = {}
+    if texts:
+        if not has(files, _TEXTS):
+            raise CheckpointCorrupt(
+                f"{files.location}: {_TEXTS} with {quoted(texts[0])} is missing"
+            )
+        of_name = metadata.texts(_whole(files, _TEXTS), texts, f"{files.location}: {_TEXTS}")
+        values.update({leaf: of_name[leaf.name] for leaf in leaves if leaf.kind == "text"})
+    arrays = [leaf for leaf in leaves if leaf.kind != "text"]
+    if arrays:
+        values.update(zip(arrays, _locate(files, found, arrays, context), strict=True))
+    return Item(_replaced(found.tree, values), found.custom)
+
+
+def refuse_aggregate(files: Files) -> None:
+    """Refuses values in a msgpack file, as Orbax before 0.5 and T5X wrote them beside arrays.
+
+    Raises:
+        UnsupportedFormat: there is such a file.
+    """
+    if _AGGREGATE in files.here:
+        raise UnsupportedFormat(
+            f"{files.location}: the file {_AGGREGATE!r} has values in the format of older versions "
+            "of Orbax, or of T5X, which is not read; restore it with Orbax and save it again"
+        )
+
+
+def _replaced(content: Any, values: Mapping[Stored, Any]) -> Any:
+    if isinstance(content, Stored):
+        return values[content]
+    if isinstance(content, NamedTuple):
+        return NamedTuple(content.type_name, _replaced(content.fields, values))
+    if isinstance(content, Mapping):
+        return {key: _replaced(child, values) for key, child in content.items()}
+    if isinstance(content, (list, tuple)):
+        return type(content)(_replaced(child, values) for child in content)
+    return content
+
+
+def _locate(
+    files: Files, item: metadata.ItemMetadata, leaves: list[Stored], context: ts.Context
+) -> list[Located]:
+    """The arrays of an item."""
+    store = _store(files, item, context)
+    layouts = _optional(files, _SHARDINGS, metadata.shardings)
+    keys = _optional(files, _KEYS, metadata.key_implementations)
+
+    def located(leaf: Stored) -> Located:
+        where = f"{files.location}: array {quoted(leaf.name)}"
+        key = zarr.below(leaf.name, zarr.METADATA[item.version])
+        try:
+            data = store.read(key)
+        except Failed as error:
+            raise reading_failed(error, where) from error
+        if data is None:
+            raise CheckpointCorrupt(
+                f"{where}: there is no {quoted(key)}; was the folder copied as a whole?"
+            )
+        array = zarr.parse(item.version, data, where)
+        layout = metadata.layout(layouts.get(leaf.name), len(array.shape), f"{where}: {_SHARDINGS}")
+        return Located(
+            store, leaf.name, array, item.fill, leaf.kind == "scalar", layout, keys.get(leaf.name)
+        )
+
+    batches = list(in_batches(leaves, _AT_ONCE))
+    with Pool(max(1, min(_THREADS, len(batches)))) as threads:
+        found = threads.map(lambda batch: [located(leaf) for leaf in batch], batches)
+        return [each for batch in found for each in batch]
+
+
+def _store(files: Files, item: metadata.ItemMetadata, context: ts.Context) -> Store:
+    pinned = Database(files.location, context).pinned() if item.ocdbt is not False else None
+    if pinned is not None:
+        return InDatabase(pinned)
+    if item.ocdbt:
+        raise CheckpointCorrupt(
+            f"{files.location}: there is no {ocdbt.MANIFEST}, which leads to the arrays; the save "
+            "did not finish, or the folder was not copied as a whole"
+        )
+    return InFolders(files)
+
+
+def _optional(
+    files: Files, file: str, read: Callable[[bytes, str], dict[str, Any]]
+) -> dict[str, Any]:
+    """What a file says that older versions do not write."""
+    if not has(files, file):
+        return {}
+    return read(_whole(files, file), f"{files.location}: {file}")
+
+
+# --- files --------------------------------------------------------------------------------------
+
+
+def folders(files: Files, above: str = "") -> list[str]:
+    """The names of the folders directly in one.
+
+    Arguments:
+        files: of the checkpoint.
+        above: the folder, a path that ends with a slash; that of the checkpoint by default.
+    """
+    if files.location.is_local:
+        location = files.location.child(above) if above else files.location
+        return location.folders(contexts.context())
+    # In object storage all is listed anyway, once.
+    below = (name[len(above) :] for name in files.names if name.startswith(above))
+    return sorted({name.partition("/")[0] for name in below if "/" in name})
+
+
+def has(files: Files, file: str) -> bool:
+    """Whether there is a file; asks object storage nothing."""
+    if files.location.is_local:
+        return files.exists(file)
+    at = bisect_left(files.names, file)
+    return files.names[at : at + 1] == [file]
+
+
+def read_json(files: Files, file: str) -> Any:
+    try:
+        return json.loads(_whole(files, file))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointCorrupt(f"{files.location}: {file} is not valid JSON: {error}") from error
+
+
+def _whole(files: Files, file: str, most: int = _MOST_METADATA) -> bytes:
+    data = files.tail(file, most + 1)
+    if len(data) > most:
+        raise UnsupportedFormat(
+            f"{files.location}: {file} has more than {most} bytes; open the items that are needed "
+            "by their own paths"
+        )
+    return data

@@ -1,0 +1,307 @@
+"""What the small files of an Orbax checkpoint say: its tree, texts, PRNG keys and shardings.
+
+Source: orbax/checkpoint/_src/metadata/tree.py, tree_rich_types.py, sharding.py.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unickpt.arrays.layout import Layout, Mesh
+from unickpt.errors import CheckpointCorrupt
+from unickpt.quoting import quoted
+from unickpt.trees import tree
+from unickpt.trees.tree import Expansion
+
+_ARRAYS = ("jax.Array", "np.ndarray")
+_SCALAR, _TEXT = "scalar", "string"
+_EMPTY: Mapping[str, Callable[[], Any]] = {
+    "None": lambda: None,
+    "Dict": dict,
+    "List": list,
+    "Tuple": tuple,
+}
+_EMPTY_NAMEDTUPLE = "NamedTuple"
+_SEQUENCE, _DICT = 1, 2
+_BAD = (ValueError, KeyError, TypeError, AttributeError, RecursionError, binascii.Error)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A leaf whose value is stored elsewhere.
+
+    Arguments:
+        name: of its array or text, as Orbax names them: its keys, joined by dots.
+        kind: "array", "scalar" or "text".
+    """
+
+    name: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class NamedTuple:
+    """A namedtuple of a checkpoint whose metadata has the types of its containers."""
+
+    type_name: str
+    fields: Mapping[str, Any]
+
+    def expanded(self) -> Expansion:
+        return Expansion(
+            "namedtuple", tuple(self.fields), tuple(self.fields.values()), tuple, self.type_name
+        )
+
+
+@dataclass(frozen=True)
+class ItemMetadata:
+    """What `_METADATA` says of an item.
+
+    Arguments:
+        tree: containers, plain values and `Stored`.
+        stored: all of the latter.
+        ocdbt: whether arrays are in an OCDBT database; None if it is not said.
+        version: of Zarr.
+        fill: whether chunks that are missing are legal: they have the fill value.
+        custom: what the user added.
+    """
+
+    tree: Any
+    stored: tuple[Stored, ...]
+    ocdbt: bool | None
+    version: int
+    fill: bool
+    custom: Mapping[str, Any]
+
+
+def _loaded(data: bytes, where: str) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointCorrupt(f"{where} is not valid JSON: {error}") from error
+
+
+# --- the tree -----------------------------------------------------------------------------------
+
+_Path = tuple[tuple[str, int], ...]
+
+
+def item(data: bytes, where: str) -> ItemMetadata:
+    """What `_METADATA` says.
+
+    Arguments:
+        data: the file; untrusted.
+        where: its path, for messages.
+
+    Raises:
+        CheckpointCorrupt: it is damaged, or two arrays have the same name.
+    """
+    found = _loaded(data, where)
+    try:
+        leaves = dict(map(_leaf, found["tree_metadata"].values()))
+        if len(leaves) != len(found["tree_metadata"]):
+            raise ValueError("it lists a leaf twice")
+        _check_names(leaves)
+        rich = found.get("value_metadata_tree")
+        by_path = {tuple(key for key, _ in path): leaf for path, leaf in leaves.items()}
+        if rich is not None:
+            content = _rich(json.loads(rich), (), by_path)
+            if by_path:
+                raise ValueError(f"its trees differ: only one has {quoted(next(iter(by_path)))}")
+        else:
+            content = _nested(list(leaves.items()), 0)
+        custom = found.get("custom_metadata")
+        return ItemMetadata(
+            content,
+            tuple(leaf for leaf in leaves.values() if isinstance(leaf, Stored)),
+            found.get("use_ocdbt"),
+            3 if found.get("use_zarr3", False) else 2,
+            not found.get("store_array_data_equal_to_fill_value", False),
+            custom if isinstance(custom, dict) else {},
+        )
+    except _BAD as error:
+        raise CheckpointCorrupt(f"{where} is damaged: {error}") from error
+
+
+def _leaf(entry: Any) -> tuple[_Path, Any]:
+    path = tuple((key["key"], key["key_type"]) for key in entry["key_metadata"])
+    if len(path) >= tree.MAX_DEPTH:
+        raise ValueError(f"nested deeper than {tree.MAX_DEPTH} levels")
+    for key, kind in path:
+        if type(key) is not str or kind not in (_SEQUENCE, _DICT):
+            raise ValueError(f"the key {quoted(key)} of type {quoted(kind)}")
+    kind = entry["value_metadata"]["value_type"]
+    return path, _value(".".join(key for key, _ in path), kind)
+
+
+def _value(name: str, kind: Any) -> Any:
+    if kind in _ARRAYS:
+        return Stored(name, "array")
+    if kind in (_SCALAR, _TEXT):
+        return Stored(name, "scalar" if kind == _SCALAR else "text")
+    if kind in _EMPTY:
+        return _EMPTY[kind]()
+    if kind == _EMPTY_NAMEDTUPLE:
+        return None  # which Orbax makes of it, unless it has the types of containers
+    return f"<{quoted(kind)[1:-1]}>"  # of somebody's own type handler
+
+
+def _check_names(leaves: Mapping[_Path, Any]) -> None:
+    """Orbax joins keys by dots and escapes none: two leaves may have been written to one place."""
+    seen: dict[tuple[str, bool], _Path] = {}
+    for path, leaf in leaves.items():
+        if isinstance(leaf, Stored):
+            other = seen.setdefault((leaf.name, leaf.kind == "text"), path)
+            if other is not path:
+                keys = [[key for key, _ in of] for of in (other, path)]
+                raise ValueError(
+                    f"{quoted(keys[0])} and {quoted(keys[1])} were both written as "
+                    f"{quoted(leaf.name)}, so that the data of one of them is lost"
+                )
+
+
+def _nested(leaves: Sequence[tuple[_Path, Any]], depth: int) -> Any:
+    """The containers of leaves that have the first `depth` keys in common."""
+    if len(leaves) == 1 and len(leaves[0][0]) == depth:
+        return leaves[0][1]
+    groups: dict[str, list[tuple[_Path, Any]]] = {}
+    kinds = set()
+    for path, leaf in leaves:
+        if len(path) == depth:
+            raise ValueError(f"{quoted([key for key, _ in path])} is a leaf and a container")
+        key, kind = path[depth]
+        kinds.add(kind)
+        groups.setdefault(key, []).append((path, leaf))
+    children = {key: _nested(group, depth + 1) for key, group in groups.items()}
+    if kinds <= {_DICT}:
+        return children
+    try:
+        if kinds == {_SEQUENCE}:
+            return [children[str(index)] for index in range(len(children))]
+    except KeyError:
+        pass
+    raise ValueError(f"a container has the keys {quoted(list(children))}, of types {sorted(kinds)}")
+
+
+def _rich(found: Any, path: tuple[str, ...], leaves: dict[tuple[str, ...], Any]) -> Any:
+    """A tree whose containers have their types; takes its leaves out of `leaves`."""
+    if len(path) >= tree.MAX_DEPTH:
+        raise ValueError(f"nested deeper than {tree.MAX_DEPTH} levels")
+    if isinstance(found, list):
+        return [_rich(each, (*path, str(n)), leaves) for n, each in enumerate(found)]
+    category, kind = found.get("category"), found.get("clazz")
+    if category == "custom" and kind == "ValueMetadataEntry":
+        leaf = leaves.pop(path)
+        is_empty = found["data"]["value_type"] == _EMPTY_NAMEDTUPLE
+        return NamedTuple("OrbaxEmptyNamedTuple", {}) if is_empty else leaf
+    if category == "custom" and kind == "tuple":
+        entries = enumerate(found["entries"])
+        return tuple(_rich(each, (*path, str(n)), leaves) for n, each in entries)
+    if category == "namedtuple":
+        pairs = [(each["key"], each["value"]) for each in found["entries"]]
+        fields = {key: _rich(each, (*path, key), leaves) for key, each in pairs}
+        return NamedTuple(str(kind).rpartition(".")[2], fields)
+    return {key: _rich(each, (*path, key), leaves) for key, each in found.items()}
+
+
+# --- texts --------------------------------------------------------------------------------------
+
+
+def texts(data: bytes, names: Sequence[str], where: str) -> dict[str, str]:
+    """The texts of `_strings.json` by the name of their leaf, which TensorStore wrote there by
+    their JSON pointers.
+
+    Raises:
+        CheckpointCorrupt: it is damaged, or has not all of them.
+    """
+    root = _loaded(data, where)
+    found = {}
+    for name in names:
+        value = root
+        for token in name.split("/"):
+            key = token.replace("~1", "/").replace("~0", "~")
+            value = value.get(key) if isinstance(value, dict) else None
+        if not isinstance(value, str):
+            raise CheckpointCorrupt(f"{where} has no text {quoted(name)}")
+        found[name] = value
+    return found
+
+
+# --- PRNG keys and shardings --------------------------------------------------------------------
+
+
+def key_implementations(data: bytes, where: str) -> dict[str, str]:
+    """The implementations of typed PRNG keys by the name of their array, as a file of
+    `array_metadatas` says.
+
+    Raises:
+        CheckpointCorrupt: it is damaged.
+    """
+    found = {}
+    try:
+        for entry in _loaded(data, where)["array_metadatas"]:
+            facts = entry["array_metadata"]
+            kind = (facts.get("ext_metadata") or {}).get("random_key_impl")
+            if kind is not None:
+                found[str(facts["param_name"])] = str(kind)
+    except _BAD as error:
+        raise CheckpointCorrupt(f"{where} is damaged: {error!r}") from error
+    return found
+
+
+def shardings(data: bytes, where: str) -> dict[str, Any]:
+    """The shardings of `_sharding` by the name of their array, for `layout`.
+
+    Raises:
+        CheckpointCorrupt: it is damaged.
+    """
+    try:
+        return {
+            base64.b64decode(name, validate=True).decode(): json.loads(text)
+            for name, text in _loaded(data, where).items()
+        }
+    except _BAD as error:
+        raise CheckpointCorrupt(f"{where} is damaged: {error!r}") from error
+
+
+def layout(sharding: Any, rank: int, where: str) -> Layout | None:
+    """The layout of an array of a rank; None if its sharding is not that of a mesh.
+
+    Orbax records the devices of the mesh and not their processes: all are said to be of process 0.
+
+    Arguments:
+        sharding: from `shardings`; None if there is none.
+        rank: of the array; that of a PRNG key is larger than that of its sharding.
+        where: the file and the array, for messages.
+
+    Raises:
+        CheckpointCorrupt: it is damaged, or does not fit the array.
+    """
+    try:
+        if sharding is None or sharding["sharding_type"] != "NamedSharding":
+            return None
+        shape = tuple(int(n) for n in sharding["shape"])
+        axes = tuple(str(axis) for axis in sharding["axis_names"])
+        if math.prod(shape) > 1 << 20:
+            raise ValueError(f"a mesh of {quoted(shape)}")
+        spec = sharding["partition_spec"]
+        if any(not isinstance(entry, (str, list, type(None))) for entry in spec):
+            return None
+        dims = [_axes(entry) for entry in spec]
+        if len(dims) > rank:
+            raise ValueError(f"the partition {quoted(spec)} of an array of rank {rank}")
+        mesh = Mesh(axes, shape, (0,) * math.prod(shape))
+        return Layout(mesh, (*dims, *((),) * (rank - len(dims))))
+    except _BAD as error:
+        raise CheckpointCorrupt(f"{where} is damaged: {error}") from error
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(str(axis) for axis in entry)

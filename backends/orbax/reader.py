@@ -1,0 +1,183 @@
+"""Orbax checkpoints of version 0 and 1, as a `Reader`. Everything is read through TensorStore."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from unickpt.arrays import dtypes
+from unickpt.arrays.box import Box
+from unickpt.arrays.dtypes import Array
+from unickpt.arrays.layout import Layout
+from unickpt.backends.orbax import folders, zarr
+from unickpt.backends.orbax.folders import Found
+from unickpt.backends.orbax.items import Located
+from unickpt.backends.orbax.metadata import NamedTuple
+from unickpt.backends.orbax.zarr import ZarrArray
+from unickpt.errors import CheckpointCorrupt, UnsupportedLeaf
+from unickpt.foreign.files import Files
+from unickpt.format.chunk_grid import Part
+from unickpt.format.index import ArrayEntry, Index
+from unickpt.format.reader import Reader
+from unickpt.storage import contexts
+from unickpt.storage.errors import Failed, reading_failed
+from unickpt.threads import Pool
+from unickpt.trees import plain_values, tree
+from unickpt.trees.tree import Expansion
+
+_THREADS = 16
+
+HINTS: Collection[str] = ()
+
+
+def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
+    """Opens an item, or a checkpoint with all of its items; None if there is none of Orbax.
+
+    Raises:
+        CheckpointNotFound: Orbax has not committed it, or it is a run of several steps.
+        CheckpointCorrupt: metadata is damaged, or a file is missing.
+        UnsupportedFormat: an array has a dtype or a codec that is not known.
+        StorageError: the storage failed.
+    """
+    # Shared by all that is read: it keeps the manifests of databases as they are now.
+    context = contexts.context()
+    try:
+        found = folders.find(files, context)
+        return None if found is None else OrbaxReader(files, found, context)
+    except Failed as error:
+        raise reading_failed(error, str(files.location)) from error
+
+
+class OrbaxReader(Reader):
+    """Reads a checkpoint, or an item of it.
+
+    Arguments:
+        files: its folder.
+        found: what is in it.
+        context: with which its arrays were located.
+
+    Raises:
+        CheckpointCorrupt: its tree cannot be, or a number is damaged.
+        StorageError: the storage failed.
+    """
+
+    format, version = "orbax", ""
+
+    def __init__(self, files: Files, found: Found, context: ts.Context) -> None:
+        self.location, self._context = files.location, context
+        try:
+            node = tree.flatten(found.tree, _is_leaf, _expand)
+        except UnsupportedLeaf as error:
+            raise CheckpointCorrupt(f"{files.location}: {error}") from error
+        leaves = {leaf.name: leaf.value for leaf in tree.leaves(node)}
+        self._open: dict[str, ts.TensorStore] = {}
+        scalars = {
+            name: leaf
+            for name, leaf in leaves.items()
+            if isinstance(leaf, Located) and leaf.is_scalar and _is_number(leaf.array)
+        }
+        values = {name: leaf for name, leaf in leaves.items() if not isinstance(leaf, Located)}
+        values.update(self._numbers(scalars))
+        self._arrays = {
+            name: leaf
+            for name, leaf in leaves.items()
+            if isinstance(leaf, Located) and name not in scalars
+        }
+        self.index = Index(
+            tree.to_json(node),
+            {name: _entry(name, leaf) for name, leaf in self._arrays.items()},
+            values=values,
+            metadata=found.metadata,
+            library="orbax-checkpoint",
+            created=found.created,
+        )
+
+    def _numbers(self, scalars: Mapping[str, Located]) -> dict[str, Any]:
+        """The values that are numbers."""
+        if not scalars:
+            return {}
+
+        def number(name: str) -> Any:
+            leaf = scalars[name]
+            out = np.empty((), dtypes.from_name(leaf.array.dtype))
+            self._read(name, leaf, Box((), ()), out)
+            return out.item()
+
+        with Pool(min(_THREADS, len(scalars))) as threads:
+            return dict(zip(scalars, threads.map(number, list(scalars)), strict=True))
+
+    def check_backed(self, entry: ArrayEntry) -> None:
+        try:
+            self._arrays[entry.name].check_ends()
+        except Failed as error:
+            raise reading_failed(error, f"{self.location}: array {entry.name!r}") from error
+
+    def request_chunk(self, entry: ArrayEntry, part: Part, number: int) -> Any:
+        leaf, box = self._arrays[entry.name], part.chunk_box(number)
+        nbytes = box.size * dtypes.from_name(entry.dtype).itemsize
+        if max(nbytes, leaf.array.chunk_bytes) > zarr.SMALL:
+            return None
+        try:
+            return leaf.start(self._opened(entry.name, leaf), box)
+        except Failed as error:
+            raise reading_failed(error, f"{self.location}: array {entry.name!r} {box}") from error
+
+    def read_chunk(
+        self,
+        entry: ArrayEntry,
+        part: Part,
+        number: int,
+        row: Any,
+        out: Array,
+        requested: Any = None,
+    ) -> bool:
+        leaf, box = self._arrays[entry.name], part.chunk_box(number)
+        if requested is None:
+            self._read(entry.name, leaf, box, out)
+            return True
+        try:
+            out[...] = requested.result().view(out.dtype)
+        except Failed as error:
+            raise reading_failed(error, f"{self.location}: array {entry.name!r} {box}") from error
+        return True
+
+    def _read(self, name: str, leaf: Located, box: Box, out: Array) -> None:
+        try:
+            leaf.read(self._opened(name, leaf), box, out, self._context)
+        except Failed as error:
+            raise reading_failed(error, f"{self.location}: array {name!r} {box}") from error
+
+    def _opened(self, name: str, leaf: Located) -> ts.TensorStore:
+        found = self._open.get(name)
+        if found is None:  # two threads may open it
+            found = self._open[name] = leaf.opened(self._context)
+        return found
+
+    def open_part(self, entry: ArrayEntry, part: Part) -> ts.TensorStore:
+        try:
+            return self._opened(entry.name, self._arrays[entry.name])
+        except Failed as error:
+            raise reading_failed(error, f"{self.location}: array {entry.name!r}") from error
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, Located) or plain_values.is_plain(value)
+
+
+def _expand(value: Any, name: str) -> Expansion | None:
+    return value.expanded() if isinstance(value, NamedTuple) else None
+
+
+def _is_number(array: ZarrArray) -> bool:
+    """Whether a number is a plain value, which complex ones are not."""
+    kind = dtypes.from_name(array.dtype).kind
+    return array.shape == () and kind in "biuf"
+
+
+def _entry(name: str, leaf: Located) -> ArrayEntry:
+    array = leaf.array
+    layout = leaf.layout or Layout.replicated(len(array.shape), 1)
+    return ArrayEntry(name, array.shape, array.dtype, array.read_at_once, layout, prng=leaf.prng)

@@ -1,0 +1,370 @@
+"""Zarr arrays that another system wrote, of version 2 or 3: their metadata, and reads of boxes."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import tensorstore as ts
+
+from unickpt.arrays import dtypes
+from unickpt.arrays.box import Box
+from unickpt.arrays.dtypes import Array
+from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
+from unickpt.foreign.files import Files
+from unickpt.quoting import quoted
+from unickpt.storage.database import Database
+from unickpt.storage.errors import Damaged
+from unickpt.storage.kvstore import Future, asking
+
+READ_BYTES = 1 << 20
+"""Neighbouring chunks are read together up to so many bytes: each read takes time of its own."""
+SMALL = 64 << 10
+"""Below so many bytes, several reads are faster if they are started together."""
+METADATA = {2: ".zarray", 3: "zarr.json"}
+"""The file or key with an array's metadata, below its own name."""
+_DRIVERS = {2: "zarr", 3: "zarr3"}
+_MOST_METADATA = 1 << 20
+_MOST_RANK = 32  # TensorStore has no arrays of more dimensions
+_MOST_EXTENT = 1 << 60
+_NUMPY = re.compile(r"[<>|][bifuc][0-9]{1,2}")
+_COMPRESSORS = ("zstd", "blosc", "zlib", "gzip", "bz2")
+_PLAIN_CODECS = ("bytes", "transpose", "crc32c")
+# Memory for larger chunks is allocated only if enough bytes are stored; see `ChunkStore`.
+_BELIEVED = 16 << 20
+_MOST_PER_BYTE = 1 << 16
+
+
+@dataclass(frozen=True)
+class ZarrArray:
+    """What the metadata of an array says.
+
+    Arguments:
+        version: of Zarr.
+        shape: of the array.
+        dtype: a name of `unickpt.arrays.dtypes`.
+        chunk: the extents of what is decoded at once: a chunk, or a chunk within a shard.
+        stored: the extents of what lies under one key: a chunk or a shard.
+        compressed: whether chunks are.
+        key: begins the keys of chunks.
+        separator: of the numbers in the keys of chunks.
+        metadata: all of it.
+    """
+
+    version: int
+    shape: tuple[int, ...]
+    dtype: str
+    chunk: tuple[int, ...]
+    stored: tuple[int, ...]
+    compressed: bool
+    key: str
+    separator: str
+    metadata: Mapping[str, Any]
+
+    @property
+    def chunk_bytes(self) -> int:
+        return math.prod(self.chunk) * dtypes.from_name(self.dtype).itemsize
+
+    @property
+    def least_stored(self) -> int:
+        """The fewest bytes in which a chunk can be stored."""
+        return -(-self.chunk_bytes // _MOST_PER_BYTE) if self.compressed else self.chunk_bytes
+
+    @property
+    def read_at_once(self) -> tuple[int, ...]:
+        """The extents of what one read gives: whole chunks, several if they are small."""
+        extents, left = list(self.chunk), READ_BYTES // max(1, self.chunk_bytes)
+        for dim in reversed(range(len(extents))):
+            count = -(-self.shape[dim] // extents[dim])
+            extents[dim] *= max(1, min(count, left))
+            left //= max(1, count)
+        return tuple(extents)
+
+    def keys(self, box: Box) -> Iterator[str]:
+        """The keys of all chunks or shards with elements of a box, below the array's name."""
+        ranges = [
+            range(a // n, -(-b // n))
+            for a, b, n in zip(box.start, box.stop, self.stored, strict=True)
+        ]
+        for at in itertools.product(*ranges):
+            numbers = [*([self.key] if self.key else []), *map(str, at)]
+            yield self.separator.join(numbers) or "0"  # which version 2 calls it without numbers
+
+
+# --- metadata -----------------------------------------------------------------------------------
+
+
+def parse(version: int, data: bytes, where: str) -> ZarrArray:
+    """What the metadata of an array says.
+
+    Arguments:
+        version: of Zarr.
+        data: `.zarray` or `zarr.json`; untrusted.
+        where: the path and the array, for messages.
+
+    Raises:
+        CheckpointCorrupt: it is damaged.
+        UnsupportedFormat: it has a dtype or a codec that is not known.
+    """
+    try:
+        found = json.loads(data)
+        return (_parse_2 if version == 2 else _parse_3)(found, where)
+    except UnsupportedFormat:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointCorrupt(f"{where}: its Zarr metadata is damaged: {error!r}") from error
+
+
+def _parse_2(found: Mapping[str, Any], where: str) -> ZarrArray:
+    if found["zarr_format"] != 2:
+        raise ValueError(f"zarr_format is {quoted(found['zarr_format'])}")
+    if found["filters"]:
+        raise UnsupportedFormat(f"{where}: Zarr filters {quoted(found['filters'])} are not read")
+    compressor = found["compressor"]
+    if compressor is not None and compressor["id"] not in _COMPRESSORS:
+        raise UnsupportedFormat(f"{where}: the compressor {quoted(compressor)} is not known")
+    shape = _extents(found["shape"], 0)
+    chunk = _extents(found["chunks"], 1, shape)
+    dtype = _dtype(found["dtype"], where)
+    separator = _separator(found.get("dimension_separator", "."))
+    return ZarrArray(2, shape, dtype, chunk, chunk, compressor is not None, "", separator, found)
+
+
+def _parse_3(found: Mapping[str, Any], where: str) -> ZarrArray:
+    if (found["zarr_format"], found["node_type"]) != (3, "array"):
+        raise ValueError("it is not that of an array of version 3")
+    shape = _extents(found["shape"], 0)
+    grid = found["chunk_grid"]
+    if grid["name"] != "regular":
+        raise UnsupportedFormat(f"{where}: the chunk grid {quoted(grid['name'])} is not known")
+    stored = chunk = _extents(grid["configuration"]["chunk_shape"], 1, shape)
+    codecs = _codecs(found["codecs"])
+    if [name for name, _ in codecs] == ["sharding_indexed"]:
+        inner = codecs[0][1]
+        chunk = _extents(inner["chunk_shape"], 1, shape)
+        if any(n % c for n, c in zip(stored, chunk, strict=True)):
+            raise ValueError(f"shards of {quoted(stored)} do not consist of chunks {quoted(chunk)}")
+        codecs = _codecs(inner["codecs"])
+    names = [name for name, _ in codecs]
+    for name in names:
+        if name not in (*_COMPRESSORS, *_PLAIN_CODECS):
+            raise UnsupportedFormat(f"{where}: the codec {quoted(name)} is not known")
+    encoding = found["chunk_key_encoding"]
+    is_default = {"default": True, "v2": False}[encoding["name"]]
+    given = encoding.get("configuration", {}).get("separator", "/" if is_default else ".")
+    return ZarrArray(
+        3,
+        shape,
+        _dtype(found["data_type"], where),
+        chunk,
+        stored,
+        any(name in _COMPRESSORS for name in names),
+        "c" if is_default else "",
+        _separator(given),
+        found,
+    )
+
+
+def _codecs(found: Sequence[Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    return [(str(codec["name"]), codec.get("configuration", {})) for codec in found]
+
+
+def _separator(found: Any) -> str:
+    if found not in (".", "/"):
+        raise ValueError(f"the separator {quoted(found)}")
+    return str(found)
+
+
+def _extents(found: Any, least: int, shape: Sequence[int] | None = None) -> tuple[int, ...]:
+    if not isinstance(found, list) or len(found) > _MOST_RANK:
+        raise ValueError(f"extents {quoted(found)}")
+    if any(type(n) is not int or not least <= n < _MOST_EXTENT for n in found):
+        raise ValueError(f"extents {quoted(found)}")
+    if shape is not None and len(found) != len(shape):
+        raise ValueError(f"chunks {quoted(found)} for the shape {quoted(shape)}")
+    return tuple(found)
+
+
+def _dtype(found: Any, where: str) -> str:
+    try:
+        if isinstance(found, str) and _NUMPY.fullmatch(found):
+            return dtypes.name_of(np.dtype(found))
+        name = dtypes.name_of(dtypes.from_name(found))
+        ts.dtype(dtypes.stored_as(name))
+        return name
+    except TypeError as error:
+        raise UnsupportedFormat(f"{where}: the dtype {quoted(found)} is not known") from error
+
+
+# --- stores -------------------------------------------------------------------------------------
+
+
+class Store(Protocol):
+    """Where the keys of arrays are."""
+
+    def read(self, key: str) -> bytes | None:
+        """A small value; None if it is missing.
+
+        Raises:
+            Damaged: it is too large.
+            Failed: the storage failed.
+        """
+
+    def spec(self, array: str) -> dict[str, Any]:
+        """The JSON of TensorStore's key-value store of one array."""
+
+    def check(self, array: str, keys: Iterable[str], least: int, *, fill: bool) -> None:
+        """Checks chunks of an array before TensorStore reads them, where that needs no request.
+
+        Arguments:
+            array: its name.
+            keys: of its chunks, below its name.
+            least: bytes that each must have.
+            fill: whether they may be missing.
+
+        Raises:
+            Damaged: one is missing, too small, or no file to be opened.
+        """
+
+
+def below(array: str, key: str) -> str:
+    """A key of an array, whose name may be empty or end with a slash."""
+    return f"{array}{key}" if not array or array.endswith("/") else f"{array}/{key}"
+
+
+class InDatabase:
+    """Arrays in an OCDBT database.
+
+    Arguments:
+        database: with a pinned manifest.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database, self._values = database, database.reader()
+
+    def read(self, key: str) -> bytes | None:
+        if (self._values.length(key) or 0) > _MOST_METADATA:
+            raise Damaged(f"key {quoted(key)} has more than {_MOST_METADATA} bytes")
+        return self._values.read(key)
+
+    def spec(self, array: str) -> dict[str, Any]:
+        return {**self._database.array_spec(""), "path": below(array, "")}
+
+    def check(self, array: str, keys: Iterable[str], least: int, *, fill: bool) -> None:
+        self._values.check(below(array, ""))
+        for key in keys:
+            _check_length(key, self._values.length(below(array, key)), least, fill)
+
+
+class InFolders:
+    """Arrays that are folders of files.
+
+    Arguments:
+        files: those of the folder that contains them.
+    """
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+
+    def read(self, key: str) -> bytes | None:
+        self._check_inside(key)
+        try:
+            data = self._files.tail(key, _MOST_METADATA + 1)
+        except Damaged as error:
+            if error.errno == errno.ENOENT:
+                return None
+            raise
+        if len(data) > _MOST_METADATA:
+            raise Damaged(f"{key} has more than {_MOST_METADATA} bytes")
+        return data
+
+    def spec(self, array: str) -> dict[str, Any]:
+        base = dict(self._files.location.spec)
+        return {**base, "path": base["path"] + below(array, "")}
+
+    def check(self, array: str, keys: Iterable[str], least: int, *, fill: bool) -> None:
+        if not self._files.location.is_local:
+            return  # object storage holds only objects, and tells no sizes
+        for key in keys:
+            try:
+                length = self._files.size(below(array, key))
+            except Damaged as error:
+                if error.errno != errno.ENOENT:
+                    raise
+                length = None
+            _check_length(key, length, least, fill)
+
+    def _check_inside(self, key: str) -> None:
+        if key.startswith("/") or ".." in key.split("/"):
+            raise Damaged(f"{quoted(key)} leads out of the folder")
+
+
+def _check_length(key: str, length: int | None, least: int, fill: bool) -> None:
+    if length is None and not fill:
+        raise Damaged(f"chunk {quoted(key)} is missing")
+    if length is not None and length < least:
+        raise Damaged(f"{length} bytes stored in chunk {quoted(key)}, at least {least} expected")
+
+
+# --- data ---------------------------------------------------------------------------------------
+
+
+def open_array(
+    store: Store, name: str, array: ZarrArray, context: ts.Context, *, fill: bool
+) -> ts.TensorStore:
+    """An array as a TensorStore; opened without I/O.
+
+    Arguments:
+        store: where its keys are.
+        name: of the array in the store.
+        array: its metadata.
+        context: as for the store.
+        fill: whether chunks that are missing have the array's fill value; else they are an error.
+
+    Raises:
+        Damaged: the metadata contradicts itself.
+    """
+    spec = {
+        "driver": _DRIVERS[array.version],
+        "kvstore": store.spec(name),
+        "metadata": dict(array.metadata),
+        "fill_missing_data_reads": fill,
+    }
+    with asking():
+        return ts.open(spec, context=context, open=True, assume_metadata=True).result()
+
+
+def read_box(source: ts.TensorStore, box: Box, dtype: str, out: Array, context: ts.Context) -> None:
+    """Reads a box of an array into contiguous memory.
+
+    Raises:
+        Damaged: a chunk is missing or cannot be decoded.
+        Failed: the storage failed.
+    """
+    stored = ts.dtype(dtypes.stored_as(dtype)).numpy_dtype
+    with asking():
+        target = ts.array(out if out.dtype == stored else out.view(stored), context=context)
+        target.write(source[box.slices]).result()
+
+
+def start_read(source: ts.TensorStore, box: Box) -> Future[Any]:
+    """Starts to read a small box into new memory."""
+    with asking():
+        return Future(source[box.slices].read())
+
+
+def check_memory(array: ZarrArray) -> None:
+    """Checks that this machine has memory for a chunk: TensorStore aborts the process if not.
+
+    Raises:
+        MemoryError: it has not.
+    """
+    if array.chunk_bytes > _BELIEVED:
+        np.empty(array.chunk_bytes, np.uint8)
