@@ -56,8 +56,8 @@ class Slow:
 
 real = root.Root.__init__
 
-def slow(self, location, context):
-    real(self, location, context)
+def slow(self, database):
+    real(self, database)
     self._store = Slow(self._store)
 
 root.Root.__init__ = slow
