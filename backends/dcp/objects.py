@@ -1,4 +1,4 @@
-"""Values that are no tensors, as torch.save wrote them: containers, plain values, tensors in them."""
+"""Values that are no tensors, as torch.save wrote them: containers, plain values, inner tensors."""
 
 from __future__ import annotations
 

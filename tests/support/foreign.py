@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tarfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,13 @@ FOLDER = Path(TESTS) / "fixtures" / "foreign"
 
 def folder(case: str) -> Path:
     return FOLDER / case / "ckpt"
+
+
+def unpacked(case: str, into: Path) -> Path:
+    """The folder of a case that is packed."""
+    with tarfile.open(FOLDER / case / "ckpt.tar.xz") as packed:
+        packed.extractall(into, filter="data")
+    return into / "ckpt"
 
 
 def opened(path: Path | str, format: Any) -> unickpt.Checkpoint | None:
