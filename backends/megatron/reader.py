@@ -119,7 +119,10 @@ def _is_ours(files: Files) -> bool:
     backend = found.get("sharded_backend") if isinstance(found, dict) else None
     if backend is None:
         return False
-    kinds = [(backend, "torch_dist"), (found.get("common_backend", "torch"), "torch")]
+    kinds: list[tuple[Any, Any]] = [
+        (backend, "torch_dist"),
+        (found.get("common_backend", "torch"), "torch"),
+    ]
     kinds += [(found.get(f"{kind}_backend_version", 1), 1) for kind in ("sharded", "common")]
     for kind, known in kinds:
         if kind != known:
