@@ -69,18 +69,20 @@ def _parts(
         raise BadPickle(f"the facts of the flat parameter {quoted(flat)} are no lists")
     if len(counts) != len(padding) or len(names) != len(shapes):
         raise BadPickle(f"the facts of the flat parameter {quoted(flat)} contradict each other")
+    if not all(isinstance(name, str) for name in names):
+        raise BadPickle(f"the names in the flat parameter {quoted(flat)} are no texts")
     found, first = list[Part](), 0
-    rest = zip(names, shapes, strict=True)
+    rest = zip(_whole_names(flat, names, known), shapes, strict=True)
     for (count,), pads in zip(map(_one, counts), padding, strict=True):
         name, shape = (None, ()) if pads else next(rest, (None, ()))
         if not pads:
             sizes = extents(shape, f"a shape in the flat parameter {quoted(flat)}")
-            if not isinstance(name, str) or math.prod(sizes) != count:
+            if name is None or math.prod(sizes) != count:
                 raise BadPickle(
                     f"the flat parameter {quoted(flat)} has {count} elements of {quoted(name)}, "
                     f"whose shape is {list(sizes)}"
                 )
-            found.append(Part(_whole_name(flat, name, known), sizes, first))
+            found.append(Part(name, sizes, first))
         first += count
     if next(rest, None) is not None:
         raise BadPickle(f"the flat parameter {quoted(flat)} lacks elements of its last parameters")
@@ -91,17 +93,20 @@ def _one(count: Any) -> tuple[int, ...]:
     return extents((count,), "the size of a part of a flat parameter")
 
 
-def _whole_name(flat: str, name: str, known: Collection[str]) -> str:
-    """The name of a parameter in the whole model.
+def _whole_names(flat: str, names: Sequence[str], known: Collection[str]) -> list[str]:
+    """The names of parameters in the whole model.
 
-    It is stored relative to the module that is flattened, by old versions as a whole. What the
-    optimizer knows decides; else names that begin as their module's are whole ones.
+    They are stored relative to the module that is flattened, by old versions as a whole: if all
+    of them begin as their module, and the optimizer knows them so.
     """
     above = flat.removesuffix(_FLAT)
-    relative = above + name.removeprefix(".")
-    if not above or (relative in known and name not in known):
-        return relative
-    return name if name in known or name.startswith(above) else relative
+    relative = [above + name.removeprefix(".") for name in names]
+    old = (
+        all(name.startswith(above) for name in names)
+        and any(name in known for name in names)
+        and not any(name in known for name in relative)
+    )
+    return list(names) if old else relative
 
 
 def split(name: str, flat: StoredArray, parts: Sequence[Part]) -> Mapping[str, StoredArray]:

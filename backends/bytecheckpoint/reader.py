@@ -34,11 +34,10 @@ from unickpt.foreign.elements import FileRange
 from unickpt.foreign.file_ranges import FileBox, read_flat
 from unickpt.foreign.files import Files
 from unickpt.foreign.pickles import BadPickle
+from unickpt.foreign.process_values import encoded
 from unickpt.foreign.torch_pickles import Tensor
 from unickpt.format.index import PerProcessEntry
 from unickpt.format.reader import Reader
-from unickpt.frameworks import per_process
-from unickpt.frameworks.registry import adapters
 from unickpt.quoting import quoted
 from unickpt.storage.errors import Failed, reading_failed
 
@@ -121,7 +120,7 @@ class ByteCheckpointReader(DcpReader):
             found = _in_memory(self._files, read_file(self._files, file))
         except (BadPickle, Failed) as error:
             raise CheckpointCorrupt(f"{self.location}: {file}: {error}") from error
-        return per_process.encode(found, adapters())
+        return encoded(found)
 
 
 def _in_memory(files: Files, found: Any) -> Any:

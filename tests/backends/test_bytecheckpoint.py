@@ -24,7 +24,7 @@ from unickpt.foreign import file_ranges
 from unickpt.storage.contexts import context
 from unickpt.storage.paths import resolve
 
-CASES = ["bcp-ddp", "bcp-fsdp1", "bcp-fsdp2", "bcp-fsdp1-flat"]
+CASES = ["bcp-ddp", "bcp-fsdp1", "bcp-fsdp2", "bcp-fsdp1-flat", "bcp-fsdp1-flat-nested"]
 STEP = "global_step_2"
 
 
@@ -120,21 +120,20 @@ def flat(above: str, *names: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("above", "name", "known", "whole"),
+    ("above", "names", "known", "whole"),
     [
-        ("", "a.w", (), "a.w"),
-        ("", ".w", (), "w"),
-        ("m.0.", "a.w", (), "m.0.a.w"),
-        ("m.0.", ".w", (), "m.0.w"),
-        ("m.0.", "0.w", (), "m.0.0.w"),
-        ("m.0.", "m.0.w", (), "m.0.w"),  # of an old version
-        ("m.", "m.w", ("m.m.w",), "m.m.w"),
-        ("m.", "m.w", ("m.w",), "m.w"),
+        ("", ("a.w", ".b"), (), ["a.w", "b"]),
+        ("m.0.", ("a.w", ".b"), (), ["m.0.a.w", "m.0.b"]),
+        ("1.", ("0.w", "1.0.w"), ("0.w", "1.0.w", "1.1.0.w"), ["1.0.w", "1.1.0.w"]),
+        ("m.", ("m.w", "m.b"), (), ["m.m.w", "m.m.b"]),
+        ("m.", ("m.w", "m.b"), ("m.m.w",), ["m.m.w", "m.m.b"]),
+        ("m.", ("m.w", "m.b"), ("m.b",), ["m.w", "m.b"]),  # of an old version
     ],
 )
-def test_names_in_a_flat_parameter(above: str, name: str, known: Any, whole: str) -> None:
-    (part,) = parts_of(flat(above, name), known)[f"{above}_flat_param"]
-    assert part.name == whole
+def test_names_in_a_flat_parameter(above: str, names: Any, known: Any, whole: list[str]) -> None:
+    parts = parts_of(flat(above, *names), known)[f"{above}_flat_param"]
+    assert [part.name for part in parts] == whole
+    assert [part.first for part in parts] == [0, 3]
 
 
 def test_parameters_that_are_not_trained_have_no_slots(tmp_path: Path) -> None:

@@ -32,7 +32,6 @@ CASES = [
     "mc-distopt-dp",
     "mc-distopt-full",
     "mc13-flat",
-    "mc13-distopt-flat",
 ]
 # Tensors in common.pt, which Megatron's list of tensors does not have.
 COMMON = ("schedule/tensor", "optimizer/optimizer/state/common_step", "optimizer/param_state/")
