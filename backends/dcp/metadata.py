@@ -265,12 +265,11 @@ def extents(found: Any, what: str) -> tuple[int, ...]:
     Raises:
         BadPickle: it is something else.
     """
-    if (
-        not isinstance(found, tuple)
-        or len(found) > _MOST_DIMENSIONS
-        or not all(type(n) is int and 0 <= n < _MOST_EXTENT for n in found)
-    ):
+    if not isinstance(found, tuple) or len(found) > _MOST_DIMENSIONS:
         raise BadPickle(f"{what} is no tuple of sizes")
+    for n in found:
+        if type(n) is not int or not 0 <= n < _MOST_EXTENT:
+            raise BadPickle(f"{what} is no tuple of sizes")
     return found
 
 
