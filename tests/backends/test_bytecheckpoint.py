@@ -17,7 +17,7 @@ from support import foreign, s3_server
 from support.foreign import unpacked
 
 import unickpt
-from unickpt import CheckpointCorrupt, CheckpointNotFound, PerProcess, UnsupportedFormat
+from unickpt import CheckpointCorrupt, CheckpointNotFound, PerProcess, Rules, UnsupportedFormat
 from unickpt.backends.bytecheckpoint.flat_params import parts_of
 from unickpt.errors import UnickptError
 from unickpt.foreign import file_ranges
@@ -62,7 +62,8 @@ def test_values_and_a_value_of_each_process(tmp_path: Path) -> None:
     assert found["extra_state"].value["rank"] == 2
 
 
-def test_names_are_those_of_a_named_optimizer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["bcp-fsdp2", "bcp-fsdp1-flat"])
+def test_onto_a_module_and_its_optimizer(case: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from unickpt.adapters.torch import NamedOptimizer
 
@@ -70,14 +71,30 @@ def test_names_are_those_of_a_named_optimizer(tmp_path: Path) -> None:
         torch.nn.Linear(6, 11), torch.nn.LayerNorm(11), torch.nn.Linear(11, 3, bias=False)
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=7.0)
-    path = unpacked("bcp-fsdp1-flat", tmp_path)
-    like = {"model": model, "optimizer": NamedOptimizer(optimizer, model)}
-    unickpt.load(path, like, strict=False)
+    path = unpacked(case, tmp_path)
+    like = {"model": model, "optim": NamedOptimizer(optimizer, model)}
+    unickpt.load(path, like, rules=Rules.preset("bytecheckpoint"))
     stored = unickpt.open(path)
-    assert (model[2].weight.detach().numpy() == stored["model/2.weight"][...]).all()
-    slots = optimizer.state[model[0].weight]
-    assert (slots["exp_avg"].numpy() == stored["optimizer/state/0.weight/exp_avg"][...]).all()
-    assert (slots["step"].item(), optimizer.param_groups[0]["lr"]) == (2.0, 0.01)
+    for name, parameter in model.named_parameters():
+        assert (parameter.detach().numpy() == stored[f"model/{name}"][...]).all()
+        for slot in ("exp_avg", "exp_avg_sq", "step"):
+            expected = stored[f"optimizer/state/{name}/{slot}"][...]
+            assert (optimizer.state[parameter][slot].numpy() == expected).all()
+    assert optimizer.param_groups[0]["lr"] == 0.01
+
+
+def test_names_of_ddp_onto_a_module_without_it(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 11), torch.nn.LayerNorm(11), torch.nn.Linear(11, 3, bias=False)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=7.0)
+    path = unpacked("bcp-ddp", tmp_path)
+    unickpt.load(path, {"model": model, "optimizer": optimizer}, strict=False)
+    stored = unickpt.open(path)
+    assert (model[2].weight.detach().numpy() == stored["model/module.2.weight"][...]).all()
+    slots = optimizer.state[model[2].weight]
+    assert (slots["exp_avg"].numpy() == stored["optimizer/state/4/exp_avg"][...]).all()
 
 
 def test_in_an_object_store(tmp_path: Path, moto: str, monkeypatch: pytest.MonkeyPatch) -> None:
