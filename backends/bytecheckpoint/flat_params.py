@@ -20,9 +20,11 @@ from unickpt.foreign.file_ranges import FileBox
 from unickpt.foreign.pickles import BadPickle
 from unickpt.quoting import quoted
 
-_FLAT = "_flat_param"
+FLAT = "_flat_param"
+"""How the names of flat parameters end."""
 _NAMES, _SHAPES = "fsdp_flat_param_to_fqns", "fsdp_shapes"
 _COUNTS, _PADDING = "fsdp_numels_with_padding", "fsdp_is_padding_mask"
+_MOST_PARTS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,9 @@ def parts_of(found: Any, known: Collection[str]) -> Mapping[str, Sequence[Part]]
     dicts = [table for table in tables if isinstance(table, dict)]
     if len(dicts) != len(tables):
         raise BadPickle("its facts of flat parameters are no dicts")
+    # Lists can be shared, and stand for any number of parts then.
+    if sum(len(x) for x in dicts[2].values() if isinstance(x, (list, tuple))) > _MOST_PARTS:
+        raise BadPickle(f"it has more than {_MOST_PARTS} parts of flat parameters")
     return {
         flat: _parts(flat, *(table.get(flat) for table in dicts), known=known) for flat in dicts[0]
     }
@@ -99,7 +104,7 @@ def _whole_names(flat: str, names: Sequence[str], known: Collection[str]) -> lis
     They are stored relative to the module that is flattened, by old versions as a whole: if all
     of them begin as their module, and the optimizer knows them so.
     """
-    above = flat.removesuffix(_FLAT)
+    above = flat.removesuffix(FLAT)
     relative = [above + name.removeprefix(".") for name in names]
     old = (
         all(name.startswith(above) for name in names)

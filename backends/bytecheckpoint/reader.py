@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from unickpt.arrays import dtypes
-from unickpt.backends.bytecheckpoint.flat_params import Part, parts_of, split
+from unickpt.backends.bytecheckpoint.flat_params import FLAT, Part, parts_of, split
 from unickpt.backends.dcp.chunks import Located
 from unickpt.backends.dcp.metadata import Blob, Chunk, Metadata, Path, TensorFacts, fields
 from unickpt.backends.dcp.objects import Inside, read_file, read_objects
@@ -223,10 +223,16 @@ class _Folder:
 
     def _flat_params(self) -> Mapping[str, Sequence[Part]]:
         """The flat parameters; the model's metadata describes those of the optimizer, too."""
-        if _MODEL not in self._metadata:
-            return {}
         optimizer = self._metadata.get(_OPTIMIZER)
         names = optimizer.names if optimizer is not None else ()
+        if _MODEL not in self._metadata:
+            flat = next((name for name in names if FLAT in name), None)
+            if flat is None:
+                return {}
+            raise UnsupportedFormat(
+                f"{self._files.location}: which parameters are in {quoted(flat)}, says only "
+                f"{_MODEL}/{METADATA}, which is missing; put the folder {_MODEL} beside this one"
+            )
         known = {name.removeprefix(f"{_STATE}.").rpartition(".")[0] for name in names}
         defined = self._metadata[_MODEL].added.get("user_defined_dict")
         if isinstance(defined, dict) and _SEVERAL in defined:

@@ -21,6 +21,7 @@ from unickpt import CheckpointCorrupt, CheckpointNotFound, PerProcess, Rules, Un
 from unickpt.backends.bytecheckpoint.flat_params import parts_of
 from unickpt.errors import UnickptError
 from unickpt.foreign import file_ranges
+from unickpt.foreign.pickles import BadPickle
 from unickpt.storage.contexts import context
 from unickpt.storage.paths import resolve
 
@@ -240,6 +241,24 @@ def test_facts_of_flat_parameters_that_do_not_fit(
     change(path / STEP / "model" / ".metadata", by)
     with pytest.raises(CheckpointCorrupt, match=rf"model/\.metadata.*{message}"):
         unickpt.open(path)
+
+
+def test_flat_slots_without_the_model_are_refused(tmp_path: Path) -> None:
+    path = unpacked("bcp-fsdp1-flat", tmp_path)
+    shutil.rmtree(path / STEP / "model")
+    with pytest.raises(UnsupportedFormat, match=r"_flat_param.*put the folder model beside"):
+        unickpt.open(path)
+
+
+def test_shared_lists_of_parts_end_soon() -> None:
+    shared = flat("", "w")
+    for table in shared.values():
+        (value,) = table.values()
+        if isinstance(value, tuple | list) and len(value) == 2:
+            value = value * 1000
+        table.update(dict.fromkeys(map(str, range(5000)), value))
+    with pytest.raises(BadPickle, match="more than 1000000 parts"):
+        parts_of(shared, ())
 
 
 def test_several_models_are_refused(tmp_path: Path) -> None:
