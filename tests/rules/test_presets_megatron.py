@@ -181,34 +181,40 @@ def save(state: Mapping[str, Any], path: Path, flatten: bool = True) -> Path:
 
 @pytest.mark.parametrize("stacked", [True, False])
 @pytest.mark.parametrize("grouped", [True, False])
-def test_experts(stacked: bool, grouped: bool, tmp_path: Path) -> None:
+def test_experts_and_their_optimizers(stacked: bool, grouped: bool, tmp_path: Path) -> None:
     whole = torch.arange(2 * 3 * 4 * 5, dtype=torch.float32).reshape(2, 3, 4, 5)
     name = "mlp.experts.experts.linear_fc1.weight"
-    router = torch.ones(2, 3, 5)
-    state = {f"decoder.layers.{name}": whole, "decoder.layers.mlp.router.weight": router}
-    if not stacked:
-        state = {
-            f"decoder.layers.{layer}.{key.removeprefix('decoder.layers.')}": value[layer]
-            for layer in range(2)
-            for key, value in state.items()
-        }
+    weights = {name: whole, "mlp.router.weight": torch.ones(2, 3, 5)}
+    state = {}
+    for chain, (key, value) in enumerate(sorted(weights.items(), reverse=True)):
+        for layer in (None,) if stacked else range(2):
+            full = f"decoder.layers.{key}" if layer is None else f"decoder.layers.{layer}.{key}"
+            part = value if layer is None else value[layer]
+            state[full] = part
+            for slot, factor in (("exp_avg", 2), ("exp_avg_sq", 3), ("fp32_param", 1)):
+                state[f"chained_{chain}.optimizer.state.{slot}.{full}"] = factor * part
     path = save(state, tmp_path / "c", flatten=False)
-    torch.save({"iteration": 3}, path / "common.pt")
+    optimizer = {"optimizer": {"param_groups": [{"step": 5, "lr": 1.0}]}}
+    torch.save({"iteration": 3, "optimizer": {0: optimizer, 1: optimizer}}, path / "common.pt")
     (path / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
     expert = "linear_fc1.weight{}" if grouped else "local_experts.{}.linear_fc1.weight"
     at = "decoder.layers.{}.mlp.{}"
-    shapes = {
-        at.format(layer, f"experts.{expert.format(x)}"): (4, 5)
+    expected = {
+        at.format(layer, f"experts.{expert.format(x)}"): whole[layer, x]
         for layer in range(2)
         for x in range(3)
     }
-    shapes |= {at.format(layer, "router.weight"): (3, 5) for layer in range(2)}
-    module = module_of(shapes, torch.float32)
-    unickpt.load(path, {"model": module}, rules=Rules.preset("megatron"))
-    for layer in range(2):
-        for x in range(3):
-            found = module.get_parameter(at.format(layer, f"experts.{expert.format(x)}"))
-            assert torch.equal(found, whole[layer, x])
+    expected |= {at.format(layer, "router.weight"): torch.ones(3, 5) for layer in range(2)}
+    module = module_of({n: tuple(value.shape) for n, value in expected.items()}, torch.float32)
+    named = optimizer_of(module)
+    rules = Rules.preset("megatron")
+    unickpt.load(path, {"model": module, "optim": named}, rules=rules)
+    for name, parameter in module.named_parameters():
+        slots = named.optimizer.state[parameter]
+        assert torch.equal(parameter, expected[name])
+        assert torch.equal(slots["exp_avg"], 2 * expected[name])
+        assert torch.equal(slots["exp_avg_sq"], 3 * expected[name])
+        assert slots["step"].item() == 5
 
 
 @pytest.mark.parametrize("fresh", [True, False])

@@ -285,8 +285,11 @@ class Offered(Mapping[str, Any]):
     def _found(self) -> dict[str, Any]:
         index = self._checkpoint.index
         made = offers(self._rules, stored_facts(self._checkpoint), self._asked())
+        # A plain number for which a rule gives a dtype becomes an array.
         return {
-            name: _entry(m, index) if m.fact.kind == "array" else index.values.get(m.carried or "")
+            name: _entry(m, index)
+            if m.fact.kind == "array" or (m.fact.kind == "value" and m.fact.dtype)
+            else index.values.get(m.carried or "")
             for name, m in made.items()
         }
 
