@@ -72,8 +72,13 @@ def _parts_in(files: Files) -> list[str]:
     return [
         part
         for part in (_MODEL, _OPTIMIZER)
-        if files.exists(f"{part}/{METADATA}") and _MODULE in _head(files, f"{part}/{METADATA}")
+        if _has(files, f"{part}/{METADATA}") and _MODULE in _head(files, f"{part}/{METADATA}")
     ]
+
+
+def _has(files: Files, file: str) -> bool:
+    """Whether there is a file; remote ones are listed already."""
+    return files.exists(file) if files.location.is_local else file in files.names
 
 
 def _head(files: Files, file: str) -> bytes:
@@ -86,7 +91,7 @@ def _head(files: Files, file: str) -> bytes:
 
 def _latest(files: Files) -> Files | None:
     """The folder of the latest step of a run."""
-    if not files.exists(_LATEST):
+    if _LATEST not in files.here:
         return None
     text = files.tail(_LATEST, _MOST_LATEST).decode(errors="replace").strip()
     if not (text.isascii() and text.isdecimal() and len(text) < 20):

@@ -68,7 +68,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
 
 
 def _open(files: Files, extra_state: bool) -> Reader:
-    if not files.exists(METADATA):
+    if METADATA not in files.here:
         raise CheckpointCorrupt(
             f"{files.location}: {_MARKER} says that it is a torch_dist checkpoint, but there is no "
             f"{METADATA}; was it saved completely, and copied as a whole?"
@@ -109,7 +109,7 @@ def _is_ours(files: Files) -> bool:
     Raises:
         UnsupportedFormat: in a format that is not read.
     """
-    size = files.size(_MARKER) if files.exists(_MARKER) else 0
+    size = files.size(_MARKER) if _MARKER in files.here else 0
     if size == 0 or (size is not None and size > _MOST_MARKER):
         return False
     try:
@@ -140,7 +140,7 @@ def _latest(files: Files) -> Files | None:
     Raises:
         UnsupportedFormat: it is a checkpoint of Megatron in another format.
     """
-    if not files.exists(_LATEST):
+    if _LATEST not in files.here:
         return None
     text = files.tail(_LATEST, _MOST_LATEST).decode(errors="replace").strip()
     if text != "release" and not (text.isdecimal() and text.isascii() and len(text) < 20):

@@ -288,6 +288,18 @@ def test_tensors_that_are_not_in_order(tmp_path: Path) -> None:
     assert stored["t"][2:4, 1:].tolist() == base.t()[2:4, 1:].tolist()
 
 
+def test_parts_of_a_tensor_that_is_not_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(file_ranges, "CHUNK_BYTES", 20)
+    turned = torch.arange(35, dtype=torch.float32).reshape(5, 7).t()
+    path = save({"t": turned}, tmp_path / "c")
+    for row in range(7):
+        assert unickpt.open(path)["t"][row].tolist() == turned[row].tolist()
+    assert unickpt.open(path)["t"][2:6, 1:3].tolist() == turned[2:6, 1:3].tolist()
+
+
 def test_every_dtype(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     names = "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32"
