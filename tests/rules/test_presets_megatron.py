@@ -34,6 +34,16 @@ def module_of(shapes: Mapping[str, tuple[int, ...]], dtype: Any) -> Any:
     return root
 
 
+class WithExtraState(torch.nn.Module):
+    """As modules of Transformer Engine."""
+
+    def get_extra_state(self) -> Any:
+        return torch.ones(2)
+
+    def set_extra_state(self, state: Any) -> None:
+        assert torch.equal(state, torch.ones(2))
+
+
 def optimizer_of(module: Any) -> Any:
     from unickpt.adapters.torch import NamedOptimizer
 
@@ -88,6 +98,7 @@ def test_gpt_and_its_optimizer(case: str, local: bool, tmp_path: Path) -> None:
     names = gpt(stored, local)
     shapes = {n: slot_of(stored, *of).shape for n, of in names.items()}
     module = module_of(shapes, torch.bfloat16)
+    module.decoder.add_module("fp8", WithExtraState())
     optimizer = optimizer_of(module)
     like = {"model": module, "optim": optimizer}
     unickpt.load(tmp_path / "ckpt", like, rules=Rules.preset("megatron"))
