@@ -6,8 +6,9 @@ pickle are known by their names only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from unickpt.arrays.box import Box
@@ -17,14 +18,18 @@ from unickpt.foreign.pickles import BadPickle, Global, Opaque
 from unickpt.quoting import quoted
 from unickpt.trees.tree import MAX_DEPTH
 
-_ROOTS = (
+ROOTS = (
     "torch.distributed.checkpoint.metadata.Metadata",
     "torch.distributed._shard.checkpoint.metadata.Metadata",  # until torch 1.13
 )
+"""The classes of torch's own metadata; other systems derive theirs from it."""
+_ZSTD = ["stream.zstd/1"]
+_TORCH = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
 _MOST_EXTENT = 1 << 62
 _MOST_DIMENSIONS = 32
 _LEAST_CHUNK = 16  # bytes that a chunk takes in the pickle
-_Path = tuple[str | int, ...]
+Path = tuple[str | int, ...]
+"""The keys of nested containers."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +39,13 @@ class Blob:
     Arguments:
         file: below the checkpoint's location.
         offset, length: its bytes in the file; for safetensors the length is the tensor's alone.
+        compressed: whether the bytes are one zstd stream.
     """
 
     file: str
     offset: int
     length: int
+    compressed: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,21 +81,31 @@ class Metadata:
         names: of both, in the order of the metadata.
         paths: of the names in the state that was saved, as far as recorded.
         version: of the metadata; empty if it has none.
+        added: what other systems add to torch's metadata, as it was pickled: by the name of the
+            field.
     """
 
     tensors: Mapping[str, TensorFacts]
     objects: Mapping[str, Blob]
     names: tuple[str, ...]
-    paths: Mapping[str, _Path]
+    paths: Mapping[str, Path]
     version: str
+    added: Mapping[str, Any]
+
+    @cached_property
+    def compressed(self) -> Mapping[str, str]:
+        """The files with compressed data, and a name of something in each."""
+        blobs = [(name, c.blob) for name, facts in self.tensors.items() for c in facts.chunks]
+        return {b.file: name for name, b in [*blobs, *self.objects.items()] if b.compressed}
 
 
-def read(data: bytes, where: str) -> Metadata | None:
+def read(data: bytes, where: str, roots: Collection[str] = ROOTS) -> Metadata | None:
     """Reads a `.metadata`.
 
     Arguments:
         data: its bytes; untrusted.
         where: what it is, for messages.
+        roots: the classes of the metadata of the format.
 
     Returns:
         None if it belongs to another format, such as ByteCheckpoint.
@@ -100,7 +117,7 @@ def read(data: bytes, where: str) -> Metadata | None:
     root, _ = pickles.read(data, torch_pickles.CONSTRUCTORS)
     if not isinstance(root, Opaque):
         raise BadPickle("it holds no metadata")
-    if root.name not in _ROOTS:
+    if root.name not in roots:
         return None
     return _Decoder(root, len(data) // _LEAST_CHUNK, where).metadata()
 
@@ -115,7 +132,7 @@ class _Decoder:
     """
 
     def __init__(self, root: Opaque, most: int, where: str) -> None:
-        self._root, self._most, self._where = _fields(root, "Metadata"), most, where
+        self._root, self._most, self._where = fields(root, "Metadata"), most, where
         self._stored: dict[tuple[str, tuple[int, ...] | None], Blob] = {}
 
     def metadata(self) -> Metadata:
@@ -130,7 +147,7 @@ class _Decoder:
             if kind == "BytesStorageMetadata":
                 objects[name] = self._blob(name, None)
             else:
-                tensors[name] = self._tensor(name, _fields(facts, "TensorStorageMetadata"))
+                tensors[name] = self._tensor(name, fields(facts, "TensorStorageMetadata"))
         version = self._root.get("version")
         return Metadata(
             tensors,
@@ -138,26 +155,30 @@ class _Decoder:
             tuple(name for name, _ in described),
             self._paths(),
             version if isinstance(version, str) and len(version) < 20 else "",
+            {field: value for field, value in self._root.items() if field not in _TORCH},
         )
 
     def _add_stored(self, key: Any, value: Any) -> None:
-        index, facts = _fields(key, "MetadataIndex"), _fields(value, "_StorageInfo")
+        index, facts = fields(key, "MetadataIndex"), fields(value, "_StorageInfo")
         name, offset = index.get("fqn"), index.get("offset")
         if not isinstance(name, str):
             raise BadPickle("the storage of something without a name")
         transforms = facts.get("transform_descriptors")
-        if transforms:
+        if transforms and transforms != _ZSTD:
             if not isinstance(transforms, list) or not all(type(x) is str for x in transforms):
                 raise BadPickle(f"the transforms of {quoted(name)} are no list of texts")
             raise UnsupportedFormat(
                 f"{self._where}: {quoted(name)} was stored through {quoted(transforms)}; unickpt "
-                "reads no transformed data, in which no part can be found. Load it with torch, and "
-                "save it without extensions"
+                "only knows stream.zstd/1. Load it with torch, and save it without extensions"
             )
-        begin, length = _sizes((facts.get("offset"), facts.get("length")), "the place of a storage")
-        at = None if offset is None else _sizes(offset, "an offset")
+        begin, length = extents(
+            (facts.get("offset"), facts.get("length")), "the place of a storage"
+        )
+        at = None if offset is None else extents(offset, "an offset")
         # Replicas may be listed again; torch takes the last one, too.
-        self._stored[name, at] = Blob(_file(facts.get("relative_path")), begin, length)
+        self._stored[name, at] = Blob(
+            _file(facts.get("relative_path")), begin, length, bool(transforms)
+        )
 
     def _blob(self, name: str, offset: tuple[int, ...] | None) -> Blob:
         found = self._stored.get((name, offset))
@@ -167,7 +188,7 @@ class _Decoder:
         return found
 
     def _tensor(self, name: str, facts: Mapping[str, Any]) -> TensorFacts:
-        shape = _sizes(facts.get("size"), f"the shape of {quoted(name)}")
+        shape = extents(facts.get("size"), f"the shape of {quoted(name)}")
         chunks = facts.get("chunks")
         if not isinstance(chunks, list):
             raise BadPickle(f"{quoted(name)} has no list of chunks")
@@ -176,14 +197,14 @@ class _Decoder:
             raise BadPickle("it lists more chunks than its size allows")
         # A replica that is listed again is the same: there is one place for each offset.
         boxes = dict.fromkeys(
-            self._box(name, shape, _fields(chunk, "ChunkStorageMetadata")) for chunk in chunks
+            self._box(name, shape, fields(chunk, "ChunkStorageMetadata")) for chunk in chunks
         )
         found = tuple(Chunk(box, self._blob(name, box.start)) for box in boxes if not box.empty)
         return TensorFacts(self._dtype(name, facts.get("properties")), shape, found)
 
     def _box(self, name: str, shape: tuple[int, ...], facts: Mapping[str, Any]) -> Box:
-        start = _sizes(facts.get("offsets"), f"the offsets of a chunk of {quoted(name)}")
-        sizes = _sizes(facts.get("sizes"), f"the sizes of a chunk of {quoted(name)}")
+        start = extents(facts.get("offsets"), f"the offsets of a chunk of {quoted(name)}")
+        sizes = extents(facts.get("sizes"), f"the sizes of a chunk of {quoted(name)}")
         if len(start) == len(sizes) == len(shape):
             box = Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))
             if box.empty or Box.whole(shape).contains(box):
@@ -205,7 +226,7 @@ class _Decoder:
         except BadPickle as error:
             raise UnsupportedFormat(f"{self._where}: {quoted(name)}: {error}") from None
 
-    def _paths(self) -> dict[str, _Path]:
+    def _paths(self) -> dict[str, Path]:
         """The paths; other planners than torch's own may store anything in their place."""
         found = self._root.get("planner_data")
         return {
@@ -218,8 +239,12 @@ class _Decoder:
         }
 
 
-def _fields(found: Any, kind: str) -> Mapping[str, Any]:
-    """The fields of an object of a class."""
+def fields(found: Any, kind: str) -> Mapping[str, Any]:
+    """The fields of an object of a class, whose name has no module.
+
+    Raises:
+        BadPickle: it is something else.
+    """
     if not isinstance(found, Opaque) or found.name.rpartition(".")[2] != kind:
         what = found.name if isinstance(found, Opaque) else type(found).__name__
         raise BadPickle(f"a {kind} is expected, {quoted(what)} found")
@@ -234,13 +259,17 @@ def _items(found: Any, what: str) -> list[tuple[Any, Any]]:
     return list(found.items())
 
 
-def _sizes(found: Any, what: str) -> tuple[int, ...]:
-    if (
-        not isinstance(found, tuple)
-        or len(found) > _MOST_DIMENSIONS
-        or not all(type(n) is int and 0 <= n < _MOST_EXTENT for n in found)
-    ):
+def extents(found: Any, what: str) -> tuple[int, ...]:
+    """A shape, or a position.
+
+    Raises:
+        BadPickle: it is something else.
+    """
+    if not isinstance(found, tuple) or len(found) > _MOST_DIMENSIONS:
         raise BadPickle(f"{what} is no tuple of sizes")
+    for n in found:
+        if type(n) is not int or not 0 <= n < _MOST_EXTENT:
+            raise BadPickle(f"{what} is no tuple of sizes")
     return found
 
 

@@ -7,10 +7,10 @@ import json
 import pickle
 import random
 import shutil
+import sys
 import tarfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,18 @@ from support.reader_suite import ReaderSuite
 import unickpt
 from unickpt import CheckpointCorrupt, CheckpointNotFound, UnsupportedFormat
 from unickpt.backends.dcp import reader as dcp
+from unickpt.backends.dcp.chunks import decompressed
+from unickpt.backends.dcp.metadata import Metadata
 from unickpt.errors import UnickptError
 from unickpt.foreign import file_ranges, registry
 from unickpt.foreign.files import Files
+from unickpt.storage.errors import Damaged
 from unickpt.storage.paths import resolve
 from unickpt.trees import tree
 
 FIXTURES = Path(TESTS) / "fixtures" / "foreign"
 CASES = ["dcp-fsdp1", "dcp-fsdp2-dp4", "dcp-hsdp", "dcp-safetensors-format"]
-SHARDED = "optim.state.0.weight.exp_avg"  # of four chunks in dcp-fsdp2-dp4
+SHARDED = "optim/state/0.weight/exp_avg"  # of four chunks in dcp-fsdp2-dp4
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +63,21 @@ def opened(path: Path | str) -> dcp.DcpReader:
     return reader
 
 
+def metadata_of_ours(path: Path | str) -> Metadata:
+    """What we make of the metadata."""
+    found = dcp.read_metadata(Files(resolve(path)))
+    assert found is not None
+    return found
+
+
+def names_in(path: Path | str) -> dict[str, str]:
+    """Our name of each of DCP's names: the keys of the saved state."""
+    return {
+        name: "/".join(map(tree.component, keys))
+        for name, keys in metadata_of_ours(path).paths.items()
+    }
+
+
 def expected(case: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((FIXTURES / case / "expected.json").read_text())
     return found
@@ -67,15 +85,16 @@ def expected(case: str) -> dict[str, Any]:
 
 def check(path: Path | str, case: str) -> None:
     """Checks every bit of a checkpoint."""
-    stored, facts = unickpt.open(path), expected(case)
-    assert sorted(stored) == sorted(facts["arrays"])
+    stored, facts, names = unickpt.open(path), expected(case), names_in(path)
+    assert sorted(stored) == sorted(names.get(name, name) for name in facts["arrays"])
     with np.load(FIXTURES / case / "expected.npz") as arrays:
-        for name, fact in facts["arrays"].items():
+        for dcp_name, fact in facts["arrays"].items():
+            name = names.get(dcp_name, dcp_name)
             assert (list(stored[name].shape), str(stored[name].dtype)) == (
                 fact["shape"],
                 fact["dtype"],
             )
-            assert stored[name][...].tobytes() == arrays[name].tobytes(), name
+            assert stored[name][...].tobytes() == arrays[dcp_name].tobytes(), name
 
 
 # --- what torch wrote ---------------------------------------------------------------------------
@@ -88,23 +107,106 @@ def test_every_bit_is_as_torch_says(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_containers_of_values(case: str, tmp_path: Path) -> None:
-    state = unickpt.load(unpacked(case, tmp_path))
+    path = unpacked(case, tmp_path)
+    state, paths = unickpt.load(path), metadata_of_ours(path).paths
     for name, value in expected(case)["values"].items():
-        found = state[name]
+        found = state
+        for key in paths[name]:
+            found = found[key]
         assert value == (repr(found) if isinstance(found, (list, tuple)) else found)
 
 
-def test_a_state_is_loaded_by_its_names(tmp_path: Path) -> None:
+def test_a_state_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
     path = unpacked("dcp-fsdp2-dp4", tmp_path)
-    like = {"model.0.weight": np.empty((37, 6), np.float32)}
-    found = unickpt.load(path, like, strict=False)["model.0.weight"]
-    assert (found == unickpt.open(path)["model.0.weight"][...]).all()
-    assert opened(path).paths["nested.list.1.two"] == ("nested", "list", 1, "two")
+    like = {"model": {"0.weight": np.empty((37, 6), np.float32)}}
+    found = unickpt.load(path, like, strict=False)["model"]["0.weight"]
+    assert (found == unickpt.open(path)["model/0.weight"][...]).all()
+    nested = unickpt.load(path)["nested"]["list"]
+    assert isinstance(nested, list)
+    assert nested[1]["two"] == unickpt.open(path).values["nested/list/1/two"]
 
 
-def test_compressed_data_is_refused_by_its_name(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedFormat, match=r"model\.embed\.weight.*stream\.zstd/1"):
+def test_paths_that_dots_make_ambiguous_stay_apart(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    state = {
+        "a": {"b.c": torch.ones(2), "3": torch.ones(4)},
+        "a/b": torch.ones(3),
+        "list": [torch.zeros(1), {"x": torch.ones(1), "step": 5}],
+    }
+    path = save(state, tmp_path / "c")
+    stored = unickpt.open(path)
+    assert sorted(stored) == ["a%2Fb", "a/3", "a/b.c", "list/0", "list/1/x"]
+    assert stored["a%2Fb"].shape == (3,)
+    assert unickpt.load(path)["list"][1]["step"] == 5
+
+
+@pytest.mark.parametrize("other", ["b", "c"])
+def test_two_values_in_one_place_are_refused(other: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    path = save({"a": {"b": torch.ones(2), "c": {"d": 4}}, "x": torch.ones(3)}, tmp_path / "c")
+    metadata = metadata_of(path)
+    metadata.planner_data["x"] = ("a", other)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointCorrupt, match="has the same place in the saved state"):
+        unickpt.open(path)
+
+
+def test_compressed_data(tmp_path: Path) -> None:
+    pytest.importorskip("zstandard")
+    check(unpacked("dcp-zstd", tmp_path), "dcp-zstd")
+
+
+def test_compressed_data_is_read_once_and_values_too(
+    tmp_path: Path, bytes_read: list[tuple[str, int]]
+) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("zstandard")
+    extension = pytest.importorskip("torch.distributed.checkpoint._extension").ZStandard()
+    large = torch.arange(4 << 20, dtype=torch.float32).reshape(1024, 4096)
+    state = {"w": large, "values": {"note": "x" * 5000, "inside": (torch.ones(3), 7)}}
+    path = save(state, tmp_path / "c", _extensions=[extension])
+    stored = unickpt.open(path)
+    assert stored.values["values/note"] == "x" * 5000
+    assert stored["values/inside/0"][1:].tolist() == [1, 1]
+    del bytes_read[:]
+    assert (stored["w"][...] == large.numpy()).all()  # larger than a chunk would be
+    assert len(bytes_read) == 1
+
+
+def test_compressed_data_without_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(UnsupportedFormat, match=r"model\..*stream\.zstd/1.*'unickpt\[zstd\]'"):
         unickpt.open(unpacked("dcp-zstd", tmp_path))
+
+
+def test_damaged_compressed_data(tmp_path: Path) -> None:
+    pytest.importorskip("zstandard")
+    path = unpacked("dcp-zstd", tmp_path)
+    facts = metadata_of_ours(path).tensors["model.embed.weight"]
+    blob = facts.chunks[0].blob
+    data = bytearray((path / blob.file).read_bytes())
+    data[blob.offset : blob.offset + 4] = bytes(4)
+    (path / blob.file).write_bytes(data)
+    with pytest.raises(CheckpointCorrupt, match=rf"model/embed\.weight.*{blob.file}.*zstd"):
+        unickpt.open(path)["model/embed.weight"][...]
+
+
+def test_a_small_stream_that_becomes_large_is_refused() -> None:
+    zstandard = pytest.importorskip("zstandard")
+    bomb = zstandard.ZstdCompressor().compress(bytes(1 << 24))
+    with pytest.raises(Damaged, match="more than 1000 bytes"):
+        decompressed(bomb, 1000, "x.distcp")
+
+
+def test_transforms_that_are_not_known_are_refused(tmp_path: Path) -> None:
+    path = unpacked("dcp-safetensors-format", tmp_path)
+    metadata = metadata_of(path)
+    next(iter(metadata.storage_data.values())).transform_descriptors = ["stream.mine/1"]
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UnsupportedFormat, match=r"stored through.*stream\.mine/1"):
+        unickpt.open(path)
 
 
 def test_in_an_object_store(tmp_path: Path, moto: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,6 +288,18 @@ def test_tensors_that_are_not_in_order(tmp_path: Path) -> None:
     assert stored["t"][2:4, 1:].tolist() == base.t()[2:4, 1:].tolist()
 
 
+def test_parts_of_a_tensor_that_is_not_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(file_ranges, "CHUNK_BYTES", 20)
+    turned = torch.arange(35, dtype=torch.float32).reshape(5, 7).t()
+    path = save({"t": turned}, tmp_path / "c")
+    for row in range(7):
+        assert unickpt.open(path)["t"][row].tolist() == turned[row].tolist()
+    assert unickpt.open(path)["t"][2:6, 1:3].tolist() == turned[2:6, 1:3].tolist()
+
+
 def test_every_dtype(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     names = "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32"
@@ -231,7 +345,7 @@ def test_safetensors_after_other_values(tmp_path: Path) -> None:
     state = {"a": {"w": array}, "step": 7, "note": "hello"}
     kind = filesystem.SerializationFormat.SAFETENSORS
     stored = unickpt.open(save(state, tmp_path / "c", serialization_format=kind))
-    assert stored["a.w"][1:].tolist() == array[1:].tolist()
+    assert stored["a/w"][1:].tolist() == array[1:].tolist()
     assert dict(stored.values) == {"step": 7, "note": "hello"}
 
 
@@ -244,30 +358,6 @@ def test_a_file_for_each_tensor(tmp_path: Path) -> None:
     assert {name: stored[name][...].tolist() for name in stored} == {
         name: tensor.tolist() for name, tensor in state.items()
     }
-
-
-class Nested:
-    """The format with the paths of the saved state as names, as the suite expects them."""
-
-    HINTS = ()
-
-    def open(self, files: Files, hints: Mapping[str, Any]) -> Any:
-        reader = dcp.open(files, {})
-        if not isinstance(reader, dcp.DcpReader):
-            return None
-        names = {name: "/".join(map(str, path)) for name, path in reader.paths.items()}
-        index = reader.index
-        reader.index = replace(
-            index,
-            arrays={names[n]: replace(e, name=names[n]) for n, e in index.arrays.items()},
-            values={names[n]: value for n, value in index.values.items()},
-            tree=tree.to_json(tree.from_names(names[n] for n in index.names)),
-        )
-        for facts in (reader._chunks, reader._boxes, reader._saved_as):
-            of_names: dict[str, Any] = {names[n]: found for n, found in facts.items()}
-            facts.clear()
-            facts.update(of_names)
-        return reader
 
 
 class TestSuite(ReaderSuite):
@@ -287,7 +377,7 @@ class TestSuite(ReaderSuite):
         save(state, path)
 
     def damage(self, path: Path, name: str) -> None:
-        (chunk,) = opened(path)._chunks[name.replace("/", ".")].values()
+        (chunk,) = metadata_of_ours(path).tensors[name.replace("/", ".")].chunks
         data = bytearray((path / chunk.blob.file).read_bytes())
         end = chunk.blob.offset + chunk.blob.length
         data[end - 22 : end] = bytes(22)
@@ -295,13 +385,9 @@ class TestSuite(ReaderSuite):
 
     @contextlib.contextmanager
     def registered(self) -> Iterator[None]:
-        registry.unregister(dcp)
-        try:
-            with registered(Nested()), pytest.MonkeyPatch.context() as patch:
-                patch.setattr(file_ranges, "CHUNK_BYTES", 1 << 10)
-                yield
-        finally:
-            registry.register(dcp)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(file_ranges, "CHUNK_BYTES", 1 << 10)
+            yield
 
 
 # --- damage -------------------------------------------------------------------------------------
@@ -319,8 +405,8 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     file = path / "__3_0.distcp"
     file.write_bytes(file.read_bytes()[:-600])
     stored = unickpt.open(path)
-    name = "optim.state.2.bias.exp_avg_sq"
-    with pytest.raises(CheckpointCorrupt, match=rf"{name}.*__3_0\.distcp, which does not"):
+    name = "optim/state/2.bias/exp_avg_sq"
+    with pytest.raises(CheckpointCorrupt, match=rf"{name}.*__3_0\.distcp, which has fewer"):
         stored[name][...]
     with pytest.raises(CheckpointCorrupt, match=r"__3_0\.distcp"):
         unickpt.load(path)
@@ -343,8 +429,8 @@ def test_exchanged_files_of_safetensors_are_noticed(tmp_path: Path) -> None:
     (path / "__0_0.distcp").rename(path / "x")
     (path / "__1_0.distcp").rename(path / "__0_0.distcp")
     (path / "x").rename(path / "__1_0.distcp")
-    with pytest.raises(CheckpointCorrupt, match=r"model\.head\.weight.*begins at \[8, 0\]"):
-        unickpt.open(path)["model.head.weight"][...]
+    with pytest.raises(CheckpointCorrupt, match=r"model/head\.weight.*begins at \[8, 0\]"):
+        unickpt.open(path)["model/head.weight"][...]
 
 
 def test_a_chunk_that_is_missing_is_a_gap(tmp_path: Path) -> None:
@@ -364,7 +450,7 @@ def test_a_chunk_that_is_missing_is_a_gap(tmp_path: Path) -> None:
         metadata = pickle.loads(data)
         change(metadata.state_dict_metadata["model.embed.weight"].chunks)
         (path / ".metadata").write_bytes(pickle.dumps(metadata))
-        with pytest.raises(CheckpointCorrupt, match=rf"model\.embed\.weight.*{said}|{said}"):
+        with pytest.raises(CheckpointCorrupt, match=rf"model/embed\.weight.*{said}|{said}"):
             unickpt.open(path)
 
 
@@ -453,7 +539,7 @@ def test_other_planners_store_other_data(planner: Any, tmp_path: Path) -> None:
     metadata = metadata_of(path)
     metadata.planner_data = planner
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    assert opened(path).paths == {}
+    assert metadata_of_ours(path).paths in ({}, {"model.embed.weight": ()})
     check(path, "dcp-safetensors-format")
 
 

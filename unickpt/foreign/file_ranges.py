@@ -14,7 +14,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from unickpt.arrays import dtypes
-from unickpt.arrays.box import Box
+from unickpt.arrays.box import Box, flat_range_to_boxes
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.layout import Layout
 from unickpt.errors import CheckpointCorrupt
@@ -79,11 +79,19 @@ def whole(name: str, shape: Sequence[int], dtype: str, where: FileBox) -> ArrayE
     )
 
 
-def of_boxes(name: str, shape: Sequence[int], dtype: str, boxes: Sequence[FileBox]) -> ArrayEntry:
-    """The entry of an array that consists of several boxes, which must not overlap."""
+def of_boxes(
+    name: str, shape: Sequence[int], dtype: str, boxes: Sequence[FileBox], cut: bool = True
+) -> ArrayEntry:
+    """The entry of an array that consists of several boxes, which must not overlap.
+
+    Arguments:
+        name, shape, dtype: of the array.
+        boxes: where its elements are.
+        cut: whether parts of a box can be read; otherwise each is read as a whole.
+    """
     extents = tuple(shape)
     largest = tuple(max(found.box.shape[d] for found in boxes) for d in range(len(extents)))
-    chunk = _chunk(largest, dtype, boxes[0].steps)
+    chunk = _chunk(largest, dtype, boxes[0].steps) if cut else largest
     return ArrayEntry(
         name, extents, dtype, chunk, boxes=tuple((found.box, (0,)) for found in boxes)
     )
@@ -165,45 +173,66 @@ class RangeReader(Reader):
         local = box.relative_to(part.box.start)
         start = sum(a * s for a, s in zip(local.start, found.steps, strict=True))
         try:
-            self._read(found, start, out)
+            _read(self._files, found, start, out)
         except Failed as error:
             raise reading_failed(error, f"{self.location}: array {entry.name!r} {box}") from error
         return True
 
-    def _read(self, found: FileBox, start: int, out: Array) -> None:
-        """Fills an array, whose first element is `start` after the first of the box."""
-        if not out.size:
-            return
-        steps = found.steps
-        needed = [s for n, s in zip(out.shape, steps, strict=True) if n > 1]
-        expected = [s for n, s in zip(out.shape, row_major(out.shape), strict=True) if n > 1]
-        if needed == expected and out.flags.c_contiguous:
-            found.elements.read(self._files, found.first + start, out.reshape(-1))
-            return
-        low, high = _span(out.shape, steps)
-        longer = [d for d in range(out.ndim) if out.shape[d] > 1]
-        far = max((abs(steps[d]) * out.itemsize for d in longer), default=0)
-        dense = high - low < _WASTE * out.size or far < _NEAR
-        if dense and (high - low) * out.itemsize <= _WASTE * CHUNK_BYTES:
-            self._read_span(found, start, out)
-            return
-        if dense:
-            outer = max(longer, key=lambda d: (out.shape[d] - 1) * abs(steps[d]))
-            most = CHUNK_BYTES // (abs(steps[outer]) * out.itemsize)
-            count = min(max(1, most), -(-out.shape[outer] // 2))
-        else:
-            outer, count = max(longer, key=lambda d: abs(steps[d])), 1
-        for index in range(0, out.shape[outer], count):
-            piece = out[(slice(None),) * outer + (slice(index, index + count),)]
-            self._read(found, start + index * steps[outer], piece)
 
-    def _read_span(self, found: FileBox, start: int, out: Array) -> None:
-        """Fills an array from the elements between its lowest and its highest; as `_read`."""
-        low, high = _span(out.shape, found.steps)
-        span = np.empty(high - low + 1, out.dtype)
-        found.elements.read(self._files, found.first + start + low, span)
-        strides = tuple(s * out.itemsize for s in found.steps)
-        out[...] = as_strided(span[-low:], out.shape, strides, writeable=False)
+def read_flat(files: Files, found: FileBox, first: int, out: Array) -> None:
+    """Reads consecutive elements of a box.
+
+    Arguments:
+        files: of the checkpoint.
+        found: the box.
+        first: the number of the first element, in the box's row-major order.
+        out: one-dimensional and contiguous; receives them.
+
+    Raises:
+        Failed: the storage failed, or a file is too short.
+    """
+    done = 0
+    for box in flat_range_to_boxes(found.box.shape, first, first + out.size):
+        start = sum(a * s for a, s in zip(box.start, found.steps, strict=True))
+        _read(files, found, start, out[done : done + box.size].reshape(box.shape))
+        done += box.size
+
+
+def _read(files: Files, found: FileBox, start: int, out: Array) -> None:
+    """Fills an array, whose first element is `start` after the first of the box."""
+    if not out.size:
+        return
+    steps = found.steps
+    needed = [s for n, s in zip(out.shape, steps, strict=True) if n > 1]
+    expected = [s for n, s in zip(out.shape, row_major(out.shape), strict=True) if n > 1]
+    if needed == expected and out.flags.c_contiguous:
+        found.elements.read(files, found.first + start, out.reshape(-1))
+        return
+    low, high = _span(out.shape, steps)
+    longer = [d for d in range(out.ndim) if out.shape[d] > 1]
+    far = max((abs(steps[d]) * out.itemsize for d in longer), default=0)
+    dense = high - low < _WASTE * out.size or far < _NEAR
+    if dense and (high - low) * out.itemsize <= _WASTE * CHUNK_BYTES:
+        _read_span(files, found, start, out)
+        return
+    if dense:
+        outer = max(longer, key=lambda d: (out.shape[d] - 1) * abs(steps[d]))
+        most = CHUNK_BYTES // (abs(steps[outer]) * out.itemsize)
+        count = min(max(1, most), -(-out.shape[outer] // 2))
+    else:
+        outer, count = max(longer, key=lambda d: abs(steps[d])), 1
+    for index in range(0, out.shape[outer], count):
+        piece = out[(slice(None),) * outer + (slice(index, index + count),)]
+        _read(files, found, start + index * steps[outer], piece)
+
+
+def _read_span(files: Files, found: FileBox, start: int, out: Array) -> None:
+    """Fills an array from the elements between its lowest and its highest; as `_read`."""
+    low, high = _span(out.shape, found.steps)
+    span = np.empty(high - low + 1, out.dtype)
+    found.elements.read(files, found.first + start + low, span)
+    strides = tuple(s * out.itemsize for s in found.steps)
+    out[...] = as_strided(span[-low:], out.shape, strides, writeable=False)
 
 
 def _span(shape: Sequence[int], steps: Sequence[int]) -> tuple[int, int]:

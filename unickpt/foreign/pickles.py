@@ -21,6 +21,7 @@ _MOST_KEY = 1 << 60
 _MOST_IN_TUPLE = 1 << 32
 _MOST_IN_KEY = 100
 _MOST_MEMO = 1 << 32
+_UINT16, _INT32, _UINT32, _UINT64 = map(struct.Struct, ("<H", "<i", "<I", "<Q"))
 # What calls may look at, for each byte of the pickle: arguments can be remembered and used again.
 _WORK = 8
 _LEAST_WORK = 100_000
@@ -160,8 +161,12 @@ class _Machine:
         self._work = _LEAST_WORK + _WORK * len(data)
 
     def run(self) -> Any:
+        data, end = self._data, len(self._data)
         while True:
-            code = self._take(1)[0]
+            if self.at >= end:
+                raise BadPickle(f"it ends at byte {end}, {end + 1} expected")
+            code = data[self.at]
+            self.at += 1
             if code == 0x2E:  # STOP
                 return self._pop()
             operation = _OPERATIONS.get(code)
@@ -179,8 +184,14 @@ class _Machine:
         self.at = end
         return found
 
-    def _number(self, format: str) -> int:
-        found: int = struct.unpack(format, self._take(struct.calcsize(format)))[0]
+    def _byte(self) -> int:
+        found = self._data[self.at]
+        self.at += 1
+        return found
+
+    def _number(self, format: struct.Struct) -> int:
+        found: int = format.unpack_from(self._data, self.at)[0]
+        self.at += format.size
         return found
 
     def _line(self) -> str:
@@ -370,45 +381,45 @@ def _remember(number: Callable[[_Machine], int]) -> Callable[[_Machine], None]:
 
 
 def _recall(number: Callable[[_Machine], int]) -> Callable[[_Machine], None]:
-    return lambda m: m._push(m._memo[number(m)])
+    return lambda m: m._stack.append(m._memo[number(m)])
 
 
 def _value(make: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
-    return lambda m: m._push(make(m))
+    return lambda m: m._stack.append(make(m))
 
 
 _OPERATIONS: dict[int, Callable[[_Machine], Any]] = {
     ord(code): operation
     for code, operation in {
-        "(": lambda m: m._push(_MARK),
+        "(": lambda m: m._stack.append(_MARK),
         "0": lambda m: m._stack.pop(),
         "1": lambda m: m._to_mark(),
         "2": lambda m: m._push(m._top()),
         # numbers
         "F": _value(lambda m: float(m._line())),
         "I": _value(lambda m: m._integer()),
-        "J": _value(lambda m: m._number("<i")),
-        "K": _value(lambda m: m._number("<B")),
+        "J": _value(lambda m: m._number(_INT32)),
+        "K": _value(_Machine._byte),
         "L": _value(lambda m: int(m._line().rstrip("L"))),
-        "M": _value(lambda m: m._number("<H")),
+        "M": _value(lambda m: m._number(_UINT16)),
         "G": _value(lambda m: struct.unpack(">d", m._take(8))[0]),
-        "\x8a": _value(lambda m: _signed(m._take(m._number("<B")))),
-        "\x8b": _value(lambda m: _signed(m._take(m._number("<i")))),
+        "\x8a": _value(lambda m: _signed(m._take(m._byte()))),
+        "\x8b": _value(lambda m: _signed(m._take(m._number(_INT32)))),
         "N": _value(lambda m: None),
         "\x88": _value(lambda m: True),
         "\x89": _value(lambda m: False),
         # texts and bytes
         "S": _value(lambda m: m._quoted_string()),
-        "T": _value(lambda m: m._take(m._number("<i")).decode("latin-1")),
-        "U": _value(lambda m: m._take(m._number("<B")).decode("latin-1")),
+        "T": _value(lambda m: m._take(m._number(_INT32)).decode("latin-1")),
+        "U": _value(lambda m: m._take(m._byte()).decode("latin-1")),
         "V": _value(lambda m: m._line_bytes().decode("raw-unicode-escape")),
-        "X": _value(lambda m: m._take(m._number("<I")).decode(errors="surrogatepass")),
-        "\x8c": _value(lambda m: m._take(m._number("<B")).decode(errors="surrogatepass")),
-        "\x8d": _value(lambda m: m._take(m._number("<Q")).decode(errors="surrogatepass")),
-        "B": _value(lambda m: m._take(m._number("<I"))),
-        "C": _value(lambda m: m._take(m._number("<B"))),
-        "\x8e": _value(lambda m: m._take(m._number("<Q"))),
-        "\x96": _value(lambda m: m._take(m._number("<Q"))),
+        "X": _value(lambda m: m._take(m._number(_UINT32)).decode(errors="surrogatepass")),
+        "\x8c": _value(lambda m: m._take(m._byte()).decode(errors="surrogatepass")),
+        "\x8d": _value(lambda m: m._take(m._number(_UINT64)).decode(errors="surrogatepass")),
+        "B": _value(lambda m: m._take(m._number(_UINT32))),
+        "C": _value(lambda m: m._take(m._byte())),
+        "\x8e": _value(lambda m: m._take(m._number(_UINT64))),
+        "\x96": _value(lambda m: m._take(m._number(_UINT64))),
         # containers
         "]": _value(lambda m: []),
         "}": _value(lambda m: {}),
@@ -439,11 +450,11 @@ _OPERATIONS: dict[int, Callable[[_Machine], Any]] = {
         "Q": lambda m: m._load_persistent(m._pop()),
         # the memo
         "g": _recall(lambda m: int(m._line())),
-        "h": _recall(lambda m: m._number("<B")),
-        "j": _recall(lambda m: m._number("<I")),
+        "h": _recall(_Machine._byte),
+        "j": _recall(lambda m: m._number(_UINT32)),
         "p": _remember(lambda m: int(m._line())),
-        "q": _remember(lambda m: m._number("<B")),
-        "r": _remember(lambda m: m._number("<I")),
+        "q": _remember(_Machine._byte),
+        "r": _remember(lambda m: m._number(_UINT32)),
         "\x94": _remember(lambda m: len(m._memo)),
         # frames and the version say nothing that matters
         "\x80": lambda m: m._take(1),

@@ -47,6 +47,8 @@ class Reader(Protocol):
     """Where it is."""
     index: Index
     """Its arrays, plain values and structure."""
+    lacks: str = ""
+    """What users may miss in it though a training run had it, why, and what to do; for errors."""
 
     def read_chunk(
         self,

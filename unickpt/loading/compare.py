@@ -138,7 +138,7 @@ def compare(
     rows = [*found.rows, *(unexpected if strict else ()), *_shared_memory(view, asked.targets)]
     where = str(view.checkpoint.location)
     if rows:
-        raise LoadMismatch(mismatch.message(where, rows))
+        raise LoadMismatch(mismatch.message(where, rows, view.checkpoint.lacks))
     if found.nothing_fits(skipped):
         lost = [found.missing(name) for name in found.kept]
         raise LoadMismatch(mismatch.nothing_fits(where, [*lost, *unexpected]))

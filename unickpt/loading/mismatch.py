@@ -39,11 +39,20 @@ class Difference:
     asked: str
 
 
-def message(where: str, rows: Sequence[Difference]) -> str:
+def message(where: str, rows: Sequence[Difference], lacks: str = "") -> str:
     """The message: likely causes, what to do, and a table of the differences that the causes do not
-    explain. Names that differ only in numbers share a row. Every process gets the same text."""
+    explain. Names that differ only in numbers share a row. Every process gets the same text.
+
+    Arguments:
+        where: the checkpoint.
+        rows: the differences.
+        lacks: what the checkpoint lacks by its format; see `Reader`.
+    """
     count = f"{len(rows)} difference{'s' if len(rows) > 1 else ''}"
-    return _text(f"{where} does not fit `like`: {count}", rows, _ADVICE)
+    head = f"{where} does not fit `like`: {count}"
+    if lacks and any(row.problem == "missing" for row in rows):
+        head += f"\nlikely cause: {lacks}"
+    return _text(head, rows, _ADVICE)
 
 
 def nothing_fits(where: str, rows: Sequence[Difference]) -> str:

@@ -13,7 +13,7 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, cut
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.layout import Layout
-from unickpt.errors import LoadMismatch
+from unickpt.errors import LoadMismatch, RuleError
 from unickpt.format.index import ArrayEntry, Index, PerProcessEntry
 from unickpt.format.reader import Reader
 from unickpt.frameworks.protocol import Adapter
@@ -251,14 +251,19 @@ def through(
     where = str(checkpoint.location)
     recorded = Provenance.of(checkpoint.index.metadata, where)
     recorded.check(rules, where)
-    plan = make_plan(
-        rules,
-        replace(stored_facts(checkpoint), sizes=recorded.sizes),
-        asked,
-        strict=strict,
-        keep_misfits=keep_misfits,
-        where=where,
-    )
+    try:
+        plan = make_plan(
+            rules,
+            replace(stored_facts(checkpoint), sizes=recorded.sizes),
+            asked,
+            strict=strict,
+            keep_misfits=keep_misfits,
+            where=where,
+        )
+    except RuleError as error:
+        if not checkpoint.lacks:
+            raise
+        raise RuleError(f"{error}\nwhat may explain it: {checkpoint.lacks}") from error
     return RuledView(checkpoint, plan, recorded.after(rules, plan, where), asked)
 
 
@@ -280,8 +285,11 @@ class Offered(Mapping[str, Any]):
     def _found(self) -> dict[str, Any]:
         index = self._checkpoint.index
         made = offers(self._rules, stored_facts(self._checkpoint), self._asked())
+        # A plain number for which a rule gives a dtype becomes an array.
         return {
-            name: _entry(m, index) if m.fact.kind == "array" else index.values.get(m.carried or "")
+            name: _entry(m, index)
+            if m.fact.kind == "array" or (m.fact.kind == "value" and m.fact.dtype)
+            else index.values.get(m.carried or "")
             for name, m in made.items()
         }
 

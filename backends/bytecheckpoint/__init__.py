@@ -1,0 +1,1 @@
+"""ByteCheckpoint's folders."""

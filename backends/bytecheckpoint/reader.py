@@ -1,0 +1,329 @@
+"""ByteCheckpoint's folders: DCP's metadata for each of model and optimizer, chunks as raw bytes.
+
+Source: bytecheckpoint/checkpointer/meta_type.py, engine/store_engine.py and
+utilities/serialization.py of 0.0.2. Names are `model/<parameter>` and
+`optimizer/state/<parameter>/<slot>`; what each process stored for itself is `extra_state`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from unickpt.arrays import dtypes
+from unickpt.backends.bytecheckpoint.flat_params import FLAT, Part, parts_of, split
+from unickpt.backends.dcp.chunks import Located
+from unickpt.backends.dcp.metadata import Blob, Chunk, Metadata, Path, TensorFacts, fields
+from unickpt.backends.dcp.objects import Inside, read_file, read_objects
+from unickpt.backends.dcp.reader import (
+    METADATA,
+    DcpReader,
+    StoredArray,
+    check_files,
+    nested,
+    read_metadata,
+)
+from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
+from unickpt.foreign import pickles, torch_pickles
+from unickpt.foreign.elements import FileRange
+from unickpt.foreign.file_ranges import FileBox, read_flat
+from unickpt.foreign.files import Files
+from unickpt.foreign.pickles import BadPickle
+from unickpt.foreign.process_values import encoded
+from unickpt.foreign.torch_pickles import Tensor
+from unickpt.format.index import PerProcessEntry
+from unickpt.format.reader import Reader
+from unickpt.quoting import quoted
+from unickpt.storage.errors import Failed, reading_failed
+
+_ROOT = "bytecheckpoint.checkpointer.meta_type.Metadata"
+_MODEL, _OPTIMIZER, _EXTRA = "model", "optimizer", "extra_state"
+_HEAD, _MODULE = 200, b"bytecheckpoint"
+_LATEST, _MOST_LATEST = "latest_checkpointed_iteration.txt", 100
+_EXTRA_FILE = re.compile(rf"{_EXTRA}/{_EXTRA}_rank_(\d{{1,9}})\.pt")
+_STATE, _SEVERAL = "state", "model_dict_keys"
+_MOST_EXTRA = 256 << 20  # bytes of the arrays of one process
+
+HINTS: Collection[str] = ()
+
+
+def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
+    """Opens the folder of a step, or of a run, whose latest step it opens then.
+
+    Raises:
+        CheckpointCorrupt: something is damaged or missing.
+        UnsupportedFormat: a dtype is not known.
+        StorageError: the storage failed.
+    """
+    try:
+        folder = files if _parts_in(files) else _latest(files)
+        return None if folder is None else _Folder(folder).reader()
+    except Failed as error:
+        raise reading_failed(error, str(files.location)) from error
+
+
+def _parts_in(files: Files) -> list[str]:
+    """The parts of a checkpoint that are in a folder: model, optimizer."""
+    return [
+        part
+        for part in (_MODEL, _OPTIMIZER)
+        if _has(files, f"{part}/{METADATA}") and _MODULE in _head(files, f"{part}/{METADATA}")
+    ]
+
+
+def _has(files: Files, file: str) -> bool:
+    """Whether there is a file; remote ones are listed already."""
+    return files.exists(file) if files.location.is_local else file in files.names
+
+
+def _head(files: Files, file: str) -> bytes:
+    """How a file begins; the class of the metadata stands there."""
+    size = files.size(file)
+    if size is None:
+        return files.whole(file)[:_HEAD]
+    return files.read(file, 0, min(_HEAD, size))
+
+
+def _latest(files: Files) -> Files | None:
+    """The folder of the latest step of a run."""
+    if _LATEST not in files.here:
+        return None
+    text = files.tail(_LATEST, _MOST_LATEST).decode(errors="replace").strip()
+    if not (text.isascii() and text.isdecimal() and len(text) < 20):
+        return None
+    inner = Files(files.location.child(f"global_step_{int(text)}"))
+    return inner if _parts_in(inner) else None
+
+
+class ByteCheckpointReader(DcpReader):
+    """Reads arrays as `DcpReader`, and a value of each process that saved one."""
+
+    format = "bytecheckpoint"
+
+    def __init__(self, files: Files, state: Any, version: str, extra: Sequence[str]) -> None:
+        super().__init__(files, state, version)
+        self._extra = extra
+        if extra:
+            sizes = [files.size(file) or 0 for file in extra]
+            entry = PerProcessEntry(tuple((size, 0) for size in sizes))
+            tree = {"dict": [*self.index.tree["dict"], [_EXTRA, "*"]]}
+            self.index = replace(self.index, tree=tree, per_process={_EXTRA: entry})
+
+    def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[bytes, ...]:
+        if name not in self.index.per_process:
+            raise KeyError(name)
+        ranks = range(len(self._extra)) if of is None else of
+        return tuple(self._encoded(self._extra[rank]) for rank in ranks)
+
+    def _encoded(self, file: str) -> bytes:
+        try:
+            found = _in_memory(self._files, read_file(self._files, file))
+        except (BadPickle, Failed) as error:
+            raise CheckpointCorrupt(f"{self.location}: {file}: {error}") from error
+        return encoded(found)
+
+
+def _in_memory(files: Files, found: Any) -> Any:
+    """A value with its tensors as NumPy arrays."""
+    left = _MOST_EXTRA
+
+    def value(found: Any) -> Any:
+        nonlocal left
+        if isinstance(found, dict):
+            return {key: value(item) for key, item in found.items()}
+        if isinstance(found, (list, tuple)):
+            return type(found)(map(value, found))
+        if not isinstance(found, Inside):
+            return found
+        dtype = dtypes.from_name(found.tensor.dtype)
+        left -= found.box.box.size * dtype.itemsize
+        if left < 0:
+            raise BadPickle(f"its tensors have more than {_MOST_EXTRA} bytes")
+        out = np.empty(found.box.box.size, dtype)
+        read_flat(files, found.box, 0, out)
+        return out.reshape(found.tensor.shape)
+
+    return value(found)
+
+
+# --- what is in a folder ------------------------------------------------------------------------
+
+
+class _Folder:
+    """The folder of a step.
+
+    Arguments:
+        files: of the folder.
+    """
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._metadata = {part: self._read(part) for part in _parts_in(files)}
+
+    def reader(self) -> Reader:
+        state = {part: self._state(part) for part in self._metadata}
+        versions = [found.added.get("bytecheckpoint_version") for found in self._metadata.values()]
+        version = versions[0] if isinstance(versions[0], str) and len(versions[0]) < 20 else ""
+        return ByteCheckpointReader(self._files, state, version, self._extra_files())
+
+    def _read(self, part: str) -> Metadata:
+        """The metadata of a part; its files are those of the folder then."""
+        found = read_metadata(self._files, f"{part}/{METADATA}", (_ROOT,))
+        if found is None:
+            raise CheckpointCorrupt(
+                f"{self._files.location}: {part}/{METADATA} was not written by ByteCheckpoint"
+            )
+
+        def moved(blob: Blob) -> Blob:
+            return replace(blob, file=f"{part}/{blob.file}")
+
+        tensors = {
+            name: replace(facts, chunks=tuple(replace(c, blob=moved(c.blob)) for c in facts.chunks))
+            for name, facts in found.tensors.items()
+        }
+        objects = {name: moved(blob) for name, blob in found.objects.items()}
+        return replace(found, tensors=tensors, objects=objects)
+
+    def _state(self, part: str) -> Any:
+        metadata = self._metadata[part]
+        check_files(self._files, metadata)
+        where = f"{self._files.location}: {part}/{METADATA}"
+        try:
+            state: dict[str, Any] = _arrays(metadata)
+            paths = dict(metadata.paths)
+            self._split(part, state, paths)
+        except BadPickle as error:
+            raise CheckpointCorrupt(f"{where}: {error}") from error
+        state.update(read_objects(self._files, metadata.objects))
+        order = {name: at for at, name in enumerate(metadata.names)}
+        state = dict(sorted(state.items(), key=lambda item: order.get(item[0], len(order))))
+        return nested(self._files, state, paths)
+
+    def _split(self, part: str, state: dict[str, Any], paths: dict[str, Path]) -> None:
+        """Replaces flat parameters by what is in them, and finds the paths of all slots."""
+        flats = self._flat_params()
+        prefix = f"{_STATE}." if part == _OPTIMIZER else ""
+        # A slot that is a single number belongs to the flat parameter itself.
+        flat_ones = [n for n, x in state.items() if isinstance(x, StoredArray) and x.shape]
+        for name in flat_ones:
+            flat, slot = _flat_and_slot(name.removeprefix(prefix), flats, bool(prefix))
+            if flat is not None and name.startswith(prefix):
+                for whole, array in split(name, state.pop(name), flats[flat]).items():
+                    found = prefix + whole + slot
+                    if found in state:
+                        raise BadPickle(f"{quoted(found)} is stored twice")
+                    state[found] = array
+                    paths[found] = (_STATE, whole, slot[1:]) if prefix else (whole,)
+        if prefix and flats:  # here the paths have the slots' names in the parameters'
+            known = {whole.name for parts in flats.values() for whole in parts} | set(flats)
+            for name in state:
+                whole, _, slot = name.removeprefix(prefix).rpartition(".")
+                if name.startswith(prefix) and whole in known:
+                    paths[name] = (_STATE, whole, slot)
+
+    def _flat_params(self) -> Mapping[str, Sequence[Part]]:
+        """The flat parameters; the model's metadata describes those of the optimizer, too."""
+        optimizer = self._metadata.get(_OPTIMIZER)
+        names = optimizer.names if optimizer is not None else ()
+        if _MODEL not in self._metadata:
+            flat = next((name for name in names if FLAT in name), None)
+            if flat is None:
+                return {}
+            raise UnsupportedFormat(
+                f"{self._files.location}: which parameters are in {quoted(flat)}, says only "
+                f"{_MODEL}/{METADATA}, which is missing; put the folder {_MODEL} beside this one"
+            )
+        known = {name.removeprefix(f"{_STATE}.").rpartition(".")[0] for name in names}
+        defined = self._metadata[_MODEL].added.get("user_defined_dict")
+        if isinstance(defined, dict) and _SEVERAL in defined:
+            raise UnsupportedFormat(
+                f"{self._files.location}: {_MODEL}/{METADATA} describes several models with flat "
+                "parameters; unickpt reads one"
+            )
+        return parts_of(defined, known)
+
+    def _extra_files(self) -> list[str]:
+        """The files of the processes, in their order."""
+        below = Files(self._files.location.child(_EXTRA)).here
+        found = {
+            int(match[1]): match[0]
+            for match in (_EXTRA_FILE.fullmatch(f"{_EXTRA}/{name}") for name in below)
+            if match
+        }
+        missing = next((rank for rank in range(len(found)) if rank not in found), None)
+        if missing is not None:
+            raise CheckpointCorrupt(
+                f"{self._files.location}: there is no {_EXTRA}/{_EXTRA}_rank_{missing}.pt, but "
+                f"that of process {max(found)}; was the folder copied as a whole?"
+            )
+        return [found[rank] for rank in range(len(found))]
+
+
+def _flat_and_slot(name: str, flats: Collection[str], has_slot: bool) -> tuple[str | None, str]:
+    """The flat parameter whose array has a name, and its slot with a dot before."""
+    flat, dot, slot = name.rpartition(".") if has_slot else (name, "", "")
+    return (flat, dot + slot) if flat in flats else (None, "")
+
+
+# --- chunks -------------------------------------------------------------------------------------
+
+
+def _arrays(metadata: Metadata) -> dict[str, Any]:
+    """The arrays that a metadata describes.
+
+    Raises:
+        BadPickle: a chunk has no description.
+    """
+    described = metadata.added.get("all_tensor_metadata")
+    if not isinstance(described, dict):
+        raise BadPickle("its all_tensor_metadata is no dict")
+    forms = {}
+    for key, form in described.items():
+        index = fields(key, "MetadataIndex")
+        forms[index.get("fqn"), index.get("offset")] = form
+    found = {}
+    for name, facts in metadata.tensors.items():
+        boxes = []
+        for chunk in facts.chunks:
+            form = forms.get((name, chunk.box.start))
+            if not isinstance(form, bytes):
+                raise BadPickle(f"it does not describe {quoted(name)} at {list(chunk.box.start)}")
+            boxes.append(FileBox(chunk.box, Located(chunk.blob, partial(_raw, form, facts, chunk))))
+        found[name] = StoredArray(facts.dtype, facts.shape, boxes)
+    return found
+
+
+def _raw(form: bytes, facts: TensorFacts, chunk: Chunk, files: Files) -> FileBox:
+    """Where the elements of a chunk are: its bytes are those of the storage of a tensor.
+
+    Arguments:
+        form: the pickle of the tensor, without data.
+        facts, chunk: what the metadata says.
+        files: of the folder.
+    """
+    blob = chunk.blob
+    try:
+        tensor, _ = pickles.read(form, torch_pickles.CONSTRUCTORS, torch_pickles.storage)
+    except BadPickle as error:
+        raise CheckpointCorrupt(f"the description of {chunk.box} is damaged: {error}") from error
+    expected = dtypes.with_shape(facts.dtype, chunk.box.shape)
+    if not isinstance(tensor, Tensor):
+        raise CheckpointCorrupt(f"{blob.file} contains no tensor where {expected} is expected")
+    if (tensor.dtype, tensor.shape) != (facts.dtype, chunk.box.shape):
+        raise CheckpointCorrupt(
+            f"{blob.file} contains {dtypes.with_shape(tensor.dtype, tensor.shape)} at byte "
+            f"{blob.offset}, where {expected} is expected for {chunk.box}"
+        )
+    itemsize = dtypes.from_name(tensor.dtype).itemsize
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
+    if (tensor.offset + last + 1) * itemsize > blob.length:
+        raise CheckpointCorrupt(
+            f"{blob.file} has {blob.length} bytes from byte {blob.offset} on for {chunk.box}, too "
+            f"few for {expected}"
+        )
+    return FileBox(chunk.box, FileRange(blob.file, blob.offset), tensor.offset, tensor.strides)

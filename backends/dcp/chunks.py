@@ -1,0 +1,202 @@
+"""The chunks of arrays in files, as sequences of elements; each is found when it is first read.
+
+A file holds a zip of torch.save for each chunk, or, if it was written with
+`SerializationFormat.SAFETENSORS`, one safetensors file of all its tensors after the zips of its
+other values. Either can be compressed as a whole.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from unickpt.arrays import dtypes
+from unickpt.arrays.dtypes import Array
+from unickpt.backends.dcp.memory_files import InMemory, Known, Rest
+from unickpt.backends.dcp.metadata import Blob, Chunk, TensorFacts
+from unickpt.backends.safetensors import Header, read_header
+from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
+from unickpt.foreign.elements import ByteRange, Elements, FileRange
+from unickpt.foreign.file_ranges import FileBox, read_flat
+from unickpt.foreign.files import Files
+from unickpt.foreign.torch_pickles import Tensor, TorchFile
+from unickpt.quoting import quoted
+from unickpt.storage.errors import Damaged
+
+_ZIP = b"PK\x03\x04"
+_EDGE = 1024  # of a chunk's zip: its pickle is at the beginning, its directory at the end
+_AROUND = 1 << 20  # what a zip has at most beside the elements of its tensor
+
+
+class Located:
+    """The elements of a chunk, in row-major order; where they are is found out when first read.
+
+    Arguments:
+        blob: what holds the chunk.
+        find: finds out where they are; raises `CheckpointCorrupt` if the chunk is another.
+    """
+
+    def __init__(self, blob: Blob, find: Callable[[Files], FileBox]) -> None:
+        self._blob, self._find = blob, find
+        self._found: FileBox | None = None
+
+    def read(self, files: Files, first: int, out: Array) -> None:
+        if self._found is None:  # two threads may find it out twice
+            try:
+                self._found = self._find(files)
+            except CheckpointCorrupt as error:
+                raise Damaged(str(error).removeprefix(f"{files.location}: ")) from error
+        read_flat(files, self._found, first, out)
+
+    def ranges(self, first: int, count: int, itemsize: int) -> Iterator[ByteRange]:
+        yield ByteRange(self._blob.file, self._blob.offset, self._blob.offset + self._blob.length)
+
+
+class Compressed:
+    """Elements within a blob that is compressed; all of it is read for any of them.
+
+    Arguments:
+        blob: what is compressed.
+        most: bytes without compression.
+        inner: the elements in the file that the blob is without compression.
+    """
+
+    def __init__(self, blob: Blob, most: int, inner: Elements) -> None:
+        self._blob, self._most, self._inner = blob, most, inner
+
+    def read(self, files: Files, first: int, out: Array) -> None:
+        data = files.read(self._blob.file, self._blob.offset, self._blob.length)
+        plain = decompressed(data, self._most, self._blob.file)
+        self._inner.read(InMemory(files, plain), first, out)
+
+    def ranges(self, first: int, count: int, itemsize: int) -> Iterator[ByteRange]:
+        yield ByteRange(self._blob.file, self._blob.offset, self._blob.offset + self._blob.length)
+
+
+def decompressed(data: bytes, most: int, file: str) -> bytes:
+    """A zstd stream without compression.
+
+    Arguments:
+        data: the stream.
+        most: how many bytes it may become.
+        file: which contains it, for messages.
+
+    Raises:
+        Damaged: it is no such stream, or becomes more.
+        UnsupportedFormat: the library is not installed.
+    """
+    zstd = zstandard(file)
+    try:
+        with zstd.ZstdDecompressor().stream_reader(io.BytesIO(data)) as stream:
+            found: bytes = stream.read(most + 1)
+    except zstd.ZstdError as error:
+        raise Damaged(f"{file} contains a damaged zstd stream: {error}") from error
+    if len(found) > most:
+        raise Damaged(f"{file} contains a zstd stream of more than {most} bytes")
+    return found
+
+
+def zstandard(file: str) -> Any:
+    """The library that knows zstd.
+
+    Raises:
+        UnsupportedFormat: it is not installed.
+    """
+    try:
+        return importlib.import_module("zstandard")
+    except ImportError:
+        raise UnsupportedFormat(
+            f"{file} is compressed with zstd (stream.zstd/1); to read it, install the library: "
+            "pip install 'unickpt[zstd]'"
+        ) from None
+
+
+class Chunks:
+    """Finds the chunks of one checkpoint in its files."""
+
+    def __init__(self) -> None:
+        self._headers: dict[tuple[str, int], Header] = {}
+
+    def elements(self, name: str, facts: TensorFacts, chunk: Chunk) -> Elements:
+        """The elements of a chunk.
+
+        Arguments:
+            name: of its tensor, in the metadata.
+            facts: of its tensor.
+            chunk: one of them.
+        """
+        blob = chunk.blob
+        find = partial(self._find, name, facts, chunk)
+        if not blob.compressed:
+            return Located(blob, find)
+        needed = chunk.box.size * dtypes.from_name(facts.dtype).itemsize
+        inner = replace(chunk, blob=Blob(blob.file, 0, 0))
+        find = partial(_in_zip, facts.dtype, inner)
+        return Compressed(blob, needed + _AROUND, Located(inner.blob, find))
+
+    def _find(self, name: str, facts: TensorFacts, chunk: Chunk, files: Files) -> FileBox:
+        """Where the elements of a chunk are, by its own header, which must fit the metadata."""
+        blob = chunk.blob
+        header = self._headers.get((blob.file, blob.offset))
+        if header is None:
+            head = files.read(blob.file, blob.offset, min(_EDGE, blob.length))
+            if head[:4] == _ZIP:
+                end = blob.offset + blob.length
+                known = [(blob.offset, head)]
+                if blob.length > _EDGE:
+                    known.append((end - _EDGE, files.read(blob.file, end - _EDGE, _EDGE)))
+                return _in_zip(facts.dtype, chunk, Known(files, known))
+            header = read_header(Rest(files, blob.offset), blob.file)
+            self._headers[blob.file, blob.offset] = header
+        return _in_safetensors(name, facts, chunk, header)
+
+
+def _in_zip(dtype: str, chunk: Chunk, files: Files) -> FileBox:
+    blob = chunk.blob
+    found = TorchFile(files, blob.file, blob.offset, blob.length or None)
+    tensor = found.value
+    if not isinstance(tensor, Tensor):
+        raise _contradicts(dtype, chunk, "no tensor")
+    _check(dtype, chunk, tensor.dtype, tensor.shape)
+    return found.box(tensor)
+
+
+def _in_safetensors(name: str, facts: TensorFacts, chunk: Chunk, header: Header) -> FileBox:
+    tensor = header.tensors.get(name)
+    others = [other for other in facts.chunks if other.blob.file == chunk.blob.file]
+    if tensor is None or len(others) > 1:  # it can hold one tensor of a name
+        raise _contradicts(facts.dtype, chunk, "no tensor of its own for this chunk")
+    _check(facts.dtype, chunk, tensor.dtype, tensor.shape)
+    told = _recorded_start(header, name)
+    if told is not None and told != list(chunk.box.start):
+        raise _contradicts(facts.dtype, chunk, f"the part of it that begins at {quoted(told)}")
+    return FileBox(chunk.box, FileRange(chunk.blob.file, chunk.blob.offset + tensor.offset))
+
+
+def _check(expected: str, chunk: Chunk, dtype: str, shape: tuple[int, ...]) -> None:
+    if (dtype, shape) != (expected, chunk.box.shape):
+        raise _contradicts(expected, chunk, dtypes.with_shape(dtype, shape))
+
+
+def _contradicts(dtype: str, chunk: Chunk, found: str) -> CheckpointCorrupt:
+    expected = dtypes.with_shape(dtype, chunk.box.shape)
+    return CheckpointCorrupt(
+        f"{chunk.blob.file} contains {found} at byte {chunk.blob.offset}, where the metadata "
+        f"expects {expected} for {chunk.box}; are the files of one save?"
+    )
+
+
+def _recorded_start(header: Header, name: str) -> Any:
+    """Where a tensor of a safetensors file begins in the whole one, if the file says it."""
+    text = header.metadata.get("DCP_SHARDING_INFO", "{}")
+    try:
+        return json.loads(text).get(name, {}).get("saved_offsets")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointCorrupt(
+            f"the places of tensors in its header are damaged: {error}"
+        ) from error

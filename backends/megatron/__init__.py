@@ -1,0 +1,1 @@
+"""Megatron-Core's distributed checkpoints (torch_dist)."""

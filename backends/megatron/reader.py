@@ -1,0 +1,194 @@
+"""Megatron-Core's distributed checkpoints: DCP with `metadata.json` and `common.pt`.
+
+Source: megatron/core/dist_checkpointing/ (serialization.py, strategies/torch.py). Arrays have
+Megatron's keys as names; a `/` in a key, as that of a sharded object, is a level of the tree. What
+is in `common.pt` lies beside them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from unickpt.backends.dcp.metadata import Metadata
+from unickpt.backends.dcp.objects import read_file
+from unickpt.backends.dcp.reader import (
+    METADATA,
+    DcpReader,
+    StoredArray,
+    nested,
+    read_metadata,
+    state_of,
+)
+from unickpt.backends.megatron.flattened import shapes_of, unflattened
+from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
+from unickpt.foreign.files import Files
+from unickpt.foreign.pickles import BadPickle
+from unickpt.format.reader import Reader
+from unickpt.quoting import quoted
+from unickpt.storage.errors import Failed, reading_failed
+
+_MARKER, _COMMON = "metadata.json", "common.pt"
+_MOST_MARKER = 1 << 20
+_LATEST = "latest_checkpointed_iteration.txt"
+_MOST_LATEST = 100
+_PER_RANK = re.compile(r"mp_rank_\d+(_\d+)*/model_optim_rng\.pt")
+_EXTRA = re.compile(r"(.*\.)?_extra_state(/.*)?")
+_OBJECT = re.compile(r"shard_[\d.]+_[\d.]+")
+_BUCKET = re.compile(r".*\.gbuf_idx_\d+\..*\.bucket_idx_\d+\.\w+")
+_NO_NAMES = (
+    "the optimizer's state is in flat buckets (dp_reshardable: arrays named "
+    "...gbuf_idx_N...bucket_idx_N...), and no file says which parameter lies where in them. To get "
+    "it by parameter, let a job of Megatron with the same parallel sizes load this checkpoint and "
+    "save it with --dist-ckpt-optim-fully-reshardable (fully_reshardable); the model's parameters "
+    "need nothing of that"
+)
+
+HINTS: Collection[str] = ("extra_state",)
+"""`extra_state=True` shows the objects called `_extra_state`, of which there is one for each
+layer's module, most of them empty."""
+
+
+def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
+    """Opens a folder with Megatron's `metadata.json`, or one whose latest iteration has it.
+
+    Raises:
+        CheckpointCorrupt: see `backends.dcp.reader.open`; or `common.pt` is missing or damaged.
+        UnsupportedFormat: another format of Megatron, or what DCP's reader does not support.
+        StorageError: the storage failed.
+    """
+    try:
+        found = files if _is_ours(files) else _latest(files)
+        return None if found is None else _open(found, bool(hints.get("extra_state", False)))
+    except Failed as error:
+        raise reading_failed(error, str(files.location)) from error
+
+
+def _open(files: Files, extra_state: bool) -> Reader:
+    if METADATA not in files.here:
+        raise CheckpointCorrupt(
+            f"{files.location}: {_MARKER} says that it is a torch_dist checkpoint, but there is no "
+            f"{METADATA}; was it saved completely, and copied as a whole?"
+        )
+    metadata = read_metadata(files)
+    if metadata is None:
+        raise CheckpointCorrupt(f"{files.location}: {METADATA} was not written by torch")
+    if not extra_state:
+        metadata = _without_extra_state(metadata)
+    state = state_of(files, metadata)
+    try:
+        for name, shape in shapes_of(metadata.added.get("mcore_data")).items():
+            stored = state.get(name)
+            if isinstance(stored, StoredArray):
+                state[name] = unflattened(name, stored, shape)
+    except BadPickle as error:
+        raise CheckpointCorrupt(f"{files.location}: {METADATA}: {error}") from error
+    return MegatronReader(files, _with_common(files, state), metadata.version)
+
+
+class MegatronReader(DcpReader):
+    """Reads arrays under Megatron's keys; see `DcpReader`."""
+
+    format = "megatron"
+
+    def __init__(self, files: Files, state: Any, version: str) -> None:
+        super().__init__(files, state, version)
+        if any(map(_BUCKET.fullmatch, self.index.arrays)):
+            self.lacks = _NO_NAMES
+
+
+# --- which folder -------------------------------------------------------------------------------
+
+
+def _is_ours(files: Files) -> bool:
+    """Whether a folder holds a checkpoint of Megatron.
+
+    Raises:
+        UnsupportedFormat: in a format that is not read.
+    """
+    size = files.size(_MARKER) if _MARKER in files.here else 0
+    if size == 0 or (size is not None and size > _MOST_MARKER):
+        return False
+    try:
+        found = json.loads(files.whole(_MARKER))
+    except (ValueError, RecursionError):
+        return False
+    backend = found.get("sharded_backend") if isinstance(found, dict) else None
+    if backend is None:
+        return False
+    kinds: list[tuple[Any, Any]] = [
+        (backend, "torch_dist"),
+        (found.get("common_backend", "torch"), "torch"),
+    ]
+    kinds += [(found.get(f"{kind}_backend_version", 1), 1) for kind in ("sharded", "common")]
+    for kind, known in kinds:
+        if kind != known:
+            raise UnsupportedFormat(
+                f"{files.location}: {_MARKER} says that this is a checkpoint of Megatron of the "
+                f"kind {quoted(backend)}: {quoted(kind)} is not read, only {quoted(known)} is; "
+                "load it with Megatron, and save it with --ckpt-format torch_dist"
+            )
+    return True
+
+
+def _latest(files: Files) -> Files | None:
+    """The folder of the latest iteration; None if it is not of this format.
+
+    Raises:
+        UnsupportedFormat: it is a checkpoint of Megatron in another format.
+    """
+    if _LATEST not in files.here:
+        return None
+    text = files.tail(_LATEST, _MOST_LATEST).decode(errors="replace").strip()
+    if text != "release" and not (text.isdecimal() and text.isascii() and len(text) < 20):
+        return None
+    name = text if text == "release" else f"iter_{int(text):07}"
+    inner = Files(files.location.child(name))
+    if _is_ours(inner):
+        return inner
+    if any(map(_PER_RANK.fullmatch, inner.names)):
+        raise UnsupportedFormat(
+            f"{inner.location} is a checkpoint of Megatron with a file for each rank "
+            "(--ckpt-format torch), which do not say how their tensors belong together; load it "
+            "with Megatron, and save it with --ckpt-format torch_dist. One file of them can be "
+            "opened if it is alone in a folder"
+        )
+    return None
+
+
+# --- what is in it ------------------------------------------------------------------------------
+
+
+def _without_extra_state(metadata: Metadata) -> Metadata:
+    return replace(
+        metadata,
+        tensors={n: facts for n, facts in metadata.tensors.items() if not _EXTRA.fullmatch(n)},
+        objects={n: blob for n, blob in metadata.objects.items() if not _EXTRA.fullmatch(n)},
+        names=tuple(n for n in metadata.names if not _EXTRA.fullmatch(n)),
+    )
+
+
+def _with_common(files: Files, state: Mapping[str, Any]) -> Any:
+    """The whole tree: Megatron's keys, and `common.pt` beside them."""
+    paths = {name: tuple(name.split("/")) for name in state if all(name.split("/"))}
+    # Each sharded object is a list of one.
+    values = {
+        name: value[0]
+        if isinstance(value, list) and len(value) == 1 and _OBJECT.fullmatch(paths[name][-1])
+        else value
+        for name, value in state.items()
+    }
+    common = read_file(files, _COMMON)
+    if not isinstance(common, dict):
+        raise CheckpointCorrupt(f"{files.location}: {_COMMON} holds no dict")
+    found = nested(files, values, paths)
+    twice = [key for key in common if key in found]
+    if twice:
+        raise UnsupportedFormat(
+            f"{files.location}: {quoted(twice[0])} is both in {_COMMON} and among the sharded "
+            "values"
+        )
+    return {**found, **common}
