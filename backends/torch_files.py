@@ -11,6 +11,7 @@ from typing import Any
 
 from unickpt.backends.hugging_face import weight_map
 from unickpt.errors import CheckpointCorrupt, UnickptError, UnsupportedFormat
+from unickpt.foreign import loose_files
 from unickpt.foreign.file_ranges import FileBox, RangeReader, whole
 from unickpt.foreign.files import Files
 from unickpt.foreign.pickles import Global, Opaque
@@ -21,12 +22,6 @@ from unickpt.quoting import quoted, shortened
 from unickpt.storage.errors import Failed, reading_failed
 from unickpt.trees import plain_values, tree
 
-_SUFFIXES = (".pt", ".pth", ".bin")
-_HF_FILE, _HF_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-_ZIP = b"PK\x03\x04"
-# A pickle of protocol 2 to 5 that begins with the magic number 0x1950a86a20f9469cfc6c.
-_LEGACY = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
-_TAR_AT, _TAR = 257, b"ustar"
 _SCRIPT = "constants.pkl"
 _MOST_TEXT = 1000
 # A container that occurs several times in a pickle is several containers of the tree: their number
@@ -40,7 +35,7 @@ HINTS: Collection[str] = ()
 
 
 def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
-    """Opens a folder with files of torch.save; None if it contains none.
+    """Opens files of torch.save; None if there are none.
 
     Raises:
         CheckpointCorrupt: a file is damaged, or missing.
@@ -48,13 +43,18 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         StorageError: the storage failed.
     """
     try:
-        here = files.here
-        if _HF_INDEX in here:
-            return _open_sharded(files, weight_map(files, _HF_INDEX, _SUFFIXES))
-        name = _single(files, here)
-        return None if name is None else _open_single(files, name)
+        found = loose_files.of_kind(files, loose_files.TORCH)
+        if found is None:
+            return None
+        if found.index is not None:
+            where = weight_map(files, found.index, loose_files.TORCH.suffixes)
+            reader = _open_sharded(files, where, found.index)
+        else:
+            reader = _open_single(files, found.names[0])
     except Failed as error:
         raise reading_failed(error, str(files.location)) from error
+    reader.beside = found.beside
+    return reader
 
 
 class TorchFilesReader(RangeReader):
@@ -102,41 +102,13 @@ def _box(files: Files, file: TorchFile, leaf: tree.Leaf) -> FileBox:
 # --- which files ----------------------------------------------------------------------------
 
 
-def _single(files: Files, here: list[str]) -> str | None:
-    """The file to read; None if no file can be one of torch's."""
-    found = [name for name in here if name.endswith(_SUFFIXES)]
-    if _HF_FILE in found:  # others beside it hold the state of a trainer
-        return _HF_FILE
-    ours = [name for name in found if not name.endswith(".bin") or _kind(files, name)]
-    if len(ours) > 1:
-        raise UnsupportedFormat(
-            f"{files.location}: torch.save wrote several files, {shortened(', '.join(ours), 200)}, "
-            f"and no {_HF_INDEX} says how they belong together; put one into a folder of its own"
-        )
-    return ours[0] if ours else None
-
-
-def _kind(files: Files, name: str) -> str:
-    """What a file is, by how it begins; empty if it is not known."""
-    head = files.read(name, 0, 4) if _has(files, name, 4) else b""
-    if head == _ZIP:
-        return "zip"
-    if head[:1] == b"\x80" and _has(files, name, 15) and files.read(name, 2, 13) == _LEGACY:
-        return "a file of torch before 1.6, or with _use_new_zipfile_serialization=False"
-    end = _TAR_AT + len(_TAR)
-    if _has(files, name, end) and files.read(name, _TAR_AT, len(_TAR)) == _TAR:
-        return "a tar file, as torch wrote them before 0.2"
-    return ""
-
-
-def _has(files: Files, name: str, count: int) -> bool:
-    size = files.size(name)
-    return len(files.tail(name, count)) == count if size is None else size >= count
-
-
 def _open_file(files: Files, name: str) -> TorchFile:
-    kind = _kind(files, name)
-    if kind not in ("zip", ""):
+    head, kind = files.head(name), ""
+    if loose_files.is_legacy(head):
+        kind = "a file of torch before 1.6, or with _use_new_zipfile_serialization=False"
+    if loose_files.is_tar(head):
+        kind = "a tar file, as torch wrote them before 0.2"
+    if kind:
         raise UnsupportedFormat(
             f"{files.location}: {name} is {kind}; load and save it with a later version of torch"
         )
@@ -154,7 +126,7 @@ def _open_single(files: Files, name: str) -> Reader:
     return TorchFilesReader(files, root, dict.fromkeys(plain.tensors, file))
 
 
-def _open_sharded(files: Files, where: Mapping[str, str]) -> Reader:
+def _open_sharded(files: Files, where: Mapping[str, str], index: str) -> Reader:
     opened = {name: _open_file(files, name) for name in sorted({*where.values()})}
     root: dict[str, Any] = {}
     by_file: dict[int, TorchFile] = {}
@@ -169,7 +141,7 @@ def _open_sharded(files: Files, where: Mapping[str, str]) -> Reader:
             missing.append(name)
     if missing:
         raise CheckpointCorrupt(
-            f"{files.location}: {_HF_INDEX} says that {quoted(missing[0])} is in "
+            f"{files.location}: {index} says that {quoted(missing[0])} is in "
             f"{where[missing[0]]}, which does not contain it; {len(missing)} missing in all"
         )
     return TorchFilesReader(files, root, by_file)

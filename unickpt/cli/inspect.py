@@ -72,6 +72,7 @@ def inspect(
 
     \b
     url, format, created, library, attempt, processes, metadata, codecs
+    beside      files in its folder that could be taken for it, and are not part of it
     meshes      [{axes, shape, processes}]
     arrays      [{name, shape, dtype, bytes, mesh, spec, fragments, chunk, chunks, parts, prng}]
                 mesh: place in meshes, or null; spec: the mesh axes that split each dimension
@@ -113,6 +114,9 @@ def _print_checkpoint(checkpoint: Checkpoint, everything: bool) -> None:
     if index.metadata:
         text = json.dumps(index.metadata, ensure_ascii=False)
         out.print(clean(f"metadata {tree_table.shorten(text, 400)}"))
+    if checkpoint.reader.beside:
+        text = ", ".join(checkpoint.reader.beside)
+        out.print(clean(f"beside it, and not part of it: {tree_table.shorten(text, 400)}"))
     meshes = tree_table.meshes_of(index)
     for number, mesh in enumerate(meshes):
         out.print(clean(f"mesh {number if len(meshes) > 1 else ''}".strip() + _mesh(mesh)))
@@ -191,6 +195,7 @@ def _checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
         "attempt": index.attempt,
         "processes": index.processes,
         "metadata": index.metadata,
+        "beside": list(checkpoint.reader.beside),
         "codecs": list(index.codecs),
         "meshes": [{"axes": m.axes, "shape": m.shape, "processes": m.processes} for m in meshes],
         "arrays": [

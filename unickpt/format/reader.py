@@ -47,6 +47,8 @@ class Reader(Protocol):
     """Where it is."""
     index: Index
     """Its arrays, plain values and structure."""
+    beside: Sequence[str] = ()
+    """Files in the same folder that could be taken for a checkpoint, and are not part of it."""
 
     def read_chunk(
         self,
