@@ -90,10 +90,10 @@ FLAX = Kind(
     "flax", (".msgpack",), _is_flax, ("flax_model.msgpack",),
     is_named=lambda name: re.fullmatch(r"checkpoint_[0-9]+(\.[0-9]+)?", name) is not None,
 )  # fmt: skip
-KERAS = Kind("keras", (".h5", ".hdf5"), lambda head: head[:8] == b"\x89HDF\r\n\x1a\n")
+HDF5 = Kind("hdf5", (".h5", ".hdf5"), lambda head: head[:8] == b"\x89HDF\r\n\x1a\n")
 GGUF = Kind("gguf", (".gguf",), lambda head: head[:4] == b"GGUF")
 NPZ = Kind("npz", (".npz",), _is_npz)
-KINDS = (SAFETENSORS, TORCH, FLAX, KERAS, GGUF, NPZ)
+KINDS = (SAFETENSORS, TORCH, FLAX, HDF5, GGUF, NPZ)
 """In the order in which Hugging Face's libraries prefer them."""
 _SUFFIXES = tuple(suffix for kind in KINDS for suffix in kind.suffixes)
 
