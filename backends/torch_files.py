@@ -6,7 +6,8 @@ file names is imported or called.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from unickpt.backends.hugging_face import weight_map
@@ -15,7 +16,7 @@ from unickpt.foreign import loose_files
 from unickpt.foreign.file_ranges import FileBox, RangeReader, whole
 from unickpt.foreign.files import Files
 from unickpt.foreign.pickles import Global, Opaque
-from unickpt.foreign.torch_pickles import Tensor, TorchFile
+from unickpt.foreign.torch_pickles import Storage, Tensor, TorchFile
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted, shortened
@@ -29,6 +30,8 @@ _MOST_TEXT = 1000
 _LEAST_NODES = 1000
 # All their names together, for each byte.
 _NAMES = 64
+# All objects of unknown classes together, which can share what they hold, for each byte.
+_OPAQUE = 64
 
 
 HINTS: Collection[str] = ()
@@ -70,7 +73,7 @@ class TorchFilesReader(RangeReader):
 
     def __init__(self, files: Files, root: Any, by_file: Mapping[int, TorchFile]) -> None:
         try:
-            node = tree.flatten(root, _is_leaf, lambda value, name: None)
+            node = tree.flatten(root, _is_leaf, _expand)
         except UnickptError as error:
             raise UnsupportedFormat(f"{files.location}: {error}") from error
         entries, boxes = dict[str, ArrayEntry](), dict[str, tuple[FileBox]]()
@@ -103,14 +106,10 @@ def _box(files: Files, file: TorchFile, leaf: tree.Leaf) -> FileBox:
 
 
 def _open_file(files: Files, name: str) -> TorchFile:
-    head, kind = files.head(name), ""
-    if loose_files.is_legacy(head):
-        kind = "a file of torch before 1.6, or with _use_new_zipfile_serialization=False"
-    if loose_files.is_tar(head):
-        kind = "a tar file, as torch wrote them before 0.2"
-    if kind:
+    if loose_files.is_tar(files.head(name)):
         raise UnsupportedFormat(
-            f"{files.location}: {name} is {kind}; load and save it with a later version of torch"
+            f"{files.location}: {name} is a tar file, as torch wrote them before 0.2; load and "
+            "save it with a later version of torch"
         )
     return TorchFile(files, name)
 
@@ -121,7 +120,7 @@ def _open_single(files: Files, name: str) -> Reader:
         raise UnsupportedFormat(
             f"{files.location}: {name} is a program of torch.jit; save its state_dict() instead"
         )
-    plain = _Plain(f"{files.location}: {name}", file.pickle_size)
+    plain = _Plain(file, f"{files.location}: {name}")
     root = plain.tree(file.value, 0, 0)
     return TorchFilesReader(files, root, dict.fromkeys(plain.tensors, file))
 
@@ -150,23 +149,46 @@ def _open_sharded(files: Files, where: Mapping[str, str], index: str) -> Reader:
 # --- what a pickle holds, as a tree -----------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Object:
+    """An object of an unknown class that holds tensors: a container of its attributes."""
+
+    class_name: str
+    children: Mapping[str | int, Any]
+
+
 def _is_leaf(value: Any) -> bool:
     return isinstance(value, Tensor) or plain_values.is_plain(value)
 
 
+def _expand(found: Any, name: str) -> tree.Expansion | None:
+    if not isinstance(found, _Object):
+        return None
+    keys = tuple(found.children)
+    return tree.Expansion(
+        "object",
+        keys,
+        tuple(found.children.values()),
+        lambda values: dict(zip(keys, values, strict=True)),
+        found.class_name,
+    )
+
+
 class _Plain:
-    """Makes a tree of dicts, lists, tuples, plain values and tensors.
+    """Makes a tree of dicts, lists, tuples, objects, plain values and tensors.
 
     Arguments:
+        file: holds it.
         where: the file, for errors.
-        size: bytes of its pickle.
     """
 
-    def __init__(self, where: str, size: int) -> None:
+    def __init__(self, file: TorchFile, where: str) -> None:
         self.tensors: dict[int, Tensor] = {}
-        self._where = where
-        self._nodes = _LEAST_NODES + size
+        self._file, self._where = file, where
+        self._nodes = _LEAST_NODES + file.pickle_size
         self._letters = _NAMES * self._nodes
+        self._opaque = _OPAQUE * self._nodes
+        self._without: set[int] = set()  # what holds no tensor, by its identity
 
     def tree(self, found: Any, depth: int, letters: int) -> Any:
         """The tree of what was found.
@@ -176,31 +198,89 @@ class _Plain:
             depth: containers above it.
             letters: length of its name.
         """
-        self._nodes -= 1
+        self._spend(1)
         self._letters -= letters
-        if self._nodes < 0 or self._letters < 0:
-            raise CheckpointCorrupt(f"{self._where} has too many leaves for its size")
+        if self._letters < 0:
+            raise self._too_many()
         if depth > tree.MAX_DEPTH:
             raise UnsupportedFormat(f"{self._where} is nested deeper than {tree.MAX_DEPTH} levels")
         if isinstance(found, dict):
-            return self._dict(found, depth, letters)
+            return self._dict(found.items(), depth, letters)
         if isinstance(found, list | tuple | set | frozenset):
             children = (self.tree(child, depth + 1, letters + 2) for child in found)
             return tuple(children) if isinstance(found, tuple) else list(children)
+        if isinstance(found, Storage):
+            found = Tensor(found, found.dtype or "uint8", 0, (found.count,), (1,))
         if isinstance(found, Tensor):
             self.tensors[id(found)] = found
             return found
+        if isinstance(found, Opaque) and self._holds_tensors(found):
+            return self._object(found, depth, letters)
+        if isinstance(found, Opaque | Global):
+            made = self._file.opaque(found, self._opaque)
+            self._opaque -= len(made.pickle)
+            return made
         return found if plain_values.is_plain(found) else _text(found)
 
-    def _dict(self, found: dict[Any, Any], depth: int, letters: int) -> dict[Any, Any]:
-        children: dict[Any, Any] = {}
-        for key, value in found.items():
+    def _spend(self, nodes: int) -> None:
+        self._nodes -= nodes
+        if self._nodes < 0:
+            raise self._too_many()
+
+    def _too_many(self) -> CheckpointCorrupt:
+        return CheckpointCorrupt(f"{self._where} has too many leaves for its size")
+
+    def _dict(
+        self, found: Iterable[tuple[Any, Any]], depth: int, letters: int
+    ) -> dict[str | int, Any]:
+        children: dict[str | int, Any] = {}
+        for key, value in found:
             name = _name(key)
             if name in children:
                 raise UnsupportedFormat(f"{self._where}: two keys are both called {quoted(name)}")
             length = letters + 1 + (len(name) if isinstance(name, str) else 20)
             children[name] = self.tree(value, depth + 1, length)
         return children
+
+    def _object(self, found: Opaque, depth: int, letters: int) -> _Object:
+        """An object as a container: its attributes, what it contains, and what it was made of."""
+        pairs: list[tuple[Any, Any]] = []
+        slots = found.state if isinstance(found.state, tuple) else (found.state,)
+        if all(state is None or isinstance(state, dict) for state in slots):
+            pairs += [pair for state in slots if state for pair in state.items()]
+        else:
+            pairs.append(("state", found.state))
+        pairs += [*found.items, *enumerate(found.appended)]
+        pairs += [(key, x) for key, x in (("args", found.args), ("named", found.named)) if x]
+        return _Object(found.name, self._dict(pairs, depth, letters))
+
+    def _holds_tensors(self, found: Opaque) -> bool:
+        seen, rest = set[int](), [found]
+        while rest:
+            item: Any = rest.pop()
+            if isinstance(item, Tensor | Storage):
+                return True
+            if (
+                isinstance(item, _CONTAINERS)
+                and id(item) not in seen
+                and id(item) not in self._without
+            ):
+                seen.add(id(item))
+                inner = _inside(item)
+                self._spend(len(inner))
+                rest += inner
+        self._without |= seen
+        return False
+
+
+_CONTAINERS = (dict, list, tuple, set, frozenset, Opaque)
+
+
+def _inside(found: Any) -> list[Any]:
+    """What a container or an object consists of."""
+    if isinstance(found, Opaque):
+        return [found.args, found.named, found.state, found.appended, found.items]
+    return [*found.keys(), *found.values()] if isinstance(found, dict) else list(found)
 
 
 def _name(key: Any) -> str | int:
@@ -213,7 +293,7 @@ def _name(key: Any) -> str | int:
 
 def _text(found: Any) -> str:
     """What is neither an array nor a plain value, as a text for people."""
-    if isinstance(found, Opaque | Global):
+    if isinstance(found, Opaque | Global):  # as a key
         return f"<{shortened(found.name, _MOST_TEXT)}>"
     if plain_values.is_plain(found) or isinstance(found, tuple):  # of a key, which is short
         return quoted(found, _MOST_TEXT)

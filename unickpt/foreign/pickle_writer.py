@@ -24,24 +24,30 @@ _ENCODE, _SET, _FROZEN_SET = (
 _NEW_WITH_NAMES = Global("copyreg.__newobj_ex__")
 
 
-def dumps(value: Any) -> bytes:
+class TooLarge(ValueError):
+    """A pickle would be longer than is allowed."""
+
+
+def dumps(value: Any, most: int | None = None) -> bytes:
     """A pickle of a value.
 
     Arguments:
         value: None, bool, int, float, str, bytes, list, tuple, dict, set, frozenset, `Global`,
             `Call` or `PersistentId`, nested; of these types exactly. What occurs twice (the same
             object) is shared in the pickle as well.
+        most: how many bytes it may have, about; without a limit by default.
 
     Raises:
         TypeError: it contains an object of another type.
         ValueError: it contains a name that no class can have.
+        TooLarge: the pickle would be too long.
 
     Example:
         >>> import pickle
         >>> pickle.loads(dumps([1, b"2", Call(Global("fractions.Fraction"), (1, 3))]))
         [1, b'2', Fraction(1, 3)]
     """
-    return _Pickler().run(value)
+    return _Pickler().run(value, most)
 
 
 class _Pickler:
@@ -52,9 +58,11 @@ class _Pickler:
         # The place of what was written; the object as well, whose id is another's when it is gone.
         self._memo: dict[Any, tuple[int, Any]] = {}
 
-    def run(self, value: Any) -> bytes:
+    def run(self, value: Any, most: int | None) -> bytes:
         nested = [self._value(value)]
         while nested:
+            if most is not None and len(self._out) > most:
+                raise TooLarge(f"a pickle has more than {most} bytes")
             try:
                 inner = next(nested[-1])
             except StopIteration:

@@ -30,6 +30,10 @@ class BadPickle(ValueError):
     """The bytes are not a valid pickle, or use what no checkpoint needs."""
 
 
+class EndsEarly(BadPickle):
+    """The pickle needs more bytes than there are."""
+
+
 @dataclass(frozen=True)
 class Global:
     """A class or function that a pickle names.
@@ -71,6 +75,7 @@ class Opaque:
         items: the keys and values that were set on it, in order.
         is_new: whether the class makes it with `__new__` instead of a call.
         named: arguments with names.
+        at: where the pickle has made it, in bytes; no other object of the pickle has this place.
     """
 
     function: Global
@@ -80,6 +85,7 @@ class Opaque:
     items: list[tuple[Any, Any]] = field(default_factory=list)
     is_new: bool = False
     named: Any = None
+    at: int = -1
 
     @property
     def name(self) -> str:
@@ -146,14 +152,42 @@ def read(
         BadPickle: it is malformed, or nested too deeply.
     """
     machine = _Machine(data, constructors, persistent, start)
+    return _run(machine), machine.at
+
+
+def _run(machine: _Machine) -> Any:
     try:
-        return machine.run(), machine.at
+        return machine.run()
     except BadPickle:
         raise
     except (IndexError, struct.error, ValueError, TypeError, KeyError) as error:
         raise BadPickle(f"malformed at byte {machine.at}: {error!r}") from error
     except RecursionError:
         raise BadPickle("nested too deeply") from None
+
+
+def described(
+    data: bytes, start: int = 0, persistent: Callable[[Any], Any] = PersistentId
+) -> dict[int, Opaque]:
+    """All objects that a pickle makes, each as it makes it: no class is known.
+
+    `pickle_writer.dumps` writes them again.
+
+    Arguments:
+        data: contains the pickle; untrusted.
+        start: where it begins.
+        persistent: as for `read`; its persistent ids stay what they are by default.
+
+    Returns:
+        By the place of each in the pickle, which `Opaque.at` tells.
+
+    Raises:
+        BadPickle: it is malformed.
+    """
+    machine = _Machine(data, {}, persistent, start)
+    machine.made = {}
+    _run(machine)
+    return machine.made
 
 
 class _Mark:
@@ -182,6 +216,7 @@ class _Machine:
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
         self._work = _LEAST_WORK + _WORK * len(data)
+        self.made: dict[int, Opaque] | None = None
 
     def run(self) -> Any:
         while True:
@@ -197,8 +232,10 @@ class _Machine:
 
     def _take(self, count: int) -> bytes:
         end = self.at + count
-        if count < 0 or end > len(self._data):
-            raise BadPickle(f"it ends at byte {len(self._data)}, {end} expected")
+        if count < 0:
+            raise BadPickle(f"a length is {count}")
+        if end > len(self._data):
+            raise EndsEarly(f"it ends at byte {len(self._data)}, {end} expected")
         found = self._data[self.at : end]
         self.at = end
         return found
@@ -213,7 +250,7 @@ class _Machine:
     def _line_bytes(self) -> bytes:
         end = self._data.find(b"\n", self.at)
         if end < 0:
-            raise BadPickle("a line does not end")
+            raise EndsEarly("a line does not end")
         found = self._data[self.at : end]
         self.at = end + 1
         return found
@@ -257,7 +294,9 @@ class _Machine:
         self._spend(args)
         made = function(args)
         if isinstance(made, Opaque) and function.make is None:
-            made.is_new = is_new
+            made.is_new, made.at = is_new, self.at
+            if self.made is not None:
+                self.made[self.at] = made
         self._push(made)
 
     def _spend(self, args: Any) -> None:
