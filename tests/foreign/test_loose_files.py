@@ -220,3 +220,24 @@ def test_files_of_other_programs_are_no_checkpoint(tmp_path: Path) -> None:
     shutil.copytree(tmp_path, tmp_path / "more.pt")
     with pytest.raises(CheckpointNotFound):
         unickpt.open(tmp_path)
+
+
+def test_ls_lists_files_and_formats(tmp_path: Path) -> None:
+    unickpt.save(tmp_path / "step_1", {"w": np.ones(3)})
+    torch_file(tmp_path / "notes.pt", 1.0)
+    (tmp_path / "hf").mkdir()
+    safetensors(tmp_path / "hf" / "model.safetensors", 2.0)
+    torch_file(tmp_path / "hf" / "optimizer.pt", 2.0)
+    (tmp_path / "two").mkdir()
+    npz(tmp_path / "two" / "a.npz", 1.0)
+    npz(tmp_path / "two" / "b.npz", 1.0)
+    result = CliRunner().invoke(app, ["ls", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert "several checkpoints" not in result.output
+    found = json.loads(CliRunner().invoke(app, ["ls", "--json", str(tmp_path)]).stdout)
+    assert {facts["name"]: facts["format"] for facts in found["checkpoints"]} == {
+        "step_1": "unickpt", "notes.pt": "torch", "hf": "safetensors",
+        "two/a.npz": "npz", "two/b.npz": "npz",
+    }  # fmt: skip
+    for facts in found["checkpoints"]:
+        assert unickpt.open(facts["path"])["w"].shape == (3,)

@@ -8,7 +8,7 @@ trainer keeps beside the weights is not part of them. If that leaves several, no
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from unickpt.errors import UnsupportedFormat
@@ -185,11 +185,19 @@ def _belongs(files: Files, kind: Kind, name: str) -> bool:
     return name.endswith(kind.suffixes)
 
 
-def _ambiguous(files: Files, names: Sequence[str]) -> UnsupportedFormat:
-    shown = ", ".join(names[:_SHOWN]) + (
-        f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else ""
+class SeveralCheckpoints(UnsupportedFormat):
+    """A location holds several checkpoints, of which none comes first: `paths`, by name."""
+
+    paths: Mapping[str, str] = {}
+
+
+def _ambiguous(files: Files, names: Sequence[str]) -> SeveralCheckpoints:
+    paths = {name: files.location.name_for_users(name) for name in names}
+    more = f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else ""
+    error = SeveralCheckpoints(
+        f"{files.location} contains several checkpoints, "
+        f"{shortened(', '.join(names[:_SHOWN]) + more, 400)}; give the path of one, such as "
+        f"{quoted(paths[names[0]])}"
     )
-    return UnsupportedFormat(
-        f"{files.location} contains several checkpoints, {shortened(shown, 400)}; give the path of "
-        f"one, such as {quoted(files.location.name_for_users(names[0]))}"
-    )
+    error.paths = paths
+    return error

@@ -36,7 +36,16 @@ class Format(Protocol):
 
 
 # Modules of `unickpt.backends`; a format comes before those whose files it uses.
-_BUILT_IN = ("orbax.reader", "dcp.reader", "safetensors", "torch_files", "flax_msgpack", "hdf5", "gguf", "npz")
+_BUILT_IN = (
+    "orbax.reader",
+    "dcp.reader",
+    "safetensors",
+    "torch_files",
+    "flax_msgpack",
+    "hdf5",
+    "gguf",
+    "npz",
+)
 _registered: list[Format] = []
 
 
