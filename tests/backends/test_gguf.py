@@ -113,6 +113,13 @@ def test_what_gguf_quantized_is_dequantized_bit_for_bit(tmp_path: Path) -> None:
     assert np.array_equal(unickpt.open(tmp_path / "ours")["Q5_1"][...], whole)
 
 
+def test_chunks_need_not_begin_with_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_ranges, "CHUNK_BYTES", 100)
+    found = unickpt.open(foreign.folder("gguf-quantized"), hints=AS_FLOAT)
+    assert found.index.arrays["Q8_0"].chunk[-1] % 32
+    assert foreign.differences("gguf-quantized", found) == []
+
+
 def test_without_the_hint_quantized_tensors_are_their_bytes() -> None:
     found = unickpt.open(foreign.folder("gguf-quantized"))
     names = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
