@@ -20,6 +20,7 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
+from unickpt.foreign import loose_files
 from unickpt.foreign.elements import FileRange
 from unickpt.foreign.file_ranges import FileBox, RangeReader, row_major, whole
 from unickpt.foreign.files import Files
@@ -31,7 +32,6 @@ from unickpt.quoting import quoted
 from unickpt.storage.errors import Failed, reading_failed
 from unickpt.trees import tree
 
-_SUFFIX = ".npz"
 _MAGIC = b"\x93NUMPY"
 _MOST_HEADER = 10_000  # as NumPy's own limit for files that are not trusted
 _MOST_RANK = 32
@@ -73,7 +73,7 @@ HINTS: Collection[str] = ()
 
 
 def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
-    """Opens a folder with one .npz file; None if it contains none.
+    """Opens an .npz file; None if there is none.
 
     Raises:
         CheckpointCorrupt: it is damaged.
@@ -81,15 +81,14 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         StorageError: the storage failed.
     """
     try:
-        found = [name for name in files.here if name.endswith(_SUFFIX)]
-        if len(found) > 1:
-            raise UnsupportedFormat(
-                f"{files.location}: {found[0]}, {found[1]} and perhaps more; put one into a folder "
-                "of its own"
-            )
-        return NpzReader(files, found[0]) if found else None
+        found = loose_files.of_kind(files, loose_files.NPZ)
+        if found is None:
+            return None
+        reader = NpzReader(files, found.names[0])
     except Failed as error:
         raise reading_failed(error, str(files.location)) from error
+    reader.beside = found.beside
+    return reader
 
 
 class NpzReader(RangeReader):

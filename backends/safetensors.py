@@ -17,6 +17,7 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.backends.hugging_face import weight_map
 from unickpt.errors import CheckpointCorrupt, CoverageError, UnsupportedFormat
+from unickpt.foreign import loose_files
 from unickpt.foreign.elements import FileRange
 from unickpt.foreign.file_ranges import FileBox, RangeReader, of_boxes, whole
 from unickpt.foreign.files import Files
@@ -28,7 +29,6 @@ from unickpt.storage.errors import Failed, reading_failed
 from unickpt.trees import tree
 
 _SUFFIX = ".safetensors"
-_INDEX_SUFFIX = ".safetensors.index.json"
 _SHARDING = "DCP_SHARDING_INFO"
 _MOST_HEADER = 100_000_000  # as upstream
 _MOST_RANK = 32
@@ -67,7 +67,7 @@ HINTS: Collection[str] = ()
 
 
 def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
-    """Opens a folder that contains safetensors files; None if it contains none.
+    """Opens safetensors files; None if there are none.
 
     Raises:
         CheckpointCorrupt: a header is damaged, or files are missing.
@@ -75,17 +75,17 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         StorageError: the storage failed.
     """
     try:
-        here = files.here
-        index = next((name for name in here if name.endswith(_INDEX_SUFFIX)), None)
-        where = None if index is None else weight_map(files, index, (_SUFFIX,))
-        names = sorted({*where.values()} if where is not None else
-                       {name for name in here if name.endswith(_SUFFIX)})  # fmt: skip
-        if not names:
+        found = loose_files.of_kind(files, loose_files.SAFETENSORS)
+        if found is None:
             return None
+        where = None if found.index is None else weight_map(files, found.index, (_SUFFIX,))
+        names = found.names if where is None else sorted({*where.values()})
         headers = {name: read_header(files, name) for name in names}
     except Failed as error:
         raise reading_failed(error, str(files.location)) from error
-    return SafetensorsReader(files, headers, where)
+    reader = SafetensorsReader(files, headers, where)
+    reader.beside = found.beside
+    return reader
 
 
 class SafetensorsReader(RangeReader):

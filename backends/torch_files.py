@@ -6,27 +6,23 @@ file names is imported or called.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from unickpt.backends.hugging_face import weight_map
 from unickpt.errors import CheckpointCorrupt, UnickptError, UnsupportedFormat
+from unickpt.foreign import loose_files
 from unickpt.foreign.file_ranges import FileBox, RangeReader, whole
 from unickpt.foreign.files import Files
 from unickpt.foreign.pickles import Global, Opaque
-from unickpt.foreign.torch_pickles import Tensor, TorchFile
+from unickpt.foreign.torch_pickles import Storage, Tensor, TorchFile
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted, shortened
 from unickpt.storage.errors import Failed, reading_failed
 from unickpt.trees import plain_values, tree
 
-_SUFFIXES = (".pt", ".pth", ".bin")
-_HF_FILE, _HF_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-_ZIP = b"PK\x03\x04"
-# A pickle of protocol 2 to 5 that begins with the magic number 0x1950a86a20f9469cfc6c.
-_LEGACY = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
-_TAR_AT, _TAR = 257, b"ustar"
 _SCRIPT = "constants.pkl"
 _MOST_TEXT = 1000
 # A container that occurs several times in a pickle is several containers of the tree: their number
@@ -34,13 +30,15 @@ _MOST_TEXT = 1000
 _LEAST_NODES = 1000
 # All their names together, for each byte.
 _NAMES = 64
+# All objects of unknown classes together, which can share what they hold, for each byte.
+_OPAQUE = 64
 
 
 HINTS: Collection[str] = ()
 
 
 def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
-    """Opens a folder with files of torch.save; None if it contains none.
+    """Opens files of torch.save; None if there are none.
 
     Raises:
         CheckpointCorrupt: a file is damaged, or missing.
@@ -48,13 +46,18 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         StorageError: the storage failed.
     """
     try:
-        here = files.here
-        if _HF_INDEX in here:
-            return _open_sharded(files, weight_map(files, _HF_INDEX, _SUFFIXES))
-        name = _single(files, here)
-        return None if name is None else _open_single(files, name)
+        found = loose_files.of_kind(files, loose_files.TORCH)
+        if found is None:
+            return None
+        if found.index is not None:
+            where = weight_map(files, found.index, loose_files.TORCH.suffixes)
+            reader = _open_sharded(files, where, found.index)
+        else:
+            reader = _open_single(files, found.names[0])
     except Failed as error:
         raise reading_failed(error, str(files.location)) from error
+    reader.beside = found.beside
+    return reader
 
 
 class TorchFilesReader(RangeReader):
@@ -70,7 +73,7 @@ class TorchFilesReader(RangeReader):
 
     def __init__(self, files: Files, root: Any, by_file: Mapping[int, TorchFile]) -> None:
         try:
-            node = tree.flatten(root, _is_leaf, lambda value, name: None)
+            node = tree.flatten(root, _is_leaf, _expand)
         except UnickptError as error:
             raise UnsupportedFormat(f"{files.location}: {error}") from error
         entries, boxes = dict[str, ArrayEntry](), dict[str, tuple[FileBox]]()
@@ -102,43 +105,11 @@ def _box(files: Files, file: TorchFile, leaf: tree.Leaf) -> FileBox:
 # --- which files ----------------------------------------------------------------------------
 
 
-def _single(files: Files, here: list[str]) -> str | None:
-    """The file to read; None if no file can be one of torch's."""
-    found = [name for name in here if name.endswith(_SUFFIXES)]
-    if _HF_FILE in found:  # others beside it hold the state of a trainer
-        return _HF_FILE
-    ours = [name for name in found if not name.endswith(".bin") or _kind(files, name)]
-    if len(ours) > 1:
-        raise UnsupportedFormat(
-            f"{files.location}: torch.save wrote several files, {shortened(', '.join(ours), 200)}, "
-            f"and no {_HF_INDEX} says how they belong together; put one into a folder of its own"
-        )
-    return ours[0] if ours else None
-
-
-def _kind(files: Files, name: str) -> str:
-    """What a file is, by how it begins; empty if it is not known."""
-    head = files.read(name, 0, 4) if _has(files, name, 4) else b""
-    if head == _ZIP:
-        return "zip"
-    if head[:1] == b"\x80" and _has(files, name, 15) and files.read(name, 2, 13) == _LEGACY:
-        return "a file of torch before 1.6, or with _use_new_zipfile_serialization=False"
-    end = _TAR_AT + len(_TAR)
-    if _has(files, name, end) and files.read(name, _TAR_AT, len(_TAR)) == _TAR:
-        return "a tar file, as torch wrote them before 0.2"
-    return ""
-
-
-def _has(files: Files, name: str, count: int) -> bool:
-    size = files.size(name)
-    return len(files.tail(name, count)) == count if size is None else size >= count
-
-
 def _open_file(files: Files, name: str) -> TorchFile:
-    kind = _kind(files, name)
-    if kind not in ("zip", ""):
+    if loose_files.is_tar(files.head(name)):
         raise UnsupportedFormat(
-            f"{files.location}: {name} is {kind}; load and save it with a later version of torch"
+            f"{files.location}: {name} is a tar file, as torch wrote them before 0.2; load and "
+            "save it with a later version of torch"
         )
     return TorchFile(files, name)
 
@@ -149,12 +120,12 @@ def _open_single(files: Files, name: str) -> Reader:
         raise UnsupportedFormat(
             f"{files.location}: {name} is a program of torch.jit; save its state_dict() instead"
         )
-    plain = _Plain(f"{files.location}: {name}", file.pickle_size)
+    plain = _Plain(file, f"{files.location}: {name}")
     root = plain.tree(file.value, 0, 0)
     return TorchFilesReader(files, root, dict.fromkeys(plain.tensors, file))
 
 
-def _open_sharded(files: Files, where: Mapping[str, str]) -> Reader:
+def _open_sharded(files: Files, where: Mapping[str, str], index: str) -> Reader:
     opened = {name: _open_file(files, name) for name in sorted({*where.values()})}
     root: dict[str, Any] = {}
     by_file: dict[int, TorchFile] = {}
@@ -169,7 +140,7 @@ def _open_sharded(files: Files, where: Mapping[str, str]) -> Reader:
             missing.append(name)
     if missing:
         raise CheckpointCorrupt(
-            f"{files.location}: {_HF_INDEX} says that {quoted(missing[0])} is in "
+            f"{files.location}: {index} says that {quoted(missing[0])} is in "
             f"{where[missing[0]]}, which does not contain it; {len(missing)} missing in all"
         )
     return TorchFilesReader(files, root, by_file)
@@ -178,23 +149,46 @@ def _open_sharded(files: Files, where: Mapping[str, str]) -> Reader:
 # --- what a pickle holds, as a tree -----------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Object:
+    """An object of an unknown class that holds tensors: a container of its attributes."""
+
+    class_name: str
+    children: Mapping[str | int, Any]
+
+
 def _is_leaf(value: Any) -> bool:
     return isinstance(value, Tensor) or plain_values.is_plain(value)
 
 
+def _expand(found: Any, name: str) -> tree.Expansion | None:
+    if not isinstance(found, _Object):
+        return None
+    keys = tuple(found.children)
+    return tree.Expansion(
+        "object",
+        keys,
+        tuple(found.children.values()),
+        lambda values: dict(zip(keys, values, strict=True)),
+        found.class_name,
+    )
+
+
 class _Plain:
-    """Makes a tree of dicts, lists, tuples, plain values and tensors.
+    """Makes a tree of dicts, lists, tuples, objects, plain values and tensors.
 
     Arguments:
+        file: holds it.
         where: the file, for errors.
-        size: bytes of its pickle.
     """
 
-    def __init__(self, where: str, size: int) -> None:
+    def __init__(self, file: TorchFile, where: str) -> None:
         self.tensors: dict[int, Tensor] = {}
-        self._where = where
-        self._nodes = _LEAST_NODES + size
+        self._file, self._where = file, where
+        self._nodes = _LEAST_NODES + file.pickle_size
         self._letters = _NAMES * self._nodes
+        self._opaque = _OPAQUE * self._nodes
+        self._without: set[int] = set()  # what holds no tensor, by its identity
 
     def tree(self, found: Any, depth: int, letters: int) -> Any:
         """The tree of what was found.
@@ -204,31 +198,89 @@ class _Plain:
             depth: containers above it.
             letters: length of its name.
         """
-        self._nodes -= 1
+        self._spend(1)
         self._letters -= letters
-        if self._nodes < 0 or self._letters < 0:
-            raise CheckpointCorrupt(f"{self._where} has too many leaves for its size")
+        if self._letters < 0:
+            raise self._too_many()
         if depth > tree.MAX_DEPTH:
             raise UnsupportedFormat(f"{self._where} is nested deeper than {tree.MAX_DEPTH} levels")
         if isinstance(found, dict):
-            return self._dict(found, depth, letters)
+            return self._dict(found.items(), depth, letters)
         if isinstance(found, list | tuple | set | frozenset):
             children = (self.tree(child, depth + 1, letters + 2) for child in found)
             return tuple(children) if isinstance(found, tuple) else list(children)
+        if isinstance(found, Storage):
+            found = Tensor(found, found.dtype or "uint8", 0, (found.count,), (1,))
         if isinstance(found, Tensor):
             self.tensors[id(found)] = found
             return found
+        if isinstance(found, Opaque) and self._holds_tensors(found):
+            return self._object(found, depth, letters)
+        if isinstance(found, Opaque | Global):
+            made = self._file.opaque(found, self._opaque)
+            self._opaque -= len(made.pickle)
+            return made
         return found if plain_values.is_plain(found) else _text(found)
 
-    def _dict(self, found: dict[Any, Any], depth: int, letters: int) -> dict[Any, Any]:
-        children: dict[Any, Any] = {}
-        for key, value in found.items():
+    def _spend(self, nodes: int) -> None:
+        self._nodes -= nodes
+        if self._nodes < 0:
+            raise self._too_many()
+
+    def _too_many(self) -> CheckpointCorrupt:
+        return CheckpointCorrupt(f"{self._where} has too many leaves for its size")
+
+    def _dict(
+        self, found: Iterable[tuple[Any, Any]], depth: int, letters: int
+    ) -> dict[str | int, Any]:
+        children: dict[str | int, Any] = {}
+        for key, value in found:
             name = _name(key)
             if name in children:
                 raise UnsupportedFormat(f"{self._where}: two keys are both called {quoted(name)}")
             length = letters + 1 + (len(name) if isinstance(name, str) else 20)
             children[name] = self.tree(value, depth + 1, length)
         return children
+
+    def _object(self, found: Opaque, depth: int, letters: int) -> _Object:
+        """An object as a container: its attributes, what it contains, and what it was made of."""
+        pairs: list[tuple[Any, Any]] = []
+        slots = found.state if isinstance(found.state, tuple) else (found.state,)
+        if all(state is None or isinstance(state, dict) for state in slots):
+            pairs += [pair for state in slots if state for pair in state.items()]
+        else:
+            pairs.append(("state", found.state))
+        pairs += [*found.items, *enumerate(found.appended)]
+        pairs += [(key, x) for key, x in (("args", found.args), ("named", found.named)) if x]
+        return _Object(found.name, self._dict(pairs, depth, letters))
+
+    def _holds_tensors(self, found: Opaque) -> bool:
+        seen, rest = set[int](), [found]
+        while rest:
+            item: Any = rest.pop()
+            if isinstance(item, Tensor | Storage):
+                return True
+            if (
+                isinstance(item, _CONTAINERS)
+                and id(item) not in seen
+                and id(item) not in self._without
+            ):
+                seen.add(id(item))
+                inner = _inside(item)
+                self._spend(len(inner))
+                rest += inner
+        self._without |= seen
+        return False
+
+
+_CONTAINERS = (dict, list, tuple, set, frozenset, Opaque)
+
+
+def _inside(found: Any) -> list[Any]:
+    """What a container or an object consists of."""
+    if isinstance(found, Opaque):
+        return [found.args, found.named, found.state, found.appended, found.items]
+    return [*found.keys(), *found.values()] if isinstance(found, dict) else list(found)
 
 
 def _name(key: Any) -> str | int:
@@ -241,7 +293,7 @@ def _name(key: Any) -> str | int:
 
 def _text(found: Any) -> str:
     """What is neither an array nor a plain value, as a text for people."""
-    if isinstance(found, Opaque | Global):
+    if isinstance(found, Opaque | Global):  # as a key
         return f"<{shortened(found.name, _MOST_TEXT)}>"
     if plain_values.is_plain(found) or isinstance(found, tuple):  # of a key, which is short
         return quoted(found, _MOST_TEXT)

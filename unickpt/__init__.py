@@ -44,6 +44,7 @@ from unickpt.saving.saver import save, save_async
 from unickpt.tools.conversion import convert
 from unickpt.tools.difference import ArrayDifference, DiffReport, diff
 from unickpt.tools.verification import Damage, VerifyReport, verify
+from unickpt.trees.plain_values import Opaque
 
 __all__ = [
     "ArrayDifference",
@@ -68,6 +69,7 @@ __all__ = [
     "LoadReport",
     "LocalFragments",
     "Mesh",
+    "Opaque",
     "PendingSave",
     "PerProcess",
     "PerProcessValues",

@@ -72,11 +72,13 @@ def inspect(
 
     \b
     url, format, created, library, attempt, processes, metadata, codecs
+    beside      files in its folder that could be taken for it, and are not part of it
     meshes      [{axes, shape, processes}]
     arrays      [{name, shape, dtype, bytes, mesh, spec, fragments, chunk, chunks, parts, prng}]
                 mesh: place in meshes, or null; spec: the mesh axes that split each dimension
     ties        {name: name of the array it is tied to}
-    values      {name: plain value}; what JSON lacks is an object as in docs/format.md
+    values      {name: plain value}; what JSON lacks is an object as in docs/format.md; an object
+                that only its class can read is {opaque: name of the class, size}
     per_process {name: [bytes of each process's value]}
     totals      {arrays, elements, bytes, chunks}
 
@@ -113,6 +115,9 @@ def _print_checkpoint(checkpoint: Checkpoint, everything: bool) -> None:
     if index.metadata:
         text = json.dumps(index.metadata, ensure_ascii=False)
         out.print(clean(f"metadata {tree_table.shorten(text, 400)}"))
+    if checkpoint.reader.beside:
+        text = ", ".join(checkpoint.reader.beside)
+        out.print(clean(f"beside it, and not part of it: {tree_table.shorten(text, 400)}"))
     meshes = tree_table.meshes_of(index)
     for number, mesh in enumerate(meshes):
         out.print(clean(f"mesh {number if len(meshes) > 1 else ''}".strip() + _mesh(mesh)))
@@ -141,7 +146,8 @@ def _cells(row: tree_table.Row) -> list[Cell]:
     if facts.kind == "tie":
         return [(label, ""), ("", ""), ("tied", "dim")]
     if facts.kind == "value":
-        return [(label, ""), ("", ""), (facts.dtype, "dim")]
+        size = size_text(facts.nbytes) if facts.nbytes else ""  # of what is opaque
+        return [(label, ""), ("", ""), (clean(facts.dtype), "dim"), *[("", "")] * 2, (size, "dim")]
     if facts.kind == "per process":
         held = counted(facts.fragments or 0, "value")
         size = size_text(facts.nbytes)
@@ -191,6 +197,7 @@ def _checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
         "attempt": index.attempt,
         "processes": index.processes,
         "metadata": index.metadata,
+        "beside": list(checkpoint.reader.beside),
         "codecs": list(index.codecs),
         "meshes": [{"axes": m.axes, "shape": m.shape, "processes": m.processes} for m in meshes],
         "arrays": [
@@ -203,7 +210,7 @@ def _checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
             for name, entry in index.arrays.items()
         ],
         "ties": dict(index.aliases),
-        "values": {name: plain_values.to_json(value) for name, value in index.values.items()},
+        "values": {name: _value_json(value) for name, value in index.values.items()},
         "per_process": {n: [size for size, _ in e.blobs] for n, e in index.per_process.items()},
         "totals": {
             "arrays": len(index.arrays),
@@ -212,6 +219,12 @@ def _checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
             "chunks": index.chunks,
         },
     }
+
+
+def _value_json(value: plain_values.Plain) -> Any:
+    if isinstance(value, plain_values.Opaque):
+        return {"opaque": value.class_name, "size": len(value.pickle)}
+    return plain_values.to_json(value)
 
 
 def _array_json(array: StoredArray, entry: ArrayEntry) -> dict[str, Any]:
@@ -242,7 +255,7 @@ def _inspect_one(checkpoint: Checkpoint, name: str, everything: bool, as_json: b
     elif name in index.values:
         value = index.values[name]
         if as_json:
-            print_json({"name": name, "value": plain_values.to_json(value)})
+            print_json({"name": name, "value": _value_json(value)})
         else:
             out.print(Text(tree_table.value_text(value, 1 << 20)))
     elif name in index.per_process:

@@ -22,6 +22,7 @@ from unickpt.cli.output import (
     size_text,
 )
 from unickpt.errors import CheckpointNotFound, UnickptError
+from unickpt.foreign.loose_files import SeveralCheckpoints
 from unickpt.reading.listing import Listed, checkpoints_below, natural, other_folders
 from unickpt.steps import cleanup
 
@@ -42,15 +43,18 @@ def ls(
     unickpt ls runs/llama
     unickpt ls s3://bucket/runs/llama --json
 
-    --json prints {root, checkpoints: [{name, path, created, arrays, bytes, processes, error}],
-    remnants: [{name, kind, files, bytes, age_s}], under_way: [the same], unknown_age: [the same],
-    holder}. Fields are only ever added. Where error is not null, the facts before it are null.
-    under_way may be of saves in progress; holder is the job that saves here, or null.
+    --json prints {root, checkpoints: [{name, path, format, created, arrays, bytes, processes,
+    error}], remnants: [{name, kind, files, bytes, age_s}], under_way: [the same],
+    unknown_age: [the same], holder}.
+
+    Fields are only ever added. Where error is not null, the facts before it are null. under_way may
+    be of saves in progress; holder is the job that saves here, or null.
     """
     with ThreadPoolExecutor(_OPEN_AT_ONCE) as pool:
         found = list(pool.map(_listed_json, checkpoints_below(root)))
-        others = pool.map(_foreign_json, other_folders(root))
-        found += [facts for facts in others if facts is not None]
+        for others in pool.map(_foreign_json, other_folders(root)):
+            known = {facts["name"] for facts in found}
+            found += [facts for facts in others if facts["name"] not in known]
     found.sort(key=lambda facts: natural(facts["name"]))
     left = cleanup.find(root)
     if as_json:
@@ -63,7 +67,7 @@ def ls(
         print_json({"root": root, "checkpoints": found, **beside})
         return
     if found:
-        table = new_table("name", "created", *_NUMERIC, right=_NUMERIC)
+        table = new_table("name", "format", "created", *_NUMERIC, right=_NUMERIC)
         print_rows(console(), table, map(_cells, found))
     else:
         print(f"no checkpoints in {clean(root)}")
@@ -73,14 +77,18 @@ def ls(
     print_spared(left)
 
 
-def _foreign_json(listed: Listed) -> dict[str, Any] | None:
-    """The facts of a folder that may be a checkpoint of another system; None if it is none."""
+def _foreign_json(listed: Listed) -> list[dict[str, Any]]:
+    """The facts of a folder that may be a checkpoint of another system, or contain some that are
+    files."""
     try:
-        return _facts(listed)
+        return [_facts(listed)]
     except CheckpointNotFound:
-        return None
+        return []
+    except SeveralCheckpoints as error:
+        prefix = "" if listed.name == "." else f"{listed.name}/"
+        return [_listed_json(Listed(prefix + name, path)) for name, path in error.paths.items()]
     except UnickptError as error:
-        return _unknown(listed, error)
+        return [_unknown(listed, error)]
 
 
 def _listed_json(listed: Listed) -> dict[str, Any]:
@@ -91,7 +99,7 @@ def _listed_json(listed: Listed) -> dict[str, Any]:
 
 
 def _unknown(listed: Listed, error: UnickptError) -> dict[str, Any]:
-    unknown = dict.fromkeys(("created", "arrays", "bytes", "processes"))
+    unknown = dict.fromkeys(("format", "created", "arrays", "bytes", "processes"))
     return {"name": listed.name, "path": listed.path, **unknown, "error": str(error)}
 
 
@@ -101,6 +109,7 @@ def _facts(listed: Listed) -> dict[str, Any]:
     return {
         "name": listed.name,
         "path": listed.path,
+        "format": checkpoint.reader.format,
         "created": index.created,
         "arrays": len(index.arrays),
         "bytes": checkpoint.nbytes,
@@ -115,6 +124,7 @@ def _cells(facts: dict[str, Any]) -> list[Cell]:
         return [(f"{name}  {clean(facts['error'])}", "red")]
     texts = (
         name,
+        clean(facts["format"]),
         date_text(facts["created"]),
         f"{facts['arrays']:,}",
         size_text(facts["bytes"]),

@@ -190,6 +190,9 @@ def _facts(name: str, index: Index, mesh_labels: Mapping[Mesh, str]) -> Facts:
     if name in index.values:
         value = index.values[name]
         dtype = "None" if value is None else type(value).__name__
+        if isinstance(value, plain_values.Opaque):
+            dtype = f"opaque {shorten(value.class_name, _VALUE_WIDTH)}"
+            return Facts("value", None, dtype, "", None, len(value.pickle), values=(value,))
         return Facts("value", None, dtype, "", None, 0, values=(value,))
     if name in index.per_process:
         blobs = index.per_process[name].blobs

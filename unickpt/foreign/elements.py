@@ -151,3 +151,21 @@ class Converted:
 
     def ranges(self, first: int, count: int, itemsize: int) -> Iterator[ByteRange]:
         yield from self.elements.ranges(first, count, dtypes.from_name(self.dtype).itemsize)
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """Elements that were read already, because they are no range of a file.
+
+    Arguments:
+        data: their bytes.
+    """
+
+    data: bytes
+
+    def read(self, files: Files, first: int, out: Array) -> None:
+        begin = first * out.itemsize
+        out.view(np.uint8)[...] = np.frombuffer(self.data, np.uint8, out.nbytes, begin)
+
+    def ranges(self, first: int, count: int, itemsize: int) -> Iterator[ByteRange]:
+        yield from ()

@@ -13,30 +13,44 @@ from unickpt.storage.errors import Damaged, system_calls
 from unickpt.storage.kvstore import KvStore
 from unickpt.storage.local_files import check_regular, open_to_read
 from unickpt.storage.locations import Location
+from unickpt.storage.ocdbt import MANIFEST
 
 _MOST = 1 << 62  # bytes of a file
+_HEAD = 512
 
 
 class Files:
-    """The files below a location. Its methods are called from several threads.
+    """The files below a location, or the one that it is. Its methods are called from several
+    threads.
 
     Symbolic links are followed: caches of Hugging Face consist of them. Only regular files are
     opened.
 
     Arguments:
-        location: the folder.
+        location: the folder; or the file, if it is one.
+        is_file: whether the location is a file. It is then the only one that is listed; others in
+            its folder can be read, such as those that it names.
     """
 
-    def __init__(self, location: Location) -> None:
+    def __init__(self, location: Location, is_file: bool = False) -> None:
         self.location = location
+        above, _, name = str(location.spec["path"]).rstrip("/").rpartition("/")
+        self.single = name if is_file else None
+        """The name of the file that the location is; None for a folder."""
+        self._above = f"{above}/"
+        self._heads: dict[str, bytes] = {}
 
     @cached_property
     def _store(self) -> KvStore:
-        return self.location.store(contexts.context())
+        folder = self.location if self.single is None else self.location.parent
+        assert folder is not None, "only a local file has no folder"
+        return folder.store(contexts.context())
 
     @property
     def _folder(self) -> str | None:
-        return str(self.location.spec["path"]) if self.location.is_local else None
+        if not self.location.is_local:
+            return None
+        return str(self.location.spec["path"]) if self.single is None else self._above
 
     @cached_property
     def here(self) -> list[str]:
@@ -45,6 +59,8 @@ class Files:
         Raises:
             Failed: the storage failed.
         """
+        if self.single is not None:
+            return [self.single]
         if self._folder is None:
             return [name for name in self.names if "/" not in name]
         with system_calls():
@@ -61,6 +77,8 @@ class Files:
         Raises:
             Failed: the storage failed.
         """
+        if self.single is not None:
+            return [self.single]
         if self._folder is None:
             return sorted(key.decode(errors="replace") for key in self._store.list().result())
         found = []
@@ -76,9 +94,43 @@ class Files:
         Raises:
             Failed: the storage failed.
         """
+        if self.single is not None:
+            return file == self.single
         if self._folder is not None:
             return os.path.isfile(self._folder + file)
         return bool(self._store.read(file, byte_range=slice(0, 0)).result().state == "value")
+
+    @cached_property
+    def databases(self) -> list[str]:
+        """The folders directly in the location that hold a database, as a checkpoint of unickpt's
+        own format does.
+
+        Raises:
+            Failed: the storage failed.
+        """
+        if self.single is not None:
+            return []
+        if self._folder is None:
+            paths = (name.split("/") for name in self.names)
+            return [path[0] for path in paths if path[1:] == [MANIFEST]]
+        found = self.location.folders_with(MANIFEST, contexts.context())
+        return sorted(name for name in found if name != ".")
+
+    def head(self, file: str) -> bytes:
+        """The first bytes of a file, enough to tell its format; all if it is short. Raises as
+        `read`."""
+        if file not in self._heads:
+            self._heads[file] = self._first(file)
+        return self._heads[file]
+
+    def _first(self, file: str) -> bytes:
+        size = self.size(file)
+        if size is not None:
+            return self.read(file, 0, min(size, _HEAD))
+        try:
+            return self.read(file, 0, _HEAD)
+        except Damaged:  # it is shorter
+            return self.whole(file)
 
     def size(self, file: str) -> int | None:
         """The size of a file in bytes; None if the storage does not tell it.

@@ -31,24 +31,8 @@ class BadPickle(ValueError):
     """The bytes are not a valid pickle, or use what no checkpoint needs."""
 
 
-@dataclass(eq=False)
-class Opaque:
-    """An object of a class that is not known; hashed by identity.
-
-    Arguments:
-        name: of the class or function, with its module.
-        args: of its constructor.
-        state: as it was pickled, if any.
-        items: what was appended or set on it, in order.
-    """
-
-    name: str
-    args: tuple[Any, ...] = ()
-    state: Any = None
-    items: list[Any] = field(default_factory=list)
-
-    def __repr__(self) -> str:
-        return f"<{quoted(self.name)}>"
+class EndsEarly(BadPickle):
+    """The pickle needs more bytes than there are."""
 
 
 @dataclass(frozen=True)
@@ -58,16 +42,18 @@ class Global:
     Arguments:
         name: with its module.
         make: makes its objects; None if it is not known.
+        module: what of the name is the module; by default all before the last dot.
     """
 
     name: str
-    make: Callable[..., Any] | None
+    make: Callable[..., Any] | None = None
+    module: str | None = None
 
     def __call__(self, args: Any) -> Any:
         if not isinstance(args, tuple):
             raise BadPickle(f"{quoted(self.name)} is called with {_kind(args)}")
         if self.make is None:
-            return Opaque(self.name, args)
+            return Opaque(self, args)
         try:
             return self.make(*args)
         except BadPickle:
@@ -76,6 +62,50 @@ class Global:
             raise BadPickle(
                 f"{quoted(self.name)} cannot be made of what is there: {error}"
             ) from error
+
+
+@dataclass(eq=False)
+class Opaque:
+    """An object of a class that is not known, as the pickle makes it; hashed by identity.
+
+    Arguments:
+        function: the class or function that is called.
+        args: what it is called with.
+        state: as it was pickled, if any.
+        appended: what was appended to it, in order.
+        items: the keys and values that were set on it, in order.
+        is_new: whether the class makes it with `__new__` instead of a call.
+        named: arguments with names.
+        at: where the pickle has made it, in bytes; no other object of the pickle has this place.
+    """
+
+    function: Global
+    args: tuple[Any, ...] = ()
+    state: Any = None
+    appended: list[Any] = field(default_factory=list)
+    items: list[tuple[Any, Any]] = field(default_factory=list)
+    is_new: bool = False
+    named: Any = None
+    at: int = -1
+
+    @property
+    def name(self) -> str:
+        """Of the class or function, with its module."""
+        return self.function.name
+
+    def __repr__(self) -> str:
+        return f"<{quoted(self.name)}>"
+
+
+@dataclass(frozen=True, eq=False)
+class PersistentId:
+    """What stands in a pickle for data outside of it.
+
+    Arguments:
+        value: says which data.
+    """
+
+    value: Any
 
 
 Constructors = Mapping[str, Callable[..., Any]]
@@ -123,14 +153,42 @@ def read(
         BadPickle: it is malformed, or nested too deeply.
     """
     machine = _Machine(data, constructors, persistent, start)
+    return _run(machine), machine.at
+
+
+def _run(machine: _Machine) -> Any:
     try:
-        return machine.run(), machine.at
+        return machine.run()
     except BadPickle:
         raise
     except (IndexError, struct.error, ValueError, TypeError, KeyError) as error:
         raise BadPickle(f"malformed at byte {machine.at}: {error!r}") from error
     except RecursionError:
         raise BadPickle("nested too deeply") from None
+
+
+def described(
+    data: bytes, start: int = 0, persistent: Callable[[Any], Any] = PersistentId
+) -> dict[int, Opaque]:
+    """All objects that a pickle makes, each as it makes it: no class is known.
+
+    `pickle_writer.dumps` writes them again.
+
+    Arguments:
+        data: contains the pickle; untrusted.
+        start: where it begins.
+        persistent: as for `read`; its persistent ids stay what they are by default.
+
+    Returns:
+        By the place of each in the pickle, which `Opaque.at` tells.
+
+    Raises:
+        BadPickle: it is malformed.
+    """
+    machine = _Machine(data, {}, persistent, start)
+    machine.made = {}
+    _run(machine)
+    return machine.made
 
 
 class _Mark:
@@ -159,6 +217,7 @@ class _Machine:
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
         self._work = _LEAST_WORK + _WORK * len(data)
+        self.made: dict[int, Opaque] | None = None
 
     def run(self) -> Any:
         data, end = self._data, len(self._data)
@@ -178,8 +237,10 @@ class _Machine:
 
     def _take(self, count: int) -> bytes:
         end = self.at + count
-        if count < 0 or end > len(self._data):
-            raise BadPickle(f"it ends at byte {len(self._data)}, {end} expected")
+        if count < 0:
+            raise BadPickle(f"a length is {count}")
+        if end > len(self._data):
+            raise EndsEarly(f"it ends at byte {len(self._data)}, {end} expected")
         found = self._data[self.at : end]
         self.at = end
         return found
@@ -200,7 +261,7 @@ class _Machine:
     def _line_bytes(self) -> bytes:
         end = self._data.find(b"\n", self.at)
         if end < 0:
-            raise BadPickle("a line does not end")
+            raise EndsEarly("a line does not end")
         found = self._data[self.at : end]
         self.at = end + 1
         return found
@@ -236,13 +297,18 @@ class _Machine:
         if not isinstance(module, str) or not isinstance(name, str):
             raise BadPickle("the name of a class is not a text")
         full = f"{module}.{name}"
-        return Global(full, self._constructors.get(full))
+        return Global(full, self._constructors.get(full), module)
 
-    def _make(self, function: Any, args: Any) -> None:
+    def _make(self, function: Any, args: Any, is_new: bool = False) -> None:
         if not isinstance(function, Global):
             raise BadPickle(f"{_kind(function)} is called")
         self._spend(args)
-        self._push(function(args))
+        made = function(args)
+        if isinstance(made, Opaque) and function.make is None:
+            made.is_new, made.at = is_new, self.at
+            if self.made is not None:
+                self.made[self.at] = made
+        self._push(made)
 
     def _spend(self, args: Any) -> None:
         """Counts the work of a call, which takes time for arguments that took no bytes here."""
@@ -273,7 +339,7 @@ class _Machine:
         if isinstance(target, list):
             target.extend(values)
         elif isinstance(target, Opaque):
-            target.items.extend(values)
+            target.appended.extend(values)
         else:
             raise BadPickle(f"something is appended to {_kind(target)}")
 
@@ -316,13 +382,11 @@ class _Machine:
     def _new_object_with_names(self) -> None:
         names, args, function = self._pop(), self._pop(), self._pop()
         self._spend(args)
+        if names and (not isinstance(function, Global) or function.make is not None):
+            raise BadPickle("a known class is made with named arguments")
+        self._make(function, args, is_new=True)
         if names:
-            if not isinstance(function, Global) or function.make is not None:
-                raise BadPickle("a known class is made with named arguments")
-            if not isinstance(args, tuple):
-                raise BadPickle(f"an object is made with {_kind(args)}")
-            args = (*args, names)
-        self._make(function, args)
+            self._top().named = names
 
     def _integer(self) -> Any:
         line = self._line()
@@ -443,7 +507,7 @@ _OPERATIONS: dict[int, Callable[[_Machine], Any]] = {
         "i": lambda m: m._instance(),
         "o": lambda m: m._object(),
         "R": lambda m: m._make(*m._pop_pair()),
-        "\x81": lambda m: m._make(*m._pop_pair()),
+        "\x81": lambda m: m._make(*m._pop_pair(), is_new=True),
         "\x92": lambda m: m._new_object_with_names(),
         "b": lambda m: m._build(),
         "P": lambda m: m._load_persistent(m._line()),

@@ -6,11 +6,12 @@ import importlib
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Protocol, cast
 
-from unickpt.errors import CheckpointNotFound, HintError
+from unickpt.errors import CheckpointNotFound, HintError, UnsupportedFormat
 from unickpt.foreign.files import Files
 from unickpt.format import ocdbt_reader
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted
+from unickpt.storage import contexts
 from unickpt.storage.errors import Failed, reading_failed
 from unickpt.storage.locations import Location
 
@@ -25,7 +26,7 @@ class Format(Protocol):
         """Opens the checkpoint that some files are; None if there is none of this format.
 
         Arguments:
-            files: those at the location; listed once for all formats.
+            files: those at the location, or the one that it is; listed once for all formats.
             hints: what the user says of the checkpoint; empty, or some of `HINTS`.
 
         Raises:
@@ -42,6 +43,9 @@ _BUILT_IN = (
     "dcp.reader",
     "safetensors",
     "torch_files",
+    "flax_msgpack",
+    "hdf5",
+    "gguf",
     "npz",
 )
 _registered: list[Format] = []
@@ -76,8 +80,11 @@ def open_reader(location: Location, hints: Mapping[str, Any]) -> Reader | None:
     Raises:
         HintError: the format there does not take one of the hints.
         CheckpointNotFound: a database is there that is no checkpoint of a known format.
+        UnsupportedFormat: it is a file of another format.
         All that `Format.open` raises.
     """
+    if location.is_local and location.is_file(contexts.context()):
+        return _open_file(location, hints)
     not_own: CheckpointNotFound | None = None
     try:
         own = ocdbt_reader.open(location)
@@ -89,17 +96,39 @@ def open_reader(location: Location, hints: Mapping[str, Any]) -> Reader | None:
     files = Files(location)
     try:
         _ = files.here  # listed once for all of them
+        reader = _first(files, hints)
+        if reader is None and not location.is_local and location.is_file(contexts.context()):
+            return _open_file(location, hints)
     except Failed as error:
         if error.status == "NOT_FOUND":  # such as a bucket that does not exist
             return None
         raise reading_failed(error, str(location)) from error
+    if reader is None and not_own is not None:
+        raise not_own
+    return reader
+
+
+def _open_file(location: Location, hints: Mapping[str, Any]) -> Reader:
+    """Opens a single file, whose content says what it is."""
+    files = Files(location, is_file=True)
+    reader = _first(files, hints)
+    if reader is not None:
+        return reader
+    try:
+        head = files.head(files.here[0])
+    except Failed as error:
+        raise reading_failed(error, str(location)) from error
+    begins = f"it begins with {head[:16]!r}" if head else "it is empty"
+    raise UnsupportedFormat(f"{location} is a file, and of no format that is read: {begins}")
+
+
+def _first(files: Files, hints: Mapping[str, Any]) -> Reader | None:
+    """What the first format that recognises a checkpoint makes of files."""
     for format in _formats():
         reader = format.open(files, {name: hints[name] for name in format.HINTS if name in hints})
         if reader is not None:
             _check_hints(reader, hints, format.HINTS)
             return reader
-    if not_own is not None:
-        raise not_own
     return None
 
 

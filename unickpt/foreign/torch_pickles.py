@@ -6,18 +6,24 @@ and nothing that a pickle names is called.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
-from unickpt.foreign import pickles
+from unickpt.errors import CheckpointCorrupt
+from unickpt.foreign import pickle_writer, pickles
 from unickpt.foreign.elements import FileRange
 from unickpt.foreign.file_ranges import FileBox
 from unickpt.foreign.files import Files
-from unickpt.foreign.pickles import BadPickle, Constructors, Global
+from unickpt.foreign.loose_files import is_legacy
+from unickpt.foreign.pickles import BadPickle, Constructors, EndsEarly, Global, Opaque
 from unickpt.foreign.zip_files import STORED, ZipFile
+from unickpt.quoting import quoted
+from unickpt.storage.errors import Damaged
+from unickpt.trees import plain_values
 
 _STORAGES = {
     "Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16",
@@ -27,6 +33,9 @@ _STORAGES = {
 _MOST_PICKLE = 1 << 30
 _MOST_EXTENT = 1 << 62
 _MOST_RANK = 32
+_PROTOCOL = 1001  # of files before torch 1.6
+_WINDOW = 64 << 10
+_KEPT = 1 << 20  # bytes of a pickle that may be needed again
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,11 @@ class Storage:
     key: str
     dtype: str | None
     count: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return self.count * (1 if self.dtype is None else dtypes.from_name(self.dtype).itemsize)
 
 
 @dataclass(frozen=True, eq=False)  # by identity: a key of a dict must not be chosen by its hash
@@ -65,8 +79,7 @@ class Tensor:
     @property
     def nbytes(self) -> int:
         """Bytes of the storage."""
-        dtype = self.storage.dtype
-        return self.storage.count * (1 if dtype is None else dtypes.from_name(dtype).itemsize)
+        return self.storage.nbytes
 
     @property
     def identity(self) -> str:
@@ -150,6 +163,7 @@ class TorchFile:
 
     Raises:
         CheckpointCorrupt: it is damaged, or was not written by torch.save.
+        UnsupportedFormat: torch before 0.2 wrote it.
         Failed: the storage failed.
     """
 
@@ -161,30 +175,43 @@ class TorchFile:
         length: int | None = None,
         constructors: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
-        self._zip = ZipFile(files, name, begin, length)
-        pickle = next((m for m in self._zip.members if m.endswith("/data.pkl")), None)
-        if pickle is None:
-            raise self._zip.damaged("torch.save did not write it: it has no data.pkl")
-        self._top = pickle.removesuffix("data.pkl")
-        self.members = tuple(self._zip.members)
-        """The names of what the zip file contains."""
-        member = self._zip.members[pickle]
-        if member.size > _MOST_PICKLE:
-            raise self._zip.damaged(f"its data.pkl has {member.size} bytes, too many")
-        self.pickle_size = member.size
+        self._known = {**CONSTRUCTORS, **(constructors or {})}
+        self._source: _Zip | LegacyFile
+        if length is None and is_legacy(files.head(name)):
+            self._source = LegacyFile(files, name, self._known)
+            self.members: tuple[str, ...] = ()
+        else:
+            archive = ZipFile(files, name, begin, length)
+            self._source = _Zip(archive, self._known)
+            self.members = tuple(archive.members)
+        self.damaged = self._source.damaged
+        """The error for a damaged file."""
+        self.value = self._source.value
+        """What was saved: containers, plain values, `Tensor`s and `Opaque`s."""
+        self.pickle_size = self._source.pickle_size
         """Bytes of the pickle, to bound what follows from it."""
-        self._big_endian = self._order() == b"big"
-        self._offsets: dict[str, int] = {}
-        try:
-            known = {**CONSTRUCTORS, **(constructors or {})}
-            self.value, _ = pickles.read(self._zip.read(member), known, storage)
-            """What was saved: containers, plain values, `Tensor`s and `Opaque`s."""
-        except BadPickle as error:
-            raise self._zip.damaged(f"its data.pkl is damaged: {error}") from error
+        self._name = name
+        self._described: dict[int, Opaque] | None = None
 
-    def _order(self) -> bytes:
-        member = self._zip.members.get(self._top + "byteorder")
-        return b"little" if member is None or member.size > 10 else self._zip.read(member)
+    def opaque(self, found: Opaque | Global, most: int) -> plain_values.Opaque:
+        """An object of `value` that only its class can read, as it was saved.
+
+        Arguments:
+            found: it, without tensors.
+            most: how many bytes it may have.
+
+        Raises:
+            CheckpointCorrupt: it is too large, or has a name that no class has.
+        """
+        facts: Any = found
+        try:
+            if isinstance(found, Opaque):
+                if self._described is None:
+                    self._described = pickles.described(*self._source.pickle(), _as_stored)
+                facts = self._described[found.at]
+            return plain_values.Opaque(found.name, pickle_writer.dumps(facts, most))
+        except (ValueError, TypeError, KeyError) as error:
+            raise self.damaged(f"{found!r} is malformed: {error}") from error
 
     def box(self, tensor: Tensor, box: Box | None = None) -> FileBox:
         """Where a tensor is in the file.
@@ -196,26 +223,64 @@ class TorchFile:
         Raises:
             CheckpointCorrupt: its storage is missing, or too small.
         """
-        key = tensor.storage.key
-        if key not in self._offsets:
-            member = self._zip.members.get(f"{self._top}data/{key}")
-            if member is None or member.method != STORED:
-                raise self._zip.damaged(f"the storage {key!r} is missing or compressed")
-            if member.size < tensor.nbytes:
-                raise self._zip.damaged(
-                    f"the storage {key!r} has {member.size} bytes, {tensor.nbytes} expected"
-                )
-            self._offsets[key] = self._zip.offset(member)
+        begin = self._source.offset(tensor.storage)
         itemsize = dtypes.from_name(tensor.dtype).itemsize
         last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
         if 0 not in tensor.shape and (tensor.offset + last + 1) * itemsize > tensor.nbytes:
-            raise self._zip.damaged(f"a tensor reaches beyond the storage {key!r}")
+            raise self.damaged(f"a tensor reaches beyond the storage {tensor.storage.key!r}")
         return FileBox(
             box or Box.whole(tensor.shape),
-            FileRange(self._zip.name, self._offsets[key], self._big_endian),
+            FileRange(self._name, begin, self._source.big_endian),
             tensor.offset,
             tensor.strides,
         )
+
+
+class _Zip:
+    """What torch.save has written since torch 1.6.
+
+    Arguments:
+        archive: the zip file.
+        known: constructors; see `pickles.read`.
+    """
+
+    def __init__(self, archive: ZipFile, known: Constructors) -> None:
+        self._zip, self.damaged = archive, archive.damaged
+        pickle = next((m for m in archive.members if m.endswith("/data.pkl")), None)
+        if pickle is None:
+            raise self.damaged("torch.save did not write it: it has no data.pkl")
+        self._top = pickle.removesuffix("data.pkl")
+        self._pickle = archive.members[pickle]
+        self.pickle_size = self._pickle.size
+        if self.pickle_size > _MOST_PICKLE:
+            raise self.damaged(f"its data.pkl has {self.pickle_size} bytes, too many")
+        self.big_endian = self._order() == b"big"
+        self._offsets: dict[str, int] = {}
+        try:
+            self.value, _ = pickles.read(archive.read(self._pickle), known, storage)
+        except BadPickle as error:
+            raise self.damaged(f"its data.pkl is damaged: {error}") from error
+
+    def pickle(self) -> tuple[bytes, int]:
+        """The bytes that contain the pickle, and where it begins in them."""
+        return self._zip.read(self._pickle), 0
+
+    def _order(self) -> bytes:
+        member = self._zip.members.get(self._top + "byteorder")
+        return b"little" if member is None or member.size > 10 else self._zip.read(member)
+
+    def offset(self, of: Storage) -> int:
+        """Where a storage begins in the file."""
+        if of.key not in self._offsets:
+            member = self._zip.members.get(f"{self._top}data/{of.key}")
+            if member is None or member.method != STORED:
+                raise self.damaged(f"the storage {of.key!r} is missing or compressed")
+            if member.size < of.nbytes:
+                raise self.damaged(
+                    f"the storage {of.key!r} has {member.size} bytes, {of.nbytes} expected"
+                )
+            self._offsets[of.key] = self._zip.offset(member)
+        return self._offsets[of.key]
 
 
 def storage(found: Any) -> Storage:
@@ -226,6 +291,8 @@ def storage(found: Any) -> Storage:
     """
     if not isinstance(found, tuple) or len(found) < 5 or found[0] != "storage":
         raise BadPickle("it refers to something other than a storage")
+    if len(found) > 5 and found[5] is not None:
+        raise BadPickle("a storage is a part of another, as in files of torch before 0.4")
     kind, key, count = found[1], found[2], found[4]
     name = kind.name if isinstance(kind, Global) else ""
     if not isinstance(key, str) or type(count) is not int or not 0 <= count < _MOST_EXTENT:
@@ -236,3 +303,109 @@ def storage(found: Any) -> Storage:
     if dtype is None:
         raise BadPickle(f"unknown storage {name}")
     return Storage(key, dtype, count)
+
+
+def _is_module(found: Any) -> bool:
+    """Whether a persistent id of an old file is a class of a module, with its source code."""
+    return isinstance(found, tuple) and found[:1] == ("module",) and len(found) > 1
+
+
+def _as_stored(found: Any) -> Any:
+    return found[1] if _is_module(found) else pickles.PersistentId(found)
+
+
+class LegacyFile:
+    """What torch.save wrote before torch 1.6: pickles one after the other, then the storages.
+
+    Arguments:
+        files: of the checkpoint.
+        name: of the file.
+        known: constructors; see `pickles.read`.
+
+    Raises:
+        CheckpointCorrupt: it is damaged.
+        Failed: the storage failed.
+    """
+
+    def __init__(self, files: Files, name: str, known: Constructors) -> None:
+        self._files, self._name = files, name
+        self._data = b""
+        self._storages: dict[str, Storage] = {}
+        _, at = self._read(0, known)
+        protocol, at = self._read(at, known)
+        system, self._begin = self._read(at, known)
+        if protocol != _PROTOCOL or not isinstance(system, dict):
+            raise self.damaged(f"its protocol is {quoted(protocol)}, {_PROTOCOL} expected")
+        self.big_endian = system.get("little_endian") is False
+        self.value, self._end = self._read(self._begin, known)
+        keys, at = self._read(self._end, known)
+        self.pickle_size = self._end - self._begin
+        self._offsets = self._places(keys, at)
+        self._data = self._data[: self._end] if self.pickle_size < _KEPT else b""
+
+    def damaged(self, reason: str) -> CheckpointCorrupt:
+        """The error for a damaged file."""
+        return CheckpointCorrupt(f"{self._files.location}: {self._name}: {reason}")
+
+    def pickle(self) -> tuple[bytes, int]:
+        """The bytes that contain the pickle of the value, and where it begins in them."""
+        data = self._data or self._files.read(self._name, 0, self._end)
+        return data, self._begin
+
+    def _read(self, at: int, known: Constructors) -> tuple[Any, int]:
+        """A pickle, whose length no one tells: more is read until it ends."""
+        while True:
+            try:
+                if at < len(self._data):
+                    return pickles.read(self._data, known, self._storage, at)
+            except EndsEarly as error:
+                if len(self._data) >= _MOST_PICKLE:
+                    raise self.damaged(f"a pickle is damaged: {error}") from error
+            except BadPickle as error:
+                raise self.damaged(f"a pickle is damaged: {error}") from error
+            self._read_more()
+
+    def _read_more(self) -> None:
+        """Doubles what was read of the file."""
+        count, size = max(_WINDOW, len(self._data)), self._files.size(self._name)
+        at = len(self._data)
+        if size is not None:
+            count = min(count, size - at)
+        while count:
+            try:
+                self._data += self._files.read(self._name, at, count)
+                return
+            except Damaged:  # the storage did not tell the size, and it has less
+                count //= 2
+        raise self.damaged(f"it ends at byte {at}, within a pickle")
+
+    def _storage(self, found: Any) -> Any:
+        if _is_module(found):
+            return found[1]
+        made = storage(found)
+        if self._storages.setdefault(made.key, made).nbytes != made.nbytes:
+            raise BadPickle(f"the storage {quoted(made.key)} has two sizes")
+        return made
+
+    def _places(self, keys: Any, at: int) -> dict[str, int]:
+        """Where the storages begin, after the number of their elements."""
+        places = dict[str, int]()
+        for key in keys if isinstance(keys, list) else [None]:
+            if not isinstance(key, str) or key not in self._storages or key in places:
+                raise self.damaged(f"{quoted(key)} is not one of its storages")
+            places[key] = at + 8
+            at += 8 + self._storages[key].nbytes
+        return places
+
+    def offset(self, of: Storage) -> int:
+        """Where a storage begins in the file; costs one small read."""
+        begin = self._offsets.get(of.key)
+        if begin is None:
+            raise self.damaged(f"the storage {quoted(of.key)} is missing")
+        order = ">q" if self.big_endian else "<q"
+        (count,) = struct.unpack(order, self._files.read(self._name, begin - 8, 8))
+        if count != of.count:
+            raise self.damaged(
+                f"the storage {quoted(of.key)} has {count} elements, {of.count} expected"
+            )
+        return begin

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import xxhash
@@ -16,7 +17,7 @@ from unickpt.arrays.layout import Layout, Mesh
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.format.index import FORMAT, ArrayEntry, Index, PerProcessEntry
 from unickpt.quoting import quoted
-from unickpt.trees import plain_values
+from unickpt.trees import plain_values, tree
 
 T = TypeVar("T")
 # The codecs that may follow `bytes`, with their settings. Others are refused: some zarr codecs
@@ -101,7 +102,12 @@ def decode(data: bytes, where: str, *, partial: bool = False) -> Index:
             _check_version(body.get("format"), where)
         if seal is None or int(seal[1], 16) != xxhash.xxh3_64_intdigest(data[: seal.start()]):
             raise _Bad("its seal does not match its bytes")
-        return _decode(_Reader(body, "index"), partial)
+        index = _decode(_Reader(body, "index"), partial)
+        if tree.has_opaque(data):
+            index = replace(index, values=tree.with_opaque(index.tree, index.values))
+        return index
+    except tree.BadTree as error:
+        raise CheckpointCorrupt(f"{where}: the index is damaged: {error}") from None
     except (_Bad, plain_values.BadValue) as error:
         raise CheckpointCorrupt(f"{where}: the index is damaged: {error}") from None
 

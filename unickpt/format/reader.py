@@ -49,6 +49,8 @@ class Reader(Protocol):
     """Its arrays, plain values and structure."""
     lacks: str = ""
     """What users may miss in it though a training run had it, why, and what to do; for errors."""
+    beside: Sequence[str] = ()
+    """Files in the same folder that could be taken for a checkpoint, and are not part of it."""
 
     def read_chunk(
         self,

@@ -127,6 +127,8 @@ def _decode(data: bytes) -> tuple[tree.Node | tree.Leaf, dict[str, Any], dict[st
     try:
         root = tree.from_json(body.get("tree"))
         found = {name: plain_values.from_json(stored) for name, stored in plain.items()}
+        if tree.has_opaque(data):
+            found = tree.with_opaque(body.get("tree"), found)
     except (tree.BadTree, plain_values.BadValue) as error:
         raise _Malformed(f"a per-process value is malformed: {error}") from None
     found |= {name: _array(name, stored) for name, stored in arrays.items()}

@@ -28,7 +28,8 @@ def open(path: paths.Path, *, hints: Hints | None = None) -> Checkpoint:
     """Opens a checkpoint by reading its index, one small object; arrays are read on access.
 
     Arguments:
-        path: a local path or a URL (file, memory, s3, gs).
+        path: a local path or a URL (file, memory, s3, gs) of a folder; or of a file, if another
+            system's checkpoint is one.
         hints: facts that the files of another system's checkpoint do not tell, by name;
             docs/formats tells which ones a format takes.
 
@@ -47,7 +48,7 @@ def open(path: paths.Path, *, hints: Hints | None = None) -> Checkpoint:
         >>> unickpt.open("memory://run/open")["w"][1, :2]
         array([3, 4])
     """
-    location = paths.resolve(path)
+    location = paths.resolve(path, or_file=True)
     return again(lambda: _open(location, hints or {}), _OPENINGS)
 
 

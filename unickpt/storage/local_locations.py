@@ -63,6 +63,12 @@ class LocalLocation(Location):
     def has_file(self, name: str, context: ts.Context) -> bool:
         return os.path.isfile(os.path.join(self.path, name))
 
+    def is_file(self, context: ts.Context) -> bool:
+        return os.path.isfile(self.path.rstrip("/"))
+
+    def check_folder(self, text: str) -> None:
+        local_folders.is_directory(self.path.rstrip("/") or "/", text)
+
     def folders_with(self, file: str, context: ts.Context) -> list[str]:
         return local_folders.folders_with(file, self.path)
 
@@ -138,7 +144,7 @@ def at_path(path: str) -> LocalLocation:
 
 
 def spec_of(path: str) -> dict[str, Any]:
-    """The JSON of TensorStore's key-value store for a local path.
+    """The JSON of TensorStore's key-value store for a local path, of a folder or of a file.
 
     Raises:
         InvalidPath: it cannot be that of a folder.
@@ -155,6 +161,8 @@ def spec_of(path: str) -> dict[str, Any]:
     except UnicodeEncodeError:
         raise InvalidPath(f"{path!r} is not valid Unicode") from None
     existing = absolute
-    while not local_folders.is_directory(existing, path):
+    while not os.path.isfile(existing) and not local_folders.is_directory(existing, path):
         existing = os.path.dirname(existing)
+    if existing != absolute:
+        local_folders.is_directory(existing, path)  # no file contains another
     return {"driver": "file", "path": absolute.rstrip("/") + "/"}

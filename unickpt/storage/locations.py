@@ -91,7 +91,8 @@ class Location:
 
     def has_file(self, name: str, context: ts.Context) -> bool:
         """Whether a file is in this folder."""
-        return bool(self.store(context).read(name).result().state == "value")
+        read = self.store(context).read(name, byte_range=slice(0, 0))
+        return bool(read.result().state == "value")
 
     def folders_with(self, file: str, context: ts.Context) -> list[str]:
         """Names of the folders in this one that hold a file; "." for this one itself.
@@ -141,6 +142,21 @@ class Location:
     def _keys(self, context: ts.Context) -> list[str]:
         """The names of all files below this folder, at any depth."""
         return [key.decode(errors="replace") for key in self.store(context).list().result()]
+
+    def is_file(self, context: ts.Context) -> bool:
+        """Whether there is a file of this name, and no folder. Costs a request."""
+        folder, name = self.parent, str(self.spec["path"]).rstrip("/").rpartition("/")[2]
+        return folder is not None and folder.has_file(name, context)
+
+    def check_folder(self, text: str) -> None:
+        """Refuses what certainly is no folder.
+
+        Arguments:
+            text: as users gave it.
+
+        Raises:
+            InvalidPath: it is a file.
+        """
 
     def remove(self, context: ts.Context) -> None:
         """Removes this folder and its contents."""

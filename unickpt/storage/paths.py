@@ -15,12 +15,13 @@ from unickpt.storage.locations import Location
 Path = str | os.PathLike[str]
 
 
-def resolve(path: Path, *, whole: bool = False) -> Location:
+def resolve(path: Path, *, whole: bool = False, or_file: bool = False) -> Location:
     """Finds the storage that a path or URL names.
 
     Arguments:
         path: a local path, or a URL with a scheme of `schemes`: file, memory, s3, gs.
         whole: also accept a whole bucket or memory://; a checkpoint needs a folder in it.
+        or_file: also accept a file, as other systems' checkpoints may be.
 
     Raises:
         InvalidPath: for an empty path, an unknown scheme, or a malformed URL.
@@ -31,7 +32,7 @@ def resolve(path: Path, *, whole: bool = False) -> Location:
         _check_slashes(text)
         local = local_locations.at_path(text)
         _check(text, local.spec)
-        return local
+        return local if or_file else _folder(local, text)
     scheme = schemes.find(name)
     if scheme is None:
         raise InvalidPath(f"{text!r}: unknown scheme {name!r}; known are {_known()}")
@@ -46,6 +47,11 @@ def resolve(path: Path, *, whole: bool = False) -> Location:
     _check(text, location.spec)
     if not location.spec["path"] and not whole:
         raise InvalidPath(f"{text!r}: add the checkpoint's path, such as {url}run/1")
+    return location if or_file else _folder(location, text)
+
+
+def _folder(location: Location, text: str) -> Location:
+    location.check_folder(text)
     return location
 
 

@@ -105,7 +105,11 @@ def verify(
         >>> unickpt.verify("memory://run/verify").ok
         True
     """
-    url = path.url if isinstance(path, checkpoint.Checkpoint) else paths.resolve(path).url
+    url = (
+        path.url
+        if isinstance(path, checkpoint.Checkpoint)
+        else paths.resolve(path, or_file=True).url
+    )
     return checkpoint.again(
         lambda: verify_opened(url, lambda: checkpoint.opened(path).reader, progress)
     )

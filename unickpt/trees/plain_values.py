@@ -1,4 +1,5 @@
-"""Plain values, stored in the index: int, float, bool, str, bytes and None as JSON, exactly.
+"""Plain values, stored in the index: int, float, bool, str, bytes and None as JSON, exactly; and
+objects of other systems, as bytes.
 
 Members of enumerations of ints or strings (IntEnum, IntFlag, StrEnum) are stored as int or str; the
 tree has the name of their type, for people.
@@ -16,6 +17,7 @@ import struct
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
@@ -33,7 +35,32 @@ class BadValue(ValueError):
     """The stored plain value is invalid; says why."""
 
 
-Plain = int | float | bool | str | bytes | None
+@dataclass(frozen=True)
+class Opaque:
+    """An object of another system that only its class can read: kept as it was stored, never run.
+
+    `pickle.loads(x.pickle)` restores it where its class can be imported. This runs code that the
+    checkpoint names, so do it only with checkpoints that you trust.
+
+    Arguments:
+        class_name: of its class, or of the function that makes it, with its module.
+        pickle: the object as a pickle.
+
+    Example:
+        >>> import fractions, pickle
+        >>> value = Opaque("fractions.Fraction", pickle.dumps(fractions.Fraction(1, 3)))
+        >>> value.class_name, pickle.loads(value.pickle)
+        ('fractions.Fraction', Fraction(1, 3))
+    """
+
+    class_name: str
+    pickle: bytes
+
+    def __repr__(self) -> str:
+        return f"<opaque {quoted(self.class_name)}, {len(self.pickle)} bytes>"
+
+
+Plain = int | float | bool | str | bytes | Opaque | None
 
 
 def is_plain(obj: object) -> bool:
@@ -41,7 +68,7 @@ def is_plain(obj: object) -> bool:
     strings; false for other subclasses."""
     return (
         obj is None
-        or type(obj) in (int, float, bool, str, bytes)
+        or type(obj) in (int, float, bool, str, bytes, Opaque)
         or (isinstance(obj, (int, str)) and isinstance(obj, enum.Enum))
     )
 
@@ -139,8 +166,13 @@ def _hints() -> Iterable[tuple[tuple[type, ...], str]]:
 
 
 def to_json(value: Plain) -> Any:
-    """A plain value as JSON: itself where JSON keeps it exactly, else an object with its type."""
+    """A plain value as JSON: itself where JSON keeps it exactly, else an object with its type.
+
+    Of an `Opaque` it is the pickle; the tree has the name of its class.
+    """
     value = plain(value)
+    if isinstance(value, Opaque):
+        value = value.pickle
     if isinstance(value, bytes):
         return {"bytes": base64.b64encode(value).decode()}
     if isinstance(value, float) and not math.isfinite(value):

@@ -11,7 +11,7 @@ import enum
 import keyword
 import unicodedata
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import itemgetter
@@ -119,6 +119,8 @@ def _flatten(
 ) -> Node | Leaf:
     if is_leaf(obj):
         leaf = Leaf(name, obj)
+        if isinstance(obj, plain_values.Opaque) and len(stack) == MAX_DEPTH:
+            bad.append(f"{quoted(name)}: nested deeper than {MAX_DEPTH} levels")
         if not isinstance(obj, enum.Enum) or len(stack) == MAX_DEPTH:
             return leaf
         # Only for people: the name of its type, which is stored with wrappers.
@@ -263,11 +265,14 @@ def with_values(node: Node | Leaf, value: Callable[[str], Any]) -> Node | Leaf:
 # --- the structure as JSON -------------------------------------------------------------------
 
 LEAF = "*"
+_PICKLE = "pickle:"  # before the name of the class of an opaque leaf
 
 
 def to_json(node: Node | Leaf) -> Any:
     """The structure, without leaf values, as JSON types (see docs/format.md)."""
     if isinstance(node, Leaf):
+        if isinstance(node.value, plain_values.Opaque):
+            return {"wrapper": LEAF, "type": _PICKLE + node.value.class_name}
         return LEAF
     children = [to_json(child) for child in node.children]
     if node.kind in ("list", "tuple"):
@@ -280,6 +285,30 @@ def to_json(node: Node | Leaf) -> Any:
     return {node.kind: pairs}
 
 
+def with_opaque(structure: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The plain values of a tree, in which those that are opaque are `Opaque`s.
+
+    Arguments:
+        structure: as `to_json` returns it.
+        values: by name; of what is opaque, its pickle.
+
+    Raises:
+        BadTree: the structure is invalid.
+    """
+    found = dict(values)
+    for leaf in leaves(from_json(structure)):
+        if isinstance(leaf.value, plain_values.Opaque):
+            pickle = found.get(leaf.name)
+            if type(pickle) is bytes:
+                found[leaf.name] = plain_values.Opaque(leaf.value.class_name, pickle)
+    return found
+
+
+def has_opaque(data: bytes) -> bool:
+    """Whether the JSON of a tree could contain leaves that are opaque."""
+    return f'"{_PICKLE}'.encode() in data
+
+
 class BadTree(ValueError):
     """The stored tree is invalid; says why."""
 
@@ -288,7 +317,8 @@ def from_json(structure: Any) -> Node | Leaf:
     """The inverse of `to_json`, with Python's built-in containers.
 
     Namedtuples keep their name and fields; objects (dataclasses, registered pytrees) become dicts,
-    and wrappers what they wrap. No class is ever looked up by name.
+    and wrappers what they wrap. No class is ever looked up by name. A leaf that is opaque has as
+    its value an `Opaque` without its pickle, others have none.
 
     Raises:
         BadTree: says what is wrong with the structure.
@@ -336,6 +366,8 @@ def _from_json(structure: Any, name: str, depth: int) -> Node | Leaf:
     if len(kinds) != 1 or not isinstance(type_name, str):
         raise BadTree(f"tree node {quoted(name)} has the fields {quoted(list(structure))}")
     kind, body = kinds[0], structure[kinds[0]]
+    if kind == "wrapper" and body == LEAF and type_name.startswith(_PICKLE):
+        return Leaf(name, plain_values.Opaque(type_name.removeprefix(_PICKLE), b""))
     if kind == "wrapper":
         child = _from_json(body, name, depth + 1)
         return Node(kind, (0,), (child,), lambda xs: xs[0], type_name)

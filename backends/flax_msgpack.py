@@ -1,0 +1,295 @@
+"""Files of Flax: msgpack with arrays as extensions, read in place.
+
+Sources: flax/serialization.py, flax/training/checkpoints.py, and msgpack's specification
+(github.com/msgpack/msgpack/blob/master/spec.md). One pass finds out where the arrays are; their
+bytes are not read before they are needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from unickpt.arrays import dtypes
+from unickpt.arrays.box import Box
+from unickpt.errors import CheckpointCorrupt, UnickptError, UnsupportedFormat
+from unickpt.foreign import loose_files
+from unickpt.foreign.cursor import Cursor
+from unickpt.foreign.elements import Elements, FileRange, InMemory, Joined, Run
+from unickpt.foreign.file_ranges import FileBox, RangeReader, whole
+from unickpt.foreign.files import Files
+from unickpt.format.index import ArrayEntry, Index
+from unickpt.format.reader import Reader
+from unickpt.quoting import quoted
+from unickpt.storage.errors import Failed, reading_failed
+from unickpt.trees import plain_values, tree
+
+_ARRAY, _COMPLEX, _SCALAR, _TUPLE = 1, 2, 3, 4  # extensions; the last one is Orbax's
+_CHUNKED = "__msgpack_chunked_array__"
+_ELSEWHERE = ("PLACEHOLDER://", "//GDAPlaceholder:")  # Orbax's aggregates, arrays of several hosts
+_MOST_TEXT = 64 << 20
+_MOST_RANK, _MOST_EXTENT = 32, 1 << 62
+# All names together may have so many letters for each byte that is no array's, and this many more.
+_LETTERS, _LEAST_LETTERS = 64, 1 << 16
+
+HINTS: Collection[str] = ()
+
+
+def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
+    """Opens a file of Flax; None if there is none.
+
+    Raises:
+        CheckpointCorrupt: it is damaged.
+        UnsupportedFormat: it contains what unickpt lacks, or refers to arrays elsewhere.
+        StorageError: the storage failed.
+    """
+    try:
+        found = loose_files.of_kind(files, loose_files.FLAX)
+        if found is None:
+            return None
+        reader = FlaxReader(files, _Scanner(Cursor(files, found.names[0])).root())
+    except Failed as error:
+        raise reading_failed(error, str(files.location)) from error
+    reader.beside = found.beside
+    return reader
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """An array, and where its elements are."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    elements: Elements
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+
+class FlaxReader(RangeReader):
+    """The arrays and plain values of one file.
+
+    Arguments:
+        files: of the checkpoint.
+        root: containers, plain values and arrays.
+    """
+
+    format = "flax"
+
+    def __init__(self, files: Files, root: Any) -> None:
+        try:
+            node = tree.flatten(root, _is_leaf, lambda value, name: None)
+        except UnickptError as error:
+            raise UnsupportedFormat(f"{files.location}: {error}") from error
+        entries, boxes = dict[str, ArrayEntry](), dict[str, tuple[FileBox]]()
+        values = dict[str, plain_values.Plain]()
+        for leaf in tree.leaves(node):
+            found = leaf.value
+            if not isinstance(found, _Found):
+                values[leaf.name] = found
+                continue
+            where = FileBox(Box.whole(found.shape), found.elements)
+            entries[leaf.name] = whole(leaf.name, found.shape, found.dtype, where)
+            boxes[leaf.name] = (where,)
+        super().__init__(files, Index(tree.to_json(node), entries, values=values), boxes)
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, _Found) or plain_values.is_plain(value)
+
+
+class _Scanner:
+    """Reads one msgpack value.
+
+    Arguments:
+        cursor: at its beginning.
+    """
+
+    def __init__(self, cursor: Cursor) -> None:
+        self._at = cursor
+        self._letters = 0
+
+    def root(self) -> Any:
+        """The containers, plain values and arrays of the file."""
+        try:
+            found = self._value(0, "")
+        except (UnicodeDecodeError, OverflowError) as error:
+            raise self._damaged(f"{error}") from error
+        if not self._at.at_end():
+            raise self._damaged("more follows after its end")
+        return found
+
+    def _damaged(self, reason: str) -> CheckpointCorrupt:
+        return self._at.damaged(f"is damaged before byte {self._at.at}: {reason}")
+
+    def _unsupported(self, name: str, reason: str) -> UnsupportedFormat:
+        at = self._at
+        return UnsupportedFormat(f"{at.files.location}: {at.name}: {quoted(name)} {reason}")
+
+    def _value(self, depth: int, name: str) -> Any:
+        """The next value.
+
+        Arguments:
+            depth: containers above it.
+            name: of it, for errors.
+        """
+        self._letters += len(name)
+        if self._letters > _LETTERS * self._at.taken + _LEAST_LETTERS:
+            raise self._damaged("its names are too long for its size")
+        if depth > tree.MAX_DEPTH:
+            raise self._unsupported(name, f"is nested deeper than {tree.MAX_DEPTH} levels")
+        code = self._at.take(1)[0]
+        kind, count = self._head(code)
+        if kind == "value":
+            return count
+        if kind == "map":
+            return self._map(count, depth, name)
+        if kind == "list":
+            return [self._value(depth + 1, f"{name}/{n}") for n in range(count)]
+        if kind == "str":
+            return self._text(count, name)
+        if kind == "bytes":
+            return self._some(count)
+        return self._extension(count, depth, name)
+
+    def _head(self, code: int) -> tuple[str, Any]:
+        """What begins with a byte: its kind, and its length or value."""
+        if code < 0x80 or code >= 0xE0:
+            return "value", code if code < 0x80 else code - 0x100
+        for first, last, kind in ((0x80, 0x8F, "map"), (0x90, 0x9F, "list"), (0xA0, 0xBF, "str")):
+            if first <= code <= last:
+                return kind, code - first
+        if code in _ATOMS:
+            return "value", _ATOMS[code]
+        if code not in _FORMATS:
+            raise self._damaged(f"no value begins with {code:#04x}")
+        kind, format = _FORMATS[code]
+        return kind, self._at.unpack(format) if isinstance(format, str) else format
+
+    def _some(self, count: int) -> bytes:
+        if count > _MOST_TEXT:
+            raise self._damaged(f"a text of {count} bytes")
+        return self._at.take(count)
+
+    def _text(self, count: int, name: str) -> str:
+        text = self._some(count).decode()
+        if text.startswith(_ELSEWHERE):
+            raise self._unsupported(name, f"is not in this file, but elsewhere: {quoted(text)}")
+        return text
+
+    def _map(self, count: int, depth: int, name: str) -> Any:
+        found: dict[Any, Any] = {}
+        for _ in range(count):
+            key = self._key()
+            if key in found:
+                raise self._damaged(f"{quoted(name)} contains {quoted(key)} twice")
+            found[key] = self._value(depth + 1, f"{name}/{key}" if name else str(key))
+        return self._chunked(found, name) if _CHUNKED in found else found
+
+    def _key(self) -> str | int:
+        kind, found = self._head(self._at.take(1)[0])
+        if kind == "str":
+            return self._some(found).decode()
+        if kind == "value" and type(found) is int:
+            return found
+        raise self._damaged("a key is neither a text nor a number")
+
+    def _chunked(self, found: Mapping[Any, Any], name: str) -> _Found:
+        """An array that Flax has cut, since msgpack limits the size of a value."""
+        shape, chunks = self._numbered(found, "shape"), self._numbered(found, "chunks")
+        if not chunks or not all(isinstance(chunk, _Found) for chunk in chunks):
+            raise self._damaged(f"the chunks of {quoted(name)} are not arrays")
+        extents = self._extents(shape)
+        if len({chunk.dtype for chunk in chunks}) > 1:
+            raise self._damaged(f"the chunks of {quoted(name)} have several dtypes")
+        runs = [Run(chunk.elements, 0, chunk.count) for chunk in chunks if chunk.count]
+        joined = Joined(tuple(runs))
+        if joined.count != math.prod(extents):
+            raise self._damaged(
+                f"the chunks of {quoted(name)} have {joined.count} elements, "
+                f"{math.prod(extents)} expected"
+            )
+        return _Found(extents, chunks[0].dtype, joined)
+
+    def _numbered(self, found: Mapping[Any, Any], key: str) -> list[Any]:
+        """What Flax makes of a tuple: a dict whose keys are its positions, as texts."""
+        items = found.get(key)
+        if isinstance(items, dict) and list(items) == [str(n) for n in range(len(items))]:
+            return list(items.values())
+        raise self._damaged(f"the {key} of a cut array is {quoted(items)}")
+
+    def _extents(self, shape: Any) -> tuple[int, ...]:
+        if (
+            not isinstance(shape, list)
+            or len(shape) > _MOST_RANK
+            or not all(type(n) is int and 0 <= n < _MOST_EXTENT for n in shape)
+        ):
+            raise self._damaged(f"{quoted(shape)} is not a shape")
+        return tuple(shape)
+
+    def _extension(self, length: int, depth: int, name: str) -> Any:
+        kind = self._at.unpack("b")
+        end = self._at.at + length
+        if kind in (_ARRAY, _SCALAR):
+            found: Any = self._array(depth, name)
+        elif kind == _COMPLEX:
+            found = self._complex(depth, name)
+        elif kind == _TUPLE:
+            found = self._value(depth + 1, name)
+            found = tuple(found) if isinstance(found, list) else found
+        else:
+            raise self._unsupported(name, f"is an extension of the unknown type {kind}")
+        if self._at.at != end:
+            raise self._damaged(f"{quoted(name)} has {length} bytes, and ends elsewhere")
+        return found
+
+    def _array(self, depth: int, name: str) -> _Found:
+        kind, count = self._head(self._at.take(1)[0])
+        if (kind, count) != ("list", 3):
+            raise self._damaged(f"{quoted(name)} is not an array")
+        shape = self._extents(self._value(depth + 1, name))
+        stored = self._value(depth + 1, name)
+        text = stored.decode("latin-1") if isinstance(stored, bytes) else stored
+        kind, count = self._head(self._at.take(1)[0])
+        if kind not in ("bytes", "str") or not isinstance(text, str):
+            raise self._damaged(f"{quoted(name)} has no dtype or no elements")
+        try:
+            dtype = dtypes.name_of(dtypes.from_name(text))
+        except TypeError:
+            raise self._unsupported(name, f"has the dtype {quoted(text)}") from None
+        expected = math.prod(shape) * dtypes.from_name(dtype).itemsize
+        if count != expected:
+            raise self._damaged(
+                f"{quoted(name)}, {dtype}{list(shape)}, has {count} bytes, {expected} expected"
+            )
+        return _Found(shape, dtype, FileRange(self._at.name, self._at.skip(count)))
+
+    def _complex(self, depth: int, name: str) -> _Found:
+        found = self._value(depth + 1, name)
+        if not isinstance(found, list) or [type(x) for x in found] != [float, float]:
+            raise self._damaged(f"{quoted(found)} is not a complex number")
+        return _Found((), "complex128", InMemory(np.array([complex(*found)]).tobytes()))
+
+
+_ATOMS: Mapping[int, Any] = {0xC0: None, 0xC2: False, 0xC3: True}
+
+
+def _formats() -> Iterator[tuple[int, tuple[str, str | int]]]:
+    """The other first bytes: the kind, and how its length or value is stored."""
+    known: tuple[tuple[int, str, tuple[str | int, ...]], ...] = (
+        (0xC4, "bytes", (">B", ">H", ">I")), (0xC7, "extension", (">B", ">H", ">I")),
+        (0xCA, "value", (">f", ">d", ">B", ">H", ">I", ">Q", ">b", ">h", ">i", ">q")),
+        (0xD4, "extension", (1, 2, 4, 8, 16)), (0xD9, "str", (">B", ">H", ">I")),
+        (0xDC, "list", (">H", ">I")), (0xDE, "map", (">H", ">I")),
+    )  # fmt: skip
+    for first, kind, formats in known:
+        for n, format in enumerate(formats):
+            yield first + n, (kind, format)
+
+
+_FORMATS = dict(_formats())

@@ -1,0 +1,348 @@
+"""GGUF files of llama.cpp, read in place.
+
+Source: github.com/ggml-org/ggml, docs/gguf.md and src/ggml-quants.c. A quantized tensor consists of
+blocks, which NumPy has no dtype for: it is read as its bytes, or dequantized where that is asked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from unickpt.arrays import dtypes
+from unickpt.arrays.box import Box
+from unickpt.arrays.dtypes import Array
+from unickpt.errors import CheckpointCorrupt, HintError, UnsupportedFormat
+from unickpt.foreign import loose_files
+from unickpt.foreign.cursor import Cursor
+from unickpt.foreign.elements import ByteRange, Elements, FileRange
+from unickpt.foreign.file_ranges import FileBox, RangeReader, whole
+from unickpt.foreign.files import Files
+from unickpt.format.index import ArrayEntry, Index
+from unickpt.format.reader import Reader
+from unickpt.quoting import quoted
+from unickpt.storage.errors import Failed, reading_failed
+from unickpt.trees import tree
+
+_VERSIONS = (2, 3)
+_ALIGNMENT = "general.alignment"
+_SPLIT = "split.count"
+_MOST_TEXT = 64 << 20
+_MOST_ITEMS = 1 << 22  # of all lists in the metadata
+_MOST_RANK = 4  # as ggml
+_DEQUANTIZED = "float32"
+_NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 10: "<Q", 11: "<q",
+            12: "<d"}  # fmt: skip
+_BOOL, _TEXT, _LIST = 7, 8, 9
+_DTYPES = {0: "float32", 1: "float16", 24: "int8", 25: "int16", 26: "int32", 27: "int64",
+           28: "float64", 30: "bfloat16"}  # fmt: skip
+
+HINTS: Collection[str] = ("dequantize",)
+
+
+def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
+    """Opens a GGUF file; None if there is none.
+
+    Raises:
+        CheckpointCorrupt: it is damaged.
+        UnsupportedFormat: it is one of several, or a tensor cannot be dequantized, as was asked.
+        HintError: `dequantize` is not "float32".
+        StorageError: the storage failed.
+    """
+    try:
+        found = loose_files.of_kind(files, loose_files.GGUF)
+        if found is None:
+            return None
+        dequantize = hints.get("dequantize")
+        if dequantize not in (None, _DEQUANTIZED):
+            raise HintError(
+                f"dequantize={quoted(dequantize)}: it can be {_DEQUANTIZED!r}; without it, "
+                "quantized tensors are read as their bytes"
+            )
+        reader = GgufReader(files, found.names[0], dequantize is not None)
+    except Failed as error:
+        raise reading_failed(error, str(files.location)) from error
+    reader.beside = found.beside
+    return reader
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """A type of blocks.
+
+    Arguments:
+        name: as ggml calls it.
+        elements: of a block.
+        nbytes: of a block.
+        decode: bytes of blocks, a row each -> their elements; None if that is not supported.
+    """
+
+    name: str
+    elements: int
+    nbytes: int
+    decode: Callable[[Array], Array] | None = None
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Elements that are dequantized when they are read.
+
+    Arguments:
+        file: below the checkpoint's location.
+        offset: of the first block, in bytes.
+        kind: of the blocks.
+    """
+
+    file: str
+    offset: int
+    kind: Quantization
+
+    def read(self, files: Files, first: int, out: Array) -> None:
+        size = self.kind.elements
+        begin, end = first // size, -(-(first + out.size) // size)
+        data = np.empty((end - begin, self.kind.nbytes), np.uint8)
+        files.read_into(self.file, self.offset + begin * self.kind.nbytes, data.reshape(-1).data)
+        assert self.kind.decode is not None, "checked when it was opened"
+        with np.errstate(all="ignore"):  # scales can be infinite
+            found = self.kind.decode(data).reshape(-1)
+        out[...] = found[first - begin * size :][: out.size]
+
+    def ranges(self, first: int, count: int, itemsize: int) -> Iterator[ByteRange]:
+        size = self.kind.elements
+        begin, end = first // size, -(-(first + count) // size)
+        at = self.offset
+        yield ByteRange(self.file, at + begin * self.kind.nbytes, at + end * self.kind.nbytes)
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor as the file describes it: its extents in NumPy's order, and where it begins."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+
+
+class GgufReader(RangeReader):
+    """The tensors and metadata of one file.
+
+    Arguments:
+        files: of the checkpoint.
+        name: of the file.
+        dequantize: whether quantized tensors are dequantized.
+    """
+
+    format = "gguf"
+
+    def __init__(self, files: Files, name: str, dequantize: bool) -> None:
+        header = _Header(Cursor(files, name))
+        self.version = str(header.version)
+        entries, boxes = dict[str, ArrayEntry](), dict[str, tuple[FileBox]]()
+        packed = dict[str, str]()
+        ends: list[tuple[int, int, str]] = []
+        for tensor in header.tensors:
+            shape, dtype, elements, nbytes = _stored(tensor, header, dequantize)
+            array = _array_name(tensor.name)
+            if array in entries:
+                raise header.damaged(f"two tensors are called {quoted(tensor.name)}")
+            if dtype == "uint8":
+                packed[array] = _QUANTIZED[tensor.kind].name
+            where = FileBox(Box.whole(shape), elements)
+            entries[array], boxes[array] = whole(array, shape, dtype, where), (where,)
+            ends.append((tensor.offset, tensor.offset + nbytes, tensor.name))
+        header.check_places(ends)
+        metadata = {**header.metadata, **({"quantized": packed} if packed else {})}
+        node = tree.from_names(entries)
+        super().__init__(files, Index(tree.to_json(node), entries, metadata=metadata), boxes)
+
+
+def _array_name(tensor: str) -> str:
+    return tree.component(tensor)
+
+
+def _stored(
+    tensor: _Tensor, header: _Header, dequantize: bool
+) -> tuple[tuple[int, ...], str, Elements, int]:
+    """The shape, dtype and elements of a tensor's array, and its bytes in the file."""
+    file, shape = header.file, tensor.shape
+    dtype = _DTYPES.get(tensor.kind)
+    if dtype is not None:
+        nbytes = math.prod(shape) * dtypes.from_name(dtype).itemsize
+        return shape, dtype, FileRange(file, tensor.offset), nbytes
+    kind = _QUANTIZED.get(tensor.kind)
+    if kind is None:
+        raise header.unsupported(f"{quoted(tensor.name)} has the unknown type {tensor.kind}")
+    if not shape or shape[-1] % kind.elements:
+        raise header.damaged(
+            f"{quoted(tensor.name)} has the shape {list(shape)}, which blocks of {kind.elements} "
+            f"({kind.name}) do not fill"
+        )
+    row = shape[-1] // kind.elements * kind.nbytes
+    nbytes = math.prod(shape[:-1]) * row
+    if not dequantize:
+        return (*shape[:-1], row), "uint8", FileRange(file, tensor.offset), nbytes
+    if kind.decode is None:
+        able = ", ".join(k.name for k in _QUANTIZED.values() if k.decode)
+        raise header.unsupported(
+            f"{quoted(tensor.name)} is of the type {kind.name}, which cannot be dequantized; {able}"
+            " can. Without the hint, it is read as its bytes"
+        )
+    return shape, _DEQUANTIZED, Blocks(file, tensor.offset, kind), nbytes
+
+
+class _Header:
+    """What stands before the data.
+
+    Arguments:
+        cursor: at the beginning of the file.
+    """
+
+    def __init__(self, cursor: Cursor) -> None:
+        self._at, self.file = cursor, cursor.name
+        self._items = _MOST_ITEMS
+        cursor.take(4)
+        self.version = cursor.unpack("<I")
+        if self.version not in _VERSIONS:
+            big = self.version & 0xFFFF == 0
+            what = "is big-endian" if big else f"has the version {self.version}"
+            raise self.unsupported(f"the file {what}; 2 and 3, little-endian, are read")
+        tensors, pairs = cursor.unpack("<Q"), cursor.unpack("<Q")
+        self.metadata: dict[str, Any] = {}
+        for _ in range(pairs):
+            key = self._text()
+            if key in self.metadata:
+                raise self.damaged(f"{quoted(key)} occurs twice")
+            self.metadata[key] = self._value(cursor.unpack("<I"), key)
+        split = self.metadata.get(_SPLIT, 1)
+        if split not in (0, 1):
+            raise self.unsupported(
+                f"the file is one of {quoted(split)}; join them with `llama-gguf-split --merge`"
+            )
+        found = [self._tensor() for _ in range(tensors)]
+        alignment = self.metadata.get(_ALIGNMENT, 32)
+        if type(alignment) is not int or not 0 < alignment < 1 << 32:
+            raise self.damaged(f"{_ALIGNMENT} is {quoted(alignment)}")
+        begin = -(-cursor.at // alignment) * alignment
+        self._begin = begin
+        self.tensors = [_Tensor(t.name, t.shape, t.kind, begin + t.offset) for t in found]
+
+    def damaged(self, reason: str) -> CheckpointCorrupt:
+        """The error for a damaged file."""
+        return self._at.damaged(f"is damaged: {reason}")
+
+    def unsupported(self, reason: str) -> UnsupportedFormat:
+        """The error for what cannot be read."""
+        return UnsupportedFormat(f"{self._at.files.location}: {self.file}: {reason}")
+
+    def check_places(self, places: list[tuple[int, int, str]]) -> None:
+        """Checks that tensors lie in the file, and do not overlap.
+
+        Arguments:
+            places: for each tensor, where it begins and ends, and its name.
+        """
+        last, size = self._begin, self._at.size
+        for begin, end, name in sorted(places):
+            if begin < last or (size is not None and end > size):
+                raise self.damaged(
+                    f"{quoted(name)} lies at {begin} to {end}, in another tensor or beyond the end"
+                )
+            last = end
+
+    def _text(self) -> str:
+        count = self._at.unpack("<Q")
+        if count > _MOST_TEXT:
+            raise self.damaged(f"a text of {count} bytes")
+        return self._at.take(count).decode(errors="backslashreplace")
+
+    def _value(self, kind: int, key: str) -> Any:
+        """A value of the metadata, as JSON has it."""
+        if kind in _NUMBERS:
+            found = self._at.unpack(_NUMBERS[kind])
+            return found if math.isfinite(found) else str(found)
+        if kind == _BOOL:
+            return self._at.unpack("<?")
+        if kind == _TEXT:
+            return self._text()
+        if kind != _LIST:
+            raise self.unsupported(f"{quoted(key)} is of the unknown type {kind}")
+        of, count = self._at.unpack("<I"), self._at.unpack("<Q")
+        self._items -= count
+        if self._items < 0:
+            raise self.unsupported(f"{quoted(key)} has {count} items, too many")
+        if of == _LIST:
+            raise self.unsupported(f"{quoted(key)} is a list of lists")
+        return [self._value(of, key) for _ in range(count)]
+
+    def _tensor(self) -> _Tensor:
+        name, rank = self._text(), self._at.unpack("<I")
+        if rank > _MOST_RANK:
+            raise self.damaged(f"{quoted(name)} has {rank} dimensions")
+        shape = tuple(self._at.unpack("<Q") for _ in range(rank))[::-1]
+        kind, offset = self._at.unpack("<I"), self._at.unpack("<Q")
+        if any(n >= 1 << 62 for n in (*shape, offset, math.prod(shape))):
+            raise self.damaged(f"{quoted(name)} has the shape {list(shape)} at {offset}")
+        return _Tensor(name, shape, kind, offset)
+
+
+# --- blocks: little-endian halves for scales, then packed integers ------------------------------
+
+
+def _halves(data: Array, at: int) -> Array:
+    return data[:, at : at + 2].copy().view("<f2").astype(np.float32)
+
+
+def _nibbles(data: Array) -> Array:
+    """The lower halves of all bytes of a block, then the upper ones."""
+    return np.concatenate((data & 15, data >> 4), axis=1)
+
+
+def _fifth_bits(data: Array) -> Array:
+    return np.unpackbits(data, axis=1, bitorder="little") << 4
+
+
+def _q4_0(data: Array) -> Array:
+    return _halves(data, 0) * (_nibbles(data[:, 2:]).astype(np.float32) - 8)
+
+
+def _q4_1(data: Array) -> Array:
+    return _halves(data, 0) * _nibbles(data[:, 4:]).astype(np.float32) + _halves(data, 2)
+
+
+def _q5_0(data: Array) -> Array:
+    whole = _nibbles(data[:, 6:]) | _fifth_bits(data[:, 2:6])
+    return _halves(data, 0) * (whole.astype(np.float32) - 16)
+
+
+def _q5_1(data: Array) -> Array:
+    whole = _nibbles(data[:, 8:]) | _fifth_bits(data[:, 4:8])
+    return _halves(data, 0) * whole.astype(np.float32) + _halves(data, 2)
+
+
+def _q8_0(data: Array) -> Array:
+    return _halves(data, 0) * data[:, 2:].view(np.int8).astype(np.float32)
+
+
+_QUANTIZED: Mapping[int, Quantization] = {
+    2: Quantization("Q4_0", 32, 18, _q4_0),
+    3: Quantization("Q4_1", 32, 20, _q4_1),
+    6: Quantization("Q5_0", 32, 22, _q5_0),
+    7: Quantization("Q5_1", 32, 24, _q5_1),
+    8: Quantization("Q8_0", 32, 34, _q8_0),
+    **{
+        number: Quantization(name, elements, nbytes)
+        for number, name, elements, nbytes in (
+            (10, "Q2_K", 256, 84), (11, "Q3_K", 256, 110),
+            (12, "Q4_K", 256, 144), (13, "Q5_K", 256, 176), (14, "Q6_K", 256, 210),
+            (15, "Q8_K", 256, 292), (16, "IQ2_XXS", 256, 66), (17, "IQ2_XS", 256, 74),
+            (18, "IQ3_XXS", 256, 98), (19, "IQ1_S", 256, 50), (20, "IQ4_NL", 32, 18),
+            (21, "IQ3_S", 256, 110), (22, "IQ2_S", 256, 82), (23, "IQ4_XS", 256, 136),
+            (29, "IQ1_M", 256, 56), (34, "TQ1_0", 256, 54), (35, "TQ2_0", 256, 66),
+            (39, "MXFP4", 32, 17), (40, "NVFP4", 64, 36), (41, "Q1_0", 128, 18),
+        )
+    },
+}  # fmt: skip

@@ -1,0 +1,285 @@
+"""HDF5 files of Keras, and others that hold nothing but arrays.
+
+Sources: keras/src/saving/saving_lib.py and the HDF5 file format specification. h5py says where the
+datasets are; those that lie in one piece are then read in place, and the others through h5py. Links
+to other files are refused.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import math
+import os
+import struct
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from unickpt.arrays import dtypes
+from unickpt.arrays.box import Box
+from unickpt.arrays.dtypes import Array
+from unickpt.errors import CheckpointCorrupt, UnickptError, UnsupportedFormat
+from unickpt.foreign import loose_files
+from unickpt.foreign.elements import FileRange
+from unickpt.foreign.file_ranges import CHUNK_BYTES, FileBox, RangeReader, whole
+from unickpt.foreign.files import Files
+from unickpt.format.chunk_grid import Part
+from unickpt.format.index import ArrayEntry, Index
+from unickpt.format.reader import Reader
+from unickpt.quoting import quoted
+from unickpt.storage.errors import Failed, reading_failed
+from unickpt.trees import tree
+
+_WINDOW = 64 << 10
+_MOST_RANK = 32
+# Chunks can be compressed or missing. What an array takes in memory may exceed what is stored for
+# it by this factor, or be this large.
+_MOST_REPEATED, _SMALL = 1032, 64 << 20
+_LAYERS, _VARIABLES = "layers", "vars"
+
+HINTS: Collection[str] = ()
+
+
+def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
+    """Opens an HDF5 file; None if there is none.
+
+    Raises:
+        CheckpointCorrupt: it is damaged.
+        UnsupportedFormat: h5py is not installed; or it contains what is no array, or links.
+        StorageError: the storage failed.
+    """
+    try:
+        found = loose_files.of_kind(files, loose_files.HDF5)
+        if found is None:
+            return None
+        reader = Hdf5Reader(files, found.names[0])
+    except Failed as error:
+        raise reading_failed(error, str(files.location)) from error
+    reader.beside = found.beside
+    return reader
+
+
+class _Raw(io.RawIOBase):
+    """A file of a checkpoint as Python's kind of file.
+
+    Arguments:
+        files: of the checkpoint.
+        name: of the file.
+    """
+
+    def __init__(self, files: Files, name: str) -> None:
+        self._files, self._name, self._at = files, name, 0
+        self._size = _size(files, name)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_CUR: self._at, os.SEEK_END: self._size}.get(whence, 0)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        out = memoryview(buffer)[: max(0, self._size - self._at)]
+        if out:
+            self._files.read_into(self._name, self._at, out)
+        self._at += len(out)
+        return len(out)
+
+
+def _size(files: Files, name: str) -> int:
+    """Bytes of a file; as its head says if the storage does not tell."""
+    size = files.size(name)
+    if size is not None:
+        return size
+    head = files.head(name)
+    at = {0: 40, 1: 44, 2: 28, 3: 28}.get(head[8] if len(head) > 8 else -1)
+    if at is None or len(head) < at + 8:
+        raise CheckpointCorrupt(f"{files.location}: {name} has no valid head")
+    return int(struct.unpack_from("<Q", head, at)[0])
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What the walk through a file found.
+
+    Arguments:
+        datasets: by their names.
+        aliases: the other names of datasets.
+        by_address: the name of each dataset by its place in the file.
+    """
+
+    datasets: dict[str, Any] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    by_address: dict[int, str] = field(default_factory=dict)
+
+
+class Hdf5Reader(RangeReader):
+    """The datasets of one file.
+
+    Arguments:
+        files: of the checkpoint.
+        name: of the file.
+    """
+
+    format = "hdf5"
+
+    def __init__(self, files: Files, name: str) -> None:
+        try:
+            self._h5py = importlib.import_module("h5py")
+        except ImportError:
+            raise UnsupportedFormat(
+                f"{files.location}: {name} is an HDF5 file, which needs h5py: install unickpt[h5]"
+            ) from None
+        self._where, self._name = f"{files.location}: {name}", name
+        found, entries, boxes = _Found(), dict[str, ArrayEntry](), dict[str, tuple[FileBox]]()
+        self._datasets: Mapping[str, Any] = found.datasets
+        try:
+            # Kept open: no file of the operating system belongs to it.
+            self._file = self._h5py.File(io.BufferedReader(_Raw(files, name), _WINDOW), "r")
+            self._walk(self._file, (), found, set())
+            for array, dataset in found.datasets.items():
+                entries[array], where = self._entry(array, dataset)
+                if where is not None:
+                    boxes[array] = (where,)
+            node = tree.from_names([*entries, *found.aliases])
+        except (UnickptError, Failed):
+            raise
+        except Exception as error:  # of any type, as h5py raises it
+            raise CheckpointCorrupt(f"{self._where} is damaged: {error}") from error
+        index = Index(tree.to_json(node), entries, aliases=found.aliases)
+        super().__init__(files, index, boxes)
+
+    # --- opening --------------------------------------------------------------------------------
+
+    def _walk(self, group: Any, path: tuple[str, ...], found: _Found, above: set[int]) -> None:
+        """Finds the datasets of a group.
+
+        Arguments:
+            group: of h5py.
+            path: the components of its name.
+            found: receives them.
+            above: the places of all groups that were walked through.
+        """
+        if len(path) > tree.MAX_DEPTH:
+            raise UnsupportedFormat(f"{self._where} is nested deeper than {tree.MAX_DEPTH} levels")
+        names = self._names(group) if path[-1:] == (_LAYERS,) else {}
+        for key in group:
+            told = self._told(path, key)
+            if not isinstance(group.get(key, getlink=True), self._h5py.HardLink):
+                raise UnsupportedFormat(f"{told} is a link, which could lead to other files")
+            try:
+                item, at = group[key], (*path, names.get(key, key))
+            except Exception as error:  # of any type, as h5py raises it
+                raise CheckpointCorrupt(f"{told} cannot be read: {error}") from error
+            address = self._h5py.h5o.get_info(item.id).addr
+            if isinstance(item, self._h5py.Group):
+                if address in above:
+                    raise UnsupportedFormat(f"{told} is a group with several names")
+                above.add(address)
+                self._walk(item, at, found, above)
+            elif isinstance(item, self._h5py.Dataset):
+                name = "/".join(map(tree.component, at))
+                first = found.by_address.setdefault(address, name)
+                if first == name:
+                    found.datasets[name] = item
+                else:
+                    found.aliases[name] = first
+            else:
+                raise UnsupportedFormat(f"{told} is neither a group nor a dataset")
+
+    def _names(self, layers: Any) -> dict[str, str]:
+        """The names that Keras gives layers, by those in the file, which count them by class."""
+        names = {}
+        for key in layers:
+            if isinstance(layers.get(key, getlink=True), self._h5py.HardLink):
+                inner = layers[key]
+                variables = inner.get(_VARIABLES) if isinstance(inner, self._h5py.Group) else None
+                name = None if variables is None else variables.attrs.get("name")
+                names[key] = name if isinstance(name, str) and name else key
+        return names if len({*names.values()}) == len(names) else {}
+
+    def _told(self, path: tuple[str, ...], key: str) -> str:
+        return f"{self._where}: {quoted('/'.join((*path, key)))}"
+
+    def _entry(self, name: str, dataset: Any) -> tuple[ArrayEntry, FileBox | None]:
+        told = f"{self._where}: {quoted(name)}"
+        if dataset.shape is None or len(dataset.shape) > _MOST_RANK:
+            raise UnsupportedFormat(f"{told} has no shape, or too many dimensions")
+        if dataset.external or dataset.is_virtual:
+            raise UnsupportedFormat(f"{told} lies in other files")
+        shape, dtype = dataset.shape, self._dtype(dataset, told)
+        offset = dataset.id.get_offset()
+        if dataset.chunks is None and offset is not None:
+            box = Box.whole(shape)
+            where = FileBox(box, FileRange(self._name, offset, dataset.dtype.byteorder == ">"))
+            return whole(name, shape, dtype, where), where
+        chunk = _chunk(dataset) if dataset.chunks else tuple(max(1, n) for n in shape)
+        entry = whole(name, shape, dtype, FileBox(Box.whole(shape), FileRange(self._name, 0)))
+        return ArrayEntry(name, entry.shape, dtype, chunk, entry.layout), None
+
+    def _dtype(self, dataset: Any, told: str) -> str:
+        """The checkpoint's name of a dataset's dtype."""
+        found = dataset.dtype
+        kept = dataset.attrs.get("dtype")  # of Keras
+        if found.kind == "V" and found.itemsize == 2 and kept == "bfloat16":
+            return "bfloat16"
+        try:
+            name = dtypes.name_of(found.newbyteorder("="))
+        except TypeError:
+            raise UnsupportedFormat(f"{told} has the dtype {quoted(str(found))}") from None
+        if self._h5py.h5t.py_create(found, logical=True) != dataset.id.get_type():
+            raise UnsupportedFormat(f"{told} has a dtype like {name}, which NumPy lacks")
+        return name
+
+    # --- what does not lie in one piece ---------------------------------------------------------
+
+    def check_backed(self, entry: ArrayEntry) -> None:
+        if entry.name in self._boxes:
+            super().check_backed(entry)
+            return
+        stored = self._datasets[entry.name].id.get_storage_size()
+        if entry.nbytes > max(_SMALL, _MOST_REPEATED * stored):
+            raise CheckpointCorrupt(
+                f"{self.location}: array {entry.name!r} has {stored} bytes in {self._name}, too "
+                f"few for {dtypes.with_shape(entry.dtype, entry.shape)}"
+            )
+
+    def read_chunk(
+        self,
+        entry: ArrayEntry,
+        part: Part,
+        number: int,
+        row: Any,
+        out: Array,
+        requested: Any = None,
+    ) -> bool:
+        if entry.name in self._boxes:
+            return super().read_chunk(entry, part, number, row, out, requested)
+        box = part.chunk_box(number)
+        try:
+            found = self._datasets[entry.name][box.slices]
+        except Exception as error:  # of any type, as h5py raises it
+            raise CheckpointCorrupt(
+                f"{self.location}: array {entry.name!r} {box} cannot be read from {self._name}: "
+                f"{error}"
+            ) from error
+        out[...] = np.asarray(found).view(out.dtype) if entry.dtype == "bfloat16" else found
+        return True
+
+
+def _chunk(dataset: Any) -> tuple[int, ...]:
+    """What is read at once: several chunks of a dataset, the last dimensions first."""
+    chunk = [min(c, max(1, n)) for c, n in zip(dataset.chunks, dataset.shape, strict=True)]
+    for dim in reversed(range(len(chunk))):
+        room = CHUNK_BYTES // (math.prod(chunk) * dataset.dtype.itemsize)
+        chunk[dim] = min(chunk[dim] * max(1, room), max(1, dataset.shape[dim]))
+    return tuple(chunk)

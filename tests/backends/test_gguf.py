@@ -1,0 +1,241 @@
+"""GGUF files: read in place, bit for bit; quantized tensors as their bytes, or dequantized."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import foreign, s3_server
+from support.reader_suite import ReaderSuite
+from typer.testing import CliRunner
+
+import unickpt
+from unickpt import CheckpointCorrupt, HintError, UnickptError, UnsupportedFormat
+from unickpt.backends import gguf
+from unickpt.cli.app import app
+from unickpt.foreign import file_ranges
+from unickpt.storage import contexts
+from unickpt.storage.paths import resolve
+
+KINDS = {"float32": 0, "float16": 1, "int8": 24, "int16": 25, "int32": 26, "int64": 27,
+         "float64": 28, "uint8": 24, "bool": 24}  # fmt: skip
+AS_FLOAT = {"dequantize": "float32"}
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value.encode())) + value.encode()
+
+
+def packed(tensors: list[tuple[str, tuple[int, ...], int, bytes]], pairs: bytes = b"",
+           count: int = 0, version: int = 3, align: int = 32) -> bytes:  # fmt: skip
+    """A file of tensors: name, shape, type and bytes of each."""
+    infos, data = b"", b""
+    for name, shape, kind, of in tensors:
+        dims = struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1])
+        infos += text(name) + dims + struct.pack("<IQ", kind, len(data))
+        data += of + bytes(-len(of) % align)
+    head = struct.pack("<4sIQQ", b"GGUF", version, len(tensors), count) + pairs + infos
+    return head + bytes(-len(head) % align) + data
+
+
+def pair(key: str, kind: int, value: bytes) -> bytes:
+    return text(key) + struct.pack("<I", kind) + value
+
+
+def of_array(name: str, array: np.ndarray) -> tuple[str, tuple[int, ...], int, bytes]:
+    return name, array.shape, KINDS[array.dtype.name], array.tobytes()
+
+
+def written(path: Path, data: bytes) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "model.gguf").write_bytes(data)
+    return path
+
+
+class TestSuite(ReaderSuite):
+    values: Mapping[str, Any] = {}
+    has_digests = False
+
+    def write(
+        self, path: Path, arrays: Mapping[str, np.ndarray], values: Mapping[str, Any]
+    ) -> None:
+        written(path, packed([of_array(name, array) for name, array in arrays.items()]))
+
+    def damage(self, path: Path, name: str) -> None:
+        file = path / "model.gguf"
+        data = bytearray(file.read_bytes())
+        at = data.find(name.encode()) + len(name)
+        data[at + 4 : at + 12] = struct.pack("<Q", 1 << 40)
+        file.write_bytes(data)
+
+    @contextlib.contextmanager
+    def registered(self) -> Iterator[None]:
+        with foreign.registered(gguf), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(file_ranges, "CHUNK_BYTES", 1 << 10)
+            # The suite's names are nested, and one of its arrays is of truth values.
+            patch.setattr(gguf, "_array_name", lambda name: name)
+            patch.setitem(gguf._DTYPES, KINDS["bool"], "bool")
+            yield
+
+
+def test_what_gguf_wrote_reads_bit_for_bit() -> None:
+    path = foreign.folder("gguf")
+    found = unickpt.open(path, hints=AS_FLOAT)
+    told = foreign.expected("gguf")["arrays"]
+    assert foreign.differences("gguf", found) == [
+        "dequantized/blk.0.ffn_up.weight", "blk.0.ffn_up.weight"
+    ]  # fmt: skip
+    loaded = found["blk.0.ffn_up.weight"]
+    facts = told["dequantized/blk.0.ffn_up.weight"]
+    assert foreign.digest(loaded[...]) == facts["sha256"]
+    assert found.metadata["general.name"] == "tiny"
+    assert unickpt.open(path / "model.gguf").reader.version == "3"
+
+
+def test_what_gguf_quantized_is_dequantized_bit_for_bit(tmp_path: Path) -> None:
+    path = foreign.folder("gguf-quantized")
+    found = unickpt.open(path, hints=AS_FLOAT)
+    assert foreign.differences("gguf-quantized", found) == []
+    assert found.metadata["tokenizer.ggml.tokens"] == ["a", "b", "ä"]
+    assert found.metadata["tokenizer.ggml.scores"] == [0.5, -1.0]
+    whole = found["Q5_1"][...]
+    for begin in range(0, 64, 7):
+        for end in range(begin, 64, 9):
+            assert np.array_equal(found["Q5_1"][1:, begin:end], whole[1:, begin:end])
+    unickpt.convert(found, tmp_path / "ours")
+    assert np.array_equal(unickpt.open(tmp_path / "ours")["Q5_1"][...], whole)
+
+
+def test_chunks_need_not_begin_with_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_ranges, "CHUNK_BYTES", 100)
+    found = unickpt.open(foreign.folder("gguf-quantized"), hints=AS_FLOAT)
+    assert found.index.arrays["Q8_0"].chunk[-1] % 32
+    assert foreign.differences("gguf-quantized", found) == []
+
+
+def test_without_the_hint_quantized_tensors_are_their_bytes() -> None:
+    found = unickpt.open(foreign.folder("gguf-quantized"))
+    names = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
+    assert {name: found[name].shape for name in names} == {
+        name: (3, nbytes) for name, nbytes in zip(names, (36, 40, 44, 48, 68), strict=True)
+    }
+    assert {found[name].dtype.name for name in names} == {"uint8"}
+    assert found.metadata["quantized"] == {name: name for name in names}
+    command = ["inspect", str(foreign.folder("gguf-quantized")), "--hint", "dequantize=float32"]
+    result = CliRunner().invoke(app, [*command, "Q4_0"])
+    assert "float32" in result.output
+
+
+def test_what_cannot_be_dequantized_is_an_error(tmp_path: Path) -> None:
+    path = written(tmp_path / "x", packed([("w", (2, 256), 12, bytes(288))]))
+    assert unickpt.open(path)["w"].shape == (2, 144)
+    with pytest.raises(UnsupportedFormat, match=r"'w' is of the type Q4_K, .* Q8_0 can"):
+        unickpt.open(path, hints=AS_FLOAT)
+    with pytest.raises(HintError, match="'float16': it can be 'float32'"):
+        unickpt.open(path, hints={"dequantize": "float16"})
+
+
+def test_from_s3(moto: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    s3_server.use(moto, monkeypatch)
+    s3_server.make_bucket(moto, "gguf")
+    data = (foreign.folder("gguf-quantized") / "model.gguf").read_bytes()
+    store = resolve("s3://gguf/a").store(contexts.context())
+    store.write("model.gguf", data).result()
+    found = unickpt.open("s3://gguf/a/model.gguf", hints=AS_FLOAT)
+    assert foreign.differences("gguf-quantized", found) == []
+    store.write("model.gguf", data[:-64]).result()
+    with pytest.raises(CheckpointCorrupt, match="Q8_0"):
+        unickpt.load("s3://gguf/a/model.gguf")
+
+
+def test_a_part_reads_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    blocks = rng.integers(0, 255, (2000, 64, 34), np.uint8)
+    path = written(tmp_path / "x", packed([("w", (2000, 2048), 8, blocks.tobytes())]))
+    reads = foreign.count_reads(monkeypatch)
+    found = unickpt.open(path, hints=AS_FLOAT)
+    assert sum(count for _, count in reads) < 70_000
+    reads.clear()
+    _ = found["w"][3:5]
+    assert sum(count for _, count in reads) < 1_300_000  # of 4.3 MB
+
+
+def test_metadata_of_every_kind(tmp_path: Path) -> None:
+    kinds = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q",
+             12: "d"}  # fmt: skip
+    pairs = [pair(f"k{kind}", kind, struct.pack(f"<{code}", 1)) for kind, code in kinds.items()]
+    pairs += [
+        pair("text", 8, text("ä")), pair("nan", 6, struct.pack("<f", float("nan"))),
+        pair("list", 9, struct.pack("<IQ3B", 0, 3, 1, 2, 3)),
+        pair("general.alignment", 4, struct.pack("<I", 64)),
+    ]  # fmt: skip
+    array = np.arange(3, dtype=np.int32)
+    data = packed([of_array("a", array)] * 1, b"".join(pairs), len(pairs), align=64)
+    found = unickpt.open(written(tmp_path / "x", data))
+    assert np.array_equal(found["a"][...], array)
+    assert [found.metadata[f"k{kind}"] for kind in kinds] == [1] * len(kinds)
+    assert (found.metadata["text"], found.metadata["nan"], found.metadata["list"]) == (
+        "ä", "nan", [1, 2, 3],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (packed([], version=1), "version 1"),
+        (packed([], version=3 << 24), "big-endian"),
+        (packed([], pair("split.count", 2, struct.pack("<H", 3)), 1), "one of 3"),
+        (packed([("w", (4,), 99, bytes(4))]), "'w' has the unknown type 99"),
+        (packed([], pair("k", 13, b""), 1), "'k' is of the unknown type 13"),
+        (packed([], pair("k", 9, struct.pack("<IQ", 9, 1)), 1), "list of lists"),
+        (packed([], pair("k", 9, struct.pack("<IQ", 0, 1 << 50)), 1), "too many"),
+    ],
+)
+def test_what_is_not_read_is_named(data: bytes, told: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedFormat, match=told):
+        unickpt.open(written(tmp_path / "x", data))
+
+
+W = ("w", (4,), 0, bytes(16))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        packed([W, W]), packed([("w", (4,), 8, bytes(34))]), packed([("w", (1 << 62,), 0, b"")]),
+        packed([W])[:-17], packed([W])[:30], packed([("w", (1,) * 5, 0, bytes(4))]),
+        packed([W, ("v", (4,), 0, bytes(16))]).replace(
+            struct.pack("<IQ", 0, 32), struct.pack("<IQ", 0, 8)),
+        packed([W, ("v", (4,), 0, bytes(16))]).replace(
+            struct.pack("<IQ", 0, 32), struct.pack("<IQ", 0, 1 << 61)),
+        packed([], pair("k", 8, struct.pack("<Q", 1 << 40)), 1),
+        packed([], pair("k", 4, bytes(4)) * 2, 2),
+        packed([W], pair("general.alignment", 4, bytes(4)), 1),
+        struct.pack("<4sIQQ", b"GGUF", 3, 1 << 60, 0),
+    ],
+)  # fmt: skip
+def test_damage_is_named(data: bytes, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointCorrupt, match=r"model\.gguf"):
+        unickpt.open(written(tmp_path / "x", data))
+
+
+@given(st.data())
+def test_any_damage_is_an_error_or_other_data(data: st.DataObject) -> None:
+    pairs = pair("text", 8, text("x")) + pair("list", 9, struct.pack("<IQ3B", 0, 3, 1, 2, 3))
+    whole = bytearray(packed([W, ("q", (2, 32), 8, bytes(68))], pairs, 2))
+    for _ in range(data.draw(st.integers(1, 4))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    memory = f"memory://gguf-damage-{id(whole)}"
+    store = resolve(memory).store(contexts.context())
+    store.write("x.gguf", bytes(whole[: data.draw(st.integers(1, len(whole)))])).result()
+    for hints in ({}, AS_FLOAT):
+        with contextlib.suppress(UnickptError):
+            unickpt.load(unickpt.open(memory, hints=hints))
+    store.write("x.gguf", None).result()

@@ -1,0 +1,206 @@
+"""HDF5 files of Keras: read in place where they lie in one piece, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from support import foreign, s3_server
+from support.reader_suite import ReaderSuite
+
+import unickpt
+from unickpt import CheckpointCorrupt, UnickptError, UnsupportedFormat
+from unickpt.backends import hdf5
+from unickpt.foreign import file_ranges
+from unickpt.storage import contexts
+from unickpt.storage.paths import resolve
+
+h5py = pytest.importorskip("h5py")
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[Any]:
+    path.mkdir(exist_ok=True)
+    with h5py.File(path / "model.weights.h5", "w") as file:
+        yield file
+
+
+class TestSuite(ReaderSuite):
+    values: Mapping[str, Any] = {}
+    has_digests = False
+
+    def write(
+        self, path: Path, arrays: Mapping[str, np.ndarray], values: Mapping[str, Any]
+    ) -> None:
+        with writing(path) as file:
+            for name, array in arrays.items():
+                chunks = {"chunks": (3, 2, 4), "compression": "gzip"} if array.ndim == 3 else {}
+                file.create_dataset(name, data=array, **chunks)
+
+    def damage(self, path: Path, name: str) -> None:
+        file = path / "model.weights.h5"
+        with h5py.File(file, "r") as opened:
+            begin = struct.pack("<Q", opened[name].id.get_offset())
+        data = file.read_bytes()
+        assert data.count(begin) == 1
+        file.write_bytes(data.replace(begin, struct.pack("<Q", 1 << 40)))
+
+    @contextlib.contextmanager
+    def registered(self) -> Iterator[None]:
+        with foreign.registered(hdf5), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(file_ranges, "CHUNK_BYTES", 1 << 10)
+            patch.setattr(hdf5, "CHUNK_BYTES", 1 << 10)
+            yield
+
+
+def test_what_keras_wrote_reads_bit_for_bit() -> None:
+    path = foreign.folder("keras-h5")
+    for at in (path, path / "model.weights.h5"):
+        found = unickpt.open(at)
+        others = [f"optimizer/vars/{n}" for n in range(14)]
+        assert sorted(foreign.differences("keras-h5", found)) == sorted(others)
+        assert (found["optimizer/vars/10"].shape, found["optimizer/vars/0"][...]) == ((4, 2), 1)
+
+
+def test_layers_have_the_names_that_the_model_gave_them(tmp_path: Path) -> None:
+    with writing(tmp_path / "x") as file:
+        for key, name, inner in (
+            ("dense", "a/b", ""), ("dense_1", "dense", ""), ("dense_2", "", "/cell"),
+            ("model", "encoder", "/layers/dense"),
+        ):  # fmt: skip
+            file[f"layers/{key}{inner}/vars/0"] = np.full(2, len(key))
+            file.require_group(f"layers/{key}/vars").attrs["name"] = name
+        file["layers/model/layers/dense/vars"].attrs["name"] = "up"
+    assert sorted(unickpt.open(tmp_path / "x")) == [
+        "layers/a%2Fb/vars/0", "layers/dense/vars/0", "layers/dense_2/cell/vars/0",
+        "layers/encoder/layers/up/vars/0",
+    ]  # fmt: skip
+    with writing(tmp_path / "x") as file:
+        for key in ("dense", "dense_1"):  # names that are not unique do not count
+            file[f"layers/{key}/vars/0"] = np.ones(2)
+            file[f"layers/{key}/vars"].attrs["name"] = "same"
+    assert sorted(unickpt.open(tmp_path / "x")) == ["layers/dense/vars/0", "layers/dense_1/vars/0"]
+
+
+ARRAYS = {
+    "bool": np.array([True, False]), "complex": np.array([1 + 2j]), "half": np.ones(3, np.float16),
+    "big": np.arange(6, dtype=">i4").reshape(2, 3), "scalar": np.float64(2.5),
+    "empty": np.zeros((0, 3)), "u8": np.arange(5, dtype=np.uint8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stored", [{}, {"chunks": True}, {"compression": "gzip"}])
+def test_dtypes_and_ways_to_store(stored: dict[str, Any], tmp_path: Path) -> None:
+    bf16 = np.arange(700, dtype=ml_dtypes.bfloat16).reshape(70, 10)
+    with writing(tmp_path / "x") as file:
+        for name, array in ARRAYS.items():
+            how = stored if np.ndim(array) and np.size(array) else {}
+            file.create_dataset(name, data=array, **how)
+        file.create_dataset("bf16", data=bf16.view("V2"), **stored).attrs["dtype"] = "bfloat16"
+        file["tied"] = file["u8"]
+    found = unickpt.open(tmp_path / "x")
+    for name, array in ARRAYS.items():
+        expected = np.asarray(array, np.asarray(array).dtype.newbyteorder("="))
+        assert found[name].dtype == expected.dtype
+        assert np.asarray(found[name][...]).tobytes() == expected.tobytes()
+    assert found["bf16"][3:50, 2:].tobytes() == bf16[3:50, 2:].tobytes()
+    assert found.index.aliases == {"u8": "tied"} or found.index.aliases == {"tied": "u8"}
+    assert unickpt.verify(tmp_path / "x").ok
+
+
+@pytest.mark.integration
+def test_from_s3(moto: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    s3_server.use(moto, monkeypatch)
+    s3_server.make_bucket(moto, "hdf5")
+    store = resolve("s3://hdf5/a").store(contexts.context())
+    data = (foreign.folder("keras-h5") / "model.weights.h5").read_bytes()
+    store.write("model.weights.h5", data).result()
+    found = unickpt.open("s3://hdf5/a")
+    assert len(foreign.differences("keras-h5", found)) == 14
+    for version in ("earliest", "latest"):
+        with h5py.File(tmp_path / "x.h5", "w", libver=version) as file:
+            file.create_dataset("w", data=np.arange(100), chunks=(7,))
+        store.write("x.h5", (tmp_path / "x.h5").read_bytes()).result()
+        assert np.array_equal(unickpt.open("s3://hdf5/a/x.h5")["w"][5:], np.arange(5, 100))
+
+
+def test_a_part_reads_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    big = np.arange(2_000_000).reshape(2000, 1000)
+    with writing(tmp_path / "x") as file:
+        file.create_dataset("plain", data=big)
+        file.create_dataset("chunked", data=big, chunks=(100, 1000))
+    reads = foreign.count_reads(monkeypatch)
+    found = unickpt.open(tmp_path / "x")
+    assert sum(count for _, count in reads) < 700_000
+    for name in ("plain", "chunked"):
+        reads.clear()
+        assert np.array_equal(found[name][3:5], big[3:5])
+        assert sum(count for _, count in reads) < 6_000_000  # of 16 MB
+
+
+def test_links_to_other_files_are_refused(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(bytes(100))
+    layout = h5py.VirtualLayout((3,), np.float64)
+    layout[:] = h5py.VirtualSource("other.h5", "w", (3,))
+    for write, told in (
+        (lambda f: f.__setitem__("w", h5py.ExternalLink("other.h5", "/w")), "'w' is a link"),
+        (lambda f: f.__setitem__("w", h5py.SoftLink("/x")), "'w' is a link"),
+        (lambda f: f.__setitem__("layers/w", h5py.SoftLink("/x")), "'layers/w' is a link"),
+        (lambda f: f.create_virtual_dataset("w", layout), "'w' lies in other files"),
+        (
+            lambda f: f.create_dataset("w", (3,), "f8", external=[(str(secret), 0, 24)]),
+            "in other files",
+        ),
+        (lambda f: f.__setitem__("a/b", f.create_group("c")), "several names"),
+        (lambda f: f.__setitem__("w", "text"), "dtype"),
+        (lambda f: f.__setitem__("w", h5py.Empty("f")), "no shape"),
+        (lambda f: f.__setitem__("w", np.dtype("f8")), "neither a group nor a dataset"),
+        (lambda f: f.__setitem__("w", np.zeros(3, [("a", int), ("b", float)])), "dtype"),
+    ):
+        with writing(tmp_path / "x") as file:
+            write(file)
+        with pytest.raises(UnsupportedFormat, match=told):
+            unickpt.open(tmp_path / "x")
+
+
+def test_a_dtype_that_numpy_lacks_is_refused(tmp_path: Path) -> None:
+    odd = h5py.h5t.IEEE_F32LE.copy()
+    odd.set_fields(31, 20, 11, 0, 20)
+    odd.set_ebias(1023)
+    with writing(tmp_path / "x") as file:
+        space = h5py.h5s.create_simple((3,))
+        h5py.h5d.create(file.id, b"w", odd, space)
+    with pytest.raises(UnsupportedFormat, match="'w' has a dtype like float"):
+        unickpt.open(tmp_path / "x")
+
+
+def test_without_data_no_memory_is_taken(tmp_path: Path) -> None:
+    with writing(tmp_path / "x") as file:
+        file.create_dataset("w", (1 << 40,), np.float64, chunks=(1 << 20,))
+    with pytest.raises(CheckpointCorrupt, match="'w' has 0 bytes"):
+        unickpt.load(tmp_path / "x")
+
+
+def test_damage_is_an_error_or_other_data(tmp_path: Path) -> None:
+    data = (foreign.folder("keras-h5") / "model.weights.h5").read_bytes()
+    rng = np.random.default_rng(0)
+    for n in range(60):
+        bad = bytearray(data)
+        for at in rng.integers(0, len(bad), 20):
+            bad[at] = rng.integers(0, 255)
+        (tmp_path / "x.h5").write_bytes(bad[: None if n % 2 else rng.integers(1, len(bad))])
+        with contextlib.suppress(UnickptError):
+            unickpt.load(tmp_path / "x.h5")
+
+
+def test_without_h5py_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "h5py", None)
+    with pytest.raises(UnsupportedFormat, match=r"needs h5py: install unickpt\[h5\]"):
+        unickpt.open(foreign.folder("keras-h5"))

@@ -1,0 +1,203 @@
+"""Which files at a location are the checkpoint, of the formats whose checkpoints are single files.
+
+A path that names a file is what its content says. In a folder the names count, as for transformers:
+weights in safetensors come before torch's, an index says which files belong together, and what a
+trainer keeps beside the weights is not part of them. If that leaves several, none is taken.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from unickpt.errors import UnsupportedFormat
+from unickpt.foreign.files import Files
+from unickpt.quoting import quoted, shortened
+
+_INDEX = ".index.json"
+_SHOWN = 8  # names in a message
+_MOST_HEADER = 100_000_000  # of safetensors, as upstream
+# A pickle of protocol 2 to 5 that begins with the magic number 0x1950a86a20f9469cfc6c.
+_LEGACY = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+_TAR_AT, _TAR = 257, b"ustar"
+# transformers' Trainer, accelerate, and torch's own examples.
+_BESIDE_WEIGHTS = re.compile(
+    r"training_args\.bin|(optimizer|scheduler)(_\d+)?\.(pt|bin)|scaler\.pt|rng_state(_\d+)?\.pth"
+)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A format whose checkpoints are single files.
+
+    Arguments:
+        name: as users see it.
+        suffixes: of its files.
+        begins: whether the first bytes of a file are those of such a file.
+        weights: what its files are called in folders of Hugging Face.
+        shared: those of the suffixes that other files have too, so that their content decides.
+        is_named: whether a file has a name of this kind, without a suffix; its content decides.
+    """
+
+    name: str
+    suffixes: tuple[str, ...]
+    begins: Callable[[bytes], bool]
+    weights: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+    is_named: Callable[[str], bool] = lambda name: False
+
+
+def _is_safetensors(head: bytes) -> bool:
+    return head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= _MOST_HEADER
+
+
+def _is_npz(head: bytes) -> bool:
+    first = head[30 : 30 + int.from_bytes(head[26:28], "little")]
+    return head[:4] == b"PK\x05\x06" or (head[:4] == b"PK\x03\x04" and first.endswith(b".npy"))
+
+
+def is_legacy(head: bytes) -> bool:
+    """Whether a file is one of torch.save without a zip file, by its first bytes."""
+    return head[:1] == b"\x80" and head[2:15] == _LEGACY
+
+
+def is_tar(head: bytes) -> bool:
+    """Whether a file is a tar file, as torch wrote them before 0.2, by its first bytes."""
+    return head[_TAR_AT : _TAR_AT + len(_TAR)] == _TAR
+
+
+def _is_torch(head: bytes) -> bool:
+    is_zip = head[:4] == b"PK\x03\x04" and not _is_npz(head)
+    return is_zip or is_legacy(head) or is_tar(head)
+
+
+def _is_flax(head: bytes) -> bool:
+    """A map of msgpack whose first key is a text. (That of no entries is like a pickle's start.)"""
+    at = {0xDE: 3, 0xDF: 5}.get(head[0], 1 if 0x81 <= head[0] <= 0x8F else 0) if head else 0
+    return bool(at) and len(head) > at and (0xA0 <= head[at] <= 0xBF or 0xD9 <= head[at] <= 0xDB)
+
+
+_WEIGHTS = ("model", "adapter_model", "diffusion_pytorch_model")
+SAFETENSORS = Kind(
+    "safetensors", (".safetensors",), _is_safetensors, tuple(f"{w}.safetensors" for w in _WEIGHTS)
+)
+TORCH = Kind(
+    "torch", (".pt", ".pth", ".bin", ".ckpt"), _is_torch,
+    ("pytorch_model.bin", *(f"{w}.bin" for w in _WEIGHTS[1:])), shared=(".bin", ".ckpt"),
+)  # fmt: skip
+FLAX = Kind(
+    "flax", (".msgpack",), _is_flax, ("flax_model.msgpack",),
+    is_named=lambda name: re.fullmatch(r"checkpoint_[0-9]+(\.[0-9]+)?", name) is not None,
+)  # fmt: skip
+HDF5 = Kind("hdf5", (".h5", ".hdf5"), lambda head: head[:8] == b"\x89HDF\r\n\x1a\n")
+GGUF = Kind("gguf", (".gguf",), lambda head: head[:4] == b"GGUF")
+NPZ = Kind("npz", (".npz",), _is_npz)
+KINDS = (SAFETENSORS, TORCH, FLAX, HDF5, GGUF, NPZ)
+"""In the order in which Hugging Face's libraries prefer them."""
+_SUFFIXES = tuple(suffix for kind in KINDS for suffix in kind.suffixes)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The files of a checkpoint.
+
+    Arguments:
+        names: the files; several make it up together. Empty if an index names them.
+        index: the file that says which file has what; None if there is none.
+        beside: files with names of such formats that are not part of it.
+    """
+
+    names: tuple[str, ...]
+    index: str | None = None
+    beside: tuple[str, ...] = ()
+
+
+def of_kind(files: Files, kind: Kind) -> Found | None:
+    """The files at a location that are its checkpoint; None if it is none of this kind.
+
+    Raises:
+        UnsupportedFormat: there are several checkpoints, and none comes first.
+        Damaged, Failed: the storage failed.
+    """
+    found = find(files)
+    if found is None or found[0] != kind:
+        return None
+    below = files.databases
+    if below:
+        raise _ambiguous(files, [*(found[1].names or (found[1].index or "",)), *below])
+    return found[1]
+
+
+def find(files: Files) -> tuple[Kind, Found] | None:
+    """The kind and the files of the checkpoint at a location. Raises as `of_kind`."""
+    if files.single is not None:
+        return _single(files, files.single)
+    names = files.here
+    every = [name for name in names if name.endswith(_SUFFIXES)]
+    for kind in KINDS:
+        indexes = [n for n in names if n.endswith(tuple(s + _INDEX for s in kind.suffixes))]
+        weights = [n for n in names if n in kind.weights and _belongs(files, kind, n)]
+        if len(indexes) + len(weights) > 1:
+            raise _ambiguous(files, [*indexes, *weights])
+        if indexes:
+            others = tuple(name for name in every if not name.endswith(kind.suffixes))
+            return kind, Found((), indexes[0], others)
+        if weights:
+            return kind, Found((weights[0],), None, tuple(n for n in every if n != weights[0]))
+    return _only(files, names, every)
+
+
+def _only(files: Files, names: Sequence[str], every: Sequence[str]) -> tuple[Kind, Found] | None:
+    """The checkpoint in a folder without names that Hugging Face gives.
+
+    Arguments:
+        files: the folder.
+        names: of its files.
+        every: those with a suffix of a kind.
+    """
+    ours = {kind: [n for n in names if _belongs(files, kind, n)] for kind in KINDS}
+    plain = {
+        kind: [name for name in of if not _BESIDE_WEIGHTS.fullmatch(name)]
+        for kind, of in ours.items()
+    }
+    chosen = {kind: of for kind, of in (plain if any(plain.values()) else ours).items() if of}
+    if not chosen:
+        return None
+    [[kind, of], *others] = chosen.items()
+    if others or (len(of) > 1 and kind != SAFETENSORS):
+        raise _ambiguous(files, [name for of in chosen.values() for name in of])
+    return kind, Found(tuple(of), None, tuple(n for n in every if n not in of))
+
+
+def _single(files: Files, name: str) -> tuple[Kind, Found] | None:
+    for kind in KINDS:
+        if name.endswith(tuple(suffix + _INDEX for suffix in kind.suffixes)):
+            return kind, Found((), name)
+    head = files.head(name)
+    return next(((kind, Found((name,))) for kind in KINDS if kind.begins(head)), None)
+
+
+def _belongs(files: Files, kind: Kind, name: str) -> bool:
+    """Whether a file of a folder is of a kind."""
+    if name.endswith(kind.shared) or kind.is_named(name):
+        return kind.begins(files.head(name))
+    return name.endswith(kind.suffixes)
+
+
+class SeveralCheckpoints(UnsupportedFormat):
+    """A location holds several checkpoints, of which none comes first: `paths`, by name."""
+
+    paths: Mapping[str, str] = {}
+
+
+def _ambiguous(files: Files, names: Sequence[str]) -> SeveralCheckpoints:
+    paths = {name: files.location.name_for_users(name) for name in names}
+    more = f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else ""
+    error = SeveralCheckpoints(
+        f"{files.location} contains several checkpoints, "
+        f"{shortened(', '.join(names[:_SHOWN]) + more, 400)}; give the path of one, such as "
+        f"{quoted(paths[names[0]])}"
+    )
+    error.paths = paths
+    return error
