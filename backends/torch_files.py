@@ -149,7 +149,7 @@ def _open_single(files: Files, name: str) -> Reader:
         raise UnsupportedFormat(
             f"{files.location}: {name} is a program of torch.jit; save its state_dict() instead"
         )
-    plain = _Plain(f"{files.location}: {name}", file.pickle_size)
+    plain = PlainTree(f"{files.location}: {name}", file.pickle_size)
     root = plain.tree(file.value, 0, 0)
     return TorchFilesReader(files, root, dict.fromkeys(plain.tensors, file))
 
@@ -182,7 +182,7 @@ def _is_leaf(value: Any) -> bool:
     return isinstance(value, Tensor) or plain_values.is_plain(value)
 
 
-class _Plain:
+class PlainTree:
     """Makes a tree of dicts, lists, tuples, plain values and tensors.
 
     Arguments:

@@ -35,7 +35,14 @@ class Format(Protocol):
 
 
 # Modules of `unickpt.backends`; a format comes before those whose files it uses.
-_BUILT_IN = ("orbax.reader", "dcp.reader", "safetensors", "torch_files", "npz")
+_BUILT_IN = (
+    "orbax.reader",
+    "dcp.reader",
+    "deepspeed.reader",
+    "safetensors",
+    "torch_files",
+    "npz",
+)
 _registered: list[Format] = []
 
 
