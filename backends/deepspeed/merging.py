@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 from unickpt.arrays.box import Box
@@ -75,13 +74,11 @@ class Plan:
         shape: of the parameter.
         pieces: cover it exactly once; for a mean, one for each rank that is all of it.
         mean: whether it is the mean of the pieces.
-        split: the dimension along which the ranks hold consecutive parts, if that is all.
     """
 
     shape: Shape
     pieces: Sequence[Piece]
     mean: bool = False
-    split: int | None = None
 
 
 class Rules:
@@ -253,14 +250,7 @@ def _sub_plan(shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]]
             pieces.append(Piece(Box(start, stop), rank, begins[rank] * steps[dim], steps))
             at, begins[rank] = at + width, begins[rank] + width
     full = tuple(at if d == dim else n for d, n in enumerate(shapes[0]))
-    return Plan(full, pieces, split=dim if len(widths) == 1 and _is_even(held) else None)
-
-
-def _is_even(extents: Sequence[int]) -> bool:
-    """Whether extents are those of a `Layout`: all but the last ones as large as the first."""
-    full, part = sum(extents), -(-sum(extents) // len(extents))
-    ends = [min(full, part * (rank + 1)) for rank in range(len(extents))]
-    return list(accumulate(extents)) == ends
+    return Plan(full, pieces)
 
 
 def _cut(plan: Plan, size: Any) -> Plan:

@@ -155,14 +155,19 @@ class Ranks:
         boxes = [_box(piece, sources[piece.rank]) for piece in plan.pieces if not piece.box.empty]
         if not boxes:
             return whole(Source(dtype, plan.shape, sources[0].elements))
-        return Merged(dtype, plan.shape, boxes, self._layout(plan))
+        return Merged(dtype, plan.shape, boxes, _layout(plan, self.degree))
 
-    def _layout(self, plan: Plan) -> Layout | None:
-        if plan.split is None:
-            return None
-        mesh = Mesh(("tp",), (self.degree,), tuple(range(self.degree)))
-        dims = tuple(("tp",) if d == plan.split else () for d in range(len(plan.shape)))
-        return Layout(mesh, dims)
+
+def _layout(plan: Plan, degree: int) -> Layout | None:
+    """The layout that splits one dimension among the ranks, if that is what they hold."""
+    mesh = Mesh(("tp",), (degree,), tuple(range(degree)))
+    boxes = [piece.box for piece in plan.pieces]
+    dims = [d for d, n in enumerate(plan.shape) if boxes[0].shape[d] != n]
+    if [piece.rank for piece in plan.pieces] != list(range(degree)) or len(dims) != 1:
+        return None
+    layout = Layout(mesh, tuple(("tp",) if d in dims else () for d in range(len(plan.shape))))
+    same = all(layout.box(plan.shape, (rank,)) == box for rank, box in enumerate(boxes))
+    return layout if same else None
 
 
 def _box(piece: Piece, source: Source) -> FileBox:
