@@ -133,7 +133,7 @@ class Contents:
                 array = fp32[name]
                 module[name] = array if array.dtype == dtype else array.converted(dtype)
                 of_module[name] = of
-        missing = [name for name in held.trained if name not in set(of_weights.values())]
+        missing = sorted(held.trained.keys() - set(of_weights.values()))
         if missing:
             where = self.folder.files.location
             raise CheckpointCorrupt(

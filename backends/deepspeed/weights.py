@@ -166,7 +166,7 @@ def _add_layers(
     }
     stage_of = {name: r // degree for r in reversed(range(len(shapes))) for name in shapes[r]}
     _check_layers(folder, stage_of, by_layer)
-    tied = _tied_names(by_layer, stage_of, shapes)
+    tied = _tied_names(folder, by_layer, stage_of, shapes)
     for layer, by_rank in by_layer.items():
         for rank, sources in enumerate(by_rank):
             for key, source in sources.items():
@@ -196,6 +196,7 @@ def _check_layers(
 
 
 def _tied_names(
+    folder: Folder,
     by_layer: Mapping[int, Sequence[Mapping[str, Source]]],
     names: Mapping[str, int],
     shapes: Sequence[Mapping[str, tuple[int, ...]]],
@@ -204,17 +205,29 @@ def _tied_names(
 
     No file tells the key: it follows if exactly one tied parameter has the name and the shape, and
     only one such layer's file could be meant.
+
+    Raises:
+        CheckpointCorrupt: no layer has one of them.
     """
-    of_key: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    tied: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for name in names:
         if name.startswith(_TIED) and name.count(".") >= 2:
             shape = next(s[name] for s in shapes if name in s)
-            of_key.setdefault((name.split(".", 2)[2], shape), []).append(name)
-    candidates: dict[str, list[str]] = {}
-    for layer, by_rank in by_layer.items():
-        for key, source in by_rank[0].items():
-            full = f"{layer}.{key}"
-            meant = of_key.get((key, source.shape), []) if full not in names else []
-            if len(meant) == 1:
-                candidates.setdefault(meant[0], []).append(full)
-    return {layers[0]: name for name, layers in candidates.items() if len(layers) == 1}
+            tied.setdefault((name.split(".", 2)[2], shape), []).append(name)
+    found: dict[str, str] = {}
+    for (key, shape), meant in tied.items():
+        layers = [
+            f"{layer}.{key}"
+            for layer, by_rank in by_layer.items()
+            if f"{layer}.{key}" not in names
+            and key in by_rank[0]
+            and by_rank[0][key].shape == shape
+        ]
+        if len(layers) < len(meant):
+            raise CheckpointCorrupt(
+                f"{folder.files.location}: array 'module/{meant[-1]}' of shape {list(shape)}: the "
+                "file of its layer is missing; was the folder copied as a whole?"
+            )
+        if len(layers) == len(meant) == 1:
+            found[layers[0]] = meant[0]
+    return found
