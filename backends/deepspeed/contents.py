@@ -34,6 +34,7 @@ _STRUCTURE = (
 )  # fmt: skip
 
 MODULE, FP32 = "module", "fp32"
+_EXPERTS = "deepspeed_experts."
 
 
 class Contents:
@@ -133,12 +134,7 @@ class Contents:
                 array = fp32[name]
                 module[name] = array if array.dtype == dtype else array.converted(dtype)
                 of_module[name] = of
-        missing = sorted(held.trained.keys() - set(of_weights.values()))
-        if missing:
-            where = self.folder.files.location
-            raise CheckpointCorrupt(
-                f"{where}: array 'module/{missing[0]}': no file has its weights"
-            )
+        self._check_weights(held, module, of_weights)
         _add_aliases(module, of_module, held.aliases)
         _add_aliases(fp32, of_weights, held.aliases)
         made: dict[int, Merged] = {}
@@ -146,6 +142,19 @@ class Contents:
             if name not in fp32:
                 fp32[name] = made.setdefault(id(array), widened(array))
         return module
+
+    def _check_weights(
+        self, held: Weights, module: Mapping[str, Any], of_weights: Mapping[str, str]
+    ) -> None:
+        """Checks that what is trained has weights; experts have files of their own."""
+        missing = sorted(held.trained.keys() - set(of_weights.values()))
+        if self.folder.experts:
+            missing += [name for name in of_weights if _EXPERTS in name and name not in module]
+        if missing:
+            raise CheckpointCorrupt(
+                f"{self.folder.files.location}: array 'module/{missing[0]}': the file with its "
+                "weights is missing; was the folder copied as a whole?"
+            )
 
     # --- plain values ---------------------------------------------------------------------------
 
