@@ -7,10 +7,12 @@ where there are any; `exp_avg/<p>`, `step/<p>` and so on are the optimizer's slo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from unickpt.arrays import dtypes
 from unickpt.backends.deepspeed import folder as folders
 from unickpt.backends.deepspeed import merging
 from unickpt.backends.deepspeed.contents import Contents
@@ -27,6 +29,9 @@ from unickpt.storage.errors import Failed, reading_failed
 from unickpt.trees import plain_values, tree
 
 HINTS: Collection[str] = merging.HINTS
+
+# Into how many chunks an array is cut, and what a chunk has at least, in bytes.
+_CHUNKS, _LEAST_CHUNK = 16, 16 << 10
 
 
 def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
@@ -96,9 +101,12 @@ def _is_leaf(value: Any) -> bool:
 
 
 def _entry(files: Files, name: str, array: Merged) -> ArrayEntry:
+    # A part of an array is in the files of some ranks only: chunks must not span those of all.
+    nbytes = math.prod(array.shape) * dtypes.from_name(array.dtype).itemsize
+    most = min(max(_LEAST_CHUNK, nbytes // _CHUNKS), file_ranges.CHUNK_BYTES)
     if len(array.boxes) == 1 and array.boxes[0].box.shape == array.shape:
-        return file_ranges.whole(name, array.shape, array.dtype, array.boxes[0])
-    entry = file_ranges.of_boxes(name, array.shape, array.dtype, array.boxes)
+        return file_ranges.whole(name, array.shape, array.dtype, array.boxes[0], most)
+    entry = file_ranges.of_boxes(name, array.shape, array.dtype, array.boxes, most)
     try:
         check_boxes(entry, entry.boxes or ())
     except CoverageError as error:

@@ -64,34 +64,49 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
 
 
-def whole(name: str, shape: Sequence[int], dtype: str, where: FileBox) -> ArrayEntry:
+def whole(
+    name: str, shape: Sequence[int], dtype: str, where: FileBox, most: int | None = None
+) -> ArrayEntry:
     """The entry of an array that is one box of one file.
 
     Its chunks are ranges of the file, also if the elements are in another than row-major order.
+    They have at most `most` bytes, by default `CHUNK_BYTES`.
     """
     extents = tuple(shape)
     return ArrayEntry(
         name,
         extents,
         dtype,
-        _chunk(extents, dtype, where.steps),
+        _chunk(extents, dtype, where.steps, most),
         Layout.replicated(len(extents), 1),
     )
 
 
-def of_boxes(name: str, shape: Sequence[int], dtype: str, boxes: Sequence[FileBox]) -> ArrayEntry:
-    """The entry of an array that consists of several boxes, which must not overlap."""
+def of_boxes(
+    name: str,
+    shape: Sequence[int],
+    dtype: str,
+    boxes: Sequence[FileBox],
+    most: int | None = None,
+) -> ArrayEntry:
+    """The entry of an array that consists of several boxes, which must not overlap.
+
+    Its chunks have at most `most` bytes, by default `CHUNK_BYTES`.
+    """
     extents = tuple(shape)
     largest = tuple(max(found.box.shape[d] for found in boxes) for d in range(len(extents)))
-    chunk = _chunk(largest, dtype, boxes[0].steps)
+    chunk = _chunk(largest, dtype, boxes[0].steps, most)
     return ArrayEntry(
         name, extents, dtype, chunk, boxes=tuple((found.box, (0,)) for found in boxes)
     )
 
 
-def _chunk(shape: tuple[int, ...], dtype: str, steps: Sequence[int]) -> tuple[int, ...]:
+def _chunk(
+    shape: tuple[int, ...], dtype: str, steps: Sequence[int], most: int | None
+) -> tuple[int, ...]:
     order = sorted(range(len(shape)), key=lambda d: (-abs(steps[d]), d))
-    sizes = free_chunk([shape[d] for d in order], dtypes.from_name(dtype).itemsize, CHUNK_BYTES)
+    itemsize = dtypes.from_name(dtype).itemsize
+    sizes = free_chunk([shape[d] for d in order], itemsize, most or CHUNK_BYTES)
     by_dim = dict(zip(order, sizes, strict=True))
     return tuple(by_dim[d] for d in range(len(shape)))
 
