@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -75,7 +76,8 @@ def of_list(patterns: Sequence[str]) -> Patterns:
 def _steps(pattern: str, length: int) -> int:
     """About how many steps it takes at worst to match a name of so many letters."""
     repeats, choices = len(_REPEAT.findall(pattern)), len(_CHOICE.findall(pattern))
-    return int(max(2, length) ** min(repeats, 16)) << min(choices, 64)
+    ways = math.comb(max(2, length) + repeats, repeats)  # to divide the name among the repeats
+    return ways << min(choices, 64)
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:

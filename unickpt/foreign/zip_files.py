@@ -16,9 +16,7 @@ from unickpt.foreign.files import Files
 _END, _END64, _LOCATOR64 = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
 _ENTRY, _LOCAL = b"PK\x01\x02", b"PK\x03\x04"
 _TAIL = 65_557  # the record at the end, with the longest comment
-_SHORT_TAIL = (
-    4096  # enough for the record without a comment, and for the directory of a few members
-)
+_SHORT_TAIL = 1024  # enough without a comment; has the directory, too, of a few members
 _MOST_DIRECTORY = 1 << 30
 STORED, DEFLATED = 0, 8
 
@@ -120,9 +118,9 @@ class ZipFile:
             count, size, start = struct.unpack("<32xQQQ", head)
         if size > _MOST_DIRECTORY or start + size > start_of_end - self._begin:
             raise self.damaged("its zip directory lies outside of the file")
-        known = self._begin + start - (end - len(tail))  # where the directory is in the tail
-        if known >= 0:
-            data = tail[known : known + size]
+        in_tail = self._begin + start - (end - len(tail))
+        if in_tail >= 0 and len(tail) <= _SHORT_TAIL:
+            data = tail[in_tail : in_tail + size]
         else:
             data = self.files.read(self.name, self._begin + start, size)
         return self._entries(data, count)
