@@ -76,21 +76,24 @@ class Ranks:
             UnsupportedFormat: how they do is not supported.
             HintError: a hint does not fit.
         """
-        shapes: dict[str, tuple[int, ...]] = {}
+        found: dict[str, Merged] = {}
         for stage in range(self.stages):
             first = stage * self.degree
             of_stage = held[first : first + self.degree]
             for name in dict.fromkeys(name for parts in of_stage for name in parts):
                 parts = [by_name.get(name) for by_name in of_stage]
                 for named in self._merged(kind, name, first, parts):
-                    known = shapes.setdefault(named.name, named.array.shape)
-                    if known is named.array.shape:
+                    known = found.setdefault(named.name, named.array)
+                    if known is named.array:
                         yield named
-                    elif known != named.array.shape:  # a tied one, which several stages hold
+                        continue
+                    if (known.shape, known.dtype) != (named.array.shape, named.array.dtype):
                         raise CheckpointCorrupt(
-                            f"{self.where}: array '{kind}/{name}' has the shape {list(known)} in a "
-                            f"stage of the pipeline, and {list(named.array.shape)} in another"
+                            f"{self.where}: array '{kind}/{name}' has the shape "
+                            f"{list(known.shape)} in a stage of the pipeline, and "
+                            f"{list(named.array.shape)} in another"
                         )
+                    known.copies.append(named.array)  # a tied one, which several stages hold
 
     def apart(self, kind: str, held: Sequence[Mapping[str, Source]]) -> Iterator[Named]:
         """The ranks' parts as arrays of their own, of what has no names.
@@ -155,7 +158,10 @@ class Ranks:
         boxes = [_box(piece, sources[piece.rank]) for piece in plan.pieces if not piece.box.empty]
         if not boxes:
             return whole(Source(dtype, plan.shape, sources[0].elements))
-        return Merged(dtype, plan.shape, boxes, _layout(plan, self.degree))
+        array = Merged(dtype, plan.shape, boxes, _layout(plan, self.degree))
+        if all(source.shape == plan.shape for source in sources):
+            array.copies.extend(whole(source) for source in sources[1:])
+        return array
 
 
 def _layout(plan: Plan, degree: int) -> Layout | None:

@@ -8,11 +8,15 @@ where there are any; `exp_avg/<p>`, `step/<p>` and so on are the optimizer's slo
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from unickpt.arrays import dtypes
+from unickpt.arrays.box import Box, cut
+from unickpt.arrays.dtypes import Array
 from unickpt.backends.deepspeed import folder as folders
 from unickpt.backends.deepspeed import merging
 from unickpt.backends.deepspeed.contents import Contents
@@ -24,7 +28,7 @@ from unickpt.foreign.files import Files
 from unickpt.foreign.torch_pickles import Tensor
 from unickpt.format.coverage import check_boxes
 from unickpt.format.index import ArrayEntry, Index
-from unickpt.format.reader import Reader
+from unickpt.format.reader import ParallelMap, Reader
 from unickpt.storage.errors import Failed, reading_failed
 from unickpt.trees import plain_values, tree
 
@@ -53,6 +57,9 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         raise reading_failed(error, str(files.location)) from error
 
 
+_Copy = tuple[str, Sequence[FileBox], Sequence[FileBox]]
+
+
 class DeepSpeedReader(RangeReader):
     """The arrays and plain values of a checkpoint.
 
@@ -71,6 +78,7 @@ class DeepSpeedReader(RangeReader):
         entries, boxes = dict[str, ArrayEntry](), dict[str, Sequence[FileBox]]()
         aliases, values = dict[str, str](), dict[str, plain_values.Plain]()
         first: dict[int, str] = {}
+        copies: list[_Copy] = []
         for leaf in tree.leaves(node):
             array = leaf.value
             known = first.setdefault(id(array), leaf.name)
@@ -84,6 +92,7 @@ class DeepSpeedReader(RangeReader):
                     array = whole(file.source(array, f"array {leaf.name!r}"))
                 entries[leaf.name] = _entry(files, leaf.name, array)
                 boxes[leaf.name] = array.boxes
+                copies += [(leaf.name, array.boxes, copy.boxes) for copy in array.copies]
         meshes = [len(entry.layout.mesh.processes) for entry in entries.values() if entry.layout]
         index = Index(
             tree.to_json(node),
@@ -93,7 +102,36 @@ class DeepSpeedReader(RangeReader):
             processes=max(meshes, default=1),
         )
         super().__init__(files, index, boxes)
+        self._copies = copies
         self.version = contents.version
+
+    def check_structure(self, run: ParallelMap) -> Iterator[tuple[str, str]]:
+        """Compares what several ranks hold of the same parameters, of which one is read."""
+        for (name, *_), differs in zip(self._copies, run(self._differs, self._copies), strict=True):
+            if differs:
+                yield name, differs
+
+    def _differs(self, copy: _Copy) -> str:
+        """How a copy of an array differs; empty if it does not."""
+        name, ours, theirs = copy
+        dtype = dtypes.from_name(self.index.arrays[name].dtype)
+        most = file_ranges.CHUNK_BYTES // dtype.itemsize
+        try:
+            for mine, other in zip(ours, theirs, strict=True):
+                for box in cut(mine.box, most):
+                    both = [self._elements(found, box, dtype).tobytes() for found in (mine, other)]
+                    if both[0] != both[1]:
+                        return f"two ranks hold different elements in {box}"
+        except Failed as error:
+            return str(reading_failed(error, f"{self.location}: array {name!r}"))
+        return ""
+
+    def _elements(self, found: FileBox, box: Box, dtype: Any) -> Array:
+        local = box.relative_to(found.box.start)
+        start = sum(a * s for a, s in zip(local.start, found.steps, strict=True))
+        out = np.empty(box.shape, dtype)
+        self._read(found, start, out)
+        return out
 
 
 def _is_leaf(value: Any) -> bool:

@@ -69,12 +69,14 @@ class Merged:
         shape: its extents.
         boxes: of the array; they cover it exactly once.
         layout: how the ranks split it, if that is told and a layout can say it.
+        copies: what others have of it; must be equal, and is compared by `verify`.
     """
 
     dtype: str
     shape: tuple[int, ...]
     boxes: Sequence[FileBox]
     layout: Layout | None = None
+    copies: list[Merged] = field(default_factory=list)
 
     def converted(self, dtype: str) -> Merged:
         """The array in another dtype."""

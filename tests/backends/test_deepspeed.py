@@ -158,6 +158,34 @@ def test_onto_a_jax_mesh(cases: Path, case: str) -> None:
         assert np.asarray(loaded[kind][rest]).tobytes() == found[name][...].tobytes()
 
 
+@pytest.mark.parametrize(
+    ("case", "name", "of"),
+    [
+        ("mpu2-z1-dp2", "norm", "mp_rank_01"),
+        ("pp2-z1-dp2", "tied_modules.embed.weight", "mp_rank_01"),
+    ],
+)
+def test_verify_compares_what_several_ranks_hold(
+    copy: Callable[[str], Path], case: str, name: str, of: str
+) -> None:
+    tag = copy(case)
+    assert unickpt.verify(tag).ok
+    for file in sorted(tag.glob(f"zero_pp_rank_*_{of}_optim_states.pt")):
+        state = states.optimizer_state(states.StateFile(Files(resolve(tag)), file.name))
+        (group,) = state.groups
+        if name in group.fragments:
+            break
+    flat = group.slots["exp_avg"]
+    assert isinstance(flat.elements, FileRange)
+    start, _ = group.fragments[name]
+    data = bytearray(file.read_bytes())
+    data[flat.elements.offset + 4 * (flat.first + start)] ^= 1
+    file.write_bytes(data)
+    report = unickpt.verify(tag)
+    assert not report.ok
+    assert f"exp_avg/{name}" in str(report)
+
+
 # --- what is read -------------------------------------------------------------------------------
 
 
