@@ -34,6 +34,7 @@ _STRUCTURE = (
 )  # fmt: skip
 
 MODULE, FP32 = "module", "fp32"
+_MASTERS = frozenset({"fp32_groups_flat", "fp32_groups"})
 _EXPERTS = "deepspeed_experts."
 
 
@@ -137,11 +138,19 @@ class Contents:
         self._check_weights(held, module, of_weights)
         _add_aliases(module, of_module, held.aliases)
         _add_aliases(fp32, of_weights, held.aliases)
+        if self._has_unnamed_masters():
+            return module
         made: dict[int, Merged] = {}
         for name, array in module.items():
             if name not in fp32:
                 fp32[name] = made.setdefault(id(array), widened(array))
         return module
+
+    def _has_unnamed_masters(self) -> bool:
+        """Whether the weights in float32 are there, but nothing tells which are whose: DeepSpeed's
+        optimizer of 16 bits without ZeRO flattens them."""
+        states = (model.file.state.get("optimizer") for of in self._models for model in of)
+        return any(isinstance(found, dict) and not _MASTERS.isdisjoint(found) for found in states)
 
     def _check_weights(
         self, held: Weights, module: Mapping[str, Any], of_weights: Mapping[str, str]

@@ -402,6 +402,20 @@ def test_flat_parameters_without_a_shape_are_refused(copy: Callable[[str], Path]
         unickpt.open(tag)
 
 
+def test_masters_without_names_are_not_replaced_by_weights_of_16_bits(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    flat = torch.arange(6.0)
+    optimizer = {"fp32_groups_flat": [flat], "cur_scale": 8.0, "optimizer_state_dict": {}}
+    module = {"w": flat.reshape(2, 3).half()}
+    torch.save(
+        {"module": module, "param_shapes": None, "optimizer": optimizer},
+        tmp_path / "mp_rank_00_model_states.pt",
+    )
+    found = unickpt.open(tmp_path)
+    assert [*found.index.entries] == ["module/w", "optimizer/fp32_groups_flat/0"]
+    assert found.values["optimizer/cur_scale"] == 8.0
+
+
 # --- tensor parallelism -------------------------------------------------------------------------
 
 
