@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
@@ -178,8 +178,3 @@ def is_number(found: Any) -> bool:
 def unraveled(at: int, shape: Sequence[int]) -> tuple[int, ...]:
     """The index of the element number `at` in row-major order."""
     return tuple(int(i) for i in np.unravel_index(at, tuple(shape)))
-
-
-def each_index(counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """All indices of a grid, the last fastest."""
-    yield from np.ndindex(*counts)
