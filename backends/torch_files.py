@@ -73,7 +73,7 @@ class TorchFilesReader(RangeReader):
 
     def __init__(self, files: Files, root: Any, by_file: Mapping[int, TorchFile]) -> None:
         try:
-            node = tree.flatten(root, _is_leaf, _expand)
+            node = tree.flatten(root, _is_leaf, expand)
         except UnickptError as error:
             raise UnsupportedFormat(f"{files.location}: {error}") from error
         entries, boxes = dict[str, ArrayEntry](), dict[str, tuple[FileBox]]()
@@ -120,7 +120,7 @@ def _open_single(files: Files, name: str) -> Reader:
         raise UnsupportedFormat(
             f"{files.location}: {name} is a program of torch.jit; save its state_dict() instead"
         )
-    plain = _Plain(file, f"{files.location}: {name}")
+    plain = PlainTree(file, f"{files.location}: {name}")
     root = plain.tree(file.value, 0, 0)
     return TorchFilesReader(files, root, dict.fromkeys(plain.tensors, file))
 
@@ -161,7 +161,8 @@ def _is_leaf(value: Any) -> bool:
     return isinstance(value, Tensor) or plain_values.is_plain(value)
 
 
-def _expand(found: Any, name: str) -> tree.Expansion | None:
+def expand(found: Any, name: str) -> tree.Expansion | None:
+    """An object that holds tensors as a container, for `tree.flatten`."""
     if not isinstance(found, _Object):
         return None
     keys = tuple(found.children)
@@ -174,7 +175,7 @@ def _expand(found: Any, name: str) -> tree.Expansion | None:
     )
 
 
-class _Plain:
+class PlainTree:
     """Makes a tree of dicts, lists, tuples, objects, plain values and tensors.
 
     Arguments:

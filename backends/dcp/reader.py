@@ -18,7 +18,7 @@ from unickpt.backends.dcp.metadata import Metadata, Path, TensorFacts
 from unickpt.backends.dcp.objects import Inside, read_objects
 from unickpt.errors import CheckpointCorrupt, CoverageError, UnsupportedLeaf
 from unickpt.foreign.elements import FileRange
-from unickpt.foreign.file_ranges import FileBox, RangeReader, of_boxes, whole
+from unickpt.foreign.file_ranges import WHOLE, FileBox, RangeReader, of_boxes, whole
 from unickpt.foreign.files import Files
 from unickpt.foreign.pickles import BadPickle
 from unickpt.format.coverage import check_boxes
@@ -243,7 +243,9 @@ def _entry(files: Files, name: str, array: StoredArray) -> ArrayEntry:
         )
     if [found.box for found in array.boxes] == [everything] and not array.compressed:
         return whole(name, array.shape, array.dtype, array.boxes[0])
-    entry = of_boxes(name, array.shape, array.dtype, array.boxes, cut=not array.compressed)
+    entry = of_boxes(
+        name, array.shape, array.dtype, array.boxes, WHOLE if array.compressed else None
+    )
     try:
         check_boxes(entry, entry.boxes or ())
     except CoverageError as error:

@@ -169,3 +169,29 @@ class InMemory:
 
     def ranges(self, first: int, count: int, itemsize: int) -> Iterator[ByteRange]:
         yield from ()
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The mean of several sequences, computed in float32.
+
+    Arguments:
+        runs: of the sequences; all of the same length.
+        dtype: the name of the dtype in which their elements are stored.
+    """
+
+    runs: Sequence[Run]
+    dtype: str
+
+    def read(self, files: Files, first: int, out: Array) -> None:
+        total = np.zeros(out.size, np.float32)
+        stored = np.empty(out.size, dtypes.from_name(self.dtype))
+        for run in self.runs:
+            run.elements.read(files, run.first + first, stored)
+            total += stored.astype(np.float32)
+        out[...] = (total / np.float32(len(self.runs))).astype(out.dtype)
+
+    def ranges(self, first: int, count: int, itemsize: int) -> Iterator[ByteRange]:
+        size = dtypes.from_name(self.dtype).itemsize
+        for run in self.runs:
+            yield from run.elements.ranges(run.first + first, count, size)

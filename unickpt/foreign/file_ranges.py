@@ -27,6 +27,8 @@ from unickpt.storage.errors import Failed, reading_failed
 
 CHUNK_BYTES = 4 << 20
 """What one request reads at most, as far as the order of the elements allows."""
+WHOLE = 1 << 62
+"""As the most bytes of a chunk: boxes of which no part can be read."""
 # A range with this many times the bytes of a chunk is read as a whole; beyond it, in pieces.
 _WASTE = 4
 # Neighbours that are nearer in the file are read with what lies between them: a request costs more.
@@ -64,42 +66,49 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
 
 
-def whole(name: str, shape: Sequence[int], dtype: str, where: FileBox) -> ArrayEntry:
+def whole(
+    name: str, shape: Sequence[int], dtype: str, where: FileBox, most: int | None = None
+) -> ArrayEntry:
     """The entry of an array that is one box of one file.
 
     Its chunks are ranges of the file, also if the elements are in another than row-major order.
+    They have at most `most` bytes, by default `CHUNK_BYTES`.
     """
     extents = tuple(shape)
     return ArrayEntry(
         name,
         extents,
         dtype,
-        _chunk(extents, dtype, where.steps),
+        _chunk(extents, dtype, where.steps, most),
         Layout.replicated(len(extents), 1),
     )
 
 
 def of_boxes(
-    name: str, shape: Sequence[int], dtype: str, boxes: Sequence[FileBox], cut: bool = True
+    name: str,
+    shape: Sequence[int],
+    dtype: str,
+    boxes: Sequence[FileBox],
+    most: int | None = None,
 ) -> ArrayEntry:
     """The entry of an array that consists of several boxes, which must not overlap.
 
-    Arguments:
-        name, shape, dtype: of the array.
-        boxes: where its elements are.
-        cut: whether parts of a box can be read; otherwise each is read as a whole.
+    Its chunks have at most `most` bytes, by default `CHUNK_BYTES`; with `WHOLE`, each box is one.
     """
     extents = tuple(shape)
     largest = tuple(max(found.box.shape[d] for found in boxes) for d in range(len(extents)))
-    chunk = _chunk(largest, dtype, boxes[0].steps) if cut else largest
+    chunk = _chunk(largest, dtype, boxes[0].steps, most)
     return ArrayEntry(
         name, extents, dtype, chunk, boxes=tuple((found.box, (0,)) for found in boxes)
     )
 
 
-def _chunk(shape: tuple[int, ...], dtype: str, steps: Sequence[int]) -> tuple[int, ...]:
+def _chunk(
+    shape: tuple[int, ...], dtype: str, steps: Sequence[int], most: int | None
+) -> tuple[int, ...]:
     order = sorted(range(len(shape)), key=lambda d: (-abs(steps[d]), d))
-    sizes = free_chunk([shape[d] for d in order], dtypes.from_name(dtype).itemsize, CHUNK_BYTES)
+    itemsize = dtypes.from_name(dtype).itemsize
+    sizes = free_chunk([shape[d] for d in order], itemsize, most or CHUNK_BYTES)
     by_dim = dict(zip(order, sizes, strict=True))
     return tuple(by_dim[d] for d in range(len(shape)))
 
@@ -193,9 +202,23 @@ def read_flat(files: Files, found: FileBox, first: int, out: Array) -> None:
     """
     done = 0
     for box in flat_range_to_boxes(found.box.shape, first, first + out.size):
-        start = sum(a * s for a, s in zip(box.start, found.steps, strict=True))
-        _read(files, found, start, out[done : done + box.size].reshape(box.shape))
+        read_box(files, found, box, out[done : done + box.size].reshape(box.shape))
         done += box.size
+
+
+def read_box(files: Files, found: FileBox, local: Box, out: Array) -> None:
+    """Reads a part of a box.
+
+    Arguments:
+        files: of the checkpoint.
+        found: the box.
+        local: the part, relative to the first element of the box.
+        out: of the part's shape; receives it.
+
+    Raises:
+        Failed: the storage failed, or a file is too short.
+    """
+    _read(files, found, sum(a * s for a, s in zip(local.start, found.steps, strict=True)), out)
 
 
 def _read(files: Files, found: FileBox, start: int, out: Array) -> None:

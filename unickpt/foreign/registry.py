@@ -41,6 +41,7 @@ _BUILT_IN = (
     "bytecheckpoint.reader",
     "megatron.reader",
     "dcp.reader",
+    "deepspeed.reader",
     "safetensors",
     "torch_files",
     "flax_msgpack",

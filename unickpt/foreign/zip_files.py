@@ -16,6 +16,7 @@ from unickpt.foreign.files import Files
 _END, _END64, _LOCATOR64 = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
 _ENTRY, _LOCAL = b"PK\x01\x02", b"PK\x03\x04"
 _TAIL = 65_557  # the record at the end, with the longest comment
+_SHORT_TAIL = 1024  # enough without a comment; has the directory, too, of a few members
 _MOST_DIRECTORY = 1 << 30
 STORED, DEFLATED = 0, 8
 
@@ -99,8 +100,11 @@ class ZipFile:
             raise self.damaged(f"{member.name} does not match its checksum")
 
     def _directory(self) -> dict[str, Member]:
-        tail, end = self._tail()
+        tail, end = self._tail(_SHORT_TAIL)
         at = tail.rfind(_END)
+        if at < 20 or tail[at + 20 : at + 22] != b"\0\0" or at + 22 != len(tail):
+            tail, end = self._tail(_TAIL)
+            at = tail.rfind(_END)
         if at < 0:
             raise self.damaged("it is not a zip file, or incomplete")
         count, size, start = struct.unpack("<10xHII2x", tail[at : at + 22])
@@ -114,16 +118,20 @@ class ZipFile:
             count, size, start = struct.unpack("<32xQQQ", head)
         if size > _MOST_DIRECTORY or start + size > start_of_end - self._begin:
             raise self.damaged("its zip directory lies outside of the file")
-        data = self.files.read(self.name, self._begin + start, size)
+        in_tail = self._begin + start - (end - len(tail))
+        if in_tail >= 0 and len(tail) <= _SHORT_TAIL:
+            data = tail[in_tail : in_tail + size]
+        else:
+            data = self.files.read(self.name, self._begin + start, size)
         return self._entries(data, count)
 
-    def _tail(self) -> tuple[bytes, int]:
-        """The last bytes, and where they end in the file."""
+    def _tail(self, most: int) -> tuple[bytes, int]:
+        """The last bytes, at most so many, and where they end in the file."""
         if self._length is not None:
-            most = min(_TAIL, self._length)
+            most = min(most, self._length)
             end = self._begin + self._length
             return self.files.read(self.name, end - most, most), end
-        tail = self.files.tail(self.name, _TAIL)
+        tail = self.files.tail(self.name, most)
         size = self.files.size(self.name)
         if size is not None:
             return tail, size

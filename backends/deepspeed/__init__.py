@@ -1,0 +1,1 @@
+"""DeepSpeed's checkpoints, and its universal checkpoints."""

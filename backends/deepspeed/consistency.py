@@ -1,0 +1,106 @@
+"""Whether the files of a checkpoint belong together, and how many ranks wrote it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from unickpt.arrays import dtypes
+from unickpt.backends.deepspeed.folder import Folder
+from unickpt.backends.deepspeed.sources import Source
+from unickpt.backends.deepspeed.states import (
+    ModelState,
+    OptimizerState,
+    StateFile,
+    same_everywhere,
+)
+from unickpt.errors import CheckpointCorrupt
+
+_SAME = ("ds_version", "global_steps", "global_samples", "dp_world_size", "mp_world_size")
+
+Models = Sequence[Sequence[ModelState]]
+"""By model-parallel rank, by data-parallel rank."""
+Optimizers = Sequence[Sequence[OptimizerState]]
+
+
+def check(folder: Folder, models: Models, optimizers: Optimizers) -> None:
+    """Checks that no file is missing, and that all are of one save.
+
+    Raises:
+        CheckpointCorrupt: they are not.
+        Failed: the storage failed.
+    """
+    all_models = list(itertools.chain(*models))
+    for key in _SAME:
+        same_everywhere([(m.file, m.file.state.get(key)) for m in all_models], f"{key!r}")
+    same_everywhere([(m.file, m.degrees) for m in all_models], "the number of parallel ranks")
+    for of_rank in models:
+        same_everywhere([(m.file, m.shapes) for m in of_rank], "what its param_shapes say")
+    if not folder.universal and (optimizers or any(m.shapes for m in all_models)):
+        _check_optimizers(folder, models, optimizers)
+
+
+def _check_optimizers(folder: Folder, models: Models, optimizers: Optimizers) -> None:
+    where = folder.files.location
+    if not optimizers:
+        raise CheckpointCorrupt(
+            f"{where}: the optimizer files of ZeRO, *zero_pp_rank_*_optim_states.pt, are missing; "
+            "was the folder copied as a whole?"
+        )
+    if len(optimizers) != len(models):
+        raise CheckpointCorrupt(
+            f"{where}: there are model files of {len(models)} model-parallel ranks, and optimizer "
+            f"files of {len(optimizers)}; was the folder copied as a whole?"
+        )
+    count, model = len(optimizers[0]), models[0][0]
+    told = model.file.state.get("dp_world_size")
+    if folder.stage3 and len(models[0]) != count:
+        raise CheckpointCorrupt(
+            f"{where}: there are model files of {len(models[0])} data-parallel ranks, and "
+            f"optimizer files of {count}; was the folder copied as a whole?"
+        )
+    if type(told) is int and told != count:
+        raise CheckpointCorrupt(
+            f"{where}: {model.file.name} is of a run with {told} data-parallel ranks, and there "
+            f"are optimizer files of {count}; was the folder copied as a whole?"
+        )
+    files = list(itertools.chain(*optimizers))
+    version = model.file.state.get("ds_version")
+    same_everywhere([(o.file, o.version) for o in files], "the version of DeepSpeed", version)
+    same_everywhere(_steps(folder, files), "the step of the optimizer")
+
+
+def _steps(
+    folder: Folder, optimizers: Sequence[OptimizerState]
+) -> Iterator[tuple[StateFile, float]]:
+    """How often each rank stepped: the only number in these files that tells two saves apart."""
+    for optimizer in optimizers:
+        step = optimizer.groups[0].scalars.get("step") if optimizer.groups else None
+        if isinstance(step, Source):
+            out = np.empty(1, dtypes.from_name(step.dtype))
+            step.elements.read(folder.files, step.first, out)
+            step = float(out[0])
+        if step is not None:
+            yield optimizer.file, step
+
+
+def degrees(folder: Folder, models: Models) -> tuple[int, int]:
+    """How many stages the pipeline has, and the degree of tensor parallelism.
+
+    Raises:
+        CheckpointCorrupt: the files are of another number of ranks.
+    """
+    count = max(1, len(models))
+    in_layers = max((len(names) for names in folder.layers.values()), default=0)
+    told = next((model.degrees for model in itertools.chain(*models) if model.degrees), None)
+    stages, degree = told or (max(1, count // (in_layers or count)), in_layers or count)
+    if stages * degree != count or in_layers not in (0, degree):
+        layers = f", {in_layers} for each layer" if in_layers else ""
+        raise CheckpointCorrupt(
+            f"{folder.files.location}: {stages} stages of a pipeline x {degree} tensor-parallel "
+            f"ranks wrote it, and there are model files of {count} ranks{layers}; was the folder "
+            "copied as a whole?"
+        )
+    return stages, degree

@@ -1,0 +1,233 @@
+"""What a DeepSpeed checkpoint holds, as a tree of arrays and plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from unickpt.backends.deepspeed import consistency, partitions, universal, weights
+from unickpt.backends.deepspeed.folder import Folder
+from unickpt.backends.deepspeed.ranks import Named, Ranks
+from unickpt.backends.deepspeed.sources import Merged, Parameter, Source, whole, widened
+from unickpt.backends.deepspeed.states import (
+    StateFile,
+    common_values,
+    model_state,
+    optimizer_state,
+    read_all,
+)
+from unickpt.backends.deepspeed.weights import Weights
+from unickpt.backends.torch_files import PlainTree
+from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
+from unickpt.quoting import quoted
+
+# What DeepSpeed itself puts into a model file and unickpt shows.
+_OWN = (
+    "global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size",
+    "ds_version", "ds_config", "lr_scheduler", "data_sampler", "random_ltd",
+    "sparse_tensor_module_names",
+)  # fmt: skip
+# What is only read to find the arrays. All else is the user's, `client_state`.
+_STRUCTURE = (
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+    "frozen_param_fragments", "checkpoint_parallel_dimensions", "universal_checkpoint_info",
+)  # fmt: skip
+
+MODULE, FP32 = "module", "fp32"
+_MASTERS = frozenset({"fp32_groups_flat", "fp32_groups"})
+_EXPERTS = "deepspeed_experts."
+
+
+class Contents:
+    """What a checkpoint holds.
+
+    Arguments:
+        folder: its files.
+        hints: what the user says of it.
+
+    Raises:
+        CheckpointCorrupt, UnsupportedFormat, HintError: see `reader.open`.
+        Failed: the storage failed.
+    """
+
+    def __init__(self, folder: Folder, hints: Mapping[str, Any]) -> None:
+        self.folder, where = folder, str(folder.files.location)
+        self._models = _by_rank(folder, folder.models, model_state)
+        self._optimizers = _by_rank(folder, folder.optimizers, optimizer_state)
+        consistency.check(folder, self._models, self._optimizers)
+        infos = (model.info for of_rank in self._models for model in of_rank)
+        stages, degree = consistency.degrees(folder, self._models)
+        self._ranks = Ranks(where, stages, degree, next(filter(None, infos), {}), hints)
+        self.files_of: dict[int, StateFile] = {}
+        """The file of each tensor of plain states, by its identity as an object."""
+        self.root: dict[str, Any] = {}
+        """The tree; its leaves are `Merged`, tensors and plain values."""
+        slots, of_weights = self._slots()
+        held = weights.of_models(folder, self._models, degree)
+        module = self._module(held, slots.get(FP32, {}), of_weights)
+        for kind, found in {MODULE: module, **slots}.items():
+            self._add(kind, found)
+        self._add_module_values(held)
+        self._ranks.check_hints_used()
+        self._add_values()
+        version = self.root.get("ds_version")
+        self.version = version if isinstance(version, str) and len(version) < 40 else ""
+        """Of DeepSpeed."""
+
+    def _add(self, key: str, found: Any) -> None:
+        if key in self.root:
+            raise UnsupportedFormat(
+                f"{self.folder.files.location}: a slot of the optimizer is called {quoted(key)}, "
+                "as something else is"
+            )
+        if found != {}:
+            self.root[key] = found
+
+    # --- arrays ---------------------------------------------------------------------------------
+
+    def _slots(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+        """The weights in float32 and the optimizer's slots; and of the former, the names that
+        ranks have for them."""
+        found: dict[str, dict[str, Any]] = {FP32: {}}
+        of_weights = {}
+        by_rank, combined = self._parameters()
+        slots = list(dict.fromkeys(s for held in by_rank for p in held.values() for s in p.slots))
+        for slot in slots:
+            held = [{n: p.slots[slot] for n, p in of.items() if slot in p.slots} for of in by_rank]
+            for named in combined(slot, held):
+                found.setdefault(slot, {})[named.name] = named.array
+                if slot == FP32:
+                    of_weights[named.name] = named.of
+                if slot == slots[0]:
+                    for scalar, value in by_rank[named.rank][named.of].scalars.items():
+                        array = whole(value) if isinstance(value, Source) else value
+                        found.setdefault(scalar, {})[named.name] = array
+        return found, of_weights
+
+    def _parameters(self) -> tuple[Sequence[Mapping[str, Parameter]], Any]:
+        """By rank, what it holds of parameters; and how the ranks' parts are combined."""
+        models = [of_rank[0] for of_rank in self._models]
+        if self.folder.universal:
+            shapes = models[0].shapes if models else ()
+            shapes = [*shapes, *(group for model in models[1:] for group in model.shapes)]
+            copied = {name for model in models for name in model.module or ()}
+            return [universal.parameters(self.folder, shapes, copied)], _of_one_rank
+        if not self._optimizers:
+            of_models = [partitions.unsharded(model) for model in models]
+            return of_models, self._ranks.apart
+        config = models[0].file.state.get("ds_config")
+        first = isinstance(config, dict) and config.get("use_data_before_expert_parallelism")
+        return [
+            partitions.parameters(model, optimizers, first is True)
+            for model, optimizers in zip(models, self._optimizers, strict=True)
+        ], self._ranks.combined
+
+    def _module(
+        self, held: Weights, fp32: dict[str, Any], of_weights: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """The module's state; adds to that in float32 what the optimizer does not have."""
+        module, of_module = dict[str, Any](), dict[str, str]()
+        for named in self._ranks.combined(MODULE, held.held):
+            module[named.name], of_module[named.name] = named.array, named.of
+        for name, of in of_weights.items():
+            if of in held.trained:
+                dtype = held.trained[of]
+                array = fp32[name]
+                module[name] = array if array.dtype == dtype else array.converted(dtype)
+                of_module[name] = of
+        self._check_weights(held, module, of_weights)
+        _add_aliases(module, of_module, held.aliases)
+        _add_aliases(fp32, of_weights, held.aliases)
+        if self._has_unnamed_masters():
+            return module
+        made: dict[int, Merged] = {}
+        for name, array in module.items():
+            if name not in fp32:
+                fp32[name] = made.setdefault(id(array), widened(array))
+        return module
+
+    def _has_unnamed_masters(self) -> bool:
+        """Whether the weights in float32 are there, but nothing tells which are whose: DeepSpeed's
+        optimizer of 16 bits without ZeRO flattens them."""
+        states = (model.file.state.get("optimizer") for of in self._models for model in of)
+        return any(isinstance(found, dict) and not _MASTERS.isdisjoint(found) for found in states)
+
+    def _check_weights(
+        self, held: Weights, module: Mapping[str, Any], of_weights: Mapping[str, str]
+    ) -> None:
+        """Checks that what is trained has weights; experts have files of their own."""
+        missing = sorted(held.trained.keys() - set(of_weights.values()))
+        if self.folder.experts:
+            missing += [name for name in of_weights if _EXPERTS in name and name not in module]
+        if missing:
+            raise CheckpointCorrupt(
+                f"{self.folder.files.location}: array 'module/{missing[0]}': the file with its "
+                "weights is missing; was the folder copied as a whole?"
+            )
+
+    # --- plain values ---------------------------------------------------------------------------
+
+    def _add_module_values(self, held: Weights) -> None:
+        if held.values:
+            module = self.root.setdefault(MODULE, {})
+            for name, (value, file) in held.values.items():
+                module.setdefault(name, self._plain(value, file))
+
+    def _add_values(self) -> None:
+        model = self._models[0][0] if self._models else None
+        state = model.file.state if model else {}
+        for key in _OWN:
+            if model and key in state:
+                self._add(key, self._plain(state[key], model.file))
+        mine = {k: v for k, v in state.items() if k not in _OWN and k not in _STRUCTURE}
+        if model and mine:
+            self._add("client_state", self._plain(mine, model.file))
+        for values, file in self._optimizer_values(state, model.file if model else None):
+            self._add("optimizer", self._plain(values, file))
+
+    def _optimizer_values(
+        self, state: Mapping[Any, Any], file: StateFile | None
+    ) -> Iterator[tuple[Any, StateFile]]:
+        """What the optimizer has besides the slots of parameters."""
+        if self._optimizers:
+            first = self._optimizers[0][0]
+            yield first.plain, first.file
+        elif self.folder.common is not None:
+            common = StateFile(self.folder.files, self.folder.common)
+            yield common_values(common.state), common
+        elif file is not None and isinstance(state.get("optimizer"), dict):
+            yield {k: v for k, v in state["optimizer"].items() if k != "state"}, file
+
+    def _plain(self, value: Any, file: StateFile) -> Any:
+        maker = PlainTree(file.torch, f"{self.folder.files.location}: {file.name}")
+        made = maker.tree(value, 1, 0)
+        self.files_of.update(dict.fromkeys(maker.tensors, file))
+        return made
+
+
+def _by_rank(folder: Folder, names: Sequence[Sequence[str]], decode: Any) -> list[list[Any]]:
+    """What files hold, by model-parallel rank, by data-parallel rank."""
+    found = iter(read_all(folder.files, [name for of in names for name in of], decode))
+    return [[next(found) for _ in of_rank] for of_rank in names]
+
+
+def _of_one_rank(kind: str, held: Sequence[Mapping[str, Source]]) -> Iterable[Named]:
+    return [Named(name, name, 0, whole(source)) for name, source in held[0].items()]
+
+
+def _add_aliases(
+    arrays: dict[str, Any], names: Mapping[str, str], aliases: Mapping[str, str]
+) -> None:
+    """Adds further names of arrays.
+
+    Arguments:
+        arrays: by their own names.
+        names: by these, those that ranks have for them.
+        aliases: of the names that ranks have.
+    """
+    own: dict[str, list[str]] = {}
+    for name, of in names.items():
+        own.setdefault(of, []).append(name)
+    for alias, of in aliases.items():
+        for name in own.get(of, ()):
+            arrays.setdefault(alias + name.removeprefix(of), arrays[name])

@@ -1,0 +1,191 @@
+"""The files of a DeepSpeed checkpoint: which folder, and which rank wrote which file.
+
+Source: deepspeed/runtime/engine.py, the functions `_get_*_ckpt_name`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
+from unickpt.foreign.files import Files
+from unickpt.quoting import quoted
+
+LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
+_SCRIPT = "zero_to_fp32.py"  # DeepSpeed puts it beside `latest`; it is never run
+_MOST_TAG = 1000
+
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt")
+_OPTIMIZER = re.compile(
+    r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt"
+)
+_LAYER = re.compile(r"layer_(\d{1,6})(?:-model_(\d{1,6}))?-model_states\.pt")
+_EXPERT = re.compile(r"layer_(\d{1,6})_expert_(\d{1,6})_mp_rank_(\d{1,6})_model_states\.pt")
+_STATE = re.compile(r"zero/(.+)/([^/]+)\.pt")
+_UNIVERSAL_COMMON = "zero/optimizer_state.pt"
+_NOT_READ = {
+    "expp_rank_": "the optimizer of a mixture of experts without ZeRO, whose states have no names",
+    "expert_": "experts of DeepSpeed before 0.5",
+}
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The files of one checkpoint. Model-parallel rank `pp * tp_degree + tp` is "mp rank".
+
+    Arguments:
+        files: of the tag's folder.
+        stage3: whether each data-parallel rank wrote a model file.
+        models: by mp rank, the model files by data-parallel rank; one each below stage 3.
+        optimizers: by mp rank, the optimizer files by data-parallel rank; empty without ZeRO.
+        layers: of a pipeline, by the number of the layer, by tensor-parallel rank.
+        experts: the files of the experts.
+        states: of a universal checkpoint, by parameter, its files by slot.
+        common: the file of a universal checkpoint with what its parameters have in common.
+    """
+
+    files: Files
+    stage3: bool
+    models: Sequence[Sequence[str]]
+    optimizers: Sequence[Sequence[str]]
+    layers: Mapping[int, Sequence[str]]
+    experts: Sequence[str]
+    states: Mapping[str, Mapping[str, str]]
+    common: str | None
+
+    @property
+    def universal(self) -> bool:
+        """Whether it is a universal checkpoint."""
+        return bool(self.states)
+
+
+def find(files: Files) -> Folder | None:
+    """The checkpoint at a location, which is the folder of a tag or the one above; None if none is
+    there.
+
+    Raises:
+        CheckpointCorrupt: a file is missing, or files of several saves are mixed.
+        UnsupportedFormat: it has files that are not read.
+        Failed: the storage failed.
+    """
+    here = files.here
+    found = _in_tag(files)
+    if found is not None:
+        return found
+    for pointer in (LATEST, LATEST_UNIVERSAL):
+        if pointer not in here:
+            continue
+        tag = files.read(pointer, 0, min(files.size(pointer) or 0, _MOST_TAG))
+        tag = tag or files.whole(pointer)[:_MOST_TAG]  # the storage does not tell the size
+        name = tag.decode(errors="replace").strip()
+        if not name or "/" in name or name in (".", "..") or "\0" in name:
+            continue
+        found = _in_tag(Files(files.location.child(name)))
+        if found is None and _SCRIPT in here:
+            raise CheckpointCorrupt(
+                f"{files.location}: {pointer} names the checkpoint {quoted(name)}, but that folder "
+                "has no files of DeepSpeed; was it copied as a whole?"
+            )
+        if found is not None:
+            return found
+    return None
+
+
+def _in_tag(files: Files) -> Folder | None:
+    here = files.here
+    matches = {name: match for name in here if (match := _MODEL.fullmatch(name))}
+    optimizers = {name: match for name in here if (match := _OPTIMIZER.fullmatch(name))}
+    states: dict[str, dict[str, str]] = {}
+    common = None
+    if not optimizers and files.exists(_UNIVERSAL_COMMON):
+        common, states = _UNIVERSAL_COMMON, _states(files)
+    if not (matches or optimizers or states):
+        return None
+    _refuse_others(files, here)
+    if not matches and not states:
+        raise CheckpointCorrupt(
+            f"{files.location}: there are optimizer files such as {next(iter(optimizers))}, but no "
+            "model files (*_model_states.pt), which tell the shapes; was it copied as a whole?"
+        )
+    stage3 = any(match[1] is not None for match in matches.values())
+    if stage3 and any(match[1] is None for match in matches.values()):
+        raise CheckpointCorrupt(
+            f"{files.location}: model files of ZeRO 3 (zero_pp_rank_*) and of other stages "
+            "(mp_rank_*) are mixed; are the files of one save?"
+        )
+    return Folder(
+        files,
+        stage3,
+        _grid(files, {name: (int(m[2]), int(m[1] or 0)) for name, m in matches.items()}),
+        _grid(files, {name: (int(m[2]), int(m[1])) for name, m in optimizers.items()}),
+        _layers(files),
+        [name for name in here if _EXPERT.fullmatch(name)],
+        states,
+        common,
+    )
+
+
+def _refuse_others(files: Files, here: Sequence[str]) -> None:
+    for name in here:
+        for prefix, what in _NOT_READ.items():
+            if name.startswith(prefix) and name.endswith(".pt"):
+                raise UnsupportedFormat(
+                    f"{files.location}: {name} is of a kind that unickpt does not read: {what}"
+                )
+
+
+def _grid(files: Files, ranks: Mapping[str, tuple[int, int]]) -> list[list[str]]:
+    """Files by mp rank and data-parallel rank, without a hole."""
+    by_rank: dict[tuple[int, int], str] = {}
+    for name, rank in ranks.items():
+        if rank in by_rank:
+            raise CheckpointCorrupt(
+                f"{files.location}: {by_rank[rank]} and {name} are of the same rank; are the files "
+                "of one save?"
+            )
+        by_rank[rank] = name
+    if not by_rank:
+        return []
+    counts = [1 + max(rank[axis] for rank in by_rank) for axis in (0, 1)]
+    if len(by_rank) != counts[0] * counts[1]:
+        mp, dp = next(
+            (mp, dp)
+            for mp in range(counts[0])
+            for dp in range(counts[1])
+            if (mp, dp) not in by_rank
+        )
+        raise CheckpointCorrupt(
+            f"{files.location}: of the files such as {next(iter(ranks))}, that of data-parallel "
+            f"rank {dp} and model-parallel rank {mp} is missing, of {counts[1]} x {counts[0]}; was "
+            "the folder copied as a whole?"
+        )
+    return [[by_rank[mp, dp] for dp in range(counts[1])] for mp in range(counts[0])]
+
+
+def _layers(files: Files) -> dict[int, list[str]]:
+    found: dict[int, dict[int, str]] = {}
+    for name in files.here:
+        match = _LAYER.fullmatch(name)
+        if match:
+            found.setdefault(int(match[1]), {})[int(match[2] or 0)] = name
+    count = max((1 + max(by_rank) for by_rank in found.values()), default=0)
+    for layer, by_rank in found.items():
+        for rank in range(count):
+            if rank not in by_rank:
+                raise CheckpointCorrupt(
+                    f"{files.location}: layer {layer} has {next(iter(by_rank.values()))}, but no "
+                    f"file of tensor-parallel rank {rank}, of {count}; was the folder copied as a "
+                    "whole?"
+                )
+    return {layer: [found[layer][rank] for rank in range(count)] for layer in sorted(found)}
+
+
+def _states(files: Files) -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = {}
+    for name in files.names:
+        match = _STATE.fullmatch(name)
+        if match:
+            found.setdefault(match[1], {})[match[2]] = name
+    return found

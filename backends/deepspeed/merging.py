@@ -1,0 +1,427 @@
+"""Which boxes of a parameter the tensor-parallel ranks hold, by a universal checkpoint's rules.
+
+Sources: deepspeed/checkpoint/ds_to_universal.py (`merge_tp_slices`) and checkpoint/affine.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unickpt.arrays.box import Box
+from unickpt.backends.deepspeed.patterns import BadPattern, Patterns, of_list
+from unickpt.backends.deepspeed.sources import unraveled
+from unickpt.errors import HintError
+from unickpt.foreign.file_ranges import row_major
+from unickpt.foreign.pickles import Opaque
+from unickpt.quoting import quoted
+
+Shape = tuple[int, ...]
+
+REPLICATED = "tp_replicated_parameter_patterns"
+AVERAGED = "parameter_to_average_patterns"
+ROWS = "parameter_with_row_parallelism_patterns"
+HALVES = "parameter_with_2_sub_params_cat_dim_0"
+SUB_PARAMETERS = "parameter_with_sub_params"
+WIDTHS = "sub_param_shard_widths"
+VOCABULARY = "vocabulary_parameter_patterns"
+VOCABULARY_SIZE = "original_vocab_size"
+_VERSION, _AFFINE, _UNSUPPORTED = (
+    "universal_checkpoint_version", "affine_map", "autotp_unsupported_parameter_patterns",
+)  # fmt: skip
+_LISTS = (REPLICATED, AVERAGED, ROWS, HALVES, VOCABULARY)
+HINTS = (*_LISTS, SUB_PARAMETERS, WIDTHS, VOCABULARY_SIZE)
+"""The keys of `universal_checkpoint_info` that users can say where a folder does not."""
+_WITH_WIDTHS = 0.4
+_AFFINE_VERSION = 1
+_MOST_DIMENSIONS, _MOST_PARTS = 32, 10_000
+
+
+class BadInfo(ValueError):
+    """What is said about tensor parallelism is wrong, or does not fit a parameter."""
+
+
+class Unsupported(ValueError):
+    """What is said about tensor parallelism is not supported."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a parameter, and where one rank has it.
+
+    Arguments:
+        box: of the parameter.
+        rank: tensor-parallel.
+        first: the number of its first element in what the rank holds, in row-major order.
+        strides: of the box's dimensions there.
+        scale: what the rank's elements are multiplied by.
+    """
+
+    box: Box
+    rank: int
+    first: int
+    strides: tuple[int, ...]
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a parameter follows from what the ranks hold.
+
+    Arguments:
+        shape: of the parameter.
+        pieces: cover it exactly once; for a mean, one for each rank that is all of it.
+        mean: whether it is the mean of the pieces.
+    """
+
+    shape: Shape
+    pieces: Sequence[Piece]
+    mean: bool = False
+
+
+class Rules:
+    """How tensor-parallel ranks share parameters.
+
+    Arguments:
+        info: a `universal_checkpoint_info`; untrusted.
+        hints: what the user says instead of some of it.
+        degree: of tensor parallelism.
+
+    Raises:
+        BadInfo: it is damaged.
+        HintError: a hint is.
+        Unsupported: it says that something cannot be merged, or is of a later version.
+    """
+
+    def __init__(self, info: Mapping[str, Any], hints: Mapping[str, Any], degree: int) -> None:
+        check_hints(hints)
+        self._degree = degree
+        told = {**info, **hints}
+        self._hinted = {key for key in hints if key in _LISTS}
+        unsupported = told.get(_UNSUPPORTED) or {}
+        if unsupported:
+            raise Unsupported(
+                f"DeepSpeed says that parameters cannot be merged: {quoted(unsupported)}"
+            )
+        self._lists = {key: _list_of_patterns(told, key) for key in _LISTS}
+        self._sub_parameters = _sub_parameters(told.get(SUB_PARAMETERS) or ())
+        self._widths = _dict(told.get(WIDTHS) or {}, WIDTHS)
+        version = told.get(_VERSION, 0.0)
+        has_widths = type(version) in (int, float) and version >= _WITH_WIDTHS
+        self._needs_widths = has_widths and SUB_PARAMETERS not in hints
+        self._vocabulary = told.get(VOCABULARY_SIZE)
+        self._affine = _affine_maps(_dict(told.get(_AFFINE) or {}, _AFFINE))
+        self.known = bool(hints) or any(told.get(key) for key in (*_LISTS, SUB_PARAMETERS, _AFFINE))
+        """Whether it says anything; else nobody knows how to merge."""
+
+    def plan(self, name: str, shapes: Sequence[Shape]) -> Plan:
+        """How a parameter follows from what the ranks hold.
+
+        Arguments:
+            name: of the parameter.
+            shapes: of what each rank holds.
+
+        Raises:
+            BadInfo: the rule for it does not fit the shapes.
+            Unsupported: it is not supported.
+        """
+        try:
+            plan = self._plan(name, shapes)
+            if self._lists[VOCABULARY].find(name):
+                plan = _cut(plan, self._vocabulary)
+        except BadPattern as error:
+            raise BadInfo(str(error)) from error
+        return plan
+
+    def check_hints_used(self, where: str) -> None:
+        """Checks that each pattern of a hint has matched a name.
+
+        Arguments:
+            where: the checkpoint, for the error.
+
+        Raises:
+            HintError: one has not.
+        """
+        for key in self._hinted:
+            for pattern in sorted(self._lists[key].unused):
+                raise HintError(
+                    f"{where}: the pattern {quoted(pattern)} of the hint {key} matches no "
+                    "parameter that several ranks share"
+                )
+
+    def _plan(self, name: str, shapes: Sequence[Shape]) -> Plan:
+        affine = self._affine.find(name)
+        if affine is not None:
+            self._mark_used(name)
+            return _affine_plan(affine[1], shapes)
+        if self._lists[REPLICATED].find(name):
+            _check_equal(shapes)
+            return Plan(shapes[0], [_all_of(0, shapes[0])])
+        if self._lists[AVERAGED].find(name):
+            _check_equal(shapes)
+            return Plan(shapes[0], [_all_of(r, s) for r, s in enumerate(shapes)], mean=True)
+        if self._lists[HALVES].find(name):
+            return _sub_plan(shapes, 0, _halves(shapes))
+        sub = self._sub_parameters.find(name)
+        if sub is not None:
+            return self._of_sub_parameters(*sub, shapes)
+        dim = 1 if self._lists[ROWS].find(name) else 0
+        return _sub_plan(shapes, dim, [[_extent(shape, dim) for shape in shapes]])
+
+    def _mark_used(self, name: str) -> None:
+        for patterns in (*self._lists.values(), self._sub_parameters):
+            patterns.find(name)
+
+    def _of_sub_parameters(
+        self, pattern: str, said: Mapping[str, Any], shapes: Sequence[Shape]
+    ) -> Plan:
+        dim, spec = said["partition_dim"], said["shape"][said["partition_dim"]]
+        full = sum(_extent(shape, dim) for shape in shapes)
+        if self._needs_widths or pattern in self._widths:
+            if pattern not in self._widths:
+                raise BadInfo(f"{WIDTHS} has nothing for {quoted(pattern)}")
+            return _sub_plan(shapes, dim, _numbers(self._widths[pattern], self._degree))
+        # Older versions gave the number of sub-parameters, and split each of them evenly.
+        sizes = [full // spec] * spec if type(spec) is int and 0 < spec <= _MOST_PARTS else spec
+        if not isinstance(sizes, list | tuple) or not all(type(n) is int and n >= 0 for n in sizes):
+            raise BadInfo(f"{SUB_PARAMETERS} has no sizes for {quoted(pattern)}: {quoted(spec)}")
+        if sum(sizes) != full or any(n % self._degree for n in sizes):
+            raise BadInfo(
+                f"its sub-parameters, {quoted(spec)}, do not divide {full} evenly among "
+                f"{self._degree} ranks"
+            )
+        return _sub_plan(shapes, dim, [[n // self._degree] * self._degree for n in sizes])
+
+
+# --- concatenations -----------------------------------------------------------------------------
+
+
+def _extent(shape: Shape, dim: int) -> int:
+    if dim >= len(shape):
+        raise BadInfo(
+            f"it has {len(shape)} dimensions, and is said to be split along dimension {dim}"
+        )
+    return shape[dim]
+
+
+def _all_of(rank: int, shape: Shape) -> Piece:
+    return Piece(Box.whole(shape), rank, 0, row_major(shape))
+
+
+def _check_equal(shapes: Sequence[Shape]) -> None:
+    if any(shape != shapes[0] for shape in shapes):
+        raise BadInfo(
+            f"it is said to be the same on all ranks, but its shapes are {quoted(shapes)}"
+        )
+
+
+def _halves(shapes: Sequence[Shape]) -> list[list[int]]:
+    extents = [_extent(shape, 0) for shape in shapes]
+    return [[-(-n // 2) for n in extents], [n // 2 for n in extents]]  # as torch.chunk
+
+
+def _sub_plan(shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]]) -> Plan:
+    """Sub-parameters one after the other along a dimension, each of all ranks in turn.
+
+    Arguments:
+        shapes: of what each rank holds.
+        dim: the dimension.
+        widths: by sub-parameter, by rank.
+    """
+    held = [_extent(shape, dim) for shape in shapes]
+    if [sum(each) for each in zip(*widths, strict=True)] != held:
+        raise BadInfo(
+            f"its ranks hold {held} along dimension {dim}, but the widths of its sub-parameters "
+            f"are {quoted(widths)}"
+        )
+    rest = {shape[:dim] + shape[dim + 1 :] for shape in shapes}
+    if len(rest) > 1:
+        raise BadInfo(
+            f"its ranks hold shapes that do not fit along dimension {dim}: {quoted(shapes)}"
+        )
+    pieces, at, begins = [], 0, [0] * len(shapes)
+    for by_rank in widths:
+        for rank, (shape, width) in enumerate(zip(shapes, by_rank, strict=True)):
+            steps = row_major(shape)
+            start = tuple(at if d == dim else 0 for d in range(len(shape)))
+            stop = tuple(at + width if d == dim else n for d, n in enumerate(shape))
+            pieces.append(Piece(Box(start, stop), rank, begins[rank] * steps[dim], steps))
+            at, begins[rank] = at + width, begins[rank] + width
+    full = tuple(at if d == dim else n for d, n in enumerate(shapes[0]))
+    return Plan(full, pieces)
+
+
+def _cut(plan: Plan, size: Any) -> Plan:
+    """A plan without the rows that only pad a vocabulary."""
+    if type(size) is not int or size < 1:
+        raise BadInfo(f"it is padded to a vocabulary whose size is {quoted(size)}")
+    if not plan.shape or plan.shape[0] <= size:
+        return plan
+    limit = Box.whole((size, *plan.shape[1:]))
+    pieces = []
+    for piece in plan.pieces:
+        box = piece.box.intersect(limit)
+        if box is not None and not box.empty:
+            pieces.append(Piece(box, piece.rank, piece.first, piece.strides, piece.scale))
+    return Plan(limit.shape, pieces, plan.mean)
+
+
+# --- affine maps --------------------------------------------------------------------------------
+
+
+def _affine_plan(said: Any, shapes: Sequence[Shape]) -> Plan:
+    """What an affine map says: strided pieces of what each rank holds, and of the parameter."""
+    said = _dict(said, "an affine map")
+    logical = _shape(said.get("logical_shape"), "logical_shape")
+    by_rank = {int(rank): found for rank, found in _dict(said.get("ranks"), "ranks").items()}
+    if sorted(by_rank) != list(range(len(shapes))):
+        raise BadInfo(f"its affine map is of the ranks {quoted(sorted(by_rank))}, of {len(shapes)}")
+    pieces: dict[tuple[int, ...], Piece] = {}
+    for rank in range(len(shapes)):
+        of_rank = _dict(by_rank[rank], "a rank of an affine map")
+        if math.prod(_shape(of_rank.get("shard_shape"), "shard_shape")) != math.prod(shapes[rank]):
+            raise BadInfo(
+                f"its affine map gives rank {rank} the shape {quoted(of_rank.get('shard_shape'))}, "
+                f"but that is {list(shapes[rank])}"
+            )
+        for found in _sequence(of_rank.get("pieces"), "pieces"):
+            piece = _affine_piece(_dict(found, "a piece"), rank, logical, math.prod(shapes[rank]))
+            if piece is None:
+                continue
+            known = pieces.setdefault(piece.box.start, piece)  # replicated: of the first rank
+            if known is not piece and (known.box, known.scale) != (piece.box, piece.scale):
+                raise BadInfo(f"its affine map has two pieces at {list(piece.box.start)}")
+    return Plan(logical, [*pieces.values()])
+
+
+def _affine_piece(said: Mapping[str, Any], rank: int, logical: Shape, held: int) -> Piece | None:
+    """A piece of an affine map; None if it is empty."""
+    shape = _shape(said.get("shape"), "a piece")
+    to, from_ = (_strided(said.get(side), len(shape), side) for side in ("source", "dest"))
+    scale = said.get("scale", 1.0)
+    if type(scale) not in (int, float) or not math.isfinite(scale) or scale == 0:
+        raise BadInfo(f"the scale of a piece is {quoted(scale)}")
+    if 0 in shape:
+        return None
+    last = from_[0] + sum((n - 1) * s for n, s in zip(shape, from_[1], strict=True))
+    if last >= held or to[0] >= math.prod(logical):
+        raise BadInfo(f"a piece of its affine map lies outside of what rank {rank} holds")
+    # The piece is a box of the parameter: each of its dimensions is one of the parameter's.
+    extents, strides = [1] * len(logical), [0] * len(logical)
+    left = {d for d, n in enumerate(shape) if n > 1}
+    for dim, (n, step) in enumerate(zip(logical, row_major(logical), strict=True)):
+        match = next((d for d in sorted(left) if to[1][d] == step), None) if n > 1 else None
+        if match is not None:
+            left.remove(match)
+            extents[dim], strides[dim] = shape[match], from_[1][match]
+    start = unraveled(to[0], logical)
+    stop = tuple(a + n for a, n in zip(start, extents, strict=True))
+    if left or any(b > n for b, n in zip(stop, logical, strict=True)):
+        raise Unsupported(
+            f"a piece of its affine map, {quoted(said)}, is not a box of the shape {list(logical)}"
+        )
+    return Piece(Box(start, stop), rank, from_[0], tuple(strides), float(scale))
+
+
+def _strided(found: Any, dimensions: int, what: str) -> tuple[int, tuple[int, ...]]:
+    pair = _sequence(found, what)
+    if len(pair) != 2 or type(pair[0]) is not int or pair[0] < 0:
+        raise BadInfo(f"the {what} of a piece is {quoted(found)}")
+    strides = _shape(pair[1], what)
+    if len(strides) != dimensions:
+        raise BadInfo(f"the {what} of a piece has {len(strides)} dimensions, of {dimensions}")
+    return pair[0], strides
+
+
+def _affine_maps(said: Mapping[str, Any]) -> Patterns:
+    version = said.get("version", _AFFINE_VERSION)
+    if type(version) is not int or version > _AFFINE_VERSION:
+        raise Unsupported(
+            f"its affine_map is of version {quoted(version)}, and unickpt reads {_AFFINE_VERSION}"
+        )
+    return _patterns(_dict(said.get("params") or {}, "the affine map's params"), _AFFINE)
+
+
+# --- what is said, checked ----------------------------------------------------------------------
+
+
+def check_hints(hints: Mapping[str, Any]) -> None:
+    """Checks the types and values of hints.
+
+    Raises:
+        HintError: one is wrong.
+    """
+    try:
+        for key in _LISTS:
+            _list_of_patterns(hints, key)
+        _sub_parameters(hints.get(SUB_PARAMETERS) or ())
+        _dict(hints.get(WIDTHS) or {}, WIDTHS)
+        size = hints.get(VOCABULARY_SIZE, 1)
+        if type(size) is not int or size < 1:
+            raise BadInfo(f"{VOCABULARY_SIZE} is {quoted(size)}, not a number of rows")
+        if hints.get(VOCABULARY) and VOCABULARY_SIZE not in hints:
+            raise BadInfo(f"{VOCABULARY} needs the hint {VOCABULARY_SIZE} too")
+    except BadInfo as error:
+        raise HintError(f"the hint is wrong: {error}") from error
+
+
+def _dict(found: Any, what: str) -> Mapping[Any, Any]:
+    if not isinstance(found, dict):
+        raise BadInfo(f"{what} is no dict: {quoted(found)}")
+    return found
+
+
+def _sequence(found: Any, what: str) -> Sequence[Any]:
+    if not isinstance(found, list | tuple):
+        raise BadInfo(f"{what} is no list: {quoted(found)}")
+    return found
+
+
+def _shape(found: Any, what: str) -> Shape:
+    numbers = _sequence(found, what)
+    if len(numbers) > _MOST_DIMENSIONS or not all(type(n) is int and n >= 0 for n in numbers):
+        raise BadInfo(f"{what} is no list of sizes: {quoted(found)}")
+    return tuple(numbers)
+
+
+def _numbers(found: Any, degree: int) -> list[Sequence[int]]:
+    rows = [_shape(row, WIDTHS) for row in _sequence(found, WIDTHS)]
+    if not rows or any(len(row) != degree for row in rows):
+        raise BadInfo(f"{WIDTHS} has not {degree} widths for each sub-parameter: {quoted(found)}")
+    return [*rows]
+
+
+def _patterns(values: Mapping[str, Any], what: str) -> Patterns:
+    if not all(isinstance(pattern, str) for pattern in values):
+        raise BadInfo(f"{what} has patterns that are no texts: {quoted(list(values))}")
+    try:
+        return Patterns(values)
+    except BadPattern as error:
+        raise BadInfo(f"{what}: {error}") from error
+
+
+def _list_of_patterns(said: Mapping[str, Any], key: str) -> Patterns:
+    patterns = _sequence(said.get(key) or (), key)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise BadInfo(f"{key} has patterns that are no texts: {quoted(patterns)}")
+    try:
+        return of_list(patterns)
+    except BadPattern as error:
+        raise BadInfo(f"{key}: {error}") from error
+
+
+def _sub_parameters(said: Any) -> Patterns:
+    """What is said of parameters that consist of several, by pattern."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for item in _sequence(said, SUB_PARAMETERS):
+        fields = _dict(item.state if isinstance(item, Opaque) else item, SUB_PARAMETERS)
+        shape, dim = fields.get("shape"), fields.get("partition_dim")
+        sizes = _sequence(shape, f"the shape of {SUB_PARAMETERS}")
+        if type(dim) is not int or not 0 <= dim < len(sizes):
+            raise BadInfo(f"{SUB_PARAMETERS} has no partition_dim: {quoted(item)}")
+        for pattern in _sequence(fields.get("patterns"), "patterns"):
+            if isinstance(pattern, str):
+                found.setdefault(pattern, fields)  # as DeepSpeed, which takes the first
+    return _patterns(found, SUB_PARAMETERS)

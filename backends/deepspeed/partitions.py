@@ -1,0 +1,301 @@
+"""ZeRO's partitions: which parts of the ranks' flat tensors make up a parameter.
+
+Sources: deepspeed/checkpoint/ds_to_universal.py and utils/zero_to_fp32.py.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from unickpt.backends.deepspeed.sources import (
+    EvenParts,
+    Flat,
+    Parameter,
+    Source,
+    is_number,
+    joined,
+)
+from unickpt.backends.deepspeed.states import (
+    Group,
+    ModelState,
+    OptimizerState,
+    Shapes,
+    same_everywhere,
+)
+from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
+from unickpt.foreign.elements import Run
+from unickpt.foreign.torch_pickles import Tensor
+from unickpt.quoting import quoted
+
+_EXPERT = re.compile(r"(.*deepspeed_experts\.)(\d{1,9})(\..*)")
+
+
+def parameters(
+    model: ModelState, optimizers: Sequence[OptimizerState], data_before_experts: bool
+) -> dict[str, Parameter]:
+    """The parameters that one model-parallel rank trains.
+
+    Arguments:
+        model: its model file; at stage 3 that of data-parallel rank 0.
+        optimizers: its optimizer files, by data-parallel rank.
+        data_before_experts: whether neighbouring ranks hold the same experts.
+
+    Raises:
+        CheckpointCorrupt: the files contradict each other.
+        UnsupportedFormat: the ranks share the parameters in a way that is not read.
+    """
+    first = optimizers[0]
+    same_everywhere([(o.file, o.stage) for o in optimizers], "the stage of ZeRO")
+    same_everywhere(
+        [(o.file, [group.partitions for group in o.groups]) for o in optimizers],
+        "partition_count",
+    )
+    if len(model.shapes) != len(first.groups):
+        raise first.file.damaged(
+            f"it has {len(first.groups)} groups of parameters, and {model.file.name} has "
+            f"{len(model.shapes)}; are all files of one save?"
+        )
+    found: dict[str, Parameter] = {}
+    for number, shapes in enumerate(model.shapes):
+        groups = [o.groups[number] for o in optimizers]
+        if first.stage == 3:
+            made = _evenly(model, optimizers, number, shapes)
+        else:
+            made = _by_fragments(model, optimizers, groups, shapes, data_before_experts)
+        for name, parameter in made.items():
+            if name in found:
+                raise model.file.damaged(f"{quoted(name)} is in two groups of param_shapes")
+            found[name] = parameter
+    return found
+
+
+# --- stage 3 ------------------------------------------------------------------------------------
+
+
+def _evenly(
+    model: ModelState, optimizers: Sequence[OptimizerState], number: int, shapes: Shapes
+) -> dict[str, Parameter]:
+    """The parameters of a sub-group, of which each rank holds as many elements."""
+    ranks = len(optimizers)
+    groups = [o.groups[number] for o in optimizers]
+    if groups[0].partitions != ranks:
+        raise UnsupportedFormat(
+            f"{model.file.files.location}: {optimizers[0].file.name} says that "
+            f"{groups[0].partitions} ranks share the parameters, and there are files of {ranks}: "
+            "a rank's files are missing, or a subset of the ranks holds everything (MiCS), which "
+            "unickpt does not read"
+        )
+    parts = {name: -(-math.prod(shape) // ranks) for name, shape in shapes.items()}
+    expected = sum(parts.values())
+    for optimizer, group in zip(optimizers, groups, strict=True):
+        for slot, flat in group.slots.items():
+            if flat.count != expected:
+                name = next(iter(shapes), "")
+                raise optimizer.file.damaged(
+                    f"array '{slot}/{name}': sub-group {number} has {flat.count} elements of "
+                    f"{slot}, and the shapes in {model.file.name} need {expected}; are all files "
+                    "of one save?"
+                )
+    slots = _common_slots(optimizers, groups, number)
+    flats = {slot: [group.slots[slot] for group in groups] for slot in slots}
+    found, offset = {}, 0
+    for name, shape in shapes.items():
+        found[name] = Parameter(
+            shape,
+            {slot: _even(flats[slot], shape, offset, parts[name]) for slot in slots},
+            groups[0].scalars,
+        )
+        offset += parts[name]
+    return found
+
+
+def _even(flats: Sequence[Flat], shape: Sequence[int], offset: int, part: int) -> Source:
+    return joined(flats[0].dtype, shape, EvenParts(flats, offset, part, math.prod(shape)))
+
+
+def frozen(models: Sequence[ModelState]) -> dict[str, Source]:
+    """Parameters that are not trained, of which each rank holds as many elements; at stage 3.
+
+    Arguments:
+        models: the model files of one model-parallel rank, by data-parallel rank.
+    """
+    found = {}
+    for name, shape in models[0].frozen_shapes.items():
+        count = math.prod(shape)
+        part = -(-count // len(models))
+        for rank, model in enumerate(models):
+            flat = model.frozen.get(name)
+            needed = max(0, min(part, count - rank * part))
+            if flat is None or flat.count < needed:
+                raise model.file.damaged(
+                    f"array 'module/{name}': it has {flat.count if flat else 'none'} of the "
+                    f"{needed} elements that rank {rank} of {len(models)} holds"
+                )
+        found[name] = _even([model.frozen[name] for model in models], shape, 0, part)
+    return found
+
+
+# --- stages 1 and 2 -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Members:
+    """Ranks that share a group of parameters.
+
+    Arguments:
+        ranks: data-parallel.
+        experts: which expert-parallel rank they are; None for parameters of all ranks.
+    """
+
+    ranks: Sequence[int]
+    experts: int | None = None
+
+
+def _by_fragments(
+    model: ModelState,
+    optimizers: Sequence[OptimizerState],
+    groups: Sequence[Group],
+    shapes: Shapes,
+    data_before_experts: bool,
+) -> dict[str, Parameter]:
+    """The parameters of a group, whose fragments follow each other from rank to rank."""
+    for optimizer, group in zip(optimizers, groups, strict=True):
+        strange = [name for name in group.fragments if name not in shapes]
+        if strange:
+            raise optimizer.file.damaged(
+                f"it has {quoted(strange[0])}, which is not in param_shapes of {model.file.name}; "
+                "are all files of one save?"
+            )
+    found = {}
+    numbers = _local_experts(shapes)
+    for members in _members(model, len(groups), groups[0].partitions, data_before_experts):
+        of = [(optimizers[r], groups[r]) for r in members.ranks]
+        slots = _common_slots([o for o, _ in of], [g for _, g in of], 0)
+        by_name = _fragments_by_name(of)
+        for name, shape in shapes.items():
+            full = name if members.experts is None else _global(model, name, members, numbers)
+            held = by_name.get(name, [])
+            count = sum(n for *_, n in held)
+            if count != math.prod(shape):
+                raise CheckpointCorrupt(
+                    f"{model.file.files.location}: array 'fp32/{full}' of shape {list(shape)}: "
+                    f"{_names(o for o, _ in of)} hold {count} of its {math.prod(shape)} elements; "
+                    "are all files of one save, and is none missing?"
+                )
+            found[full] = Parameter(
+                shape, {slot: _of_runs(of[0][1], slot, shape, held) for slot in slots},
+                of[0][1].scalars,
+            )  # fmt: skip
+    return found
+
+
+_Held = list[tuple[Group, int, int]]
+
+
+def _fragments_by_name(of: Iterable[tuple[OptimizerState, Group]]) -> dict[str, _Held]:
+    """By parameter, the group of each rank that holds a fragment, where it begins, and its size."""
+    found: dict[str, _Held] = {}
+    for _, group in of:
+        for name, (start, count) in group.fragments.items():
+            if count:
+                found.setdefault(name, []).append((group, start, count))
+    return found
+
+
+def _of_runs(group: Group, slot: str, shape: Sequence[int], held: _Held) -> Source:
+    runs = [Run(g.slots[slot].elements, g.slots[slot].first + start, n) for g, start, n in held]
+    return joined(group.slots[slot].dtype, shape, runs)
+
+
+def _common_slots(
+    optimizers: Sequence[OptimizerState], groups: Sequence[Group], number: int
+) -> list[str]:
+    """The slots that all ranks have, with the same dtypes."""
+    same_everywhere(
+        [
+            (o.file, {slot: flat.dtype for slot, flat in g.slots.items()})
+            for o, g in zip(optimizers, groups, strict=True)
+        ],
+        "what the optimizer holds of a parameter",
+    )
+    return list(groups[0].slots)
+
+
+def _names(optimizers: Iterable[OptimizerState]) -> str:
+    names = [o.file.name for o in optimizers]
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+
+
+def _members(
+    model: ModelState, ranks: int, partitions: int, data_before_experts: bool
+) -> list[_Members]:
+    """The sets of ranks that share a group: all, or those with the same experts."""
+    if partitions == ranks:
+        return [_Members(range(ranks))]
+    if partitions > ranks or ranks % partitions:
+        raise CheckpointCorrupt(
+            f"{model.file.files.location}: the optimizer files say that {partitions} ranks share "
+            f"a group of parameters, and there are files of {ranks}; was the folder copied as a "
+            "whole?"
+        )
+    degree = ranks // partitions
+    of = [r // partitions if data_before_experts else r % degree for r in range(ranks)]
+    return [_Members([r for r in range(ranks) if of[r] == e], e) for e in range(degree)]
+
+
+def _local_experts(shapes: Shapes) -> dict[str, int]:
+    """By layer, how many experts a rank holds."""
+    numbers: dict[str, set[int]] = {}
+    for name in shapes:
+        match = _EXPERT.fullmatch(name)
+        if match:
+            numbers.setdefault(match[1], set()).add(int(match[2]))
+    return {layer: len(found) for layer, found in numbers.items()}
+
+
+def _global(model: ModelState, name: str, members: _Members, numbers: Mapping[str, int]) -> str:
+    """The name of an expert's parameter with the number of the expert among all ranks'."""
+    match = _EXPERT.fullmatch(name)
+    if match is None or int(match[2]) >= numbers[match[1]]:
+        raise model.file.unsupported(
+            f"{len(members.ranks)} ranks share {quoted(name)}, as those of an expert do, but its "
+            "name is not that of an expert (deepspeed_experts.<number>)"
+        )
+    assert members.experts is not None, "the caller asks for experts only"
+    return f"{match[1]}{members.experts * numbers[match[1]] + int(match[2])}{match[3]}"
+
+
+# --- without ZeRO -------------------------------------------------------------------------------
+
+
+def unsharded(model: ModelState) -> dict[str, Parameter]:
+    """The optimizer's slots of a model file; torch numbers the parameters instead of naming them.
+
+    Raises:
+        CheckpointCorrupt: it is damaged.
+    """
+    file = model.file
+    optimizer = file.state.get("optimizer")
+    states = optimizer.get("state") if isinstance(optimizer, dict) else None
+    found = {}
+    for number, state in (states if isinstance(states, dict) else {}).items():
+        if type(number) is not int:
+            raise file.damaged(f"the optimizer has the state {quoted(number)}, which is no number")
+        arrays, scalars = dict[str, Source](), dict[str, Source | int | float]()
+        for slot, value in file.a_dict(state, "a state of the optimizer").items():
+            if isinstance(value, Tensor) and isinstance(slot, str):
+                source = file.source(value, f"array '{slot}/{number}'")
+                (arrays if value.shape else scalars)[slot] = source
+            elif is_number(value) and isinstance(slot, str):
+                scalars[slot] = value
+            elif value is not None:
+                raise file.unsupported(
+                    f"the slot {quoted(slot)} of the optimizer's parameter {number} is neither a "
+                    "tensor nor a number"
+                )
+        shape = next((source.shape for source in arrays.values()), ())
+        found[str(number)] = Parameter(shape, arrays, scalars)
+    return found

@@ -1,0 +1,208 @@
+"""The model-parallel ranks of a checkpoint: their parts of arrays, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from unickpt.arrays.box import Box
+from unickpt.arrays.layout import Layout, Mesh
+from unickpt.backends.deepspeed.merging import BadInfo, Piece, Plan, Rules, Unsupported
+from unickpt.backends.deepspeed.sources import Merged, Source, unraveled, whole
+from unickpt.errors import CheckpointCorrupt, HintError, UnsupportedFormat
+from unickpt.foreign.elements import Mean, Run
+from unickpt.foreign.file_ranges import FileBox, row_major
+from unickpt.quoting import quoted
+
+
+class Named(NamedTuple):
+    """An array of the checkpoint.
+
+    Arguments:
+        name: its own.
+        of: the name that its ranks have for it.
+        rank: the model-parallel rank whose it is alone, if nothing tells how ranks share it; else
+            the lowest that holds it.
+        array: the array.
+    """
+
+    name: str
+    of: str
+    rank: int
+    array: Merged
+
+
+class Ranks:
+    """Puts together what model-parallel ranks hold; rank = stage * degree + tensor-parallel rank.
+
+    Arguments:
+        where: the checkpoint, for errors.
+        stages: of the pipeline.
+        degree: of tensor parallelism.
+        info: what the files say about tensor parallelism.
+        hints: what the user says.
+
+    Raises:
+        CheckpointCorrupt, UnsupportedFormat, HintError: what they say is wrong, or not supported.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        stages: int,
+        degree: int,
+        info: Mapping[str, Any],
+        hints: Mapping[str, Any],
+    ) -> None:
+        self.where, self.stages, self.degree = where, stages, degree
+        self._hinted = bool(hints)
+        self._plans: dict[tuple[str, tuple[tuple[int, ...], ...]], Plan] = {}
+        try:
+            self.rules = Rules(info, hints, degree)
+        except BadInfo as error:
+            raise CheckpointCorrupt(f"{where}: universal_checkpoint_info: {error}") from error
+        except Unsupported as error:
+            raise UnsupportedFormat(f"{where}: {error}") from error
+
+    def combined(self, kind: str, held: Sequence[Mapping[str, Source]]) -> Iterator[Named]:
+        """The arrays of which ranks hold parts.
+
+        Arguments:
+            kind: the slot, for errors.
+            held: by rank, its parts by name.
+
+        Raises:
+            CheckpointCorrupt: parts do not fit together.
+            UnsupportedFormat: how they do is not supported.
+            HintError: a hint does not fit.
+        """
+        found: dict[str, Merged] = {}
+        for stage in range(self.stages):
+            first = stage * self.degree
+            of_stage = held[first : first + self.degree]
+            for name in dict.fromkeys(name for parts in of_stage for name in parts):
+                parts = [by_name.get(name) for by_name in of_stage]
+                for named in self._merged(kind, name, first, parts):
+                    known = found.setdefault(named.name, named.array)
+                    if known is named.array:
+                        yield named
+                        continue
+                    if (known.shape, known.dtype) != (named.array.shape, named.array.dtype):
+                        raise CheckpointCorrupt(
+                            f"{self.where}: array '{kind}/{name}' has the shape "
+                            f"{list(known.shape)} in a stage of the pipeline, and "
+                            f"{list(named.array.shape)} in another"
+                        )
+                    known.copies.append(named.array)  # a tied one, which several stages hold
+
+    def apart(self, kind: str, held: Sequence[Mapping[str, Source]]) -> Iterator[Named]:
+        """The ranks' parts as arrays of their own, of what has no names.
+
+        Arguments: as for `combined`.
+        """
+        for rank, parts in enumerate(held):
+            for name, part in parts.items():
+                own = name if len(held) == 1 else f"{name}@{rank}"
+                yield Named(own, name, rank, whole(part))
+
+    def check_hints_used(self) -> None:
+        """Checks that each pattern of a hint has matched a name.
+
+        Raises:
+            HintError: one has not.
+        """
+        self.rules.check_hints_used(self.where)
+
+    def _merged(
+        self, kind: str, name: str, first: int, parts: Sequence[Source | None]
+    ) -> Iterator[Named]:
+        present = [(rank, part) for rank, part in enumerate(parts) if part is not None]
+        if self.degree == 1:
+            yield Named(name, name, first, whole(present[0][1]))
+            return
+        if not self.rules.known:
+            for rank, part in present:
+                yield Named(f"{name}@{rank}", name, first + rank, whole(part))
+            return
+        sources = [part for _, part in present]
+        if len(sources) < self.degree or len({source.dtype for source in sources}) > 1:
+            ranks = {rank: part.dtype for rank, part in present}
+            raise CheckpointCorrupt(
+                f"{self.where}: array '{kind}/{name}': the tensor-parallel ranks 0 to "
+                f"{self.degree - 1} have to hold it in one dtype; those that do: {ranks}"
+            )
+        try:
+            array = self._array(kind, name, sources)
+        except Unsupported as error:
+            raise UnsupportedFormat(f"{self.where}: array '{kind}/{name}': {error}") from error
+        except BadInfo as error:
+            raise self._misfit(f"array '{kind}/{name}': {error}") from error
+        yield Named(name, name, first, array)
+
+    def _misfit(self, reason: str) -> HintError | CheckpointCorrupt:
+        if self._hinted:
+            return HintError(f"{self.where}: with the hints, {reason}")
+        return CheckpointCorrupt(f"{self.where}: by its universal_checkpoint_info, {reason}")
+
+    def _array(self, kind: str, name: str, sources: Sequence[Source]) -> Merged:
+        shapes = tuple(source.shape for source in sources)
+        plan = self._plans.get((name, shapes))
+        if plan is None:
+            plan = self._plans[name, shapes] = self.rules.plan(name, shapes)
+        scales = {piece.scale for piece in plan.pieces} - {1.0}
+        if scales:
+            raise Unsupported(f"its affine_map scales it by {quoted(scales)}; unickpt does not")
+        dtype = sources[0].dtype
+        if plan.mean:
+            return _mean(plan, sources)
+        boxes = [_box(piece, sources[piece.rank]) for piece in plan.pieces if not piece.box.empty]
+        if not boxes:
+            return whole(Source(dtype, plan.shape, sources[0].elements))
+        array = Merged(dtype, plan.shape, boxes, _layout(plan, self.degree))
+        if all(source.shape == plan.shape for source in sources):
+            array.copies.extend(whole(source) for source in sources[1:])
+        return array
+
+
+def _layout(plan: Plan, degree: int) -> Layout | None:
+    """The layout that splits one dimension among the ranks, if that is what they hold."""
+    mesh = Mesh(("tp",), (degree,), tuple(range(degree)))
+    boxes = [piece.box for piece in plan.pieces]
+    dims = [d for d, n in enumerate(plan.shape) if boxes[0].shape[d] != n]
+    if [piece.rank for piece in plan.pieces] != list(range(degree)) or len(dims) != 1:
+        return None
+    layout = Layout(mesh, tuple(("tp",) if d in dims else () for d in range(len(plan.shape))))
+    same = all(layout.box(plan.shape, (rank,)) == box for rank, box in enumerate(boxes))
+    return layout if same else None
+
+
+def _box(piece: Piece, source: Source) -> FileBox:
+    first, strides = _placed(piece, source)
+    return FileBox(piece.box, source.elements, first, strides)
+
+
+def _placed(piece: Piece, source: Source) -> tuple[int, tuple[int, ...]]:
+    """The first element of a piece in a source's sequence, and its strides there."""
+    if source.is_row_major:
+        return source.first + piece.first, piece.strides
+    expected = row_major(source.shape)
+    extents = piece.box.shape
+    if len(extents) != len(expected) or any(
+        n > 1 and a != b for n, a, b in zip(extents, piece.strides, expected, strict=True)
+    ):
+        raise Unsupported("a rank holds it in another order than row-major, and in pieces")
+    start = unraveled(piece.first, source.shape) if source.count else (0,) * len(extents)
+    at = source.first + sum(a * s for a, s in zip(start, source.steps, strict=True))
+    return at, source.steps
+
+
+def _mean(plan: Plan, sources: Sequence[Source]) -> Merged:
+    """The mean of what the ranks hold, which is all of it."""
+    steps = sources[0].steps
+    if any(source.steps != steps for source in sources):
+        raise Unsupported("it is a mean, and the ranks hold it in different orders")
+    runs = [Run(source.elements, source.first, source.count) for source in sources]
+    mean = Mean(runs, sources[0].dtype)
+    # The plan can be smaller: without the padding of a vocabulary.
+    box = FileBox(Box.whole(plan.shape), mean, 0, steps)
+    return Merged(sources[0].dtype, plan.shape, (box,))

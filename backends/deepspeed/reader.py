@@ -1,0 +1,154 @@
+"""DeepSpeed's checkpoints, read in place: ZeRO's partitions, tensor parallelism, pipelines.
+
+Nothing is merged or written, and opening reads only what the pickles say, not the tensors. Names:
+`module/<p>` is the module's state, `fp32/<p>` the same in float32, from the optimizer's masters
+where there are any; `exp_avg/<p>`, `step/<p>` and so on are the optimizer's slots.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from unickpt.arrays import dtypes
+from unickpt.arrays.box import Box, cut
+from unickpt.arrays.dtypes import Array
+from unickpt.backends.deepspeed import folder as folders
+from unickpt.backends.deepspeed import merging
+from unickpt.backends.deepspeed.contents import Contents
+from unickpt.backends.deepspeed.sources import Merged, whole
+from unickpt.backends.torch_files import expand
+from unickpt.errors import CheckpointCorrupt, CoverageError, UnickptError, UnsupportedFormat
+from unickpt.foreign import file_ranges
+from unickpt.foreign.file_ranges import FileBox, RangeReader
+from unickpt.foreign.files import Files
+from unickpt.foreign.torch_pickles import Tensor
+from unickpt.format.coverage import check_boxes
+from unickpt.format.index import ArrayEntry, Index
+from unickpt.format.reader import ParallelMap, Reader
+from unickpt.storage.errors import Failed, reading_failed
+from unickpt.trees import plain_values, tree
+
+HINTS: Collection[str] = merging.HINTS
+
+# Into how many chunks an array is cut, and what a chunk has at least, in bytes.
+_CHUNKS, _LEAST_CHUNK = 16, 16 << 10
+
+
+def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
+    """Opens a DeepSpeed checkpoint: the folder of a tag, or the one above; None if it is none.
+
+    Raises:
+        CheckpointCorrupt: a file is damaged or missing, or files of several saves are mixed.
+        UnsupportedFormat: it uses what is not supported.
+        HintError: a hint is wrong, or fits nothing.
+        StorageError: the storage failed.
+    """
+    try:
+        found = folders.find(files)
+        if found is None:
+            return None
+        merging.check_hints(hints)
+        return DeepSpeedReader(Contents(found, hints))
+    except Failed as error:
+        raise reading_failed(error, str(files.location)) from error
+
+
+_Copy = tuple[str, Sequence[FileBox], Sequence[FileBox]]
+
+
+class DeepSpeedReader(RangeReader):
+    """The arrays and plain values of a checkpoint.
+
+    Arguments:
+        contents: what it holds.
+    """
+
+    format = "deepspeed"
+
+    def __init__(self, contents: Contents) -> None:
+        files = contents.folder.files
+        try:
+            node = tree.flatten(contents.root, _is_leaf, expand)
+        except UnickptError as error:
+            raise UnsupportedFormat(f"{files.location}: {error}") from error
+        entries, boxes = dict[str, ArrayEntry](), dict[str, Sequence[FileBox]]()
+        aliases, values = dict[str, str](), dict[str, plain_values.Plain]()
+        first: dict[int, str] = {}
+        copies: list[_Copy] = []
+        for leaf in tree.leaves(node):
+            array = leaf.value
+            known = first.setdefault(id(array), leaf.name)
+            if plain_values.is_plain(array):
+                values[leaf.name] = array
+            elif known != leaf.name:
+                aliases[leaf.name] = known
+            else:
+                if isinstance(array, Tensor):  # of a user's state
+                    file = contents.files_of[id(array)]
+                    array = whole(file.source(array, f"array {leaf.name!r}"))
+                entries[leaf.name] = _entry(files, leaf.name, array)
+                boxes[leaf.name] = array.boxes
+                copies += [(leaf.name, array.boxes, copy.boxes) for copy in array.copies]
+        meshes = [len(entry.layout.mesh.processes) for entry in entries.values() if entry.layout]
+        index = Index(
+            tree.to_json(node),
+            entries,
+            aliases=aliases,
+            values=values,
+            processes=max(meshes, default=1),
+        )
+        super().__init__(files, index, boxes)
+        self._copies = copies
+        self.version = contents.version
+
+    def check_structure(self, run: ParallelMap) -> Iterator[tuple[str, str]]:
+        """Compares what several ranks hold of the same parameters, of which one is read."""
+        for (name, *_), differs in zip(self._copies, run(self._differs, self._copies), strict=True):
+            if differs:
+                yield name, differs
+
+    def _differs(self, copy: _Copy) -> str:
+        """How a copy of an array differs; empty if it does not."""
+        name, ours, theirs = copy
+        dtype = dtypes.from_name(self.index.arrays[name].dtype)
+        most = file_ranges.CHUNK_BYTES // dtype.itemsize
+        try:
+            for mine, other in zip(ours, theirs, strict=True):
+                for box in cut(mine.box, most):
+                    both = [self._elements(found, box, dtype).tobytes() for found in (mine, other)]
+                    if both[0] != both[1]:
+                        return f"two ranks hold different elements in {box}"
+        except Failed as error:
+            return str(reading_failed(error, f"{self.location}: array {name!r}"))
+        return ""
+
+    def _elements(self, found: FileBox, box: Box, dtype: Any) -> Array:
+        out = np.empty(box.shape, dtype)
+        file_ranges.read_box(self._files, found, box.relative_to(found.box.start), out)
+        return out
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, Merged | Tensor) or plain_values.is_plain(value)
+
+
+def _entry(files: Files, name: str, array: Merged) -> ArrayEntry:
+    # A part of an array is in the files of some ranks only: chunks must not span those of all.
+    nbytes = math.prod(array.shape) * dtypes.from_name(array.dtype).itemsize
+    most = min(max(_LEAST_CHUNK, nbytes // _CHUNKS), file_ranges.CHUNK_BYTES)
+    if len(array.boxes) == 1 and array.boxes[0].box.shape == array.shape:
+        return file_ranges.whole(name, array.shape, array.dtype, array.boxes[0], most)
+    entry = file_ranges.of_boxes(name, array.shape, array.dtype, array.boxes, most)
+    try:
+        check_boxes(entry, entry.boxes or ())
+    except CoverageError as error:
+        raise CheckpointCorrupt(f"{files.location}: {error}") from error
+    if array.layout is None:
+        return entry
+    split = tuple(d for d, axes in enumerate(array.layout.dims) if axes)
+    return replace(entry, layout=array.layout, cut=split, boxes=None)

@@ -1,0 +1,180 @@
+"""Tensors as they lie in files: what one rank holds, and arrays that consist of such."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+import numpy as np
+
+from unickpt.arrays import dtypes
+from unickpt.arrays.box import Box
+from unickpt.arrays.layout import Layout
+from unickpt.foreign.elements import Converted, Elements, Joined, Run
+from unickpt.foreign.file_ranges import FileBox, row_major
+
+FLOAT32 = "float32"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor in files: all of one, or what one rank holds of it.
+
+    Arguments:
+        dtype: the checkpoint's name of its dtype.
+        shape: its extents.
+        elements: a sequence that contains its elements.
+        first: the number of its first element in the sequence.
+        strides: in elements; None for row-major order without gaps.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    elements: Elements
+    first: int = 0
+    strides: tuple[int, ...] | None = None
+
+    @property
+    def count(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The strides, also for row-major order."""
+        return row_major(self.shape) if self.strides is None else self.strides
+
+    @property
+    def is_row_major(self) -> bool:
+        """Whether its elements follow each other in row-major order."""
+        expected = row_major(self.shape)
+        return all(
+            n == 1 or a == b for n, a, b in zip(self.shape, self.steps, expected, strict=True)
+        )
+
+    def reshaped(self, shape: Sequence[int]) -> Source:
+        """The elements in another shape; only if they are in row-major order."""
+        assert self.is_row_major, "checked by the caller"
+        return Source(self.dtype, tuple(shape), self.elements, self.first)
+
+
+@dataclass(frozen=True, eq=False)  # by identity: names of one array are aliases
+class Merged:
+    """An array, and where its boxes are.
+
+    Arguments:
+        dtype: the checkpoint's name of its dtype.
+        shape: its extents.
+        boxes: of the array; they cover it exactly once.
+        layout: how the ranks split it, if that is told and a layout can say it.
+        copies: what others have of it; must be equal, and is compared by `verify`.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: Sequence[FileBox]
+    layout: Layout | None = None
+    copies: list[Merged] = field(default_factory=list)
+
+    def converted(self, dtype: str) -> Merged:
+        """The array in another dtype."""
+        boxes = [
+            FileBox(b.box, Converted(b.elements, self.dtype), b.first, b.strides)
+            for b in self.boxes
+        ]
+        return Merged(dtype, self.shape, boxes, self.layout)
+
+
+def whole(source: Source) -> Merged:
+    """An array that one rank holds."""
+    box = FileBox(Box.whole(source.shape), source.elements, source.first, source.strides)
+    return Merged(source.dtype, source.shape, (box,))
+
+
+def widened(array: Merged) -> Merged:
+    """An array of 16 bits in float32, which is exact; others as they are."""
+    narrow = dtypes.from_name(array.dtype).itemsize == 2 and array.dtype in ("float16", "bfloat16")
+    return array.converted(FLOAT32) if narrow else array
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """What one model-parallel rank, or all of them, hold of a parameter besides its weights.
+
+    Arguments:
+        shape: its extents there.
+        slots: `fp32`, the weights in float32, and the slots of the optimizer that have its shape.
+        scalars: other slots, such as `step`: an array without dimensions, or a number.
+    """
+
+    shape: tuple[int, ...]
+    slots: Mapping[str, Source]
+    scalars: Mapping[str, Source | int | float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A one-dimensional tensor, without gaps.
+
+    Arguments:
+        file: its name, for errors.
+        dtype: the checkpoint's name of its dtype.
+        elements: a sequence that contains it.
+        first: the number of its first element there.
+        count: how many it has.
+    """
+
+    file: str
+    dtype: str
+    elements: Elements
+    first: int
+    count: int
+
+
+class EvenParts(Sequence[Run]):
+    """The parts of a tensor of which each rank holds as many elements, the last ones fewer.
+
+    They are made when they are needed: parameters times ranks can be millions.
+
+    Arguments:
+        flats: of the ranks, in order; each contains its part.
+        offset: where the parts begin in them.
+        part: elements of a part.
+        count: elements of the tensor.
+    """
+
+    def __init__(self, flats: Sequence[Flat], offset: int, part: int, count: int) -> None:
+        self._flats, self._offset, self._part, self._count = flats, offset, part, count
+
+    def __len__(self) -> int:
+        return -(-self._count // self._part) if self._part else 0
+
+    @overload
+    def __getitem__(self, number: int) -> Run: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[Run]: ...
+    def __getitem__(self, number: int | slice) -> Run | Sequence[Run]:
+        if isinstance(number, slice):
+            return [self[at] for at in range(*number.indices(len(self)))]
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        flat = self._flats[number]
+        count = min(self._part, self._count - number * self._part)
+        return Run(flat.elements, flat.first + self._offset, count)
+
+
+def joined(dtype: str, shape: Sequence[int], runs: Sequence[Run]) -> Source:
+    """A tensor whose elements, in row-major order, are in several runs."""
+    return Source(dtype, tuple(shape), Joined(runs))
+
+
+def is_number(found: Any) -> bool:
+    """Whether a value is a plain number."""
+    return type(found) in (int, float)
+
+
+def unraveled(at: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """The index of the element number `at` in row-major order."""
+    return tuple(int(i) for i in np.unravel_index(at, tuple(shape)))

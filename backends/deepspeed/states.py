@@ -1,0 +1,483 @@
+"""DeepSpeed's pickled states as facts: which tensors, fragments and numbers a file holds.
+
+Sources: deepspeed/runtime/engine.py, zero/stage_1_and_2.py, zero/stage3.py, bf16_optimizer.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from unickpt.backends.deepspeed.sources import Flat, Source, is_number
+from unickpt.errors import CheckpointCorrupt, UnickptError, UnsupportedFormat
+from unickpt.foreign.files import Files
+from unickpt.foreign.pickles import Constructors, Opaque
+from unickpt.foreign.torch_pickles import Tensor, TorchFile
+from unickpt.quoting import quoted
+from unickpt.storage.errors import Failed, reading_failed
+from unickpt.threads import Pool
+
+T = TypeVar("T")
+
+_CONSTRUCTORS: Constructors = {
+    "deepspeed.runtime.zero.config.ZeroStageEnum": lambda stage: stage,
+}
+_FRAGMENT = "deepspeed.utils.tensor_fragment.fragment_address"
+_SCALERS = "deepspeed.runtime.fp16.loss_scaler."
+_AUTOEP = ("ds_autoep_layers", "autoep_layers")
+_OF_PARAMETERS = {
+    "fp32_flat_groups", "single_partition_of_fp32_groups", "optimizer_state_dict",
+    "base_optimizer_state", "param_slice_mappings", "group_paddings", "param_alignment_paddings",
+    "partition_count", "ds_version", "universal_checkpoint_info",
+}  # fmt: skip
+_THREADS_LOCAL, _THREADS_REMOTE = 4, 32
+_MOST_DEPTH = 50
+
+Shapes = Mapping[str, tuple[int, ...]]
+Fragments = Mapping[str, tuple[int, int]]
+"""By parameter, where it begins in the flat tensor of a rank, and how many elements are there."""
+
+
+class StateFile:
+    """A file of torch.save that holds a dict.
+
+    Arguments:
+        files: of the checkpoint.
+        name: of the file.
+
+    Raises:
+        CheckpointCorrupt: it is damaged, or holds something else.
+        StorageError: the storage failed.
+    """
+
+    def __init__(self, files: Files, name: str) -> None:
+        self.files, self.name = files, name
+        try:
+            self.torch = TorchFile(files, name, constructors=_CONSTRUCTORS)
+        except Failed as error:
+            raise reading_failed(error, str(files.location)) from error
+        self.value = self.torch.value
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """The dict."""
+        return self.a_dict(self.value, "the file")
+
+    def damaged(self, reason: str) -> CheckpointCorrupt:
+        """The error for what it holds."""
+        return CheckpointCorrupt(f"{self.files.location}: {self.name}: {reason}")
+
+    def unsupported(self, reason: str) -> UnsupportedFormat:
+        """The error for what is not supported."""
+        return UnsupportedFormat(f"{self.files.location}: {self.name}: {reason}")
+
+    def a_dict(self, found: Any, what: str) -> dict[Any, Any]:
+        """A value that must be a dict."""
+        if not isinstance(found, dict):
+            raise self.damaged(f"{what} holds no dict, but {_kind(found)}")
+        return found
+
+    def a_list(self, found: Any, what: str) -> Sequence[Any]:
+        """A value that must be a list or a tuple."""
+        if not isinstance(found, list | tuple):
+            raise self.damaged(f"{what} is no list, but {_kind(found)}")
+        return found
+
+    def source(self, found: Any, what: str) -> Source:
+        """A value that must be a tensor."""
+        if not isinstance(found, Tensor):
+            raise self.damaged(f"{what} is no tensor, but {_kind(found)}")
+        try:
+            where = self.torch.box(found)
+        except Failed as error:
+            raise reading_failed(error, f"{self.files.location}: {what}") from error
+        except UnickptError as error:
+            reason = str(error).removeprefix(f"{self.files.location}: ")
+            raise CheckpointCorrupt(f"{self.files.location}: {what}: {reason}") from error
+        return Source(found.dtype, found.shape, where.elements, where.first, where.strides)
+
+    def flat(self, found: Any, what: str) -> Flat:
+        """A value that must be a one-dimensional tensor without gaps."""
+        source = self.source(found, what)
+        if len(source.shape) != 1 or not source.is_row_major:
+            raise self.damaged(f"{what} is not flat, but of shape {list(source.shape)}")
+        return Flat(self.name, source.dtype, source.elements, source.first, source.count)
+
+    def shapes(self, found: Any, what: str) -> dict[str, tuple[int, ...]]:
+        """A value that must be the shapes of parameters, by name."""
+        shapes = self.a_dict(found, what)
+        for name, shape in shapes.items():
+            self.a_name(name)
+            if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
+                raise self.damaged(f"{what} has no shape for {quoted(name)}")
+        return shapes
+
+    def a_name(self, found: Any) -> str:
+        """A value that must be the name of a parameter."""
+        if (
+            not isinstance(found, str)
+            or not found
+            or found.encode(errors="replace") != (found.encode(errors="surrogatepass"))
+        ):
+            raise self.damaged(f"{quoted(found)} is not the name of a parameter")
+        return found
+
+
+def read_all(files: Files, names: Sequence[str], decode: Callable[[StateFile], T]) -> list[T]:
+    """What files hold, in order; on several threads, as most of the time is waiting.
+
+    Arguments:
+        files: of the checkpoint.
+        names: of the files.
+        decode: makes facts of one.
+    """
+    most = _THREADS_REMOTE if files.location.is_remote else _THREADS_LOCAL
+    with Pool(max(1, min(most, len(names)))) as threads:
+        return list(threads.map(lambda name: decode(StateFile(files, name)), names))
+
+
+def _kind(found: Any) -> str:
+    return repr(found) if isinstance(found, Opaque) else f"an object of {type(found).__name__}"
+
+
+# --- model files --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """What a model file holds.
+
+    Arguments:
+        file: which.
+        module: the state of the module by its names; empty placeholders at stage 3.
+        sources: where those are that have elements.
+        shapes: of the trained parameters, by group of the optimizer, or by sub-group at stage 3.
+        frozen_shapes, frozen: of frozen parameters, at stage 3, and this rank's parts of them.
+        shared: names that are another parameter's.
+        buffers: the names of buffers.
+        info: how tensor-parallel ranks share parameters, if that is told.
+        degrees: of pipeline and of tensor parallelism, if that is told.
+    """
+
+    file: StateFile
+    module: Mapping[str, Any] | None
+    sources: Mapping[str, Source]
+    shapes: Sequence[Shapes]
+    frozen_shapes: Shapes
+    frozen: Mapping[str, Flat]
+    shared: Mapping[str, str]
+    buffers: frozenset[str]
+    info: Mapping[str, Any]
+    degrees: tuple[int, int] | None
+
+    @property
+    def all_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all groups."""
+        return {name: shape for group in self.shapes for name, shape in group.items()}
+
+
+def model_state(file: StateFile) -> ModelState:
+    """What a model file holds.
+
+    Raises:
+        CheckpointCorrupt: it is damaged.
+        UnsupportedFormat: it uses what is not supported.
+    """
+    state = file.state
+    if "module" not in state:
+        raise file.damaged("it has no 'module'; DeepSpeed did not write it")
+    if any(state.get(key) is not None for key in _AUTOEP):
+        raise file.unsupported(
+            "its experts were split by AutoEP; convert it with DeepSpeed's ds_to_universal, and "
+            "read the universal checkpoint"
+        )
+    _refuse_swapped(file, state.get("ds_config"))
+    module = None if state["module"] is None else flattened(file, state["module"])
+    told = file.a_list(state.get("param_shapes") or (), "param_shapes")
+    frozen = file.a_dict(state.get("frozen_param_fragments") or {}, "frozen_param_fragments")
+    shared = file.a_dict(state.get("shared_params") or {}, "shared_params")
+    return ModelState(
+        file,
+        module,
+        {
+            name: file.source(value, f"array 'module/{name}'")
+            for name, value in (module or {}).items()
+            if isinstance(value, Tensor) and 0 not in value.shape
+        },
+        [file.shapes(shapes, "param_shapes") for shapes in told],
+        file.shapes(state.get("frozen_param_shapes") or {}, "frozen_param_shapes"),
+        {file.a_name(n): _fragment_of_frozen(file, n, t) for n, t in frozen.items()},
+        {file.a_name(alias): file.a_name(of) for alias, of in shared.items()},
+        frozenset(n for n in state.get("buffer_names") or () if isinstance(n, str)),
+        _info(file, state),
+        _degrees(file, state.get("checkpoint_parallel_dimensions")),
+    )
+
+
+def _fragment_of_frozen(file: StateFile, name: str, found: Any) -> Flat:
+    source = file.source(found, f"array 'module/{name}'")
+    if not source.is_row_major:
+        raise file.damaged(f"array 'module/{name}' has gaps")
+    return Flat(file.name, source.dtype, source.elements, source.first, source.count)
+
+
+def flattened(file: StateFile, module: Any) -> dict[str, Any]:
+    """The state of a module by its names; those of nested dicts, as Megatron has, are joined."""
+    found: dict[str, Any] = {}
+    left: list[tuple[str, Any]] = [("", module)]
+    for _ in range(_MOST_DEPTH):
+        below = list[tuple[str, Any]]()
+        for prefix, state in left:
+            for key, value in file.a_dict(state, "'module'").items():
+                name = prefix + file.a_name(key)
+                if isinstance(value, dict):
+                    below.append((f"{name}.", value))
+                elif name in found:
+                    raise file.damaged(f"'module' has two values called {quoted(name)}")
+                else:
+                    found[name] = value
+        if not below:
+            return found
+        left = below
+    raise file.unsupported(f"'module' is nested deeper than {_MOST_DEPTH} levels")
+
+
+def _refuse_swapped(file: StateFile, config: Any) -> None:
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    for part in ("offload_optimizer", "offload_param"):
+        where = zero.get(part) if isinstance(zero, dict) else None
+        if isinstance(where, dict) and where.get("device") == "nvme":
+            raise file.unsupported(
+                f"{part} was on NVMe, and such states are not in these files; save it from a run "
+                "with the device 'cpu' or 'none'"
+            )
+
+
+def _info(file: StateFile, state: Mapping[Any, Any]) -> dict[str, Any]:
+    found = state.get("universal_checkpoint_info") or {}
+    return file.a_dict(found, "universal_checkpoint_info")
+
+
+def _degrees(file: StateFile, found: Any) -> tuple[int, int] | None:
+    if found is None:
+        return None
+    pp, tp = (file.a_dict(found, "degrees").get(f"{kind}_degree") for kind in ("pp", "tp"))
+    if type(pp) is not int or type(tp) is not int or pp < 1 or tp < 1:
+        raise file.damaged("its checkpoint_parallel_dimensions are no numbers")
+    return pp, tp
+
+
+# --- optimizer files ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Group:
+    """What one rank holds of a group of parameters, or of a sub-group at stage 3.
+
+    Arguments:
+        slots: flat tensors by slot; `fp32` has the weights.
+        scalars: other slots.
+        partitions: how many ranks share the group.
+        fragments: which parameters are where in the flat tensors; below stage 3.
+    """
+
+    slots: Mapping[str, Flat]
+    scalars: Mapping[str, Source | int | float]
+    partitions: int
+    fragments: Fragments
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """What an optimizer file holds.
+
+    Arguments:
+        file: its name.
+        stage: of ZeRO.
+        groups: in order.
+        plain: everything else, for people.
+        version: of DeepSpeed; None if it is not told.
+    """
+
+    file: StateFile
+    stage: int
+    groups: Sequence[Group]
+    plain: Mapping[Any, Any]
+    version: Any
+
+
+def optimizer_state(file: StateFile) -> OptimizerState:
+    """What an optimizer file holds.
+
+    Raises:
+        CheckpointCorrupt: it is damaged.
+        UnsupportedFormat: it uses what is not supported.
+    """
+    state = file.a_dict(file.state.get("optimizer_state_dict"), "optimizer_state_dict")
+    stage = state.get("zero_stage", 1)  # BF16_Optimizer does not say it
+    if type(stage) is not int or not 0 <= stage <= 3:
+        raise file.damaged(f"its ZeRO stage is {quoted(stage)}")
+    if state.get("ds_zero_partition_groups"):
+        raise file.unsupported(
+            "its sub-groups have partitions of their own (AutoEP); convert it with DeepSpeed's "
+            "ds_to_universal, and read the universal checkpoint"
+        )
+    _refuse_swapped(file, file.state.get("ds_config"))
+    key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+    inner = state.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")
+    flats = file.a_list(state.get(key), key)
+    slots, param_groups = _slots(file, inner, len(flats))
+    partitions = _partition_counts(file, state.get("partition_count"), len(flats))
+    fragments: Sequence[Fragments] = [{}] * len(flats)
+    if stage < 3:
+        fragments = _fragments(file, state.get("param_slice_mappings"), len(flats))
+    groups = [
+        _group(file, number, flat, slots[number], partitions[number], fragments[number])
+        for number, flat in enumerate(flats)
+    ]
+    plain = common_values(state) | {"param_groups": param_groups}
+    return OptimizerState(file, stage, groups, plain, file.state.get("ds_version"))
+
+
+def common_values(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What an optimizer's state has besides the states of parameters."""
+    plain = {key: value for key, value in state.items() if key not in _OF_PARAMETERS}
+    if "loss_scaler" in plain:
+        plain["loss_scaler"] = _loss_scaler(plain["loss_scaler"])
+    return plain
+
+
+def _loss_scaler(found: Any) -> Any:
+    """The fields of a loss scaler; anything else as it is."""
+    known = isinstance(found, Opaque) and found.name.startswith(_SCALERS)
+    return found.state if known and isinstance(found.state, dict) else found
+
+
+def _slots(file: StateFile, inner: Any, count: int) -> tuple[list[dict[Any, Any]], Any]:
+    """The slots of each group, and the optimizer's groups."""
+    if isinstance(inner, list | tuple):  # elastic_checkpoint
+        if len(inner) != count:
+            raise file.damaged(f"it has states of {len(inner)} groups, and weights of {count}")
+        return [file.a_dict(found, "base_optimizer_state") for found in inner], []
+    found = file.a_dict(inner, "the optimizer's state")
+    states = file.a_dict(found.get("state") or {}, "the optimizer's 'state'")
+    groups = file.a_list(found.get("param_groups") or (), "the optimizer's 'param_groups'")
+    strange = [key for key in states if key not in range(count)]
+    if strange:
+        raise file.damaged(f"it has the state {quoted(strange[0])}, and weights of {count} groups")
+    slots = [dict(file.a_dict(states.get(n) or {}, "a state")) for n in range(count)]
+    for group in groups:  # some optimizers, such as FusedAdam, count their steps here
+        step = file.a_dict(group, "a group of the optimizer").get("step")
+        numbers = group.get("params")
+        for number in numbers if isinstance(numbers, list) and is_number(step) else ():
+            if type(number) is int and number in range(count) and slots[number]:
+                slots[number].setdefault("step", step)
+    return slots, groups
+
+
+def _partition_counts(file: StateFile, found: Any, count: int) -> Sequence[int]:
+    counts = [found] * count if type(found) is int else file.a_list(found, "partition_count")
+    if len(counts) != count or not all(type(n) is int and n > 0 for n in counts):
+        raise file.damaged(f"its partition_count, {quoted(found)}, is not that of {count} groups")
+    return counts
+
+
+def _fragments(file: StateFile, found: Any, count: int) -> Sequence[Fragments]:
+    if found is None:
+        raise file.unsupported(
+            "it does not tell where parameters are (param_slice_mappings); load and save it with "
+            "DeepSpeed 0.8 or later"
+        )
+    mappings = file.a_list(found, "param_slice_mappings")
+    if len(mappings) != count:
+        raise file.damaged(f"it has param_slice_mappings of {len(mappings)} groups, of {count}")
+    return [
+        {
+            file.a_name(name): _fragment(file, name, where)
+            for name, where in file.a_dict(mapping, "param_slice_mappings").items()
+        }
+        for mapping in mappings
+    ]
+
+
+def _fragment(file: StateFile, name: str, found: Any) -> tuple[int, int]:
+    state = found.state if isinstance(found, Opaque) and found.name == _FRAGMENT else None
+    fields = state if isinstance(state, dict) else {}
+    start, count = fields.get("start"), fields.get("numel")
+    if type(start) is not int or type(count) is not int or start < 0 or count < 0:
+        raise file.damaged(f"param_slice_mappings does not say where {quoted(name)} is")
+    return start, count
+
+
+def _group(
+    file: StateFile,
+    number: int,
+    weights: Any,
+    slots: Mapping[Any, Any],
+    partitions: int,
+    fragments: Fragments,
+) -> Group:
+    flats = {"fp32": file.flat(weights, f"the weights of group {number}")}
+    scalars: dict[str, Source | int | float] = {}
+    for slot, value in slots.items():
+        what = f"the slot {quoted(slot)} of group {number}"
+        if not isinstance(slot, str) or slot in ("fp32", "module"):
+            raise file.unsupported(f"{what} has the name of something else")
+        if isinstance(value, Tensor) and value.shape == ():
+            scalars[slot] = file.source(value, what)
+        elif isinstance(value, Tensor):
+            flats[slot] = _slot(file, value, flats["fp32"], what)
+        elif is_number(value):
+            scalars[slot] = value
+        elif value is not None:
+            raise file.unsupported(f"{what} is neither a tensor nor a number")
+    _check_fragments(file, number, flats, fragments)
+    return Group(flats, scalars, partitions, fragments)
+
+
+def _slot(file: StateFile, value: Tensor, weights: Flat, what: str) -> Flat:
+    if math.prod(value.shape) < weights.count:
+        raise file.unsupported(
+            f"{what} has {math.prod(value.shape)} elements, and the weights {weights.count}"
+        )
+    return file.flat(value, what)
+
+
+def _check_fragments(
+    file: StateFile, number: int, flats: Mapping[str, Flat], fragments: Fragments
+) -> None:
+    """Checks that fragments lie in the flat tensors, and do not overlap."""
+    end, before = 0, ""
+    for name, (start, count) in sorted(fragments.items(), key=lambda item: (item[1], item[0])):
+        if start < end and count:
+            raise file.damaged(f"{quoted(before)} and {quoted(name)} overlap in group {number}")
+        end, before = max(end, start + count), name
+    for slot, flat in flats.items():
+        if end > flat.count:
+            raise file.damaged(
+                f"array '{slot}/{before}' ends at element {end} of group {number}, which has "
+                f"{flat.count}"
+            )
+
+
+def same_everywhere(
+    files: Iterable[tuple[StateFile, Any]], what: str, expected: Any = None
+) -> None:
+    """Checks that files agree about something.
+
+    Arguments:
+        files: each with what it says.
+        what: that is, for the error.
+        expected: what they must say; None for what the first one says.
+    """
+    first: StateFile | None = None
+    for file, found in files:
+        if expected is None:
+            first, expected = file, found
+        elif found != expected:
+            other = f"{quoted(expected)} by {first.name}" if first else quoted(expected)
+            raise file.damaged(
+                f"{what} is {quoted(found)}, but {other}; are all files of one save?"
+            )

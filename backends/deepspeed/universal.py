@@ -1,0 +1,143 @@
+"""The parameters of universal checkpoints: a folder with a file for each slot of each.
+
+Sources: deepspeed/checkpoint/ds_to_universal.py and universal_checkpoint.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from unickpt.backends.deepspeed.folder import Folder
+from unickpt.backends.deepspeed.sources import Parameter, Source, is_number
+from unickpt.backends.deepspeed.states import StateFile, read_all
+from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
+from unickpt.foreign.torch_pickles import Tensor
+
+_EXPERTS = "deepspeed_experts."
+
+
+def parameters(
+    folder: Folder, shapes: Sequence[Mapping[str, tuple[int, ...]]], copied: Collection[str]
+) -> dict[str, Parameter]:
+    """The parameters.
+
+    Arguments:
+        folder: the checkpoint.
+        shapes: of the model files, by group of parameters.
+        copied: the names of the module's state. What DeepSpeed only copied from it into
+            the folder, such as buffers, is left out.
+
+    Raises:
+        CheckpointCorrupt: a file is missing, or contradicts others.
+        UnsupportedFormat: nothing tells the shape of a parameter.
+    """
+    known = {name: shape for group in shapes for name, shape in group.items()}
+    _check_complete(folder, known)
+    trained = {
+        name: slots
+        for name, slots in folder.states.items()
+        if name in known or name not in copied or len(slots) > 1
+    }
+    order = [*(n for n in known if n in trained), *(n for n in trained if n not in known)]
+    files = [(name, slot) for name in order for slot in trained[name]]
+    found = read_all(folder.files, [trained[name][slot] for name, slot in files], lambda file: file)
+    made: dict[str, dict[str, Source | int | float]] = {}
+    for (name, slot), file in zip(files, found, strict=True):
+        made.setdefault(name, {})[slot] = _value(file, name, slot, known.get(name))
+    steps = _steps_of_stage3(folder, shapes)
+    return {name: _parameter(folder, name, slots, steps) for name, slots in made.items()}
+
+
+def _check_complete(folder: Folder, known: Mapping[str, Any]) -> None:
+    """Checks that no file is missing: all that are trained have the same slots."""
+    where = folder.files.location
+    for name in known:
+        if name not in folder.states and _EXPERTS not in name:
+            raise CheckpointCorrupt(
+                f"{where}: array 'fp32/{name}': there is no folder zero/{name}; was the folder "
+                "copied as a whole?"
+            )
+    # Without model files, only those with several files can be told from what was copied.
+    trained = {
+        n: set(s) for n, s in folder.states.items() if n in known or (not known and len(s) > 1)
+    }
+    all_slots = {slot for slots in trained.values() for slot in slots}
+    for name, slots in folder.states.items():
+        expected = all_slots if name in trained else {"fp32"}
+        missing = sorted(expected - set(slots))
+        if missing:
+            raise CheckpointCorrupt(
+                f"{where}: array '{missing[0]}/{name}': there is no file "
+                f"zero/{name}/{missing[0]}.pt; was the folder copied as a whole?"
+            )
+
+
+def _value(
+    file: StateFile, name: str, slot: str, shape: tuple[int, ...] | None
+) -> Source | int | float:
+    what = f"array '{slot}/{name}'"
+    value = file.value
+    if isinstance(value, dict):
+        return file.source(value.get("param"), what)
+    if is_number(value):
+        number: int | float = value
+        return number
+    source = file.source(value, what)
+    if len(source.shape) != 1 or slot == "step" or source.shape == shape:
+        return source
+    if shape is None:  # plain ZeRO 3 does not store it
+        raise UnsupportedFormat(
+            f"{file.files.location}: {what} is stored flat, and there is no model file "
+            "(*_model_states.pt) that tells its shape; copy those of the source beside it"
+        )
+    if source.count != math.prod(shape) or not source.is_row_major:
+        raise file.damaged(
+            f"{what} has {source.count} elements, and its shape in the model files is "
+            f"{list(shape)}; are all files of one save?"
+        )
+    return source.reshaped(shape)
+
+
+def _parameter(
+    folder: Folder, name: str, slots: Mapping[str, Source | int | float], steps: Mapping[str, Any]
+) -> Parameter:
+    weights = slots["fp32"]
+    if not isinstance(weights, Source):
+        raise CheckpointCorrupt(f"{folder.files.location}: array 'fp32/{name}' is no tensor")
+    arrays, scalars = dict[str, Source](), dict[str, Source | int | float]()
+    for slot, value in slots.items():
+        if isinstance(value, Source) and value.shape == weights.shape and slot != "step":
+            arrays[slot] = value
+        elif not isinstance(value, Source) or value.shape == ():
+            scalars[slot] = value
+        else:
+            raise CheckpointCorrupt(
+                f"{folder.files.location}: array '{slot}/{name}' has the shape "
+                f"{list(value.shape)}, and 'fp32/{name}' {list(weights.shape)}; are all files of "
+                "one save?"
+            )
+    if name in steps:
+        scalars.setdefault("step", steps[name])
+    return Parameter(weights.shape, arrays, scalars)
+
+
+def _steps_of_stage3(
+    folder: Folder, shapes: Sequence[Mapping[str, Any]]
+) -> dict[str, Source | int | float]:
+    """The steps by parameter, which a converted ZeRO 3 has in the common file, by group."""
+    if folder.common is None:
+        return {}
+    file = StateFile(folder.files, folder.common)
+    inner = file.state.get("optimizer_state_dict")
+    states = inner.get("state") if isinstance(inner, dict) else None
+    found: dict[str, Source | int | float] = {}
+    for number, group in enumerate(shapes):
+        state = states.get(number) if isinstance(states, dict) else None
+        step: Any = state.get("step") if isinstance(state, dict) else None
+        if isinstance(step, Tensor) and step.shape == ():
+            found.update(dict.fromkeys(group, file.source(step, f"the step of group {number}")))
+        elif is_number(step):
+            found.update(dict.fromkeys(group, step))
+    return found

@@ -1,0 +1,233 @@
+"""The weights as the model had them: of model files, of a pipeline's layers, of experts.
+
+Sources: deepspeed/runtime/engine.py, runtime/pipe/module.py, moe/.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unickpt.backends.deepspeed import partitions
+from unickpt.backends.deepspeed.folder import Folder
+from unickpt.backends.deepspeed.sources import Source
+from unickpt.backends.deepspeed.states import ModelState, StateFile, flattened, read_all
+from unickpt.errors import CheckpointCorrupt
+from unickpt.foreign.elements import Joined
+from unickpt.foreign.torch_pickles import Tensor
+from unickpt.quoting import quoted
+
+_LAYER_NAME = re.compile(r"(\d{1,9})\..+")
+_TIED = "tied_modules."
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What model-parallel ranks hold of the module's state.
+
+    Arguments:
+        held: by rank, its parts by name.
+        trained: names whose weights are made of those in float32, with their dtypes; at stage 3.
+        aliases: names of the same arrays as others.
+        values: what is no tensor, by name, and the file that has it.
+    """
+
+    held: Sequence[Mapping[str, Source]]
+    trained: Mapping[str, str]
+    aliases: Mapping[str, str]
+    values: Mapping[str, tuple[Any, StateFile]]
+
+
+def of_models(folder: Folder, models: Sequence[Sequence[ModelState]], degree: int) -> Weights:
+    """The weights in all files.
+
+    Arguments:
+        folder: the checkpoint.
+        models: by model-parallel rank, by data-parallel rank; one each below stage 3.
+        degree: of tensor parallelism.
+
+    Raises:
+        CheckpointCorrupt: a file is missing, or contradicts others.
+    """
+    if folder.stage3:
+        return _of_stage3(models)
+    held: list[dict[str, Source]] = []
+    values: dict[str, tuple[Any, StateFile]] = {}
+    shapes = {n: s for (model,) in models for n, s in model.all_shapes.items()}
+    aliases = _ties([model for (model,) in models], shapes)
+    for (model,) in models:
+        sources = dict(model.sources)
+        for name, value in (model.module or {}).items():
+            if not isinstance(value, Tensor):
+                values.setdefault(name, (value, model.file))
+            elif 0 in value.shape:
+                sources[name] = Source(value.dtype, value.shape, Joined(()))
+        held.append({name: found for name, found in sources.items() if name not in aliases})
+    _add_experts(folder, held)
+    if folder.layers:
+        _add_layers(folder, [model.all_shapes for (model,) in models], held, degree)
+    return Weights(held, {}, aliases, values)
+
+
+def _ties(models: Sequence[ModelState], shapes: Mapping[str, Any]) -> dict[str, str]:
+    """Names of one tensor: the others of the one that is trained, or comes first."""
+    by_model = []
+    for model in models:
+        names: dict[str, list[str]] = {}
+        for name, value in (model.module or {}).items():
+            if isinstance(value, Tensor) and 0 not in value.shape:
+                names.setdefault(value.identity, []).append(name)
+        tied = {}
+        for same in names.values():
+            first = next((name for name in same if name in shapes), same[0])
+            tied.update({name: first for name in same if name != first})
+        by_model.append(tied)
+    found = {k: v for k, v in by_model[0].items() if all(tied.get(k) == v for tied in by_model)}
+    present = {name for model in models for name in model.module or ()}
+    told = {alias: of for model in models for alias, of in model.shared.items()}
+    return found | {alias: of for alias, of in told.items() if alias in present and of in present}
+
+
+def _of_stage3(models: Sequence[Sequence[ModelState]]) -> Weights:
+    held, trained = [], dict[str, str]()
+    aliases, values = dict[str, str](), dict[str, tuple[Any, StateFile]]()
+    for of_rank in models:
+        model = of_rank[0]
+        frozen, shapes = partitions.frozen(of_rank), model.all_shapes
+        found: dict[str, Source] = {}
+        for name, value in (model.module or {}).items():
+            if name in shapes and isinstance(value, Tensor):
+                trained[name] = value.dtype
+            elif name in frozen:
+                found[name] = frozen[name]
+            elif name in model.shared:
+                aliases[name] = model.shared[name]
+            elif not isinstance(value, Tensor):
+                values.setdefault(name, (value, model.file))
+            elif name in model.sources:
+                found[name] = model.sources[name]
+            elif name in model.buffers:
+                found[name] = Source(value.dtype, value.shape, Joined(()))
+            else:
+                raise model.file.damaged(
+                    f"array 'module/{name}' is empty there, and is in no param_shapes; are all "
+                    "files of one save?"
+                )
+        held.append(found)
+    return Weights(held, trained, aliases, values)
+
+
+# --- experts, layers of a pipeline --------------------------------------------------------------
+
+
+def _module_of(file: StateFile) -> dict[str, Source]:
+    return {
+        name: file.source(value, f"array 'module/{name}'")
+        for name, value in flattened(file, file.value).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _add_experts(folder: Folder, held: Sequence[dict[str, Source]]) -> None:
+    """Adds the experts, each of which has a file for each model-parallel rank."""
+    names = folder.experts
+    for name, found in zip(names, read_all(folder.files, names, _module_of), strict=True):
+        rank = int(name.split("_mp_rank_")[1].split("_")[0])
+        if rank >= len(held):
+            raise CheckpointCorrupt(
+                f"{folder.files.location}: {name} is of a rank that has no other file"
+            )
+        held[rank].update(found)
+
+
+def _add_layers(
+    folder: Folder,
+    shapes: Sequence[Mapping[str, tuple[int, ...]]],
+    held: Sequence[dict[str, Source]],
+    degree: int,
+) -> None:
+    """Adds the layers of a pipeline, whose files have names without the number of the layer.
+
+    Arguments:
+        folder: the checkpoint.
+        shapes: by model-parallel rank, of the parameters.
+        held: by model-parallel rank, what to add to.
+        degree: of tensor parallelism.
+
+    Raises:
+        CheckpointCorrupt: a file is missing.
+    """
+    names = [name for by_rank in folder.layers.values() for name in by_rank]
+    found = read_all(folder.files, names, _module_of)
+    by_layer = {
+        layer: found[at * degree : (at + 1) * degree] for at, layer in enumerate(folder.layers)
+    }
+    stage_of = {name: r // degree for r in reversed(range(len(shapes))) for name in shapes[r]}
+    _check_layers(folder, stage_of, by_layer)
+    tied = _tied_names(folder, by_layer, stage_of, shapes)
+    for layer, by_rank in by_layer.items():
+        for rank, sources in enumerate(by_rank):
+            for key, source in sources.items():
+                name = tied.get(f"{layer}.{key}", f"{layer}.{key}")
+                held[stage_of.get(name, 0) * degree + rank][name] = source
+
+
+def _check_layers(
+    folder: Folder, names: Mapping[str, int], by_layer: Mapping[int, Sequence[Mapping[str, Source]]]
+) -> None:
+    for name in names:
+        match = _LAYER_NAME.fullmatch(name)
+        if match is None:
+            continue
+        layer, key = int(match[1]), name[len(match[1]) + 1 :]
+        if layer not in by_layer:
+            raise CheckpointCorrupt(
+                f"{folder.files.location}: array 'module/{name}': the file of layer {layer}, "
+                f"layer_{layer:02d}-model_states.pt or its parts, is missing; was the folder "
+                "copied as a whole?"
+            )
+        if key not in by_layer[layer][0]:
+            raise CheckpointCorrupt(
+                f"{folder.files.location}: {folder.layers[layer][0]} has no {quoted(key)}, which "
+                f"array 'module/{name}' needs; are all files of one save?"
+            )
+
+
+def _tied_names(
+    folder: Folder,
+    by_layer: Mapping[int, Sequence[Mapping[str, Source]]],
+    names: Mapping[str, int],
+    shapes: Sequence[Mapping[str, tuple[int, ...]]],
+) -> dict[str, str]:
+    """The names of what tied layers have, `tied_modules.<key>.<name>`, as far as it is certain.
+
+    No file tells the key: it follows if exactly one tied parameter has the name and the shape, and
+    only one such layer's file could be meant.
+
+    Raises:
+        CheckpointCorrupt: no layer has one of them.
+    """
+    tied: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for name in names:
+        if name.startswith(_TIED) and name.count(".") >= 2:
+            shape = next(s[name] for s in shapes if name in s)
+            tied.setdefault((name.split(".", 2)[2], shape), []).append(name)
+    found: dict[str, str] = {}
+    for (key, shape), meant in tied.items():
+        layers = [
+            f"{layer}.{key}"
+            for layer, by_rank in by_layer.items()
+            if f"{layer}.{key}" not in names
+            and key in by_rank[0]
+            and by_rank[0][key].shape == shape
+        ]
+        if len(layers) < len(meant):
+            raise CheckpointCorrupt(
+                f"{folder.files.location}: array 'module/{meant[-1]}' of shape {list(shape)}: the "
+                "file of its layer is missing; was the folder copied as a whole?"
+            )
+        if len(layers) == len(meant) == 1:
+            found[layers[0]] = meant[0]
+    return found
