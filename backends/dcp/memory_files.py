@@ -19,7 +19,8 @@ class Known(Files):
     """
 
     def __init__(self, files: Files, known: Iterable[tuple[int, bytes]]) -> None:
-        self.location, self._files, self._all = files.location, files, list(known)
+        super().__init__(files.location, files.single is not None)
+        self._files, self._all = files, list(known)
 
     def read(self, file: str, offset: int, length: int) -> bytes:
         for begin, data in self._all:
@@ -41,7 +42,8 @@ class Rest(Files):
     """
 
     def __init__(self, files: Files, begin: int) -> None:
-        self.location, self._files, self._begin = files.location, files, begin
+        super().__init__(files.location, files.single is not None)
+        self._files, self._begin = files, begin
 
     def size(self, file: str) -> int | None:
         size = self._files.size(file)
@@ -60,7 +62,8 @@ class InMemory(Files):
     """
 
     def __init__(self, files: Files, data: bytes) -> None:
-        self.location, self._data = files.location, data
+        super().__init__(files.location, files.single is not None)
+        self._data = data
 
     def size(self, file: str) -> int | None:
         return len(self._data)

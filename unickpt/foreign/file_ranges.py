@@ -179,10 +179,8 @@ class RangeReader(Reader):
     ) -> bool:
         box = part.chunk_box(number)
         found = self._boxes[entry.name][part.box.start]
-        local = box.relative_to(part.box.start)
-        start = sum(a * s for a, s in zip(local.start, found.steps, strict=True))
         try:
-            _read(self._files, found, start, out)
+            read_box(self._files, found, box.relative_to(part.box.start), out)
         except Failed as error:
             raise reading_failed(error, f"{self.location}: array {entry.name!r} {box}") from error
         return True
