@@ -142,7 +142,7 @@ def _file(
 ) -> PlannedFile:
     # The largest elements come first, as in the library, so that each lies at a multiple of its
     # size.
-    ordered = sorted(entries.items(), key=lambda item: (-_itemsize(item[1]), names[item[0]]))
+    ordered = sorted(entries.items(), key=lambda item: (-item[1].itemsize, names[item[0]]))
     header: dict[str, Any] = {"__metadata__": metadata}
     at = 0
     for name, entry in ordered:
@@ -159,10 +159,6 @@ def _file(
         offset += entry.nbytes
     head = len(text).to_bytes(8, "little") + text
     return PlannedFile(called, offset, {0: head}, tuple(data), last=last)
-
-
-def _itemsize(entry: ArrayEntry) -> int:
-    return dtypes.from_name(entry.dtype).itemsize
 
 
 def _shards(entries: Mapping[str, ArrayEntry], most: int) -> list[list[str]]:

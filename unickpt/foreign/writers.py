@@ -14,6 +14,8 @@ from unickpt.quoting import quoted
 _BUILT_IN = {
     "hf": ("safetensors.writer", "HuggingFaceWriter"),
     "safetensors": ("safetensors.writer", "SafetensorsWriter"),
+    "torch": ("torch_writer", "TorchWriter"),
+    "npz": ("npz_writer", "NpzWriter"),
 }
 
 
