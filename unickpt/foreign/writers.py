@@ -14,6 +14,7 @@ from unickpt.quoting import quoted
 _BUILT_IN = {
     "hf": ("safetensors.writer", "HuggingFaceWriter"),
     "safetensors": ("safetensors.writer", "SafetensorsWriter"),
+    "dcp": ("dcp.writer", "DcpWriter"),
     "torch": ("torch_writer", "TorchWriter"),
     "npz": ("npz_writer", "NpzWriter"),
 }
