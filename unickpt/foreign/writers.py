@@ -15,6 +15,7 @@ _BUILT_IN = {
     "hf": ("safetensors.writer", "HuggingFaceWriter"),
     "safetensors": ("safetensors.writer", "SafetensorsWriter"),
     "dcp": ("dcp.writer", "DcpWriter"),
+    "orbax": ("orbax.writer", "OrbaxWriter"),
     "torch": ("torch_writer", "TorchWriter"),
     "npz": ("npz_writer", "NpzWriter"),
 }

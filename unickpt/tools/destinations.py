@@ -15,7 +15,12 @@ from functools import cached_property
 
 import tensorstore as ts
 
-from unickpt.errors import CheckpointCorrupt, CheckpointExists, UnsupportedFormat
+from unickpt.errors import (
+    CheckpointCorrupt,
+    CheckpointExists,
+    CheckpointNotFound,
+    UnsupportedFormat,
+)
 from unickpt.foreign import registry
 from unickpt.format.writer import PlannedFile
 from unickpt.storage import contexts, local_folders, paths
@@ -105,6 +110,8 @@ class Destination(ABC):
             return registry.open_reader(self.folder, {}) is not None
         except (CheckpointCorrupt, UnsupportedFormat):
             return True
+        except CheckpointNotFound:  # such as a folder of several checkpoints
+            return False
 
 
 def destination(
