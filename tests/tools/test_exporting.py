@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support import foreign, npy_folder
+from support import TESTS, foreign, npy_folder
+from support.forks import Forks
 from support.reader_suite import arrays, same
 from support.saving import files, in_job
 
@@ -22,8 +22,10 @@ from unickpt import (
     SaveOptions,
     UnsupportedLeaf,
 )
+from unickpt.arrays.host_memory import HostBuffers
 from unickpt.loading.ruled_view import through
 from unickpt.loading.views import StoredView
+from unickpt.tools import export_job
 from unickpt.tools.exporting import export
 
 BUDGET = SaveOptions(budget_bytes=6000, fsync=False)
@@ -75,22 +77,35 @@ def test_nothing_remains_of_a_damaged_source(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["c"]
 
 
-def test_memory_is_bounded_by_the_budget(tmp_path: Path) -> None:
-    budget, state = 6 << 20, {"w": np.ones((4000, 3000), np.float32)}
+class CountedBuffers(HostBuffers):
+    """Knows how much was in use at once."""
+
+    used = most = 0
+
+    def take(self, nbytes: int) -> Any:
+        CountedBuffers.used += nbytes
+        CountedBuffers.most = max(self.most, self.used)
+        return super().take(nbytes)
+
+    def give(self, buffer: Any) -> None:
+        CountedBuffers.used -= len(buffer)
+        super().give(buffer)
+
+
+def test_memory_is_bounded_by_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export_job, "HostBuffers", CountedBuffers)
+    state = {"w": np.ones((1000, 3000), np.float32), **{f"b{n}": np.ones(n) for n in range(99)}}
     unickpt.save(tmp_path / "c", state, options=SaveOptions(fsync=False, chunk_bytes=1 << 18))
-    held: list[int] = []
-    tracemalloc.start()
-    try:
-        export_npy(
+    budget = 3 << 20
+    for to in ("npz", "dcp", "orbax", "hf"):
+        CountedBuffers.used = CountedBuffers.most = 0
+        unickpt.convert(
             tmp_path / "c",
-            tmp_path / "npy",
+            tmp_path / to,
+            to=to,
             options=SaveOptions(budget_bytes=budget, fsync=False),
-            progress=lambda done, total: held.append(tracemalloc.get_traced_memory()[1]),
         )
-    finally:
-        tracemalloc.stop()
-    assert len(held) >= 40, "slabs are much smaller than the array"
-    assert max(held) < budget
+        assert budget // 4 < CountedBuffers.most <= budget // 3, "two slabs, each a sixth"
 
 
 # --- destinations ---------------------------------------------------------------------------------
@@ -125,8 +140,6 @@ def test_what_differs_when_read_back_is_an_error(
 ) -> None:
     unickpt.save(tmp_path / "c", {"w": np.arange(50.0), "step": 7, "v": np.ones(3)}, options=FAST)
     target = tmp_path / "st" if url == "local" else url
-    from unickpt.tools import export_job
-
     as_it_is = export_job._bytes_of
 
     def damaged(array: np.ndarray) -> memoryview:
@@ -228,3 +241,46 @@ def test_object_storage_needs_files_that_fit_into_the_budget(tmp_path: Path) -> 
         to="safetensors",
         options=SaveOptions(budget_bytes=needed),
     )
+
+
+KILLED = f"""
+import sys
+sys.path.insert(0, {TESTS!r})
+from support.dying import die_at
+import unickpt
+step, when, source, target, to, index, count = ARGS
+if index == 0:
+    die_at(step, when)
+group = unickpt.ProcessGroup(index, count, "killed")
+options = unickpt.SaveOptions(group=group, fsync=False, timeout_s=0.5, budget_bytes=1 << 20)
+unickpt.convert(source, target, to=to, options=options)
+"""
+STEPS = [
+    ("tools.export_job.ExportJob:_read_slab", "after"),
+    ("tools.export_job.ExportJob:_write_texts", "before"),
+    ("tools.destinations.LocalDestination:_replace_folder", "before"),
+    ("tools.destinations.LocalDestination:_replace_folder", "after"),
+]
+
+
+@pytest.mark.parametrize(
+    ("to", "count"), [("hf", 1), ("hf", 2), ("dcp", 1), ("orbax", 1), ("torch", 1), ("npz", 1)]
+)
+def test_a_killed_export_leaves_nothing_that_reads_as_a_checkpoint(
+    to: str, count: int, tmp_path: Path, forks: Forks
+) -> None:
+    source = tmp_path / "c"
+    big(source)
+    for number, (step, when) in enumerate(STEPS):
+        target = tmp_path / str(number)
+        arguments = (step, when, str(source), str(target), to)
+        pids = [forks.start(KILLED, *arguments, index, count) for index in range(count)]
+        first, *others = forks.wait_all(pids)
+        assert first.code == -9, first
+        assert all("SaveTimeout" in other.out for other in others)
+        if (step, when) == STEPS[-1]:
+            assert unickpt.open(target).nbytes == unickpt.open(source).nbytes
+            continue
+        with pytest.raises(unickpt.CheckpointNotFound):
+            unickpt.open(target)
+        unickpt.convert(source, target, to=to, options=FAST)

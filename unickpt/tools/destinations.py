@@ -134,11 +134,11 @@ def destination(
         folder, _, file = text.rpartition("/")
         folder = folder or ("/" if text.startswith("/") else ".")
     location = paths.resolve(folder, whole=file is not None)
-    kind = _LocalDestination if location.is_local else _ObjectDestination
+    kind = LocalDestination if location.is_local else ObjectDestination
     return kind(location, file, attempt, fsync)
 
 
-class _LocalDestination(Destination):
+class LocalDestination(Destination):
     """A local folder or file, made beside its place and renamed at the end."""
 
     whole_files = False
@@ -246,7 +246,7 @@ def _sync(folder: str) -> None:
             os.close(handle)
 
 
-class _ObjectDestination(Destination):
+class ObjectDestination(Destination):
     """A prefix of object storage: files that make a checkpoint complete come last."""
 
     whole_files = True
