@@ -18,6 +18,7 @@ _BUILT_IN = {
     "orbax": ("orbax.writer", "OrbaxWriter"),
     "torch": ("torch_writer", "TorchWriter"),
     "npz": ("npz_writer", "NpzWriter"),
+    "universal": ("universal_writer", "UniversalWriter"),
 }
 
 
@@ -52,4 +53,8 @@ def make(format: str, options: Mapping[str, Any]) -> Writer:
     if unknown:
         takes = f"takes {', '.join(known)}" if known else "takes none"
         raise TypeError(f"the format {format!r} has no option {quoted(unknown[0])}; it {takes}")
+    parameters = inspect.signature(make).parameters.values()
+    missing = [p.name for p in parameters if p.default is p.empty and p.name not in options]
+    if missing:
+        raise TypeError(f"the format {format!r} needs the option {missing[0]!r}")
     return make(**options)

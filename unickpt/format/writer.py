@@ -72,12 +72,14 @@ class Plan:
             leaves out.
         values: likewise for plain values.
         casts: the dtypes to which arrays are cast, as asked for, by the names of the index.
+        others: whether the new checkpoint has further leaves, such as those of a template.
     """
 
     files: tuple[PlannedFile, ...]
     arrays: Mapping[str, str]
     values: Mapping[str, str] = field(default_factory=dict)
     casts: Mapping[str, str] = field(default_factory=dict)
+    others: bool = False
 
 
 class Writer(Protocol):
