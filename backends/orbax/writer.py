@@ -254,6 +254,6 @@ def _metadata_files(
         "custom_metadata": None,
     }
     checkpoint = {"item_handlers": _HANDLER, "metrics": {}, "custom_metadata": {}}
-    yield text_file("_METADATA", json.dumps(told), last=True)
     yield text_file("_CHECKPOINT_METADATA", json.dumps(checkpoint), last=True)
     yield text_file("commit_success.txt", "written by unickpt", last=True)
+    yield text_file("_METADATA", json.dumps(told), last=True)

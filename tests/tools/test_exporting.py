@@ -19,13 +19,14 @@ from unickpt import (
     CheckpointExists,
     ProcessFailed,
     Rules,
+    SaveConflict,
     SaveOptions,
     UnsupportedLeaf,
 )
 from unickpt.arrays.host_memory import HostBuffers
 from unickpt.loading.ruled_view import through
 from unickpt.loading.views import StoredView
-from unickpt.tools import export_job
+from unickpt.tools import destinations, export_job
 from unickpt.tools.exporting import export
 
 BUDGET = SaveOptions(budget_bytes=6000, fsync=False)
@@ -134,6 +135,31 @@ def test_overwriting_replaces_the_whole_folder(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["c", "npy", "small"]
 
 
+@pytest.mark.parametrize("target", ["local", "memory://export/files"])
+def test_a_single_file_is_refused_or_replaced(target: str, tmp_path: Path) -> None:
+    unickpt.save(tmp_path / "a", {"w": np.arange(5)}, options=FAST)
+    unickpt.save(tmp_path / "b", {"w": np.arange(7.0)}, options=FAST)
+    above = str(tmp_path / "files") if target == "local" else target
+    options: dict[str, Any] = {"to": "npz", "options": FAST}
+    report = unickpt.convert(tmp_path / "a", f"{above}/x.npz", **options)
+    assert report.url == f"{above}/x.npz"
+    with pytest.raises(CheckpointExists, match=r"x\.npz"):
+        unickpt.convert(tmp_path / "b", f"{above}/x.npz", **options)
+    assert same(unickpt.open(above)["w"][...], np.arange(5))
+    unickpt.convert(tmp_path / "b", f"{above}/x.npz", overwrite=True, **options)
+    assert same(unickpt.open(above)["w"][...], np.arange(7.0))
+    if target == "local":
+        assert files(tmp_path / "files") == ["x.npz"]
+
+
+def test_the_source_is_not_replaced_by_its_own_export(tmp_path: Path) -> None:
+    unickpt.save(tmp_path / "run" / "a", {"w": np.arange(5)}, options=FAST)
+    for path in (tmp_path / "run" / "a", tmp_path / "run"):
+        with pytest.raises(CheckpointExists, match="contains the source"):
+            unickpt.convert(tmp_path / "run" / "a", path, to="hf", overwrite=True, options=FAST)
+    assert unickpt.verify(tmp_path / "run" / "a").ok
+
+
 @pytest.mark.parametrize("url", ["memory://export/damaged", "local"])
 def test_what_differs_when_read_back_is_an_error(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -151,6 +177,31 @@ def test_what_differs_when_read_back_is_an_error(
     rules = Rules.parse("step <-> drop\ndefault {leaf...} <-> {leaf...}")
     with pytest.raises(CheckpointCorrupt, match="'w': 1 elements differ"):
         unickpt.convert(tmp_path / "c", target, to="safetensors", rules=rules, options=FAST)
+
+
+@pytest.mark.parametrize(
+    ("to", "last"),
+    [("hf", "model.safetensors.index.json"), ("dcp", ".metadata"), ("orbax", "_METADATA")],
+)
+def test_on_object_storage_what_readers_look_for_comes_last(
+    to: str, last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    big(tmp_path / "c")
+    url, budget = f"memory://export/order-{to}", 6 << 20
+    real, written = destinations.ObjectDestination.opened, list[str]()
+
+    def opened(self: Any, file: Any) -> Any:
+        written.append(file.name)
+        if len(written) > 1 and (to, file.name) != ("hf", last):  # all files are there, and say so
+            with pytest.raises((unickpt.CheckpointNotFound, CheckpointCorrupt)):
+                unickpt.open(url)
+        return real(self, file)
+
+    monkeypatch.setattr(destinations.ObjectDestination, "opened", opened)
+    options: dict[str, Any] = {"max_shard_size": 300_000} if to == "hf" else {}
+    unickpt.convert(tmp_path / "c", url, to=to, options=SaveOptions(budget_bytes=budget), **options)
+    assert written[-1] == last
+    assert unickpt.diff(tmp_path / "c", url).same
 
 
 # --- several processes ----------------------------------------------------------------------------
@@ -206,6 +257,24 @@ def test_all_processes_learn_of_an_error_and_nothing_remains(tmp_path: Path) -> 
     assert isinstance(first, CheckpointExists)
     assert all(isinstance(e, ProcessFailed) and "used" in str(e) for e in others)
     assert sorted(os.listdir(tmp_path)) == ["c", "used"]
+
+
+def test_a_session_that_was_used_before_is_refused(tmp_path: Path) -> None:
+    """A killed attempt left notes that say that processes are done."""
+    big(tmp_path / "c")
+    notes = tmp_path / ".out.again-000000.notes" / "notes"
+    notes.mkdir(parents=True)
+    (notes / "begin").touch()
+    (notes / "done-00001").write_text("{}")
+
+    def run(group: unickpt.ProcessGroup) -> Any:
+        mine = SaveOptions(group=group, timeout_s=20, fsync=False)
+        return unickpt.convert(tmp_path / "c", tmp_path / "out", to="hf", options=mine)
+
+    first, second = in_job(2, run, "again")
+    assert isinstance(first, SaveConflict)
+    assert isinstance(second, ProcessFailed)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_format_or_an_option_that_does_not_exist(tmp_path: Path) -> None:

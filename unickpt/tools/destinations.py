@@ -128,11 +128,11 @@ def destination(
     Raises:
         InvalidPath: it names no place.
     """
-    text = os.fspath(path)
-    folder, file = text, None
-    if isinstance(text, str) and text.endswith(tuple(suffixes)) and not os.path.isdir(text):
-        folder, _, file = text.rpartition("/")
-        folder = folder or ("/" if text.startswith("/") else ".")
+    folder, file = path, None
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
+    if text.endswith(tuple(suffixes)) and not os.path.isdir(text):
+        above, _, file = text.rpartition("/")
+        folder = above or ("/" if text.startswith("/") else ".")
     location = paths.resolve(folder, whole=file is not None)
     kind = LocalDestination if location.is_local else ObjectDestination
     return kind(location, file, attempt, fsync)

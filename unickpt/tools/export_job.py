@@ -18,7 +18,13 @@ from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.host_memory import HostBuffers
 from unickpt.commit.notes import Notes
-from unickpt.errors import ProcessFailed, SaveTimeout, StorageError, UnsupportedLeaf
+from unickpt.errors import (
+    ProcessFailed,
+    SaveConflict,
+    SaveTimeout,
+    StorageError,
+    UnsupportedLeaf,
+)
 from unickpt.foreign import crc32
 from unickpt.format.index import ArrayEntry
 from unickpt.format.writer import Plan, PlannedFile
@@ -97,6 +103,7 @@ class ExportJob:
 
         Raises:
             CheckpointExists: the destination is in use.
+            SaveConflict: the group's session was used before.
             ProcessFailed, SaveTimeout: another process failed, or is late.
             StorageError: the storage failed.
         """
@@ -113,6 +120,7 @@ class ExportJob:
         notes = Notes(self._to.notes, self._group, self._to.context, self._timeout_s)
         with self._translating(), self._together(notes):
             if self._group.index == 0:
+                self._check_new(notes)
                 self._to.check(overwrite)
                 notes.put(_BEGIN, b"")
             else:
@@ -154,6 +162,14 @@ class ExportJob:
                     if failed:
                         self._to.discard_all()
                     self._to.notes.remove(self._to.context)
+
+    def _check_new(self, notes: Notes) -> None:
+        """Refuses the name of an attempt that was used before, whose notes would count as new."""
+        if notes.poll():
+            raise SaveConflict(
+                f"{self._to.name}: this attempt to export was made before; the session of a "
+                "ProcessGroup must be new for every run of the job"
+            )
 
     def _wait(self, notes: Notes, ready: Callable[[set[str]], bool]) -> None:
         try:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from unickpt.errors import CheckpointCorrupt, UnsupportedLeaf
+from unickpt.errors import CheckpointCorrupt, CheckpointExists, UnsupportedLeaf
 from unickpt.foreign import registry
 from unickpt.format.reader import Reader
 from unickpt.format.writer import Plan, Writer
@@ -57,6 +57,9 @@ def export(
     started = time.perf_counter()
     group = within(options.group or current_group(adapters()), options.timeout_s)
     to = destination(path, writer.suffixes, group.next_attempt(), options.fsync)
+    source = view.checkpoint.location
+    if to.file is None and source.url.startswith(to.folder.url):
+        raise CheckpointExists(f"{to.name} contains the source, {source}; choose another path")
     if view.index.per_process:
         name = min(view.index.per_process)
         raise UnsupportedLeaf(
