@@ -187,7 +187,7 @@ def test_on_object_storage_what_readers_look_for_comes_last(
     to: str, last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     big(tmp_path / "c")
-    url, budget = f"memory://export/order-{to}", 6 << 20
+    url, budget = f"memory://export/order-{to}", 12 << 20
     real, written = destinations.ObjectDestination.opened, list[str]()
 
     def opened(self: Any, file: Any) -> Any:

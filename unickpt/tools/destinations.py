@@ -29,8 +29,9 @@ from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
 
 _MOST_OBJECT = 5 << 30  # of one request to S3
-# Bytes of an object in memory: its parts, and these in one.
-_COPIES_OF_OBJECT = 3
+# An object is in memory up to three times: its parts, these in one, and what TensorStore sends.
+# That may take half of the budget.
+_SHARE_OF_OBJECT = 6
 Write = Callable[[int, memoryview], None]
 """Writes bytes at an offset of a file."""
 
@@ -256,7 +257,7 @@ class ObjectDestination(Destination):
         self._written: list[str] = []
 
     def most_bytes(self, budget_bytes: int) -> int:
-        return min(_MOST_OBJECT, max(1, budget_bytes // _COPIES_OF_OBJECT))
+        return min(_MOST_OBJECT, max(1, budget_bytes // _SHARE_OF_OBJECT))
 
     def check(self, overwrite: bool) -> None:
         if self.file is not None:
