@@ -78,10 +78,11 @@ class _Planner:
                     f"called {quoted(name)} in DCP; rename one of them by a rule"
                 )
             self._paths[name] = path
+            shown = "/".join(map(tree.component, path))
             if isinstance(node, tree.Leaf) and node.name in self._index.entries:
-                self._add_array(name, node.name)
+                self._add_array(name, node.name, shown)
             else:
-                self._add_object(name, node)
+                self._add_object(name, node, shown)
         metadata = _object(
             "metadata.Metadata",
             state_dict_metadata=self._described,
@@ -119,7 +120,7 @@ class _Planner:
                 return False
         return True
 
-    def _add_array(self, name: str, leaf: str) -> None:
+    def _add_array(self, name: str, leaf: str, shown: str) -> None:
         stored = self._index.aliases.get(leaf, leaf)
         if stored not in self._of_array:  # tied arrays have several names, and one place
             self._of_array[stored] = self._blobs_of(stored)
@@ -128,7 +129,7 @@ class _Planner:
         for number, (box, place) in enumerate(chunks):
             key = _object("metadata.MetadataIndex", fqn=name, offset=_size(box.start), index=number)
             self._stored[key] = place
-        self._arrays[leaf] = tree.component(name)
+        self._arrays[leaf] = shown
 
     def _blobs_of(self, name: str) -> tuple[Any, list[tuple[Box, Any]]]:
         entry = self._index.arrays[name]
@@ -158,11 +159,11 @@ class _Planner:
         )
         return described, chunks
 
-    def _add_object(self, name: str, node: tree.Node | tree.Leaf) -> None:
+    def _add_object(self, name: str, node: tree.Node | tree.Leaf, within: str) -> None:
         """A plain value, or a list or tuple that DCP does not look into."""
         leaves: dict[str, Any] = {}
         storages: dict[str, tuple[str, Box, int]] = {}
-        for leaf, shown in _below(node, tree.component(name)):
+        for leaf, shown in _below(node, within):
             stored = self._index.aliases.get(leaf, leaf)
             entry = self._index.arrays.get(stored)
             if entry is None:

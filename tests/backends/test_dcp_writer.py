@@ -100,6 +100,7 @@ def test_torch_loads_a_nested_state(tmp_path: Path) -> None:
     assert files(tmp_path / "dcp") == [".metadata", "__0_0.distcp"]
     check(load(tmp_path / "dcp", empty(state())), state())
     assert unickpt.verify(tmp_path / "dcp").ok
+    assert unickpt.diff(tmp_path / "c", tmp_path / "dcp").same
 
 
 @alone
