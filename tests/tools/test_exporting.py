@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pickle
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -291,6 +293,15 @@ def test_a_format_or_an_option_that_does_not_exist(tmp_path: Path) -> None:
         )
     with pytest.raises(UnsupportedLeaf, match="step"):
         unickpt.convert(tmp_path / "c", tmp_path / "x", to="hf")
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_objects_of_unknown_classes_must_be_dropped(tmp_path: Path) -> None:
+    args = unickpt.Opaque("fractions.Fraction", pickle.dumps(Fraction(1, 3)))
+    unickpt.save(tmp_path / "c", {"w": np.ones(2), "args": args}, options=FAST)
+    for to in ("torch", "dcp", "orbax", "hf"):
+        with pytest.raises(UnsupportedLeaf, match="args <-> drop"):
+            unickpt.convert(tmp_path / "c", tmp_path / "x", to=to, options=FAST)
     assert os.listdir(tmp_path) == ["c"]
 
 

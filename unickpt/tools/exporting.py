@@ -22,6 +22,7 @@ from unickpt.tools import difference
 from unickpt.tools.destinations import Destination, destination
 from unickpt.tools.export_job import ExportJob
 from unickpt.trees import tree
+from unickpt.trees.plain_values import Opaque
 
 _MOST_LINES = 10
 
@@ -65,6 +66,12 @@ def export(
         raise UnsupportedLeaf(
             f"{name!r} differs by process, which only unickpt's own format can hold; drop it by a "
             f"rule: {name} <-> drop"
+        )
+    opaque = [name for name, v in view.index.values.items() if isinstance(v, Opaque)]
+    if opaque:
+        raise UnsupportedLeaf(
+            f"{opaque[0]!r} is an object of a class that unickpt does not know; only its own format "
+            f"keeps it; drop it by a rule: {opaque[0]} <-> drop"
         )
     if isinstance(view, RuledView):
         view.check(LoadOptions(budget_bytes=options.budget_bytes))
