@@ -70,8 +70,8 @@ def export(
     opaque = [name for name, v in view.index.values.items() if isinstance(v, Opaque)]
     if opaque:
         raise UnsupportedLeaf(
-            f"{opaque[0]!r} is an object of a class that unickpt does not know; only its own format "
-            f"keeps it; drop it by a rule: {opaque[0]} <-> drop"
+            f"{opaque[0]!r} is an object of an unknown class, which only unickpt's own format "
+            f"keeps; drop it by a rule: {opaque[0]} <-> drop"
         )
     if isinstance(view, RuledView):
         view.check(LoadOptions(budget_bytes=options.budget_bytes))
