@@ -19,7 +19,7 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.dtypes import Array
 from unickpt.backends.dcp.memory_files import InMemory, Known, Rest
 from unickpt.backends.dcp.metadata import Blob, Chunk, TensorFacts
-from unickpt.backends.safetensors import Header, read_header
+from unickpt.backends.safetensors.reader import Header, read_header
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.foreign.elements import ByteRange, Elements, FileRange
 from unickpt.foreign.file_ranges import FileBox, read_flat

@@ -18,7 +18,7 @@ from support import foreign, s3_server
 
 import unickpt
 from unickpt import Checkpoint, CheckpointCorrupt, UnickptError, UnsupportedFormat
-from unickpt.backends import safetensors
+from unickpt.backends.safetensors import reader as safetensors
 from unickpt.storage import contexts
 from unickpt.storage.paths import resolve
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
-import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from unickpt.foreign.files import Files
 from unickpt.format.chunk_grid import Part, free_chunk
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
+from unickpt.format.writer import Data, Plan, PlannedFile, text_file
 from unickpt.storage.locations import Location
 from unickpt.trees import tree
 
@@ -71,32 +72,24 @@ def _entry(name: str, shape: list[int], dtype: str) -> ArrayEntry:
 class NpyWriter:
     """Writes a folder; its JSON comes last, and makes it a checkpoint."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._arrays: dict[str, np.ndarray] = {}
-        self.largest = 0
+    suffixes: ClassVar[Sequence[str]] = ()
 
-    def begin(self, index: Index) -> None:
-        self._folder.mkdir(parents=True)
-        self._values = dict(index.values)
+    def plan(self, index: Index, most_bytes: int, file: str | None) -> Plan:
+        files = []
         for number, (name, entry) in enumerate(index.arrays.items()):
-            self._arrays[name] = np.lib.format.open_memmap(
-                self._folder / f"{number}.npy", "w+", np.dtype(entry.dtype), entry.shape
-            )
-
-    def write(self, entry: ArrayEntry, box: Box, data: np.ndarray) -> None:
-        self._arrays[entry.name][box.slices] = data
-        self.largest = max(self.largest, data.nbytes)
-
-    def finish(self) -> None:
-        for array in self._arrays.values():
-            array.flush()
-        facts = {name: [list(a.shape), str(a.dtype)] for name, a in self._arrays.items()}
-        data = json.dumps({"arrays": facts, "values": self._values})
-        (self._folder / "shapes.json").write_text(data)
-
-    def discard(self) -> None:
-        shutil.rmtree(self._folder)
+            head = io.BytesIO()
+            facts = {"descr": entry.dtype, "fortran_order": False, "shape": entry.shape}
+            facts["descr"] = np.lib.format.dtype_to_descr(np.dtype(entry.dtype))
+            np.lib.format.write_array_header_1_0(head, facts)
+            begin = head.tell()
+            data = (Data(begin, name, Box.whole(entry.shape)),) if entry.nbytes else ()
+            texts = {0: head.getvalue()}
+            files.append(PlannedFile(f"{number}.npy", begin + entry.nbytes, texts, data))
+        shapes = {n: [list(e.shape), e.dtype] for n, e in index.arrays.items()}
+        told = json.dumps({"arrays": shapes, "values": dict(index.values)})
+        files.append(text_file("shapes.json", told, last=True))
+        return Plan(tuple(files), {n: n for n in index.names if n not in index.values},
+                    {n: n for n in index.values})  # fmt: skip
 
 
 class NpyFolder:

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 import unickpt
-from unickpt.cli import clean, convert, diff, inspect, ls, presets, verify
+from unickpt.cli import clean, convert, diff, export, inspect, ls, presets, verify
 from unickpt.cli.output import fail, warn
 from unickpt.errors import RuleWarning, UnickptError
 
@@ -57,6 +57,8 @@ def unickpt_command(
     unickpt verify s3://bucket/llama/100     whether every byte is undamaged
     unickpt diff runs/a/100 runs/b/100       how two differ
     unickpt convert runs/jax/100 runs/torch --rules my.rules   make one from another
+    unickpt import llama-hf runs/llama       make one from another system's
+    unickpt export runs/llama llama-hf --to hf   write one for another system
     unickpt clean runs/llama                 remove what failed saves left
     unickpt presets                          the rules that come with unickpt
 
@@ -71,8 +73,10 @@ COMMANDS = (
     verify.verify,
     diff.diff,
     convert.convert,
+    export.import_,
+    export.export,
     clean.clean,
     presets.presets,
 )
 for command in COMMANDS:
-    app.command()(command)
+    app.command(command.__name__.rstrip("_"))(command)

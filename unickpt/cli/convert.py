@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.text import Text
 
 import unickpt
-from unickpt.cli.options import Hints, Inverse, RulesName, Sizes, read_rules, source_of
+from unickpt.cli.jobs import job, print_written
+from unickpt.cli.options import (
+    Budget,
+    Hints,
+    Inverse,
+    RulesName,
+    Sizes,
+    Verify,
+    read_rules,
+    source_of,
+)
 from unickpt.cli.output import (
     AsJson,
     Cell,
     Where,
-    clean,
     console,
     counted,
     fail,
@@ -25,7 +31,6 @@ from unickpt.cli.output import (
     plain_cells,
     print_json,
     print_rows,
-    size_text,
     transfer,
     warn,
 )
@@ -49,12 +54,8 @@ def convert(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a checkpoint at the destination.")
     ] = False,
-    no_verify: Annotated[
-        bool, typer.Option("--no-verify", help="Do not read the destination again.")
-    ] = False,
-    budget: Annotated[
-        int, typer.Option("--budget", help="Bytes of memory for the conversion.", min=1 << 20)
-    ] = SaveOptions.budget_bytes,
+    verify: Verify = True,
+    budget: Budget = SaveOptions.budget_bytes,
     compression: Annotated[
         str | None, typer.Option("--compression", help="zstd, gzip or blosc.")
     ] = None,
@@ -91,43 +92,20 @@ def convert(
         options = SaveOptions(budget_bytes=budget, compression=compression)
     except ValueError as error:
         fail(str(error))
-    with _job() as first, transfer(source, shown=first) as progress:
+    with job() as first, transfer(source, shown=first) as progress:
         report = unickpt.convert(
             opened,
             destination,
             rules=wanted,
             like=like,
             overwrite=overwrite,
-            verify=not no_verify,
+            verify=verify,
             options=options,
             progress=progress,
         )
     if not first:
         return
-    if as_json:
-        names = ("url", "arrays", "bytes", "chunks", "processes", "seconds")
-        print_json({name: getattr(report, name) for name in names})
-        return
-    checked = "" if no_verify else ", and checked"
-    console().print(
-        f"converted {counted(report.arrays, 'array')}, {size_text(report.bytes)} in "
-        f"{report.seconds:.2f} s ({report.gb_per_s:.2f} GB/s){checked}: {clean(report.url)}"
-    )
-
-
-@contextmanager
-def _job() -> Iterator[bool]:
-    """Joins the other processes of torchrun, where there are any; whether this is the first."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "MASTER_ADDR" not in os.environ:
-        yield True
-        return
-    dist: Any = importlib.import_module("torch.distributed")
-    dist.init_process_group("gloo")
-    try:
-        yield dist.get_rank() == 0
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    print_written("converted", report, verify, as_json)
 
 
 def _print_preview(found: Preview, as_json: bool) -> None:

@@ -31,6 +31,15 @@ Hints = Annotated[
 ]
 
 
+Verify = Annotated[
+    bool, typer.Option("--verify/--no-verify", help="Whether to read and check what was written.")
+]
+Budget = Annotated[int, typer.Option("--budget", help="Bytes of memory for it.", min=1 << 20)]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace a checkpoint at the destination.")
+]
+
+
 def read_rules(name: str | None, inverse: bool, sizes: list[str] | None) -> Rules | None:
     """The rules that the options ask for."""
     if name is None:

@@ -173,6 +173,15 @@ class Notes:
         except ValueError as error:
             raise StorageError(f"{self._folder}: process {process}: {error}") from None
 
+    def put(self, name: str, value: bytes) -> None:
+        """Writes a note of another kind; its name is none of those above."""
+        self._notes.write(name, value).result()
+
+    def get(self, name: str) -> bytes:
+        """The value of a note that exists."""
+        value: bytes = self._notes.read(name).result().value
+        return value
+
     # --- announcements of the coordinator ------------------------------------------------------
 
     def request(self, requests: Mapping[int, Mapping[str, list[int]]]) -> None:

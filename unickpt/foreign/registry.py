@@ -42,7 +42,7 @@ _BUILT_IN = (
     "megatron.reader",
     "dcp.reader",
     "deepspeed.reader",
-    "safetensors",
+    "safetensors.reader",
     "torch_files",
     "flax_msgpack",
     "hdf5",

@@ -25,7 +25,7 @@ from unickpt.quoting import quoted
 from unickpt.storage.errors import Damaged
 from unickpt.trees import plain_values
 
-_STORAGES = {
+STORAGES = {
     "Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16",
     "Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8",
     "Bool": "bool", "ComplexFloat": "complex64", "ComplexDouble": "complex128",
@@ -299,7 +299,7 @@ def storage(found: Any) -> Storage:
         raise BadPickle("a storage is malformed")
     if name == "torch.storage.UntypedStorage":
         return Storage(key, None, count)
-    dtype = _STORAGES.get(name.removeprefix("torch.").removesuffix("Storage"))
+    dtype = STORAGES.get(name.removeprefix("torch.").removesuffix("Storage"))
     if dtype is None:
         raise BadPickle(f"unknown storage {name}")
     return Storage(key, dtype, count)

@@ -52,9 +52,14 @@ class ArrayEntry:
         return dtypes.with_shape(self.dtype, self.shape)
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return dtypes.from_name(self.dtype).itemsize
+
+    @property
     def nbytes(self) -> int:
         """Logical bytes of the array."""
-        return math.prod(self.shape) * dtypes.from_name(self.dtype).itemsize
+        return math.prod(self.shape) * self.itemsize
 
 
 @dataclass(frozen=True)

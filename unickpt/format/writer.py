@@ -1,34 +1,101 @@
-"""The protocol that every format fulfils into which checkpoints are exported."""
+"""The protocol that every format fulfils into which checkpoints are exported.
+
+A format says which bytes its files consist of; whoever exports reads the arrays and writes the
+files, in any order and by any number of processes.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
 
 from unickpt.arrays.box import Box
-from unickpt.arrays.dtypes import Array
-from unickpt.format.index import ArrayEntry, Index
+from unickpt.format.index import Index
+
+Ending = Callable[[Sequence[int]], Mapping[int, bytes]]
+
+
+@dataclass(frozen=True)
+class Data:
+    """Elements of an array in a file, one after the other in row-major order, little-endian.
+
+    Arguments:
+        offset: of the first one in the file, in bytes.
+        array: its name in the index that was planned.
+        box: which elements.
+    """
+
+    offset: int
+    array: str
+    box: Box
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A file of a checkpoint; bytes that nothing else gives are zero.
+
+    Arguments:
+        name: below the checkpoint's location.
+        size: in bytes.
+        texts: bytes that are known already, by their offsets.
+        data: elements of arrays, by ascending offsets.
+        ending: makes bytes, by their offsets, from the CRC-32 of each of `data`; None if the format
+            needs none.
+        last: whether it makes the checkpoint complete: such files are written after all others.
+        copied: the path of a local file that it is a copy of, instead of all this.
+    """
+
+    name: str
+    size: int
+    texts: Mapping[int, bytes] = field(default_factory=dict)
+    data: tuple[Data, ...] = ()
+    ending: Ending | None = None
+    last: bool = False
+    copied: str | None = None
+
+
+def text_file(name: str, text: str | bytes, *, last: bool = False) -> PlannedFile:
+    """A file whose bytes are known."""
+    data = text.encode() if isinstance(text, str) else text
+    return PlannedFile(name, len(data), {0: data}, last=last)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All files of a checkpoint.
+
+    Arguments:
+        files: in the order in which they are written, except that `last` ones come last.
+        arrays: the name of each array of the index, and of each of its aliases, in the new
+            checkpoint, as unickpt's reader of the format has it; without those that the format
+            leaves out.
+        values: likewise for plain values.
+        casts: the dtypes to which arrays are cast, as asked for, by the names of the index.
+        others: whether the new checkpoint has further leaves, such as those of a template.
+    """
+
+    files: tuple[PlannedFile, ...]
+    arrays: Mapping[str, str]
+    values: Mapping[str, str] = field(default_factory=dict)
+    casts: Mapping[str, str] = field(default_factory=dict)
+    others: bool = False
 
 
 class Writer(Protocol):
-    """Writes one checkpoint of another format. Its methods are called one after another."""
+    """A format, with the options of one export."""
 
-    def begin(self, index: Index) -> None:
-        """Prepares the destination.
+    suffixes: ClassVar[Sequence[str]]
+    """How a destination ends that is a single file; empty if it is always a folder."""
+
+    def plan(self, index: Index, most_bytes: int, file: str | None) -> Plan:
+        """Plans all files; equal on all processes.
 
         Arguments:
-            index: all that is going to be written; its layouts and chunks are those of the source.
+            index: what is going to be written; its layouts and chunks are those of the source.
+            most_bytes: of a file, where the format can divide what it holds.
+            file: the name of the single file to write, in an existing folder; None for a folder.
 
         Raises:
-            UnsupportedLeaf: the format cannot hold something; nothing was written.
-            CheckpointExists: the destination is in use.
+            UnsupportedLeaf: the format cannot hold something; says what, and what to do.
         """
-
-    def write(self, entry: ArrayEntry, box: Box, data: Array) -> None:
-        """Writes a box of an array. The boxes of an array come in row-major order, cover it exactly
-        once, and are as large as the budget of the export allows."""
-
-    def finish(self) -> None:
-        """Completes the checkpoint; until then, a reader must not take it for one."""
-
-    def discard(self) -> None:
-        """Removes what was written, after an error."""

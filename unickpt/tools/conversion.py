@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,19 +15,20 @@ from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.host_memory import HostBuffers
 from unickpt.errors import CheckpointCorrupt, LoadMismatch
+from unickpt.foreign import writers
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
+from unickpt.format.writer import Writer
 from unickpt.frameworks import per_process
 from unickpt.frameworks.leaves import Described, PerProcess
 from unickpt.frameworks.process_group import Group
 from unickpt.frameworks.protocol import ArraySource, Memory, whole_source
 from unickpt.frameworks.registry import adapters
 from unickpt.loading.ruled_view import RuledView, request_through, stored_facts, through
-from unickpt.loading.views import CheckpointView, StoredView, jobs_of
+from unickpt.loading.views import CheckpointView, StoredView
+from unickpt.quoting import quoted
 from unickpt.reading import checkpoint
-from unickpt.reading.chunk_reader import read_arrays
 from unickpt.reading.options import LoadOptions
-from unickpt.reading.targets import NewTarget
 from unickpt.rules import Rules
 from unickpt.rules.plan import Fact
 from unickpt.saving.chunk_source import StagedChunk
@@ -38,10 +38,14 @@ from unickpt.saving.write_plan import WriteItem
 from unickpt.storage import paths
 from unickpt.threads import in_batches
 from unickpt.tools import verification
+from unickpt.tools.exporting import export
+from unickpt.tools.slabs import read_boxes
 from unickpt.trees import tree
 
 # Shares of the budget: two slabs that are read ahead, and what the writer holds.
 _AHEAD, _WRITER = 6, 2
+OWN = "unickpt"
+"""The name of unickpt's own format."""
 
 
 def convert(
@@ -54,6 +58,8 @@ def convert(
     verify: bool = True,
     options: SaveOptions | None = None,
     progress: Callable[[int, int], None] | None = None,
+    to: str = OWN,
+    **format_options: Any,
 ) -> SaveReport:
     """Makes a checkpoint from another one through rules, without holding all of it in memory.
 
@@ -69,9 +75,13 @@ def convert(
             or a tree as for `load`. Needed for rules whose names are ambiguous; see docs/rules.md.
             Plain values that rules drop on this side (`drop <-> name`) are taken from it.
         overwrite: as for `save`.
-        verify: whether to read the destination back and check it.
+        verify: whether to read the destination back and check it: against its digests, or, in
+            another system's format, which has none, against the source.
         options: as for `save`; `budget_bytes` bounds the memory of the whole conversion.
         progress: called with this process's bytes converted so far and in total.
+        to: the format: unickpt's own, or "hf", "safetensors", "dcp", "orbax", "torch", "npz" or
+            "universal"; see docs/formats/writing.md.
+        format_options: of that format, such as `max_shard_size="5GB"` of "hf".
 
     Returns:
         A report of what was written and how long it took.
@@ -82,7 +92,9 @@ def convert(
         LoadMismatch: data would be lost: a cast is not exact, arrays that become one differ, a
             `PerProcess` leaf was saved by a different number of processes; or `like` has another
             dtype.
-        ValueError: `like` without rules.
+        ValueError, TypeError: `like` without rules; there is no such format, or it has no such
+            option.
+        UnsupportedLeaf: the format cannot hold something; nothing was written.
         All that `save` raises.
 
     Example:
@@ -94,8 +106,21 @@ def convert(
         (5, 3)
     """
     options = SaveOptions.or_default(options)
+    writer = _writer(to, format_options, options)
     stored = checkpoint.opened(source).reader
     view = convertible(stored, rules, like)
+    if writer is not None:
+        report = export(
+            view,
+            destination,
+            writer,
+            options,
+            overwrite=overwrite,
+            verify=verify,
+            progress=progress,
+        )
+        call_metrics(options, report)
+        return report
     reading = LoadOptions(budget_bytes=max(1, options.budget_bytes // _AHEAD))
     metadata = stored.index.metadata
     if isinstance(view, RuledView):
@@ -120,6 +145,22 @@ def convert(
                 f"{found.url} was written, but is damaged when read back:\n{damage}"
             )
     return report
+
+
+def _writer(to: str, format_options: Mapping[str, Any], options: SaveOptions) -> Writer | None:
+    """The writer of another system's format; None for unickpt's own."""
+    if to == OWN:
+        if format_options:
+            raise TypeError(
+                f"unickpt's own format has no option {quoted(min(format_options))}; say to= which "
+                f"format to write: {', '.join(writers.names())}"
+            )
+        return None
+    if options.compression is not None or options.chunk_shape is not None:
+        raise ValueError(
+            f"compression and chunk_shape are options of unickpt's own format, not {to}"
+        )
+    return writers.make(to, format_options)
 
 
 def convertible(stored: Reader, rules: Rules | None, like: Any) -> StoredView | RuledView:
@@ -190,24 +231,6 @@ def _not_read(box: Box, room: Callable[[], Array]) -> Array:
     raise AssertionError("chunks come from the chunk source, which reads many of them together")
 
 
-class _SlabTarget(NewTarget):
-    """Chunks of one array, each with its own memory."""
-
-    def __init__(self, entry: ArrayEntry, items: Sequence[WriteItem], buffers: HostBuffers) -> None:
-        super().__init__(entry)
-        self.boxes = tuple(item.box for item in items)
-        self.memory = [buffers.take(item.nbytes) for item in items]
-
-    def buffer(self, position: int) -> Array:
-        shape = self.boxes[position].shape
-        nbytes = math.prod(shape) * self.dtype.itemsize
-        buffer: Array = self.memory[position][:nbytes].view(self.dtype).reshape(shape)
-        return buffer
-
-    def finish(self, buffers: Sequence[Array]) -> list[tuple[Array, Array]]:
-        return list(zip(buffers, self.memory, strict=True))
-
-
 class _ViewSource:
     """The chunks of a view, for the writer; reads them in slabs, one slab ahead.
 
@@ -274,11 +297,12 @@ class _ViewSource:
         by_array: dict[str, list[WriteItem]] = {}
         for item in items:
             by_array.setdefault(item.entry.name, []).append(item)
+        arrays = self._view.index.arrays
         wanted = {
-            name: {name: _SlabTarget(self._view.index.arrays[name], of_array, self._buffers)}
+            name: (arrays[name], [item.box for item in of_array])
             for name, of_array in by_array.items()
         }
-        found = read_arrays(self._view.checkpoint, jobs_of(self._view, wanted), self._options)
+        found = read_boxes(self._view, wanted, self._options, self._buffers)
         return {
             item: data
             for name, of_array in by_array.items()

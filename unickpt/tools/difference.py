@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -137,6 +137,43 @@ def diff(
     order = {name: at for at, name in enumerate(dict.fromkeys([*_shown(ours), *_shown(theirs)]))}
     rows.sort(key=lambda row: order.get(row.name, -1))
     return DiffReport(tuple(rows), len(both), read, time.perf_counter() - started)
+
+
+def unequal(
+    ours: CheckpointView,
+    written: Reader,
+    names: Mapping[str, str],
+    casts: Mapping[str, str],
+    options: LoadOptions,
+) -> list[str]:
+    """Compares arrays of a view with their copies, bit for bit.
+
+    Arguments:
+        ours: the view.
+        written: has the copies.
+        names: of the copies, by those of the view's arrays or aliases.
+        casts: the dtypes of the copies of arrays that were cast, by the names of the view's.
+        options: see `LoadOptions`; `budget_bytes` bounds the memory for both.
+
+    Returns:
+        A line for each array that differs.
+    """
+    theirs, found = StoredView(written), list[str]()
+    readers = ChunkReader(ours.checkpoint), ChunkReader(written)
+    try:
+        for name, shown in names.items():
+            mine, other = ours.index.entry(name), theirs.index.entry(shown)
+            mine = replace(mine, dtype=casts.get(mine.name, mine.dtype))
+            if (mine.dtype, mine.shape) != (other.dtype, other.shape):
+                found.append(f"  {name!r}: {mine.dtype_and_shape} became {other.dtype_and_shape}")
+                continue
+            row = _values((ours, mine), (theirs, other), name, options, readers)
+            if row is not None:
+                found.append(f"  {name!r}: {row.unequal} elements differ")
+    finally:
+        for reader in readers:
+            reader.close()
+    return found
 
 
 def _through(a: Reader, rules: Rules, b: Reader) -> RuledView:

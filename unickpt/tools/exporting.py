@@ -1,60 +1,133 @@
-"""export(): writes a checkpoint in another format, within a memory budget."""
+"""export(): writes a checkpoint in another format, within a memory budget, split over processes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
 
-from unickpt.arrays import dtypes
-from unickpt.arrays.box import Box, cut
-from unickpt.format.index import ArrayEntry
-from unickpt.format.writer import Writer
-from unickpt.loading.ruled_view import RuledView, through
-from unickpt.loading.views import CheckpointView, StoredView
-from unickpt.reading import checkpoint
-from unickpt.reading.chunk_reader import ChunkReader, read_made
+from unickpt.errors import CheckpointCorrupt, CheckpointExists, UnsupportedLeaf
+from unickpt.foreign import registry
+from unickpt.format.reader import Reader
+from unickpt.format.writer import Plan, Writer
+from unickpt.frameworks.process_group import Group, within
+from unickpt.frameworks.registry import adapters, current_group
+from unickpt.loading.ruled_view import RuledView
+from unickpt.loading.views import CheckpointView
 from unickpt.reading.options import LoadOptions
-from unickpt.rules import Rules
+from unickpt.saving.options import SaveOptions, SaveReport
+from unickpt.storage import paths
+from unickpt.tools import difference
+from unickpt.tools.destinations import Destination, destination
+from unickpt.tools.export_job import ExportJob
+from unickpt.trees import tree
+from unickpt.trees.plain_values import Opaque
+
+_MOST_LINES = 10
 
 
 def export(
-    source: checkpoint.Source,
+    view: CheckpointView,
+    path: paths.Path,
     writer: Writer,
+    options: SaveOptions,
     *,
-    rules: Rules | None = None,
-    options: LoadOptions | None = None,
-) -> None:
-    """Reads a checkpoint of any readable format, and writes it through a `Writer`.
+    overwrite: bool = False,
+    verify: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+) -> SaveReport:
+    """Writes a view of a checkpoint in another format; all processes of a job call it.
 
     Arguments:
-        source: a local path or a URL, or what `unickpt.open` returned.
-        writer: writes the other format.
-        rules: map the names and axes of the source to those of the destination.
-        options: of reading; `budget_bytes` bounds the size of a box.
+        view: the source.
+        path: of the destination.
+        writer: plans the files of the format.
+        options: as for `save`; `budget_bytes`, `fsync`, `timeout_s` and `group` count.
+        overwrite: whether to replace a checkpoint that is there.
+        verify: whether to read what was written, and to compare it with the source.
+        progress: called with this process's bytes written so far and in total.
 
     Raises:
-        CheckpointCorrupt: the source is damaged; nothing remains of the destination.
-        All that the writer raises.
+        UnsupportedLeaf: the format cannot hold something; nothing was written.
+        CheckpointExists: the destination is in use.
+        CheckpointCorrupt: the source is damaged, and nothing remains of the destination; or what
+            was written differs when it is read back.
+        All that `save` raises.
     """
-    options = LoadOptions.or_default(options)
-    stored = checkpoint.opened(source).reader
-    view: CheckpointView = StoredView(stored) if rules is None else through(stored, rules)
+    started = time.perf_counter()
+    group = within(options.group or current_group(adapters()), options.timeout_s)
+    to = destination(path, writer.suffixes, group.next_attempt(), options.fsync)
+    source = view.checkpoint.location
+    if to.file is None and source.url.startswith(to.folder.url):
+        raise CheckpointExists(f"{to.name} contains the source, {source}; choose another path")
+    if view.index.per_process:
+        name = min(view.index.per_process)
+        raise UnsupportedLeaf(
+            f"{name!r} differs by process, which only unickpt's own format can hold; drop it by a "
+            f"rule: {name} <-> drop"
+        )
+    opaque = [name for name, v in view.index.values.items() if isinstance(v, Opaque)]
+    if opaque:
+        raise UnsupportedLeaf(
+            f"{opaque[0]!r} is an object of an unknown class, which only unickpt's own format "
+            f"keeps; drop it by a rule: {opaque[0]} <-> drop"
+        )
     if isinstance(view, RuledView):
-        view.check(options)
-    writer.begin(view.index)
-    reader = ChunkReader(stored)
-    try:
-        for name, entry in view.index.arrays.items():
-            for box in _boxes(entry, options.budget_bytes):
-                data = read_made(stored, entry, view.recipe(name), box, options, reader)
-                writer.write(entry, box, data)
-        writer.finish()
-    except BaseException:
-        writer.discard()
-        raise
-    finally:
-        reader.close()
+        view.check(LoadOptions(budget_bytes=options.budget_bytes))
+    index = replace(view.index, tree=tree.to_json(view.node()))
+    plan = writer.plan(index, to.most_bytes(options.budget_bytes), to.file)
+    told = progress or (lambda done, total: None)
+    job = ExportJob(view, plan, to, group, options.budget_bytes, options.timeout_s, told)
+    job.check(options.budget_bytes)
+    job.run(overwrite)
+    if verify:
+        _verify(view, plan, to, group, LoadOptions(budget_bytes=options.budget_bytes))
+    return SaveReport(
+        url=to.name,
+        arrays=len(index.arrays),
+        bytes=sum(entry.nbytes for entry in index.arrays.values()),
+        written_bytes=job.written_bytes,
+        chunks=job.count,
+        processes=group.count,
+        seconds=time.perf_counter() - started,
+        process=group.index,
+    )
 
 
-def _boxes(entry: ArrayEntry, budget_bytes: int) -> Iterator[Box]:
-    itemsize = dtypes.from_name(entry.dtype).itemsize
-    return cut(Box.whole(entry.shape), max(1, budget_bytes // itemsize))
+def written(to: Destination) -> Reader:
+    """What was written, as a checkpoint.
+
+    Raises:
+        CheckpointCorrupt: it is none.
+    """
+    reader = registry.open_reader(paths.resolve(to.name, or_file=True), {})
+    if reader is None:
+        raise CheckpointCorrupt(f"{to.name} was written, but is no checkpoint when read back")
+    return reader
+
+
+def _verify(
+    view: CheckpointView, plan: Plan, to: Destination, group: Group, options: LoadOptions
+) -> None:
+    """Compares what was written with the source; each process some of the arrays."""
+    reader = written(to)
+    lines = list(_other_names(plan, reader.index.names))
+    for name, shown in plan.values.items():
+        ours, theirs = view.index.values[name], reader.index.values.get(shown)
+        if (type(ours), repr(ours)) != (type(theirs), repr(theirs)):
+            lines.append(f"  {name!r}: {ours!r} is read back as {theirs!r}")
+    if not lines:
+        mine = list(plan.arrays.items())[group.index :: group.count]
+        lines = difference.unequal(view, reader, dict(mine), plan.casts, options)
+    if lines:
+        told = "\n".join(lines[:_MOST_LINES])
+        raise CheckpointCorrupt(f"{to.name} was written, but differs when read back:\n{told}")
+
+
+def _other_names(plan: Plan, found: Mapping[str, Any]) -> list[str]:
+    expected = {*plan.arrays.values(), *plan.values.values()}
+    missing = [f"  {name!r} is missing" for name in expected if name not in found]
+    if plan.others:
+        return missing
+    return missing + [f"  {name!r} is not expected" for name in found if name not in expected]

@@ -248,6 +248,22 @@ def empty_containers(node: Node | Leaf, name: str = "") -> Iterator[str]:
             yield from empty_containers(child, child_name)
 
 
+def keys_of(
+    node: Node | Leaf, above: tuple[Key, ...] = ()
+) -> Iterator[tuple[str, tuple[Key, ...]]]:
+    """The name of each leaf, with the keys that lead to it, in the order of the containers.
+
+    Example:
+        >>> list(keys_of(from_names(["a%2Fb/c"])))
+        [('a%2Fb/c', ('a/b', 'c'))]
+    """
+    if isinstance(node, Leaf):
+        yield node.name, above
+        return
+    for key, child in zip(node.keys, node.children, strict=True):
+        yield from keys_of(child, above if node.kind == "wrapper" else (*above, key))
+
+
 def rebuild(node: Node | Leaf, value: Callable[[str], Any]) -> Any:
     """Rebuilds a tree, with `value(name)` for each leaf."""
     if isinstance(node, Leaf):

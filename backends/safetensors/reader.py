@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,10 +30,12 @@ from unickpt.storage.errors import Failed, reading_failed
 from unickpt.trees import tree
 
 _SUFFIX = ".safetensors"
+# As transformers numbers the files of a folder; those of torch's ranks are numbered otherwise.
+_NUMBERED = r"(?!shard-\d)(.*)-\d{5}-of-(\d{5})\.safetensors"
 _SHARDING = "DCP_SHARDING_INFO"
 _MOST_HEADER = 100_000_000  # as upstream
 _MOST_RANK = 32
-_DTYPES = {
+DTYPES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16",
     "U32": "uint32", "I32": "int32", "U64": "uint64", "I64": "int64", "F16": "float16",
     "BF16": "bfloat16", "F32": "float32", "F64": "float64", "C64": "complex64",
@@ -80,12 +83,29 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
             return None
         where = None if found.index is None else weight_map(files, found.index, (_SUFFIX,))
         names = found.names if where is None else sorted({*where.values()})
+        _check_complete(files, names)
         headers = {name: read_header(files, name) for name in names}
     except Failed as error:
         raise reading_failed(error, str(files.location)) from error
     reader = SafetensorsReader(files, headers, where)
     reader.beside = found.beside
     return reader
+
+
+def _check_complete(files: Files, names: Collection[str]) -> None:
+    """Checks that no file is missing, where names tell how many there are."""
+    for name in names:
+        told = re.fullmatch(_NUMBERED, name)
+        if told is None:
+            continue
+        begin, count = told[1], told[2]
+        every = (f"{begin}-{n:05d}-of-{count}{_SUFFIX}" for n in range(1, int(count) + 1))
+        missing = next((other for other in every if other not in names), None)
+        if missing is not None:
+            raise CheckpointCorrupt(
+                f"{files.location}: there is {name}, and no {missing}; was the folder copied, or "
+                "written, as a whole?"
+            )
 
 
 class SafetensorsReader(RangeReader):
@@ -219,7 +239,7 @@ def _tensor(
     name: str, facts: Mapping[str, Any], end: int, where: str, data: int
 ) -> tuple[Tensor, int]:
     """A tensor of a header, and the end of its bytes, which begin where those before it end."""
-    dtype = _DTYPES.get(facts["dtype"])
+    dtype = DTYPES.get(facts["dtype"])
     if dtype is None:
         raise UnsupportedFormat(f"{where}: {quoted(name)} has the dtype {quoted(facts['dtype'])}")
     shape, (begin, stop) = _ints(facts["shape"]), _ints(facts["data_offsets"])

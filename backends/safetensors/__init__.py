@@ -1,0 +1,1 @@
+"""safetensors files, and Hugging Face folders of them."""

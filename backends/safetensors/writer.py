@@ -1,0 +1,214 @@
+"""Writes safetensors files, and Hugging Face folders of them.
+
+Sources: the format's README (github.com/huggingface/safetensors); transformers' `save_pretrained`
+and huggingface_hub's `split_torch_state_dict_into_shards`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from unickpt.arrays import dtypes
+from unickpt.arrays.box import Box
+from unickpt.backends.safetensors.reader import DTYPES
+from unickpt.errors import UnsupportedLeaf
+from unickpt.foreign.flat_names import flat_names, refuse_values
+from unickpt.format.index import RESERVED, ArrayEntry, Index
+from unickpt.format.writer import Data, Plan, PlannedFile, text_file
+from unickpt.trees import tree
+
+_NAMES = {name: code for code, name in DTYPES.items()}
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+          "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}  # fmt: skip
+_MOST_SHARD = 5 * 10**9  # as transformers
+_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|h5|msgpack|gguf)(\.index\.json)?")
+
+
+@dataclass(frozen=True)
+class SafetensorsWriter:
+    """One file."""
+
+    suffixes: ClassVar[Sequence[str]] = (".safetensors",)
+
+    def plan(self, index: Index, most_bytes: int, file: str | None) -> Plan:
+        names = _names(index, "safetensors")
+        entries = {name: index.arrays[name] for name in names}
+        metadata = _metadata(index)
+        planned = _file(file or "model.safetensors", entries, names, metadata, last=True)
+        return Plan((planned,), {n: tree.component(text) for n, text in names.items()})
+
+
+@dataclass(frozen=True)
+class HuggingFaceWriter:
+    """A folder as transformers reads it.
+
+    Arguments:
+        max_shard_size: of a file, in bytes; or as a text, such as "5GB".
+        dtype: to which arrays of floating-point numbers are cast, such as "bfloat16"; None keeps
+            each as it is.
+        config: a folder whose other files (configuration, tokenizer, ...) are copied; in
+            `config.json`, the dtype is that of the cast.
+    """
+
+    max_shard_size: int | str = _MOST_SHARD
+    dtype: str | None = None
+    config: str | os.PathLike[str] | None = None
+    suffixes: ClassVar[Sequence[str]] = ()
+
+    def __post_init__(self) -> None:
+        _size(self.max_shard_size)
+        if self.dtype is not None and not _is_float(self.dtype):
+            raise ValueError(f"dtype={self.dtype!r} is no floating-point dtype of safetensors")
+
+    def plan(self, index: Index, most_bytes: int, file: str | None) -> Plan:
+        casts = _casts(index, self.dtype)
+        index = replace(
+            index,
+            arrays={n: replace(e, dtype=casts.get(n, e.dtype)) for n, e in index.arrays.items()},
+        )
+        names = _names(index, "hf")
+        entries = {name: index.arrays[name] for name in names}
+        shards = _shards(entries, min(_size(self.max_shard_size), most_bytes))
+        metadata, count = _metadata(index), len(shards)
+        files = _beside(self.config, self.dtype)
+        where = dict[str, str]()
+        for number, shard in enumerate(shards, 1):
+            single = "model.safetensors"
+            called = single if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+            where |= {names[name]: called for name in shard}
+            of_shard = {name: entries[name] for name in shard}
+            files.append(_file(called, of_shard, names, metadata, last=count == 1))
+        if count > 1:
+            total = sum(entry.nbytes for entry in entries.values())
+            told = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+            told_as = json.dumps(told, indent=2, sort_keys=True) + "\n"
+            files.append(text_file("model.safetensors.index.json", told_as, last=True))
+        shown = {n: tree.component(text) for n, text in names.items()}
+        return Plan(tuple(files), shown, casts=casts)
+
+
+def _is_float(dtype: str) -> bool:
+    return dtype in _NAMES and dtypes.kind(dtypes.from_name(dtype)) == "float"
+
+
+def _casts(index: Index, dtype: str | None) -> dict[str, str]:
+    """The arrays whose dtype changes."""
+    if dtype is None:
+        return {}
+    return {
+        name: dtype
+        for name, entry in index.arrays.items()
+        if entry.dtype != dtype and dtypes.kind(dtypes.from_name(entry.dtype)) == "float"
+    }
+
+
+def _names(index: Index, format: str) -> dict[str, str]:
+    """The name of each array in the files; a file holds tied arrays once, under the first name."""
+    missing = [
+        f"{name!r}: {entry.dtype_and_shape}"
+        for name, entry in index.arrays.items()
+        if entry.dtype not in _NAMES
+    ]
+    refuse_values(index, format, missing)
+    names = flat_names(index)
+    reserved = [name for name in index.arrays if names[name] == "__metadata__"]
+    if reserved:
+        raise UnsupportedLeaf(
+            f"array {reserved[0]!r}: safetensors reserves the name '__metadata__'; rename it by a "
+            "rule"
+        )
+    return {name: names[name] for name in index.arrays}
+
+
+def _metadata(index: Index) -> dict[str, str]:
+    """The checkpoint's metadata that are texts; transformers asks for `format`."""
+    texts = {k: v for k, v in index.metadata.items() if isinstance(v, str) and k != RESERVED}
+    return {"format": "pt", **texts}
+
+
+def _file(
+    called: str,
+    entries: Mapping[str, ArrayEntry],
+    names: Mapping[str, str],
+    metadata: Mapping[str, str],
+    *,
+    last: bool,
+) -> PlannedFile:
+    # The largest elements come first, as in the library, so that each lies at a multiple of its
+    # size.
+    ordered = sorted(entries.items(), key=lambda item: (-item[1].itemsize, names[item[0]]))
+    header: dict[str, Any] = {"__metadata__": metadata}
+    at = 0
+    for name, entry in ordered:
+        facts = {"dtype": _NAMES[entry.dtype], "shape": list(entry.shape)}
+        header[names[name]] = {**facts, "data_offsets": [at, at + entry.nbytes]}
+        at += entry.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    begin = 8 + len(text)
+    data, offset = [], begin
+    for name, entry in ordered:
+        if entry.nbytes:
+            data.append(Data(offset, name, Box.whole(entry.shape)))
+        offset += entry.nbytes
+    head = len(text).to_bytes(8, "little") + text
+    return PlannedFile(called, offset, {0: head}, tuple(data), last=last)
+
+
+def _shards(entries: Mapping[str, ArrayEntry], most: int) -> list[list[str]]:
+    """The arrays of each file, in order; an array is never divided."""
+    shards: list[list[str]] = []
+    held = math.inf
+    for name, entry in entries.items():
+        if held + entry.nbytes > most and (not shards or shards[-1]):
+            shards.append([])
+            held = 0
+        shards[-1].append(name)
+        held += entry.nbytes
+    return shards or [[]]
+
+
+def _size(given: int | str) -> int:
+    if isinstance(given, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", given)
+        if found and found[2].upper() in _UNITS:
+            given = int(float(found[1]) * _UNITS[found[2].upper()])
+    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+        raise ValueError(
+            f"max_shard_size={given!r}: give bytes, or a text such as '5GB' or '500MiB'"
+        )
+    return given
+
+
+def _beside(folder: str | os.PathLike[str] | None, dtype: str | None) -> list[PlannedFile]:
+    """Copies of the files of a folder, without weights and what lies in folders below."""
+    if folder is None:
+        return []
+    if not os.path.isdir(folder):
+        raise ValueError(f"config={os.fspath(folder)!r} is not a folder")
+    found = []
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        if not entry.is_file() or entry.name[0] == "." or _WEIGHTS.fullmatch(entry.name):
+            continue
+        if entry.name == "config.json" and dtype is not None:
+            found.append(text_file(entry.name, _with_dtype(entry.path, dtype)))
+        else:
+            found.append(PlannedFile(entry.name, entry.stat().st_size, copied=entry.path))
+    return found
+
+
+def _with_dtype(path: str, dtype: str) -> str:
+    """A configuration with another dtype, which transformers else casts to."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            told = json.load(file)
+        keys = [key for key in ("torch_dtype", "dtype") if key in told]
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is not the configuration of a model: {error}") from error
+    return json.dumps({**told, **dict.fromkeys(keys, dtype)}, indent=2) + "\n"

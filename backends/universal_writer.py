@@ -1,0 +1,160 @@
+"""Writes DeepSpeed's universal checkpoints: a folder with files for each parameter.
+
+Source: deepspeed/checkpoint/{ds_to_universal,universal_checkpoint}.py. Files that describe a model
+and its optimizer are copied from a template, a universal checkpoint of the same model.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from unickpt.arrays.box import Box
+from unickpt.foreign import torch_layout
+from unickpt.foreign.files import Files
+from unickpt.foreign.flat_names import cannot_hold
+from unickpt.foreign.torch_pickles import Tensor, TorchFile
+from unickpt.format.index import Index
+from unickpt.format.writer import Plan, PlannedFile, text_file
+from unickpt.quoting import quoted
+from unickpt.storage.paths import resolve
+from unickpt.trees import tree
+
+_LATEST = "latest_universal"
+_STATE = re.compile(r"zero/(.+)/([^/]+)\.pt")
+_COPIED = re.compile(r"[^/]*_model_states\.pt|zero/optimizer_state\.pt")
+_WEIGHTS, _PARAM = "fp32", "param"
+_HINT = (
+    "arrays of a universal checkpoint are called fp32/<parameter>, exp_avg/<parameter> and so on, "
+    "as in the template; give them these names by rules, and drop all others"
+)
+
+
+@dataclass(frozen=True)
+class UniversalWriter:
+    """A folder from which DeepSpeed resumes with `load_universal`.
+
+    Arguments:
+        template: a local folder with a universal checkpoint of the same model, as `ds_to_universal`
+            makes them. The model files and the optimizer's settings are copied from it, and
+            whatever is not trained.
+    """
+
+    template: str | os.PathLike[str]
+    suffixes: ClassVar[Sequence[str]] = ()
+
+    def plan(self, index: Index, most_bytes: int, file: str | None) -> Plan:
+        files, tag = _opened(self.template)
+        planned, problems = list[PlannedFile](), list[str]()
+        arrays, values = dict[str, str](), dict[str, str]()
+        for name, slots in _states(files).items():
+            if list(slots) == [_WEIGHTS]:  # buffers, frozen and tied parameters
+                planned.append(_copy(files, slots[_WEIGHTS], tag))
+                continue
+            for slot_name, path in slots.items():
+                leaf, slot = f"{slot_name}/{tree.component(name)}", _slot(files, path)
+                is_number = leaf in index.values and slot.shape == ()
+                problem = "" if is_number else _problem(index, leaf, slot)
+                if problem:
+                    problems.append(f"  {problem}")
+                    continue
+                (values if is_number else arrays)[leaf] = leaf
+                planned.append(_file(index, f"{tag}/{path}", leaf, slot))
+        used = arrays.keys() | values.keys()
+        others = [name for name in index.names if name not in used]
+        problems += [f"  {name!r}, which is not trained in the template" for name in others]
+        if problems:
+            raise cannot_hold("universal", problems, _HINT)
+        planned += [_copy(files, path, tag) for path in files.names if _COPIED.fullmatch(path)]
+        planned.append(text_file(_LATEST, tag, last=True))
+        return Plan(tuple(planned), arrays, values, others=True)
+
+
+def _opened(template: str | os.PathLike[str]) -> tuple[Files, str]:
+    """The files of the template, and the name of its folder."""
+    location = resolve(template)
+    files = Files(location)
+    if _LATEST in files.here:
+        tag = files.whole(_LATEST).decode(errors="replace").strip()
+        if not re.fullmatch(r"[\w.-]+", tag):
+            raise ValueError(f"template: {location}: {_LATEST} names the folder {quoted(tag)}")
+        files = Files(location.child(tag))
+    if not files.exists("zero/optimizer_state.pt") or not files.location.is_local:
+        raise ValueError(
+            f"template: {location} is no local universal checkpoint; make one with DeepSpeed's "
+            "ds_to_universal from any checkpoint of the model"
+        )
+    return files, str(files.location).rstrip("/").rpartition("/")[2]
+
+
+def _states(files: Files) -> dict[str, dict[str, str]]:
+    """The file of each slot of each parameter."""
+    found: dict[str, dict[str, str]] = {}
+    for path in files.names:
+        match = _STATE.fullmatch(path)
+        if match is not None:
+            found.setdefault(match[1], {})[match[2]] = path
+    return found
+
+
+def _copy(files: Files, path: str, tag: str) -> PlannedFile:
+    return PlannedFile(f"{tag}/{path}", files.size(path) or 0, copied=f"{files.location}/{path}")
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A file of the template.
+
+    Arguments:
+        shape: of its tensor; of a number ().
+        dtype: of its tensor; None for a number.
+        extras: what else it says, such as how to split it; None if it is a tensor alone.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str | None
+    extras: Mapping[str, Any] | None
+
+
+def _slot(files: Files, path: str) -> _Slot:
+    value = TorchFile(files, path).value
+    extras = None
+    if isinstance(value, dict):
+        extras = {key: found for key, found in value.items() if key != _PARAM}
+        value = value.get(_PARAM)
+    if isinstance(value, int | float):
+        return _Slot((), None, extras)
+    if not isinstance(value, Tensor):
+        raise ValueError(f"template: {files.location}/{path} holds no tensor")
+    return _Slot(value.shape, value.dtype, extras)
+
+
+def _problem(index: Index, leaf: str, slot: _Slot) -> str:
+    """Why a leaf does not fit the template; empty if it does."""
+    entry = index.entries.get(leaf)
+    wanted = f"{slot.dtype or 'a number'}{list(slot.shape)}"
+    if entry is None:
+        return f"{leaf!r} is missing; in the template it is {wanted}"
+    # DeepSpeed's plain ZeRO 3 stores parameters flat.
+    flat = slot.shape == (math.prod(entry.shape),)
+    same = entry.dtype == (slot.dtype or entry.dtype)
+    if same and (entry.shape == slot.shape or flat):
+        return ""
+    return f"{leaf!r} is {entry.dtype_and_shape}; in the template it is {wanted}"
+
+
+def _file(index: Index, path: str, leaf: str, slot: _Slot) -> PlannedFile:
+    storages: dict[str, tuple[str, Box, int]] = {}
+    value: Any = index.values.get(leaf)
+    if leaf not in index.values:
+        entry = index.entry(leaf)
+        value = torch_layout.tensor(entry, slot.shape, "0")
+        storages["0"] = (entry.name, Box.whole(entry.shape), entry.nbytes)
+    if slot.extras is not None:
+        value = {_PARAM: value, **slot.extras}
+    zipped = torch_layout.saved(value, storages)
+    return PlannedFile(path, zipped.size, zipped.texts, tuple(zipped.data), zipped.ending)

@@ -1,0 +1,103 @@
+"""DeepSpeed's universal checkpoints that unickpt writes, from a template of the same model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.saving import files
+
+import unickpt
+from unickpt import SaveOptions, UnsupportedLeaf
+
+FAST = SaveOptions(fsync=False)
+SHAPES = {"up.weight": (7, 3), "norm.bias": (5,)}
+TAG = "global_step3_universal"
+
+
+def state() -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    slots = {
+        slot: {name: rng.random(shape, np.float32) for name, shape in SHAPES.items()}
+        for slot in ("fp32", "exp_avg", "exp_avg_sq")
+    }
+    return {**slots, "step": {"up.weight": np.float32(9), "norm.bias": 9}}
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> Path:
+    """As ds_to_universal makes it, of tensors that are all zero."""
+    torch = pytest.importorskip("torch")
+    folder = tmp_path / "template" / TAG
+    for name, shape in SHAPES.items():
+        (folder / "zero" / name).mkdir(parents=True)
+        for slot in ("fp32", "exp_avg", "exp_avg_sq"):
+            value = {"param": torch.zeros(shape), "cat_dim": 1, "sub_param_shape": (2, (3, 1))}
+            flat = torch.zeros(int(np.prod(shape)))
+            torch.save(
+                value if name == "up.weight" else flat, folder / "zero" / name / f"{slot}.pt"
+            )
+        torch.save(torch.tensor(3.0), folder / "zero" / name / "step.pt")
+    (folder / "zero" / "buffer").mkdir()
+    torch.save({"param": torch.ones(2)}, folder / "zero" / "buffer" / "fp32.pt")
+    torch.save({"param_groups": [{"lr": 0.1}]}, folder / "zero" / "optimizer_state.pt")
+    torch.save({"module": {}, "param_shapes": []}, folder / "mp_rank_00_model_states.pt")
+    (folder.parent / "latest_universal").write_text(TAG)
+    return folder.parent
+
+
+def export(tree: Any, tmp_path: Path, template: Path) -> Path:
+    unickpt.save(tmp_path / "c", tree, options=FAST, overwrite=True)
+    options: dict[str, Any] = {"to": "universal", "template": template, "options": FAST}
+    unickpt.convert(tmp_path / "c", tmp_path / "out", verify=False, **options)
+    return tmp_path / "out"
+
+
+@pytest.mark.integration
+def test_files_are_those_of_the_template_with_other_tensors(tmp_path: Path, template: Path) -> None:
+    import torch
+
+    out = export(state(), tmp_path, template)
+    assert files(out) == files(template)
+    for name in ("mp_rank_00_model_states.pt", "zero/optimizer_state.pt", "zero/buffer/fp32.pt"):
+        assert (out / TAG / name).read_bytes() == (template / TAG / name).read_bytes()
+    for slot, of_slot in state().items():
+        for name, array in of_slot.items():
+            found = torch.load(out / TAG / "zero" / name / f"{slot}.pt", weights_only=True)
+            if name == "up.weight" and slot != "step":
+                assert found.keys() == {"param", "cat_dim", "sub_param_shape"}
+                assert (found["cat_dim"], found["sub_param_shape"]) == (1, (2, (3, 1)))
+                found = found["param"]
+            if isinstance(array, int):
+                assert found == array
+                continue
+            shape = array.shape if name == "up.weight" else (array.size,)
+            assert tuple(found.shape) == (shape if slot != "step" else ())
+            assert found.numpy().tobytes() == array.tobytes()
+
+
+def test_what_does_not_fit_the_template(tmp_path: Path, template: Path) -> None:
+    tree = state()
+    tree["fp32"]["up.weight"] = np.zeros((7, 3))
+    tree["fp32"]["other"] = np.zeros(3, np.float32)
+    del tree["exp_avg"]["norm.bias"]
+    with pytest.raises(UnsupportedLeaf) as caught:
+        export(tree, tmp_path, template)
+    told = str(caught.value)
+    for words in (
+        "'fp32/up.weight' is float64[7, 3]; in the template it is float32[7, 3]",
+        "'exp_avg/norm.bias' is missing",
+        "'fp32/other', which is not trained",
+    ):
+        assert words in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_template_is_needed(tmp_path: Path) -> None:
+    unickpt.save(tmp_path / "c", state(), options=FAST)
+    with pytest.raises(TypeError, match="template"):
+        unickpt.convert(tmp_path / "c", tmp_path / "out", to="universal")
+    with pytest.raises(ValueError, match="ds_to_universal"):
+        unickpt.convert(tmp_path / "c", tmp_path / "out", to="universal", template=tmp_path / "c")

@@ -1,0 +1,100 @@
+"""What torch.save writes, planned: the pickles of tensors and of trees, and the zip file of both.
+
+Sources: torch/serialization.py, torch/_tensor.py and torch/_utils.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from unickpt.arrays.box import Box
+from unickpt.foreign.file_ranges import row_major
+from unickpt.foreign.pickle_writer import Call, dumps
+from unickpt.foreign.pickles import Global, PersistentId
+from unickpt.foreign.torch_pickles import STORAGES
+from unickpt.foreign.zip_layout import ALIGN, Content, ZipLayout
+from unickpt.format.index import ArrayEntry, Index
+from unickpt.trees import tree
+
+_CLASSES = {dtype: f"torch.{name}Storage" for name, dtype in STORAGES.items()}
+# Dtypes that have no class of storages of their own.
+_UNTYPED = {
+    "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2",
+    "float8_e5m2fnuz", "float8_e8m0fnu",
+}  # fmt: skip
+ORDERED = Global("collections.OrderedDict")
+
+
+def missing_dtypes(index: Index) -> list[str]:
+    """A line for each array whose dtype torch lacks."""
+    return [
+        f"{name!r}: {entry.dtype_and_shape}"
+        for name, entry in index.arrays.items()
+        if entry.dtype not in _CLASSES and entry.dtype not in _UNTYPED
+    ]
+
+
+def tensor(entry: ArrayEntry, shape: Sequence[int], key: str) -> Call:
+    """A contiguous tensor.
+
+    Arguments:
+        entry: gives its dtype.
+        shape: its extents.
+        key: of its storage.
+    """
+    box = Box.whole(tuple(shape))
+    strides = row_major(tuple(max(1, n) for n in shape))
+    if entry.dtype in _CLASSES:
+        of, count = Global(_CLASSES[entry.dtype]), box.size
+    else:
+        of, count = Global("torch.storage.UntypedStorage"), box.size * entry.itemsize
+    storage = PersistentId(("storage", of, key, "cpu", count))
+    facts = (storage, 0, tuple(shape), strides, False, Call(ORDERED))
+    if entry.dtype in _CLASSES:
+        return Call(Global("torch._utils._rebuild_tensor_v2"), facts)
+    dtype = Global(f"torch.{entry.dtype}")
+    return Call(Global("torch._utils._rebuild_tensor_v3"), (*facts, dtype))
+
+
+def saved(value: Any, storages: Mapping[str, tuple[str, Box, int]], begin: int = 0) -> ZipLayout:
+    """A file of torch.save.
+
+    Arguments:
+        value: what it holds, for `pickle_writer.dumps`.
+        storages: by their keys, the array, its elements, and how many bytes they are.
+        begin: where it begins in the file that contains it.
+    """
+    contents = [
+        Content("archive/data.pkl", dumps(value)),
+        Content("archive/.format_version", b"1"),
+        Content("archive/.storage_alignment", str(ALIGN).encode()),
+        Content("archive/byteorder", b"little"),
+    ]
+    for key, (array, box, nbytes) in storages.items():
+        contents.append(Content(f"archive/data/{key}", b"", array, box, nbytes))
+    contents.append(Content("archive/version", b"3\n"))
+    return ZipLayout(contents, begin)
+
+
+def object_of(node: tree.Node | tree.Leaf, value: Callable[[str], Any]) -> Any:
+    """A tree as it is pickled: with Python's own containers.
+
+    Named tuples and objects become dicts, because torch makes no others when it reads a file.
+
+    Arguments:
+        node: the tree.
+        value: what to write for each leaf.
+    """
+    if isinstance(node, tree.Leaf):
+        return value(node.name)
+    children = [object_of(child, value) for child in node.children]
+    if node.kind == "wrapper":
+        return children[0]
+    if node.kind == "list":
+        return children
+    if node.kind == "tuple":
+        return tuple(children)
+    if node.kind == "ordereddict":
+        return Call(ORDERED, items=list(zip(node.keys, children, strict=True)))
+    return dict(zip(node.keys, children, strict=True))

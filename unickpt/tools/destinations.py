@@ -1,0 +1,301 @@
+"""Where the files of an export go: local folders, in which several processes write one file, and
+object storage, which takes whole files.
+
+What a reader could take for a whole checkpoint appears at once, or last.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cached_property
+
+import tensorstore as ts
+
+from unickpt.errors import (
+    CheckpointCorrupt,
+    CheckpointExists,
+    CheckpointNotFound,
+    UnsupportedFormat,
+)
+from unickpt.foreign import registry
+from unickpt.format.writer import PlannedFile
+from unickpt.storage import contexts, local_folders, paths
+from unickpt.storage.errors import system_calls
+from unickpt.storage.locations import Location
+from unickpt.storage.ocdbt import MANIFEST
+
+_MOST_OBJECT = 5 << 30  # of one request to S3
+# An object is in memory up to three times: its parts, these in one, and what TensorStore sends.
+# That may take half of the budget.
+_SHARE_OF_OBJECT = 6
+Write = Callable[[int, memoryview], None]
+"""Writes bytes at an offset of a file."""
+
+
+class Destination(ABC):
+    """A place for the files of one attempt to export.
+
+    Arguments:
+        folder: of the files.
+        file: the name of the only file, if the destination is a file in an existing folder.
+        attempt: its name, the same on all processes.
+        fsync: whether files must be durable.
+    """
+
+    whole_files: bool
+    """Whether a file is written at once, by one process."""
+
+    def __init__(self, folder: Location, file: str | None, attempt: str, fsync: bool) -> None:
+        self.folder, self.file, self.fsync = folder, file, fsync
+        above = folder if file is not None else folder.parent
+        assert above is not None, "paths.resolve refuses a whole bucket"
+        name = file or str(folder.spec["path"]).rstrip("/").rpartition("/")[2]
+        self._beside = f".{name}.{attempt}"
+        self.notes = above.child(f"{self._beside}.notes")
+        """What the processes tell each other."""
+        self.name = str(folder) if file is None else folder.name_for_users(file)
+        """For people."""
+
+    @cached_property
+    def context(self) -> ts.Context:
+        return contexts.context(fsync=self.fsync)
+
+    @abstractmethod
+    def most_bytes(self, budget_bytes: int) -> int:
+        """The largest file that can be written.
+
+        Arguments:
+            budget_bytes: memory for it.
+        """
+
+    @abstractmethod
+    def check(self, overwrite: bool) -> None:
+        """Refuses a destination that is in use; called by one process before all others write.
+
+        Arguments:
+            overwrite: whether a checkpoint that is there will be replaced.
+
+        Raises:
+            CheckpointExists: something is there that must stay.
+        """
+
+    @abstractmethod
+    def opened(self, file: PlannedFile) -> AbstractContextManager[Write]:
+        """Opens a file for writing; it is stored at the end of the `with` block."""
+
+    @abstractmethod
+    def commit(self) -> None:
+        """Makes all files visible, if they are not; called by one process after all."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Removes what this process wrote, after an error."""
+
+    @abstractmethod
+    def discard_all(self) -> None:
+        """Removes what is left; called by the last process that gives up."""
+
+    def _refuse(self, what: str, overwrite: bool) -> CheckpointExists:
+        if not overwrite:
+            do = "pass overwrite=True (--overwrite on the command line) to replace it, or choose"
+        else:
+            do = "it is not replaced, because it is no checkpoint that unickpt can read; choose"
+        return CheckpointExists(f"{self.name} {what}; {do} another path")
+
+    def _is_checkpoint(self) -> bool:
+        try:
+            return registry.open_reader(self.folder, {}) is not None
+        except (CheckpointCorrupt, UnsupportedFormat):
+            return True
+        except CheckpointNotFound:  # such as a folder of several checkpoints
+            return False
+
+
+def destination(
+    path: paths.Path, suffixes: Sequence[str], attempt: str, fsync: bool
+) -> Destination:
+    """The destination that a path or a URL names.
+
+    Arguments:
+        path: as users give it.
+        suffixes: how it ends if it is a file.
+        attempt: a new name, the same on all processes.
+        fsync: whether files must be durable.
+
+    Raises:
+        InvalidPath: it names no place.
+    """
+    folder, file = path, None
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
+    if text.endswith(tuple(suffixes)) and not os.path.isdir(text):
+        above, _, file = text.rpartition("/")
+        folder = above or ("/" if text.startswith("/") else ".")
+    location = paths.resolve(folder, whole=file is not None)
+    kind = LocalDestination if location.is_local else ObjectDestination
+    return kind(location, file, attempt, fsync)
+
+
+class LocalDestination(Destination):
+    """A local folder or file, made beside its place and renamed at the end."""
+
+    whole_files = False
+
+    def __init__(self, folder: Location, file: str | None, attempt: str, fsync: bool) -> None:
+        super().__init__(folder, file, attempt, fsync)
+        top = os.path.realpath(str(folder.spec["path"]))
+        self._final = top if file is None else os.path.join(top, file)
+        above = os.path.dirname(self._final)
+        self._work = os.path.join(above, f"{self._beside}.partial")
+        self._old = os.path.join(above, f"{self._beside}.old")
+        self._overwrite = False
+        self._missing = local_folders.count_missing(above)
+        self._above = above
+
+    def most_bytes(self, budget_bytes: int) -> int:
+        return 1 << 62
+
+    def check(self, overwrite: bool) -> None:
+        self._overwrite = overwrite
+        if self.file is not None:
+            if os.path.lexists(self._final) and not (overwrite and os.path.isfile(self._final)):
+                raise self._refuse("exists", overwrite)
+        elif self._in_use and not (overwrite and self._is_checkpoint()):
+            raise self._refuse("exists", overwrite)
+
+    @property
+    def _in_use(self) -> bool:
+        return os.path.lexists(self._final) and not (
+            os.path.isdir(self._final) and not os.listdir(self._final)
+        )
+
+    @contextmanager
+    def opened(self, file: PlannedFile) -> Iterator[Write]:
+        at = os.path.join(self._work, file.name)
+        local_folders.make(os.path.dirname(at))
+        with system_calls():
+            handle = os.open(at, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+
+            def write(offset: int, data: memoryview) -> None:
+                with system_calls():
+                    while data:
+                        count = os.pwrite(handle, data, offset)
+                        offset, data = offset + count, data[count:]
+
+            yield write
+            with system_calls():
+                # Only ever to its full size, whoever does it.
+                if os.fstat(handle).st_size < file.size:
+                    os.ftruncate(handle, file.size)
+                if self.fsync:
+                    os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def commit(self) -> None:
+        local_folders.make(self._work)  # of a checkpoint without files
+        if self.fsync:
+            self._sync_folders()
+        if self.file is not None:
+            if os.path.lexists(self._final) and not self._overwrite:
+                raise self._refuse("appeared meanwhile", False)
+            with system_calls():
+                os.replace(os.path.join(self._work, self.file), self._final)
+            local_folders.remove(self._work)
+        else:
+            self._replace_folder()
+        if self.fsync:
+            _sync(self._above)
+
+    def _replace_folder(self) -> None:
+        with system_calls():
+            if self._overwrite and self._in_use:
+                os.rename(self._final, self._old)
+            try:
+                os.rename(self._work, self._final)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                raise self._refuse("appeared meanwhile", False) from None
+        local_folders.remove(self._old)
+
+    def _sync_folders(self) -> None:
+        for folder, _, _ in os.walk(self._work):
+            _sync(folder)
+
+    def discard(self) -> None:
+        """Others may still write; see `discard_all`."""
+
+    def discard_all(self) -> None:
+        local_folders.remove(self._work)
+        with suppress(OSError):
+            if not os.path.lexists(self._final) and os.path.lexists(self._old):
+                os.rename(self._old, self._final)
+        local_folders.remove_made(self._above, self._missing)
+
+
+def _sync(folder: str) -> None:
+    with system_calls():
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+class ObjectDestination(Destination):
+    """A prefix of object storage: files that make a checkpoint complete come last."""
+
+    whole_files = True
+
+    def __init__(self, folder: Location, file: str | None, attempt: str, fsync: bool) -> None:
+        super().__init__(folder, file, attempt, fsync)
+        self._written: list[str] = []
+
+    def most_bytes(self, budget_bytes: int) -> int:
+        return min(_MOST_OBJECT, max(1, budget_bytes // _SHARE_OF_OBJECT))
+
+    def check(self, overwrite: bool) -> None:
+        if self.file is not None:
+            if self.folder.has_file(self.file, self.context) and not overwrite:
+                raise self._refuse("exists", overwrite)
+            return
+        keys = [key.decode() for key in self.folder.store(self.context).list().result()]
+        if keys and not (overwrite and self._is_checkpoint()):
+            raise self._refuse(f"holds files ({', '.join(sorted(keys)[:3])}, ...)", overwrite)
+        # First what a reader looks for, so that it never sees a part.
+        for first in (True, False):
+            for key in keys:
+                if _tells(key) is first:
+                    self.folder.remove_file(key, self.context)
+
+    @contextmanager
+    def opened(self, file: PlannedFile) -> Iterator[Write]:
+        buffer = bytearray(file.size)
+
+        def write(offset: int, data: memoryview) -> None:
+            buffer[offset : offset + len(data)] = data
+
+        yield write
+        self._written.append(file.name)
+        self.folder.store(self.context).write(file.name, bytes(buffer)).result()
+
+    def commit(self) -> None:
+        """The last file is there already."""
+
+    def discard(self) -> None:
+        for name in self._written:
+            self.folder.remove_file(name, self.context)
+
+    def discard_all(self) -> None:
+        """Each process has removed its own."""
+
+
+def _tells(key: str) -> bool:
+    """Whether a file may be what readers begin with, rather than data."""
+    name = key.rpartition("/")[2]
+    return name[:1] in (".", "_") or name.endswith(".json") or name == MANIFEST

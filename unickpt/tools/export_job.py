@@ -1,0 +1,321 @@
+"""One export, by all processes of a job: each writes its part, the first one completes it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from operator import attrgetter
+
+import numpy as np
+
+from unickpt.arrays import dtypes
+from unickpt.arrays.box import Box
+from unickpt.arrays.dtypes import Array
+from unickpt.arrays.host_memory import HostBuffers
+from unickpt.commit.notes import Notes
+from unickpt.errors import (
+    ProcessFailed,
+    SaveConflict,
+    SaveTimeout,
+    StorageError,
+    UnsupportedLeaf,
+)
+from unickpt.foreign import crc32
+from unickpt.format.index import ArrayEntry
+from unickpt.format.writer import Plan, PlannedFile
+from unickpt.frameworks.process_group import Group
+from unickpt.loading.views import CheckpointView
+from unickpt.reading.options import LoadOptions
+from unickpt.storage.errors import Failed, system_calls, writing_failed
+from unickpt.threads import in_batches
+from unickpt.tools.destinations import Destination, Write
+from unickpt.tools.file_pieces import Piece, Pieces, Share
+from unickpt.tools.slabs import Held, read_boxes
+
+# Shares of the budget: a slab that is written, one that is read ahead, and what reading it needs.
+_SLABS = 6
+_COPIED_AT_ONCE = 8 << 20
+_BEGIN, _COMMITTED = "begin", "committed"
+Sums = dict[str, dict[int, tuple[int, int]]]
+"""By file and number of its data: CRC-32 and length, in bytes, of what a process wrote of it."""
+
+
+class ExportJob:
+    """Writes the files of a plan.
+
+    Arguments:
+        view: the source.
+        plan: the files, the same on all processes.
+        destination: where they go.
+        group: the processes.
+        budget_bytes: of memory, for each process.
+        timeout_s: how long to wait for other processes.
+        progress: called with this process's bytes written so far and in total.
+    """
+
+    def __init__(
+        self,
+        view: CheckpointView,
+        plan: Plan,
+        destination: Destination,
+        group: Group,
+        budget_bytes: int,
+        timeout_s: float,
+        progress: Callable[[int, int], None],
+    ) -> None:
+        self._view, self._plan, self._to, self._group = view, plan, destination, group
+        self._slab_bytes = max(1, budget_bytes // _SLABS)
+        self._reading = LoadOptions(budget_bytes=self._slab_bytes)
+        self._buffers = HostBuffers(2 * self._slab_bytes)
+        self._timeout_s, self._progress = timeout_s, progress
+        self._entries = {
+            name: replace(entry, dtype=plan.casts.get(name, entry.dtype))
+            for name, entry in view.index.arrays.items()
+        }
+        itemsizes = {n: dtypes.from_name(e.dtype).itemsize for n, e in self._entries.items()}
+        self._pieces = Pieces(itemsizes)
+        self.written_bytes = self.count = 0
+        """Bytes of arrays that this process wrote, and in how many pieces."""
+
+    def check(self, budget_bytes: int) -> None:
+        """Checks that the destination can take the files.
+
+        Raises:
+            UnsupportedLeaf: a file is too large.
+        """
+        most = self._to.most_bytes(budget_bytes)
+        for file in self._plan.files:
+            if file.size > most:
+                least = -(-file.size * budget_bytes // most)
+                raise UnsupportedLeaf(
+                    f"{self._to.name}: {file.name} has {file.size} bytes, and object storage takes "
+                    f"files as a whole, at most {most} bytes here; use "
+                    f"budget_bytes={least}, files that are smaller, or a local path"
+                )
+
+    def run(self, overwrite: bool) -> None:
+        """Writes everything; returns when the checkpoint exists.
+
+        Raises:
+            CheckpointExists: the destination is in use.
+            SaveConflict: the group's session was used before.
+            ProcessFailed, SaveTimeout: another process failed, or is late.
+            StorageError: the storage failed.
+        """
+        if self._group.count == 1:
+            with self._translating():
+                try:
+                    self._to.check(overwrite)
+                    self._complete([self._write_own()])
+                except BaseException:
+                    self._to.discard()
+                    self._to.discard_all()
+                    raise
+            return
+        notes = Notes(self._to.notes, self._group, self._to.context, self._timeout_s)
+        with self._translating(), self._together(notes):
+            if self._group.index == 0:
+                self._check_new(notes)
+                self._to.check(overwrite)
+                notes.put(_BEGIN, b"")
+            else:
+                self._wait(notes, lambda there: _BEGIN in there)
+            sums = self._write_own(notes.poll_now_and_then)
+            notes.put(_done(self._group.index), json.dumps(sums).encode())
+            if self._group.index == 0:
+                every = [_done(process) for process in range(self._group.count)]
+                self._wait(notes, lambda there: there.issuperset(every))
+                self._complete([_sums(notes.get(name)) for name in every])
+                notes.put(_COMMITTED, b"")
+            else:
+                self._wait(notes, lambda there: _COMMITTED in there)
+
+    @contextmanager
+    def _translating(self) -> Iterator[None]:
+        try:
+            yield
+        except Failed as error:
+            raise writing_failed(error, f"exporting to {self._to.name}") from error
+
+    @contextmanager
+    def _together(self, notes: Notes) -> Iterator[None]:
+        """Tells the others of an error; the last process that leaves removes what remains."""
+        failed = True
+        try:
+            yield
+            failed = False
+        except BaseException as error:
+            if not isinstance(error, ProcessFailed):
+                notes.publish_error(error, settles=True, refused=False)
+            with suppress(Exception):
+                self._to.discard()
+            raise
+        finally:
+            with suppress(Exception):
+                left, _ = notes.leave(0)
+                if len(left) == self._group.count:
+                    if failed:
+                        self._to.discard_all()
+                    self._to.notes.remove(self._to.context)
+
+    def _check_new(self, notes: Notes) -> None:
+        """Refuses the name of an attempt that was used before, whose notes would count as new."""
+        if notes.poll():
+            raise SaveConflict(
+                f"{self._to.name}: this attempt to export was made before; the session of a "
+                "ProcessGroup must be new for every run of the job"
+            )
+
+    def _wait(self, notes: Notes, ready: Callable[[set[str]], bool]) -> None:
+        try:
+            notes.wait(ready)
+        except TimeoutError:
+            raise SaveTimeout(
+                f"{self._to.name}: other processes did not finish within {self._timeout_s:g} s; "
+                "all must call convert in the same way (see SaveOptions.timeout_s)"
+            ) from None
+
+    # --- this process's part -------------------------------------------------------------------
+
+    def _write_own(self, check_others: Callable[[], None] = lambda: None) -> Sums:
+        """Writes this process's part of all files but those that one process writes at the end."""
+        index, count = self._group.index, self._group.count
+        files = [file for file in self._plan.files if not self._is_left(file)]
+        with_data = [file for file in files if file.data]
+        shares = self._pieces.shares(with_data, index, count, self._to.whole_files)
+        left = sum(s.end - s.begin for s in shares)
+        if index == 0:
+            left += sum(map(self._pieces.nbytes, filter(self._is_left, self._plan.files)))
+        self._total = left
+        sums: Sums = {}
+        for share in shares:
+            with self._to.opened(share.file) as write:
+                found = self._write_share(share, write, check_others)
+                if self._to.whole_files:
+                    self._write_texts(share.file, [found], write)
+                elif share.file.ending is not None:
+                    sums[share.file.name] = found
+        for file in [file for file in files if not file.data][index::count]:
+            self._write_dataless(file)
+            check_others()
+        return sums
+
+    def _is_left(self, file: PlannedFile) -> bool:
+        """Whether a file is written by one process, after all others."""
+        return file.last and (self._to.whole_files or not file.data)
+
+    def _write_share(
+        self, share: Share, write: Write, check_others: Callable[[], None] = lambda: None
+    ) -> dict[int, tuple[int, int]]:
+        sums: dict[int, tuple[int, int]] = {}
+        pieces = self._pieces.cut(share, self._slab_bytes)
+        for piece, (array, memory) in self._read(pieces):
+            data = _bytes_of(array)
+            write(piece.offset, data)
+            if share.file.ending is not None:
+                crc, length = sums.get(piece.data, (0, 0))
+                sums[piece.data] = zlib.crc32(data, crc), length + piece.nbytes
+            del data, array
+            self._buffers.give(memory)
+            self.written_bytes += piece.nbytes
+            self.count += 1
+            self._progress(self.written_bytes, self._total)
+            check_others()
+        return sums
+
+    def _read(self, pieces: Iterator[Piece]) -> Iterator[tuple[Piece, Held]]:
+        """Reads pieces, one slab ahead."""
+        slabs = in_batches(pieces, None, self._slab_bytes, attrgetter("nbytes"))
+        with ThreadPoolExecutor(1, thread_name_prefix="unickpt-export") as pool:
+            slab = next(slabs, None)
+            reading = None if slab is None else pool.submit(self._read_slab, slab)
+            while slab is not None and reading is not None:
+                found = reading.result()
+                following = next(slabs, None)
+                if following is not None:
+                    reading = pool.submit(self._read_slab, following)
+                for piece in slab:
+                    yield piece, found.pop(0)
+                slab = following
+
+    def _read_slab(self, slab: Sequence[Piece]) -> list[Held]:
+        by_array: dict[str, tuple[ArrayEntry, list[Box]]] = {}
+        at = []
+        for piece in slab:
+            _, boxes = by_array.setdefault(piece.array, (self._entries[piece.array], []))
+            at.append((piece.array, len(boxes)))
+            boxes.append(piece.box)
+        found = read_boxes(self._view, by_array, self._reading, self._buffers)
+        return [found[name][position] for name, position in at]
+
+    # --- files as a whole ----------------------------------------------------------------------
+
+    def _complete(self, sums: Sequence[Sums]) -> None:
+        """Writes what all processes' parts lack; only for the first process."""
+        for file in self._plan.files:
+            if file.data and not self._to.whole_files:
+                with self._to.opened(file) as write:
+                    self._write_texts(file, [found.get(file.name, {}) for found in sums], write)
+        for file in filter(self._is_left, self._plan.files):
+            if not file.data:
+                self._write_dataless(file)
+                continue
+            with self._to.opened(file) as write:
+                share = Share(file, 0, self._pieces.nbytes(file))
+                self._write_texts(file, [self._write_share(share, write)], write)
+        self._to.commit()
+
+    def _write_dataless(self, file: PlannedFile) -> None:
+        with self._to.opened(file) as write:
+            if file.copied is None:
+                self._write_texts(file, [], write)
+                return
+            at = 0
+            with system_calls(), open(file.copied, "rb") as source:
+                while part := source.read(_COPIED_AT_ONCE):
+                    write(at, memoryview(part))
+                    at += len(part)
+            if at != file.size:
+                raise StorageError(f"{file.copied} changed while it was copied")
+
+    def _write_texts(
+        self, file: PlannedFile, sums: Sequence[Mapping[int, tuple[int, int]]], write: Write
+    ) -> None:
+        for offset, text in file.texts.items():
+            write(offset, memoryview(text))
+        if file.ending is not None:
+            every = [
+                _joined(of_process.get(n) for of_process in sums) for n in range(len(file.data))
+            ]
+            for offset, text in file.ending(every).items():
+                write(offset, memoryview(text))
+
+
+def _joined(parts: Iterator[tuple[int, int] | None]) -> int:
+    """The CRC-32 of what several processes wrote, one after the other."""
+    crc = 0
+    for part in parts:
+        if part is not None:
+            crc = crc32.combined(crc, *part)
+    return crc
+
+
+def _bytes_of(array: Array) -> memoryview:
+    little = array if sys.byteorder == "little" else array.byteswap()
+    return np.ascontiguousarray(little).reshape(-1).view(np.uint8).data
+
+
+def _done(process: int) -> str:
+    return f"done-{process:05d}"
+
+
+def _sums(data: bytes) -> Sums:
+    return {
+        name: {int(n): (int(crc), int(length)) for n, (crc, length) in of_file.items()}
+        for name, of_file in json.loads(data).items()
+    }

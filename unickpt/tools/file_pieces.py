@@ -1,0 +1,143 @@
+"""Which process writes which pieces of the files of an export; pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from unickpt.arrays.box import Box, cut, flat_range_to_boxes
+from unickpt.format.writer import PlannedFile
+
+# Two clients of a network file system should not write into the same page.
+_ALIGN = 64 << 10
+# A process takes so much more or less of its share of all bytes, to write whole files.
+_TOLERANCE = 8
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of an array, whose elements follow each other in a file.
+
+    Arguments:
+        data: number of the `Data` in its file.
+        array: name of the array.
+        box: of the array.
+        offset: in the file, in bytes.
+        nbytes: how many bytes.
+    """
+
+    data: int
+    array: str
+    box: Box
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one process writes of one file.
+
+    Arguments:
+        file: it.
+        begin, end: the bytes, counted in its data.
+    """
+
+    file: PlannedFile
+    begin: int
+    end: int
+
+
+class Pieces:
+    """Divides files.
+
+    Arguments:
+        itemsizes: bytes of an element of each array.
+    """
+
+    def __init__(self, itemsizes: Mapping[str, int]) -> None:
+        self._itemsizes = itemsizes
+
+    def nbytes(self, file: PlannedFile) -> int:
+        """Bytes of arrays in a file."""
+        return sum(self._sizes(file))
+
+    def _sizes(self, file: PlannedFile) -> list[int]:
+        return [data.box.size * self._itemsizes[data.array] for data in file.data]
+
+    def shares(
+        self, files: Sequence[PlannedFile], process: int, count: int, whole: bool
+    ) -> list[Share]:
+        """What a process writes, in order; all processes together write everything once.
+
+        Arguments:
+            files: those with data.
+            process: its number.
+            count: of processes.
+            whole: whether a file may not be divided.
+        """
+        ends = list(accumulate(map(self.nbytes, files)))
+        total = ends[-1] if ends else 0
+        bounds = [self._bound(files, ends, total * k // count, total // count, whole)
+                  for k in range(count + 1)]  # fmt: skip
+        low, high = bounds[process], bounds[process + 1]
+        found = []
+        for file, end in zip(files, ends, strict=True):
+            start = end - self.nbytes(file)
+            begin, stop = max(low, start), min(high, end)
+            if begin < stop:
+                found.append(Share(file, begin - start, stop - start))
+        return found
+
+    def _bound(
+        self, files: Sequence[PlannedFile], ends: Sequence[int], at: int, share: int, whole: bool
+    ) -> int:
+        """Moves a bound between two processes to the beginning of a file, if one is near."""
+        for file, end in zip(files, ends, strict=True):
+            if at < end:
+                start = end - self.nbytes(file)
+                if whole:
+                    return start if at - start <= end - at else end
+                if at - start <= share // _TOLERANCE:
+                    return start
+                if end - at <= share // _TOLERANCE:
+                    return end
+                return start + self._aligned(file, at - start)
+        return at
+
+    def _aligned(self, file: PlannedFile, at: int) -> int:
+        """Moves a bound within the data of a file to the beginning of a page, of an element, and of
+        an array."""
+        before = 0
+        for data, size in zip(file.data, self._sizes(file), strict=True):
+            if at < before + size:
+                page = (data.offset + at - before) // _ALIGN * _ALIGN - data.offset
+                itemsize = self._itemsizes[data.array]
+                return before + max(0, page) // itemsize * itemsize
+            before += size
+        return at
+
+    def cut(self, share: Share, most_bytes: int) -> Iterator[Piece]:
+        """The pieces of a share, by ascending offsets.
+
+        Arguments:
+            share: what to cut.
+            most_bytes: of a piece.
+        """
+        before = 0
+        for number, (data, size) in enumerate(
+            zip(share.file.data, self._sizes(share.file), strict=True)
+        ):
+            begin, end = max(share.begin, before), min(share.end, before + size)
+            if begin < end:
+                itemsize = self._itemsizes[data.array]
+                first, stop = (begin - before) // itemsize, (end - before) // itemsize
+                offset = data.offset + begin - before
+                for flat in flat_range_to_boxes(data.box.shape, first, stop):
+                    for box in cut(flat, max(1, most_bytes // itemsize)):
+                        start = tuple(a + b for a, b in zip(data.box.start, box.start, strict=True))
+                        ends = tuple(a + b for a, b in zip(data.box.start, box.stop, strict=True))
+                        nbytes = box.size * itemsize
+                        yield Piece(number, data.array, Box(start, ends), offset, nbytes)
+                        offset += nbytes
+            before += size
