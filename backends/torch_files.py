@@ -16,7 +16,7 @@ from unickpt.foreign import loose_files
 from unickpt.foreign.file_ranges import FileBox, RangeReader, whole
 from unickpt.foreign.files import Files
 from unickpt.foreign.pickles import Global, Opaque
-from unickpt.foreign.torch_pickles import Storage, Tensor, TorchFile
+from unickpt.foreign.torch_pickles import Storage, Tensor, TorchFile, attributes, holds_tensors
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted, shortened
@@ -245,43 +245,10 @@ class PlainTree:
 
     def _object(self, found: Opaque, depth: int, letters: int) -> _Object:
         """An object as a container: its attributes, what it contains, and what it was made of."""
-        pairs: list[tuple[Any, Any]] = []
-        slots = found.state if isinstance(found.state, tuple) else (found.state,)
-        if all(state is None or isinstance(state, dict) for state in slots):
-            pairs += [pair for state in slots if state for pair in state.items()]
-        else:
-            pairs.append(("state", found.state))
-        pairs += [*found.items, *enumerate(found.appended)]
-        pairs += [(key, x) for key, x in (("args", found.args), ("named", found.named)) if x]
-        return _Object(found.name, self._dict(pairs, depth, letters))
+        return _Object(found.name, self._dict(attributes(found), depth, letters))
 
     def _holds_tensors(self, found: Opaque) -> bool:
-        seen, rest = set[int](), [found]
-        while rest:
-            item: Any = rest.pop()
-            if isinstance(item, Tensor | Storage):
-                return True
-            if (
-                isinstance(item, _CONTAINERS)
-                and id(item) not in seen
-                and id(item) not in self._without
-            ):
-                seen.add(id(item))
-                inner = _inside(item)
-                self._spend(len(inner))
-                rest += inner
-        self._without |= seen
-        return False
-
-
-_CONTAINERS = (dict, list, tuple, set, frozenset, Opaque)
-
-
-def _inside(found: Any) -> list[Any]:
-    """What a container or an object consists of."""
-    if isinstance(found, Opaque):
-        return [found.args, found.named, found.state, found.appended, found.items]
-    return [*found.keys(), *found.values()] if isinstance(found, dict) else list(found)
+        return holds_tensors(found, self._without, self._spend)
 
 
 def _name(key: Any) -> str | int:

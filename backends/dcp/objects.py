@@ -15,7 +15,7 @@ from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.foreign.file_ranges import FileBox
 from unickpt.foreign.files import Files
 from unickpt.foreign.pickles import BadPickle, Global, Opaque
-from unickpt.foreign.torch_pickles import Storage, Tensor, TorchFile
+from unickpt.foreign.torch_pickles import Storage, Tensor, TorchFile, attributes, holds_tensors
 from unickpt.quoting import quoted, shortened
 from unickpt.storage.errors import Failed, reading_failed
 from unickpt.threads import Pool
@@ -23,6 +23,7 @@ from unickpt.trees import plain_values, tree
 
 _MOST_OBJECTS = 1 << 30  # bytes of all values that are no tensors; they are read by `open`
 _MOST_COMPRESSED = 16 << 20  # bytes that one of them may become
+_OPAQUE = 64  # bytes of objects of unknown classes, for each byte of their pickle
 _GAP, _SWEEP = 4 << 10, 8 << 20
 _THREADS = 16
 # Classes whose objects are nothing but named values.
@@ -50,7 +51,7 @@ def read_objects(files: Files, objects: Mapping[str, Blob]) -> dict[str, Any]:
         objects: where each of them is.
 
     Returns:
-        Containers of plain values and of `Inside`; all else is a text with the name of its class.
+        Containers of plain values, of which objects of unknown classes are some, and of `Inside`.
 
     Raises:
         CheckpointCorrupt: names the one that is damaged.
@@ -123,7 +124,7 @@ def _read_object(files: Files, name: str, blob: Blob) -> Any:
 
 
 class _Values:
-    """Turns pickled values into containers of plain values; all else becomes a text.
+    """Turns pickled values into containers of plain values and of `Inside`.
 
     Arguments:
         file: which holds them.
@@ -133,11 +134,13 @@ class _Values:
 
     def __init__(self, file: TorchFile, most: int, compressed: Blob | None = None) -> None:
         self._file, self._left, self._compressed = file, most, compressed
+        self._most_opaque = _OPAQUE * most
+        self._without: set[int] = set()  # what holds no tensor, by its identity
 
     def value(self, found: Any, depth: int = 1) -> Any:
-        self._left -= 1
-        if self._left < 0 or depth >= tree.MAX_DEPTH:
-            raise BadPickle("its containers refer to each other too often")
+        self._spend(1)
+        if depth >= tree.MAX_DEPTH:
+            raise BadPickle(f"it is nested deeper than {tree.MAX_DEPTH} levels")
         if plain_values.is_plain(found):
             return found
         if isinstance(found, Opaque) and found.name in _RECORDS:
@@ -153,7 +156,20 @@ class _Values:
             # One that repeats its elements could have any size.
             if numbers * dtypes.from_name(found.dtype).itemsize <= found.nbytes:
                 return Inside(found, self._box(found))
+        if isinstance(found, Opaque) and holds_tensors(found, self._without, self._spend):
+            found = dict(attributes(found))
+            if all(map(_is_key, found)):
+                return self.value(found, depth + 1)
+        elif isinstance(found, (Opaque, Global)):
+            made = self._file.opaque(found, self._most_opaque)
+            self._most_opaque -= len(made.pickle)
+            return made
         return f"<{_class_of(found)}>"
+
+    def _spend(self, values: int) -> None:
+        self._left -= values
+        if self._left < 0:
+            raise BadPickle("its containers refer to each other too often")
 
     def _box(self, tensor: Tensor) -> FileBox:
         box = self._file.box(tensor)

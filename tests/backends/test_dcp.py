@@ -312,6 +312,15 @@ def test_every_dtype(tmp_path: Path) -> None:
         assert stored[name][...].tobytes() == bits.numpy().tobytes()
 
 
+def test_an_object_that_holds_tensors_is_a_container_of_its_attributes(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    path = save({"net": torch.nn.Linear(2, 3)._parameters, "module": [torch.nn.Linear(2, 3)]},
+                tmp_path / "c")  # fmt: skip
+    stored = unickpt.open(path)
+    weights = [name for name in stored if name.startswith("module") and name.endswith("weight")]
+    assert [stored[name].shape for name in weights] == [(3, 2)], list(stored)
+
+
 def test_values_that_are_no_tensors(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
 
@@ -333,7 +342,8 @@ def test_values_that_are_no_tensors(tmp_path: Path) -> None:
     assert found["pairs"] == ({"a": (1, None)},)
     assert found["inside"][0].tolist() == [[0, 3], [1, 4], [2, 5]]
     assert stored["inside/0"][1:, 1].tolist() == [4, 5]
-    assert found["path"] == "<pathlib.PosixPath>"
+    assert found["path"].class_name == "pathlib.PosixPath"
+    assert pickle.loads(found["path"].pickle) == Path("x")
     assert found["keys"] == ("<dict>",)
     assert found["empty"] == ()
 

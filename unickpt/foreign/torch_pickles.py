@@ -409,3 +409,48 @@ class LegacyFile:
                 f"the storage {quoted(of.key)} has {count} elements, {of.count} expected"
             )
         return begin
+
+
+_CONTAINERS = (dict, list, tuple, set, frozenset, Opaque)
+
+
+def holds_tensors(found: Opaque, without: set[int], spend: Callable[[int], None]) -> bool:
+    """Whether an object has tensors in it, however deep.
+
+    Arguments:
+        found: the object.
+        without: identities of what is known to hold none; those that are found are added.
+        spend: called with the number of values that are looked at; raises if they are too many.
+    """
+    seen, rest = set[int](), [found]
+    while rest:
+        item: Any = rest.pop()
+        if isinstance(item, Tensor | Storage):
+            return True
+        if isinstance(item, _CONTAINERS) and id(item) not in seen and id(item) not in without:
+            seen.add(id(item))
+            inner = _inside(item)
+            spend(len(inner))
+            rest += inner
+    without |= seen
+    return False
+
+
+def _inside(found: Any) -> list[Any]:
+    """What a container or an object consists of."""
+    if isinstance(found, Opaque):
+        return [found.args, found.named, found.state, found.appended, found.items]
+    return [*found.keys(), *found.values()] if isinstance(found, dict) else list(found)
+
+
+def attributes(found: Opaque) -> list[tuple[Any, Any]]:
+    """The attributes of an object, what it contains, and what it was made of, with their names."""
+    pairs: list[tuple[Any, Any]] = []
+    slots = found.state if isinstance(found.state, tuple) else (found.state,)
+    if all(state is None or isinstance(state, dict) for state in slots):
+        pairs += [pair for state in slots if state for pair in state.items()]
+    else:
+        pairs.append(("state", found.state))
+    pairs += [*found.items, *enumerate(found.appended)]
+    pairs += [(key, x) for key, x in (("args", found.args), ("named", found.named)) if x]
+    return pairs
