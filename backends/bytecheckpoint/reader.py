@@ -2,7 +2,7 @@
 
 Source: bytecheckpoint/checkpointer/meta_type.py, engine/store_engine.py and
 utilities/serialization.py of 0.0.2. Names are `model/<parameter>` and
-`optimizer/state/<parameter>/<slot>`; what each process stored for itself is `extra_state`.
+`optimizer/state/<parameter>/<slot>`; what each process stored for itself is `extra_state/<rank>`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from unickpt.arrays import dtypes
 from unickpt.backends.bytecheckpoint.flat_params import FLAT, Part, parts_of, split
 from unickpt.backends.dcp.chunks import Located
 from unickpt.backends.dcp.metadata import Blob, Chunk, Metadata, Path, TensorFacts, fields
-from unickpt.backends.dcp.objects import Inside, read_file, read_objects
+from unickpt.backends.dcp.objects import read_file, read_objects
 from unickpt.backends.dcp.reader import (
     METADATA,
     DcpReader,
@@ -31,15 +29,14 @@ from unickpt.backends.dcp.reader import (
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.foreign import pickles, torch_pickles
 from unickpt.foreign.elements import FileRange
-from unickpt.foreign.file_ranges import FileBox, read_flat
+from unickpt.foreign.file_ranges import FileBox
 from unickpt.foreign.files import Files
 from unickpt.foreign.pickles import BadPickle
-from unickpt.foreign.process_values import encoded
 from unickpt.foreign.torch_pickles import Tensor
-from unickpt.format.index import PerProcessEntry
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted
 from unickpt.storage.errors import Failed, reading_failed
+from unickpt.threads import Pool
 
 _ROOT = "bytecheckpoint.checkpointer.meta_type.Metadata"
 _MODEL, _OPTIMIZER, _EXTRA = "model", "optimizer", "extra_state"
@@ -47,7 +44,7 @@ _HEAD, _MODULE = 200, b"bytecheckpoint"
 _LATEST, _MOST_LATEST = "latest_checkpointed_iteration.txt", 100
 _EXTRA_FILE = re.compile(rf"{_EXTRA}/{_EXTRA}_rank_(\d{{1,9}})\.pt")
 _STATE, _SEVERAL = "state", "model_dict_keys"
-_MOST_EXTRA = 256 << 20  # bytes of the arrays of one process
+_THREADS = 16
 
 HINTS: Collection[str] = ()
 
@@ -101,54 +98,9 @@ def _latest(files: Files) -> Files | None:
 
 
 class ByteCheckpointReader(DcpReader):
-    """Reads arrays as `DcpReader`, and a value of each process that saved one."""
+    """Reads arrays as `DcpReader`."""
 
     format = "bytecheckpoint"
-
-    def __init__(self, files: Files, state: Any, version: str, extra: Sequence[str]) -> None:
-        super().__init__(files, state, version)
-        self._extra = extra
-        if extra:
-            sizes = [files.size(file) or 0 for file in extra]
-            entry = PerProcessEntry(tuple((size, 0) for size in sizes))
-            tree = {"dict": [*self.index.tree["dict"], [_EXTRA, "*"]]}
-            self.index = replace(self.index, tree=tree, per_process={_EXTRA: entry})
-
-    def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[bytes, ...]:
-        if name not in self.index.per_process:
-            raise KeyError(name)
-        ranks = range(len(self._extra)) if of is None else of
-        return tuple(self._encoded(self._extra[rank]) for rank in ranks)
-
-    def _encoded(self, file: str) -> bytes:
-        try:
-            found = _in_memory(self._files, read_file(self._files, file))
-        except (BadPickle, Failed) as error:
-            raise CheckpointCorrupt(f"{self.location}: {file}: {error}") from error
-        return encoded(found)
-
-
-def _in_memory(files: Files, found: Any) -> Any:
-    """A value with its tensors as NumPy arrays."""
-    left = _MOST_EXTRA
-
-    def value(found: Any) -> Any:
-        nonlocal left
-        if isinstance(found, dict):
-            return {key: value(item) for key, item in found.items()}
-        if isinstance(found, (list, tuple)):
-            return type(found)(map(value, found))
-        if not isinstance(found, Inside):
-            return found
-        dtype = dtypes.from_name(found.tensor.dtype)
-        left -= found.box.box.size * dtype.itemsize
-        if left < 0:
-            raise BadPickle(f"its tensors have more than {_MOST_EXTRA} bytes")
-        out = np.empty(found.box.box.size, dtype)
-        read_flat(files, found.box, 0, out)
-        return out.reshape(found.tensor.shape)
-
-    return value(found)
 
 
 # --- what is in a folder ------------------------------------------------------------------------
@@ -169,7 +121,11 @@ class _Folder:
         state = {part: self._state(part) for part in self._metadata}
         versions = [found.added.get("bytecheckpoint_version") for found in self._metadata.values()]
         version = versions[0] if isinstance(versions[0], str) and len(versions[0]) < 20 else ""
-        return ByteCheckpointReader(self._files, state, version, self._extra_files())
+        extra = self._extra_files()
+        if extra:
+            with Pool(min(_THREADS, len(extra))) as threads:
+                state[_EXTRA] = dict(enumerate(threads.map(self._extra, extra)))
+        return ByteCheckpointReader(self._files, state, version)
 
     def _read(self, part: str) -> Metadata:
         """The metadata of a part; its files are those of the folder then."""
@@ -246,6 +202,12 @@ class _Folder:
                 "parameters; unickpt reads one"
             )
         return parts_of(defined, known)
+
+    def _extra(self, file: str) -> Any:
+        try:
+            return read_file(self._files, file)
+        except (BadPickle, Failed) as error:
+            raise CheckpointCorrupt(f"{self._files.location}: {file}: {error}") from error
 
     def _extra_files(self) -> list[str]:
         """The files of the processes, in their order."""
