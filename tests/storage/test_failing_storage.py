@@ -16,7 +16,7 @@ from support.forks import Forks
 from support.saving import files, numbers, save_in_job, sound
 
 import unickpt
-from unickpt import InvalidPath, ProcessFailed, StorageError
+from unickpt import InvalidPath, ProcessFailed, StorageError, UnsupportedFormat
 from unickpt.storage import local_folders
 
 
@@ -41,12 +41,19 @@ def test_folders_are_made_while_a_failed_save_removes_their_empty_parents(tmp_pa
 
 
 def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
+    def save(path: Path) -> None:
+        unickpt.save(path, numbers(1))
+
     file = tmp_path / "file"
     file.write_text("precious")
     for path in (file, file / "below", file / "far" / "below"):
-        for act in (lambda p: unickpt.save(p, numbers(1)), unickpt.load, unickpt.verify):
-            with pytest.raises(InvalidPath, match=r"file' is not a directory"):
-                act(path)
+        for act in (save, unickpt.load, unickpt.verify):
+            if path == file and act != save:
+                with pytest.raises(UnsupportedFormat, match="is a file, and of no format"):
+                    act(path)
+            else:
+                with pytest.raises(InvalidPath, match=r"file' is not a directory"):
+                    act(path)
     assert file.read_text() == "precious"
     (tmp_path / "dangling").symlink_to("nowhere")
     with pytest.raises(InvalidPath, match="is not a directory"):
