@@ -1,14 +1,16 @@
-"""Threads: workers, work in the background, batches of work, and a bounded window of it."""
+"""Threads: workers, work in the background, batches of work, a bounded window of it; pauses of
+garbage collection."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Generic, ParamSpec, Self, TypeVar
@@ -252,3 +254,34 @@ class _Task(Generic[T]):
         if self._error is not None:
             raise self._error
         return self._value
+
+
+_pauses = 0
+_pausing = threading.Lock()
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Pauses Python's search for reference cycles in the whole process; may be nested.
+
+    For work that makes many objects which stay: the search starts again and again then, and each
+    time visits all objects, of which a process with frameworks in it has millions. Only for work
+    that the caller waits for, so that a program that switches the search off at the same time is
+    unlikely: it would be switched on again.
+    """
+    global _pauses
+    with _pausing:
+        if _pauses == 0 and not gc.isenabled():
+            paused = False
+        else:
+            paused = True
+            _pauses += 1
+            gc.disable()
+    try:
+        yield
+    finally:
+        if paused:
+            with _pausing:
+                _pauses -= 1
+                if _pauses == 0:
+                    gc.enable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from itertools import zip_longest
@@ -20,7 +21,7 @@ from unickpt.arrays.host_memory import HostBuffers
 from unickpt.format import chunk_store
 from unickpt.frameworks.host_copy import stage
 from unickpt.frameworks.protocol import Fragment
-from unickpt.threads import Window, in_batches
+from unickpt.threads import Window, collection_paused, in_batches
 
 MIB = 1 << 20
 
@@ -180,3 +181,18 @@ def test_memory_that_the_system_refused_is_not_held() -> None:
     assert second.nbytes
     assert not np.shares_memory(buffers.take(MIB), first), "it is too large for that"
     assert np.shares_memory(buffers.take(4 * MIB), first), "and was kept, because it fits"
+
+
+def test_garbage_collection_is_paused_and_goes_on_as_it_was(tmp_path: Path) -> None:
+    unickpt.save(tmp_path / "c", {"w": np.arange(3)}, options=unickpt.SaveOptions(fsync=False))
+    assert gc.isenabled()
+    with collection_paused():
+        unickpt.load(tmp_path / "c")
+        assert not gc.isenabled(), "the inner pause does not end the outer one"
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        unickpt.load(tmp_path / "c")
+        assert not gc.isenabled(), "it was switched off before"
+    finally:
+        gc.enable()

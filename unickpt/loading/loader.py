@@ -24,6 +24,7 @@ from unickpt.reading.collective_read import ReadArrays, reading
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.targets import NewTarget, NumberTarget
 from unickpt.rules import Rules
+from unickpt.threads import collection_paused
 from unickpt.trees import plain_values, tree
 
 _log = logging.getLogger("unickpt")
@@ -138,7 +139,7 @@ class _Load:
 
     def load(self, path: checkpoint.Source, like: Any) -> tuple[Any, LoadReport]:
         """One attempt to load; see `checkpoint.again`."""
-        with reading(self.options, self.among) as read:
+        with collection_paused(), reading(self.options, self.among) as read:
             stored = checkpoint.opened(path).reader
             if like is None:
                 return self._load_all(stored, read)
