@@ -22,10 +22,10 @@ from unickpt.foreign.cursor import Cursor
 from unickpt.foreign.elements import Elements, FileRange, InMemory, Joined, Run
 from unickpt.foreign.file_ranges import FileBox, RangeReader, whole
 from unickpt.foreign.files import Files
+from unickpt.foreign.loose_files import Found, open_kind
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted
-from unickpt.storage.errors import Failed, reading_failed
 from unickpt.trees import plain_values, tree
 
 _ARRAY, _COMPLEX, _SCALAR, _TUPLE = 1, 2, 3, 4  # extensions; the last one is Orbax's
@@ -47,15 +47,11 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         UnsupportedFormat: it contains what unickpt lacks, or refers to arrays elsewhere.
         StorageError: the storage failed.
     """
-    try:
-        found = loose_files.of_kind(files, loose_files.FLAX)
-        if found is None:
-            return None
-        reader = FlaxReader(files, _Scanner(Cursor(files, found.names[0])).root())
-    except Failed as error:
-        raise reading_failed(error, str(files.location)) from error
-    reader.beside = found.beside
-    return reader
+
+    def make(found: Found) -> FlaxReader:
+        return FlaxReader(files, _Scanner(Cursor(files, found.names[0])).root())
+
+    return open_kind(files, loose_files.FLAX, make)
 
 
 @dataclass(frozen=True, eq=False)

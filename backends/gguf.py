@@ -22,10 +22,10 @@ from unickpt.foreign.cursor import Cursor
 from unickpt.foreign.elements import ByteRange, Elements, FileRange
 from unickpt.foreign.file_ranges import FileBox, RangeReader, whole
 from unickpt.foreign.files import Files
+from unickpt.foreign.loose_files import Found, open_kind
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted
-from unickpt.storage.errors import Failed, reading_failed
 from unickpt.trees import tree
 
 _VERSIONS = (2, 3)
@@ -53,21 +53,17 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         HintError: `dequantize` is not "float32".
         StorageError: the storage failed.
     """
-    try:
-        found = loose_files.of_kind(files, loose_files.GGUF)
-        if found is None:
-            return None
+
+    def make(found: Found) -> GgufReader:
         dequantize = hints.get("dequantize")
         if dequantize not in (None, _DEQUANTIZED):
             raise HintError(
-                f"dequantize={quoted(dequantize)}: it can be {_DEQUANTIZED!r}; without it, "
-                "quantized tensors are read as their bytes"
+                f"{files.location}: dequantize={quoted(dequantize)}: it can be {_DEQUANTIZED!r}; "
+                "without it, quantized tensors are read as their bytes"
             )
-        reader = GgufReader(files, found.names[0], dequantize is not None)
-    except Failed as error:
-        raise reading_failed(error, str(files.location)) from error
-    reader.beside = found.beside
-    return reader
+        return GgufReader(files, found.names[0], dequantize is not None)
+
+    return open_kind(files, loose_files.GGUF, make)
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,12 @@ from unickpt.foreign import loose_files
 from unickpt.foreign.elements import FileRange
 from unickpt.foreign.file_ranges import CHUNK_BYTES, FileBox, RangeReader, whole
 from unickpt.foreign.files import Files
+from unickpt.foreign.loose_files import open_kind
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted
-from unickpt.storage.errors import Failed, reading_failed
+from unickpt.storage.errors import Failed
 from unickpt.trees import tree
 
 _WINDOW = 64 << 10
@@ -51,15 +52,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         UnsupportedFormat: h5py is not installed; or it contains what is no array, or links.
         StorageError: the storage failed.
     """
-    try:
-        found = loose_files.of_kind(files, loose_files.HDF5)
-        if found is None:
-            return None
-        reader = Hdf5Reader(files, found.names[0])
-    except Failed as error:
-        raise reading_failed(error, str(files.location)) from error
-    reader.beside = found.beside
-    return reader
+    return open_kind(files, loose_files.HDF5, lambda found: Hdf5Reader(files, found.names[0]))
 
 
 class _Raw(io.RawIOBase):

@@ -24,12 +24,13 @@ from unickpt.foreign import loose_files
 from unickpt.foreign.elements import FileRange
 from unickpt.foreign.file_ranges import FileBox, RangeReader, row_major, whole
 from unickpt.foreign.files import Files
+from unickpt.foreign.loose_files import open_kind
 from unickpt.foreign.zip_files import DEFLATED, STORED, Member, ZipFile
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted
-from unickpt.storage.errors import Failed, reading_failed
+from unickpt.storage.errors import Failed
 from unickpt.trees import tree
 
 _MAGIC = b"\x93NUMPY"
@@ -80,15 +81,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         UnsupportedFormat: there are several, or an array's dtype is one that unickpt lacks.
         StorageError: the storage failed.
     """
-    try:
-        found = loose_files.of_kind(files, loose_files.NPZ)
-        if found is None:
-            return None
-        reader = NpzReader(files, found.names[0])
-    except Failed as error:
-        raise reading_failed(error, str(files.location)) from error
-    reader.beside = found.beside
-    return reader
+    return open_kind(files, loose_files.NPZ, lambda found: NpzReader(files, found.names[0]))
 
 
 class NpzReader(RangeReader):

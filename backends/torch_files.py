@@ -15,12 +15,13 @@ from unickpt.errors import CheckpointCorrupt, UnickptError, UnsupportedFormat
 from unickpt.foreign import loose_files
 from unickpt.foreign.file_ranges import FileBox, RangeReader, whole
 from unickpt.foreign.files import Files
+from unickpt.foreign.loose_files import Found, open_kind
 from unickpt.foreign.pickles import Global, Opaque
 from unickpt.foreign.torch_pickles import Storage, Tensor, TorchFile, attributes, holds_tensors
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted, shortened
-from unickpt.storage.errors import Failed, reading_failed
+from unickpt.storage.errors import Failed
 from unickpt.trees import plain_values, tree
 
 _SCRIPT = "constants.pkl"
@@ -45,19 +46,14 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         UnsupportedFormat: it is an old kind of file, or there are several and no index.
         StorageError: the storage failed.
     """
-    try:
-        found = loose_files.of_kind(files, loose_files.TORCH)
-        if found is None:
-            return None
-        if found.index is not None:
-            where = weight_map(files, found.index, loose_files.TORCH.suffixes)
-            reader = _open_sharded(files, where, found.index)
-        else:
-            reader = _open_single(files, found.names[0])
-    except Failed as error:
-        raise reading_failed(error, str(files.location)) from error
-    reader.beside = found.beside
-    return reader
+
+    def make(found: Found) -> Reader:
+        if found.index is None:
+            return _open_single(files, found.names[0])
+        where = weight_map(files, found.index, loose_files.TORCH.suffixes)
+        return _open_sharded(files, where, found.index)
+
+    return open_kind(files, loose_files.TORCH, make)
 
 
 class TorchFilesReader(RangeReader):

@@ -37,6 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 import unickpt
+from unickpt.foreign.file_ranges import RangeReader
 from unickpt.foreign.files import Files
 
 FORMATS = ("safetensors", "dcp", "dcp hf", "torch.save", "orbax")
@@ -95,13 +96,14 @@ def measured(
             del target, loaded
         took, read = timed(partial(quarter, path, shapes), conditions)
         seconds["quarter"] += [took] * bool(number)
+    counts = isinstance(unickpt.open(path).reader, RangeReader)  # others read through TensorStore
     ratios = [a / b for a, b in zip(seconds["peer"], seconds["unickpt"], strict=True)]
     return [
         contender.name,
         *(f"{statistics.median(seconds[name]):.3f} s" for name in ("peer", "unickpt")),
         f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
         f"{statistics.median(seconds['quarter']):.3f} s",
-        f"{read / array_set.nbytes:.2f} of all" if read else "not counted",
+        f"{read / array_set.nbytes:.2f} of all" if counts else "not counted",
     ]
 
 

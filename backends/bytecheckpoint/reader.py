@@ -69,21 +69,13 @@ def _parts_in(files: Files) -> list[str]:
     return [
         part
         for part in (_MODEL, _OPTIMIZER)
-        if _has(files, f"{part}/{METADATA}") and _MODULE in _head(files, f"{part}/{METADATA}")
+        if _has(files, f"{part}/{METADATA}") and _MODULE in files.head(f"{part}/{METADATA}")[:_HEAD]
     ]
 
 
 def _has(files: Files, file: str) -> bool:
     """Whether there is a file; remote ones are listed already."""
     return files.exists(file) if files.location.is_local else file in files.names
-
-
-def _head(files: Files, file: str) -> bytes:
-    """How a file begins; the class of the metadata stands there."""
-    size = files.size(file)
-    if size is None:
-        return files.whole(file)[:_HEAD]
-    return files.read(file, 0, min(_HEAD, size))
 
 
 def _latest(files: Files) -> Files | None:
@@ -124,7 +116,7 @@ class _Folder:
         extra = self._extra_files()
         if extra:
             with Pool(min(_THREADS, len(extra))) as threads:
-                state[_EXTRA] = dict(enumerate(threads.map(self._extra, extra)))
+                state[_EXTRA] = dict(enumerate(threads.map(partial(read_file, self._files), extra)))
         return ByteCheckpointReader(self._files, state, version)
 
     def _read(self, part: str) -> Metadata:
@@ -202,12 +194,6 @@ class _Folder:
                 "parameters; unickpt reads one"
             )
         return parts_of(defined, known)
-
-    def _extra(self, file: str) -> Any:
-        try:
-            return read_file(self._files, file)
-        except (BadPickle, Failed) as error:
-            raise CheckpointCorrupt(f"{self._files.location}: {file}: {error}") from error
 
     def _extra_files(self) -> list[str]:
         """The files of the processes, in their order."""

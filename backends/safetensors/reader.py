@@ -22,11 +22,11 @@ from unickpt.foreign import loose_files
 from unickpt.foreign.elements import FileRange
 from unickpt.foreign.file_ranges import FileBox, RangeReader, of_boxes, whole
 from unickpt.foreign.files import Files
+from unickpt.foreign.loose_files import Found, open_kind
 from unickpt.format.coverage import check_boxes
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted
-from unickpt.storage.errors import Failed, reading_failed
 from unickpt.trees import tree
 
 _SUFFIX = ".safetensors"
@@ -77,19 +77,15 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         UnsupportedFormat: a tensor has a dtype that unickpt lacks.
         StorageError: the storage failed.
     """
-    try:
-        found = loose_files.of_kind(files, loose_files.SAFETENSORS)
-        if found is None:
-            return None
+
+    def make(found: Found) -> SafetensorsReader:
         where = None if found.index is None else weight_map(files, found.index, (_SUFFIX,))
         names = found.names if where is None else sorted({*where.values()})
         _check_complete(files, names)
         headers = {name: read_header(files, name) for name in names}
-    except Failed as error:
-        raise reading_failed(error, str(files.location)) from error
-    reader = SafetensorsReader(files, headers, where)
-    reader.beside = found.beside
-    return reader
+        return SafetensorsReader(files, headers, where)
+
+    return open_kind(files, loose_files.SAFETENSORS, make)
 
 
 def _check_complete(files: Files, names: Collection[str]) -> None:

@@ -10,13 +10,13 @@ import shutil
 import sys
 import tarfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support import TESTS, s3_server
+from support import TESTS, foreign, s3_server
 from support.reader_suite import ReaderSuite
 
 import unickpt
@@ -25,7 +25,7 @@ from unickpt.backends.dcp import reader as dcp
 from unickpt.backends.dcp.chunks import decompressed
 from unickpt.backends.dcp.metadata import Metadata
 from unickpt.errors import UnickptError
-from unickpt.foreign import file_ranges, registry
+from unickpt.foreign import file_ranges
 from unickpt.foreign.files import Files
 from unickpt.storage.errors import Damaged
 from unickpt.storage.paths import resolve
@@ -34,21 +34,6 @@ from unickpt.trees import tree
 FIXTURES = Path(TESTS) / "fixtures" / "foreign"
 CASES = ["dcp-fsdp1", "dcp-fsdp2-dp4", "dcp-hsdp", "dcp-safetensors-format"]
 SHARDED = "optim/state/0.weight/exp_avg"  # of four chunks in dcp-fsdp2-dp4
-
-
-@pytest.fixture(autouse=True)
-def known() -> Iterator[None]:
-    with registered(dcp):
-        yield
-
-
-@contextlib.contextmanager
-def registered(format: Any) -> Iterator[None]:
-    registry.register(format)
-    try:
-        yield
-    finally:
-        registry.unregister(format)
 
 
 def unpacked(case: str, folder: Path) -> Path:
@@ -387,17 +372,7 @@ class TestSuite(ReaderSuite):
         save(state, path)
 
     def damage(self, path: Path, name: str) -> None:
-        (chunk,) = metadata_of_ours(path).tensors[name.replace("/", ".")].chunks
-        data = bytearray((path / chunk.blob.file).read_bytes())
-        end = chunk.blob.offset + chunk.blob.length
-        data[end - 22 : end] = bytes(22)
-        (path / chunk.blob.file).write_bytes(data)
-
-    @contextlib.contextmanager
-    def registered(self) -> Iterator[None]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(file_ranges, "CHUNK_BYTES", 1 << 10)
-            yield
+        foreign.damage_chunk_of_dcp(path, name.replace("/", "."))
 
 
 # --- damage -------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import foreign, s3_server
-from support.reader_suite import ReaderSuite
+from support.reader_suite import ReaderSuite, nested
 
 import unickpt
 from unickpt import Checkpoint, CheckpointCorrupt, UnickptError, UnsupportedFormat
@@ -39,17 +39,6 @@ def packed(value: Any) -> bytes:
 
     found: bytes = msgpack.packb(value, default=extension, strict_types=True)
     return found
-
-
-def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    root: dict[str, Any] = {}
-    for name, value in flat.items():
-        *above, last = name.split("/")
-        level = root
-        for key in above:
-            level = level.setdefault(key, {})
-        level[last] = value
-    return root
 
 
 def opened(path: Path | str) -> Checkpoint:

@@ -7,7 +7,7 @@ import json
 import pickle
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,8 @@ from support.reader_suite import ReaderSuite
 
 import unickpt
 from unickpt import CheckpointCorrupt, CheckpointNotFound, LoadMismatch, UnsupportedFormat
-from unickpt.backends.dcp import reader as dcp
 from unickpt.errors import UnickptError
 from unickpt.foreign import file_ranges
-from unickpt.foreign.files import Files
 from unickpt.storage.contexts import context
 from unickpt.storage.paths import resolve
 
@@ -189,19 +187,7 @@ class TestSuite(ReaderSuite):
         (path / "metadata.json").write_text(json.dumps(marker))
 
     def damage(self, path: Path, name: str) -> None:
-        metadata = dcp.read_metadata(Files(resolve(path)))
-        assert metadata is not None
-        (chunk,) = metadata.tensors[name].chunks
-        data = bytearray((path / chunk.blob.file).read_bytes())
-        end = chunk.blob.offset + chunk.blob.length
-        data[end - 22 : end] = bytes(22)
-        (path / chunk.blob.file).write_bytes(data)
-
-    @contextlib.contextmanager
-    def registered(self) -> Iterator[None]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(file_ranges, "CHUNK_BYTES", 1 << 10)
-            yield
+        foreign.damage_chunk_of_dcp(path, name)
 
 
 # --- damage -------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import file_writers, foreign, s3_server
-from support.reader_suite import ReaderSuite
+from support.reader_suite import ReaderSuite, nested
 
 import unickpt
 from unickpt import Checkpoint, CheckpointCorrupt, UnickptError
@@ -27,17 +27,6 @@ from unickpt.storage import contexts
 from unickpt.storage.paths import resolve
 
 MAGIC = 0x1950A86A20F9469CFC6C
-
-
-def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    root: dict[str, Any] = {}
-    for name, value in flat.items():
-        *above, last = name.split("/")
-        level = root
-        for key in above:
-            level = level.setdefault(key, {})
-        level[last] = value
-    return root
 
 
 def written(path: Path, data: bytes) -> Path:

@@ -15,6 +15,7 @@ import pytest
 
 import unickpt
 from support import TESTS
+from unickpt.backends.dcp import reader as dcp
 from unickpt.foreign import registry
 from unickpt.foreign.files import Files
 from unickpt.storage.paths import resolve
@@ -97,3 +98,14 @@ def count_reads(patch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 def digest(array: Any) -> str:
     """Of the bytes of an array, as in `expected.json`."""
     return hashlib.sha256(np.asarray(array).tobytes()).hexdigest()
+
+
+def damage_chunk_of_dcp(path: Path, name: str) -> None:
+    """Clears the end of the only chunk of a tensor, by DCP's own name of it."""
+    metadata = dcp.read_metadata(Files(resolve(path)))
+    assert metadata is not None
+    (chunk,) = metadata.tensors[name].chunks
+    data = bytearray((path / chunk.blob.file).read_bytes())
+    end = chunk.blob.offset + chunk.blob.length
+    data[end - 22 : end] = bytes(22)
+    (path / chunk.blob.file).write_bytes(data)

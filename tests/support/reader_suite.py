@@ -19,6 +19,7 @@ import unickpt
 from support.thread_groups import Threads
 from unickpt import Box, CheckpointCorrupt, CheckpointNotFound, LoadMismatch, Rules
 from unickpt.cli.app import app
+from unickpt.foreign import file_ranges
 from unickpt.format import chunk_grid
 
 ROWS, COLUMNS = 11, 70
@@ -72,8 +73,10 @@ class ReaderSuite:
 
     @contextlib.contextmanager
     def registered(self) -> Iterator[None]:
-        """While the format is known."""
-        yield
+        """While the format is known, and what lies in files is read in chunks of a KiB."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(file_ranges, "CHUNK_BYTES", 1 << 10)
+            yield
 
     @pytest.fixture
     def path(self, tmp_path: Path) -> Iterator[Path]:

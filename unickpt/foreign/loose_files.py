@@ -10,10 +10,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from unickpt.errors import UnsupportedFormat
 from unickpt.foreign.files import Files
+from unickpt.format.reader import Reader
 from unickpt.quoting import quoted, shortened
+from unickpt.storage.errors import Failed, reading_failed
+
+R = TypeVar("R", bound=Reader)
 
 _INDEX = ".index.json"
 _SHOWN = 8  # names in a message
@@ -111,6 +116,30 @@ class Found:
     names: tuple[str, ...]
     index: str | None = None
     beside: tuple[str, ...] = ()
+
+
+def open_kind(files: Files, kind: Kind, make: Callable[[Found], R]) -> R | None:
+    """Opens the checkpoint at a location; None if it is none of this kind.
+
+    Arguments:
+        files: at the location.
+        kind: of its files.
+        make: reads what is in them.
+
+    Raises:
+        UnsupportedFormat: there are several checkpoints, and none comes first.
+        StorageError: the storage failed.
+        All that `make` raises.
+    """
+    try:
+        found = of_kind(files, kind)
+        if found is None:
+            return None
+        reader = make(found)
+    except Failed as error:
+        raise reading_failed(error, str(files.location)) from error
+    reader.beside = found.beside
+    return reader
 
 
 def of_kind(files: Files, kind: Kind) -> Found | None:

@@ -74,7 +74,8 @@ def load(
     Every process reads only the chunks that its own part of `like` needs. No process waits for
     another, except with `LoadOptions(exchange=True)`. If a save replaces the checkpoint during the
     load, loading starts again with the new one. Each process opens the checkpoint on its own; only
-    with `exchange=True` do they check that they opened the same one.
+    with `exchange=True` do they check that they opened the same one. Python's search for reference
+    cycles is paused in the process until the load ends.
 
     Arguments:
         path: a local path or a URL (file, memory, s3, gs) of a committed checkpoint, or what

@@ -241,6 +241,16 @@ def remove_made(path: str, count: int) -> None:
             at = os.path.dirname(at)
 
 
+def sync_folder(path: str) -> None:
+    """Syncs the entries of a folder. Raises Failed."""
+    with system_calls():
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
 def sync(path: str, top: str) -> None:
     """Syncs the entries of a folder and of each parent up to the one that contains `top`;
     TensorStore does so only for the folder of a file."""
@@ -248,12 +258,7 @@ def sync(path: str, top: str) -> None:
     at = path.rstrip("/")
     while len(at) >= len(end):
         if os.path.isdir(at):
-            with system_calls():
-                handle = os.open(at, os.O_RDONLY)
-                try:
-                    os.fsync(handle)
-                finally:
-                    os.close(handle)
+            sync_folder(at)
         if at == end:
             break
         at = os.path.dirname(at)

@@ -209,7 +209,7 @@ class LocalDestination(Destination):
         else:
             self._replace_folder()
         if self.fsync:
-            _sync(self._above)
+            local_folders.sync_folder(self._above)
 
     def _replace_folder(self) -> None:
         with system_calls():
@@ -225,7 +225,7 @@ class LocalDestination(Destination):
 
     def _sync_folders(self) -> None:
         for folder, _, _ in os.walk(self._work):
-            _sync(folder)
+            local_folders.sync_folder(folder)
 
     def discard(self) -> None:
         """Others may still write; see `discard_all`."""
@@ -236,15 +236,6 @@ class LocalDestination(Destination):
             if not os.path.lexists(self._final) and os.path.lexists(self._old):
                 os.rename(self._old, self._final)
         local_folders.remove_made(self._above, self._missing)
-
-
-def _sync(folder: str) -> None:
-    with system_calls():
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 class ObjectDestination(Destination):
