@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from support.reader_suite import ReaderSuite, nested
 import unickpt
 from unickpt import Checkpoint, CheckpointCorrupt, UnickptError, UnsupportedFormat
 from unickpt.backends import flax_msgpack
-from unickpt.foreign import file_ranges
 from unickpt.storage import contexts
 from unickpt.storage.paths import resolve
 
@@ -71,12 +70,6 @@ class TestSuite(ReaderSuite):
         at = data.find(b"float32")
         data[at - 3] = 0x7F  # an extent of the first array
         file.write_bytes(data)
-
-    @contextlib.contextmanager
-    def registered(self) -> Iterator[None]:
-        with foreign.registered(flax_msgpack), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(file_ranges, "CHUNK_BYTES", 1 << 10)
-            yield
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -6,7 +6,7 @@ import contextlib
 import io
 import shutil
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from support.reader_suite import ReaderSuite
 
 from unickpt import Checkpoint, CheckpointCorrupt, UnickptError, UnsupportedFormat
 from unickpt.backends import npz
-from unickpt.foreign import file_ranges
 from unickpt.storage import contexts
 from unickpt.storage.paths import resolve
 
@@ -51,12 +50,6 @@ class TestSuite(ReaderSuite):
         data = bytearray((path / "weights.npz").read_bytes())
         data[at + length // 2] ^= 1
         (path / "weights.npz").write_bytes(data)
-
-    @contextlib.contextmanager
-    def registered(self) -> Iterator[None]:
-        with foreign.registered(npz), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(file_ranges, "CHUNK_BYTES", 1 << 10)
-            yield
 
 
 @pytest.mark.parametrize("file", ["weights.npz", "compressed.npz"])

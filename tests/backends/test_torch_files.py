@@ -8,7 +8,7 @@ import pickle
 import shutil
 import time
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from support.reader_suite import ReaderSuite, nested
 import unickpt
 from unickpt import Checkpoint, CheckpointCorrupt, Opaque, UnickptError, UnsupportedFormat
 from unickpt.backends import torch_files
-from unickpt.foreign import file_ranges
 from unickpt.storage import contexts
 from unickpt.storage.paths import resolve
 
@@ -89,12 +88,6 @@ class TestSuite(ReaderSuite):
         at = data.find(b"archive/data/0", 0)
         data[at - 30 : at - 26] = b"xxxx"  # the local header of its storage
         file.write_bytes(data)
-
-    @contextlib.contextmanager
-    def registered(self) -> Iterator[None]:
-        with foreign.registered(torch_files), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(file_ranges, "CHUNK_BYTES", 1 << 10)
-            yield
 
 
 @pytest.mark.parametrize("case", CASES)

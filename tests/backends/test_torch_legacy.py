@@ -6,7 +6,7 @@ import contextlib
 import math
 import pickle
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,6 @@ from support.reader_suite import ReaderSuite, nested
 
 import unickpt
 from unickpt import Checkpoint, CheckpointCorrupt, UnickptError
-from unickpt.backends import torch_files
-from unickpt.foreign import file_ranges
 from unickpt.foreign.pickle_writer import Call, dumps
 from unickpt.foreign.pickles import Global, PersistentId
 from unickpt.storage import contexts
@@ -52,12 +50,6 @@ class TestSuite(ReaderSuite):
         at = data.find(struct.pack("<q", math.prod(unickpt.open(path)[name].shape)), 300)
         data[at] ^= 1  # the number of elements before its storage
         (path / "x.pt").write_bytes(data)
-
-    @contextlib.contextmanager
-    def registered(self) -> Iterator[None]:
-        with foreign.registered(torch_files), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(file_ranges, "CHUNK_BYTES", 1 << 10)
-            yield
 
 
 @pytest.mark.integration
