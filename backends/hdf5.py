@@ -246,18 +246,13 @@ class Hdf5Reader(RangeReader):
                 f"few for {dtypes.with_shape(entry.dtype, entry.shape)}"
             )
 
-    def read_chunk(
-        self,
-        entry: ArrayEntry,
-        part: Part,
-        number: int,
-        row: Any,
-        out: Array,
-        requested: Any = None,
-    ) -> bool:
+    def reads_boxes(self, entry: ArrayEntry) -> bool:
+        return True
+
+    def read_box(self, entry: ArrayEntry, part: Part, box: Box, out: Array) -> None:
         if entry.name in self._boxes:
-            return super().read_chunk(entry, part, number, row, out, requested)
-        box = part.chunk_box(number)
+            super().read_box(entry, part, box, out)
+            return
         try:
             found = self._datasets[entry.name][box.slices]
         except Exception as error:  # of any type, as h5py raises it
@@ -266,7 +261,6 @@ class Hdf5Reader(RangeReader):
                 f"{error}"
             ) from error
         out[...] = np.asarray(found).view(out.dtype) if entry.dtype == "bfloat16" else found
-        return True
 
 
 def _chunk(dataset: Any) -> tuple[int, ...]:

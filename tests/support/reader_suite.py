@@ -7,6 +7,7 @@ damaged, and inherits all tests.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from support.thread_groups import Threads
 from unickpt import Box, CheckpointCorrupt, CheckpointNotFound, LoadMismatch, Rules
 from unickpt.cli.app import app
 from unickpt.foreign import file_ranges
-from unickpt.format import chunk_grid
 
 ROWS, COLUMNS = 11, 70
 
@@ -178,16 +178,24 @@ class ReaderSuite:
         self, path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         opened = unickpt.open(path)
-        read, numbers = opened.reader.read_chunk, list[int]()
+        read_chunk, read_box, boxes = opened.reader.read_chunk, opened.reader.read_box, list[Box]()
 
-        def counted(entry: Any, part: Any, number: int, *rest: Any) -> bool:
-            numbers.append(number)
-            return read(entry, part, number, *rest)
+        def counted_chunk(entry: Any, part: Any, number: int, *rest: Any) -> bool:
+            boxes.append(part.chunk_box(number))
+            return read_chunk(entry, part, number, *rest)
 
-        monkeypatch.setattr(opened.reader, "read_chunk", counted)
+        def counted_box(entry: Any, part: Any, box: Box, out: Any) -> None:
+            boxes.append(box)
+            read_box(entry, part, box, out)
+
+        monkeypatch.setattr(opened.reader, "read_chunk", counted_chunk)
+        monkeypatch.setattr(opened.reader, "read_box", counted_box)
         assert opened["layers/0/w"][0, 0] == arrays()["layers/0/w"][0, 0]
-        parts = chunk_grid.parts(opened.index.arrays["layers/0/w"])
-        assert len(numbers) == 1 < sum(part.count for part in parts)
+        entry = opened.index.arrays["layers/0/w"]
+        (box,) = boxes
+        assert (
+            box.size == 1 if opened.reader.reads_boxes(entry) else box.size < math.prod(entry.shape)
+        )
 
     def test_what_differs_is_told(self, path: Path) -> None:
         with pytest.raises(LoadMismatch, match="layers/0/w"):

@@ -25,12 +25,15 @@ from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
 from unickpt.storage.errors import Failed, reading_failed
 
-CHUNK_BYTES = 4 << 20
-"""What one request reads at most, as far as the order of the elements allows."""
+CHUNK_BYTES = 16 << 20
+"""What one thread reads at a time: of a chunk only what is needed is read, so that small chunks
+would only cost planning."""
 WHOLE = 1 << 62
 """As the most bytes of a chunk: boxes of which no part can be read."""
 # A range with this many times the bytes of a chunk is read as a whole; beyond it, in pieces.
 _WASTE = 4
+# Memory for what is read to be put in another order.
+_SPAN_BYTES = 16 << 20
 # Neighbours that are nearer in the file are read with what lies between them: a request costs more.
 _NEAR = 64 << 10
 # Strides can repeat elements. What an array takes in memory may exceed its bytes in the files by
@@ -177,13 +180,18 @@ class RangeReader(Reader):
         out: Array,
         requested: Any = None,
     ) -> bool:
-        box = part.chunk_box(number)
+        self.read_box(entry, part, part.chunk_box(number), out)
+        return True
+
+    def reads_boxes(self, entry: ArrayEntry) -> bool:
+        return entry.name in self._boxes
+
+    def read_box(self, entry: ArrayEntry, part: Part, box: Box, out: Array) -> None:
         found = self._boxes[entry.name][part.box.start]
         try:
             read_box(self._files, found, box.relative_to(part.box.start), out)
         except Failed as error:
             raise reading_failed(error, f"{self.location}: array {entry.name!r} {box}") from error
-        return True
 
 
 def read_flat(files: Files, found: FileBox, first: int, out: Array) -> None:
@@ -233,12 +241,12 @@ def _read(files: Files, found: FileBox, start: int, out: Array) -> None:
     longer = [d for d in range(out.ndim) if out.shape[d] > 1]
     far = max((abs(steps[d]) * out.itemsize for d in longer), default=0)
     dense = high - low < _WASTE * out.size or far < _NEAR
-    if dense and (high - low) * out.itemsize <= _WASTE * CHUNK_BYTES:
+    if dense and (high - low) * out.itemsize <= _SPAN_BYTES:
         _read_span(files, found, start, out)
         return
     if dense:
         outer = max(longer, key=lambda d: (out.shape[d] - 1) * abs(steps[d]))
-        most = CHUNK_BYTES // (abs(steps[outer]) * out.itemsize)
+        most = _SPAN_BYTES // _WASTE // (abs(steps[outer]) * out.itemsize)
         count = min(max(1, most), -(-out.shape[outer] // 2))
     else:
         outer, count = max(longer, key=lambda d: abs(steps[d])), 1

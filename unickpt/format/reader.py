@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import tensorstore as ts
 
+from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.format.chunk_grid import Part
@@ -78,6 +79,24 @@ class Reader(Protocol):
             CheckpointCorrupt: it is missing or cannot be decoded.
             StorageError: the storage failed.
         """
+
+    def reads_boxes(self, entry: ArrayEntry) -> bool:
+        """Whether no more than a box needs can be read of a chunk, with `read_box`. Its digest
+        cannot be checked then."""
+        return False
+
+    def read_box(self, entry: ArrayEntry, part: Part, box: Box, out: Array) -> None:
+        """Reads a box within a chunk of an array for which `reads_boxes` is true.
+
+        Arguments:
+            entry, part: as in `read_chunk`.
+            box: in the array's coordinates.
+            out: contiguous memory of the box's shape and the array's dtype.
+
+        Raises:
+            CheckpointCorrupt, StorageError: as `read_chunk`.
+        """
+        raise AssertionError(f"{self.format}: array {entry.name!r} is read in whole chunks")
 
     def request_chunk(self, entry: ArrayEntry, part: Part, number: int) -> Any:
         """Starts to read a chunk, where that makes several reads faster; else None."""

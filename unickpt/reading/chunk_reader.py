@@ -22,6 +22,7 @@ from unickpt.reading.read_plan import (
     buffers_of,
     consumers_of,
     fill,
+    narrowed,
     reads_of,
     slots_of,
 )
@@ -144,6 +145,8 @@ class ChunkReader:
         stored = self._stored
         requests = [stored.request_chunk(r.entry, r.part, r.number) for r in reads]
         for read, requested in zip(reads, requests, strict=True):
+            if stored.reads_boxes(read.entry):
+                read = narrowed(read)
             there = _direct(read)
             if there is not None:
                 self._fetch(read, there, requested)
@@ -155,7 +158,9 @@ class ChunkReader:
 
     def _fetch(self, read: ChunkRead, out: Array, requested: Any) -> None:
         stored, row = self._stored, read.row
-        if not stored.read_chunk(read.entry, read.part, read.number, row, out, requested):
+        if stored.reads_boxes(read.entry):
+            stored.read_box(read.entry, read.part, read.box, out)
+        elif not stored.read_chunk(read.entry, read.part, read.number, row, out, requested):
             raise stored.damaged(
                 f"array {read.entry.name!r} {read.box}, written by process {row['process']}: "
                 "the stored bytes do not match their digest"

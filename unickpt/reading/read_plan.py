@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import add, sub
 from typing import Any, NamedTuple
 
 from unickpt.arrays import dtypes, strided_copy
@@ -92,7 +93,7 @@ class ChunkRead:
 
     Arguments:
         entry, part, number: which one.
-        box: of the chunk.
+        box: of the chunk, or of what is read of it.
         row: of the digest table; None without verification.
         pieces: of the chunk.
     """
@@ -173,6 +174,21 @@ def reads_of(
                 if pieces:
                     row = None if table is None else table[first + number]
                     yield ChunkRead(entry, part, number, chunk, row, pieces)
+
+
+def narrowed(read: ChunkRead) -> ChunkRead:
+    """A read of no more of the chunk than its pieces need."""
+    bounds = [piece.copy.bounds for piece in read.pieces]
+    low = tuple(map(min, zip(*(start for start, _ in bounds), strict=True)))
+    high = tuple(map(max, zip(*(stop for _, stop in bounds), strict=True)))
+    box = Box(tuple(map(add, read.box.start, low)), tuple(map(add, read.box.start, high)))
+    if box == read.box:
+        return read
+    pieces = [
+        piece._replace(copy=piece.copy._replace(source=tuple(map(sub, piece.copy.source, low))))
+        for piece in read.pieces
+    ]
+    return replace(read, box=box, pieces=pieces)
 
 
 def by_chunk(part: Part, consumers: Iterable[Consumer]) -> dict[int, list[Consumer]]:

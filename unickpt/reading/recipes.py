@@ -34,6 +34,16 @@ class Copy(NamedTuple):
     out: tuple[int, ...]
     out_steps: tuple[tuple[int, ...], ...]
 
+    @property
+    def bounds(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The smallest box of the chunk that contains the elements: its start and its stop."""
+        low, high = list(self.source), [first + 1 for first in self.source]
+        for n, steps in zip(self.shape, self.source_steps, strict=True):
+            for dim, step in enumerate(steps):
+                low[dim] += min(0, (n - 1) * step)
+                high[dim] += max(0, (n - 1) * step)
+        return tuple(low), tuple(high)
+
 
 class Needed(Protocol):
     """What a box of a requested array needs from a stored array."""
