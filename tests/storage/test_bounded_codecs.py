@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.nodes import node, plain, zstd
 
-from unickpt.storage import bounded_codecs
+from unickpt.storage.btree import bounded_codecs
 
 
 @given(st.binary(max_size=300), st.integers(0, 300))

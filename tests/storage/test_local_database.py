@@ -12,9 +12,9 @@ from support.nodes import Away, inner, leaf, manifest
 
 import unickpt
 from unickpt.storage import local_database
+from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.database import Database
 from unickpt.storage.ocdbt import Tree
-from unickpt.storage.ocdbt_nodes import DataReference
 from unickpt.storage.paths import resolve
 
 KEYS = {f"params/l%y:{i:03d}/c/0": bytes([i]) * (1 + 11 * i) for i in range(0, 90, 2)}

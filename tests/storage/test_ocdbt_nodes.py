@@ -18,7 +18,7 @@ from support.reading import read_all, written
 
 import unickpt
 from unickpt.format import digest_table
-from unickpt.storage import ocdbt_nodes as decoder
+from unickpt.storage.btree import nodes as decoder
 from unickpt.storage.database import Database
 from unickpt.storage.errors import Damaged
 from unickpt.storage.paths import resolve

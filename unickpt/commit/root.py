@@ -14,7 +14,7 @@ import xxhash
 
 from unickpt.errors import StorageError
 from unickpt.format.zarr_metadata import join_key
-from unickpt.storage import ocdbt_nodes
+from unickpt.storage.btree import nodes
 from unickpt.storage.database import Database
 from unickpt.storage.errors import Failed
 from unickpt.storage.kvstore import commit
@@ -87,7 +87,7 @@ class Root:
             write.result()
         commit(transaction).result()
         manifest: bytes = held.read(MANIFEST).result().value
-        found = ocdbt_nodes.manifest(manifest).keys - len(extra)
+        found = nodes.manifest(manifest).keys - len(extra)
         if found != count:
             raise StorageError(
                 f"{self._location}: the processes reported {count} keys, but wrote {found}"

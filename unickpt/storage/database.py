@@ -9,7 +9,8 @@ from typing import Any
 
 import tensorstore as ts
 
-from unickpt.storage import ocdbt, ocdbt_nodes
+from unickpt.storage import ocdbt
+from unickpt.storage.btree import nodes
 from unickpt.storage.errors import Damaged
 from unickpt.storage.kvstore import KvStore
 from unickpt.storage.local_database import LocalDatabaseReader
@@ -55,7 +56,7 @@ class Database:
         """The manifest in the folder, and the storage's name for its version."""
         return self.location.store(self.context).read(ocdbt.MANIFEST).result()
 
-    def facts(self) -> ocdbt_nodes.Manifest:
+    def facts(self) -> nodes.Manifest:
         """The content of its manifest; reads nothing else.
 
         Raises:
@@ -64,7 +65,7 @@ class Database:
         manifest = self._manifest()
         if manifest is None:
             raise Damaged("the manifest is missing")
-        return ocdbt_nodes.manifest(manifest)
+        return nodes.manifest(manifest)
 
     def pinned(self) -> Database | None:
         """The database as it is now, with a copy of its manifest in memory; None if there is none.

@@ -6,10 +6,10 @@ import os
 from collections.abc import Callable
 
 from unickpt.storage import ocdbt
+from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.errors import Damaged, system_calls
 from unickpt.storage.kvstore import KvStore
 from unickpt.storage.local_files import RegularFiles
-from unickpt.storage.ocdbt_nodes import DataReference
 
 _PIECE_BYTES = 2 << 20  # measured: a verified load is 7 % faster than with whole chunks of 8 MiB
 

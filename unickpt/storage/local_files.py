@@ -12,10 +12,10 @@ from typing import Any
 
 import tensorstore as ts
 
+from unickpt.storage.btree.nodes import MOST_MANIFEST_BYTES, DataReference
 from unickpt.storage.errors import Damaged, system_calls
 from unickpt.storage.kvstore import Future, KvStore
 from unickpt.storage.ocdbt import MANIFEST
-from unickpt.storage.ocdbt_nodes import MOST_MANIFEST_BYTES, DataReference
 
 _HOLE_BYTES = 1 << 20
 

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from unickpt.storage import ocdbt_nodes
+from unickpt.storage.btree import nodes
+from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.errors import Damaged
 from unickpt.storage.kvstore import Future, KvStore
-from unickpt.storage.ocdbt_nodes import DataReference
 
 MANIFEST = "manifest.ocdbt"
 # Without its own cache, every chunk read would read the B-tree's nodes again.
@@ -73,9 +73,9 @@ class Tree:
         self, manifest: Callable[[], bytes | None], fetch: Callable[[DataReference], bytes]
     ) -> None:
         self._manifest, self._fetch = manifest, fetch
-        self._nodes: dict[tuple[DataReference | None, bytes], ocdbt_nodes.Node | None] = {}
+        self._nodes: dict[tuple[DataReference | None, bytes], nodes.Node | None] = {}
         self._top: set[str] = set()
-        self._budget, self._stored = ocdbt_nodes.Budget(), set[DataReference]()
+        self._budget, self._stored = nodes.Budget(), set[DataReference]()
         self._lock = threading.Lock()
 
     def find(self, key: str) -> bytes | DataReference | None:
@@ -111,7 +111,7 @@ class Tree:
         with self._lock:
             root = self._root()
             named = set(self._top)
-            ahead, seen = [] if root is None else [root], set[ocdbt_nodes.Node]()
+            ahead, seen = [] if root is None else [root], set[nodes.Node]()
             while ahead:
                 node = ahead.pop()
                 seen.add(node)  # a few hostile nodes that share children can make many paths
@@ -126,10 +126,10 @@ class Tree:
                     ahead += dict.fromkeys(each for each in below if each not in seen)
         return named
 
-    def _root(self) -> ocdbt_nodes.Node | None:
+    def _root(self) -> nodes.Node | None:
         if (None, b"") not in self._nodes:
             data = self._manifest()
-            found = ocdbt_nodes.manifest(data) if data is not None else None
+            found = nodes.manifest(data) if data is not None else None
             root = found.root if found is not None else None
             if found is not None and root is not None:
                 self._top.add(root.path)
@@ -138,13 +138,13 @@ class Tree:
                 self._nodes[None, b""] = None
         return self._nodes[None, b""]
 
-    def _below(self, node: ocdbt_nodes.Node, at: int) -> ocdbt_nodes.Node:
+    def _below(self, node: nodes.Node, at: int) -> nodes.Node:
         """The node that an entry of an inner node leads to."""
         reference = node.find(at)
         assert isinstance(reference, DataReference), "inner nodes hold no values"
         return self._node(reference, node.height - 1, node.keys[at][: node.common[at]])
 
-    def _node(self, reference: DataReference, height: int, prefix: bytes) -> ocdbt_nodes.Node:
+    def _node(self, reference: DataReference, height: int, prefix: bytes) -> nodes.Node:
         found = self._nodes.get((reference, prefix))
         if found is not None:
             return found
@@ -152,7 +152,7 @@ class Tree:
         if reference not in self._stored:
             self._stored.add(reference)
             self._budget.earn(len(data))
-        found = ocdbt_nodes.node(data, reference, height, prefix, self._budget)
+        found = nodes.node(data, reference, height, prefix, self._budget)
         self._nodes[reference, prefix] = found
         return found
 

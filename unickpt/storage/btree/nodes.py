@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from unickpt.storage import bounded_codecs
+from unickpt.storage.btree import bounded_codecs
 from unickpt.storage.errors import Damaged
 
 MOST_MANIFEST_BYTES = 1 << 20
-_MANIFEST_MAGIC = bytes.fromhex("0cdb3a2a")
-_NODE_MAGIC = bytes.fromhex("0cdb20de")
+MANIFEST_MAGIC = bytes.fromhex("0cdb3a2a")
+NODE_MAGIC = bytes.fromhex("0cdb20de")
 _HEADER_BYTES = 4 + 8 + 2
 _ENDING_BYTES = 4
 _MOST_ENTRIES = 1 << 20  # as TensorStore
@@ -150,7 +150,7 @@ def manifest(data: bytes) -> Manifest:
             f"the manifest has {len(data)} bytes; a checkpoint's has at most {MOST_MANIFEST_BYTES}"
         )
     budget = Budget()
-    body = _open(data, _MANIFEST_MAGIC, "the manifest", budget)
+    body = _open(data, MANIFEST_MAGIC, "the manifest", budget)
     body.take(16)  # the database's name
     if body.byte() != 0:
         raise Damaged("the manifest does not hold the database's versions")
@@ -190,7 +190,7 @@ def node(data: bytes, where: DataReference, height: int, prefix: bytes, budget: 
         Damaged: it is invalid, has another height, or is too large for its stored bytes.
     """
     at = f"the B-tree node at byte {where.offset} of {where.path}"
-    body = _open(data, _NODE_MAGIC, at, budget)
+    body = _open(data, NODE_MAGIC, at, budget)
     if body.byte() != height:
         raise Damaged(f"{at} does not have the height {height}")
     files = _files(body, where.path[: where.base], budget)

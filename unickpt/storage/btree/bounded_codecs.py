@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from typing import Any
 
+import numpy as np
 import tensorstore as ts
 
 from unickpt.storage.errors import Failed
@@ -30,40 +31,56 @@ def _crc_row(value: int) -> int:
 _CRC_TABLE = tuple(map(_crc_row, range(256)))
 
 
+def crc32c(data: bytes) -> bytes:
+    """The CRC-32C, as four bytes."""
+    if len(data) < _SMALL:
+        value = 0xFFFFFFFF
+        for byte in data:
+            value = value >> 8 ^ _CRC_TABLE[(value ^ byte) & 255]
+        return (value ^ 0xFFFFFFFF).to_bytes(4, "little")
+    context = ts.Context({"memory_key_value_store": {}})
+    with asking():
+        _sealed_array(len(data), context).write(np.frombuffer(data, np.uint8)).result()
+    stored = KvStore.open("memory://", context).read("c/0").result()
+    found: bytes = stored.value[-4:]
+    return found
+
+
 def crc32c_matches(data: bytes) -> bool:
     """Whether the last four bytes are the CRC-32C of those before them."""
     if len(data) <= 4:
         return False
     if len(data) < _SMALL:
-        value = 0xFFFFFFFF
-        for byte in data[:-4]:
-            value = value >> 8 ^ _CRC_TABLE[(value ^ byte) & 255]
-        return value ^ 0xFFFFFFFF == int.from_bytes(data[-4:], "little")
-    shape = [len(data) - 4]
+        return crc32c(data[:-4]) == data[-4:]
+    context = ts.Context({"memory_key_value_store": {}})
+    KvStore.open("memory://", context).write("c/0", data).result()
+    try:
+        with asking():
+            _sealed_array(len(data) - 4, context).read().result()
+    except Failed:
+        return False
+    return True
+
+
+def _sealed_array(size: int, context: ts.Context) -> ts.TensorStore:
+    """An array in memory, of bytes that are stored with their CRC-32C behind them."""
     spec: dict[str, Any] = {
         "driver": "zarr3",
         "kvstore": "memory://",
         "fill_missing_data_reads": False,
+        "store_data_equal_to_fill_value": True,
         "metadata": {
             "zarr_format": 3,
             "node_type": "array",
-            "shape": shape,
+            "shape": [size],
             "data_type": "uint8",
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": shape}},
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [size]}},
             "chunk_key_encoding": {"name": "default"},
             "fill_value": 0,
             "codecs": [{"name": "bytes"}, {"name": "crc32c"}],
         },
     }
-    context = ts.Context({"memory_key_value_store": {}})
-    KvStore.open("memory://", context).write("c/0", data).result()
-    try:
-        with asking():
-            array = ts.open(spec, context=context, open=True, assume_metadata=True).result()
-            array.read().result()
-    except Failed:
-        return False
-    return True
+    return ts.open(spec, context=context, open=True, assume_metadata=True).result()
 
 
 def zstd_prefix(stream: bytes, size: int) -> bytes | None:

@@ -1,0 +1,84 @@
+"""Databases of references that the builder encodes: read by our decoder and by TensorStore."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorstore as ts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unickpt.storage import contexts, ocdbt
+from unickpt.storage.btree import bounded_codecs, builder, nodes
+from unickpt.storage.btree.nodes import DataReference
+
+KEYS = st.binary(min_size=0, max_size=12)
+PATHS = st.sampled_from(["a", "d/0123", "d/01ab", "processes/x/00003/d/ff", "b"])
+
+
+def found(manifest: bytes, node_file: bytes) -> ocdbt.Tree:
+    def fetch(reference: DataReference) -> bytes:
+        assert reference.path == "nodes"
+        return node_file[reference.offset : reference.offset + reference.length]
+
+    return ocdbt.Tree(lambda: manifest, fetch)
+
+
+@settings(max_examples=60)
+@given(
+    st.dictionaries(
+        st.text(max_size=8),
+        st.builds(DataReference, PATHS, st.integers(0, 1 << 50), st.integers(0, 1 << 40)),
+        max_size=60,
+    ),
+    st.integers(2, 5),
+)
+def test_every_reference_is_found(values: dict[str, DataReference], entries: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builder, "_ENTRIES", entries)
+        built = builder.build([(key.encode(), at) for key, at in values.items()], "nodes")
+    tree = found(*built)
+    assert {key: tree.find(key) for key in values} == values
+    assert tree.find("\U0010ffff" * 9) is None
+    facts = nodes.manifest(built[0])
+    assert facts.keys == len(values)
+    assert facts.nbytes == (len(built[1]) + sum(v.length for v in values.values())) * bool(values)
+
+
+@pytest.mark.parametrize("count", [0, 1, 700])
+def test_tensorstore_reads_and_copies_it(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(builder, "_ENTRIES", 20)
+    data = np.random.default_rng(0).bytes(100_000)
+    below = tmp_path / "below"
+    below.mkdir()
+    (below / "data").write_bytes(data)
+    values = {f"w/c/{k}": DataReference("data", 131 * k, 131) for k in range(count)}
+    manifest, node_file = builder.build([(k.encode(), v) for k, v in values.items()], "nodes")
+    (below / "nodes").write_bytes(node_file)
+    (below / "manifest.ocdbt").write_bytes(manifest)
+    context = contexts.context()
+    source = ts.KvStore.open(ocdbt.spec({"driver": "file", "path": f"{below}/"}), context=context)
+    copied = ts.KvStore.open(
+        ocdbt.spec({"driver": "file", "path": f"{tmp_path}/"}), context=context
+    ).result()
+    copied.write("more", b"1").result()
+    source.result().experimental_copy_range_to(copied).result()
+    for store in (source.result(), copied):
+        listed = {key.decode() for key in store.list().result()} - {"more"}
+        assert listed == values.keys()
+        for key, at in values.items():
+            assert store[key] == data[at.offset : at.offset + at.length]
+    assert sum(file.stat().st_size for file in tmp_path.glob("d/*")) < 40_000  # no values
+
+
+@given(st.binary(max_size=3000))
+@settings(max_examples=60)
+def test_the_checksum_is_the_one_that_is_checked(data: bytes) -> None:
+    sealed = data + bounded_codecs.crc32c(data)
+    assert bounded_codecs.crc32c_matches(sealed) == (len(data) > 0)
+    if data:
+        assert not bounded_codecs.crc32c_matches(sealed[:-1] + bytes([sealed[-1] ^ 1]))

@@ -1,0 +1,1 @@
+"""The bytes of an OCDBT database, decoded and encoded; TensorStore documents the format."""
