@@ -32,6 +32,7 @@ from unickpt.errors import CheckpointExists, ProcessFailed, SaveConflict, SaveTi
 from unickpt.format import index_json, zarr_metadata
 from unickpt.format.index import DIGESTS_KEY, INDEX_KEY, Index
 from unickpt.frameworks.process_group import Group
+from unickpt.reuse import base
 from unickpt.storage import errors
 from unickpt.storage.database import Database
 from unickpt.storage.errors import Failed
@@ -149,7 +150,10 @@ class Attempt:
 
     def publish(self, record: Record, kind: str = OK) -> None:
         """Publishes this process's record, which ends its part."""
-        self._sync(self.folder_of(self.group.index).child("d"))
+        own = self.folder_of(self.group.index)
+        self._sync(own.child("d"))
+        if record.reused:
+            self._sync(own.child(base.FOLDER))
         is_coordinator = self.group.index == 0
         self._become(AttemptState.MERGING if is_coordinator else AttemptState.PUBLISHED)
         self._notes.publish(replace(record, replaces=self._digest_found), kind)
@@ -355,7 +359,7 @@ class Attempt:
             if record.replaces != self._digest_found:
                 raise self._conflict(f"between the start of process 0 and of process {process}")
         merged = self._merge(own, records, write_more)
-        manifest = self._build_root(merged)
+        manifest = self._build_root(merged, [p for p, record in records if record.reused])
         totals = Totals.of(merged.index)
         older = self.location.child("processes").folders(self.context)
         self._announce(manifest, totals)
@@ -408,8 +412,13 @@ class Attempt:
             described[digest] = index_json.decode(data, where, partial=True)
         return described
 
-    def _build_root(self, merged: Merged) -> bytes:
-        """Writes the root's B-tree, which refers to the processes' data; returns its manifest."""
+    def _build_root(self, merged: Merged, reusing: Sequence[int]) -> bytes:
+        """Writes the root's B-tree, which refers to the processes' data; returns its manifest.
+
+        Arguments:
+            merged: what all processes wrote.
+            reusing: the processes that took chunks from an earlier checkpoint.
+        """
         index, table = merged.index, merged.table
         extra = {
             **zarr_metadata.zarr_keys(index),
@@ -417,10 +426,13 @@ class Attempt:
             INDEX_KEY: index_json.encode(index),
         }
         databases = [self.database(process) for process in range(self.group.count)]
+        databases += [base.database(self.folder_of(process), self.context) for process in reusing]
+        writers = [*range(self.group.count), *reusing]
+        dropped = {n: merged.dropped.get(process, ()) for n, process in enumerate(writers)}
         blobs = sum(len(entry.blobs) for entry in index.per_process.values())
         folder = f"processes/{self.name}/root/"
         count = len(table) + blobs
-        manifest = self._root.build(folder, databases, extra, count, merged.dropped)
+        manifest = self._root.build(folder, databases, extra, count, dropped)
         self._sync(self._folder.child("root"))
         return manifest
 

@@ -33,6 +33,7 @@ class Record:
         replaces: xxh3-64 of the root manifest that the process found, empty if it found none.
         replicas: one element of `REPLICA_DTYPE` for each array whose replication is assumed.
         checked: whether `replicas` cover every byte; else only a sample.
+        reused: how many of the chunks are in files of an earlier checkpoint (`reuse.base`).
     """
 
     description: int
@@ -43,6 +44,7 @@ class Record:
     replaces: str = ""
     replicas: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, REPLICA_DTYPE))
     checked: bool = False
+    reused: int = 0
 
     def with_statistics(self, more: Mapping[str, float]) -> Record:
         """The same with more statistics."""
@@ -60,6 +62,7 @@ class Record:
             "replaces": self.replaces,
             "chunks": len(self.chunks),
             "checked": self.checked,
+            "reused": self.reused,
         }
         line = json.dumps(head, separators=(",", ":")).encode() + b"\n"
         body = line + self.chunks.tobytes() + self.replicas.tobytes()
@@ -84,6 +87,7 @@ class Record:
                 head["replaces"],
                 np.frombuffer(payload[end:], REPLICA_DTYPE),
                 head["checked"],
+                head["reused"],
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"the record is malformed: {error!r}") from None

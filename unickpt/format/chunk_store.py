@@ -90,7 +90,7 @@ class ChunkStore:
         """Adds a chunk to a transaction; `chunk` must stay unchanged until that is committed."""
         if self._is_raw(part, chunk.shape, entry):
             store = self.store.with_transaction(transaction)
-            return store.write(_key(part, number), _bytes_of(chunk).tobytes())
+            return store.write(key_of(part, number), _bytes_of(chunk).tobytes())
         box = part.chunk_box(number).relative_to(part.box.start)
         target = self.array(entry, part).with_transaction(transaction)[box.slices]
         stored = _as_stored(chunk, entry.dtype)
@@ -100,7 +100,7 @@ class ChunkStore:
     def request(self, entry: ArrayEntry, part: Part, number: int) -> Any:
         """Starts to read a small chunk where each request takes time of its own; else None."""
         if self._local is None and self._is_raw(part, part.chunk_box(number).shape, entry):
-            return self.values.request(_key(part, number))
+            return self.values.request(key_of(part, number))
         return None
 
     def request_key(self, key: str) -> Any:
@@ -157,7 +157,7 @@ class ChunkStore:
         try:
             requested = requested or self.request(entry, part, number)
             if self._local is not None and not self.codecs and out.shape[1:] == part.chunk[1:]:
-                hasher, key = xxhash.xxh3_64(), _key(part, number)
+                hasher, key = xxhash.xxh3_64(), key_of(part, number)
                 look = hasher.update if hashed else lambda _: None
                 self._local.read_into(key, _bytes_of(out).data, whole, look)
                 return hasher.intdigest() if hashed else None
@@ -203,7 +203,7 @@ class ChunkStore:
         if self.codecs and nbytes > COMPRESSED_MOST:
             raise Damaged(f"a compressed chunk of {nbytes} bytes is not allowed")
         least = -(-nbytes // _MOST_PER_BYTE) if self.codecs else nbytes
-        if not self.values.has(_key(part, 0), least):
+        if not self.values.has(key_of(part, 0), least):
             raise Damaged(f"no bytes stored, {least} expected")
         np.empty(nbytes, np.uint8)
         self._backed.add(part.key)
@@ -214,7 +214,8 @@ class ChunkStore:
         return math.prod(shape) * dtypes.from_name(entry.dtype).itemsize <= SMALL
 
 
-def _key(part: Part, number: int) -> str:
+def key_of(part: Part, number: int) -> str:
+    """The key of a chunk in the database."""
     key = part.chunk_key(number)
     return f"{part.key}/{key}" if part.key else key
 

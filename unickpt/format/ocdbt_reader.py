@@ -20,6 +20,7 @@ from unickpt.format.index import DIGESTS_KEY, INDEX_KEY, ArrayEntry, Index
 from unickpt.format.reader import ParallelMap, Reader
 from unickpt.frameworks.per_process import blob_key
 from unickpt.storage import contexts, errors, ocdbt
+from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.database import Database
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
@@ -113,6 +114,20 @@ class OcdbtReader(Reader):
         hashed = row is not None
         digest = self._chunks.read(entry, part, number, out, requested, hashed=hashed)
         return not hashed or digest == row["digest"]
+
+    def where(self, part: Part, number: int) -> DataReference | None:
+        """The file and the bytes in which a chunk is stored; None if it is missing, or so small
+        that it is stored in the B-tree.
+
+        Raises:
+            CheckpointCorrupt: the database is damaged.
+        """
+        key = chunk_store.key_of(part, number)
+        try:
+            found = self._chunks.values.tree.find(key)
+        except Failed as error:
+            raise self._chunks.explained(error, f"{self.location}: key {key!r}") from error
+        return found if isinstance(found, DataReference) else None
 
     def digests_of(self, name: str) -> digest_table.Table:
         table, spans = self._digests

@@ -9,8 +9,10 @@ from typing import Any, Literal
 
 from unickpt.frameworks.options import CommonOptions, check_group, check_number
 from unickpt.frameworks.process_group import Group
+from unickpt.storage import paths
 
 COMPRESSORS = ("zstd", "gzip", "blosc")
+REUSES = ("digest", "compare")
 STAGINGS = ("auto", "copy", "reference", "lazy", "device")
 
 
@@ -55,6 +57,14 @@ class SaveOptions(CommonOptions):
         chunk_shape: chunk shape for all arrays with this number of dimensions, reduced where a
             chunk would cross a fragment's boundary; other arrays use `chunk_bytes`.
         compression: None, or one of "zstd", "gzip", "blosc". Digests do not depend on it.
+        base: an earlier checkpoint on the same local file system. A chunk that is equal to the same
+            chunk of the base is not written: the base's files are hard-linked into the new
+            checkpoint, which stays whole if the base is removed or moved. Chunks are the same if
+            the array has the same name, shape and dtype and is cut into the same chunks; all others
+            are written. Where links are impossible, everything is.
+        reuse: how chunks of `base` are recognised. "digest": by the 64 bits of their xxh3 digests
+            (docs/reuse.md says what risk that is). "compare": then their bytes are compared, too,
+            which reads them from the base.
         timeout_s: seconds to wait for the other processes: to start the save, and again to finish
             their part after this process has written its own.
         check_replicas: whether to compare every byte of plain tensors and arrays, which are assumed
@@ -80,6 +90,8 @@ class SaveOptions(CommonOptions):
     chunk_bytes: int = 8 << 20
     chunk_shape: tuple[int, ...] | None = None
     compression: str | None = None
+    base: paths.Path | None = None
+    reuse: Literal["digest", "compare"] = "digest"
     timeout_s: float = 600.0
     check_replicas: bool = False
     group: Group | None = None
@@ -94,6 +106,10 @@ class SaveOptions(CommonOptions):
             raise ValueError(
                 f"chunk_shape={self.chunk_shape!r} must be a tuple of positive integers"
             )
+        if self.reuse not in REUSES:
+            raise ValueError(f"reuse {self.reuse!r} is not one of {', '.join(REUSES)}")
+        if self.base is not None:
+            paths.resolve(self.base)
         check_group(self.group)
         if self.metrics is not None and not callable(self.metrics):
             raise TypeError(
@@ -116,6 +132,8 @@ class SaveReport:
         bytes: logical bytes of all arrays.
         written_bytes: logical bytes of the chunks that this process wrote.
         chunks: number of chunks that this process wrote.
+        reused_bytes: logical bytes of the chunks that this process did not write, because
+            `SaveOptions.base` has them.
         processes: number of processes that took part.
         seconds: wall time in this process, from the call to the commit.
         phases: seconds per phase: `describe`, `stage` (in the call), `queue` (waiting for earlier
@@ -124,7 +142,7 @@ class SaveReport:
         blocked_s: seconds for which the call blocked the caller.
         staged_bytes: bytes that were copied to host memory, in the call or in the background.
         writers: on the coordinator only, the statistics of each process: `bytes` and `chunks`
-            written, `seconds` that took, `blocked_s`, `staged_bytes`.
+            written, `reused_bytes`, `seconds` that took, `blocked_s`, `staged_bytes`.
         replicas_differ: on the coordinator only, names of plain arrays that differ between
             processes, and are stored as one of them held them; see `ReplicasDiffer`.
     """
@@ -142,6 +160,7 @@ class SaveReport:
     staged_bytes: int = 0
     writers: tuple[Mapping[str, float], ...] = ()
     replicas_differ: tuple[str, ...] = ()
+    reused_bytes: int = 0
 
     @property
     def gb_per_s(self) -> float:

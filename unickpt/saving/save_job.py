@@ -14,10 +14,18 @@ from unickpt.commit import replicas
 from unickpt.commit.attempt import Attempt, WriteMore
 from unickpt.commit.outcome import Totals
 from unickpt.commit.record import Record
-from unickpt.errors import SaveTimeout
+from unickpt.errors import (
+    CheckpointCorrupt,
+    CheckpointNotFound,
+    CheckpointReplaced,
+    SaveTimeout,
+    StorageError,
+    UnsupportedFormat,
+)
 from unickpt.frameworks.process_group import within
 from unickpt.frameworks.protocol import ArraySource
 from unickpt.frameworks.registry import adapters, current_group
+from unickpt.reuse.base import Base, open_base
 from unickpt.saving import fingerprints
 from unickpt.saving.chunk_source import ChunkSource
 from unickpt.saving.describe import Description, describe
@@ -56,6 +64,7 @@ class SaveJob:
 
     Arguments:
         path, overwrite, options: as for `save`.
+        find_base: returns the base when chunks are about to be written, if `options` name none.
 
     Raises:
         InvalidPath, SaveTimeout: see `save`.
@@ -63,10 +72,16 @@ class SaveJob:
 
     description: Description
 
-    def __init__(self, path: paths.Path, overwrite: bool, options: SaveOptions) -> None:
+    def __init__(
+        self,
+        path: paths.Path,
+        overwrite: bool,
+        options: SaveOptions,
+        find_base: Callable[[], paths.Path | None] = lambda: None,
+    ) -> None:
         self.timings = Timings()
         self.state = SaveState.REQUESTED
-        self._overwrite, self.options = overwrite, options
+        self._overwrite, self.options, self._find_base = overwrite, options, find_base
         self.location = paths.resolve(path)
         self.group = within(options.group or current_group(adapters()), options.timeout_s)
         try:
@@ -187,12 +202,42 @@ class SaveJob:
         self.check_destination()
         self._attempt.make_folder()
         self._become(SaveState.WRITING)
-        self._writer = writer = Writer(self._attempt, self.description, self.options, source)
+        self._writer = writer = Writer(
+            self._attempt, self.description, self.options, source, self._open_base()
+        )
         return writer, self._with_replicas(writer.write_all(plan.own), plan, source)
+
+    def _open_base(self) -> Base | None:
+        """The earlier checkpoint whose equal chunks are not written again.
+
+        Raises:
+            CheckpointNotFound, InvalidPath: there is none where `SaveOptions.base` says.
+        """
+        options = self.options
+        path = self._find_base() if options.base is None else options.base
+        if path is None:
+            return None
+        try:
+            return open_base(
+                paths.resolve(path),
+                self._attempt.folder_of(self.group.index),
+                self.description.index.codecs,
+                compare=options.reuse == "compare",
+                fsync=options.fsync,
+            )
+        except CheckpointNotFound:
+            if options.base is not None:
+                raise
+            return None  # it was removed since
+        except (CheckpointCorrupt, CheckpointReplaced, UnsupportedFormat, StorageError) as error:
+            # A training job must not stop because an older checkpoint is damaged.
+            _log.warning("%s: everything is written again: %s", self.location, error)
+            return None
 
     def _publish(self, record: Record, writer: Writer, staged_bytes: int) -> None:
         statistics = {
             "chunks": writer.count,
+            "reused_bytes": writer.reused_bytes,
             "blocked_s": self.timings.blocked_s,
             "staged_bytes": staged_bytes,
         }
@@ -216,6 +261,7 @@ class SaveJob:
             bytes=totals.nbytes,
             written_bytes=writer.nbytes,
             chunks=writer.count,
+            reused_bytes=writer.reused_bytes,
             processes=self.group.count,
             seconds=timings.elapsed,
             phases=timings.phases,

@@ -30,6 +30,7 @@ class SaveRequest:
         metadata: returns the metadata; an error fails the save.
         owners: what the optimizers own whose steps wait for staging.
         callbacks: of this save.
+        find_base: see `SaveJob`.
     """
 
     path: paths.Path
@@ -39,6 +40,7 @@ class SaveRequest:
     metadata: Callable[[], Mapping[str, Any] | None] = lambda: None
     owners: set[Hashable] | None = None
     callbacks: SaveCallbacks = field(default_factory=SaveCallbacks)
+    find_base: Callable[[], paths.Path | None] = lambda: None
 
 
 class SaveQueue:
@@ -72,7 +74,7 @@ class SaveQueue:
     def _begin(self, request: SaveRequest) -> PendingSave:
         while len(unended := [p for p in self._pending if not p._ended.is_set()]) >= _MOST:
             unended[0]._ended.wait()
-        job = SaveJob(request.path, request.overwrite, request.options)
+        job = SaveJob(request.path, request.overwrite, request.options, request.find_base)
         with job.failing(refused=True):  # so that the other processes are notified
             self.errors.raise_unless_refused()
         with job.failing():

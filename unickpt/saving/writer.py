@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from operator import attrgetter
@@ -20,6 +20,7 @@ from unickpt.format import chunk_store
 from unickpt.format.chunk_store import ChunkStore
 from unickpt.format.index import INDEX_KEY
 from unickpt.frameworks.per_process import blob_key
+from unickpt.reuse.base import Base
 from unickpt.saving.chunk_source import ChunkSource, StagedChunk
 from unickpt.saving.describe import Description
 from unickpt.saving.options import SaveOptions
@@ -46,25 +47,42 @@ class Writer:
         description: what this process saves.
         options: as for `save`.
         source: provides the chunks.
+        base: the earlier checkpoint whose equal chunks are not written again.
     """
 
     def __init__(
-        self, attempt: Attempt, description: Description, options: SaveOptions, source: ChunkSource
+        self,
+        attempt: Attempt,
+        description: Description,
+        options: SaveOptions,
+        source: ChunkSource,
+        base: Base | None = None,
     ) -> None:
         self._attempt, self._description, self._options = attempt, description, options
         database = attempt.database(attempt.group.index)
         self._store = ChunkStore(database, description.index.codecs)
-        self._source = source
+        self._source, self._base = source, base
         self._batch_bytes = min(_TRANSACTION_BYTES, max(1, options.budget_bytes // 4))
         self._committing: list[Future[None]] = []
         self.nbytes, self.count = 0, 0
+
+    @property
+    def reused_bytes(self) -> int:
+        """Logical bytes of the chunks that were taken from the base."""
+        return 0 if self._base is None else self._base.nbytes
 
     def write_all(self, items: Sequence[WriteItem]) -> Record:
         """Writes this process's chunks, its per-process values and its description."""
         started = time.perf_counter()
         blobs, sources = self._description.blobs, self._description.sources
         rest = {blob_key(name, self._attempt.group.index): data for name, data in blobs.items()}
-        table = self._write(items, {**rest, INDEX_KEY: self._description.encoded})
+        if self._base is not None:
+            self._base.offer((item.entry, item.part, item.number) for item in items)
+        table = self._write(items, {**rest, INDEX_KEY: self._description.encoded}, self._base)
+        reused = 0
+        if self._base is not None:
+            self._base.publish(self._attempt.context)
+            reused = self._base.count
         arrays = self._description.index.arrays.items()
         return Record(
             description=self._description.digest,
@@ -76,6 +94,7 @@ class Writer:
             },
             blobs={name: (len(b), xxhash.xxh3_64_intdigest(b)) for name, b in blobs.items()},
             statistics={"bytes": self.nbytes, "seconds": time.perf_counter() - started},
+            reused=reused,
         )
 
     def write_more(self, items: Sequence[WriteItem]) -> Record:
@@ -88,7 +107,9 @@ class Writer:
             with suppress(Exception):
                 committed.result()
 
-    def _write(self, items: Sequence[WriteItem], rest: dict[str, bytes]) -> Any:
+    def _write(
+        self, items: Sequence[WriteItem], rest: dict[str, bytes], base: Base | None = None
+    ) -> Any:
         # The rest of the budget is for what TensorStore needs besides the data.
         beside = self._source.behind and self._store.location.is_local
         most = _TRANSACTIONS_BEHIND if beside else _TRANSACTIONS
@@ -104,7 +125,7 @@ class Writer:
                 size = sum(item.nbytes for item in batch)
                 window.make_room(size)
                 extra = rest if batch is batches[-1] else {}
-                window.add(*self._write_batch(batch, extra, pool, digests))
+                window.add(*self._write_batch(batch, extra, pool, digests, base))
                 if time.monotonic() - looked > _LOOK_EVERY_S:
                     self._attempt.check_others()
                     looked = time.monotonic()
@@ -113,8 +134,6 @@ class Writer:
             table["array"] = [item.array for item in items]
             table["chunk"] = [item.position for item in items]
             table["digest"] = [result() for result in digests]
-        self.nbytes += sum(item.nbytes for item in items)
-        self.count += len(items)
         return table
 
     def _write_batch(
@@ -123,6 +142,7 @@ class Writer:
         rest: dict[str, bytes],
         pool: Workers,
         digests: list[Callable[[], int]],
+        base: Base | None,
     ) -> tuple[int, Callable[[], None]]:
         """Starts to write a batch; returns the memory it holds and a function that waits for it."""
         transaction = ts.Transaction(atomic=True)
@@ -132,16 +152,19 @@ class Writer:
         by_reference = self._store.location.is_local and not self._store.codecs
         staged: list[StagedChunk] = []
         held, begin = 0, len(digests)
-        for item in batch:
-            staged.append(self._source.fetch(item))
-            host = staged[-1].data
+        hashed = self._hashed(batch, pool, digests)
+        # A chunk that may be in the base is hashed before it is written; others meanwhile.
+        for item, chunk, digest in hashed if base is None else list(hashed):
+            host = chunk.data
+            if base is not None and base.takes(item.part, item.number, digest, host):
+                chunk.release()
+                continue
+            staged.append(chunk)
             copied = not by_reference or host.nbytes <= chunk_store.SMALL
-            held += host.nbytes if copied else staged[-1].nbytes
-            if host.nbytes > _HASH_HERE_BYTES:
-                digests.append(pool.submit(partial(chunk_store.digest, host)))
-            else:
-                digests.append(partial(int, chunk_store.digest(host)))
+            held += host.nbytes if copied else chunk.nbytes
             writes.append(self._store.write(item.entry, item.part, item.number, host, transaction))
+            self.nbytes += host.nbytes
+            self.count += 1
         for write in writes:
             write.result()
         committed = commit(transaction)
@@ -158,3 +181,16 @@ class Writer:
             staged.clear()
 
         return held, wait
+
+    def _hashed(
+        self, batch: Sequence[WriteItem], pool: Workers, digests: list[Callable[[], int]]
+    ) -> Iterator[tuple[WriteItem, StagedChunk, Callable[[], int]]]:
+        """The chunks of a batch as they are staged, and what returns their digests."""
+        for item in batch:
+            chunk = self._source.fetch(item)
+            if chunk.data.nbytes > _HASH_HERE_BYTES:
+                digest = pool.submit(partial(chunk_store.digest, chunk.data))
+            else:
+                digest = partial(int, chunk_store.digest(chunk.data))
+            digests.append(digest)
+            yield item, chunk, digest

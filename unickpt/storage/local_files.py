@@ -13,7 +13,7 @@ from typing import Any
 import tensorstore as ts
 
 from unickpt.storage.btree.nodes import MOST_MANIFEST_BYTES, DataReference
-from unickpt.storage.errors import Damaged, system_calls
+from unickpt.storage.errors import Damaged, Failed, system_calls
 from unickpt.storage.kvstore import Future, KvStore
 from unickpt.storage.ocdbt import MANIFEST
 
@@ -50,6 +50,37 @@ class RegularFiles:
             Failed: the storage failed.
         """
         self._known[path] = _identity(self._look(path))
+
+    def size(self, path: str) -> int:
+        """The size of a file in bytes. Raises as `check`."""
+        return self._look(path).st_size
+
+    def link(self, path: str, destination: str, *, fsync: bool) -> bool:
+        """Gives a file of the folder a second name, as a hard link.
+
+        Arguments:
+            path: below the folder.
+            destination: the path of the new name, in an existing folder.
+            fsync: whether to flush the file's data to disk.
+
+        Returns:
+            Whether it did; not if the file is gone, or the file system or its rules prevent it.
+        """
+        try:
+            expected = _identity(self._look(path))
+            os.link(os.path.realpath(self.folder + path), destination)
+            handle = open_to_read(destination)
+            try:
+                if _identity(os.fstat(handle)) != expected:  # it was exchanged meanwhile
+                    os.unlink(destination)
+                    return False
+                if fsync:
+                    os.fsync(handle)
+            finally:
+                os.close(handle)
+        except (OSError, Failed):
+            return False
+        return True
 
     def _look(self, path: str) -> os.stat_result:
         at = self.folder + path

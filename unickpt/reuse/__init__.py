@@ -1,0 +1,1 @@
+"""What a save need not write: chunks that an earlier checkpoint has."""
