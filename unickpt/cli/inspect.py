@@ -80,7 +80,7 @@ def inspect(
     values      {name: plain value}; what JSON lacks is an object as in docs/format.md; an object
                 that only its class can read is {opaque: name of the class, size}
     per_process {name: [bytes of each process's value]}
-    totals      {arrays, elements, bytes, chunks}
+    totals      {arrays, elements, bytes, chunks, reused_bytes}
 
     With NAME of an array, --json prints that array alone, with fragments as
     [{start, stop, processes}] and parts as [{url, start, stop, chunk, grid}].
@@ -176,6 +176,8 @@ def _totals(checkpoint: Checkpoint) -> Text:
         f"{counted(len(index.arrays), 'array')} of {counted(elements, 'element')}, "
         f"{size_text(checkpoint.nbytes)} in {counted(index.chunks, 'chunk')}"
     ]
+    if index.reused:
+        pieces.append(f"{size_text(index.reused)} in files of an earlier checkpoint")
     others = [
         (len(index.aliases), "tie", "ties"),
         (len(index.values), "plain value", "plain values"),
@@ -217,6 +219,7 @@ def _checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
             "elements": sum(math.prod(entry.shape) for entry in index.arrays.values()),
             "bytes": checkpoint.nbytes,
             "chunks": index.chunks,
+            "reused_bytes": index.reused,
         },
     }
 

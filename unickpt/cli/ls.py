@@ -27,7 +27,7 @@ from unickpt.reading.listing import Listed, checkpoints_below, natural, other_fo
 from unickpt.steps import cleanup
 
 _OPEN_AT_ONCE = 8
-_NUMERIC = ("arrays", "bytes", "processes")
+_NUMERIC = ("arrays", "bytes", "new", "processes")
 
 
 def ls(
@@ -43,8 +43,8 @@ def ls(
     unickpt ls runs/llama
     unickpt ls s3://bucket/runs/llama --json
 
-    --json prints {root, checkpoints: [{name, path, format, created, arrays, bytes, processes,
-    error}], remnants: [{name, kind, files, bytes, age_s}], under_way: [the same],
+    --json prints {root, checkpoints: [{name, path, format, created, arrays, bytes, new_bytes,
+    processes, error}], remnants: [{name, kind, files, bytes, age_s}], under_way: [the same],
     unknown_age: [the same], holder}.
 
     Fields are only ever added. Where error is not null, the facts before it are null. under_way may
@@ -99,7 +99,7 @@ def _listed_json(listed: Listed) -> dict[str, Any]:
 
 
 def _unknown(listed: Listed, error: UnickptError) -> dict[str, Any]:
-    unknown = dict.fromkeys(("format", "created", "arrays", "bytes", "processes"))
+    unknown = dict.fromkeys(("format", "created", "arrays", "bytes", "new_bytes", "processes"))
     return {"name": listed.name, "path": listed.path, **unknown, "error": str(error)}
 
 
@@ -113,6 +113,7 @@ def _facts(listed: Listed) -> dict[str, Any]:
         "created": index.created,
         "arrays": len(index.arrays),
         "bytes": checkpoint.nbytes,
+        "new_bytes": max(0, checkpoint.nbytes - index.reused),
         "processes": index.processes,
         "error": None,
     }
@@ -128,6 +129,7 @@ def _cells(facts: dict[str, Any]) -> list[Cell]:
         date_text(facts["created"]),
         f"{facts['arrays']:,}",
         size_text(facts["bytes"]),
+        size_text(facts["new_bytes"]),
         str(facts["processes"]),
     )
     return plain_cells(texts)

@@ -68,6 +68,7 @@ def merge_all(
         index,
         per_process=per_process(index, records),
         chunks=len(table),
+        reused=int(sum(record.statistics.get("reused_bytes", 0) for _, record in records)),
         digests_xxh3=f"{xxhash.xxh3_64_intdigest(table.tobytes()):016x}",
     )
     return Merged(index, table, lost_arrays(records, names, winners), differences)

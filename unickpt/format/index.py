@@ -15,7 +15,7 @@ from unickpt.arrays.box import Box
 from unickpt.arrays.layout import Layout
 from unickpt.trees import plain_values
 
-FORMAT = (1, 1)
+FORMAT = (1, 2)
 RESERVED = "unickpt"
 """The metadata key under which `Checkpointer` stores `step`, and process 0's `metrics`."""
 INDEX_KEY = "unickpt.json"
@@ -86,6 +86,7 @@ class Index:
     library: str = ""
     chunks: int = 0
     digests_xxh3: str = ""
+    reused: int = 0
 
     @property
     def names(self) -> dict[str, None]:

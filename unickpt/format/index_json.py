@@ -65,6 +65,8 @@ def encode(index: Index) -> bytes:
         "chunks": index.chunks,
         "digests": index.digests_xxh3,
     }
+    if index.reused:
+        body["reused"] = index.reused
     text = json.dumps(body, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     unsealed = text.encode()[:-1]
     return unsealed + b',"xxh3":"%016x"}' % xxhash.xxh3_64_intdigest(unsealed)
@@ -243,6 +245,7 @@ def _decode(r: _Reader, partial: bool) -> Index:
         library=r.get("library", str),
         chunks=r.get("chunks", int),
         digests_xxh3=r.get("digests", str),
+        reused=_ints([r.get("reused", int, 0)], 0, "reused")[0],
     )
 
 

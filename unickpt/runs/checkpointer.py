@@ -72,6 +72,9 @@ class Checkpointer:
             steps do not count if such a run went on from an earlier step. If `root` has no step at
             all, those in `local` count. Several processes must be able to agree (see
             `ProcessGroup`).
+        reuse: chunks that are equal in the step that this process saved or loaded before are not
+            written again; see `SaveOptions.base`. True or "digest" recognises them by their
+            digests, "compare" by their bytes. `SaveReport.reused_bytes` says how much that was.
         optimizers: torch optimizers. Their parameters and state on an accelerator (with
             `SaveOptions(staging="lazy")` also on the host) are copied during forward and backward,
             and their next `step` waits for the copy. Until then nothing else may change them. A
@@ -113,12 +116,16 @@ class Checkpointer:
         save_every_s: float | None = None,
         preemption: bool = False,
         local: paths.Path | None = None,
+        reuse: bool | Literal["digest", "compare"] = False,
         optimizers: Sequence[Any] = (),
         options: SaveOptions | None = None,
     ) -> None:
         retention = Retention(keep_last, keep_every, keep_best, metric, best, keep)
         self._policy = Policy(save_every, save_every_s, preemption)
         self._options = SaveOptions.or_default(options)
+        self._reuses = reuse is not False
+        if not isinstance(reuse, bool):
+            self._options = replace(self._options, reuse=reuse)
         self._tiers = Tiers(Tier(root), None if local is None else Tier(local))
         self._queue = SaveQueue()
         self._fences = fences_of(optimizers, self._queue.fence)
@@ -216,12 +223,18 @@ class Checkpointer:
             metadata=partial(step_metadata, step, shown, metadata, self._branch.recorded),
             owners=owners,
             callbacks=hooks,
+            find_base=self._find_base,
         )
         pending = self._queue.save(request)
         self._policy.saved()
         if wait:
             pending.result()
         return pending
+
+    def _find_base(self) -> str | None:
+        """The checkpoint to which the next save refers."""
+        step = self._housekeeping.recent
+        return None if step is None or not self._reuses else self._tiers.first.path(step)
 
     def wait(self) -> None:
         """Waits until all saves are committed and copied to `root`, and old steps are removed.

@@ -51,6 +51,8 @@ class Housekeeping:
         self._copying = Copying(
             tiers, options, self._in_use, self._cleaning, self._order.failed, report
         )
+        self.recent: int | None = None
+        """The step that this process saved or loaded last."""
         self._lineages: dict[int, tuple[str, Lineage]] = {}  # of saves in flight; see `_check`
 
     def hooks(self, step: int, metrics: Mapping[str, float], overwrite: bool) -> SaveCallbacks:
@@ -83,7 +85,7 @@ class Housekeeping:
 
     def loaded(self, step: int) -> None:
         """Records that a step was loaded."""
-        self._order.loaded = step
+        self._order.loaded = self.recent = step
 
     def remove_abandoned(self) -> None:
         """See `Cleaning.remove_abandoned`."""
@@ -193,7 +195,7 @@ class Housekeeping:
         return list(dict.fromkeys([there.name, *names[known:]]))
 
     def _is_newest(self, step: int) -> None:
-        self._cleaning.newest = step
+        self._cleaning.newest = self.recent = step
         self._order.committed(step)
 
     def _check(self, step: int) -> None:

@@ -200,11 +200,10 @@ class SaveJob:
 
     def _write(self, plan: WritePlan, source: ChunkSource) -> tuple[Writer, Record]:
         self.check_destination()
+        base = self._open_base()
         self._attempt.make_folder()
         self._become(SaveState.WRITING)
-        self._writer = writer = Writer(
-            self._attempt, self.description, self.options, source, self._open_base()
-        )
+        self._writer = writer = Writer(self._attempt, self.description, self.options, source, base)
         return writer, self._with_replicas(writer.write_all(plan.own), plan, source)
 
     def _open_base(self) -> Base | None:
