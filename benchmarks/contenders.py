@@ -199,6 +199,22 @@ class Safetensors(Torch):
         return target  # type: ignore[no-any-return]
 
 
+class SafetensorsClone(Safetensors):
+    """`safetensors.torch`: `load_file`, and a clone of each tensor, into memory of its own."""
+
+    name = "safetensors clone"
+    in_place = False
+
+    def target(self, shapes: Shapes) -> Any:
+        return None
+
+    def load(self, path: Path, target: Any, verify: bool) -> Mapping[str, Any]:
+        from safetensors.torch import load_file
+
+        loaded = load_file(path / "state.safetensors")
+        return {name: tensor.clone() for name, tensor in loaded.items()}
+
+
 class Dcp(Torch):
     """`torch.distributed.checkpoint` as it comes, loaded in place: one file, one thread.
 
@@ -428,6 +444,7 @@ CONTENDERS: Mapping[str, type[Contender]] = {
         Orbax,
         OrbaxUncompressed,
         Safetensors,
+        SafetensorsClone,
         TorchSave,
     )
 }

@@ -40,7 +40,7 @@ import unickpt
 from unickpt.foreign.file_ranges import RangeReader
 from unickpt.foreign.files import Files
 
-FORMATS = ("safetensors", "dcp", "dcp hf", "torch.save", "orbax")
+FORMATS = ("safetensors", "safetensors clone", "dcp", "dcp hf", "torch.save", "orbax")
 ROWS = 2048
 
 

@@ -12,6 +12,7 @@ not counted, and compares all shards, bit for bit.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -94,6 +95,7 @@ def rank(folder: Path, rounds: int) -> None:
     for number in range(rounds + 1):
         loaded = {}
         for name in order.sample(sorted(loads), len(loads)):
+            gc.collect()  # FSDP's modules refer to themselves: else a later turn frees this one's
             dist.barrier()
             start = time.perf_counter()
             loaded[name] = loads[name](folder)

@@ -130,6 +130,7 @@ class RangeReader(Reader):
     def __init__(self, files: Files, index: Index, boxes: Mapping[str, Sequence[FileBox]]) -> None:
         self.location, self.index = files.location, index
         self._files = files
+        self._sizes: dict[str, int | None] = {}
         self._boxes = {
             name: {found.box.start: found for found in of_array} for name, of_array in boxes.items()
         }
@@ -164,7 +165,9 @@ class RangeReader(Reader):
     def _reaches(self, entry: ArrayEntry, file: str, end: int) -> bool:
         """Whether a file has so many bytes."""
         try:
-            size = self._files.size(file)
+            if file not in self._sizes:  # once: reading finds out if a file is shorter by then
+                self._sizes[file] = self._files.size(file)
+            size = self._sizes[file]
             if size is None:  # the storage does not tell it
                 self._files.read(file, end - 1, 1)
         except Failed as error:
