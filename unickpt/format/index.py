@@ -20,6 +20,7 @@ RESERVED = "unickpt"
 """The metadata key under which `Checkpointer` stores `step`, and process 0's `metrics`."""
 INDEX_KEY = "unickpt.json"
 DIGESTS_KEY = "unickpt.digests"
+BORROWED_KEY = "unickpt.borrowed"
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,19 @@ class PerProcessEntry:
 
 
 @dataclass(frozen=True)
+class BaseEntry:
+    """A checkpoint beside this one that has some of its chunks.
+
+    Arguments:
+        name: of its folder.
+        manifest: the digest of its manifest.
+    """
+
+    name: str
+    manifest: str
+
+
+@dataclass(frozen=True)
 class Index:
     """The whole content of `unickpt.json`. `tree` is the JSON of `unickpt.trees.tree`."""
 
@@ -87,6 +101,9 @@ class Index:
     chunks: int = 0
     digests_xxh3: str = ""
     reused: int = 0
+    bases: tuple[BaseEntry, ...] = ()
+    borrowed: int = 0
+    borrowed_xxh3: str = ""
 
     @property
     def names(self) -> dict[str, None]:

@@ -15,7 +15,7 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, fill_exactly, overlap
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
-from unickpt.format.index import FORMAT, ArrayEntry, Index, PerProcessEntry
+from unickpt.format.index import FORMAT, ArrayEntry, BaseEntry, Index, PerProcessEntry
 from unickpt.quoting import quoted
 from unickpt.trees import plain_values, tree
 
@@ -29,6 +29,7 @@ CODECS: Mapping[str, Mapping[str, type]] = {
 }
 _MAX_EXTENT = 1 << 62
 _MAX_RANK = 32
+_FOLDER = re.compile(r"[^/\\\0]+")
 _SEAL = re.compile(rb',"xxh3":"([0-9a-f]{16})"}\Z')
 _CODEC_FIELDS = ("name", "configuration")
 _DIGEST = re.compile(r"[0-9a-f]{16}")
@@ -67,6 +68,9 @@ def encode(index: Index) -> bytes:
     }
     if index.reused:
         body["reused"] = index.reused
+    if index.bases:
+        body["bases"] = [{"name": base.name, "manifest": base.manifest} for base in index.bases]
+        body["borrowed"] = [index.borrowed, index.borrowed_xxh3]
     text = json.dumps(body, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     unsealed = text.encode()[:-1]
     return unsealed + b',"xxh3":"%016x"}' % xxhash.xxh3_64_intdigest(unsealed)
@@ -246,7 +250,28 @@ def _decode(r: _Reader, partial: bool) -> Index:
         chunks=r.get("chunks", int),
         digests_xxh3=r.get("digests", str),
         reused=_ints([r.get("reused", int, 0)], 0, "reused")[0],
+        **_borrowed(r),
     )
+
+
+def _borrowed(r: _Reader) -> dict[str, Any]:
+    """What is borrowed, and from which checkpoints beside this one."""
+    bases = tuple(
+        BaseEntry(base.get("name", str), base.get("manifest", str))
+        for base in (_Reader(b, "base") for b in r.get("bases", list, []))
+    )
+    if not bases:
+        return {}
+    for base in bases:
+        # One folder beside this one: it must lead nowhere else.
+        if base.name in ("", ".", "..") or not _FOLDER.fullmatch(base.name):
+            raise _Bad(f"a base is {quoted(base.name)}, which is no name of a folder")
+    if len({base.name for base in bases}) != len(bases):
+        raise _Bad("it names a base twice")
+    match r.get("borrowed", list):
+        case [int(count), str(digest)] if 0 < count < _MAX_EXTENT:
+            return {"bases": bases, "borrowed": count, "borrowed_xxh3": digest}
+    raise _Bad(f"'borrowed' is {quoted(r.body['borrowed'])}")
 
 
 def _check_names(names: list[str]) -> None:

@@ -12,11 +12,23 @@ import numpy as np
 import tensorstore as ts
 
 from unickpt.arrays.dtypes import Array
-from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, UnickptError
-from unickpt.format import chunk_grid, chunk_store, digest_table, index_json, zarr_metadata
+from unickpt.errors import (
+    CheckpointCorrupt,
+    CheckpointNotFound,
+    UnickptError,
+    UnsupportedFormat,
+)
+from unickpt.format import (
+    borrowed,
+    chunk_grid,
+    chunk_store,
+    digest_table,
+    index_json,
+    zarr_metadata,
+)
 from unickpt.format.chunk_grid import Part
 from unickpt.format.chunk_store import ChunkStore
-from unickpt.format.index import DIGESTS_KEY, INDEX_KEY, ArrayEntry, Index
+from unickpt.format.index import BORROWED_KEY, DIGESTS_KEY, INDEX_KEY, ArrayEntry, Index
 from unickpt.format.reader import ParallelMap, Reader
 from unickpt.frameworks.per_process import blob_key
 from unickpt.storage import contexts, errors, ocdbt
@@ -58,7 +70,9 @@ def open_pinned(database: Database) -> OcdbtReader:
     """As `open`, for a database with a pinned manifest; see `Database.pinned`."""
     try:
         contents = database.reader()
-        return OcdbtReader(database, _read_index(database.location, contents), contents)
+        reader = OcdbtReader(database, _read_index(database.location, contents), contents)
+        reader.open_bases()
+        return reader
     except UnickptError as error:
         found = chunk_store.unless_replaced(error, database)
         if found is error:
@@ -92,6 +106,8 @@ class OcdbtReader(Reader):
     def __init__(self, database: Database, index: Index, contents: ocdbt.DatabaseReader) -> None:
         self.location, self.index = database.location, index
         self._chunks = ChunkStore(database, index.codecs, contents)
+        self._bases: list[ChunkStore] = []
+        self._parts: dict[str, dict[str, int]] = {}
 
     @property
     def version(self) -> str:  # type: ignore[override]  # read only when it is asked for
@@ -99,8 +115,55 @@ class OcdbtReader(Reader):
 
     # --- chunks ---------------------------------------------------------------------------------
 
+    def open_bases(self) -> None:
+        """Opens the checkpoints beside this one that have some of its chunks.
+
+        Raises:
+            CheckpointCorrupt: one is missing, or was replaced.
+            StorageError: the storage failed.
+        """
+        try:
+            for base in self.index.bases:
+                database = borrowed.pinned(self.location, base, self._chunks.database.context)
+                self._bases.append(ChunkStore(database, self.index.codecs))
+        except Failed as error:
+            raise errors.reading_failed(error, str(self.location)) from error
+
+    def _store_of(self, entry: ArrayEntry, part: Part, number: int) -> ChunkStore:
+        """Where a chunk is: here, or in a base."""
+        base = self.base_of(entry, part, number)
+        return self._chunks if base is None else self._bases[base]
+
+    def base_of(self, entry: ArrayEntry, part: Part, number: int) -> int | None:
+        """The position in the index of the base that has a chunk; None if it is here."""
+        if not self.index.bases:
+            return None
+        first = self._first_rows(entry)[part.key]
+        table, row = self._borrowed, self._digests[1][entry.name].start + first + number
+        at = int(np.searchsorted(table["row"], row))
+        is_borrowed = at < len(table) and table["row"][at] == row
+        return int(table["base"][at]) if is_borrowed else None
+
+    def _first_rows(self, entry: ArrayEntry) -> dict[str, int]:
+        """By the key of each part of an array, the row of its first chunk among the array's."""
+        if entry.name not in self._parts:
+            numbered = chunk_grid.numbered_parts(entry)
+            self._parts[entry.name] = {part.key: first for first, part in numbered}
+        return self._parts[entry.name]
+
+    @cached_property
+    def _borrowed(self) -> borrowed.Table:
+        nbytes = self.index.borrowed * borrowed.DTYPE.itemsize
+        self.read_digests()  # on its own, the index may claim any number of chunks
+        if self.key_length(BORROWED_KEY) != nbytes:
+            raise self.damaged(f"key {BORROWED_KEY!r} is missing, or has not {nbytes} bytes")
+        try:
+            return borrowed.decode(self.read_key(BORROWED_KEY, nbytes), self.index)
+        except ValueError as error:
+            raise self.damaged(str(error)) from None
+
     def request_chunk(self, entry: ArrayEntry, part: Part, number: int) -> Any:
-        return self._chunks.request(entry, part, number)
+        return self._store_of(entry, part, number).request(entry, part, number)
 
     def read_chunk(
         self,
@@ -112,12 +175,13 @@ class OcdbtReader(Reader):
         requested: Any = None,
     ) -> bool:
         hashed = row is not None
-        digest = self._chunks.read(entry, part, number, out, requested, hashed=hashed)
+        store = self._store_of(entry, part, number)
+        digest = store.read(entry, part, number, out, requested, hashed=hashed)
         return not hashed or digest == row["digest"]
 
     def where(self, part: Part, number: int) -> DataReference | None:
-        """The file and the bytes in which a chunk is stored; None if it is missing, or so small
-        that it is stored in the B-tree.
+        """The file and the bytes in which a chunk is stored; None if it is not in a file of this
+        checkpoint, but missing, borrowed, or so small that it is stored in the B-tree.
 
         Raises:
             CheckpointCorrupt: the database is damaged.
@@ -156,16 +220,24 @@ class OcdbtReader(Reader):
         self.digests_of(entry.name)
         try:
             for part in chunk_grid.parts(entry)[:1]:
-                self._chunks.check_backed(entry, part)
+                self._store_of(entry, part, 0).check_backed(entry, part)
         except Failed as error:
             where = f"{self.location}: array {entry.name!r}"
             raise self._chunks.explained(error, where) from error
 
     def part_url(self, part: Part) -> str:
+        if self.index.bases:
+            return ""
         url = f"{self.location.url}|ocdbt:"
         return f"{url}{quote(part.key)}/" if part.key else url
 
     def open_part(self, entry: ArrayEntry, part: Part) -> ts.TensorStore:
+        if self.index.bases:
+            raise UnsupportedFormat(
+                f"{self.location}: some of its chunks are in {self.index.bases[0].name}, where "
+                "TensorStore does not look; read the array by slicing, or make a whole checkpoint "
+                "with `unickpt copy`"
+            )
         try:
             self._chunks.values.check(part.key)
             return self._chunks.array(entry, part)
@@ -250,7 +322,9 @@ class OcdbtReader(Reader):
             except CheckpointCorrupt as error:
                 yield name, str(error)
         blobs = sum(len(entry.blobs) for entry in index.per_process.values())
-        implied = len(expected) + index.chunks + blobs + len((INDEX_KEY, DIGESTS_KEY))
+        keys = (INDEX_KEY, DIGESTS_KEY, *((BORROWED_KEY,) if index.bases else ()))
+        own = index.chunks - (len(self._borrowed) if index.bases else 0)
+        implied = len(expected) + own + blobs + len(keys)
         found = self._count_keys()
         if found != implied:
             # Counted, not listed: a few hostile nodes that share children can make any number of

@@ -88,6 +88,10 @@ class Database:
         KvStore.open(held, self.context).write(ocdbt.MANIFEST, manifest).result()
         return replace(self, manifest=held)
 
+    def manifest_bytes(self) -> bytes:
+        """The pinned manifest, or else the one in the folder; empty if there is none."""
+        return self._manifest() or b""
+
     def change(self) -> str:
         """What happened to a database since it was pinned: "" (nothing), "replaced", or "removed".
 

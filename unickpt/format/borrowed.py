@@ -1,0 +1,121 @@
+"""Chunks that a checkpoint borrows from others beside it: which, of whom, and who borrows here.
+
+Storage without hard links, such as object storage, cannot give a file to two checkpoints. There a
+checkpoint names its *bases*, and readers find the borrowed chunks in them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+import xxhash
+
+from unickpt.format.index import BaseEntry, Index
+from unickpt.storage.database import Database
+from unickpt.storage.errors import Damaged
+from unickpt.storage.locations import Location
+
+DTYPE = np.dtype([("row", "<u8"), ("base", "<u4")])
+"""A borrowed chunk: its row in the digest table, and the position of its base in the index."""
+Table = np.ndarray[Any, Any]
+_MARKS = "borrowers"
+
+
+def decode(data: bytes, index: Index) -> Table:
+    """Decodes the table of borrowed chunks.
+
+    Arguments:
+        data: the stored table, as long as the index says; untrusted.
+        index: the index.
+
+    Raises:
+        ValueError: says what is wrong.
+    """
+    if f"{xxhash.xxh3_64_intdigest(data):016x}" != index.borrowed_xxh3:
+        raise ValueError("the table of borrowed chunks does not match its digest in the index")
+    table = np.frombuffer(data, DTYPE)
+    rows = table["row"]
+    in_order = bool((rows[1:] > rows[:-1]).all())
+    if not in_order or (len(rows) and rows[-1] >= index.chunks):
+        raise ValueError(
+            "the table of borrowed chunks names chunks that do not exist, or one twice"
+        )
+    if len(rows) and table["base"].max() >= len(index.bases):
+        raise ValueError("the table of borrowed chunks names a base that the index does not")
+    return table
+
+
+def digest(manifest: bytes) -> str:
+    """The digest by which a base is known, of its manifest."""
+    return f"{xxhash.xxh3_64_intdigest(manifest):016x}"
+
+
+def name_of(location: Location) -> str:
+    """The name of a checkpoint's folder."""
+    return str(location.spec["path"]).rstrip("/").rpartition("/")[2]
+
+
+def sibling(location: Location, name: str) -> Location:
+    """The location of a checkpoint beside another one.
+
+    Raises:
+        Damaged: no folder can be beside it.
+    """
+    parent = location.parent
+    if parent is None:
+        raise Damaged(f"nothing can be beside {location}")
+    return parent.child(name)
+
+
+def pinned(location: Location, base: BaseEntry, context: ts.Context) -> Database:
+    """The database of a base, as it was when chunks were borrowed from it.
+
+    Arguments:
+        location: of the checkpoint that borrows.
+        base: the base.
+        context: for the database.
+
+    Raises:
+        Damaged: it is missing, or another checkpoint is there; says what to do.
+        Failed: the storage failed.
+    """
+    at = sibling(location, base.name)
+    found = Database(at, context).pinned()
+    if found is not None and digest(found.manifest_bytes()) == base.manifest:
+        return found
+    what = "is missing" if found is None else "was replaced by another checkpoint"
+    raise Damaged(
+        f"chunks that did not change are in {at}, which {what}; put it back, or open a checkpoint "
+        "that has all of its chunks (`unickpt copy` makes one)"
+    )
+
+
+# --- who borrows ----------------------------------------------------------------------------------
+
+
+def mark(base: Location, attempt: str, borrower: str, context: ts.Context) -> None:
+    """Notes in a base that a checkpoint is about to borrow from it.
+
+    Arguments:
+        base: its location.
+        attempt: the attempt that made it.
+        borrower: the name of the other checkpoint's folder, beside it.
+        context: for the storage.
+
+    Raises:
+        Failed: the storage failed.
+    """
+    _marks(base, attempt).store(context).write(borrower, b"").result()
+
+
+def marked(base: Location, attempt: str, context: ts.Context) -> list[str]:
+    """The names of the checkpoints that may borrow from one; they may be gone since."""
+    if not attempt:
+        return []
+    return _marks(base, attempt).files(context)
+
+
+def _marks(base: Location, attempt: str) -> Location:
+    return base.child(f"processes/{attempt}/{_MARKS}")
