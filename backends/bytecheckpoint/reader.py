@@ -274,4 +274,5 @@ def _raw(form: bytes, facts: TensorFacts, chunk: Chunk, files: Files) -> FileBox
             f"{blob.file} has {blob.length} bytes from byte {blob.offset} on for {chunk.box}, too "
             f"few for {expected}"
         )
-    return FileBox(chunk.box, FileRange(blob.file, blob.offset), tensor.offset, tensor.strides)
+    elements = tensor.meant(FileRange(blob.file, blob.offset))
+    return FileBox(chunk.box, elements, tensor.offset, tensor.strides)

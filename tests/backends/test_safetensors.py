@@ -163,6 +163,15 @@ def test_a_bad_header_is_an_error(header: Any, tmp_path: Path) -> None:
         opened(folder(tmp_path / "c", model=packed(header, bytes(8))))
 
 
+def test_every_dtype_of_eight_bits(tmp_path: Path) -> None:
+    kinds = {"F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz"}
+    kinds |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
+    for code, dtype in kinds.items():
+        facts = {"dtype": code, "shape": [2, 4], "data_offsets": [0, 8]}
+        found = opened(folder(tmp_path / code, model=packed({"a": facts}, bytes(range(8)))))
+        assert (str(found["a"].dtype), found["a"][...].tobytes()) == (dtype, bytes(range(8)))
+
+
 def test_dtypes_of_the_future_are_told(tmp_path: Path) -> None:
     path = folder(tmp_path / "c", model=packed({"a": {**F, "dtype": "F4"}}, bytes(8)))
     with pytest.raises(UnsupportedFormat, match="'a' has the dtype 'F4'"):

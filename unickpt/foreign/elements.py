@@ -154,6 +154,31 @@ class Converted:
 
 
 @dataclass(frozen=True)
+class Lazy:
+    """Elements whose signs are not yet what they mean: views that torch conjugates when it reads.
+
+    Arguments:
+        elements: as they are stored.
+        conjugated: whether the imaginary parts have the other sign.
+        negated: whether all has the other sign.
+    """
+
+    elements: Elements
+    conjugated: bool
+    negated: bool
+
+    def read(self, files: Files, first: int, out: Array) -> None:
+        self.elements.read(files, first, out)
+        if self.conjugated:
+            np.conjugate(out, out=out)
+        if self.negated:
+            np.negative(out, out=out)
+
+    def ranges(self, first: int, count: int, itemsize: int) -> Iterator[ByteRange]:
+        yield from self.elements.ranges(first, count, itemsize)
+
+
+@dataclass(frozen=True)
 class InMemory:
     """Elements that were read already, because they are no range of a file.
 

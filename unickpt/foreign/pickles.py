@@ -41,7 +41,8 @@ class Global:
 
     Arguments:
         name: with its module.
-        make: makes its objects; None if it is not known.
+        make: makes its objects, or returns NotImplemented for those that it does not know; None if
+            nothing of it is known.
         module: what of the name is the module; by default all before the last dot.
     """
 
@@ -55,7 +56,8 @@ class Global:
         if self.make is None:
             return Opaque(self, args)
         try:
-            return self.make(*args)
+            made = self.make(*args)
+            return Opaque(self, args) if made is NotImplemented else made
         except BadPickle:
             raise
         except Exception as error:
@@ -304,7 +306,7 @@ class _Machine:
             raise BadPickle(f"{_kind(function)} is called")
         self._spend(args)
         made = function(args)
-        if isinstance(made, Opaque) and function.make is None:
+        if isinstance(made, Opaque) and made.at < 0:
             made.is_new, made.at = is_new, self.at
             if self.made is not None:
                 self.made[self.at] = made

@@ -15,7 +15,7 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.errors import CheckpointCorrupt
 from unickpt.foreign import pickle_writer, pickles
-from unickpt.foreign.elements import FileRange
+from unickpt.foreign.elements import Elements, FileRange, Lazy
 from unickpt.foreign.file_ranges import FileBox
 from unickpt.foreign.files import Files
 from unickpt.foreign.loose_files import is_legacy
@@ -30,6 +30,12 @@ STORAGES = {
     "Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8",
     "Bool": "bool", "ComplexFloat": "complex64", "ComplexDouble": "complex128",
 }  # fmt: skip
+# What quantized tensors are made of; none of torch's other files has them.
+_QUANTIZED = {
+    "QInt8": "int8", "QUInt8": "uint8", "QInt32": "int32", "QUInt4x2": "uint8", "QUInt2x4": "uint8",
+}  # fmt: skip
+_COMPLEX = ("complex64", "complex128")
+_LAZY = {"conj": _COMPLEX, "neg": (*_COMPLEX, "float16", "float32", "float64")}
 _MOST_PICKLE = 1 << 30
 _MOST_EXTENT = 1 << 62
 _MOST_RANK = 32
@@ -68,6 +74,7 @@ class Tensor:
         offset: of its first element in the storage, in elements.
         shape: its extents.
         strides: in elements.
+        lazy: what torch left to be done when the elements are read, "conj", "neg" or both.
     """
 
     storage: Storage
@@ -75,6 +82,7 @@ class Tensor:
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    lazy: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -84,7 +92,14 @@ class Tensor:
     @property
     def identity(self) -> str:
         """Equal for tensors that are the same elements in the same order: ties."""
-        return repr((self.storage.key, self.dtype, self.offset, self.shape, self.strides))
+        same = (self.dtype, self.offset, self.shape, self.strides, self.lazy)
+        return repr((self.storage.key, *same))
+
+    def meant(self, stored: Elements) -> Elements:
+        """Its elements, out of those that are stored for it."""
+        if not self.lazy:
+            return stored
+        return Lazy(stored, "conj" in self.lazy, "neg" in self.lazy)
 
 
 def dtype_of(found: Any) -> str:
@@ -109,7 +124,28 @@ def _sizes(found: Any) -> tuple[int, ...]:
     return found
 
 
-def _tensor(storage: Any, dtype: str | None, offset: Any, shape: Any, strides: Any) -> Tensor:
+def _of_storage(
+    storage: Any, offset: Any, shape: Any, strides: Any, grad: Any = None, *rest: Any
+) -> Tensor:
+    """`_rebuild_tensor_v2`: after `grad` there are hooks, and what is lazy."""
+    return _tensor(storage, None, offset, shape, strides, *rest[1:])
+
+
+def _of_dtype(
+    storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any,
+    *rest: Any,
+) -> Any:  # fmt: skip
+    """`_rebuild_tensor_v3`; not made if unickpt lacks the dtype."""
+    try:
+        known = dtype_of(dtype)
+    except BadPickle:
+        return NotImplemented
+    return _tensor(storage, known, offset, shape, strides, *rest)
+
+
+def _tensor(
+    storage: Any, dtype: str | None, offset: Any, shape: Any, strides: Any, lazy: Any = None
+) -> Tensor:
     if not isinstance(storage, Storage) or (dtype or storage.dtype) is None:
         raise BadPickle("a tensor has no storage")
     of_elements = dtype or storage.dtype
@@ -117,12 +153,26 @@ def _tensor(storage: Any, dtype: str | None, offset: Any, shape: Any, strides: A
     sizes, steps = _sizes(shape), _sizes(strides)
     if len(sizes) != len(steps) or len(sizes) > _MOST_RANK:
         raise BadPickle("the strides of a tensor do not fit its shape")
-    return Tensor(storage, of_elements, _sizes((offset,))[0], sizes, steps)
+    todo = _lazy(lazy, of_elements)
+    return Tensor(storage, of_elements, _sizes((offset,))[0], sizes, steps, todo)
+
+
+def _lazy(found: Any, dtype: str) -> tuple[str, ...]:
+    """What torch left to be done, as the pickle of a tensor says it: `{"conj": True}`."""
+    if found is None:
+        return ()
+    if not isinstance(found, dict):
+        raise BadPickle("what is special about a tensor is no dict")
+    told = [what for what, is_so in found.items() if is_so]
+    if any(dtype not in _LAZY.get(what, ()) for what in told):
+        raise BadPickle(f"a tensor of {dtype} is special in an unknown way: {quoted(told)}")
+    return tuple(sorted(told))
 
 
 def _rebuild_from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
+    """A tensor of a class of its own; not made if it is more than the tensor."""
     if not isinstance(function, Global) or function.make is None:
-        raise BadPickle("a tensor is made by a function that is not known")
+        return NotImplemented
     return function(args)
 
 
@@ -135,10 +185,8 @@ def _ordered(*args: Any) -> dict[Any, Any]:
 
 CONSTRUCTORS: Constructors = {
     **pickles.PLAIN,
-    "torch._utils._rebuild_tensor_v2": lambda s, o, n, t, *rest: _tensor(s, None, o, n, t),
-    "torch._utils._rebuild_tensor_v3": lambda s, o, n, t, grad, hooks, dtype, *rest: _tensor(
-        s, dtype_of(dtype), o, n, t
-    ),
+    "torch._utils._rebuild_tensor_v2": _of_storage,
+    "torch._utils._rebuild_tensor_v3": _of_dtype,
     "torch._utils._rebuild_parameter": lambda data, *rest: data,
     "torch._utils._rebuild_parameter_with_state": lambda data, *rest: data,
     "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
@@ -228,12 +276,9 @@ class TorchFile:
         last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
         if 0 not in tensor.shape and (tensor.offset + last + 1) * itemsize > tensor.nbytes:
             raise self.damaged(f"a tensor reaches beyond the storage {tensor.storage.key!r}")
-        return FileBox(
-            box or Box.whole(tensor.shape),
-            FileRange(self._name, begin, self._source.big_endian),
-            tensor.offset,
-            tensor.strides,
-        )
+        stored = FileRange(self._name, begin, self._source.big_endian)
+        place = box or Box.whole(tensor.shape)
+        return FileBox(place, tensor.meant(stored), tensor.offset, tensor.strides)
 
 
 class _Zip:
@@ -299,7 +344,8 @@ def storage(found: Any) -> Storage:
         raise BadPickle("a storage is malformed")
     if name == "torch.storage.UntypedStorage":
         return Storage(key, None, count)
-    dtype = STORAGES.get(name.removeprefix("torch.").removesuffix("Storage"))
+    short = name.removeprefix("torch.").removesuffix("Storage")
+    dtype = STORAGES.get(short) or _QUANTIZED.get(short)
     if dtype is None:
         raise BadPickle(f"unknown storage {name}")
     return Storage(key, dtype, count)
