@@ -226,7 +226,17 @@ def test_schema_accepts_real_indexes(name: str, tmp_path: Path) -> None:
     VALIDATOR.validate(stored_index(tmp_path / "x"))
 
 
-@pytest.mark.parametrize("name", ["one_process_1_0", "two_processes_1_0", "key_per_process_1_1"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "one_process_1_0",
+        "two_processes_1_0",
+        "key_per_process_1_1",
+        "linked_1_2",
+        "borrowed_1_2/step_0",
+        "borrowed_1_2/step_1",
+    ],
+)
 def test_schema_accepts_the_fixtures(name: str) -> None:
     VALIDATOR.validate(stored_index(FIXTURES / name))
 
@@ -391,6 +401,23 @@ def test_fixtures_hold_every_kind_of_part(known: ModuleType) -> None:
     assert len(two["zero"].parts) == 4
     assert writers(two, "zero") == [0, 0, 1, 1]
     assert two.index.codecs[0]["name"] == "zstd"
+
+
+@pytest.mark.parametrize(
+    ("name", "step"), [("linked_1_2", 1), ("borrowed_1_2/step_0", 0), ("borrowed_1_2/step_1", 1)]
+)
+def test_chunks_of_an_earlier_checkpoint_stay_readable(name: str, step: int) -> None:
+    path = FIXTURES / name
+    found = unickpt.load(path)
+    rows = np.arange(400.0).reshape(40, 10)
+    rows[step] *= -1
+    assert np.array_equal(found["rows"], rows)
+    assert np.array_equal(found["frozen"], np.arange(300))
+    assert found["step"] == step
+    assert unickpt.verify(path).ok
+    index = unickpt.open(path).index
+    assert bool(index.reused) == (step > 0)
+    assert len(index.bases) == (name == "borrowed_1_2/step_1")
 
 
 def test_a_key_in_a_per_process_value_stays_readable() -> None:

@@ -180,13 +180,13 @@ def test_without_links_everything_is_written(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = tree()
-    save(tmp_path / "a", state)
+    save(tmp_path / "elsewhere" / "a", state)
 
     def link(*_: Any, **__: Any) -> None:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "link", link)
-    report = save(tmp_path / "b", state, base=tmp_path / "a")
+    report = save(tmp_path / "b", state, base=tmp_path / "elsewhere" / "a")
     assert report.reused_bytes == 0
     assert report.written_bytes == report.bytes
     is_whole(tmp_path / "b", state)

@@ -142,9 +142,9 @@ STEPS = [
     ("reuse.base.Base:offer", "during"),
     ("storage.local_files.RegularFiles:link", "before"),
     ("storage.local_files.RegularFiles:link", "after"),
-    ("reuse.base.Base:publish", "before"),
-    ("reuse.base.Base:publish", "during"),
-    ("reuse.base.Base:publish", "after"),
+    ("reuse.linked_files.LinkedFiles:publish", "before"),
+    ("reuse.linked_files.LinkedFiles:publish", "during"),
+    ("reuse.linked_files.LinkedFiles:publish", "after"),
 ]
 COORDINATORS_STEPS = [
     *STEPS,

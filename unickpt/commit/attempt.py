@@ -19,7 +19,7 @@ import xxhash
 
 from unickpt import quoting
 from unickpt._version import LIBRARY
-from unickpt.commit import attempt_state, outcome, root
+from unickpt.commit import attempt_state, borrowers, outcome, root
 from unickpt.commit.attempt_state import AttemptState
 from unickpt.commit.merge import Merged, merge_all
 from unickpt.commit.merge_chunks import Requests
@@ -30,9 +30,9 @@ from unickpt.commit.replicas import Difference
 from unickpt.commit.root import Root
 from unickpt.errors import CheckpointExists, ProcessFailed, SaveConflict, SaveTimeout, StorageError
 from unickpt.format import index_json, zarr_metadata
-from unickpt.format.index import DIGESTS_KEY, INDEX_KEY, Index
+from unickpt.format.index import BORROWED_KEY, DIGESTS_KEY, INDEX_KEY, Index
 from unickpt.frameworks.process_group import Group
-from unickpt.reuse import base
+from unickpt.reuse import linked_files
 from unickpt.storage import errors
 from unickpt.storage.database import Database
 from unickpt.storage.errors import Failed
@@ -97,6 +97,11 @@ class Attempt:
                 "(--overwrite on the command line) to replace it, "
                 "or save to another path"
             )
+        if found.digest and (needed := borrowers.of(self.location, self.context)):
+            raise CheckpointExists(
+                f"{self.location} has chunks of {', '.join(needed[:3])}, which did not write them "
+                "again; save to another path, or remove these first"
+            )
         self._found = found
         self._become(AttemptState.WRITING)
 
@@ -152,8 +157,8 @@ class Attempt:
         """Publishes this process's record, which ends its part."""
         own = self.folder_of(self.group.index)
         self._sync(own.child("d"))
-        if record.reused:
-            self._sync(own.child(base.FOLDER))
+        if record.linked:
+            self._sync(own.child(linked_files.FOLDER))
         is_coordinator = self.group.index == 0
         self._become(AttemptState.MERGING if is_coordinator else AttemptState.PUBLISHED)
         self._notes.publish(replace(record, replaces=self._digest_found), kind)
@@ -359,7 +364,8 @@ class Attempt:
             if record.replaces != self._digest_found:
                 raise self._conflict(f"between the start of process 0 and of process {process}")
         merged = self._merge(own, records, write_more)
-        manifest = self._build_root(merged, [p for p, record in records if record.reused])
+        borrowers.mark(self.location, merged.index.bases, self.context)
+        manifest = self._build_root(merged, [p for p, record in records if record.linked])
         totals = Totals.of(merged.index)
         older = self.location.child("processes").folders(self.context)
         self._announce(manifest, totals)
@@ -425,13 +431,17 @@ class Attempt:
             DIGESTS_KEY: table.tobytes(),
             INDEX_KEY: index_json.encode(index),
         }
+        if index.bases:
+            extra[BORROWED_KEY] = merged.borrowed.tobytes()
         databases = [self.database(process) for process in range(self.group.count)]
-        databases += [base.database(self.folder_of(process), self.context) for process in reusing]
+        databases += [
+            linked_files.database(self.folder_of(process), self.context) for process in reusing
+        ]
         writers = [*range(self.group.count), *reusing]
         dropped = {n: merged.dropped.get(process, ()) for n, process in enumerate(writers)}
         blobs = sum(len(entry.blobs) for entry in index.per_process.values())
         folder = f"processes/{self.name}/root/"
-        count = len(table) + blobs
+        count = len(table) - len(merged.borrowed) + blobs
         manifest = self._root.build(folder, databases, extra, count, dropped)
         self._sync(self._folder.child("root"))
         return manifest

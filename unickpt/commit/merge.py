@@ -10,11 +10,17 @@ from dataclasses import dataclass, replace
 
 import xxhash
 
-from unickpt.commit.merge_chunks import Requests, lost_arrays, merged_digests, requests
+from unickpt.commit.merge_chunks import (
+    Requests,
+    lost_arrays,
+    merged_borrowed,
+    merged_digests,
+    requests,
+)
 from unickpt.commit.merge_index import per_process, unite, with_boxes
 from unickpt.commit.record import Records
 from unickpt.commit.replicas import Difference, Replicas
-from unickpt.format import digest_table
+from unickpt.format import borrowed, digest_table
 from unickpt.format.index import Index
 
 
@@ -25,12 +31,14 @@ class Merged:
     Arguments:
         index: of the checkpoint.
         table: the digests of its chunks.
+        borrowed: the chunks that are in other checkpoints.
         dropped: for each process, the arrays whose chunks are not taken from it.
         differences: the arrays that were assumed to be replicas but differ.
     """
 
     index: Index
     table: digest_table.Table
+    borrowed: borrowed.Table
     dropped: Mapping[int, Sequence[str]]
     differences: Sequence[Difference]
 
@@ -64,11 +72,15 @@ def merge_all(
         more = [*records, *request(missing)]
         table, _ = merged_digests(index, more, names, assumed, winners)
         requests(index, table, [])
+    bases, there = merged_borrowed(index, records, names, winners)
     index = replace(
         index,
         per_process=per_process(index, records),
         chunks=len(table),
         reused=int(sum(record.statistics.get("reused_bytes", 0) for _, record in records)),
         digests_xxh3=f"{xxhash.xxh3_64_intdigest(table.tobytes()):016x}",
+        bases=bases,
+        borrowed=len(there),
+        borrowed_xxh3=f"{xxhash.xxh3_64_intdigest(there.tobytes()):016x}" if bases else "",
     )
-    return Merged(index, table, lost_arrays(records, names, winners), differences)
+    return Merged(index, table, there, lost_arrays(records, names, winners), differences)

@@ -14,8 +14,8 @@ from unickpt.arrays.box import Box
 from unickpt.commit import chunk_owners
 from unickpt.commit.record import Names, Record, Records
 from unickpt.errors import CoverageError
-from unickpt.format import chunk_grid, digest_table
-from unickpt.format.index import ArrayEntry, Index
+from unickpt.format import borrowed, chunk_grid, digest_table
+from unickpt.format.index import ArrayEntry, BaseEntry, Index
 from unickpt.quoting import some
 
 _NOBODY = np.uint32(0xFFFFFFFF)
@@ -77,6 +77,38 @@ def merged_digests(
         table["digest"][fresh] = rows["digest"][~taken]
         table["process"][fresh] = process
     return table, contested
+
+
+def merged_borrowed(
+    index: Index, records: Records, names: Names, winners: Mapping[str, int]
+) -> tuple[tuple[BaseEntry, ...], borrowed.Table]:
+    """The chunks that no process wrote, because a checkpoint beside this one has them.
+
+    Arguments:
+        index, records, names, winners: as for `merged_digests`.
+
+    Returns:
+        These checkpoints, and the table of the chunks.
+    """
+    bases: dict[BaseEntry, int] = {}
+    rows: dict[int, int] = {}
+    written: set[int] = set()
+    starts = {name: span.start for name, span in digest_table.spans(index.arrays).items()}
+    for process, record in records:
+        if not len(record.chunks):
+            continue
+        where = positions_of(index, starts, names[process], record)
+        taken = np.zeros(len(where), np.bool_) if record.base is None else record.borrowed
+        kept = ~_lost_rows(record, names[process], process, winners)
+        written.update(where[kept & ~taken].tolist())
+        if record.base is not None:
+            number = bases.setdefault(record.base, len(bases))
+            rows.update(dict.fromkeys(where[kept & taken].tolist(), number))
+    left = sorted((row, base) for row, base in rows.items() if row not in written)
+    used = sorted({base for _, base in left})
+    table = np.array([(row, used.index(base)) for row, base in left], borrowed.DTYPE)
+    every = list(bases)
+    return tuple(every[base] for base in used), table
 
 
 def _lost_rows(

@@ -11,6 +11,7 @@ import numpy as np
 import xxhash
 
 from unickpt.arrays.box import Box
+from unickpt.format.index import BaseEntry
 
 # `array` is the number of the array in the process's own description, `chunk` that of the chunk in
 # the array's parts, in order (for arrays with boxes instead of a layout: in this process's boxes).
@@ -33,7 +34,9 @@ class Record:
         replaces: xxh3-64 of the root manifest that the process found, empty if it found none.
         replicas: one element of `REPLICA_DTYPE` for each array whose replication is assumed.
         checked: whether `replicas` cover every byte; else only a sample.
-        reused: how many of the chunks are in files of an earlier checkpoint (`reuse.base`).
+        linked: how many of the chunks are in linked files of an earlier checkpoint (`reuse.base`).
+        base: the checkpoint beside this one from which chunks are borrowed, if any are.
+        borrowed: with a base, for each of `chunks` whether it is borrowed.
     """
 
     description: int
@@ -44,7 +47,9 @@ class Record:
     replaces: str = ""
     replicas: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, REPLICA_DTYPE))
     checked: bool = False
-    reused: int = 0
+    linked: int = 0
+    base: BaseEntry | None = None
+    borrowed: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, np.bool_))
 
     def with_statistics(self, more: Mapping[str, float]) -> Record:
         """The same with more statistics."""
@@ -62,10 +67,13 @@ class Record:
             "replaces": self.replaces,
             "chunks": len(self.chunks),
             "checked": self.checked,
-            "reused": self.reused,
+            "linked": self.linked,
+            "base": None if self.base is None else [self.base.name, self.base.manifest],
         }
         line = json.dumps(head, separators=(",", ":")).encode() + b"\n"
-        body = line + self.chunks.tobytes() + self.replicas.tobytes()
+        body = b"".join(
+            [line, self.chunks.tobytes(), self.borrowed.tobytes(), self.replicas.tobytes()]
+        )
         return body + xxhash.xxh3_64_intdigest(body).to_bytes(_SEAL_BYTES, "little")
 
     @classmethod
@@ -78,6 +86,8 @@ class Record:
         try:
             head = json.loads(head_bytes)
             end = head["chunks"] * CHUNK_DTYPE.itemsize
+            base = None if head["base"] is None else BaseEntry(*head["base"])
+            rest = end + (0 if base is None else head["chunks"])
             return cls(
                 head["description"],
                 np.frombuffer(payload[:end], CHUNK_DTYPE),
@@ -85,9 +95,11 @@ class Record:
                 {name: (size, digest) for name, (size, digest) in head["blobs"].items()},
                 head["statistics"],
                 head["replaces"],
-                np.frombuffer(payload[end:], REPLICA_DTYPE),
+                np.frombuffer(payload[rest:], REPLICA_DTYPE),
                 head["checked"],
-                head["reused"],
+                head["linked"],
+                base,
+                np.frombuffer(payload[end:rest], np.bool_),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"the record is malformed: {error!r}") from None

@@ -269,7 +269,7 @@ def _borrowed(r: _Reader) -> dict[str, Any]:
     if len({base.name for base in bases}) != len(bases):
         raise _Bad("it names a base twice")
     match r.get("borrowed", list):
-        case [int(count), str(digest)] if 0 < count < _MAX_EXTENT:
+        case [int(count), str(digest)] if count is not True and 0 < count < _MAX_EXTENT:
             return {"bases": bases, "borrowed": count, "borrowed_xxh3": digest}
     raise _Bad(f"'borrowed' is {quoted(r.body['borrowed'])}")
 

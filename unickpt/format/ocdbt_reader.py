@@ -28,7 +28,7 @@ from unickpt.format import (
 )
 from unickpt.format.chunk_grid import Part
 from unickpt.format.chunk_store import ChunkStore
-from unickpt.format.index import BORROWED_KEY, DIGESTS_KEY, INDEX_KEY, ArrayEntry, Index
+from unickpt.format.index import BORROWED_KEY, DIGESTS_KEY, INDEX_KEY, ArrayEntry, BaseEntry, Index
 from unickpt.format.reader import ParallelMap, Reader
 from unickpt.frameworks.per_process import blob_key
 from unickpt.storage import contexts, errors, ocdbt
@@ -131,10 +131,28 @@ class OcdbtReader(Reader):
 
     def _store_of(self, entry: ArrayEntry, part: Part, number: int) -> ChunkStore:
         """Where a chunk is: here, or in a base."""
-        base = self.base_of(entry, part, number)
+        base = self._base_of(entry, part, number)
         return self._chunks if base is None else self._bases[base]
 
-    def base_of(self, entry: ArrayEntry, part: Part, number: int) -> int | None:
+    @property
+    def manifest_digest(self) -> str:
+        """The digest of its manifest, by which checkpoints that borrow from it know it."""
+        return borrowed.digest(self._chunks.database.manifest_bytes())
+
+    def base_index(self, base: BaseEntry) -> Index:
+        """The index of a base.
+
+        Raises:
+            CheckpointCorrupt, StorageError: it cannot be read.
+        """
+        store = self._bases[self.index.bases.index(base)]
+        return _read_index(store.location, store.values)
+
+    def is_borrowed(self, entry: ArrayEntry, part: Part, number: int) -> bool:
+        """Whether a chunk is in a checkpoint beside this one."""
+        return self._base_of(entry, part, number) is not None
+
+    def _base_of(self, entry: ArrayEntry, part: Part, number: int) -> int | None:
         """The position in the index of the base that has a chunk; None if it is here."""
         if not self.index.bases:
             return None

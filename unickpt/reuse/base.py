@@ -1,15 +1,16 @@
 """The base of a save: an earlier checkpoint, whose equal chunks are referred to, not written again.
 
-Each process decides this alone, for the chunks that it would write. The files with such chunks are
-hard-linked into the new checkpoint's own folder, which is then complete in itself: neither
-checkpoint needs the other.
+Each process decides this alone, for the chunks that it would write. In one file system the files
+with such chunks are hard-linked into the new checkpoint's own folder (`linked_files`). Elsewhere
+the new checkpoint borrows them from the one beside it (`siblings`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import tensorstore as ts
@@ -17,49 +18,57 @@ import tensorstore as ts
 from unickpt.arrays import dtypes
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import CheckpointNotFound, UnickptError
-from unickpt.format import chunk_grid, chunk_store, ocdbt_reader
+from unickpt.format import chunk_grid, ocdbt_reader
 from unickpt.format.chunk_grid import Part
-from unickpt.format.index import ArrayEntry
+from unickpt.format.index import ArrayEntry, BaseEntry
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.format.zarr_metadata import Codecs
-from unickpt.storage.btree import builder
-from unickpt.storage.btree.nodes import DataReference
-from unickpt.storage.database import Database
-from unickpt.storage.errors import Failed
-from unickpt.storage.local_files import RegularFiles
+from unickpt.reuse.linked_files import LinkedFiles
+from unickpt.reuse.siblings import Siblings
 from unickpt.storage.locations import Location
-from unickpt.storage.ocdbt import MANIFEST
 
 _log = logging.getLogger("unickpt")
-FOLDER = "reused"
-"""In the folder of a process: the linked files, and the database that refers to their chunks."""
-_NODES = "nodes"
-# A file is kept alive as a whole. Measured by `benchmarks/less.py`.
-_LEAST_USED = 0.5
 
 
-def database(folder: Location, context: ts.Context) -> Database:
-    """The database that refers to the chunks that a process took from a base.
+class Share(Protocol):
+    """How a checkpoint refers to chunks of its base. What stays alive for them, a *unit*, stays as
+    a whole."""
 
-    Arguments:
-        folder: in which the process writes.
-        context: the TensorStore context of the save.
-    """
-    return Database(folder.child(FOLDER), context)
+    @property
+    def linked(self) -> int:
+        """The number of chunks that were taken in linked files."""
+
+    @property
+    def borrowed(self) -> Mapping[BaseEntry, set[tuple[str, int]]]:
+        """The chunks that were taken of checkpoints beside this one: part's key, and number."""
+
+    def unit(self, entry: ArrayEntry, part: Part, number: int) -> Any:
+        """What stays alive for a chunk of the base; None if the chunk cannot be referred to."""
+
+    def least_bytes(self, unit: Any) -> float:
+        """How many bytes of a unit must be used for it to be kept alive."""
+
+    def take(self, unit: Any, part: Part, number: int) -> bool:
+        """Refers to a chunk; False if it has to be written after all."""
+
+    def publish(self, context: ts.Context) -> None:
+        """Writes what is needed to find the chunks that were taken."""
 
 
 def open_base(
     location: Location,
+    new: Location,
     folder: Location,
     codecs: Codecs,
     *,
     compare: bool,
     fsync: bool,
 ) -> Base | None:
-    """Opens the base of a save; None if nothing of it can be linked, which is logged.
+    """Opens the base of a save; None if nothing of it can be referred to, which is logged.
 
     Arguments:
         location: of the base.
+        new: of the new checkpoint.
         folder: in which this process writes.
         codecs: the new checkpoint's compression.
         compare: whether the bytes of chunks are compared, not only their digests.
@@ -73,14 +82,27 @@ def open_base(
     if reader is None:
         raise CheckpointNotFound(f"no checkpoint of unickpt's own format at {location}")
     files = location.regular_files()
-    if files is None or not folder.is_local:
-        why = "only checkpoints in a file system share files"
-    elif reader.index.codecs != codecs:
+    if reader.index.codecs != codecs:
         why = "it has another compression"
+    elif files is not None and folder.is_local:
+        links = LinkedFiles(reader, files, folder, fsync=fsync)
+        if links.are_possible():
+            return Base(reader, links, compare=compare)
+        why = "its files cannot be linked, and it is not beside the new checkpoint"
     else:
-        return Base(reader, files, folder, compare=compare, fsync=fsync)
-    _log.info("%s: nothing is reused of %s: %s", folder, location, why)
+        why = "it is not beside the new checkpoint"
+    if reader.index.codecs == codecs and _is_beside(location, new):
+        beside = Siblings(reader)
+        if beside.is_worthwhile():
+            return Base(reader, beside, compare=compare)
+        why = f"less than half of what is in {beside.base.name} is still in use"
+    _log.info("%s: nothing of %s is reused: %s", new, location, why)
     return None
+
+
+def _is_beside(location: Location, other: Location) -> bool:
+    a, b = location.parent, other.parent
+    return a is not None and b is not None and a.url == b.url and location.url != other.url
 
 
 @dataclass(frozen=True)
@@ -90,63 +112,44 @@ class _Candidate:
     part: Part
     entry: ArrayEntry
     digest: int
-    where: DataReference
+    unit: Any
 
 
 class Base:
-    """An earlier checkpoint on the same file system, for one process of one save.
+    """An earlier checkpoint, for one process of one save.
 
     Arguments:
         reader: of the base.
-        files: of the base's folder.
-        folder, compare, fsync: see `open_base`.
+        share: how its chunks are referred to.
+        compare: see `open_base`.
     """
 
-    def __init__(
-        self,
-        reader: OcdbtReader,
-        files: RegularFiles,
-        folder: Location,
-        *,
-        compare: bool,
-        fsync: bool,
-    ) -> None:
-        self._reader, self._files = reader, files
-        self._folder = folder.child(FOLDER)
-        self._compare, self._fsync = compare, fsync
+    def __init__(self, reader: OcdbtReader, share: Share, *, compare: bool) -> None:
+        self._reader, self.share, self._compare = reader, share, compare
         self._parts: dict[str, dict[str, tuple[int, Part]]] = {}
         self._candidates: dict[tuple[str, int], _Candidate] = {}
-        self._names: dict[str, str | None] = {}
-        self._taken: list[tuple[bytes, DataReference]] = []
         self.nbytes = 0
         """Logical bytes of the chunks that were taken."""
-
-    @property
-    def count(self) -> int:
-        """The number of chunks that were taken."""
-        return len(self._taken)
 
     def offer(self, chunks: Iterable[tuple[ArrayEntry, Part, int]]) -> None:
         """Finds what the base has of the chunks that this process is going to write.
 
-        A file of the base of which they use less than half is left alone: its other bytes would
-        stay on the disk, too.
+        A unit of which they use too little is left alone: its other bytes would stay on the disk,
+        too.
 
         Arguments:
             chunks: array, part and number of each.
         """
-        used: dict[str, int] = {}
+        used: dict[Any, int] = {}
         for entry, part, number in chunks:
             found = self._find(entry, part, number)
             if found is not None:
+                nbytes = part.chunk_box(number).size * entry.itemsize
                 self._candidates[part.key, number] = found
-                used[found.where.path] = used.get(found.where.path, 0) + found.where.length
-        for path, nbytes in used.items():
-            try:
-                if nbytes < _LEAST_USED * self._files.size(path):
-                    self._names[path] = None
-            except Failed:
-                self._names[path] = None
+                used[found.unit] = used.get(found.unit, 0) + nbytes
+        left = {unit for unit, nbytes in used.items() if nbytes < self.share.least_bytes(unit)}
+        for key in [key for key, found in self._candidates.items() if found.unit in left]:
+            del self._candidates[key]
 
     def _find(self, entry: ArrayEntry, part: Part, number: int) -> _Candidate | None:
         theirs = self._reader.index.arrays.get(entry.name)
@@ -158,11 +161,11 @@ class Base:
         first, same = self._parts[entry.name].get(part.key, (0, None))
         if same != part:
             return None
-        where = self._reader.where(part, number)
-        if where is None:
+        unit = self.share.unit(theirs, part, number)
+        if unit is None:
             return None
         row = self._reader.digests_of(entry.name)[first + number]
-        return _Candidate(part, theirs, int(row["digest"]), where)
+        return _Candidate(part, theirs, int(row["digest"]), unit)
 
     def takes(self, part: Part, number: int, digest: Callable[[], int], chunk: Array) -> bool:
         """Whether the base has a chunk, which is then not to be written.
@@ -173,15 +176,12 @@ class Base:
             chunk: its elements.
         """
         found = self._candidates.get((part.key, number))
-        if found is None or self._names.get(found.where.path, "") is None:
+        if found is None or digest() != found.digest:
             return False
-        if digest() != found.digest or (self._compare and not self._is_equal(found, number, chunk)):
+        if self._compare and not self._is_equal(found, number, chunk):
             return False
-        name = self._linked(found.where.path)
-        if name is None:
+        if not self.share.take(found.unit, part, number):
             return False
-        where = DataReference(name, found.where.offset, found.where.length)
-        self._taken.append((chunk_store.key_of(part, number).encode(), where))
         self.nbytes += chunk.nbytes
         return True
 
@@ -192,34 +192,6 @@ class Base:
         except UnickptError:
             return False  # it is damaged, and must not be referred to
         return np.array_equal(_bits(out), _bits(chunk))
-
-    def _linked(self, path: str) -> str | None:
-        """The name of a file of the base in this process's folder; None if it cannot be linked."""
-        if path not in self._names:
-            if not any(self._names.values()):
-                self._folder.make()
-            name = path.rpartition("/")[2]
-            if name in self._names.values():
-                name = f"{len(self._names)}-{name}"
-            at = f"{self._folder.spec['path']}{name}"
-            is_linked = self._files.link(path, at, fsync=self._fsync)
-            self._names[path] = name if is_linked else None
-            if not is_linked:
-                _log.info("%s: %s cannot be linked; it is written again", self._folder, path)
-        return self._names[path]
-
-    def publish(self, context: ts.Context) -> None:
-        """Writes the database that refers to the chunks that were taken.
-
-        Arguments:
-            context: the TensorStore context of the save.
-        """
-        if not self._taken:
-            return
-        manifest, nodes = builder.build(self._taken, _NODES)
-        store = self._folder.store(context)
-        store.write(_NODES, nodes).result()
-        store.write(MANIFEST, manifest).result()
 
 
 def _bits(array: Array) -> Array:

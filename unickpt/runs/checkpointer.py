@@ -233,8 +233,12 @@ class Checkpointer:
 
     def _find_base(self) -> str | None:
         """The checkpoint to which the next save refers."""
-        step = self._housekeeping.recent
-        return None if step is None or not self._reuses else self._tiers.first.path(step)
+        step, first = self._housekeeping.recent, self._tiers.first
+        if step is None or not self._reuses:
+            return None
+        if self._tiers.local is not None and not first.location.is_local:
+            return None  # what is copied to the root must not need another step
+        return first.path(step)
 
     def wait(self) -> None:
         """Waits until all saves are committed and copied to `root`, and old steps are removed.

@@ -60,12 +60,21 @@ class Cleaning:
             self._clean_local(self._tiers.local, there)
         # Only by the steps in the root: a step that is not copied yet must not remove another
         # there.
-        for step in self.expendable(there, []):
-            with self._in_use.removing(step) as is_free:
-                if is_free:
-                    _log.info("removing %s", self._tiers.root.path(step))
-                    self._tiers.root.remove(step)
-                    self.forget(step)
+        expendable = self.expendable(there, [])
+        # The first of two steps may be needed only until the second is removed.
+        left = [step for step in expendable if not self._remove(step)]
+        for step in left:
+            self._remove(step)
+
+    def _remove(self, step: int) -> bool:
+        """Removes a step from the root, unless it is in use, or a later one has chunks in it."""
+        with self._in_use.removing(step) as is_free:
+            if not is_free or self._tiers.root.borrowers(step):
+                return False
+            _log.info("removing %s", self._tiers.root.path(step))
+            self._tiers.root.remove(step)
+            self.forget(step)
+            return True
 
     def _clean_local(self, local: Tier, there: Sequence[int]) -> None:
         here = local.committed()
@@ -85,7 +94,7 @@ class Cleaning:
             self._log_stale(local, step, versions)
             return True
         is_copied = versions.newer is Newer.SAME and version.name in self.copied
-        return not is_newest and (is_copied or is_expendable)
+        return not is_newest and (is_copied or is_expendable) and not local.borrowers(step)
 
     def remove_abandoned(self) -> None:
         """Removes steps from the local tier that do not count; see `compare`. If the root is away,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 
-from unickpt.errors import CheckpointExists, StorageError
+from unickpt.errors import CheckpointExists, SaveConflict, StorageError
 from unickpt.runs.cleaning import Cleaning
 from unickpt.runs.copying import Copying
 from unickpt.runs.retention import Retention
@@ -95,7 +95,7 @@ class Housekeeping:
         """Removes steps from both tiers, the newest first; nothing else may be in progress.
 
         Raises:
-            SaveConflict: another job saves here.
+            SaveConflict: another job saves here, or another step has chunks in one of them.
             StorageError: a storage failed.
         """
         for tier in self._tiers.all:
@@ -104,12 +104,21 @@ class Housekeeping:
         for step in sorted(steps, reverse=True):
             for tier in self._tiers.all:
                 if step in there[tier]:
+                    self._check_not_needed(tier, step)
                     _log.info("removing %s", tier.path(step))
                     tier.remove(step)
             self._cleaning.forget(step)
             self._order.failed.pop(step, None)
             self._branch.forget(step)
         self._order.forget_all()
+
+    def _check_not_needed(self, tier: Tier, step: int) -> None:
+        needed = tier.borrowers(step)
+        if needed:
+            raise SaveConflict(
+                f"{tier.path(step)} has chunks of {', '.join(needed[:3])}, which did not write "
+                "them again; remove these first"
+            )
 
     def wait(self) -> None:
         """Waits until all steps are copied and old ones removed; raises nothing."""

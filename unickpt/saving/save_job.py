@@ -219,6 +219,7 @@ class SaveJob:
         try:
             return open_base(
                 paths.resolve(path),
+                self.location,
                 self._attempt.folder_of(self.group.index),
                 self.description.index.codecs,
                 compare=options.reuse == "compare",

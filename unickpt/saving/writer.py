@@ -79,10 +79,14 @@ class Writer:
         if self._base is not None:
             self._base.offer((item.entry, item.part, item.number) for item in items)
         table = self._write(items, {**rest, INDEX_KEY: self._description.encoded}, self._base)
-        reused = 0
+        found: dict[str, Any] = {}
         if self._base is not None:
-            self._base.publish(self._attempt.context)
-            reused = self._base.count
+            share = self._base.share
+            share.publish(self._attempt.context)
+            found = {"linked": share.linked}
+            for base, chunks in share.borrowed.items():
+                of = [(item.part.key, item.number) in chunks for item in items]
+                found |= {"base": base, "borrowed": np.array(of)}
         arrays = self._description.index.arrays.items()
         return Record(
             description=self._description.digest,
@@ -94,7 +98,7 @@ class Writer:
             },
             blobs={name: (len(b), xxhash.xxh3_64_intdigest(b)) for name, b in blobs.items()},
             statistics={"bytes": self.nbytes, "seconds": time.perf_counter() - started},
-            reused=reused,
+            **found,
         )
 
     def write_more(self, items: Sequence[WriteItem]) -> Record:

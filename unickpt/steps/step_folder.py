@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
-from unickpt.commit import version
+from unickpt.commit import borrowers, version
 from unickpt.commit.version import Version
 from unickpt.errors import (
     CheckpointCorrupt,
@@ -199,6 +199,15 @@ class Steps:
             location.remove_empty()
         except Failed as error:
             raise errors.writing_failed(error, str(location)) from error
+
+    def borrowers(self, step: int) -> list[str]:
+        """The names of the steps that have chunks in this one, and so need it.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        with self._asking(step):
+            return borrowers.of(self.at(step), self._context)
 
     def _remove_attempts(self, folder: Location, attempts: Iterable[str]) -> None:
         """Removes attempts, or the symbolic links in their place."""

@@ -31,7 +31,7 @@ from unickpt.tools.verification import verify_opened
 _log = logging.getLogger("unickpt")
 _AT_ONCE = 4
 # Messages between the processes of a save, next to the databases of an attempt.
-_MESSAGES = (b"records/", b"notes/")
+_MESSAGES = (b"records/", b"notes/", b"borrowers/")
 
 
 class Tier(Steps):

@@ -281,7 +281,7 @@ def _largest(a: Array, b: Array) -> tuple[float, float]:
     """The largest absolute and relative difference; infinite if only one is nan."""
     if dtypes.kind(a.dtype) == "other" and a.dtype != np.bool_:
         return float("nan"), float("nan")
-    x, y = _wide(a), _wide(b)
+    x, y = np.atleast_1d(_wide(a), _wide(b))
     with np.errstate(all="ignore"):
         apart = np.abs(x - y)
         apart[(x == y) | (np.isnan(x) & np.isnan(y))] = 0

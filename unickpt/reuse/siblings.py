@@ -1,0 +1,66 @@
+"""Chunks that stay in an earlier checkpoint beside the new one, which names it as its base.
+
+Only a checkpoint without a base of its own is borrowed from, so that a checkpoint needs at most one
+other, and retention can remove all between them. Check-N-Run (arXiv 2010.08679) calls this a
+one-shot differential; when too much has changed since, the next checkpoint is whole again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import tensorstore as ts
+
+from unickpt.format import borrowed
+from unickpt.format.chunk_grid import Part
+from unickpt.format.index import ArrayEntry, BaseEntry
+from unickpt.format.ocdbt_reader import OcdbtReader
+
+# Of the base's bytes, the share that a checkpoint must have borrowed for the next one to borrow.
+_LEAST_USED = 0.5
+
+
+class Siblings:
+    """A base beside the new checkpoint, or the base that this one has itself; a `base.Share`.
+
+    Arguments:
+        reader: of the checkpoint before.
+    """
+
+    linked = 0
+
+    def __init__(self, reader: OcdbtReader) -> None:
+        self._reader = reader
+        own = BaseEntry(borrowed.name_of(reader.location), reader.manifest_digest)
+        self.base = reader.index.bases[0] if reader.index.bases else own
+        self._taken: set[tuple[str, int]] = set()
+
+    def is_worthwhile(self) -> bool:
+        """Whether enough of the base is still in use. All processes find the same."""
+        index = self._reader.index
+        if not index.bases:
+            return True
+        arrays = self._reader.base_index(self.base).arrays.values()
+        return index.reused >= _LEAST_USED * sum(entry.nbytes for entry in arrays)
+
+    def unit(self, entry: ArrayEntry, part: Part, number: int) -> BaseEntry | None:
+        """The base, if it has a chunk."""
+        is_there = not self._reader.index.bases or self._reader.is_borrowed(entry, part, number)
+        return self.base if is_there else None
+
+    def least_bytes(self, unit: BaseEntry) -> float:
+        """None: `is_worthwhile` decides for all chunks."""
+        return 0
+
+    def take(self, unit: BaseEntry, part: Part, number: int) -> bool:
+        """Borrows a chunk."""
+        self._taken.add((part.key, number))
+        return True
+
+    @property
+    def borrowed(self) -> Mapping[BaseEntry, set[tuple[str, int]]]:
+        """By the base, the part's key and the number of each chunk that was borrowed."""
+        return {self.base: self._taken} if self._taken else {}
+
+    def publish(self, context: ts.Context) -> None:
+        """Does nothing: the index will name the base."""
