@@ -202,7 +202,8 @@ def main(role: str, folder: str, more: str, digests: str = "") -> None:
         {"resume": resume, "load": load}[role](folder, int(more), bool(digests))
     import torch.distributed as dist
 
-    dist.destroy_process_group()
+    dist.barrier()
+    os._exit(0)  # threads of gloo may abort a process that ends in the usual way
 
 
 if __name__ == "__main__":
