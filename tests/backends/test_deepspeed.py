@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import deepspeed_cases, foreign, s3_server
+from support.processes import Processes
 
 import unickpt
 from unickpt import CheckpointCorrupt, UnsupportedFormat
@@ -156,6 +157,54 @@ def test_onto_a_jax_mesh(cases: Path, case: str) -> None:
     for name in (n for n in found.index.arrays if n.startswith(("fp32", "exp_avg"))):
         kind, _, rest = name.partition("/")
         assert np.asarray(loaded[kind][rest]).tobytes() == found[name][...].tobytes()
+
+
+ONTO_DTENSORS = """
+import json
+import sys
+from pathlib import Path
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from unickpt import load
+
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2,))
+for case in map(Path, sys.argv[1:]):
+    facts = json.loads((case / "expected.json").read_text())["arrays"]
+    stored = np.load(case / "expected.npz")
+    expected, like = {}, {}
+    for name, fact in facts.items():
+        bits = stored[name]
+        signed = torch.from_numpy(bits.view(bits.dtype.str.replace("u", "i")))
+        full = signed.view(getattr(torch, fact["dtype"])).reshape(fact["shape"])
+        for dim in range(full.ndim):
+            kind, _, rest = name.partition("/")
+            one = expected.setdefault(dim, {}).setdefault(kind, {})
+            one[rest] = distribute_tensor(full, mesh, [Shard(dim)], src_data_rank=None)
+            other = like.setdefault(dim, {}).setdefault(kind, {})
+            other[rest] = torch.zeros_like(one[rest])
+    for dim in expected:
+        load(case / "ckpt", like[dim], strict=False)
+        for kind in expected[dim]:
+            for name, full in expected[dim][kind].items():
+                pair = [x.to_local().contiguous() for x in (like[dim][kind][name], full)]
+                found, told = (x.view(torch.uint8) for x in pair)
+                assert torch.equal(found, told), (case.name, kind, name, dim)
+    print(case.name, sum(len(names) for kinds in like.values() for names in kinds.values()))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.integration
+def test_onto_dtensors_of_two_ranks(cases: Path, processes: Processes) -> None:
+    pytest.importorskip("torch")
+    names = ["z3-bf16-dp4", "z3-fp32-dp2", "tp2-z1-dp2", "uc-z1-bf16-dp4", "uc-z3-fp32-dp2"]
+    ranks = processes.torch(2, ONTO_DTENSORS, *(cases / name for name in names))
+    for output in processes.finish(ranks):
+        assert [line.split()[0] for line in output.splitlines()] == names
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Training goes on in torch and JAX from DeepSpeed's folders, with the losses DeepSpeed would have."""
+"""Training goes on in torch and JAX from DeepSpeed's folders, with the losses of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -168,9 +168,7 @@ def test_a_jax_mesh_of_2_by_4(folder: str, tmp_path: Path) -> None:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     params = {m: {n: leaf(s, specs[m][n]) for n, s in of.items()} for m, of in shapes.items()}
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(1e-2, weight_decay=0.1)
-    )
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, weight_decay=0.1))
     state = optax.tree_map_params(
         optimizer,
         lambda slot, spec: leaf(slot.shape, spec),
