@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support import deepspeed_cases, foreign, s3_server
+from support import deepspeed_cases, file_writers, foreign, s3_server
 from support.processes import Processes
+from support.reader_suite import ReaderSuite, arrays
 
 import unickpt
 from unickpt import CheckpointCorrupt, UnsupportedFormat
 from unickpt.arrays.layout import Layout
-from unickpt.backends.deepspeed import merging, patterns, states
+from unickpt.backends.deepspeed import merging, patterns, reader, states
 from unickpt.backends.deepspeed.sources import Source
 from unickpt.errors import HintError, UnickptError
 from unickpt.foreign.elements import FileRange
@@ -233,6 +235,76 @@ def test_verify_compares_what_several_ranks_hold(
     report = unickpt.verify(tag)
     assert not report.ok
     assert f"exp_avg/{name}" in str(report)
+
+
+# --- the suite ----------------------------------------------------------------------------------
+
+
+class TestSuite(ReaderSuite):
+    """As 2 ranks of ZeRO 3 write it: matrices in float32 are trained, all else are buffers."""
+
+    has_digests = False
+
+    def name(self, name: str) -> str:
+        return f"client_state/{name}" if name in self.values else f"module/{name.replace('/', '.')}"
+
+    def shown(self) -> Mapping[str, np.ndarray]:
+        return {**super().shown(), "exp_avg/layers.0.w": -arrays()["layers/0/w"]}
+
+    def shown_values(self) -> Mapping[str, Any]:
+        return {**super().shown_values(), "optimizer/zero_stage": 3}
+
+    def write(
+        self, path: Path, arrays: Mapping[str, np.ndarray], values: Mapping[str, Any]
+    ) -> None:
+        trained = {n: a for n, a in arrays.items() if a.dtype == np.float32 and a.size}
+        module = {
+            name.replace("/", "."): array[:0].reshape(-1) if name in trained else array
+            for name, array in arrays.items()
+        }
+        model = {
+            "module": module,
+            "buffer_names": [name.replace("/", ".") for name in arrays if name not in trained],
+            "param_shapes": [{name.replace("/", "."): a.shape for name, a in trained.items()}],
+            **values,
+        }
+        (path / "global_step7").mkdir(parents=True)
+        (path / "latest").write_text("global_step7")
+        for rank in range(2):
+            parts = [part(array, rank) for array in trained.values()]
+            flat = np.concatenate(parts)
+            state = {
+                "zero_stage": 3,
+                "partition_count": 2,
+                "fp32_flat_groups": [flat],
+                "optimizer_state_dict": {"state": {0: {"exp_avg": -flat}}},
+            }
+            file = path / "global_step7" / f"zero_pp_rank_{rank}_mp_rank_00_"
+            for kind, value in {"model": model, "optim": {"optimizer_state_dict": state}}.items():
+                Path(f"{file}{kind}_states.pt").write_bytes(file_writers.torch_zip(value))
+
+    def test_damage_is_an_error_that_names_the_array(self, path: Path) -> None:
+        """Where tensors begin is looked up when it is opened: the file and the group are named."""
+        file = path / "global_step7" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+        data = bytearray(file.read_bytes())
+        at = data.find(b"archive/data/0")
+        data[at - 30 : at - 26] = b"xxxx"  # the local header of the storage of the weights
+        file.write_bytes(data)
+        for work in (unickpt.open, unickpt.load, unickpt.verify):
+            with pytest.raises(CheckpointCorrupt, match=r"weights of group 0: zero_pp_rank_1_mp"):
+                work(path)
+
+    @contextlib.contextmanager
+    def registered(self) -> Iterator[None]:
+        with super().registered(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(reader, "_LEAST_CHUNK", 1 << 9)
+            yield
+
+
+def part(array: np.ndarray, rank: int) -> np.ndarray:
+    """What a rank of two has of a parameter; the end of the last part is padding."""
+    flat = np.append(array.reshape(-1), np.zeros(array.size % 2, array.dtype))
+    return flat.reshape(2, -1)[rank]
 
 
 # --- what is read -------------------------------------------------------------------------------

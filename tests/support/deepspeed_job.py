@@ -49,7 +49,7 @@ def net(seed: int) -> Any:
 
 
 def optimizer(model: Any) -> Any:
-    """AdamW with one group: DeepSpeed's universal load gives all groups the settings of the first."""
+    """AdamW with one group: of several, DeepSpeed's universal load uses the settings of one."""
     import torch
 
     return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
