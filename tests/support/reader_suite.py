@@ -51,9 +51,9 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def at(tree: Any, name: str) -> Any:
-    """The leaf of nested dicts that a name with slashes stands for."""
+    """The leaf of nested dicts that a name with slashes stands for; keys may be integers."""
     for key in name.split("/"):
-        tree = tree[key]
+        tree = tree[key if key in tree else int(key)]
     return tree
 
 
