@@ -112,8 +112,8 @@ def uninterrupted() -> Any:
 TO_JAX = """
 fp32/embed.weight <-> params/embed/embedding
 fp32/norm.weight <-> params/norm/scale
-default fp32/{m}.weight [o i] <-> params/{m}/kernel [i o]
-fp32/{m}.bias <-> params/{m}/bias
+default fp32/{m...}.weight [o i] <-> params/{m...}/kernel [i o]
+fp32/{m...}.bias <-> params/{m...}/bias
 lift exp_avg/{p} <-> opt_state/1/0/mu/{p} law=gradient
 lift exp_avg_sq/{p} <-> opt_state/1/0/nu/{p} law=square
 lift step/{p} as float32 <-> opt_state/1/0/count as int32

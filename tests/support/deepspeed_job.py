@@ -20,8 +20,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
 VOCABULARY, WIDTH, HIDDEN = 16, 8, 24
 TAG = "global_step3"
 
@@ -126,10 +124,13 @@ def resume(folder: Path) -> None:
     engine.load_checkpoint(str(folder), tag=f"{TAG}_universal")
     losses = train(engine, batches()[3:])
     if dist.get_rank() == 0:
-        print("losses", json.dumps(losses))
+        print("losses", json.dumps(losses), flush=True)
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    for fact in ("RANK", "WORLD_SIZE"):  # without those of the node, DeepSpeed asks MPI, or waits
+        os.environ.setdefault(f"LOCAL_{fact}", os.environ[fact])
     import torch
 
     torch.set_num_threads(1)
@@ -138,4 +139,5 @@ if __name__ == "__main__":
         write(Path(where), int(rest[0]))
     else:
         resume(Path(where))
-    torch.distributed.destroy_process_group()
+    torch.distributed.barrier()
+    os._exit(0)  # threads of gloo may abort a process that ends in the usual way
