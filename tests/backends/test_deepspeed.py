@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from support.reader_suite import ReaderSuite, arrays
 import unickpt
 from unickpt import CheckpointCorrupt, UnsupportedFormat
 from unickpt.arrays.layout import Layout
-from unickpt.backends.deepspeed import merging, patterns, reader, states
+from unickpt.backends.deepspeed import merging, patterns, states
 from unickpt.backends.deepspeed.sources import Source
 from unickpt.errors import HintError, UnickptError
 from unickpt.foreign.elements import FileRange
@@ -297,12 +296,6 @@ class TestSuite(ReaderSuite):
         report = unickpt.verify(path)
         assert not report.ok
         assert told in str(report.damage[0])
-
-    @contextlib.contextmanager
-    def registered(self) -> Iterator[None]:
-        with super().registered(), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(reader, "_LEAST_CHUNK", 1 << 9)
-            yield
 
 
 def part(array: np.ndarray, rank: int) -> np.ndarray:
