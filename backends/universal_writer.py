@@ -27,7 +27,7 @@ from unickpt.trees import tree
 _LATEST = "latest_universal"
 _STATE = re.compile(r"zero/(.+)/([^/]+)\.pt")
 _COPIED = re.compile(r"[^/]*_model_states\.pt|zero/optimizer_state\.pt")
-_WEIGHTS, _PARAM = "fp32", "param"
+_WEIGHTS, _STEP, _PARAM = "fp32", "step", "param"
 _HINT = (
     "arrays of a universal checkpoint are called fp32/<parameter>, exp_avg/<parameter> and so on, "
     "as in the template; give them these names by rules, and drop all others"
@@ -51,7 +51,8 @@ class UniversalWriter:
         files, tag = _opened(self.template)
         planned, problems = list[PlannedFile](), list[str]()
         arrays, values = dict[str, str](), dict[str, str]()
-        for name, slots in _states(files).items():
+        states = _states(files)
+        for name, slots in states.items():
             if list(slots) == [_WEIGHTS]:  # buffers, frozen and tied parameters
                 planned.append(_copy(files, slots[_WEIGHTS], tag))
                 continue
@@ -66,7 +67,7 @@ class UniversalWriter:
                 planned.append(_file(index, f"{tag}/{path}", leaf, slot))
         used = arrays.keys() | values.keys()
         others = [name for name in index.names if name not in used]
-        problems += [f"  {name!r}, which is not trained in the template" for name in others]
+        problems += [f"  {name!r}, {_why_not(name, states)}" for name in others]
         if problems:
             raise cannot_hold("universal", problems, _HINT)
         planned += [_copy(files, path, tag) for path in files.names if _COPIED.fullmatch(path)]
@@ -145,6 +146,16 @@ def _problem(index: Index, leaf: str, slot: _Slot) -> str:
     if same and (entry.shape == slot.shape or flat):
         return ""
     return f"{leaf!r} is {entry.dtype_and_shape}; in the template it is {wanted}"
+
+
+def _why_not(leaf: str, states: Mapping[str, Mapping[str, str]]) -> str:
+    """Why the template has no place for a leaf."""
+    if leaf.startswith(f"{_STEP}/") and not any(_STEP in slots for slots in states.values()):
+        return (
+            "as DeepSpeed goes on from one step for all, that of the template (in "
+            "zero/optimizer_state.pt); drop it if that is the same"
+        )
+    return "which is not trained in the template"
 
 
 def _file(index: Index, path: str, leaf: str, slot: _Slot) -> PlannedFile:

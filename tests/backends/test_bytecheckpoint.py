@@ -7,20 +7,24 @@ import pickle
 import random
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support import foreign, s3_server
+from support.file_writers import TorchPickle, torch_zip
 from support.foreign import unpacked
+from support.reader_suite import ReaderSuite, arrays
 
 import unickpt
 from unickpt import CheckpointCorrupt, CheckpointNotFound, Rules, UnsupportedFormat
 from unickpt.backends.bytecheckpoint.flat_params import parts_of
 from unickpt.errors import UnickptError
 from unickpt.foreign import file_ranges
-from unickpt.foreign.pickles import BadPickle
+from unickpt.foreign.pickle_writer import Call, dumps
+from unickpt.foreign.pickles import BadPickle, Global
 from unickpt.storage.contexts import context
 from unickpt.storage.paths import resolve
 
@@ -106,6 +110,85 @@ def test_in_an_object_store(tmp_path: Path, moto: str, monkeypatch: pytest.Monke
         if file.is_file():
             store.write(str(file.relative_to(path)), file.read_bytes()).result()
     assert differences("bcp-fsdp1-flat", "s3://bytes/run/") == []
+
+
+# --- the suite ----------------------------------------------------------------------------------
+
+DCP, OWN = "torch.distributed.checkpoint.metadata.", "bytecheckpoint.checkpointer.meta_type."
+
+
+class TestSuite(ReaderSuite):
+    """As two processes write it, each half of the rows; and the values of the first process."""
+
+    has_digests = False
+
+    def name(self, name: str) -> str:
+        above = "extra_state/0/" if name in self.values else "model/"
+        return above + (name if name in self.values else name.replace("/", "."))
+
+    def write(
+        self, path: Path, arrays: Mapping[str, np.ndarray], values: Mapping[str, Any]
+    ) -> None:
+        files = [bytearray(), bytearray()]
+        described, stored, forms = dict[str, Any](), dict[Any, Any](), dict[Any, Any]()
+        for long, array in arrays.items():
+            name, chunks = long.replace("/", "."), []
+            for rank, start, chunk in halves(array):
+                offset = (start, *[0] * (array.ndim - 1)) if array.ndim else ()
+                fields = {"offsets": size(offset), "sizes": size(chunk.shape)}
+                chunks.append(a(f"{DCP}ChunkStorageMetadata", fields))
+                index = a(f"{DCP}MetadataIndex", {"fqn": name, "offset": size(offset), "index": 0})
+                where = {"offset": len(files[rank]), "length": chunk.nbytes}
+                where["relative_path"] = f"__{rank}_0.distcp"
+                stored[index] = a(f"{OWN}_StorageInfo", where)
+                forms[index] = TorchPickle(chunk).data
+                files[rank] += chunk.tobytes()
+            properties = (Global(f"torch.{array.dtype.name}"), None, False, None, False)
+            facts = {"size": size(array.shape), "chunks": chunks}
+            facts["properties"] = Call(Global(f"{DCP}TensorProperties"), (), properties)
+            described[name] = a(f"{DCP}TensorStorageMetadata", facts)
+        metadata = {
+            "state_dict_metadata": described,
+            "storage_data": stored,
+            "all_tensor_metadata": forms,
+            "planner_data": {name: (name,) for name in described},
+            "user_defined_dict": {},
+        }
+        step = path / "global_step_7"
+        for folder in ("model", "extra_state"):
+            (step / folder).mkdir(parents=True)
+        (path / "latest_checkpointed_iteration.txt").write_text("7")
+        (step / "model" / ".metadata").write_bytes(dumps(a(f"{OWN}Metadata", metadata)))
+        for rank, data in enumerate(files):
+            (step / "model" / f"__{rank}_0.distcp").write_bytes(data)
+        (step / "extra_state" / "extra_state_rank_0.pt").write_bytes(torch_zip(dict(values)))
+
+    def damage(self, path: Path, name: str) -> None:
+        file = path / "global_step_7" / "model" / ".metadata"
+        *_, (_, _, chunk) = halves(arrays()["layers/0/w"])
+        form, data = TorchPickle(chunk).data.decode("latin-1").encode(), file.read_bytes()
+        assert data.count(form) == 1
+        file.write_bytes(data.replace(form, b"x" * len(form)))
+
+
+def a(name: str, fields: Any) -> Call:
+    """An object of a class."""
+    return Call(Global(name), (), fields)
+
+
+def size(shape: Sequence[int]) -> Call:
+    return Call(Global("torch.Size"), (tuple(shape),))
+
+
+def halves(array: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
+    """For each process that has elements: its number, its first row, and its rows."""
+    if not array.ndim:
+        yield 0, 0, array
+        return
+    middle = -(-len(array) // 2)
+    for rank, start, part in ((0, 0, array[:middle]), (1, middle, array[middle:])):
+        if part.size:
+            yield rank, start, part
 
 
 # --- parts --------------------------------------------------------------------------------------

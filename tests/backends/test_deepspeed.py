@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support import deepspeed_cases, foreign, s3_server
+from support import deepspeed_cases, file_writers, foreign, s3_server
+from support.processes import Processes
+from support.reader_suite import ReaderSuite, arrays
 
 import unickpt
 from unickpt import CheckpointCorrupt, UnsupportedFormat
@@ -158,6 +160,54 @@ def test_onto_a_jax_mesh(cases: Path, case: str) -> None:
         assert np.asarray(loaded[kind][rest]).tobytes() == found[name][...].tobytes()
 
 
+ONTO_DTENSORS = """
+import json
+import sys
+from pathlib import Path
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from unickpt import load
+
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2,))
+for case in map(Path, sys.argv[1:]):
+    facts = json.loads((case / "expected.json").read_text())["arrays"]
+    stored = np.load(case / "expected.npz")
+    expected, like = {}, {}
+    for name, fact in facts.items():
+        bits = stored[name]
+        signed = torch.from_numpy(bits.view(bits.dtype.str.replace("u", "i")))
+        full = signed.view(getattr(torch, fact["dtype"])).reshape(fact["shape"])
+        for dim in range(full.ndim):
+            kind, _, rest = name.partition("/")
+            one = expected.setdefault(dim, {}).setdefault(kind, {})
+            one[rest] = distribute_tensor(full, mesh, [Shard(dim)], src_data_rank=None)
+            other = like.setdefault(dim, {}).setdefault(kind, {})
+            other[rest] = torch.zeros_like(one[rest])
+    for dim in expected:
+        load(case / "ckpt", like[dim], strict=False)
+        for kind in expected[dim]:
+            for name, full in expected[dim][kind].items():
+                pair = [x.to_local().contiguous() for x in (like[dim][kind][name], full)]
+                found, told = (x.view(torch.uint8) for x in pair)
+                assert torch.equal(found, told), (case.name, kind, name, dim)
+    print(case.name, sum(len(names) for kinds in like.values() for names in kinds.values()))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.integration
+def test_onto_dtensors_of_two_ranks(cases: Path, processes: Processes) -> None:
+    pytest.importorskip("torch")
+    names = ["z3-bf16-dp4", "z3-fp32-dp2", "tp2-z1-dp2", "uc-z1-bf16-dp4", "uc-z3-fp32-dp2"]
+    ranks = processes.torch(2, ONTO_DTENSORS, *(cases / name for name in names))
+    for output in processes.finish(ranks):
+        assert [line.split()[0] for line in output.splitlines()] == names
+
+
 @pytest.mark.parametrize(
     ("case", "name", "of"),
     [
@@ -184,6 +234,74 @@ def test_verify_compares_what_several_ranks_hold(
     report = unickpt.verify(tag)
     assert not report.ok
     assert f"exp_avg/{name}" in str(report)
+
+
+# --- the suite ----------------------------------------------------------------------------------
+
+
+class TestSuite(ReaderSuite):
+    """As 2 ranks of ZeRO 3 write it: matrices in float32 are trained, all else are buffers."""
+
+    has_digests = False
+
+    def name(self, name: str) -> str:
+        return f"client_state/{name}" if name in self.values else f"module/{name.replace('/', '.')}"
+
+    def shown(self) -> Mapping[str, np.ndarray]:
+        return {**super().shown(), "exp_avg/layers.0.w": -arrays()["layers/0/w"]}
+
+    def shown_values(self) -> Mapping[str, Any]:
+        return {**super().shown_values(), "optimizer/zero_stage": 3}
+
+    def write(
+        self, path: Path, arrays: Mapping[str, np.ndarray], values: Mapping[str, Any]
+    ) -> None:
+        trained = {n: a for n, a in arrays.items() if a.dtype == np.float32 and a.size}
+        module = {
+            name.replace("/", "."): array[:0].reshape(-1) if name in trained else array
+            for name, array in arrays.items()
+        }
+        model = {
+            "module": module,
+            "buffer_names": [name.replace("/", ".") for name in arrays if name not in trained],
+            "param_shapes": [{name.replace("/", "."): a.shape for name, a in trained.items()}],
+            **values,
+        }
+        (path / "global_step7").mkdir(parents=True)
+        (path / "latest").write_text("global_step7")
+        for rank in range(2):
+            parts = [part(array, rank) for array in trained.values()]
+            flat = np.concatenate(parts)
+            state = {
+                "zero_stage": 3,
+                "partition_count": 2,
+                "fp32_flat_groups": [flat],
+                "optimizer_state_dict": {"state": {0: {"exp_avg": -flat}}},
+            }
+            file = path / "global_step7" / f"zero_pp_rank_{rank}_mp_rank_00_"
+            for kind, value in {"model": model, "optim": {"optimizer_state_dict": state}}.items():
+                Path(f"{file}{kind}_states.pt").write_bytes(file_writers.torch_zip(value))
+
+    def test_damage_is_an_error_that_names_the_array(self, path: Path) -> None:
+        """Where tensors begin is looked up when it is opened: the file and the group are named."""
+        file = path / "global_step7" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+        data = bytearray(file.read_bytes())
+        at = data.find(b"archive/data/0")
+        data[at - 30 : at - 26] = b"xxxx"  # the local header of the storage of the weights
+        file.write_bytes(data)
+        told = "the weights of group 0: zero_pp_rank_1_mp"
+        for work in (unickpt.open, unickpt.load):
+            with pytest.raises(CheckpointCorrupt, match=told):
+                work(path)
+        report = unickpt.verify(path)
+        assert not report.ok
+        assert told in str(report.damage[0])
+
+
+def part(array: np.ndarray, rank: int) -> np.ndarray:
+    """What a rank of two has of a parameter; the end of the last part is padding."""
+    flat = np.append(array.reshape(-1), np.zeros(array.size % 2, array.dtype))
+    return flat.reshape(2, -1)[rank]
 
 
 # --- what is read -------------------------------------------------------------------------------

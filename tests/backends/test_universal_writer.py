@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support import deepspeed_job, foreign
+from support.processes import Processes
 from support.saving import files
 
 import unickpt
-from unickpt import SaveOptions, UnsupportedLeaf
+from unickpt import Rules, SaveOptions, UnsupportedLeaf
 
 FAST = SaveOptions(fsync=False)
 SHAPES = {"up.weight": (7, 3), "norm.bias": (5,)}
@@ -76,6 +82,66 @@ def test_files_are_those_of_the_template_with_other_tensors(tmp_path: Path, temp
             shape = array.shape if name == "up.weight" else (array.size,)
             assert tuple(found.shape) == (shape if slot != "step" else ())
             assert found.numpy().tobytes() == array.tobytes()
+
+
+@pytest.fixture
+def deepspeed_python() -> str:
+    """A Python that has DeepSpeed: this one, or the one that DEEPSPEED_PYTHON names."""
+    if "DEEPSPEED_PYTHON" in os.environ:
+        return os.environ["DEEPSPEED_PYTHON"]
+    if find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed; DEEPSPEED_PYTHON may name a Python that has it")
+    return sys.executable
+
+
+MOMENTS = """
+{s=fp32|exp_avg|exp_avg_sq}/{p...} <-> {s}/{p...}
+default {leaf...} <-> drop
+"""
+
+
+def without_values(folder: Path) -> None:
+    """Clears the tensors of a universal checkpoint."""
+    import torch
+
+    for slot in ("fp32", "exp_avg", "exp_avg_sq"):
+        for file in folder.glob(f"zero/*/{slot}.pt"):
+            value = torch.load(file, weights_only=True)
+            (value["param"] if isinstance(value, dict) else value).detach().zero_()
+            torch.save(value, file)
+
+
+@pytest.mark.integration
+def test_deepspeed_resumes_from_it(
+    tmp_path: Path, processes: Processes, deepspeed_python: str
+) -> None:
+    """From a folder of ZeRO 3 on 4 ranks, through an export, onto 2 ranks of DeepSpeed."""
+    pytest.importorskip("torch")
+    path = foreign.unpacked("ds-losses", tmp_path)
+    without_values(path / TAG)
+    unickpt.convert(
+        path / "global_step3",
+        tmp_path / "out",
+        to="universal",
+        template=path / TAG,
+        rules=Rules.parse(MOMENTS),
+        options=FAST,
+    )
+    source = Path(deepspeed_job.__file__).read_text()
+    ranks = processes.torch(2, source, "resume", tmp_path / "out", python=deepspeed_python)
+    output, _ = processes.finish(ranks)
+    losses = json.loads(output.split("losses")[1].splitlines()[0])
+    uninterrupted = json.loads((foreign.FOLDER / "ds-losses" / "losses.json").read_text())
+    assert losses == pytest.approx(uninterrupted[3:], rel=2e-6)
+
+
+@pytest.mark.integration
+def test_a_step_for_all_is_that_of_the_template(tmp_path: Path) -> None:
+    path = foreign.unpacked("ds-losses", tmp_path)
+    rules = Rules.parse(MOMENTS.replace("fp32|", "fp32|step|"))
+    options: dict[str, Any] = {"to": "universal", "template": path / TAG, "rules": rules}
+    with pytest.raises(UnsupportedLeaf, match=r"'step/up\.weight', as DeepSpeed goes on from one"):
+        unickpt.convert(path / "global_step3", tmp_path / "out", **options)
 
 
 def test_what_does_not_fit_the_template(tmp_path: Path, template: Path) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 import torch
+from support.reader_suite import nested
 
 import unickpt
 from unickpt import LoadMismatch, RuleError, Rules
@@ -454,3 +455,26 @@ def test_slots_that_only_one_side_has(tmp_path: Path) -> None:
     tree = {"model": model, "optimizer": NamedOptimizer(optimizer, model)}
     with pytest.raises(RuleError, match=r"max_exp_avg_sq' .* is asked for, and no rule makes it"):
         unickpt.load(tmp_path / "c", tree, rules=Rules.parse(MODEL + ADAM))
+
+
+@pytest.mark.parametrize("slot", ["{s}/{p}", "state/{p}/{s}", "state/{s}/{p}"])
+def test_a_count_beside_moments_whatever_comes_first(slot: str, tmp_path: Path) -> None:
+    """DeepSpeed has the slot before the parameter."""
+    names = [f"layers.{n}.weight" for n in range(2)]
+    stored: dict[str, Any] = {f"model/{name}": np.full(3, 1.0, np.float32) for name in names}
+    for name in names:
+        stored[slot.format(s="exp_avg", p=name)] = np.full(3, 2.0, np.float32)
+        stored[slot.format(s="step", p=name)] = np.float32(5)
+    unickpt.save(tmp_path / "c", nested(stored))
+    rules = Rules.parse(
+        "model/layers.{l}.weight [e] <-> params/w [l e]\n"
+        f"lift {slot.format(s='exp_avg', p='{p}')} <-> opt/mu/{{p}} law=gradient\n"
+        f"lift {slot.format(s='step', p='{p}')} as float32 <-> opt/count as int32"
+    )
+    both = np.zeros((2, 3), np.float32)
+    like = {
+        "params": {"w": both.copy()},
+        "opt": {"mu": {"w": both.copy()}, "count": np.zeros((), np.int32)},
+    }
+    found = unickpt.load(tmp_path / "c", like, rules=rules)
+    assert (int(found["opt"]["count"]), found["opt"]["mu"]["w"].min()) == (5, 2.0)

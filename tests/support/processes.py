@@ -30,12 +30,16 @@ class Processes:
         self.started: list[subprocess.Popen[str]] = []
 
     def start(
-        self, source: str, *arguments: object, env: dict[str, str] | None = None
+        self,
+        source: str,
+        *arguments: object,
+        env: dict[str, str] | None = None,
+        python: str = sys.executable,
     ) -> subprocess.Popen[str]:
         script = self.folder / f"script_{len(self.started)}.py"
         script.write_text(source)
         process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(script), *map(str, arguments)],
+            [python, "-W", "ignore", str(script), *map(str, arguments)],
             env={**os.environ, **(env or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -44,7 +48,9 @@ class Processes:
         self.started.append(process)
         return process
 
-    def torch(self, world: int, source: str, *arguments: object) -> list[subprocess.Popen[str]]:
+    def torch(
+        self, world: int, source: str, *arguments: object, python: str = sys.executable
+    ) -> list[subprocess.Popen[str]]:
         """Starts gloo ranks; the source finds them through `init_process_group("gloo")`."""
         port = str(free_port())
         return [
@@ -58,6 +64,7 @@ class Processes:
                     "MASTER_PORT": port,
                     "OMP_NUM_THREADS": "1",
                 },
+                python=python,
             )
             for rank in range(world)
         ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,13 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     return root
 
 
+def at(tree: Any, name: str) -> Any:
+    """The leaf of nested dicts that a name with slashes stands for; keys may be integers."""
+    for key in name.split("/"):
+        tree = tree[key if key in tree else int(key)]
+    return tree
+
+
 def same(found: Any, expected: np.ndarray) -> bool:
     found = np.asarray(found)
     return found.dtype == expected.dtype and found.tobytes() == expected.tobytes()
@@ -71,6 +79,27 @@ class ReaderSuite:
         """Damages the data of an array, so that it cannot be read."""
         raise NotImplementedError
 
+    def name(self, name: str) -> str:
+        """What we call an array or a value of this suite; `{l}` in it stands for a number."""
+        return name
+
+    def shown(self) -> Mapping[str, np.ndarray]:
+        """The arrays that we show of `arrays()`, but for further names of the same."""
+        return {self.name(name): array for name, array in arrays().items()}
+
+    def shown_values(self) -> Mapping[str, Any]:
+        """The plain values that we show of `values`."""
+        return {self.name(name): value for name, value in self.values.items()}
+
+    @property
+    def w(self) -> str:
+        """Our name of the first matrix."""
+        return self.name("layers/0/w")
+
+    def tree(self, name: str, leaf: Any) -> Any:
+        """A tree that has one leaf, by our name of `name`."""
+        return nested({self.name(name): leaf})
+
     @contextlib.contextmanager
     def registered(self) -> Iterator[None]:
         """While the format is known, and what lies in files is read in chunks of a KiB."""
@@ -88,17 +117,17 @@ class ReaderSuite:
 
     def test_names_shapes_dtypes_and_values(self, path: Path) -> None:
         opened = unickpt.open(path)
-        assert {name: (opened[name].shape, opened[name].dtype) for name in opened} == {
-            name: (array.shape, array.dtype) for name, array in arrays().items()
+        assert {name: (opened[name].shape, opened[name].dtype) for name in opened.index.arrays} == {
+            name: (array.shape, array.dtype) for name, array in self.shown().items()
         }
-        assert dict(opened.values) == dict(self.values)
-        assert opened.nbytes == sum(array.nbytes for array in arrays().values())
+        assert dict(opened.values) == dict(self.shown_values())
+        assert opened.nbytes == sum(array.nbytes for array in self.shown().values())
 
     def test_slices_and_boxes(self, path: Path) -> None:
         opened = unickpt.open(path)
-        for name, array in arrays().items():
+        for name, array in self.shown().items():
             assert same(opened[name][...], array)
-        found = opened["layers/0/w"]
+        found = opened[self.w]
         assert same(found[3:9, 64:], arrays()["layers/0/w"][3:9, 64:])
         assert same(found.read(Box((1, 2), (10, 69))), arrays()["layers/0/w"][1:10, 2:69])
 
@@ -110,8 +139,8 @@ class ReaderSuite:
 
     def test_load_as_stored(self, path: Path) -> None:
         found = unickpt.load(path)
-        assert same(found["layers"]["0"]["w"], arrays()["layers/0/w"])
-        assert {n: found[n] for n in self.values} == dict(self.values)
+        assert same(at(found, self.w), arrays()["layers/0/w"])
+        assert {n: at(found, self.name(n)) for n in self.values} == dict(self.values)
 
     def test_load_into_memory_of_any_strides(self, path: Path) -> None:
         expected = arrays()["layers/0/w"]
@@ -121,8 +150,8 @@ class ReaderSuite:
             "every second": np.empty((ROWS, 2 * COLUMNS), np.float32)[:, ::2],
         }
         for like in every.values():
-            found = unickpt.load(path, {"layers": {"0": {"w": like}}}, strict=False)
-            assert found["layers"]["0"]["w"] is like
+            found = unickpt.load(path, self.tree("layers/0/w", like), strict=False)
+            assert at(found, self.w) is like
             assert same(like, expected)
 
     @pytest.mark.parametrize("spec", [("x", "y"), ("y", None), (None, ("x", "y"))])
@@ -132,29 +161,31 @@ class ReaderSuite:
         sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
         padded = {"x": np.arange(24 * 16, dtype=np.float32).reshape(24, 16)}
         self.write(path.parent / "even", padded, {})
-        like = {"x": jax.ShapeDtypeStruct((24, 16), np.float32, sharding=sharding)}
-        found = unickpt.load(path.parent / "even", like)["x"]
+        leaf = jax.ShapeDtypeStruct((24, 16), np.float32, sharding=sharding)
+        loaded = unickpt.load(path.parent / "even", self.tree("x", leaf), strict=False)
+        found = at(loaded, self.name("x"))
         assert found.sharding == sharding
         assert same(found, padded["x"])
 
     def test_load_into_torch_tensors(self, path: Path) -> None:
         torch = pytest.importorskip("torch")
-        like = {"layers": {"1": {"w": torch.zeros((13, 7, 5), dtype=torch.int64)}}}
-        found = unickpt.load(path, like, strict=False)
-        assert same(found["layers"]["1"]["w"].numpy(), arrays()["layers/1/w"])
+        like = self.tree("layers/1/w", torch.zeros((13, 7, 5), dtype=torch.int64))
+        found = at(unickpt.load(path, like, strict=False), self.name("layers/1/w"))
+        assert same(found.numpy(), arrays()["layers/1/w"])
 
     def test_load_through_rules(self, path: Path) -> None:
-        rules = Rules.parse("layers/{l}/w [i o] <-> h.{l} [o i]\nlayers/1/w <-> drop")
+        one, every = self.name("layers/1/w"), self.name("layers/{l}/w")
+        rules = Rules.parse(f"{every} [i o] <-> h.{{l}} [o i]\n{one} <-> drop")
         like = {"h.0": np.empty((COLUMNS, ROWS), np.float32)}
         found = unickpt.load(path, like, rules=rules, strict=False)
         assert same(found["h.0"], np.ascontiguousarray(arrays()["layers/0/w"].T))
 
     def test_load_with_a_cast(self, path: Path) -> None:
-        like = {"layers": {"0": {"w": np.empty((ROWS, COLUMNS), np.float64)}}}
+        like = self.tree("layers/0/w", np.empty((ROWS, COLUMNS), np.float64))
         with pytest.raises(LoadMismatch, match="float32"):
             unickpt.load(path, like, strict=False)
         found = unickpt.load(path, like, strict=False, cast=True)
-        assert same(found["layers"]["0"]["w"], arrays()["layers/0/w"].astype(np.float64))
+        assert same(at(found, self.w), arrays()["layers/0/w"].astype(np.float64))
 
     def test_load_together(self, path: Path) -> None:
         expected = arrays()["layers/0/w"]
@@ -163,9 +194,9 @@ class ReaderSuite:
             box = Box((index * 5, 0), (5 + index * 6, COLUMNS))
             fragment = np.zeros(box.shape, np.float32)
             like = unickpt.LocalFragments(expected.shape, [(box, fragment)])
-            tree = {"layers": {"0": {"w": like}}}
+            tree = self.tree("layers/0/w", like)
             found = unickpt.load(path, tree, strict=False, options=options)
-            return found["layers"]["0"]["w"].fragments
+            return at(found, self.w).fragments
 
         every = Threads(2).run(part)
         for found in every:
@@ -190,45 +221,45 @@ class ReaderSuite:
 
         monkeypatch.setattr(opened.reader, "read_chunk", counted_chunk)
         monkeypatch.setattr(opened.reader, "read_box", counted_box)
-        assert opened["layers/0/w"][0, 0] == arrays()["layers/0/w"][0, 0]
-        entry = opened.index.arrays["layers/0/w"]
+        assert opened[self.w][0, 0] == arrays()["layers/0/w"][0, 0]
+        entry = opened.index.arrays[self.w]
         (box,) = boxes
         assert (
             box.size == 1 if opened.reader.reads_boxes(entry) else box.size < math.prod(entry.shape)
         )
 
     def test_what_differs_is_told(self, path: Path) -> None:
-        with pytest.raises(LoadMismatch, match="layers/0/w"):
-            unickpt.load(
-                path, {"layers": {"0": {"w": np.empty((ROWS, 3), np.float32)}}}, strict=False
-            )
+        like = self.tree("layers/0/w", np.empty((ROWS, 3), np.float32))
+        with pytest.raises(LoadMismatch, match=re.escape(self.w)):
+            unickpt.load(path, like, strict=False)
 
     # --- tools ----------------------------------------------------------------------------------
 
     def test_convert_and_diff(self, path: Path, tmp_path: Path) -> None:
         unickpt.convert(path, tmp_path / "own")
         assert unickpt.verify(tmp_path / "own").ok
-        assert same(unickpt.open(tmp_path / "own")["layers/1/w"][...], arrays()["layers/1/w"])
+        found = unickpt.open(tmp_path / "own")[self.name("layers/1/w")]
+        assert same(found[...], arrays()["layers/1/w"])
         assert not unickpt.diff(path, tmp_path / "own").differences
 
     def test_verify(self, path: Path) -> None:
         report = unickpt.verify(path)
         assert report.ok
         assert bool(report.unverified) is not self.has_digests
-        assert report.bytes == sum(array.nbytes for array in arrays().values())
+        assert report.bytes == sum(array.nbytes for array in self.shown().values())
 
     def test_inspect(self, path: Path) -> None:
-        for arguments in ([], ["--all"], ["layers/0/w"], ["--json"]):
+        for arguments in ([], ["--all"], [self.w], ["--json"]):
             result = CliRunner().invoke(app, ["inspect", str(path), *arguments])
             assert result.exit_code == 0, result.output
             assert f"{ROWS}" in result.output
 
     def test_damage_is_an_error_that_names_the_array(self, path: Path) -> None:
-        self.damage(path, "layers/0/w")
-        with pytest.raises(CheckpointCorrupt, match="layers/0/w"):
-            unickpt.open(path)["layers/0/w"][...]
-        with pytest.raises(CheckpointCorrupt, match="layers/0/w"):
+        self.damage(path, self.w)
+        with pytest.raises(CheckpointCorrupt, match=re.escape(self.w)):
+            unickpt.open(path)[self.w][...]
+        with pytest.raises(CheckpointCorrupt, match=re.escape(self.w)):
             unickpt.load(path)
         report = unickpt.verify(path)
         assert not report.ok
-        assert "layers/0/w" in str(report.damage[0])
+        assert self.w in str(report.damage[0])

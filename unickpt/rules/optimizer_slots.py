@@ -239,17 +239,20 @@ def _names(slot: Slot, found: Sequence[Instance], left: bool, other: Slot) -> li
     ]
     names = list(dict.fromkeys(n for parameter in parameters for n in slot.of(parameter)))
     assert other.single is not None, "one side has one name"
-    folders = _neighbouring_folders(other.single, found, left)
-    return [name for name in names if _folder(name) in folders] if folders else names
+    neighbours = _neighbours(other.single, found, left)
+    if not neighbours:
+        return names
+    return [name for name in names if not neighbours.isdisjoint(_but_one(name))]
 
 
-def _neighbouring_folders(single: str, found: Sequence[Instance], left: bool) -> set[str]:
-    """The folders of the slots that lie next to the one name on the other side.
+def _neighbours(single: str, found: Sequence[Instance], left: bool) -> set[tuple[str, ...]]:
+    """What the names of the slots that lie next to the one name on the other side have in common
+    with those of other slots of the same parameters.
 
     A job may have several optimizers, or groups of parameters, each with a count of its own.
     """
-    folder = _folder(single)
-    folders: set[str] = set()
+    folder = single.rpartition("/")[0]
+    common: set[tuple[str, ...]] = set()
     for instance in found:
         if not instance.rule.lifted:
             continue
@@ -257,9 +260,12 @@ def _neighbouring_folders(single: str, found: Sequence[Instance], left: bool) ->
         if not left:
             ours, theirs = theirs, ours
         if any(f"{name}/".startswith(f"{folder}/") for name in names_of(instance, theirs)):
-            folders.update(map(_folder, names_of(instance, ours)))
-    return folders
+            for name in names_of(instance, ours):
+                common.update(_but_one(name))
+    return common
 
 
-def _folder(name: str) -> str:
-    return name.rpartition("/")[0]
+def _but_one(name: str) -> set[tuple[str, ...]]:
+    """A name without one of its components, which may be the slot: `state/w/step`, `step/w`."""
+    parts = name.split("/")
+    return {(*parts[:at], "", *parts[at + 1 :]) for at in range(len(parts))}
