@@ -121,11 +121,10 @@ def dtype_of(found: Any) -> str:
 
 
 def _sizes(found: Any) -> tuple[int, ...]:
-    if not isinstance(found, tuple) or not all(
-        type(n) is int and 0 <= n < _MOST_EXTENT for n in found
-    ):
-        raise BadPickle("sizes are not a tuple of numbers")
-    return found
+    for n in found if isinstance(found, tuple) else (None,):
+        if type(n) is not int or not 0 <= n < _MOST_EXTENT:
+            raise BadPickle("sizes are not a tuple of numbers")
+    return found  # type: ignore[no-any-return]
 
 
 def _of_storage(
