@@ -97,10 +97,15 @@ def expand_optimizer(obj: Any, name: str, stored: Mapping[str, Any] | None) -> E
     numbered = state
     if names is not None:
         state = _renumbered(state, dict(enumerate(names)))
+        if stored is not None and _has_settings_by_name(stored, name, names):
+            state["param_groups"] = _settings_by_name(state["param_groups"])
 
     def rebuild(children: list[Any]) -> Any:
         loaded = children[0]
         if names is not None:
+            if isinstance(loaded["param_groups"], Mapping):
+                groups = _renumbered(numbered, dict(enumerate(names)))["param_groups"]
+                loaded = _grouped(name, groups, loaded)
             loaded = _renumbered(loaded, _numbers(names, loaded))
             loaded = _regrouped(name, numbered["param_groups"], loaded)
         optimizer.load_state_dict(loaded)
@@ -139,6 +144,46 @@ def _regrouped(name: str, ours: Sequence[Any], loaded: Mapping[str, Any]) -> dic
                 "make the groups equal, or drop param_groups by a rule"
             )
         groups.append({**found, "params": own["params"]})
+    return {**loaded, "param_groups": groups}
+
+
+def _has_settings_by_name(stored: Mapping[str, Any], name: str, names: Sequence[str]) -> bool:
+    """Whether a checkpoint has the hyper-parameters of each parameter, as torch's
+    `flatten_optimizer_state_dict` stores them, instead of those of each group."""
+    prefix = f"{name}/param_groups/" if name else "param_groups/"
+    keys = {entry.removeprefix(prefix).partition("/")[0] for entry in stored if prefix in entry}
+    return any(component(key) in keys for key in names)
+
+
+def _settings_by_name(groups: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The hyper-parameters of each parameter."""
+    return {
+        name: {key: value for key, value in group.items() if key != "params"}
+        for group in groups
+        for name in group["params"]
+    }
+
+
+def _grouped(name: str, ours: Sequence[Any], loaded: Mapping[str, Any]) -> dict[str, Any]:
+    """A loaded `state_dict` that has hyper-parameters by parameter, with those of our groups.
+
+    Raises:
+        LoadMismatch: the parameters of a group had different ones.
+    """
+    groups = []
+    for at, group in enumerate(ours):
+        found = [(param, loaded["param_groups"][param]) for param in group["params"]]
+        settings = found[0][1] if found else {k: v for k, v in group.items() if k != "params"}
+        for param, others in found:
+            wrong = next((key for key in settings if others[key] != settings[key]), None)
+            if wrong is not None:
+                raise LoadMismatch(
+                    f"{name or 'the optimizer'}: in group {at}, {wrong!r} was "
+                    f"{settings[wrong]!r} for {found[0][0]!r} and {others[wrong]!r} for {param!r} "
+                    "when it was saved; put them into groups of their own, or drop param_groups "
+                    "by a rule"
+                )
+        groups.append({**settings, "params": group["params"]})
     return {**loaded, "param_groups": groups}
 
 

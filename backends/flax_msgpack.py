@@ -30,7 +30,9 @@ from unickpt.trees import plain_values, tree
 
 _ARRAY, _COMPLEX, _SCALAR, _TUPLE = 1, 2, 3, 4  # extensions; the last one is Orbax's
 _CHUNKED = "__msgpack_chunked_array__"
-_ELSEWHERE = ("PLACEHOLDER://", "//GDAPlaceholder:")  # Orbax's aggregates, arrays of several hosts
+# Orbax's aggregates, and arrays of several hosts.
+_ELSEWHERE = ("PLACEHOLDER://", "AGGREGATED://", "//GDAPlaceholder:")
+_SPEC = {"driver", "kvstore"}  # keys of T5X's specs of TensorStore
 _MOST_TEXT = 64 << 20
 _MOST_RANK, _MOST_EXTENT = 32, 1 << 62
 # All names together may have so many letters for each byte that is no array's, and this many more.
@@ -49,13 +51,13 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
     """
 
     def make(found: Found) -> FlaxReader:
-        return FlaxReader(files, _Scanner(Cursor(files, found.names[0])).root())
+        return FlaxReader(files, found.names[0], scan(files, found.names[0]))
 
     return open_kind(files, loose_files.FLAX, make)
 
 
 @dataclass(frozen=True, eq=False)
-class _Found:
+class InFile:
     """An array, and where its elements are."""
 
     shape: tuple[int, ...]
@@ -64,7 +66,30 @@ class _Found:
 
     @property
     def count(self) -> int:
+        """How many elements it has."""
         return math.prod(self.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Elsewhere:
+    """What stands for an array that is in other files: a text, or T5X's spec of TensorStore."""
+
+    found: str | Mapping[Any, Any]
+
+
+def scan(files: Files, name: str) -> Any:
+    """What a file holds: containers, plain values, `InFile` and `Elsewhere`.
+
+    Arguments:
+        files: of the checkpoint.
+        name: of the file.
+
+    Raises:
+        CheckpointCorrupt: it is damaged.
+        UnsupportedFormat: it contains what unickpt lacks.
+        Failed: the storage failed.
+    """
+    return _Scanner(Cursor(files, name)).root()
 
 
 class FlaxReader(RangeReader):
@@ -72,12 +97,16 @@ class FlaxReader(RangeReader):
 
     Arguments:
         files: of the checkpoint.
-        root: containers, plain values and arrays.
+        file: the name of the file.
+        root: what is in it, from `scan`.
+
+    Raises:
+        UnsupportedFormat: it refers to arrays elsewhere, or has names that unickpt cannot have.
     """
 
     format = "flax"
 
-    def __init__(self, files: Files, root: Any) -> None:
+    def __init__(self, files: Files, file: str, root: Any) -> None:
         try:
             node = tree.flatten(root, _is_leaf, lambda value, name: None)
         except UnickptError as error:
@@ -86,7 +115,13 @@ class FlaxReader(RangeReader):
         values = dict[str, plain_values.Plain]()
         for leaf in tree.leaves(node):
             found = leaf.value
-            if not isinstance(found, _Found):
+            if isinstance(found, Elsewhere):
+                raise UnsupportedFormat(
+                    f"{files.location}: {file}: {quoted(leaf.name)} is not in this file, but "
+                    f"elsewhere: {quoted(found.found)}; give the path of the folder that contains "
+                    "both"
+                )
+            if not isinstance(found, InFile):
                 values[leaf.name] = found
                 continue
             where = FileBox(Box.whole(found.shape), found.elements)
@@ -96,7 +131,7 @@ class FlaxReader(RangeReader):
 
 
 def _is_leaf(value: Any) -> bool:
-    return isinstance(value, _Found) or plain_values.is_plain(value)
+    return isinstance(value, (InFile, Elsewhere)) or plain_values.is_plain(value)
 
 
 class _Scanner:
@@ -148,7 +183,7 @@ class _Scanner:
         if kind == "list":
             return [self._value(depth + 1, f"{name}/{n}") for n in range(count)]
         if kind == "str":
-            return self._text(count, name)
+            return self._text(count)
         if kind == "bytes":
             return self._some(count)
         return self._extension(count, depth, name)
@@ -172,11 +207,9 @@ class _Scanner:
             raise self._damaged(f"a text of {count} bytes")
         return self._at.take(count)
 
-    def _text(self, count: int, name: str) -> str:
+    def _text(self, count: int) -> str | Elsewhere:
         text = self._some(count).decode()
-        if text.startswith(_ELSEWHERE):
-            raise self._unsupported(name, f"is not in this file, but elsewhere: {quoted(text)}")
-        return text
+        return Elsewhere(text) if text.startswith(_ELSEWHERE) else text
 
     def _map(self, count: int, depth: int, name: str) -> Any:
         found: dict[Any, Any] = {}
@@ -185,7 +218,9 @@ class _Scanner:
             if key in found:
                 raise self._damaged(f"{quoted(name)} contains {quoted(key)} twice")
             found[key] = self._value(depth + 1, f"{name}/{key}" if name else str(key))
-        return self._chunked(found, name) if _CHUNKED in found else found
+        if _CHUNKED in found:
+            return self._chunked(found, name)
+        return Elsewhere(found) if found.keys() >= _SPEC else found
 
     def _key(self) -> str | int:
         kind, found = self._head(self._at.take(1)[0])
@@ -195,10 +230,10 @@ class _Scanner:
             return found
         raise self._damaged("a key is neither a text nor a number")
 
-    def _chunked(self, found: Mapping[Any, Any], name: str) -> _Found:
+    def _chunked(self, found: Mapping[Any, Any], name: str) -> InFile:
         """An array that Flax has cut, since msgpack limits the size of a value."""
         shape, chunks = self._numbered(found, "shape"), self._numbered(found, "chunks")
-        if not chunks or not all(isinstance(chunk, _Found) for chunk in chunks):
+        if not chunks or not all(isinstance(chunk, InFile) for chunk in chunks):
             raise self._damaged(f"the chunks of {quoted(name)} are not arrays")
         extents = self._extents(shape)
         if len({chunk.dtype for chunk in chunks}) > 1:
@@ -210,7 +245,7 @@ class _Scanner:
                 f"the chunks of {quoted(name)} have {joined.count} elements, "
                 f"{math.prod(extents)} expected"
             )
-        return _Found(extents, chunks[0].dtype, joined)
+        return InFile(extents, chunks[0].dtype, joined)
 
     def _numbered(self, found: Mapping[Any, Any], key: str) -> list[Any]:
         """What Flax makes of a tuple: a dict whose keys are its positions, as texts."""
@@ -244,7 +279,7 @@ class _Scanner:
             raise self._damaged(f"{quoted(name)} has {length} bytes, and ends elsewhere")
         return found
 
-    def _array(self, depth: int, name: str) -> _Found:
+    def _array(self, depth: int, name: str) -> InFile:
         kind, count = self._head(self._at.take(1)[0])
         if (kind, count) != ("list", 3):
             raise self._damaged(f"{quoted(name)} is not an array")
@@ -263,13 +298,13 @@ class _Scanner:
             raise self._damaged(
                 f"{quoted(name)}, {dtype}{list(shape)}, has {count} bytes, {expected} expected"
             )
-        return _Found(shape, dtype, FileRange(self._at.name, self._at.skip(count)))
+        return InFile(shape, dtype, FileRange(self._at.name, self._at.skip(count)))
 
-    def _complex(self, depth: int, name: str) -> _Found:
+    def _complex(self, depth: int, name: str) -> InFile:
         found = self._value(depth + 1, name)
         if not isinstance(found, list) or [type(x) for x in found] != [float, float]:
             raise self._damaged(f"{quoted(found)} is not a complex number")
-        return _Found((), "complex128", InMemory(np.array([complex(*found)]).tobytes()))
+        return InFile((), "complex128", InMemory(np.array([complex(*found)]).tobytes()))
 
 
 _ATOMS: Mapping[int, Any] = {0xC0: None, 0xC2: False, 0xC3: True}

@@ -6,17 +6,17 @@ file names is imported or called.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from unickpt.backends.hugging_face import weight_map
 from unickpt.errors import CheckpointCorrupt, UnickptError, UnsupportedFormat
-from unickpt.foreign import loose_files
+from unickpt.foreign import known_objects, loose_files
 from unickpt.foreign.file_ranges import FileBox, RangeReader, whole
 from unickpt.foreign.files import Files
 from unickpt.foreign.loose_files import Found, open_kind
-from unickpt.foreign.pickles import Global, Opaque
+from unickpt.foreign.pickles import BadPickle, Global, Opaque
 from unickpt.foreign.torch_pickles import Storage, Tensor, TorchFile, attributes, holds_tensors
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
@@ -201,6 +201,8 @@ class PlainTree:
             raise self._too_many()
         if depth > tree.MAX_DEPTH:
             raise UnsupportedFormat(f"{self._where} is nested deeper than {tree.MAX_DEPTH} levels")
+        if isinstance(found, Opaque):
+            found = self._decoded(known_objects.decoded, found)
         if isinstance(found, dict):
             return self._dict(found.items(), depth, letters)
         if isinstance(found, list | tuple | set | frozenset):
@@ -219,6 +221,12 @@ class PlainTree:
             return made
         return found if plain_values.is_plain(found) else _text(found)
 
+    def _decoded(self, decode: Callable[[Any], Any], found: Any) -> Any:
+        try:
+            return decode(found)
+        except BadPickle as error:
+            raise CheckpointCorrupt(f"{self._where}: {error}") from error
+
     def _spend(self, nodes: int) -> None:
         self._nodes -= nodes
         if self._nodes < 0:
@@ -232,7 +240,7 @@ class PlainTree:
     ) -> dict[str | int, Any]:
         children: dict[str | int, Any] = {}
         for key, value in found:
-            name = _name(key)
+            name = _name(self._decoded(known_objects.key_of, key))
             if name in children:
                 raise UnsupportedFormat(f"{self._where}: two keys are both called {quoted(name)}")
             length = letters + 1 + (len(name) if isinstance(name, str) else 20)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from operator import add, le
 from typing import Any
 
 from unickpt.arrays.box import Box
@@ -196,23 +197,12 @@ class _Decoder:
         if self._most < 0:
             raise BadPickle("it lists more chunks than its size allows")
         # A replica that is listed again is the same: there is one place for each offset.
+        what = f"a chunk of {quoted(name)}"
         boxes = dict.fromkeys(
-            self._box(name, shape, fields(chunk, "ChunkStorageMetadata")) for chunk in chunks
+            _box(what, shape, fields(chunk, "ChunkStorageMetadata")) for chunk in chunks
         )
         found = tuple(Chunk(box, self._blob(name, box.start)) for box in boxes if not box.empty)
         return TensorFacts(self._dtype(name, facts.get("properties")), shape, found)
-
-    def _box(self, name: str, shape: tuple[int, ...], facts: Mapping[str, Any]) -> Box:
-        start = extents(facts.get("offsets"), f"the offsets of a chunk of {quoted(name)}")
-        sizes = extents(facts.get("sizes"), f"the sizes of a chunk of {quoted(name)}")
-        if len(start) == len(sizes) == len(shape):
-            box = Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))
-            if box.empty or Box.whole(shape).contains(box):
-                return box
-        raise BadPickle(
-            f"a chunk of {quoted(name)} at {list(start)} of {list(sizes)} lies outside of its "
-            f"shape {list(shape)}"
-        )
 
     def _dtype(self, name: str, properties: Any) -> str:
         state = properties.state if isinstance(properties, Opaque) else None
@@ -239,13 +229,25 @@ class _Decoder:
         }
 
 
+def _box(what: str, shape: tuple[int, ...], facts: Mapping[str, Any]) -> Box:
+    start = extents(facts.get("offsets"), what)
+    sizes = extents(facts.get("sizes"), what)
+    if len(start) == len(sizes) == len(shape):
+        stop = tuple(map(add, start, sizes))
+        if 0 in sizes or all(map(le, stop, shape)):
+            return Box(start, stop)
+    raise BadPickle(
+        f"{what} at {list(start)} of {list(sizes)} lies outside of its shape {list(shape)}"
+    )
+
+
 def fields(found: Any, kind: str) -> Mapping[str, Any]:
     """The fields of an object of a class, whose name has no module.
 
     Raises:
         BadPickle: it is something else.
     """
-    if not isinstance(found, Opaque) or found.name.rpartition(".")[2] != kind:
+    if not isinstance(found, Opaque) or not found.function.name.endswith(f".{kind}"):
         what = found.name if isinstance(found, Opaque) else type(found).__name__
         raise BadPickle(f"a {kind} is expected, {quoted(what)} found")
     if not isinstance(found.state, dict):

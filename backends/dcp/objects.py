@@ -14,6 +14,7 @@ from unickpt.backends.dcp.metadata import Blob
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.foreign.file_ranges import FileBox
 from unickpt.foreign.files import Files
+from unickpt.foreign.known_objects import decoded, key_of
 from unickpt.foreign.pickles import BadPickle, Global, Opaque
 from unickpt.foreign.torch_pickles import Storage, Tensor, TorchFile, attributes, holds_tensors
 from unickpt.quoting import quoted, shortened
@@ -26,8 +27,6 @@ _MOST_COMPRESSED = 16 << 20  # bytes that one of them may become
 _OPAQUE = 64  # bytes of objects of unknown classes, for each byte of their pickle
 _GAP, _SWEEP = 4 << 10, 8 << 20
 _THREADS = 16
-# Classes whose objects are nothing but named values.
-_RECORDS = ("argparse.Namespace", "types.SimpleNamespace")
 
 
 @dataclass(frozen=True)
@@ -141,12 +140,14 @@ class _Values:
         self._spend(1)
         if depth >= tree.MAX_DEPTH:
             raise BadPickle(f"it is nested deeper than {tree.MAX_DEPTH} levels")
+        if isinstance(found, Opaque):
+            found = decoded(found)
         if plain_values.is_plain(found):
             return found
-        if isinstance(found, Opaque) and found.name in _RECORDS:
-            found = found.state
-        if isinstance(found, dict) and all(map(_is_key, found)):
-            return {key: self.value(item, depth + 1) for key, item in found.items()}
+        if isinstance(found, dict):
+            named = {key_of(k): x for k, x in found.items()}
+            if len(named) == len(found) and all(map(_is_key, named)):
+                return {key: self.value(item, depth + 1) for key, item in named.items()}
         if isinstance(found, (list, set, frozenset)):
             return [self.value(item, depth + 1) for item in found]
         if isinstance(found, tuple):
@@ -173,7 +174,7 @@ class _Values:
 
     def _box(self, tensor: Tensor) -> FileBox:
         box = self._file.box(tensor)
-        if self._compressed is None:
+        if self._compressed is None or tensor.storage.data is not None:
             return box
         return replace(box, elements=Compressed(self._compressed, _MOST_COMPRESSED, box.elements))
 

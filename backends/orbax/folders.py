@@ -19,7 +19,6 @@ from unickpt.backends.orbax.items import ITEM, Located
 from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, UnsupportedFormat
 from unickpt.foreign.files import Files
 from unickpt.quoting import quoted
-from unickpt.storage import ocdbt
 
 _CHECKPOINT = "_CHECKPOINT_METADATA"
 _INDICATOR = "orbax.checkpoint"
@@ -54,14 +53,12 @@ def find(files: Files, context: ts.Context) -> Found | None:
     _check_name(files)
     here = set(files.here)
     about = _about(files) if _CHECKPOINT in here else {}
-    if ITEM in here:
+    if items.is_item(files):
         item = items.read_item(files, context)
         return Found(item.tree, {**_custom(about), **item.custom}, _created(about))
     below = items.folders(files)
     if any(_TEMPORARY in name for name in below) and here & set(_MARKS):
         raise _not_committed(files)
-    if ocdbt.MANIFEST in here or any(items.has(files, f"{name}/.zarray") for name in below):
-        items.refuse_aggregate(files)
     found = [name for name in below if _is_item(files, name)]
     if here & set(_MARKS):
         return _composite(files, about, below, context)
@@ -102,15 +99,16 @@ def _step_number(name: str) -> int:
 
 def _is_item(files: Files, name: str) -> bool:
     """Whether a folder is an item; one that is saved alone is a checkpoint of its own."""
-    has_list, is_alone = (items.has(files, f"{name}/{file}") for file in (ITEM, _CHECKPOINT))
-    return has_list and not is_alone
+    return items.is_item(files, f"{name}/") and not items.has(files, f"{name}/{_CHECKPOINT}")
 
 
 def _is_step(files: Files, name: str) -> bool:
-    if any(items.has(files, f"{name}/{file}") for file in (ITEM, *_MARKS)):
+    if any(items.has(files, f"{name}/{file}") for file in _MARKS):
+        return True
+    if items.is_item(files, f"{name}/"):
         return True
     below = items.folders(files, f"{name}/")[:_MOST_ITEMS]
-    return any(items.has(files, f"{name}/{item}/{ITEM}") for item in below)
+    return any(items.is_item(files, f"{name}/{item}/") for item in below)
 
 
 def _about(files: Files) -> Mapping[str, Any]:

@@ -14,10 +14,11 @@ from typing import Any
 
 import tensorstore as ts
 
+from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.layout import Layout
-from unickpt.backends.orbax import metadata, zarr
+from unickpt.backends.orbax import aggregate, metadata, zarr
 from unickpt.backends.orbax.metadata import NamedTuple, Stored
 from unickpt.backends.orbax.zarr import InDatabase, InFolders, Store, ZarrArray
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
@@ -33,7 +34,7 @@ ITEM = "_METADATA"
 """The file that makes a folder an item of arrays."""
 COMMITTED = "commit_success.txt"
 METRICS = "metrics"
-_JSON, _AGGREGATE = "metadata", "checkpoint"
+_JSON = "metadata"
 _SHARDINGS, _TEXTS, _KEYS = "_sharding", "_strings.json", "array_metadatas/process_0"
 _MOST_METADATA = 1 << 30
 _MOST_OTHER = 8 << 20  # bytes of a file of which only its library knows what it says
@@ -46,7 +47,7 @@ class Item:
     """An item of a checkpoint.
 
     Arguments:
-        tree: containers, plain values and `Located`.
+        tree: containers, plain values, `Located` and `Inline`.
         custom: metadata that the user added.
     """
 
@@ -108,7 +109,7 @@ class Located:
 
 def any_item(files: Files, context: ts.Context, depth: int = _DEPTH) -> Item:
     """An item of any kind: arrays, JSON, items of items, or files that only others understand."""
-    if ITEM in files.here:
+    if is_item(files):
         return read_item(files, context)
     below = folders(files)
     content: dict[str, Any] = {}
@@ -128,11 +129,26 @@ def any_item(files: Files, context: ts.Context, depth: int = _DEPTH) -> Item:
     return Item(content, {})
 
 
+def is_item(files: Files, above: str = "") -> bool:
+    """Whether a folder is an item of arrays.
+
+    Arguments:
+        files: of the checkpoint.
+        above: the folder, a path that ends with a slash; that of the checkpoint by default.
+    """
+    if has(files, above + ITEM):
+        return True
+    if files.single is not None or not has(files, above + aggregate.FILE):
+        return False
+    if aggregate.begins(files, above + aggregate.FILE) or has(files, above + ocdbt.MANIFEST):
+        return True
+    name = zarr.METADATA[2]
+    return any(has(files, f"{above}{below}/{name}") for below in folders(files, above))
+
+
 def read_item(files: Files, context: ts.Context) -> Item:
     """An item of arrays."""
-    refuse_aggregate(files)
-    where = f"{files.location}: {ITEM}"
-    found = metadata.item(_whole(files, ITEM), where)
+    found = _described(files)
     leaves = found.stored
     texts = [leaf.name for leaf in leaves if leaf.kind == "text"]
     values: dict[Stored, Any] = {}
@@ -149,17 +165,12 @@ def read_item(files: Files, context: ts.Context) -> Item:
     return Item(_replaced(found.tree, values), found.custom)
 
 
-def refuse_aggregate(files: Files) -> None:
-    """Refuses values in a msgpack file, as Orbax before 0.5 and T5X wrote them beside arrays.
-
-    Raises:
-        UnsupportedFormat: there is such a file.
-    """
-    if _AGGREGATE in files.here:
-        raise UnsupportedFormat(
-            f"{files.location}: the file {_AGGREGATE!r} has values in the format of older versions "
-            "of Orbax, or of T5X, which is not read; restore it with Orbax and save it again"
-        )
+def _described(files: Files) -> metadata.ItemMetadata:
+    """What an item consists of: `_METADATA`, with the values that old versions keep elsewhere."""
+    found = None
+    if has(files, ITEM):
+        found = metadata.item(_whole(files, ITEM), f"{files.location}: {ITEM}")
+    return aggregate.added(files, found) if has(files, aggregate.FILE) or not found else found
 
 
 def _replaced(content: Any, values: Mapping[Stored, Any]) -> Any:
@@ -194,6 +205,12 @@ def _locate(
                 f"{where}: there is no {quoted(key)}; was the folder copied as a whole?"
             )
         array = zarr.parse(item.version, data, where)
+        if leaf.facts not in (None, (array.dtype, array.shape)):
+            raise CheckpointCorrupt(
+                f"{where} is {dtypes.with_shape(array.dtype, array.shape)}, and "
+                f"{dtypes.with_shape(*leaf.facts)} by the file {aggregate.FILE!r}; are both of one "
+                "save?"
+            )
         layout = metadata.layout(layouts.get(leaf.name), len(array.shape), f"{where}: {_SHARDINGS}")
         return Located(
             store, leaf.name, array, item.fill, leaf.kind == "scalar", layout, keys.get(leaf.name)

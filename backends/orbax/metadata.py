@@ -39,10 +39,12 @@ class Stored:
     Arguments:
         name: of its array or text, as Orbax names them: its keys, joined by dots.
         kind: "array", "scalar" or "text".
+        facts: the dtype and the shape of an array, if they are told; its own metadata must agree.
     """
 
     name: str
     kind: str
+    facts: tuple[str, tuple[int, ...]] | None = None
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.layout import Layout
 from unickpt.backends.orbax import folders, zarr
+from unickpt.backends.orbax.aggregate import Inline
 from unickpt.backends.orbax.folders import Found
 from unickpt.backends.orbax.items import Located
 from unickpt.backends.orbax.metadata import NamedTuple
@@ -86,9 +87,16 @@ class OrbaxReader(Reader):
             for name, leaf in leaves.items()
             if isinstance(leaf, Located) and name not in scalars
         }
+        self._inline: Mapping[str, Reader] = {
+            name: values.pop(name).reader(name)
+            for name, leaf in leaves.items()
+            if isinstance(leaf, Inline)
+        }
+        entries = {name: inline.index.arrays[name] for name, inline in self._inline.items()}
+        entries.update({name: _entry(name, leaf) for name, leaf in self._arrays.items()})
         self.index = Index(
             tree.to_json(node),
-            {name: _entry(name, leaf) for name, leaf in self._arrays.items()},
+            entries,
             values=values,
             metadata=found.metadata,
             library="orbax-checkpoint",
@@ -110,12 +118,17 @@ class OrbaxReader(Reader):
             return dict(zip(scalars, threads.map(number, list(scalars)), strict=True))
 
     def check_backed(self, entry: ArrayEntry) -> None:
+        if entry.name in self._inline:
+            self._inline[entry.name].check_backed(entry)
+            return
         try:
             self._arrays[entry.name].check_ends()
         except Failed as error:
             raise reading_failed(error, f"{self.location}: array {entry.name!r}") from error
 
     def request_chunk(self, entry: ArrayEntry, part: Part, number: int) -> Any:
+        if entry.name in self._inline:
+            return None
         leaf, box = self._arrays[entry.name], part.chunk_box(number)
         nbytes = box.size * dtypes.from_name(entry.dtype).itemsize
         if max(nbytes, leaf.array.chunk_bytes) > zarr.SMALL:
@@ -134,6 +147,8 @@ class OrbaxReader(Reader):
         out: Array,
         requested: Any = None,
     ) -> bool:
+        if entry.name in self._inline:
+            return self._inline[entry.name].read_chunk(entry, part, number, row, out)
         leaf, box = self._arrays[entry.name], part.chunk_box(number)
         if requested is None:
             self._read(entry.name, leaf, box, out)
@@ -157,6 +172,8 @@ class OrbaxReader(Reader):
         return found
 
     def open_part(self, entry: ArrayEntry, part: Part) -> ts.TensorStore:
+        if entry.name in self._inline:
+            return super().open_part(entry, part)
         try:
             return self._opened(entry.name, self._arrays[entry.name])
         except Failed as error:
@@ -164,7 +181,7 @@ class OrbaxReader(Reader):
 
 
 def _is_leaf(value: Any) -> bool:
-    return isinstance(value, Located) or plain_values.is_plain(value)
+    return isinstance(value, (Located, Inline)) or plain_values.is_plain(value)
 
 
 def _expand(value: Any, name: str) -> Expansion | None:

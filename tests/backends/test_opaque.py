@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import collections
 import json
+import optparse
 import pickle
 import zipfile
 from pathlib import Path
@@ -42,7 +42,9 @@ def ours(state: Any = None, args: tuple[Any, ...] = (), **more: Any) -> Call:
     return Call(Global("mine.Ours"), args, state, **more)
 
 
-ARGS = argparse.Namespace(lr=0.1, names={"a": (1, 2)}, order=collections.OrderedDict(b=1, a={2}))
+ARGS = optparse.Values(
+    {"lr": 0.1, "names": {"a": (1, 2)}, "order": collections.OrderedDict(b=1, a={2})}
+)
 
 
 @pytest.mark.parametrize("kind", WRITERS)
@@ -52,7 +54,7 @@ def test_an_object_is_kept_as_a_pickle_of_it(kind: str, tmp_path: Path) -> None:
     for found in (unickpt.open(path).values, unickpt.load(path)):
         value = found["args"]
         assert isinstance(value, Opaque)
-        assert value.class_name == "argparse.Namespace"
+        assert value.class_name == "optparse.Values"
         again = pickle.loads(value.pickle)
         assert again == ARGS
         assert type(again.order) is collections.OrderedDict
@@ -77,7 +79,9 @@ def test_it_passes_through_all_of_ours(tmp_path: Path) -> None:
     loaded = unickpt.load(tmp_path / "three")
     assert (loaded["all"], loaded["raw"]) == ([value], b"x")
     assert list(loaded["mine"].values) == [value]
-    other = written(tmp_path / "y", {"args": facts(argparse.Namespace(lr=1)), "w": np.arange(3.0)})
+    other = written(
+        tmp_path / "y", {"args": facts(optparse.Values({"lr": 1})), "w": np.arange(3.0)}
+    )
     assert not unickpt.diff(tmp_path / "one", other).same
 
 
@@ -95,12 +99,12 @@ def test_inspect_shows_it(tmp_path: Path) -> None:
     path = written(tmp_path / "x", {"args": facts(ARGS), "w": np.arange(3.0)})
     size = len(unickpt.open(path).values["args"].pickle)
     shown = CliRunner().invoke(app, ["inspect", str(path)]).output
-    assert "opaque argparse.Namespace" in shown
+    assert "opaque optparse.Values" in shown
     assert f"{size} B" in shown
     found = json.loads(CliRunner().invoke(app, ["inspect", "--json", str(path)]).stdout)
-    assert found["values"]["args"] == {"opaque": "argparse.Namespace", "size": size}
+    assert found["values"]["args"] == {"opaque": "optparse.Values", "size": size}
     one = CliRunner().invoke(app, ["inspect", str(path), "args"]).output
-    assert f"<opaque 'argparse.Namespace', {size} bytes>" in one
+    assert f"<opaque 'optparse.Values', {size} bytes>" in one
 
 
 @pytest.mark.parametrize("kind", WRITERS)

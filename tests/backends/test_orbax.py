@@ -452,16 +452,6 @@ def test_older_checkpoints_have_fewer_files(tmp_path: Path) -> None:
         unickpt.open(path.parent)
 
 
-def test_values_in_a_msgpack_file_are_refused(tmp_path: Path) -> None:
-    for kind in ("ocdbt", "files"):
-        path = save(tmp_path / kind, {"w": a(3)}, kind)
-        (path / "checkpoint").write_bytes(b"\x81\xa1w\xafPLACEHOLDER://w")
-        for file in ("_METADATA", "_CHECKPOINT_METADATA"):
-            with pytest.raises(UnsupportedFormat, match="'checkpoint' has values"):
-                unickpt.open(path)
-            (path / file).unlink()
-
-
 def test_folders_beside_each_other_are_no_items(tmp_path: Path) -> None:
     for name in ("best", "last"):
         save(tmp_path / name, {"w": a(3)})

@@ -169,3 +169,10 @@ def test_any_damage_is_an_error_or_other_data(data: st.DataObject) -> None:
 def test_python_reads_what_the_tests_write() -> None:
     data = file_writers.torch_legacy({"step": 3})
     assert pickle.loads(data) == MAGIC
+
+
+@pytest.mark.parametrize("pad", range(12))
+def test_a_pickle_may_be_cut_anywhere_while_it_is_read(pad: int, tmp_path: Path) -> None:
+    state = {f"{'x' * pad}name{n}": np.ones(2, np.float32) for n in range(1000)}
+    (tmp_path / "x.pt").write_bytes(file_writers.torch_legacy(state))
+    assert len(unickpt.open(tmp_path / "x.pt")) == 1000

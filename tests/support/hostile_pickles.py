@@ -155,6 +155,34 @@ WAYS: dict[str, Callable[[str, str], bytes]] = {
     "extension": lambda n, a: b"\x82\x01" + _text(a) + b"\x85R",
     "remembered": lambda n, a: _line(n) + b"q\x000h\x00" + _text(a) + b"\x85R",
     "dtype of an array": lambda n, a: _line("numpy dtype") + _called(n, a) + b"\x85R",
+    "class of an array": lambda n, a: (
+        _line("numpy.core.multiarray _reconstruct") + b"(" + _line(n) + b"K\x00\x85C\x01btR"
+    ),
+    "state of an array": lambda n, a: (
+        _line("numpy._core.multiarray _reconstruct")
+        + b"("
+        + _line("numpy ndarray")
+        + b"K\x00\x85C\x01btR(K\x01K\x01\x85"
+        + _called(n, a)
+        + b"\x89C\x01xtb"
+    ),
+    "bytes of an array": lambda n, a: (
+        _line("numpy._core.numeric _frombuffer")
+        + b"("
+        + _called(n, a)
+        + _line("numpy dtype")
+        + _text("f4")
+        + b"\x85RK\x01\x85"
+        + _text("C")
+        + b"tR"
+    ),
+    "scalar": lambda n, a: (
+        _line("numpy.core.multiarray scalar") + _called(n, a) + _called(n, a) + b"\x86R"
+    ),
+    "attributes": lambda n, a: _line("argparse Namespace") + b")\x81" + _called(n, a) + b"b",
+    "items of a deque": lambda n, a: (
+        _line("collections deque") + _called(n, a) + b"\x85R" + _called(n, a) + b"a"
+    ),
     "codec of bytes": lambda n, a: _line("_codecs encode") + _text(a) + _line(n) + b"\x86R",
     "size of a tensor": lambda n, a: _line("torch Size") + _called(n, a) + b"\x85R",
     "path": lambda n, a: _line("pathlib PosixPath") + _called(n, a) + b"\x85R",

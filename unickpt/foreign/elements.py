@@ -184,13 +184,17 @@ class InMemory:
 
     Arguments:
         data: their bytes.
+        big_endian: the byte order of the elements.
     """
 
     data: bytes
+    big_endian: bool = False
 
     def read(self, files: Files, first: int, out: Array) -> None:
         begin = first * out.itemsize
         out.view(np.uint8)[...] = np.frombuffer(self.data, np.uint8, out.nbytes, begin)
+        if self.big_endian and out.itemsize > 1:
+            out.byteswap(inplace=True)
 
     def ranges(self, first: int, count: int, itemsize: int) -> Iterator[ByteRange]:
         yield from ()

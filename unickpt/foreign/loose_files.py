@@ -77,7 +77,7 @@ def _is_torch(head: bytes) -> bool:
     return is_zip or is_legacy(head) or is_tar(head)
 
 
-def _is_flax(head: bytes) -> bool:
+def is_flax(head: bytes) -> bool:
     """A map of msgpack whose first key is a text. (That of no entries is like a pickle's start.)"""
     at = {0xDE: 3, 0xDF: 5}.get(head[0], 1 if 0x81 <= head[0] <= 0x8F else 0) if head else 0
     return bool(at) and len(head) > at and (0xA0 <= head[at] <= 0xBF or 0xD9 <= head[at] <= 0xDB)
@@ -92,7 +92,7 @@ TORCH = Kind(
     ("pytorch_model.bin", *(f"{w}.bin" for w in _WEIGHTS[1:])), shared=(".bin", ".ckpt"),
 )  # fmt: skip
 FLAX = Kind(
-    "flax", (".msgpack",), _is_flax, ("flax_model.msgpack",),
+    "flax", (".msgpack",), is_flax, ("flax_model.msgpack",),
     is_named=lambda name: re.fullmatch(r"checkpoint_[0-9]+(\.[0-9]+)?", name) is not None,
 )  # fmt: skip
 HDF5 = Kind("hdf5", (".h5", ".hdf5"), lambda head: head[:8] == b"\x89HDF\r\n\x1a\n")

@@ -66,7 +66,7 @@ class Global:
             ) from error
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Opaque:
     """An object of a class that is not known, as the pickle makes it; hashed by identity.
 
@@ -164,6 +164,8 @@ def _run(machine: _Machine) -> Any:
     except BadPickle:
         raise
     except (IndexError, struct.error, ValueError, TypeError, KeyError) as error:
+        if machine.at > machine.size:
+            raise EndsEarly(f"it ends at byte {machine.size}, {machine.at} expected") from error
         raise BadPickle(f"malformed at byte {machine.at}: {error!r}") from error
     except RecursionError:
         raise BadPickle("nested too deeply") from None
@@ -193,11 +195,6 @@ def described(
     return machine.made
 
 
-class _Mark:
-    pass
-
-
-_MARK = _Mark()
 _SIZED = (tuple, list, dict, str, bytes, set, frozenset)
 
 
@@ -214,26 +211,22 @@ class _Machine:
         persistent: Callable[[Any], Any] | None,
         start: int,
     ) -> None:
-        self.at = start
+        self.at, self.size = start, len(data)
         self._data, self._constructors, self._persistent = data, constructors, persistent
         self._stack: list[Any] = []
+        self._below: list[list[Any]] = []  # a stack for each mark: what was there before it
         self._memo: dict[int, Any] = {}
         self._work = _LEAST_WORK + _WORK * len(data)
         self.made: dict[int, Opaque] | None = None
 
     def run(self) -> Any:
-        data, end = self._data, len(self._data)
+        data, operations = self._data, _TABLE
         while True:
-            if self.at >= end:
-                raise BadPickle(f"it ends at byte {end}, {end + 1} expected")
-            code = data[self.at]
             self.at += 1
-            if code == 0x2E:  # STOP
+            code = data[self.at - 1]
+            if code == _STOP:
                 return self._pop()
-            operation = _OPERATIONS.get(code)
-            if operation is None:
-                raise BadPickle(f"unknown opcode {code:#04x} at byte {self.at - 1}")
-            operation(self)
+            operations[code](self)
 
     # --- the bytes ------------------------------------------------------------------------------
 
@@ -247,14 +240,15 @@ class _Machine:
         self.at = end
         return found
 
+    # Where the bytes end too early, `at` is beyond them, which `_run` looks at.
+
     def _byte(self) -> int:
-        found = self._data[self.at]
         self.at += 1
-        return found
+        return self._data[self.at - 1]
 
     def _number(self, format: struct.Struct) -> int:
-        found: int = format.unpack_from(self._data, self.at)[0]
         self.at += format.size
+        found: int = format.unpack_from(self._data, self.at - format.size)[0]
         return found
 
     def _line(self) -> str:
@@ -273,27 +267,44 @@ class _Machine:
     def _push(self, value: Any) -> None:
         self._stack.append(value)
 
+    def _mark(self) -> None:
+        self._below.append(self._stack)
+        self._stack = []
+
     def _to_mark(self) -> list[Any]:
-        for at in range(len(self._stack) - 1, -1, -1):
-            if self._stack[at] is _MARK:
-                found = self._stack[at + 1 :]
-                del self._stack[at:]
-                return found
-        raise BadPickle("a mark is missing")
+        if not self._below:
+            raise BadPickle("a mark is missing")
+        found, self._stack = self._stack, self._below.pop()
+        return found
 
     def _top(self) -> Any:
-        if not self._stack or self._stack[-1] is _MARK:
+        if not self._stack:
             raise BadPickle("the stack is empty")
         return self._stack[-1]
 
     def _pop(self) -> Any:
-        found = self._top()
-        self._stack.pop()
-        return found
+        if not self._stack:
+            raise BadPickle("the stack is empty")
+        return self._stack.pop()
+
+    def _drop(self) -> None:
+        """Takes away a value, or a mark."""
+        if self._stack:
+            self._stack.pop()
+        else:
+            self._to_mark()
 
     def _pop_pair(self) -> tuple[Any, Any]:
         last = self._pop()
         return self._pop(), last
+
+    def _reduce(self) -> None:
+        args = self._pop()
+        self._make(self._pop(), args)
+
+    def _new_object(self) -> None:
+        args = self._pop()
+        self._make(self._pop(), args, is_new=True)
 
     def _global(self, module: Any, name: Any) -> Global:
         if not isinstance(module, str) or not isinstance(name, str):
@@ -310,14 +321,16 @@ class _Machine:
             made.is_new, made.at = is_new, self.at
             if self.made is not None:
                 self.made[self.at] = made
-        self._push(made)
+        self._stack.append(made)
 
     def _spend(self, args: Any) -> None:
         """Counts the work of a call, which takes time for arguments that took no bytes here."""
-        every = args if isinstance(args, tuple) else ()
-        self._work -= 1 + len(every)
-        if self._work >= 0:
-            self._work -= sum(len(a) for a in every if isinstance(a, _SIZED))
+        self._work -= 1
+        if args and isinstance(args, tuple):
+            self._work -= len(args)
+            for arg in args if self._work >= 0 else ():
+                if isinstance(arg, _SIZED):
+                    self._work -= len(arg)
         if self._work < 0:
             raise BadPickle("its calls take too much work for its size")
 
@@ -355,9 +368,10 @@ class _Machine:
         target = self._top()
         if len(values) % 2:
             raise BadPickle("a key has no value")
-        pairs = list(zip(values[::2], values[1::2], strict=True))
+        pairs = zip(values[::2], values[1::2], strict=True)
         if isinstance(target, dict):
-            target.update((key(k), value) for k, value in pairs)
+            for k, value in pairs:
+                target[k if type(k) is str else key(k)] = value
         elif isinstance(target, Opaque):
             target.items.extend(pairs)
         else:
@@ -430,8 +444,10 @@ def _signed(data: bytes) -> int:
 
 def _tuple(count: int) -> Callable[[_Machine], None]:
     def operation(m: _Machine) -> None:
-        found = [m._pop() for _ in range(count)]
-        m._push(tuple(reversed(found)))
+        stack = m._stack
+        if len(stack) < count:
+            raise BadPickle("the stack is empty")
+        stack[-count:] = [tuple(stack[-count:])]
 
     return operation
 
@@ -450,6 +466,33 @@ def _recall(number: Callable[[_Machine], int]) -> Callable[[_Machine], None]:
     return lambda m: m._stack.append(m._memo[number(m)])
 
 
+# Most of a pickle consists of these four: without calls of their own they take half the time.
+
+
+def _memoize(m: _Machine) -> None:
+    m._memo[len(m._memo)] = m._stack[-1]
+
+
+def _recall_by_byte(m: _Machine) -> None:
+    m.at += 1
+    m._stack.append(m._memo[m._data[m.at - 1]])
+
+
+def _recall_by_four(m: _Machine) -> None:
+    m.at += 4
+    m._stack.append(m._memo[_UINT32.unpack_from(m._data, m.at - 4)[0]])
+
+
+def _small_integer(m: _Machine) -> None:
+    m.at += 1
+    m._stack.append(m._data[m.at - 1])
+
+
+def _unknown(m: _Machine) -> None:
+    code = m._data[m.at - 1]
+    raise BadPickle(f"unknown opcode {code:#04x} at byte {m.at - 1}")
+
+
 def _value(make: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
     return lambda m: m._stack.append(make(m))
 
@@ -457,15 +500,15 @@ def _value(make: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
 _OPERATIONS: dict[int, Callable[[_Machine], Any]] = {
     ord(code): operation
     for code, operation in {
-        "(": lambda m: m._stack.append(_MARK),
-        "0": lambda m: m._stack.pop(),
+        "(": _Machine._mark,
+        "0": _Machine._drop,
         "1": lambda m: m._to_mark(),
         "2": lambda m: m._push(m._top()),
         # numbers
         "F": _value(lambda m: float(m._line())),
         "I": _value(lambda m: m._integer()),
         "J": _value(lambda m: m._number(_INT32)),
-        "K": _value(_Machine._byte),
+        "K": _small_integer,
         "L": _value(lambda m: int(m._line().rstrip("L"))),
         "M": _value(lambda m: m._number(_UINT16)),
         "G": _value(lambda m: struct.unpack(">d", m._take(8))[0]),
@@ -487,9 +530,9 @@ _OPERATIONS: dict[int, Callable[[_Machine], Any]] = {
         "\x8e": _value(lambda m: m._take(m._number(_UINT64))),
         "\x96": _value(lambda m: m._take(m._number(_UINT64))),
         # containers
-        "]": _value(lambda m: []),
-        "}": _value(lambda m: {}),
-        ")": _value(lambda m: ()),
+        "]": lambda m: m._stack.append([]),
+        "}": lambda m: m._stack.append({}),
+        ")": lambda m: m._stack.append(()),
         "\x8f": _value(lambda m: set()),
         "l": lambda m: m._push(m._to_mark()),
         "d": lambda m: m._dict(m._to_mark()),
@@ -508,22 +551,24 @@ _OPERATIONS: dict[int, Callable[[_Machine], Any]] = {
         "\x93": lambda m: m._push(m._global(*m._pop_pair())),
         "i": lambda m: m._instance(),
         "o": lambda m: m._object(),
-        "R": lambda m: m._make(*m._pop_pair()),
-        "\x81": lambda m: m._make(*m._pop_pair(), is_new=True),
+        "R": _Machine._reduce,
+        "\x81": _Machine._new_object,
         "\x92": lambda m: m._new_object_with_names(),
-        "b": lambda m: m._build(),
+        "b": _Machine._build,
         "P": lambda m: m._load_persistent(m._line()),
         "Q": lambda m: m._load_persistent(m._pop()),
         # the memo
         "g": _recall(lambda m: int(m._line())),
-        "h": _recall(_Machine._byte),
-        "j": _recall(lambda m: m._number(_UINT32)),
+        "h": _recall_by_byte,
+        "j": _recall_by_four,
         "p": _remember(lambda m: int(m._line())),
         "q": _remember(_Machine._byte),
         "r": _remember(lambda m: m._number(_UINT32)),
-        "\x94": _remember(lambda m: len(m._memo)),
+        "\x94": _memoize,
         # frames and the version say nothing that matters
         "\x80": lambda m: m._take(1),
         "\x95": lambda m: m._take(8),
     }.items()
 }
+_STOP = ord(".")
+_TABLE = [_OPERATIONS.get(code, _unknown) for code in range(256)]

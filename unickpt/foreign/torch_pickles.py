@@ -15,7 +15,7 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.errors import CheckpointCorrupt
 from unickpt.foreign import pickle_writer, pickles
-from unickpt.foreign.elements import Elements, FileRange, Lazy
+from unickpt.foreign.elements import Elements, FileRange, InMemory, Lazy
 from unickpt.foreign.file_ranges import FileBox
 from unickpt.foreign.files import Files
 from unickpt.foreign.loose_files import is_legacy
@@ -52,11 +52,15 @@ class Storage:
         key: its name in the file.
         dtype: the checkpoint's name of its dtype; None for bytes without one.
         count: its elements, or its bytes.
+        data: its bytes, if the pickle itself contains them.
+        big_endian: the byte order of these.
     """
 
     key: str
     dtype: str | None
     count: int
+    data: bytes | None = None
+    big_endian: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -117,11 +121,10 @@ def dtype_of(found: Any) -> str:
 
 
 def _sizes(found: Any) -> tuple[int, ...]:
-    if not isinstance(found, tuple) or not all(
-        type(n) is int and 0 <= n < _MOST_EXTENT for n in found
-    ):
-        raise BadPickle("sizes are not a tuple of numbers")
-    return found
+    for n in found if isinstance(found, tuple) else (None,):
+        if type(n) is not int or not 0 <= n < _MOST_EXTENT:
+            raise BadPickle("sizes are not a tuple of numbers")
+    return found  # type: ignore[no-any-return]
 
 
 def _of_storage(
@@ -271,13 +274,16 @@ class TorchFile:
         Raises:
             CheckpointCorrupt: its storage is missing, or too small.
         """
-        begin = self._source.offset(tensor.storage)
+        place = box or Box.whole(tensor.shape)
+        held = tensor.storage
+        if held.data is not None:
+            return FileBox(place, InMemory(held.data, held.big_endian), 0, tensor.strides)
+        begin = self._source.offset(held)
         itemsize = dtypes.from_name(tensor.dtype).itemsize
         last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
         if 0 not in tensor.shape and (tensor.offset + last + 1) * itemsize > tensor.nbytes:
             raise self.damaged(f"a tensor reaches beyond the storage {tensor.storage.key!r}")
         stored = FileRange(self._name, begin, self._source.big_endian)
-        place = box or Box.whole(tensor.shape)
         return FileBox(place, tensor.meant(stored), tensor.offset, tensor.strides)
 
 

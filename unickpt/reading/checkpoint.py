@@ -13,6 +13,7 @@ from unickpt.reading.listing import checkpoints_below
 from unickpt.reading.stored_array import StoredArray
 from unickpt.storage import paths
 from unickpt.storage.locations import Location
+from unickpt.threads import collection_paused
 from unickpt.trees import plain_values
 
 T = TypeVar("T")
@@ -89,7 +90,8 @@ def again(work: Callable[[], T], times: int = _READINGS) -> T:
 
 
 def _open(location: Location, hints: Hints) -> Checkpoint:
-    reader = registry.open_reader(location, hints)
+    with collection_paused():
+        reader = registry.open_reader(location, hints)
     if reader is None:
         raise CheckpointNotFound(_nothing_at(location))
     return Checkpoint(reader, hints)

@@ -1,0 +1,180 @@
+"""Values in one msgpack file beside the arrays, as Orbax before 0.5 and T5X wrote them.
+
+The file `checkpoint` holds the whole tree. What was saved on its own has a text in its place
+(Orbax), or a spec of TensorStore (T5X); both name a Zarr array below the folder. Sources:
+orbax/checkpoint/utils.py, _src/handlers/pytree_checkpoint_handler.py, and t5x/checkpoints.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from unickpt.arrays.box import Box
+from unickpt.backends import flax_msgpack
+from unickpt.backends.flax_msgpack import Elsewhere, InFile
+from unickpt.backends.orbax.metadata import ItemMetadata, NamedTuple, Stored
+from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
+from unickpt.foreign.file_ranges import FileBox, RangeReader, whole
+from unickpt.foreign.files import Files
+from unickpt.foreign.loose_files import is_flax
+from unickpt.format.index import Index
+from unickpt.quoting import quoted
+
+FILE = "checkpoint"
+_PREFIXES = ("PLACEHOLDER://", "AGGREGATED://")
+
+
+class _Reader(RangeReader):
+    format = "orbax"
+
+
+@dataclass(frozen=True, eq=False)
+class Inline:
+    """An array in the file.
+
+    Arguments:
+        files: of the item.
+        found: where it is.
+    """
+
+    files: Files
+    found: InFile
+
+    def reader(self, name: str) -> RangeReader:
+        """Reads it as an array of a name."""
+        box = FileBox(Box.whole(self.found.shape), self.found.elements)
+        entry = whole(name, self.found.shape, self.found.dtype, box)
+        return _Reader(self.files, Index({}, {name: entry}), {name: (box,)})
+
+
+def begins(files: Files, name: str) -> bool:
+    """Whether a file begins as such a file does.
+
+    Raises:
+        Failed: the storage failed.
+    """
+    return is_flax(files.head(name))
+
+
+def added(files: Files, item: ItemMetadata | None) -> ItemMetadata:
+    """What an item consists of, with the values in the file.
+
+    Arguments:
+        files: of the item; one is the file.
+        item: what `_METADATA` says; None if it is missing, as before Orbax 0.2.
+
+    Raises:
+        CheckpointCorrupt: the file is damaged, or not of the same save as `_METADATA`.
+        UnsupportedFormat: it refers to arrays in a way that is not known.
+        Failed: the storage failed.
+    """
+    tree = _tree(files, flax_msgpack.scan(files, FILE), ())
+    if item is None:
+        return ItemMetadata(tree, _stored(files, tree), None, 2, True, {})
+    flat = dict(_flat(tree, ()))
+    tree = _merged(item.tree, flat, ())
+    if flat:
+        raise CheckpointCorrupt(
+            f"{files.location}: the file {FILE!r} has {_shown(next(iter(flat)))}, which _METADATA "
+            "has not; are both of one save?"
+        )
+    return replace(item, tree=tree, stored=_stored(files, tree))
+
+
+def _shown(path: tuple[str, ...]) -> str:
+    return quoted("/".join(path))
+
+
+def _tree(files: Files, found: Any, path: tuple[str, ...]) -> Any:
+    """What the file holds, with `Stored` and `Inline` as leaves."""
+    if isinstance(found, dict):
+        return {key: _tree(files, child, (*path, str(key))) for key, child in found.items()}
+    if isinstance(found, (list, tuple)):
+        every = enumerate(found)
+        return type(found)(_tree(files, child, (*path, str(n))) for n, child in every)
+    if isinstance(found, InFile):
+        return Inline(files, found)
+    if not isinstance(found, Elsewhere):
+        return found
+    try:
+        leaf = _by_text(found.found) if isinstance(found.found, str) else _by_spec(found.found)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointCorrupt(
+            f"{files.location}: {FILE}: the spec of {_shown(path)} is damaged: {error!r}"
+        ) from error
+    if leaf is None:
+        raise UnsupportedFormat(
+            f"{files.location}: {FILE}: {_shown(path)} is elsewhere, in a way that is not read: "
+            f"{quoted(found.found)}"
+        )
+    return leaf
+
+
+def _by_text(text: str) -> Stored | None:
+    prefix = next((prefix for prefix in _PREFIXES if text.startswith(prefix)), None)
+    return None if prefix is None else Stored(text.removeprefix(prefix), "array")
+
+
+def _by_spec(spec: Mapping[Any, Any]) -> Stored | None:
+    """The array of a spec, which is relative to the folder, whatever storage it was written to."""
+    # Old versions of T5X stored bfloat16 as uint16; later ones refuse it, too.
+    if spec["driver"] != "zarr" or spec["dtype"] == "uint16":
+        return None
+    path = spec["kvstore"].get("path", spec.get("path"))
+    dtype, shape = spec["dtype"], spec["metadata"]["shape"]
+    if type(path) is not str or type(dtype) is not str or any(type(n) is not int for n in shape):
+        raise ValueError(quoted(spec))
+    return Stored(path.rstrip("/"), "array", (dtype, tuple(shape)))
+
+
+def _flat(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The leaves of a tree by their keys; there are none for empty containers."""
+    if isinstance(tree, NamedTuple):
+        tree = tree.fields
+    if isinstance(tree, (Mapping, list, tuple)):
+        pairs = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+        for key, child in pairs:
+            yield from _flat(child, (*path, str(key)))
+    else:
+        yield path, tree
+
+
+def _merged(tree: Any, values: dict[tuple[str, ...], Any], path: tuple[str, ...]) -> Any:
+    """A tree with values from the file, as Orbax merges them.
+
+    Arguments:
+        tree: of `_METADATA`, whose containers have their types.
+        values: leaves of the file by their keys; those that the tree has are taken out.
+        path: of the tree.
+    """
+    if isinstance(tree, NamedTuple):
+        return NamedTuple(tree.type_name, _merged(tree.fields, values, path))
+    if isinstance(tree, Mapping) and tree:
+        return {key: _merged(child, values, (*path, key)) for key, child in tree.items()}
+    if isinstance(tree, (list, tuple)) and tree:
+        every = enumerate(tree)
+        return type(tree)(_merged(child, values, (*path, str(n))) for n, child in every)
+    found = values.pop(path, tree)
+    return tree if isinstance(found, Stored) else found
+
+
+def _stored(files: Files, tree: Any) -> tuple[Stored, ...]:
+    """The leaves of a tree that are stored on their own.
+
+    Raises:
+        CheckpointCorrupt: two of them are in the same place.
+    """
+    places = dict[tuple[str, bool], tuple[str, ...]]()
+    found = list[Stored]()
+    for path, leaf in _flat(tree, ()):
+        if isinstance(leaf, Stored):
+            other = places.setdefault((leaf.name, leaf.kind == "text"), path)
+            if other != path:
+                raise CheckpointCorrupt(
+                    f"{files.location}: {FILE}: {_shown(other)} and {_shown(path)} are both in "
+                    f"{quoted(leaf.name)}, so that the data of one of them is lost"
+                )
+            found.append(leaf)
+    return tuple(found)

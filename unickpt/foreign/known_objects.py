@@ -1,0 +1,186 @@
+"""Objects of common classes in pickles, as plain facts: NumPy's arrays and scalars, and containers.
+
+Sources: numpy/_core/src/multiarray/methods.c (`array_reduce`), numpy/_core/numeric.py, and the
+`__reduce__` of Python's own classes. Nothing is called: an object is what its pickle says of it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import PurePosixPath, PureWindowsPath
+from typing import Any
+
+import numpy as np
+
+from unickpt.arrays import dtypes
+from unickpt.arrays.dtypes import DType
+from unickpt.foreign.pickles import BadPickle, Global, Opaque
+from unickpt.foreign.torch_pickles import Storage, Tensor
+from unickpt.quoting import quoted
+from unickpt.trees import plain_values
+
+_MOST_RANK = 64  # NumPy's own limit
+_DTYPE = re.compile(r"[biufcSU][0-9]{1,9}")
+_ORDERS = {"<": False, "|": False, ">": True}
+
+
+def decoded(found: Opaque) -> Any:
+    """An object as what it is.
+
+    Returns:
+        A container, whose items are as in the pickle; a plain value; a `Tensor` for an array; or
+        the object itself if its class is not known, or holds what has no plain form, such as an
+        array of objects.
+
+    Raises:
+        BadPickle: an array has more or fewer bytes than its shape takes.
+    """
+    decode = _KNOWN.get(found.name)
+    made = None if decode is None or found.named else decode(found)
+    return found if made is None else made
+
+
+def key_of(found: Any) -> Any:
+    """A key of a dict; a text or an integer of NumPy's as one of Python's. Raises as `decoded`."""
+    made = decoded(found) if isinstance(found, Opaque) else found
+    return made if type(made) in (str, int) else found
+
+
+# --- NumPy --------------------------------------------------------------------------------------
+
+
+def _reconstructed(found: Opaque) -> Any:
+    """An array by `_reconstruct(numpy.ndarray, ...)` and its state."""
+    kind, state = found.args[0] if found.args else None, found.state
+    if not isinstance(kind, Global) or kind.name != "numpy.ndarray":
+        return None  # a class that is derived from it
+    if not isinstance(state, tuple) or len(state) != 5:
+        return None
+    _, shape, dtype, fortran, data = state
+    return _array(found, data, dtype, shape, bool(fortran))
+
+
+def _from_buffer(found: Opaque) -> Any:
+    """An array by `_frombuffer(bytes, dtype, shape, order)`."""
+    if len(found.args) != 4 or found.args[3] not in ("C", "F"):
+        return None
+    data, dtype, shape, order = found.args
+    return _array(found, data, dtype, shape, order == "F")
+
+
+def _array(found: Opaque, data: Any, kind: Any, shape: Any, fortran: bool) -> Tensor | None:
+    dtype, big_endian = _dtype(kind)
+    name = None if dtype is None else _name_of(dtype)
+    if dtype is None or name is None or not isinstance(data, bytes):
+        return None
+    if (
+        not isinstance(shape, tuple)
+        or len(shape) > _MOST_RANK
+        or not all(type(n) is int and n >= 0 for n in shape)
+        or math.prod(shape) * dtype.itemsize != len(data)
+    ):
+        raise BadPickle(f"a NumPy array of shape {quoted(shape)} has {len(data)} bytes")
+    steps = [math.prod(shape[:d] if fortran else shape[d + 1 :]) for d in range(len(shape))]
+    memory = Storage(f"numpy at {found.at}", name, math.prod(shape), data, big_endian)
+    return Tensor(memory, name, 0, shape, tuple(steps))
+
+
+def _scalar(found: Opaque) -> Any:
+    """A scalar by `scalar(dtype, bytes)`: a plain value; an array if it is complex."""
+    if len(found.args) != 2:
+        return None
+    kind, data = found.args
+    dtype, big_endian = _dtype(kind)
+    if dtype is None or not isinstance(data, bytes):
+        return None
+    if len(data) != dtype.itemsize:
+        raise BadPickle(f"a NumPy scalar of {dtype.itemsize} bytes has {len(data)}")
+    if dtype.kind == "c":
+        return _array(found, data, kind, (), False)
+    if dtype.kind == "U":
+        try:
+            return data.decode("utf-32-be" if big_endian else "utf-32-le").rstrip("\0")
+        except UnicodeDecodeError as error:
+            raise BadPickle(f"a NumPy text is damaged: {error}") from error
+    if dtype.kind == "S":
+        return data.rstrip(b"\0")
+    value = np.frombuffer(data, dtype.newbyteorder(">") if big_endian else dtype)[0].item()
+    return value if plain_values.is_plain(value) else None  # wider floats are not
+
+
+def _dtype(found: Any) -> tuple[DType | None, bool]:
+    """A dtype in the order of this machine, and whether it is stored in the other; None for those
+    of objects, of fields and so on."""
+    unknown = None, False
+    if not isinstance(found, Opaque) or found.name != "numpy.dtype" or not found.args:
+        return unknown
+    name, state = found.args[0], found.state
+    if not isinstance(state, tuple) or len(state) < 5 or any(x is not None for x in state[2:5]):
+        return unknown
+    if state[1] not in ("<", "|", ">"):
+        return unknown
+    try:
+        if isinstance(name, Global) and name.name.startswith("ml_dtypes."):
+            return dtypes.from_name(name.name.removeprefix("ml_dtypes.")), _ORDERS[state[1]]
+        if isinstance(name, str) and _DTYPE.fullmatch(name):
+            return np.dtype(name), _ORDERS[state[1]]
+    except (TypeError, ValueError):
+        pass
+    return unknown
+
+
+def _name_of(dtype: DType) -> str | None:
+    try:
+        return dtypes.name_of(dtype)
+    except TypeError:  # such as texts
+        return None
+
+
+# --- Python -------------------------------------------------------------------------------------
+
+
+def _complex(found: Opaque) -> Tensor | None:
+    if [type(x) for x in found.args] != [float, float]:
+        return None
+    data = np.array([complex(*found.args)]).tobytes()
+    return Tensor(Storage(f"complex at {found.at}", "complex128", 1, data), "complex128", 0, (), ())
+
+
+def _record(found: Opaque) -> Any:
+    """Objects that are nothing but named values."""
+    return found.state if isinstance(found.state, dict) else None
+
+
+def _sequence(found: Opaque) -> Any:
+    items = found.args[0] if found.args else ()
+    return [*items, *found.appended] if isinstance(items, (list, tuple)) else None
+
+
+def _counter(found: Opaque) -> Any:
+    counts = found.args[0] if found.args else {}
+    return counts if isinstance(counts, dict) and not found.items else None
+
+
+def _path(kind: Callable[..., Any]) -> Callable[[Opaque], Any]:
+    def decode(found: Opaque) -> Any:
+        is_path = all(type(part) is str for part in found.args)
+        return str(kind(*found.args)) if is_path else None
+
+    return decode
+
+
+_KNOWN: Mapping[str, Callable[[Opaque], Any]] = {
+    **{f"numpy.{core}.multiarray._reconstruct": _reconstructed for core in ("core", "_core")},
+    **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
+    **{f"numpy.{core}.numeric._frombuffer": _from_buffer for core in ("core", "_core")},
+    **dict.fromkeys(("argparse.Namespace", "types.SimpleNamespace"), _record),
+    **dict.fromkeys(("collections.deque", "builtins.frozenset"), _sequence),
+    "__builtin__.frozenset": _sequence,
+    "collections.Counter": _counter,
+    **dict.fromkeys(("builtins.complex", "__builtin__.complex"), _complex),
+    **dict.fromkeys(("pathlib.PosixPath", "pathlib.PurePosixPath"), _path(PurePosixPath)),
+    **dict.fromkeys(("pathlib._local.PosixPath",), _path(PurePosixPath)),
+    **dict.fromkeys(("pathlib.WindowsPath", "pathlib.PureWindowsPath"), _path(PureWindowsPath)),
+}
