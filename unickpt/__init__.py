@@ -42,6 +42,7 @@ from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.saving.pending import PendingSave
 from unickpt.saving.saver import save, save_async
 from unickpt.tools.conversion import convert
+from unickpt.tools.copying import CopyReport, copy
 from unickpt.tools.difference import ArrayDifference, DiffReport, diff
 from unickpt.tools.verification import Damage, VerifyReport, verify
 from unickpt.trees.plain_values import Opaque
@@ -55,6 +56,7 @@ __all__ = [
     "CheckpointNotFound",
     "CheckpointReplaced",
     "Checkpointer",
+    "CopyReport",
     "CoverageError",
     "Damage",
     "DiffReport",
@@ -94,6 +96,7 @@ __all__ = [
     "VerifyReport",
     "__version__",
     "convert",
+    "copy",
     "diff",
     "load",
     "open",

@@ -146,8 +146,8 @@ def test_a_job_killed_at_any_step_loses_nothing(
 ) -> None:
     steps = [*(STEPS if doomed else COORDINATORS_STEPS)]
     if tiers == 2 and doomed == 0:
-        steps += [("steps.tier:_copy", "during"), ("commit.root.Root:replace", "before")]
-        steps += [("steps.tier:_check_copy", "after")]
+        steps += [("tools.copying:_copy_values", "during"), ("commit.root.Root:replace", "before")]
+        steps += [("tools.copying:check_copy", "after")]
     runs = []
     for number, (step, when) in enumerate(steps):
         local = tmp_path / f"local_{number}" if tiers == 2 else None

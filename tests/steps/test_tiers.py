@@ -65,7 +65,7 @@ def first_copy_waits(
 ) -> Iterator[tuple[threading.Event, threading.Event]]:
     """Has the first copy of a step wait when it has listed its files: until the second event, which
     the test sets, while the first one says that it waits."""
-    real, waits, goes_on = tier._copy, threading.Event(), threading.Event()
+    real, waits, goes_on = tier.copying._copy_values, threading.Event(), threading.Event()
 
     def copy(*arguments: Any) -> None:
         if not waits.is_set():
@@ -74,7 +74,7 @@ def first_copy_waits(
         real(*arguments)
 
     with patch.context() as inner:
-        inner.setattr(tier, "_copy", copy)
+        inner.setattr(tier.copying, "_copy_values", copy)
         try:
             yield waits, goes_on
         finally:
@@ -231,7 +231,7 @@ def test_a_copy_that_reads_differently_is_not_committed(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The storage of the root has a bad day: what it was given is not what it gives."""
-    real = tier._copy
+    real = tier.copying._copy_values
 
     def copy(*arguments: Any) -> None:
         real(*arguments)
@@ -239,7 +239,7 @@ def test_a_copy_that_reads_differently_is_not_committed(
 
     with run.open() as checkpointer:
         with monkeypatch.context() as patch:
-            patch.setattr(tier, "_copy", copy)
+            patch.setattr(tier.copying, "_copy_values", copy)
             checkpointer.save(1, numbers(1))
             with pytest.raises(StorageError, match="what was written reads differently: 'large'"):
                 checkpointer.wait()
@@ -310,13 +310,13 @@ def damage_manifest(step: Path, damage: str) -> None:
 def test_hammered_steps_are_copied_as_they_were_saved_last(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = tier._copy_attempt
+    real = tier.copying.copy_files
 
     def slow(*arguments: Any) -> None:
         threading.Event().wait(0.02)
         real(*arguments)
 
-    monkeypatch.setattr(tier, "_copy_attempt", slow)
+    monkeypatch.setattr(tier.copying, "copy_files", slow)
     last: dict[int, int] = {}
     with run.open(keep_last=3) as checkpointer:
         for number in range(60):
@@ -703,14 +703,14 @@ def test_a_job_killed_while_it_copies(
     monkeypatch.setattr(lease, "_RENEW_S", 0.1)
     monkeypatch.setattr(lease, "_EXPIRES_S", 1.0)
     root = ""
-    moments = [("steps.tier:_copy", "during")]
+    moments = [("tools.copying:_copy_values", "during")]
     if storage == "s3":
         endpoint = request.getfixturevalue("moto")
         make_bucket(endpoint, "tiers")
         use(endpoint, monkeypatch)
         root = "s3://tiers"
     else:
-        moments += [("steps.tier:_copy", "after"), ("steps.tier:_check_copy", "after")]
+        moments += [("tools.copying:_copy_values", "after"), ("tools.copying:check_copy", "after")]
         moments += [("commit.root.Root:replace", "after")]
     runs = [Run(tmp_path / str(n), root and f"{root}/{n}") for n in range(len(moments))]
     jobs = [
@@ -744,7 +744,7 @@ def slow(*arguments):
     threading.main_thread().join()
     real(*arguments)
 
-real, tier._check_copy = tier._check_copy, slow
+real, tier.copying.check_copy = tier.copying.check_copy, slow
 checkpointer = unickpt.Checkpointer(sys.argv[1], local=sys.argv[2])
 checkpointer.save(1, numbers(1))
 """

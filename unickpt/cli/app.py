@@ -57,6 +57,7 @@ def unickpt_command(
     unickpt verify s3://bucket/llama/100     whether every byte is undamaged
     unickpt diff runs/a/100 runs/b/100       how two differ
     unickpt convert runs/jax/100 runs/torch --rules my.rules   make one from another
+    unickpt copy runs/llama/100 s3://b/100   the same in another place
     unickpt import llama-hf runs/llama       make one from another system's
     unickpt export runs/llama llama-hf --to hf   write one for another system
     unickpt clean runs/llama                 remove what failed saves left
@@ -73,6 +74,7 @@ COMMANDS = (
     verify.verify,
     diff.diff,
     convert.convert,
+    convert.copy,
     export.import_,
     export.export,
     clean.clean,

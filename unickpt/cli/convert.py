@@ -1,7 +1,8 @@
-"""convert: makes a checkpoint from another one, through rules."""
+"""convert and copy: make a checkpoint from another one, through rules or as it is."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Annotated
 
@@ -24,6 +25,7 @@ from unickpt.cli.output import (
     AsJson,
     Cell,
     Where,
+    clean,
     console,
     counted,
     fail,
@@ -31,6 +33,7 @@ from unickpt.cli.output import (
     plain_cells,
     print_json,
     print_rows,
+    size_text,
     transfer,
     warn,
 )
@@ -127,3 +130,40 @@ def _cells(row: Row) -> list[Cell]:
     notes = ", ".join(row.notes)
     texts = (row.made_of, row.source, row.made, row.destination, row.rule, notes)
     return plain_cells(texts)
+
+
+def copy(
+    source: Annotated[str, typer.Argument(help="A checkpoint of unickpt's own format.")],
+    destination: Annotated[str, typer.Argument(help="The path of the copy.")],
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a checkpoint at the destination.")
+    ] = False,
+    budget: Budget = SaveOptions.budget_bytes,
+    as_json: AsJson = False,
+) -> None:
+    """Copy a checkpoint to another place, and check it there.
+
+    The copy appears when all of it was read again and matches its digests. Run the command again if
+    it was interrupted: it goes on with the files that are there. The copy needs no other checkpoint,
+    even if the source shares chunks with those beside it.
+
+    \b
+    unickpt copy runs/llama/step_100 s3://bucket/llama/step_100
+    unickpt copy s3://bucket/llama/step_100 /scratch/step_100
+
+    --json prints {url, arrays, bytes, borrowed, seconds}. Fields are only ever added.
+    """
+    with transfer(source) as progress:
+        report = unickpt.copy(
+            source, destination, overwrite=overwrite, budget_bytes=budget, progress=progress
+        )
+    if as_json:
+        print_json(dataclasses.asdict(report))
+        return
+    brought = f", {report.borrowed:,} chunks came from checkpoints beside it" * bool(
+        report.borrowed
+    )
+    print(
+        f"copied {counted(report.arrays, 'array')}, {size_text(report.bytes)}, to "
+        f"{clean(report.url)} in {report.seconds:.1f} s; every digest matches{brought}"
+    )

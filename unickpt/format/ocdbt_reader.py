@@ -152,6 +152,30 @@ class OcdbtReader(Reader):
         """Whether a chunk is in a checkpoint beside this one."""
         return self._base_of(entry, part, number) is not None
 
+    def borrowed_values(self) -> Iterator[tuple[str, bytes]]:
+        """The keys and the stored bytes of all chunks that are in checkpoints beside this one.
+
+        Raises:
+            CheckpointCorrupt: one is missing.
+            StorageError: the storage failed.
+        """
+        for entry in self.index.arrays.values() if self.index.bases else ():
+            for part in chunk_grid.parts(entry):
+                for number in range(part.count):
+                    base = self._base_of(entry, part, number)
+                    if base is not None:
+                        yield self._borrowed_value(base, chunk_store.key_of(part, number))
+
+    def _borrowed_value(self, base: int, key: str) -> tuple[str, bytes]:
+        store = self._bases[base]
+        try:
+            value = store.read_key(key)
+        except Failed as error:
+            raise store.explained(error, f"{store.location}: key {key!r}") from error
+        if value is None:
+            raise self.damaged(f"key {key!r} is missing in {store.location}")
+        return key, value
+
     def _base_of(self, entry: ArrayEntry, part: Part, number: int) -> int | None:
         """The position in the index of the base that has a chunk; None if it is here."""
         if not self.index.bases:

@@ -5,33 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
-from typing import Any
 
 from unickpt.commit.root import Root
 from unickpt.commit.version import Version
 from unickpt.errors import (
     CheckpointCorrupt,
-    CheckpointNotFound,
     SaveConflict,
-    StorageError,
     UnickptError,
 )
-from unickpt.format import ocdbt_reader
 from unickpt.steps.lease import Lease
 from unickpt.steps.step_folder import Steps
 from unickpt.storage import contexts, errors, paths
 from unickpt.storage.database import Database
 from unickpt.storage.errors import Failed
-from unickpt.storage.kvstore import Future, KvStore
-from unickpt.storage.locations import Location
-from unickpt.threads import Window
-from unickpt.tools.verification import verify_opened
+from unickpt.tools import copying
 
 _log = logging.getLogger("unickpt")
-_AT_ONCE = 4
-# Messages between the processes of a save, next to the databases of an attempt.
-_MESSAGES = (b"records/", b"notes/", b"borrowers/")
 
 
 class Tier(Steps):
@@ -110,8 +99,8 @@ class Tier(Steps):
         except Failed as error:
             raise errors.writing_failed(error, where) from error
         try:
-            _copy_attempt(origin, destination, version.attempt, budget_bytes)
-            _check_copy(origin, destination, version.manifest)
+            copying.copy_files(origin, destination, version.attempt, budget_bytes)
+            copying.check_copy(origin, destination, version.manifest)
             is_current = source.version(step) == version
             self.lease.check()
         except Exception as error:
@@ -155,61 +144,3 @@ def _is_current(source: Steps, step: int, version: Version) -> bool:
         return source.version(step) == version
     except UnickptError:
         return True
-
-
-def _copy_attempt(origin: Location, destination: Location, name: str, budget_bytes: int) -> None:
-    """Copies the databases of an attempt."""
-    context = contexts.context()
-    source, copied = (location.child(f"processes/{name}") for location in (origin, destination))
-    reader, writer = source.store(context), copied.store(context)
-    keys = sorted(key.decode() for key in reader.list().result() if not key.startswith(_MESSAGES))
-    _copy(keys, reader, writer, budget_bytes)
-    for folder in sorted({key.rpartition("/")[0] for key in keys}):
-        copied.child(folder).sync(destination)
-
-
-def _copy(keys: list[str], reader: KvStore, writer: KvStore, budget_bytes: int) -> None:
-    window = Window(budget_bytes, _AT_ONCE)
-    try:
-        for key in keys:
-            read = reader.read(key).result()
-            if read.state != "value":
-                raise CheckpointCorrupt(f"its file {key!r} is missing")
-            window.make_room(len(read.value))
-            window.add(len(read.value), partial(_wait, writer.write(key, read.value)))
-        window.drain()
-    finally:
-        _settle(window)
-
-
-def _settle(window: Window) -> None:
-    """Waits for pending writes after an error, which could otherwise overwrite later ones."""
-    while True:
-        with suppress(Failed):
-            if not window.wait_oldest():
-                return
-
-
-def _wait(written: Future[Any]) -> None:
-    written.result()
-
-
-def _check_copy(origin: Location, destination: Location, manifest: bytes) -> None:
-    """Reads a copy, whose manifest is not written yet, and checks it against its digests."""
-    damage = _damage(destination, manifest)
-    if damage:
-        at_origin = _damage(origin, manifest)
-        if at_origin:
-            raise CheckpointCorrupt(f"it is damaged: {at_origin}")
-        raise StorageError(f"{destination}: what was written reads differently: {damage}")
-
-
-def _damage(location: Location, manifest: bytes) -> str:
-    """The damage of the data at a location to which a manifest refers; empty if none."""
-    draft = Database(location, contexts.context()).with_manifest(manifest)
-    try:
-        opened = partial(ocdbt_reader.open_pinned, draft)
-        report = verify_opened(location.url, opened, behind=True)
-    except CheckpointNotFound as error:
-        return str(error)
-    return "; ".join(map(str, report.damage[:3]))
