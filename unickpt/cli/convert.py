@@ -144,8 +144,8 @@ def copy(
     """Copy a checkpoint to another place, and check it there.
 
     The copy appears when all of it was read again and matches its digests. Run the command again if
-    it was interrupted: it goes on with the files that are there. The copy needs no other checkpoint,
-    even if the source shares chunks with those beside it.
+    it was interrupted: it goes on with the files that are there. The copy needs no other
+    checkpoint, even if the source shares chunks with those beside it.
 
     \b
     unickpt copy runs/llama/step_100 s3://bucket/llama/step_100
