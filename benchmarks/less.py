@@ -9,10 +9,10 @@
 `policies`: real runs of a small state, in chunks of 64 KiB, so that it has as many as a large one
 in chunks of 8 MiB: all of it each time; `reuse=True` on a file system with links, and without.
 Bytes written over the run, and the most that the folder took with `keep_last=1`, in sizes of the
-state. Beside them, computed from the same changes of rows, Check-N-Run's policies (arXiv 2010.08679): a
-differential holds the rows that changed since the last full checkpoint (one-shot), or since the
-checkpoint before (consecutive, which needs all of them to load); intermittent takes a full
-checkpoint when that is expected to write less.
+state. Beside them, computed from the same changes of rows, Check-N-Run's policies (arXiv
+2010.08679): a differential holds the rows that changed since the last full checkpoint (one-shot),
+or since the checkpoint before (consecutive, which needs all of them to load); intermittent takes a
+full checkpoint when that is expected to write less.
 """
 
 from __future__ import annotations
