@@ -226,6 +226,16 @@ def test_two_tiers(tmp_path: Path) -> None:
     assert unickpt.load("bucket/run/step_1")["w"].all()
 
 
+def test_only_what_changed_is_written() -> None:
+    state = {"frozen": np.zeros(5000), "trained": np.zeros(2000)}
+    run("reuse=True", unickpt=unickpt, step=1, state=state)
+    with unickpt.Checkpointer("runs/lora", reuse=True) as checkpointer:
+        state = checkpointer.load()
+        state["trained"] += 1
+        report = checkpointer.save(2, state).result()
+    assert (report.written_bytes, report.reused_bytes) == (16_000, 40_000)
+
+
 def test_the_best_steps_and_the_dashboard() -> None:
     dashboard: list[float] = []
     names = run("keep_best=2", unickpt=unickpt, step=1, state={}, loss=0.5, dashboard=dashboard)
