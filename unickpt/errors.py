@@ -67,6 +67,10 @@ class LoadMismatch(UnickptError, ValueError):
     """The requested tree differs from the stored one; the message has one row per difference."""
 
 
+class MergeError(UnickptError, ValueError):
+    """The sources of a merge differ in names, shapes or kinds, or hold what cannot be merged."""
+
+
 class CoverageError(UnickptError, ValueError):
     """The processes' parts do not fit together: fragments of an array leave a gap or overlap, or
     the processes disagree about what to save or remove."""

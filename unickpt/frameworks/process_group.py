@@ -112,7 +112,8 @@ class ProcessGroup:
             `allreduce(value, MAX)`. Needed only for joint decisions: `Checkpointer`'s saving by
             time, preemption, and falling back to an older step.
         exchange: sends a part of each process's bytes to each process, as MPI's `Alltoallv`; see
-            `Group.exchange`. Needed only for `LoadOptions(exchange=True)`.
+            `Group.exchange`. Needed only for `LoadOptions(exchange=True)`, and to merge by SLERP or
+            TIES.
 
     Example:
         >>> group = ProcessGroup(0, 4, session="job-8231-restart-2")
@@ -156,8 +157,8 @@ class ProcessGroup:
     def exchange(self, data: Bytes, sent: Sequence[int], received: Sequence[int]) -> Bytes:
         if self._exchange is None:
             raise ValueError(
-                "LoadOptions(exchange=True) needs communication: give ProcessGroup(..., "
-                "exchange=) a function that does what MPI's Alltoallv does"
+                "LoadOptions(exchange=True) needs communication, and so do merges by SLERP or TIES: "
+                "give ProcessGroup(..., exchange=) a function that does what MPI's Alltoallv does"
             )
         return self._exchange(data, sent, received)
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -31,7 +29,6 @@ from unickpt.reading import checkpoint
 from unickpt.reading.options import LoadOptions
 from unickpt.rules import Rules
 from unickpt.rules.plan import Fact
-from unickpt.saving.chunk_source import StagedChunk
 from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.saving.save_job import SaveJob, call_metrics
 from unickpt.saving.write_plan import WriteItem
@@ -39,11 +36,9 @@ from unickpt.storage import paths
 from unickpt.threads import in_batches
 from unickpt.tools import verification
 from unickpt.tools.exporting import export
-from unickpt.tools.slabs import read_boxes
+from unickpt.tools.slabs import AHEAD, WRITER, Held, ReadSlab, SlabSource, read_boxes
 from unickpt.trees import tree
 
-# Shares of the budget: two slabs that are read ahead, and what the writer holds.
-_AHEAD, _WRITER = 6, 2
 OWN = "unickpt"
 """The name of unickpt's own format."""
 
@@ -121,30 +116,41 @@ def convert(
         )
         call_metrics(options, report)
         return report
-    reading = LoadOptions(budget_bytes=max(1, options.budget_bytes // _AHEAD))
+    reading = LoadOptions(budget_bytes=max(1, options.budget_bytes // AHEAD))
     metadata = stored.index.metadata
     if isinstance(view, RuledView):
         view.check(reading)
         metadata = view.provenance.merged_into(metadata)
-    writing = replace(options, budget_bytes=max(1, options.budget_bytes // _WRITER))
+    writing = replace(options, budget_bytes=max(1, options.budget_bytes // WRITER))
     job = SaveJob(destination, overwrite, writing)
-    leaves = _leaves(view, job.group)
+    leaves = leaves_of(view, job.group, "convert")
     job.describe(tree.with_values(view.node(), leaves.__getitem__), metadata)
     plan = job.plan()
-    chunks = _ViewSource(view, plan.own, reading, options.budget_bytes, progress)
+    buffers = HostBuffers(options.budget_bytes // WRITER)
+    slabs = in_batches(plan.own, None, reading.budget_bytes, attrgetter("nbytes"))
+    chunks = SlabSource(slabs, _view_reader(view, reading, buffers), buffers, progress)
     try:
         report = job.run(plan, chunks)
     finally:
         chunks.close()
     call_metrics(options, report)
     if verify and job.group.index == 0:
-        found = verification.verify(destination)
-        if not found.ok:
-            damage = "\n".join(f"  {d}" for d in found.damage[:10])
-            raise CheckpointCorrupt(
-                f"{found.url} was written, but is damaged when read back:\n{damage}"
-            )
+        check_written(destination)
     return report
+
+
+def check_written(destination: paths.Path) -> None:
+    """Reads what was written.
+
+    Raises:
+        CheckpointCorrupt: it is damaged.
+    """
+    found = verification.verify(destination)
+    if not found.ok:
+        damage = "\n".join(f"  {d}" for d in found.damage[:10])
+        raise CheckpointCorrupt(
+            f"{found.url} was written, but is damaged when read back:\n{damage}"
+        )
 
 
 def _writer(to: str, format_options: Mapping[str, Any], options: SaveOptions) -> Writer | None:
@@ -193,7 +199,17 @@ def convertible(stored: Reader, rules: Rules | None, like: Any) -> StoredView | 
     return view
 
 
-def _leaves(view: CheckpointView, group: Group) -> dict[str, Any]:
+def leaves_of(view: CheckpointView, group: Group, work: str) -> dict[str, Any]:
+    """What to save of a view, by name; its arrays are read later.
+
+    Arguments:
+        view: the source.
+        group: the processes.
+        work: what they do with it, for messages.
+
+    Raises:
+        LoadMismatch: `PerProcess` leaves are of another number of processes.
+    """
     index = view.index
     leaves: dict[str, Any] = {name: Converted(entry) for name, entry in index.arrays.items()}
     leaves |= {alias: leaves[name] for alias, name in index.aliases.items()}
@@ -203,8 +219,8 @@ def _leaves(view: CheckpointView, group: Group) -> dict[str, Any]:
         if len(entry.blobs) != group.count:
             raise LoadMismatch(
                 f"{where} was saved by "
-                f"{len(entry.blobs)} processes, and {group.count} convert it; convert with as many,"
-                f" or drop it by a rule: {name} <-> drop"
+                f"{len(entry.blobs)} processes, and {group.count} {work} it; {work} with as many, "
+                f"or drop it by a rule: {name} <-> drop"
             )
         (data,) = view.per_process(name, [group.index])
         leaves[name] = PerProcess(per_process.decode(data, where, None, adapters()))
@@ -231,80 +247,23 @@ def _not_read(box: Box, room: Callable[[], Array]) -> Array:
     raise AssertionError("chunks come from the chunk source, which reads many of them together")
 
 
-class _ViewSource:
-    """The chunks of a view, for the writer; reads them in slabs, one slab ahead.
+def _view_reader(view: CheckpointView, options: LoadOptions, buffers: HostBuffers) -> ReadSlab:
+    """Reads chunks of a view."""
 
-    Arguments:
-        view: the source.
-        items: the chunks that this process writes, in order.
-        options: of reading.
-        budget_bytes: of the whole conversion.
-        progress: see `convert`.
-    """
-
-    behind = False
-    staged_bytes = 0
-
-    def __init__(
-        self,
-        view: CheckpointView,
-        items: Sequence[WriteItem],
-        options: LoadOptions,
-        budget_bytes: int,
-        progress: Callable[[int, int], None] | None,
-    ) -> None:
-        self._view, self._options = view, options
-        self._buffers = HostBuffers(budget_bytes // _WRITER)
-        self._slabs = list(in_batches(items, None, options.budget_bytes, attrgetter("nbytes")))
-        self._slab_of = {item: at for at, slab in enumerate(self._slabs) for item in slab}
-        self._reading: dict[int, Future[dict[WriteItem, tuple[Array, Array]]]] = {}
-        self._ready: dict[WriteItem, tuple[Array, Array]] = {}
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="unickpt-convert")
-        self._progress = progress or (lambda done, total: None)
-        self._done, self._total = 0, sum(item.nbytes for item in items)
-
-    def ready(self, items: Sequence[WriteItem]) -> bool:
-        return True
-
-    def digest(self, item: WriteItem) -> int:
-        raise AssertionError("asked of assumed replicas, and a view has none")
-
-    def fetch(self, item: WriteItem) -> StagedChunk:
-        if item not in self._ready:
-            at = self._slab_of.pop(item, None)
-            if at is None or at not in self._start(at):
-                self._ready |= self._read([item])  # requested again by the coordinator
-            else:
-                self._ready |= self._reading.pop(at).result()
-                self._start(at + 1)
-        data, memory = self._ready.pop(item)
-        self._done += item.nbytes
-        self._progress(min(self._done, self._total), self._total)
-        return StagedChunk(data, data.nbytes, partial(self._buffers.give, memory))
-
-    def close(self) -> None:
-        """Stops reading; discards slabs that were not used."""
-        self._pool.shutdown(cancel_futures=True)
-
-    def _start(self, at: int) -> Mapping[int, Any]:
-        """Starts to read the next slab, if there is one."""
-        if at < len(self._slabs) and self._slabs[at]:
-            slab, self._slabs[at] = self._slabs[at], []
-            self._reading[at] = self._pool.submit(self._read, slab)
-        return self._reading
-
-    def _read(self, items: Sequence[WriteItem]) -> dict[WriteItem, tuple[Array, Array]]:
+    def read(items: Sequence[WriteItem]) -> dict[WriteItem, Held]:
         by_array: dict[str, list[WriteItem]] = {}
         for item in items:
             by_array.setdefault(item.entry.name, []).append(item)
-        arrays = self._view.index.arrays
+        arrays = view.index.arrays
         wanted = {
             name: (arrays[name], [item.box for item in of_array])
             for name, of_array in by_array.items()
         }
-        found = read_boxes(self._view, wanted, self._options, self._buffers)
+        found = read_boxes(view, wanted, options, buffers)
         return {
             item: data
             for name, of_array in by_array.items()
             for item, data in zip(of_array, found[name], strict=True)
         }
+
+    return read

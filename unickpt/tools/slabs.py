@@ -1,9 +1,13 @@
-"""Boxes of a view, read many at a time into memory that is used again."""
+"""Boxes of a view, read many at a time into memory that is used again; chunks for a writer, made
+slab by slab."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
@@ -13,9 +17,17 @@ from unickpt.loading.views import CheckpointView, jobs_of
 from unickpt.reading.chunk_reader import read_arrays
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.targets import NewTarget
+from unickpt.saving.chunk_source import StagedChunk
+from unickpt.saving.write_plan import WriteItem
+
+# Shares of the budget of a conversion or a merge: two slabs, of which one is read ahead, and what
+# the writer holds.
+AHEAD, WRITER = 6, 2
 
 Held = tuple[Array, Array]
 """The elements of a box, and the memory that they are in, for `HostBuffers.give`."""
+ReadSlab = Callable[[Sequence[WriteItem]], Mapping[WriteItem, Held]]
+"""Reads, or makes, chunks."""
 
 
 class _BoxesTarget(NewTarget):
@@ -57,3 +69,63 @@ def read_boxes(
     }
     found: dict[str, list[Held]] = read_arrays(view.checkpoint, jobs_of(view, wanted), options)
     return found
+
+
+class SlabSource:
+    """The chunks of a new checkpoint, for the writer; makes them in slabs, one slab ahead.
+
+    Arguments:
+        slabs: the chunks that this process writes, in order, split into slabs.
+        read: makes the chunks of a slab.
+        buffers: which `read` takes memory from.
+        progress: see `convert`.
+    """
+
+    behind = False
+    staged_bytes = 0
+
+    def __init__(
+        self,
+        slabs: Iterable[list[WriteItem]],
+        read: ReadSlab,
+        buffers: HostBuffers,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self._read, self._buffers = read, buffers
+        self._slabs = list(slabs)
+        self._slab_of = {item: at for at, slab in enumerate(self._slabs) for item in slab}
+        self._reading: dict[int, Future[Mapping[WriteItem, Held]]] = {}
+        self._ready: dict[WriteItem, Held] = {}
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="unickpt-slabs")
+        self._progress = progress or (lambda done, total: None)
+        self._done, self._total = 0, sum(item.nbytes for item in self._slab_of)
+
+    def ready(self, items: Sequence[WriteItem]) -> bool:
+        return True
+
+    def digest(self, item: WriteItem) -> int:
+        raise AssertionError("asked of assumed replicas, and there are none")
+
+    def fetch(self, item: WriteItem) -> StagedChunk:
+        if item not in self._ready:
+            at = self._slab_of.pop(item, None)
+            if at is None or at not in self._start(at):
+                self._ready.update(self._read([item]))  # requested again by the coordinator
+            else:
+                self._ready.update(self._reading.pop(at).result())
+                self._start(at + 1)
+        data, memory = self._ready.pop(item)
+        self._done += item.nbytes
+        self._progress(min(self._done, self._total), self._total)
+        return StagedChunk(data, data.nbytes, partial(self._buffers.give, memory))
+
+    def close(self) -> None:
+        """Stops reading; discards slabs that were not used."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _start(self, at: int) -> Mapping[int, Any]:
+        """Starts to read the next slab, if there is one."""
+        if at < len(self._slabs) and self._slabs[at]:
+            slab, self._slabs[at] = self._slabs[at], []
+            self._reading[at] = self._pool.submit(self._read, slab)
+        return self._reading

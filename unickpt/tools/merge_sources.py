@@ -1,0 +1,389 @@
+"""The sources of a merge: opened, compared with each other, and planned; nothing is written."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from unickpt.arrays import dtypes
+from unickpt.arrays.box import Box, cut
+from unickpt.arrays.dtypes import Array
+from unickpt.arrays.host_memory import HostBuffers
+from unickpt.errors import CheckpointNotFound, MergeError
+from unickpt.format.index import RESERVED, ArrayEntry
+from unickpt.loading.provenance import Provenance
+from unickpt.loading.ruled_view import RuledView, same_digests
+from unickpt.loading.views import CheckpointView, leaf_text, stored_leaf
+from unickpt.reading import checkpoint
+from unickpt.reading.chunk_reader import read_made
+from unickpt.reading.listing import checkpoints_below
+from unickpt.reading.options import LoadOptions
+from unickpt.rules import Rules
+from unickpt.storage import paths
+from unickpt.tools.conversion import convertible
+from unickpt.tools.merge_methods import Method, SourceFacts, weights_of
+from unickpt.tools.slabs import read_boxes
+
+Sources = Sequence[checkpoint.Source] | paths.Path
+ManyRules = Rules | Sequence[Rules | None] | None
+_STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")  # what Checkpointer calls its steps
+_MOST_ROWS = 50
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source of a merge, or its base.
+
+    Arguments:
+        view: what it has, through rules if there are any.
+        facts: what weights depend on.
+    """
+
+    view: CheckpointView
+    facts: SourceFacts
+
+    @property
+    def url(self) -> str:
+        return self.facts.url
+
+    @property
+    def provenance(self) -> Provenance:
+        if isinstance(self.view, RuledView):
+            return self.view.provenance
+        return Provenance.of(self.view.checkpoint.index.metadata, self.url)
+
+    def entry(self, name: str) -> ArrayEntry:
+        """An array under any of its names."""
+        return self.view.index.entry(name)
+
+
+@dataclass(frozen=True)
+class MergePlan:
+    """What a merge makes of what.
+
+    Arguments:
+        method: how.
+        sources: in their order; the last one gives names, dtypes, and all that is not merged.
+        base: if the method has one.
+        weights: of the sources.
+        from_last: arrays that are taken from the last source: integers, counts, keys.
+        values_differ: names of plain and per-process values that differ, or that some sources lack;
+            those of the last source are taken.
+        dtypes_differ: arrays that have another dtype in some source.
+    """
+
+    method: Method
+    sources: tuple[Source, ...]
+    base: Source | None
+    weights: tuple[float, ...]
+    from_last: tuple[str, ...] = ()
+    values_differ: tuple[str, ...] = ()
+    dtypes_differ: tuple[str, ...] = ()
+
+    @property
+    def inputs(self) -> tuple[Source, ...]:
+        """The sources, and then the base if there is one."""
+        return self.sources if self.base is None else (*self.sources, self.base)
+
+    @property
+    def last(self) -> Source:
+        return self.sources[-1]
+
+    @property
+    def merged(self) -> tuple[str, ...]:
+        """The arrays that are merged."""
+        taken = set(self.from_last)
+        return tuple(name for name in self.last.view.index.arrays if name not in taken)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What metadata tells of the merge."""
+        sources = [
+            {**_told(source), "weight": weight}
+            for source, weight in zip(self.sources, self.weights, strict=True)
+        ]
+        record = {"method": self.method.name, "parameters": self.method.parameters}
+        return {
+            **record,
+            "sources": sources,
+            **({} if self.base is None else {"base": _told(self.base)}),
+        }
+
+
+def _told(source: Source) -> dict[str, Any]:
+    index, step = source.view.checkpoint.index, source.facts.step
+    told = {"url": source.url, "step": step, "created": index.created, "attempt": index.attempt}
+    return {name: value for name, value in told.items() if value not in (None, "")}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for; see `merge`."""
+
+    sources: Sources
+    method: Method
+    weights: Sequence[float] | None = None
+    base: checkpoint.Source | None = None
+    last: int | None = None
+    rules: ManyRules = None
+    integers: str = "equal"
+    budget_bytes: int = field(default=1 << 30)
+
+    def __post_init__(self) -> None:
+        if self.integers not in ("equal", "last"):
+            raise ValueError(f"integers={self.integers!r} must be 'equal' or 'last'")
+        if self.method.needs_base and self.base is None:
+            raise ValueError(f"how={self.method.name!r} needs base=, where the sources started")
+        if self.base is not None and not self.method.needs_base:
+            raise ValueError(f"how={self.method.name!r} has no base")
+
+
+def plan_merge(asked: Request) -> MergePlan:
+    """Opens and compares the sources; reads their indices, and arrays that are not merged.
+
+    Raises: as `merge`, before anything is written.
+    """
+    given = _sources(asked)
+    least = 1 if asked.method.needs_base else 2
+    if len(given) < least or (asked.method.name == "slerp" and len(given) != 2):
+        needs = "two sources" if asked.method.name == "slerp" else f"at least {least} sources"
+        raise ValueError(f"how={asked.method.name!r} takes {needs}, not {len(given)}")
+    has_base = asked.base is not None
+    rules = _rules(asked.rules, len(given), has_base)
+    sources = tuple(_source(one, r) for one, r in zip(given, rules, strict=False))
+    base = None if asked.base is None else _source(asked.base, rules[-1])
+    facts = [source.facts for source in sources]
+    plan = MergePlan(asked.method, sources, base, weights_of(asked.method, facts, asked.weights))
+    _check(plan)
+    options = LoadOptions(budget_bytes=asked.budget_bytes)
+    for source in plan.inputs:
+        if isinstance(source.view, RuledView):
+            source.view.check(options)
+    return MergePlan(
+        plan.method,
+        sources,
+        base,
+        plan.weights,
+        _from_last(plan, asked.integers, options),
+        tuple(_values_that_differ(sources)),
+        tuple(_dtypes_that_differ(plan)),
+    )
+
+
+# --- opening --------------------------------------------------------------------------------------
+
+
+def _sources(asked: Request) -> list[checkpoint.Source]:
+    one = isinstance(asked.sources, str | os.PathLike | checkpoint.Checkpoint)
+    if asked.last is None:
+        if one:
+            raise ValueError(
+                "merge takes a sequence of checkpoints; give a run's folder with last=, the number "
+                "of its steps to merge"
+            )
+        return list(asked.sources)  # type: ignore[arg-type]
+    if isinstance(asked.last, bool) or not isinstance(asked.last, int) or asked.last < 1:
+        raise ValueError(f"last={asked.last!r} must be a number of steps, at least 1")
+    if not isinstance(asked.sources, str | os.PathLike):
+        raise ValueError("last= takes the folder of one run as the source")
+    steps = [one for one in checkpoints_below(asked.sources) if _STEP.fullmatch(one.name)]
+    if len(steps) < asked.last:
+        raise CheckpointNotFound(
+            f"{paths.resolve(asked.sources)}: {len(steps)} steps are committed there, and "
+            f"last={asked.last} asks for more"
+        )
+    return [step.path for step in steps[-asked.last :]]
+
+
+def _rules(given: ManyRules, count: int, has_base: bool) -> list[Rules | None]:
+    """The rules of each source, and then those of the base."""
+    if given is None or isinstance(given, Rules):
+        return [given] * (count + 1)
+    found = list(given)
+    if len(found) != count + has_base:
+        base = " and one for the base" if has_base else ""
+        raise ValueError(
+            f"rules= has {len(found)} items; give Rules for all, or a list with Rules or None for "
+            f"each of the {count} sources{base}"
+        )
+    return found if has_base else [*found, None]
+
+
+def _source(given: checkpoint.Source, rules: Rules | None) -> Source:
+    stored = checkpoint.opened(given).reader
+    own = stored.index.metadata.get(RESERVED)
+    step, metrics = None, {}
+    if isinstance(own, Mapping):
+        step = own["step"] if type(own.get("step")) is int else None
+        metrics = own["metrics"] if isinstance(own.get("metrics"), Mapping) else {}
+    numbers = {str(name): _number(value) for name, value in metrics.items()}
+    known = {name: value for name, value in numbers.items() if value is not None}
+    return Source(convertible(stored, rules, None), SourceFacts(stored.location.url, step, known))
+
+
+def _number(stored: Any) -> float | None:
+    """A metric as it is stored: a number, or the text of one that JSON lacks."""
+    if type(stored) in (int, float) or stored in ("nan", "inf", "-inf"):
+        return float(stored)
+    return None
+
+
+# --- comparing ------------------------------------------------------------------------------------
+
+
+def _check(plan: MergePlan) -> None:
+    """Refuses sources that do not fit together.
+
+    Raises:
+        MergeError: lists every difference.
+    """
+    rows = [row for other in plan.inputs if other is not plan.last for row in _rows(plan, other)]
+    if plan.method.has_signs:
+        rows += [
+            f"  {name!r} is {entry.dtype}: how={plan.method.name!r} compares signs, which complex "
+            "numbers lack"
+            for name, entry in plan.last.view.index.arrays.items()
+            if _kind(entry) == "complex"
+        ]
+    if rows:
+        more = [f"  and {len(rows) - _MOST_ROWS} more"] if len(rows) > _MOST_ROWS else []
+        raise MergeError(
+            "\n".join(
+                [
+                    f"the sources do not fit together (compared with the last, {plan.last.url}):",
+                    *rows[:_MOST_ROWS],
+                    *more,
+                    "rules= map names and axes, and drop what should not be merged",
+                ]
+            )
+        )
+
+
+def _rows(plan: MergePlan, other: Source) -> Iterator[str]:
+    """How a source differs from the last one."""
+    ours, theirs = plan.last.view.index, other.view.index
+    mine, found = ours.entries, theirs.entries
+    for name in dict.fromkeys([*mine, *found]):
+        if name not in found:
+            instead = stored_leaf(theirs, name)
+            has = "is missing" if instead is None else f"is {leaf_text(instead)}"
+            yield f"  {name!r}: {mine[name].dtype_and_shape}; {has} in {other.url}"
+        elif name not in mine:
+            yield f"  {name!r}: only in {other.url}"
+        elif mine[name].shape != found[name].shape or _kind(mine[name]) != _kind(found[name]):
+            yield (
+                f"  {name!r}: {mine[name].dtype_and_shape}; {found[name].dtype_and_shape} in "
+                f"{other.url}"
+            )
+    for alias, target in ours.aliases.items():
+        if {alias, target} <= found.keys() and found[alias].name != found[target].name:
+            yield f"  {alias!r}: tied to {target!r}; another array in {other.url}"
+    conventions, known = plan.last.provenance.conventions, other.provenance.conventions
+    for name in conventions.keys() & known.keys():
+        if conventions[name] != known[name]:
+            yield f"  convention {name!r}: {conventions[name]!r}; {known[name]!r} in {other.url}"
+    arithmetic, done = plan.last.provenance.arithmetic, other.provenance.arithmetic
+    for name in arithmetic.keys() & done.keys():
+        if arithmetic[name] != done[name]:
+            yield f"  {name!r}: converted with other arithmetic in {other.url}"
+
+
+def _kind(entry: ArrayEntry) -> str:
+    return "key" if entry.prng is not None else dtypes.kind(dtypes.from_name(entry.dtype))
+
+
+def _dtypes_that_differ(plan: MergePlan) -> Iterator[str]:
+    for name, entry in plan.last.view.index.arrays.items():
+        if any(other.entry(name).dtype != entry.dtype for other in plan.inputs):
+            yield name
+
+
+def _values_that_differ(sources: Sequence[Source]) -> Iterator[str]:
+    """The names of plain and per-process values that are not the same in all sources."""
+    held = [
+        {
+            **{name: (type(v), repr(v)) for name, v in source.view.index.values.items()},
+            **{name: entry.blobs for name, entry in source.view.index.per_process.items()},
+        }
+        for source in sources
+    ]
+    for name in dict.fromkeys(name for one in reversed(held) for name in one):
+        if any(one.get(name) != held[-1].get(name) for one in held):
+            yield name
+
+
+# --- what is not merged ---------------------------------------------------------------------------
+
+
+def _from_last(plan: MergePlan, integers: str, options: LoadOptions) -> tuple[str, ...]:
+    """The arrays that are taken from the last source.
+
+    Raises:
+        MergeError: names those that differ, if they must be equal.
+    """
+    arrays = plan.last.view.index.arrays
+    whole = [name for name, entry in arrays.items() if _kind(entry) not in ("float", "complex")]
+    counts = _counts(plan, options)
+    if integers == "equal":
+        differ = [name for name in whole if not _all_equal(plan, name, options)]
+        differ += [name for name, values in counts.items() if len(set(values)) > 1]
+        if differ:
+            names = ", ".join(map(repr, differ[:_MOST_ROWS]))
+            raise MergeError(
+                f"integers, bools, keys and counts cannot be merged, and these differ: {names}"
+                f"{', ...' if len(differ) > _MOST_ROWS else ''}; take those of the last source "
+                "with integers='last', or drop them by rules"
+            )
+    taken = {*whole, *counts}
+    return tuple(name for name in arrays if name in taken)
+
+
+def _counts(plan: MergePlan, options: LoadOptions) -> dict[str, list[float]]:
+    """Floating-point scalars that are whole numbers in all inputs, such as torch's Adam counts
+    with, and their values."""
+    arrays = plan.last.view.index.arrays
+    names = [n for n, e in arrays.items() if e.shape == () and _kind(e) == "float"]
+    buffers = HostBuffers(0)
+    values: dict[str, list[float]] = {name: [] for name in names}
+    for source in plan.inputs:
+        entries = {name: source.entry(name) for name in names}
+        wanted = {entry.name: (entry, [Box((), ())]) for entry in entries.values()}
+        found = read_boxes(source.view, wanted, options, buffers)
+        for name, entry in entries.items():
+            values[name].append(float(found[entry.name][0][0].astype(np.float64)))
+    return {n: found for n, found in values.items() if all(map(float.is_integer, found))}
+
+
+def _all_equal(plan: MergePlan, name: str, options: LoadOptions) -> bool:
+    mine = plan.last.entry(name)
+    for other in plan.sources[:-1]:
+        entry = other.entry(name)
+        if entry.dtype != mine.dtype or entry.prng != mine.prng:
+            return False
+        if _same_digests(plan.last, other, name):
+            continue
+        most = max(1, options.budget_bytes // 4 // mine.itemsize)
+        for box in cut(Box.whole(mine.shape), most):
+            read = partial(_bits, box=box, options=options)
+            if read(plan.last.view, mine) != read(other.view, entry):
+                return False
+    return True
+
+
+def _same_digests(one: Source, other: Source, name: str) -> bool:
+    mine = one.view.unchanged_entry(one.entry(name).name)
+    found = other.view.unchanged_entry(other.entry(name).name)
+    if mine is None or found is None:
+        return False
+    return same_digests(one.view.checkpoint, mine, other.view.checkpoint, found)
+
+
+def _bits(view: CheckpointView, entry: ArrayEntry, box: Box, options: LoadOptions) -> bytes:
+    found: Array = read_made(view.checkpoint, entry, view.recipe(entry.name), box, options)
+    return found.tobytes()
