@@ -16,6 +16,7 @@ from unickpt.errors import (
     InvalidPath,
     LaterStepsExist,
     LoadMismatch,
+    MergeError,
     ProcessFailed,
     ReplicasDiffer,
     RuleError,
@@ -41,9 +42,11 @@ from unickpt.runs.checkpointer import Checkpointer
 from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.saving.pending import PendingSave
 from unickpt.saving.saver import save, save_async
+from unickpt.tools import merge_methods
 from unickpt.tools.conversion import convert
 from unickpt.tools.copying import CopyReport, copy
 from unickpt.tools.difference import ArrayDifference, DiffReport, diff
+from unickpt.tools.merging import MergeReport, merge
 from unickpt.tools.verification import Damage, VerifyReport, verify
 from unickpt.trees.plain_values import Opaque
 
@@ -70,6 +73,8 @@ __all__ = [
     "LoadOptions",
     "LoadReport",
     "LocalFragments",
+    "MergeError",
+    "MergeReport",
     "Mesh",
     "Opaque",
     "PendingSave",
@@ -99,6 +104,8 @@ __all__ = [
     "copy",
     "diff",
     "load",
+    "merge",
+    "merge_methods",
     "open",
     "save",
     "save_async",

@@ -64,12 +64,20 @@ def _check_settings(ours: Index, theirs: Index, process: int) -> None:
     for what in ("processes", "codecs", "metadata"):
         mine, other = getattr(ours, what), getattr(theirs, what)
         if what == "metadata":
-            mine, other = ({k: v for k, v in m.items() if k != RESERVED} for m in (mine, other))
+            mine, other = map(_shared, (mine, other))
         if mine != other:
             raise CoverageError(
                 f"the processes save with different {what}: process 0 with {str(mine)[:80]}, "
                 f"process {process} with {str(other)[:80]}"
             )
+
+
+def _shared(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What all processes must have alike: not what process 0 alone decides for its step, but what
+    was merged of what."""
+    own = metadata.get(RESERVED)
+    merge = own.get("merge") if isinstance(own, dict) else None
+    return {**{k: v for k, v in metadata.items() if k != RESERVED}, "unickpt merge": merge}
 
 
 def _facts(distinct: Sequence[tuple[int, Index]]) -> dict[str, dict[str, Any]]:

@@ -157,8 +157,9 @@ class ProcessGroup:
     def exchange(self, data: Bytes, sent: Sequence[int], received: Sequence[int]) -> Bytes:
         if self._exchange is None:
             raise ValueError(
-                "LoadOptions(exchange=True) needs communication, and so do merges by SLERP or TIES: "
-                "give ProcessGroup(..., exchange=) a function that does what MPI's Alltoallv does"
+                "LoadOptions(exchange=True) needs communication, and so do merges by SLERP or "
+                "TIES: give ProcessGroup(..., exchange=) a function that does what MPI's "
+                "Alltoallv does"
             )
         return self._exchange(data, sent, received)
 

@@ -501,7 +501,7 @@ def is_kept(method: Dare, name: str, source: int, positions: Array) -> Array:
         source: its number.
         positions: row-major numbers of elements in the array, as uint64.
     """
-    start = np.uint64(xxhash.xxh3_64_intdigest(f"{method.seed}/{source}/{name}"))
+    start = np.uint64(xxhash.xxh3_64_intdigest(f"{method.seed}/{source}/{name}".encode()))
     with np.errstate(over="ignore"):
         z = start + (positions + np.uint64(1)) * _GAMMA
         z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,7 @@ _STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")  # what Checkpointer calls its 
 _MOST_ROWS = 50
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Source:
     """A source of a merge, or its base.
 
@@ -133,7 +133,7 @@ class Request:
     last: int | None = None
     rules: ManyRules = None
     integers: str = "equal"
-    budget_bytes: int = field(default=1 << 30)
+    budget_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
         if self.integers not in ("equal", "last"):
@@ -165,14 +165,11 @@ def plan_merge(asked: Request) -> MergePlan:
     for source in plan.inputs:
         if isinstance(source.view, RuledView):
             source.view.check(options)
-    return MergePlan(
-        plan.method,
-        sources,
-        base,
-        plan.weights,
-        _from_last(plan, asked.integers, options),
-        tuple(_values_that_differ(sources)),
-        tuple(_dtypes_that_differ(plan)),
+    return replace(
+        plan,
+        from_last=_from_last(plan, asked.integers, options),
+        values_differ=tuple(_values_that_differ(sources)),
+        dtypes_differ=tuple(_dtypes_that_differ(plan)),
     )
 
 
@@ -218,11 +215,11 @@ def _rules(given: ManyRules, count: int, has_base: bool) -> list[Rules | None]:
 def _source(given: checkpoint.Source, rules: Rules | None) -> Source:
     stored = checkpoint.opened(given).reader
     own = stored.index.metadata.get(RESERVED)
-    step, metrics = None, {}
-    if isinstance(own, Mapping):
-        step = own["step"] if type(own.get("step")) is int else None
-        metrics = own["metrics"] if isinstance(own.get("metrics"), Mapping) else {}
-    numbers = {str(name): _number(value) for name, value in metrics.items()}
+    recorded = own if isinstance(own, Mapping) else {}
+    step, metrics = recorded.get("step"), recorded.get("metrics")
+    if type(step) is not int:
+        step = None
+    numbers = {n: _number(v) for n, v in metrics.items()} if isinstance(metrics, Mapping) else {}
     known = {name: value for name, value in numbers.items() if value is not None}
     return Source(convertible(stored, rules, None), SourceFacts(stored.location.url, step, known))
 
@@ -345,13 +342,13 @@ def _from_last(plan: MergePlan, integers: str, options: LoadOptions) -> tuple[st
 
 
 def _counts(plan: MergePlan, options: LoadOptions) -> dict[str, list[float]]:
-    """Floating-point scalars that are whole numbers in all inputs, such as torch's Adam counts
-    with, and their values."""
+    """Floating-point scalars that are whole numbers in all sources, as torch's Adam counts its
+    steps, with their values."""
     arrays = plan.last.view.index.arrays
     names = [n for n, e in arrays.items() if e.shape == () and _kind(e) == "float"]
     buffers = HostBuffers(0)
     values: dict[str, list[float]] = {name: [] for name in names}
-    for source in plan.inputs:
+    for source in plan.sources:
         entries = {name: source.entry(name) for name in names}
         wanted = {entry.name: (entry, [Box((), ())]) for entry in entries.values()}
         found = read_boxes(source.view, wanted, options, buffers)

@@ -1,0 +1,447 @@
+"""merge(): makes one checkpoint of many, within a memory budget, split over processes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from unickpt.arrays import dtypes
+from unickpt.arrays.box import Box, cut, flat_range_to_boxes
+from unickpt.arrays.dtypes import Array
+from unickpt.arrays.host_memory import HostBuffers
+from unickpt.errors import CheckpointExists, MergeError, ProcessFailed
+from unickpt.format.index import RESERVED, ArrayEntry
+from unickpt.frameworks.process_group import Group
+from unickpt.loading.ruled_view import RuledView
+from unickpt.reading import checkpoint
+from unickpt.reading.options import LoadOptions
+from unickpt.saving.options import SaveOptions, SaveReport
+from unickpt.saving.save_job import SaveJob, call_metrics
+from unickpt.saving.write_plan import WriteItem
+from unickpt.storage import paths
+from unickpt.threads import in_batches
+from unickpt.tools.conversion import check_written, leaves_of
+from unickpt.tools.merge_methods import (
+    BLOCK,
+    Dare,
+    Differences,
+    Elected,
+    Formula,
+    Method,
+    RandomDifferences,
+    Slerp,
+    Sum,
+    TaskArithmetic,
+    Ties,
+    merge_box,
+    method_of,
+)
+from unickpt.tools.merge_sources import ManyRules, MergePlan, Request, Source, Sources, plan_merge
+from unickpt.tools.merge_statistics import (
+    NotFinite,
+    Pieces,
+    slerp_statistics,
+    ties_statistics,
+)
+from unickpt.tools.slabs import AHEAD, WRITER, Held, SlabSource, read_boxes
+from unickpt.trees import tree
+
+RECORD = "merge"
+"""The key of what was merged of what, in the metadata's `unickpt`."""
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """What a merge did.
+
+    Arguments:
+        saved: how the result was written.
+        method: the name of the method.
+        sources: their URLs, in their order.
+        weights: of the sources, as they were used; they are never made to sum to 1.
+        from_last: arrays that were taken from the last source: integers, counts, keys.
+        values_differ: names of plain and per-process values that differ, or that some sources lack;
+            those of the last source were taken.
+        dtypes_differ: arrays with another dtype in some source; the last one's was taken.
+        nonfinite: with `allow_nonfinite=True`, the sources and arrays in which this process found
+            NaN or infinite elements.
+    """
+
+    saved: SaveReport
+    method: str
+    sources: tuple[str, ...]
+    weights: tuple[float, ...]
+    from_last: tuple[str, ...] = ()
+    values_differ: tuple[str, ...] = ()
+    dtypes_differ: tuple[str, ...] = ()
+    nonfinite: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def url(self) -> str:
+        """Where the result is."""
+        return self.saved.url
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What should be known of the result, as sentences."""
+        total = math.fsum(self.weights)
+        counted = {
+            "taken from the last source": self.from_last,
+            "plain values that differ, taken from the last source": self.values_differ,
+            "arrays whose dtypes differ, stored as in the last source": self.dtypes_differ,
+            "arrays with NaN or infinite elements": [f"{a} ({url})" for url, a in self.nonfinite],
+        }
+        sums = self.method == "weighted" and not math.isclose(total, 1, rel_tol=1e-6)
+        return (
+            *([f"the weights sum to {total:g}, not to 1"] if sums else []),
+            *(f"{len(names)} {what}: {_shown(names)}" for what, names in counted.items() if names),
+        )
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+
+
+def merge(
+    sources: Sources,
+    destination: paths.Path,
+    *,
+    how: str | Method = "mean",
+    weights: Sequence[float] | None = None,
+    base: checkpoint.Source | None = None,
+    last: int | None = None,
+    rules: ManyRules = None,
+    integers: str = "equal",
+    allow_nonfinite: bool = False,
+    overwrite: bool = False,
+    verify: bool = True,
+    options: SaveOptions | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> MergeReport:
+    """Makes one checkpoint of several, without holding all of any in memory; see docs/merge.md.
+
+    Names, structure, dtypes, plain values and all that is not merged come from the last source. In
+    a job of several processes (`torch.distributed`, `jax.distributed`), all of them call this with
+    the same arguments, and each merges its own part.
+
+    Arguments:
+        sources: paths or URLs of checkpoints of any format, or what `unickpt.open` returned; with
+            `last`, the folder of a run.
+        destination: the path or URL of the new checkpoint, in unickpt's own format.
+        how: a method of `unickpt.merge_methods`, or its name if its parameters have defaults:
+            "mean", "weighted", "metric", "step", "ema", "slerp", "task_arithmetic", "ties",
+            "dare".
+        weights: a number for each source, for "weighted", "task_arithmetic" and "dare". They are
+            used as they are.
+        base: the checkpoint from which the sources were trained, for "task_arithmetic", "ties" and
+            "dare".
+        last: how many of the newest steps of a run to merge, from the oldest to the newest.
+        rules: map the names and axes of the sources and the base to those of the destination:
+            `Rules` for all of them, or a list with `Rules` or None for each.
+        integers: what to do with integers, bools, PRNG keys and counts (scalars that are whole
+            numbers in all sources), which are not merged: "equal" takes them if they are the same
+            in all sources, and refuses the merge otherwise; "last" takes those of the last source.
+        allow_nonfinite: whether sources may have NaN and infinite elements. Methods that look at
+            whole arrays or drop elements never allow them.
+        overwrite: as for `save`.
+        verify: whether to read the destination back and check it against its digests.
+        options: as for `save`; `budget_bytes` bounds the memory of the whole merge.
+        progress: called with this process's bytes merged so far and in total.
+
+    Raises:
+        MergeError: the sources differ in names, shapes or kinds; they lack a step or a metric, or
+            have elements that cannot be merged.
+        CheckpointExists: the destination is in use, or is one of the sources.
+        CheckpointNotFound, CheckpointCorrupt: of a source.
+        RuleError, LoadMismatch: as `convert`.
+        ValueError, TypeError: the arguments do not fit the method.
+        All that `save` raises.
+
+    Example:
+        >>> import numpy as np, unickpt
+        >>> for step in (1, 2):
+        ...     _ = unickpt.save(f"memory://run/m/{step}", {"w": np.full(2, step, np.float32)})
+        >>> report = unickpt.merge(["memory://run/m/1", "memory://run/m/2"], "memory://run/mean")
+        >>> unickpt.load(report.url)["w"]
+        array([1.5, 1.5], dtype=float32)
+    """
+    options = SaveOptions.or_default(options)
+    method = method_of(how)
+    if allow_nonfinite and not method.is_linear:
+        raise ValueError(f"how={method.name!r} cannot merge NaN and infinite elements")
+    budget = max(1, options.budget_bytes // AHEAD)
+    plan = plan_merge(Request(sources, method, weights, base, last, rules, integers, budget))
+    to = paths.resolve(destination).url
+    if any(source.view.checkpoint.location.url == to for source in plan.inputs):
+        raise CheckpointExists(f"{to} is one of the sources; choose another path")
+    merger = Merger(plan, budget, options.budget_bytes // WRITER, allow_nonfinite)
+    saved = _write(merger, destination, overwrite, options, progress)
+    if verify and saved.process == 0:
+        check_written(destination)
+    return MergeReport(
+        saved,
+        method.name,
+        tuple(source.url for source in plan.sources),
+        plan.weights,
+        plan.from_last,
+        plan.values_differ,
+        plan.dtypes_differ,
+        tuple(sorted(merger.nonfinite)),
+    )
+
+
+def _write(
+    merger: Merger,
+    destination: paths.Path,
+    overwrite: bool,
+    options: SaveOptions,
+    progress: Callable[[int, int], None] | None,
+) -> SaveReport:
+    view = merger.plan.last.view
+    writing = replace(options, budget_bytes=max(1, options.budget_bytes // WRITER))
+    job = SaveJob(destination, overwrite, writing)
+    leaves = leaves_of(view, job.group, "merge")
+    job.describe(tree.with_values(view.node(), leaves.__getitem__), _metadata(merger.plan))
+    with job.failing():
+        merger.look(job.group)
+    planned = job.plan()
+    slabs = in_batches(planned.own, None, merger.budget_bytes, merger.cost)
+    chunks = SlabSource(slabs, merger.read, merger.buffers, progress)
+    try:
+        report = job.run(planned, chunks)
+    finally:
+        chunks.close()
+    call_metrics(options, report)
+    return report
+
+
+def _metadata(plan: MergePlan) -> dict[str, Any]:
+    """The last source's metadata, with what was merged instead of its step and metrics."""
+    view = plan.last.view
+    metadata = view.checkpoint.index.metadata
+    if isinstance(view, RuledView):
+        metadata = view.provenance.merged_into(metadata)
+    own = metadata.get(RESERVED)
+    kept = {k: v for k, v in own.items() if k == "conversion"} if isinstance(own, dict) else {}
+    return {**metadata, RESERVED: {**kept, RECORD: plan.record}}
+
+
+class Merger:
+    """Makes the elements of a merge.
+
+    Arguments:
+        plan: what to make of what.
+        budget_bytes: of memory for the chunks that are made at once, and what they are made of.
+        held_bytes: of memory for chunks that are being written.
+        allow_nonfinite: see `merge`.
+    """
+
+    def __init__(
+        self, plan: MergePlan, budget_bytes: int, held_bytes: int, allow_nonfinite: bool
+    ) -> None:
+        self.plan, self.budget_bytes = plan, budget_bytes
+        self.buffers = HostBuffers(held_bytes)
+        self.nonfinite: set[tuple[str, str]] = set()
+        """The sources and arrays with NaN or infinite elements, where they are allowed."""
+        self._inputs = HostBuffers(budget_bytes)
+        self._reading = LoadOptions(budget_bytes=budget_bytes)
+        self._allowed = allow_nonfinite
+        self._from_last = frozenset(plan.from_last)
+        self._found: dict[str, list[float]] = {}
+
+    # --- what has to be known of whole arrays --------------------------------------------------
+
+    def look(self, group: Group) -> None:
+        """Computes what the method needs to know of whole arrays: each process of some, for all.
+
+        Raises:
+            MergeError: an array cannot be merged.
+            ProcessFailed: another process failed.
+            SaveTimeout: the other processes did not take part in time.
+        """
+        if not isinstance(self.plan.method, Slerp | Ties):
+            return
+        arrays = self.plan.last.view.index.arrays
+        names = sorted(self.plan.merged, key=lambda name: (-arrays[name].nbytes, name))
+        mine: dict[str, list[float]] = {}
+        error: Exception | None = None
+        try:
+            mine = {
+                name: self._statistics(arrays[name]) for name in names[group.index :: group.count]
+            }
+        except Exception as raised:
+            error = raised
+        everyone = _told_to_all(group, json.dumps(None if error else mine).encode())
+        if error is not None:
+            raise error
+        for process, told in enumerate(everyone):
+            found = json.loads(told)
+            if found is None:
+                raise ProcessFailed(f"process {process} could not look at its share of the arrays")
+            self._found |= found
+
+    def _statistics(self, entry: ArrayEntry) -> list[float]:
+        method, size = self.plan.method, math.prod(entry.shape)
+        if not size:
+            return []
+        pieces = self._pieces(entry, size)
+        try:
+            if isinstance(method, Ties):
+                return ties_statistics(method, pieces, size, self._is_wide(entry.name))
+            assert isinstance(method, Slerp), "other methods look at no whole arrays"
+            found = slerp_statistics(method, pieces)
+        except NotFinite as error:
+            raise self._refused(self.plan.inputs[error.args[0]], entry.name) from None
+        if not all(map(math.isfinite, found)):
+            raise MergeError(f"array {entry.name!r}: its elements are too large for SLERP")
+        return found
+
+    def _is_wide(self, name: str) -> bool:
+        return any(source.entry(name).dtype == "float64" for source in self.plan.inputs)
+
+    def _pieces(self, entry: ArrayEntry, size: int) -> Pieces:
+        """Reads an array from beginning to end in all inputs; only once if it fits into memory."""
+        each = 2 * sum(source.entry(entry.name).itemsize for source in self.plan.inputs)
+        count = max(BLOCK, self.budget_bytes // each // BLOCK * BLOCK)
+        held: list[Sequence[Array]] = []
+
+        def pieces() -> Iterator[Sequence[Array]]:
+            if held:
+                yield from held
+                return
+            for first in range(0, size, count):
+                boxes = flat_range_to_boxes(entry.shape, first, min(first + count, size))
+                piece = [self._flat(source, entry.name, boxes) for source in self.plan.inputs]
+                if count >= size:
+                    held.append(piece)
+                yield piece
+
+        return pieces
+
+    def _flat(self, source: Source, name: str, boxes: Sequence[Box]) -> Array:
+        entry = source.entry(name)
+        found = read_boxes(source.view, {entry.name: (entry, boxes)}, self._reading, self._inputs)
+        flat = np.concatenate([data.reshape(-1) for data, _ in found[entry.name]])
+        self._give_back(found[entry.name])
+        return flat
+
+    def _formula(self, name: str) -> Formula:
+        method, weights = self.plan.method, self.plan.weights
+        match method:
+            case Slerp():
+                return Sum(tuple(self._found[name]))
+            case Ties():
+                return Elected(tuple(self._found[name]), method.scale, self._is_wide(name))
+            case Dare():
+                return RandomDifferences(weights, method, name)
+            case TaskArithmetic():
+                return Differences(weights)
+        return Sum(weights)
+
+    # --- chunks --------------------------------------------------------------------------------
+
+    def cost(self, item: WriteItem) -> int:
+        """Bytes of memory that it takes to make a chunk."""
+        return item.nbytes + item.box.size * self._input_bytes(item.entry.name)
+
+    def _input_bytes(self, name: str) -> int:
+        """Bytes of an element in all inputs."""
+        return sum(source.entry(name).itemsize for source in self._inputs_of(name))
+
+    def _inputs_of(self, name: str) -> tuple[Source, ...]:
+        return (self.plan.last,) if name in self._from_last else self.plan.inputs
+
+    def read(self, items: Sequence[WriteItem]) -> dict[WriteItem, Held]:
+        """Makes chunks."""
+        made = {}
+        for item in items:
+            memory = self.buffers.take(item.nbytes)
+            data = memory[: item.nbytes].view(item.dtype).reshape(item.box.shape)
+            made[item] = (data, memory)
+        pieces: list[tuple[WriteItem, Box]] = []
+        for item in items:  # one that is larger than the budget is made piece by piece
+            most = max(1, self.budget_bytes // max(1, self._input_bytes(item.entry.name)))
+            pieces += [(item, box) for box in cut(item.box, most)]
+
+        def nbytes(piece: tuple[WriteItem, Box]) -> int:
+            return piece[1].size * self._input_bytes(piece[0].entry.name)
+
+        for batch in in_batches(pieces, None, self.budget_bytes, nbytes):
+            self._make(batch, {item: data for item, (data, _) in made.items()})
+        return made
+
+    def _make(self, batch: Sequence[tuple[WriteItem, Box]], out: Mapping[WriteItem, Array]) -> None:
+        """Makes boxes of chunks."""
+        inputs: list[list[Held]] = [[] for _ in batch]
+        for source in self.plan.inputs:
+            self._read_from(source, batch, inputs)
+        for (item, box), held in zip(batch, inputs, strict=True):
+            name, within = item.entry.name, box.relative_to(item.box.start).slices
+            to = out[item][within]
+            if name in self._from_last:
+                np.copyto(to, held[0][0], casting="no")
+            else:
+                self._merge(item, box, [data for data, _ in held], to)
+            self._give_back(held)
+
+    def _read_from(
+        self,
+        source: Source,
+        batch: Sequence[tuple[WriteItem, Box]],
+        inputs: Sequence[list[Held]],
+    ) -> None:
+        """Reads boxes from a source, and adds them to those of the inputs before it."""
+        wanted: dict[str, tuple[ArrayEntry, list[Box]]] = {}
+        at: dict[str, list[int]] = {}
+        for number, (item, box) in enumerate(batch):
+            if source in self._inputs_of(item.entry.name):
+                entry = source.entry(item.entry.name)
+                wanted.setdefault(entry.name, (entry, []))[1].append(box)
+                at.setdefault(entry.name, []).append(number)
+        found = read_boxes(source.view, wanted, self._reading, self._inputs)
+        for name, numbers in at.items():
+            for number, held in zip(numbers, found[name], strict=True):
+                inputs[number].append(held)
+
+    def _merge(self, item: WriteItem, box: Box, inputs: Sequence[Array], to: Array) -> None:
+        name, shape = item.entry.name, item.entry.shape
+        made = to if to.flags.c_contiguous else np.empty(to.shape, to.dtype)
+        outcome = merge_box(self._formula(name), inputs, shape, box, made)
+        if made is not to:
+            np.copyto(to, made)
+        for number in sorted(outcome.nonfinite):
+            source = self.plan.inputs[number]
+            if not self._allowed:
+                raise self._refused(source, name)
+            self.nonfinite.add((source.url, name))
+        if outcome.overflows:
+            raise MergeError(
+                f"array {name!r} {box}: its merge has elements that {dtypes.name_of(to.dtype)}, "
+                f"its dtype in {self.plan.last.url}, cannot hold"
+            )
+
+    def _refused(self, source: Source, name: str) -> MergeError:
+        advice = "; allow_nonfinite=True merges them" if self.plan.method.is_linear else ""
+        return MergeError(f"array {name!r} has NaN or infinite elements in {source.url}{advice}")
+
+    def _give_back(self, held: Sequence[Held]) -> None:
+        for _, memory in held:
+            self._inputs.give(memory)
+
+
+def _told_to_all(group: Group, told: bytes) -> list[bytes]:
+    """What each process of a job tells all others."""
+    if group.count == 1:
+        return [told]
+    size = np.array([len(told)], np.int64).view(np.uint8)
+    each = [len(size)] * group.count
+    sizes = group.exchange(np.tile(size, group.count), each, each).view(np.int64).tolist()
+    data = np.tile(np.frombuffer(told, np.uint8), group.count)
+    found = group.exchange(data, [len(told)] * group.count, sizes).tobytes()
+    ends = np.cumsum(sizes).tolist()
+    return [found[end - size : end] for end, size in zip(ends, sizes, strict=True)]
