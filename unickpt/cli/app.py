@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 import unickpt
-from unickpt.cli import clean, convert, diff, export, inspect, ls, presets, verify
+from unickpt.cli import clean, convert, diff, export, inspect, ls, merge, presets, verify
 from unickpt.cli.output import fail, warn
 from unickpt.errors import RuleWarning, UnickptError
 
@@ -60,6 +60,7 @@ def unickpt_command(
     unickpt copy runs/llama/100 s3://b/100   the same in another place
     unickpt import llama-hf runs/llama       make one from another system's
     unickpt export runs/llama llama-hf --to hf   write one for another system
+    unickpt merge runs/llama average --last 5   make one of several: averages, TIES and others
     unickpt clean runs/llama                 remove what failed saves left
     unickpt presets                          the rules that come with unickpt
 
@@ -77,6 +78,7 @@ COMMANDS = (
     convert.copy,
     export.import_,
     export.export,
+    merge.merge,
     clean.clean,
     presets.presets,
 )

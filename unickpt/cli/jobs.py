@@ -37,11 +37,16 @@ def print_written(done: str, report: SaveReport, verified: bool, as_json: bool) 
         as_json: for programs.
     """
     if as_json:
-        names = ("url", "arrays", "bytes", "chunks", "processes", "seconds")
-        print_json({name: getattr(report, name) for name in names})
+        print_json(written_json(report))
         return
     checked = ", and checked" if verified else ""
     console().print(
         f"{done} {counted(report.arrays, 'array')}, {size_text(report.bytes)} in "
         f"{report.seconds:.2f} s ({report.gb_per_s:.2f} GB/s){checked}: {clean(report.url)}"
     )
+
+
+def written_json(report: SaveReport) -> dict[str, Any]:
+    """What was written, for programs."""
+    names = ("url", "arrays", "bytes", "chunks", "processes", "seconds")
+    return {name: getattr(report, name) for name in names}

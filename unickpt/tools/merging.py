@@ -276,14 +276,15 @@ class Merger:
             }
         except Exception as raised:
             error = raised
-        everyone = _told_to_all(group, json.dumps(None if error else mine).encode())
+        told = {"found": mine, "error": "" if error is None else f"{type(error).__name__}: {error}"}
+        everyone = _told_to_all(group, json.dumps(told).encode())
         if error is not None:
             raise error
-        for process, told in enumerate(everyone):
-            found = json.loads(told)
-            if found is None:
-                raise ProcessFailed(f"process {process} could not look at its share of the arrays")
-            self._found |= found
+        for process, data in enumerate(everyone):
+            share = json.loads(data)
+            if share["error"]:
+                raise ProcessFailed(f"process {process} failed: {share['error']}")
+            self._found |= share["found"]
 
     def _statistics(self, entry: ArrayEntry) -> list[float]:
         method, size = self.plan.method, math.prod(entry.shape)

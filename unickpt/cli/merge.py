@@ -1,0 +1,175 @@
+"""merge: makes one checkpoint of several."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+import unickpt
+from unickpt import MergeReport, merge_methods
+from unickpt.cli.jobs import job, print_written, written_json
+from unickpt.cli.options import (
+    Budget,
+    Inverse,
+    Overwrite,
+    RulesName,
+    Sizes,
+    Verify,
+    read_rules,
+)
+from unickpt.cli.output import AsJson, clean, console, counted, fail, print_json, transfer, warn
+from unickpt.saving.options import SaveOptions
+from unickpt.tools.merge_sources import MergePlan, Request, plan_merge
+
+
+def merge(
+    paths: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SOURCE... DESTINATION",
+            help="What to merge, the oldest first, and the path of the new checkpoint.",
+        ),
+    ],
+    how: Annotated[
+        str, typer.Option("--how", help=", ".join(kind.name for kind in merge_methods.METHODS))
+    ] = "mean",
+    parameters: Annotated[
+        list[str] | None,
+        typer.Option("--with", help="A parameter of the method, as in --with density=0.3."),
+    ] = None,
+    weights: Annotated[
+        list[float] | None, typer.Option("--weight", help="Of a source; once for each, in order.")
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option("--base", help="The checkpoint from which the sources started.")
+    ] = None,
+    last: Annotated[
+        int | None,
+        typer.Option("--last", help="Merge this many of the newest steps of a run.", min=1),
+    ] = None,
+    rules: RulesName = None,
+    inverse: Inverse = False,
+    size: Sizes = None,
+    integers: Annotated[
+        str, typer.Option("--integers", help="equal: must be; last: the last source's are taken.")
+    ] = "equal",
+    allow_nonfinite: Annotated[
+        bool, typer.Option("--allow-nonfinite", help="Merge NaN and infinite elements too.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Compare the sources, print the plan, and stop.")
+    ] = False,
+    overwrite: Overwrite = False,
+    verify: Verify = True,
+    budget: Budget = SaveOptions.budget_bytes,
+    compression: Annotated[
+        str | None, typer.Option("--compression", help="zstd, gzip or blosc.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make one checkpoint of several: an average, an interpolation, or merged tasks.
+
+    All that is not merged comes from the last source. Under torchrun, the processes share the work.
+    docs/merge.md describes the methods and their parameters.
+
+    \b
+    unickpt merge runs/a/step_100 runs/b/step_100 runs/soup
+    unickpt merge runs/a runs/average --last 5 --how ema --with decay=0.8
+    unickpt merge runs/a runs/best --last 10 --how metric --with metric=loss --with penalty=4
+    unickpt merge math code merged --base llama --how ties --with density=0.2
+    unickpt merge math code merged --base llama --how task_arithmetic --weight 0.6 --weight 0.4
+
+    --json prints {url, arrays, bytes, chunks, processes, seconds, method, sources: [{url, weight}],
+    notes: [text]}, or for --dry-run {method, sources, merged: [name], from_last: [name],
+    values_differ: [name], dtypes_differ: [name]}. Fields are only ever added.
+    """
+    if len(paths) < 2:
+        fail("give the sources and then the destination")
+    *sources, destination = paths
+    if last is not None and len(sources) != 1:
+        fail("--last takes one source, the folder of a run")
+    given: Any = sources[0] if last is not None else sources
+    wanted = read_rules(rules, inverse, size)
+    try:
+        method = merge_methods.method_of(how, _parameters(parameters or []))
+        options = SaveOptions(budget_bytes=budget, compression=compression)
+        if dry_run:
+            asked = Request(given, method, weights, base, last, wanted, integers, budget)
+            _print_plan(plan_merge(asked), as_json)
+            return
+        with job() as first, transfer(Path(destination).name, shown=first) as progress:
+            report = unickpt.merge(
+                given,
+                destination,
+                how=method,
+                weights=weights,
+                base=base,
+                last=last,
+                rules=wanted,
+                integers=integers,
+                allow_nonfinite=allow_nonfinite,
+                overwrite=overwrite,
+                verify=verify,
+                options=options,
+                progress=progress,
+            )
+    except ValueError as error:
+        if isinstance(error, unickpt.UnickptError):
+            raise
+        fail(str(error))
+    if first:
+        _print_report(report, verify, as_json)
+
+
+def _parameters(given: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for one in given:
+        name, separator, text = one.partition("=")
+        if not name or not separator:
+            fail(f"--with {one}: expected a parameter and its value, such as density=0.3")
+        try:
+            found[name] = json.loads(text)
+        except ValueError:
+            found[name] = text
+    return found
+
+
+def _print_report(report: MergeReport, verified: bool, as_json: bool) -> None:
+    if as_json:
+        pairs = zip(report.sources, report.weights, strict=True)
+        print_json(
+            {
+                **written_json(report.saved),
+                "method": report.method,
+                "sources": [{"url": url, "weight": weight} for url, weight in pairs],
+                "notes": list(report.notes),
+            }
+        )
+        return
+    for note in report.notes:
+        warn(note)
+    print_written(f"merged {len(report.sources)} checkpoints:", report.saved, verified, False)
+
+
+def _print_plan(plan: MergePlan, as_json: bool) -> None:
+    if as_json:
+        names = ("merged", "from_last", "values_differ", "dtypes_differ")
+        print_json({**plan.record, **{name: list(getattr(plan, name)) for name in names}})
+        return
+    out = console()
+    for source, weight in zip(plan.sources, plan.weights, strict=True):
+        step = "" if source.facts.step is None else f"  step {source.facts.step}"
+        out.print(f"{weight:10.4g}  {clean(source.url)}{step}")
+    if plan.base is not None:
+        out.print(f"      base  {clean(plan.base.url)}")
+    parts = [
+        f"{counted(len(plan.merged), 'array')} merged by {plan.method}",
+        f"{len(plan.from_last)} taken from the last source",
+        f"{len(plan.values_differ)} values that differ",
+        f"{len(plan.dtypes_differ)} of other dtypes",
+    ]
+    out.print(Text(clean(", ".join(parts)), "bold"))
