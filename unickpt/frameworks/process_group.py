@@ -112,8 +112,8 @@ class ProcessGroup:
             `allreduce(value, MAX)`. Needed only for joint decisions: `Checkpointer`'s saving by
             time, preemption, and falling back to an older step.
         exchange: sends a part of each process's bytes to each process, as MPI's `Alltoallv`; see
-            `Group.exchange`. Needed only for `LoadOptions(exchange=True)`, and to merge by SLERP or
-            TIES.
+            `Group.exchange`. Needed only for `LoadOptions(exchange=True)`, and to merge by SLERP,
+            TIES or a search.
 
     Example:
         >>> group = ProcessGroup(0, 4, session="job-8231-restart-2")
@@ -157,9 +157,9 @@ class ProcessGroup:
     def exchange(self, data: Bytes, sent: Sequence[int], received: Sequence[int]) -> Bytes:
         if self._exchange is None:
             raise ValueError(
-                "LoadOptions(exchange=True) needs communication, and so do merges by SLERP or "
-                "TIES: give ProcessGroup(..., exchange=) a function that does what MPI's "
-                "Alltoallv does"
+                "LoadOptions(exchange=True) needs communication, and so do merges by SLERP, "
+                "TIES or a search: give ProcessGroup(..., exchange=) a function that does what "
+                "MPI's Alltoallv does"
             )
         return self._exchange(data, sent, received)
 
@@ -176,3 +176,19 @@ def new_session() -> str:
 def alone() -> ProcessGroup:
     """A job of one process."""
     return ProcessGroup(0, 1, new_session())
+
+
+def tell_all(group: Group, told: bytes) -> list[bytes]:
+    """What each process of a job tells all others; called by all of them at the same point.
+
+    Raises: as `Group.exchange`.
+    """
+    if group.count == 1:
+        return [told]
+    size = np.array([len(told)], np.int64).view(np.uint8)
+    each = [len(size)] * group.count
+    sizes = group.exchange(np.tile(size, group.count), each, each).view(np.int64).tolist()
+    data = np.tile(np.frombuffer(told, np.uint8), group.count)
+    found = group.exchange(data, [len(told)] * group.count, sizes).tobytes()
+    ends = itertools.accumulate(sizes)
+    return [found[end - size : end] for end, size in zip(ends, sizes, strict=True)]

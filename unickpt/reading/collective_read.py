@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +31,7 @@ from unickpt.format import chunk_grid
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
-from unickpt.frameworks.process_group import Group, within
+from unickpt.frameworks.process_group import Group, tell_all, within
 from unickpt.frameworks.protocol import Adapter
 from unickpt.frameworks.registry import current_group
 from unickpt.reading.chunk_reader import ChunkReader, read_arrays
@@ -419,19 +419,20 @@ def _wants_of(jobs: Sequence[Job]) -> Wants:
 
 def _gather(group: Group, data: bytes) -> list[bytes]:
     """The `data` of each process of a group."""
-    count = group.count
-    length = np.frombuffer(len(data).to_bytes(8, "little"), np.uint8)
-    lengths = _exchange(group, np.tile(length, count), [8] * count, [8] * count)
-    sizes = [int.from_bytes(lengths[8 * p : 8 * p + 8].tobytes(), "little") for p in range(count)]
-    mine = np.tile(np.frombuffer(data, np.uint8), count)
-    found = _exchange(group, mine, [len(data)] * count, sizes)
-    starts = [0, *accumulate(sizes)]
-    return [found[a:b].tobytes() for a, b in pairwise(starts)]
+    with _reaching():
+        return tell_all(group, data)
 
 
 def _exchange(group: Group, data: Array, sent: Sequence[int], received: Sequence[int]) -> Array:
-    try:
+    with _reaching():
         return group.exchange(data, sent, received)
+
+
+@contextmanager
+def _reaching() -> Iterator[None]:
+    """Raises what kept the processes from communicating as `_Unreachable`."""
+    try:
+        yield
     except SaveTimeout as error:
         raise _Unreachable(str(error)) from error
     except RuntimeError as error:

@@ -211,6 +211,48 @@ class Dare(Method):
             raise ValueError(f"seed={self.seed!r} must be an integer")
 
 
+@dataclass(frozen=True)
+class Search(Method):
+    """The weighted sum whose weights a search finds, as the recycling paper (arXiv 2412.04144)
+    does: each trial is merged and scored. Starts at the mean; the best trial is the result.
+
+    The optimiser is COBYQA of scipy, which needs no gradients: `pip install 'unickpt[search]'`.
+
+    Arguments:
+        score: called with each trial, an opened checkpoint; returns a number. In a job of several
+            processes all of them call it, and the score of the first counts.
+        better: whether higher scores are better, or lower ones.
+        trials: how many at most.
+        low, high: bounds of each weight.
+        scratch: a path or URL below which trials are written, and removed at the end; by default
+            beside the destination.
+    """
+
+    name = "search"
+    is_linear = True
+    score: Callable[[Any], float]
+    better: Literal["lower", "higher"] = "higher"
+    trials: int = 50
+    low: float = 0.0
+    high: float = 1.0
+    scratch: str | None = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.score):
+            raise TypeError("score must be a function of a checkpoint")
+        if self.better not in ("lower", "higher"):
+            raise ValueError(f"better={self.better!r} must be 'lower' or 'higher'")
+        if isinstance(self.trials, bool) or not isinstance(self.trials, int) or self.trials < 1:
+            raise ValueError(f"trials={self.trials!r} must be an integer, at least 1")
+        _check_range("low", self.low, -math.inf, math.inf)
+        _check_range("high", self.high, self.low, math.inf)
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        names = ("better", "trials", "low", "high")
+        return {name: getattr(self, name) for name in names}
+
+
 METHODS: tuple[type[Method], ...] = (
     Mean,
     Weighted,
@@ -278,7 +320,7 @@ def weights_of(
     match method:
         case Weighted():
             raise ValueError("how='weighted' needs weights=, a number for each source")
-        case Mean():
+        case Mean() | Search():
             return (1 / count,) * count
         case Ema(decay=decay):
             later = [(1 - decay) * decay**age for age in range(count - 2, -1, -1)]

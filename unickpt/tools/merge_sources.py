@@ -76,6 +76,7 @@ class MergePlan:
         values_differ: names of plain and per-process values that differ, or that some sources lack;
             those of the last source are taken.
         dtypes_differ: arrays that have another dtype in some source.
+        score: that a search found for these weights.
     """
 
     method: Method
@@ -85,6 +86,7 @@ class MergePlan:
     from_last: tuple[str, ...] = ()
     values_differ: tuple[str, ...] = ()
     dtypes_differ: tuple[str, ...] = ()
+    score: float | None = None
 
     @property
     def inputs(self) -> tuple[Source, ...]:
@@ -113,6 +115,7 @@ class MergePlan:
             **record,
             "sources": sources,
             **({} if self.base is None else {"base": _told(self.base)}),
+            **({} if self.score is None else {"score": self.score}),
         }
 
 

@@ -14,16 +14,17 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, cut, flat_range_to_boxes
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.host_memory import HostBuffers
-from unickpt.errors import CheckpointExists, MergeError, ProcessFailed
+from unickpt.errors import CheckpointExists, CheckpointNotFound, MergeError, ProcessFailed
 from unickpt.format.index import RESERVED, ArrayEntry
-from unickpt.frameworks.process_group import Group
+from unickpt.frameworks.process_group import Group, new_session, tell_all, within
+from unickpt.frameworks.registry import adapters, current_group
 from unickpt.loading.ruled_view import RuledView
 from unickpt.reading import checkpoint
 from unickpt.reading.options import LoadOptions
 from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.saving.save_job import SaveJob, call_metrics
 from unickpt.saving.write_plan import WriteItem
-from unickpt.storage import paths
+from unickpt.storage import contexts, paths
 from unickpt.threads import in_batches
 from unickpt.tools.conversion import check_written, leaves_of
 from unickpt.tools.merge_methods import (
@@ -34,6 +35,7 @@ from unickpt.tools.merge_methods import (
     Formula,
     Method,
     RandomDifferences,
+    Search,
     Slerp,
     Sum,
     TaskArithmetic,
@@ -41,6 +43,7 @@ from unickpt.tools.merge_methods import (
     merge_box,
     method_of,
 )
+from unickpt.tools.merge_search import search
 from unickpt.tools.merge_sources import ManyRules, MergePlan, Request, Source, Sources, plan_merge
 from unickpt.tools.merge_statistics import (
     NotFinite,
@@ -70,6 +73,7 @@ class MergeReport:
         dtypes_differ: arrays with another dtype in some source; the last one's was taken.
         nonfinite: with `allow_nonfinite=True`, the sources and arrays in which this process found
             NaN or infinite elements.
+        score: of the weights that a search found.
     """
 
     saved: SaveReport
@@ -80,6 +84,7 @@ class MergeReport:
     values_differ: tuple[str, ...] = ()
     dtypes_differ: tuple[str, ...] = ()
     nonfinite: tuple[tuple[str, str], ...] = ()
+    score: float | None = None
 
     @property
     def url(self) -> str:
@@ -96,7 +101,7 @@ class MergeReport:
             "arrays whose dtypes differ, stored as in the last source": self.dtypes_differ,
             "arrays with NaN or infinite elements": [f"{a} ({url})" for url, a in self.nonfinite],
         }
-        sums = self.method == "weighted" and not math.isclose(total, 1, rel_tol=1e-6)
+        sums = self.method in ("weighted", "search") and not math.isclose(total, 1, rel_tol=1e-6)
         return (
             *([f"the weights sum to {total:g}, not to 1"] if sums else []),
             *(f"{len(names)} {what}: {_shown(names)}" for what, names in counted.items() if names),
@@ -175,49 +180,100 @@ def merge(
     if allow_nonfinite and not method.is_linear:
         raise ValueError(f"how={method.name!r} cannot merge NaN and infinite elements")
     budget = max(1, options.budget_bytes // AHEAD)
-    plan = plan_merge(Request(sources, method, weights, base, last, rules, integers, budget))
+    asked = Request(sources, method, weights, base, last, rules, integers, budget)
+    plan = plan_merge(asked)
     to = paths.resolve(destination).url
     if any(source.view.checkpoint.location.url == to for source in plan.inputs):
         raise CheckpointExists(f"{to} is one of the sources; choose another path")
-    merger = Merger(plan, budget, options.budget_bytes // WRITER, allow_nonfinite)
-    saved = _write(merger, destination, overwrite, options, progress)
-    if verify and saved.process == 0:
+    job = _Job(options, allow_nonfinite)
+    if isinstance(method, Search):
+        plan = _searched(plan, method, job, to, overwrite)
+    report = job.run(plan, destination, overwrite, progress)
+    if verify and report.saved.process == 0:
         check_written(destination)
-    return MergeReport(
-        saved,
-        method.name,
-        tuple(source.url for source in plan.sources),
-        plan.weights,
-        plan.from_last,
-        plan.values_differ,
-        plan.dtypes_differ,
-        tuple(sorted(merger.nonfinite)),
-    )
-
-
-def _write(
-    merger: Merger,
-    destination: paths.Path,
-    overwrite: bool,
-    options: SaveOptions,
-    progress: Callable[[int, int], None] | None,
-) -> SaveReport:
-    view = merger.plan.last.view
-    writing = replace(options, budget_bytes=max(1, options.budget_bytes // WRITER))
-    job = SaveJob(destination, overwrite, writing)
-    leaves = leaves_of(view, job.group, "merge")
-    job.describe(tree.with_values(view.node(), leaves.__getitem__), _metadata(merger.plan))
-    with job.failing():
-        merger.look(job.group)
-    planned = job.plan()
-    slabs = in_batches(planned.own, None, merger.budget_bytes, merger.cost)
-    chunks = SlabSource(slabs, merger.read, merger.buffers, progress)
-    try:
-        report = job.run(planned, chunks)
-    finally:
-        chunks.close()
-    call_metrics(options, report)
     return report
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Carries out plans.
+
+    Arguments:
+        options, allow_nonfinite: see `merge`.
+    """
+
+    options: SaveOptions
+    allow_nonfinite: bool
+
+    def run(
+        self,
+        plan: MergePlan,
+        destination: paths.Path,
+        overwrite: bool,
+        progress: Callable[[int, int], None] | None,
+    ) -> MergeReport:
+        """Writes what a plan makes."""
+        options, view = self.options, plan.last.view
+        budget, held = (max(1, options.budget_bytes // share) for share in (AHEAD, WRITER))
+        merger = Merger(plan, budget, held, self.allow_nonfinite)
+        job = SaveJob(destination, overwrite, replace(options, budget_bytes=held))
+        leaves = leaves_of(view, job.group, "merge")
+        job.describe(tree.with_values(view.node(), leaves.__getitem__), _metadata(plan))
+        with job.failing():
+            merger.look(job.group)
+        planned = job.plan()
+        slabs = in_batches(planned.own, None, budget, merger.cost)
+        chunks = SlabSource(slabs, merger.read, merger.buffers, progress)
+        try:
+            saved = job.run(planned, chunks)
+        finally:
+            chunks.close()
+        call_metrics(options, saved)
+        return MergeReport(
+            saved,
+            plan.method.name,
+            tuple(source.url for source in plan.sources),
+            plan.weights,
+            plan.from_last,
+            plan.values_differ,
+            plan.dtypes_differ,
+            tuple(sorted(merger.nonfinite)),
+            plan.score,
+        )
+
+
+def _searched(plan: MergePlan, method: Search, job: _Job, to: str, overwrite: bool) -> MergePlan:
+    """A plan with the weights that a search finds.
+
+    Raises:
+        CheckpointExists: the destination is in use.
+    """
+    if not overwrite and _exists(to):
+        raise CheckpointExists(f"{to} already holds a checkpoint; pass overwrite=True")
+    group = within(job.options.group or current_group(adapters()), job.options.timeout_s)
+    name = tell_all(group, f"trial-{new_session()}".encode())[0].decode()
+    parent, _, last = to.rstrip("/").rpartition("/")
+    trials = f"{parent}/{last}.{name}" if method.scratch is None else f"{method.scratch}/{name}"
+    quiet = replace(job, options=replace(job.options, fsync=False, metrics=None))
+
+    def merged(weights: Sequence[float]) -> checkpoint.Checkpoint:
+        quiet.run(replace(plan, weights=tuple(weights)), trials, True, None)
+        return checkpoint.open(trials)
+
+    try:
+        weights, score = search(method, group, plan.weights, merged)
+    finally:
+        if group.index == 0:
+            paths.resolve(trials).remove(contexts.context())
+    return replace(plan, weights=weights, score=score)
+
+
+def _exists(url: str) -> bool:
+    try:
+        checkpoint.open(url)
+    except CheckpointNotFound:
+        return False
+    return True
 
 
 def _metadata(plan: MergePlan) -> dict[str, Any]:
@@ -277,7 +333,7 @@ class Merger:
         except Exception as raised:
             error = raised
         told = {"found": mine, "error": "" if error is None else f"{type(error).__name__}: {error}"}
-        everyone = _told_to_all(group, json.dumps(told).encode())
+        everyone = tell_all(group, json.dumps(told).encode())
         if error is not None:
             raise error
         for process, data in enumerate(everyone):
@@ -433,16 +489,3 @@ class Merger:
     def _give_back(self, held: Sequence[Held]) -> None:
         for _, memory in held:
             self._inputs.give(memory)
-
-
-def _told_to_all(group: Group, told: bytes) -> list[bytes]:
-    """What each process of a job tells all others."""
-    if group.count == 1:
-        return [told]
-    size = np.array([len(told)], np.int64).view(np.uint8)
-    each = [len(size)] * group.count
-    sizes = group.exchange(np.tile(size, group.count), each, each).view(np.int64).tolist()
-    data = np.tile(np.frombuffer(told, np.uint8), group.count)
-    found = group.exchange(data, [len(told)] * group.count, sizes).tobytes()
-    ends = np.cumsum(sizes).tolist()
-    return [found[end - size : end] for end, size in zip(ends, sizes, strict=True)]

@@ -1,0 +1,146 @@
+"""The search for the weights of a merge: finds them, alone and in a job; errors reach everybody."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.processes import Processes
+from support.saving import files
+
+import unickpt
+from unickpt import Checkpoint, MergeError, SaveOptions
+from unickpt.tools.merge_methods import Search, Weighted
+
+pytest.importorskip("scipy")
+FAST = SaveOptions(fsync=False)
+BEST = np.array([0.7, -0.2, 0.4])
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[Path]:
+    found = [tmp_path / f"c{n}" for n in range(3)]
+    for n, path in enumerate(found):
+        state = {"w": np.random.default_rng(n).standard_normal((20, 30)), "n": np.int64(3)}
+        unickpt.save(path, state, options=FAST)
+    return found
+
+
+def goal(paths: Sequence[Path]) -> Any:
+    return sum(b * unickpt.load(path)["w"] for b, path in zip(BEST, paths, strict=True))
+
+
+def test_the_weights_of_the_best_merge_are_found(paths: list[Path], tmp_path: Path) -> None:
+    wanted, seen = goal(paths), list[float]()
+
+    def loss(trial: Checkpoint) -> float:
+        seen.append(float(((trial["w"][:] - wanted) ** 2).mean()))
+        return seen[-1]
+
+    before = set(files(tmp_path))
+    how = Search(loss, better="lower", trials=60, low=-1)
+    report = unickpt.merge(paths, tmp_path / "m", how=how, options=FAST)
+    assert np.allclose(report.weights, BEST, atol=1e-3)
+    assert report.score == min(seen) < 1e-6
+    assert seen[0] == pytest.approx(float(((mean(paths) - wanted) ** 2).mean()))  # the start
+    assert len(seen) <= 60
+    assert all(name.startswith("m/") for name in set(files(tmp_path)) - before)  # no trial is left
+    own = unickpt.open(tmp_path / "m").metadata["unickpt"]["merge"]
+    assert own["score"] == report.score
+    assert own["parameters"] == {"better": "lower", "trials": 60, "low": -1, "high": 1.0}
+    assert [source["weight"] for source in own["sources"]] == list(report.weights)
+    found = unickpt.load(tmp_path / "m")["w"]
+    unickpt.merge(paths, tmp_path / "n", how=Weighted(), weights=report.weights, options=FAST)
+    assert found.tobytes() == unickpt.load(tmp_path / "n")["w"].tobytes()
+
+
+def mean(paths: Sequence[Path]) -> Any:
+    return sum(unickpt.load(path)["w"] for path in paths) / len(paths)
+
+
+def test_higher_scores_are_better_by_default_and_infinite_ones_are_none(
+    paths: list[Path], tmp_path: Path
+) -> None:
+    wanted = goal(paths)
+    scores = iter([-math.inf])
+
+    def score(trial: Checkpoint) -> float:
+        return next(scores, -float(np.abs(trial["w"][:] - wanted).max()))
+
+    how = Search(score, trials=40, low=-1, scratch=f"memory://scratch/{tmp_path.name}")
+    report = unickpt.merge(paths, tmp_path / "m", how=how, options=FAST)
+    assert report.score is not None
+    assert report.score > -0.6
+    how = Search(lambda trial: -math.inf, trials=5)
+    with pytest.raises(MergeError, match=r"the best score of .* is inf"):
+        unickpt.merge(paths, tmp_path / "n", how=how, options=FAST)
+
+
+def test_mistakes_are_told_before_and_leave_nothing(
+    paths: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = files(tmp_path)
+
+    def fails(trial: Checkpoint) -> float:
+        raise KeyError("a mistake of the user's")
+
+    with pytest.raises(KeyError, match="a mistake"):
+        unickpt.merge(paths, tmp_path / "m", how=Search(fails), options=FAST)
+    with pytest.raises(MergeError, match="is nan"):
+        unickpt.merge(paths, tmp_path / "m", how=Search(lambda _: math.nan), options=FAST)
+    with pytest.raises(unickpt.CheckpointExists, match="one of the sources"):
+        unickpt.merge(paths, paths[0], how=Search(fails), overwrite=True)
+    with pytest.raises(ValueError, match="takes no weights"):
+        unickpt.merge(paths, tmp_path / "m", how=Search(fails), weights=[1, 2, 3])
+    with pytest.raises(TypeError, match="score"):
+        Search("accuracy")  # type: ignore[arg-type]
+    for arguments in ({"trials": 0}, {"better": "more"}, {"low": 2}, {"high": math.nan}):
+        with pytest.raises(ValueError, match=next(iter(arguments)) + "|high"):
+            Search(fails, **arguments)
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    with pytest.raises(MergeError, match=r"pip install 'unickpt\[search\]'"):
+        unickpt.merge(paths, tmp_path / "m", how=Search(fails), options=FAST)
+    assert files(tmp_path) == before
+    unickpt.save(tmp_path / "m", {"x": 1}, options=FAST)
+    with pytest.raises(unickpt.CheckpointExists, match="already holds"):
+        unickpt.merge(paths, tmp_path / "m", how=Search(fails), options=FAST)  # no trial was made
+
+
+JOB = """
+    import json, sys, torch.distributed as dist, numpy as np, unickpt
+    from unickpt.tools.merge_methods import Search
+    dist.init_process_group("gloo")
+    folder, rank = sys.argv[1], dist.get_rank()
+    options = unickpt.SaveOptions(fsync=False, chunk_bytes=800)
+    paths = [f"{folder}/c{n}" for n in range(3)]
+    calls = []
+    def score(trial):  # whose value counts on process 0 only
+        calls.append(1)
+        return -float(((trial["w"][:] - 0.5) ** 2).sum()) * (1 if rank == 0 else -1)
+    report = unickpt.merge(paths, f"{folder}/m", how=Search(score, trials=8), options=options)
+    def fails(trial):
+        return 1 / 0 if rank == 1 else 0.0
+    try:
+        unickpt.merge(paths, f"{folder}/n", how=Search(fails), options=options)
+    except (unickpt.UnickptError, ZeroDivisionError) as error:
+        print(json.dumps([report.weights, len(calls), type(error).__name__, str(error)]))
+    dist.destroy_process_group()
+"""
+
+
+def test_the_processes_of_a_job_search_together(
+    processes: Processes, paths: list[Path], tmp_path: Path
+) -> None:
+    outs = processes.finish(processes.torch(2, textwrap.dedent(JOB), tmp_path))
+    first, second = (json.loads(out) for out in outs)
+    assert first[:2] == second[:2]
+    assert first[2:] == ["ProcessFailed", "process 1 failed: ZeroDivisionError: division by zero"]
+    assert second[2] == "ZeroDivisionError"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c0", "c1", "c2", "m"]
