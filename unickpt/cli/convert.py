@@ -10,7 +10,6 @@ import typer
 from rich.text import Text
 
 import unickpt
-from unickpt.cli.jobs import job, print_written
 from unickpt.cli.options import (
     Budget,
     Hints,
@@ -29,10 +28,12 @@ from unickpt.cli.output import (
     console,
     counted,
     fail,
+    job,
     new_table,
     plain_cells,
     print_json,
     print_rows,
+    print_written,
     size_text,
     transfer,
     warn,

@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 import unickpt
-from unickpt.cli.jobs import job, print_written
 from unickpt.cli.options import (
     Budget,
     Hints,
@@ -19,7 +18,14 @@ from unickpt.cli.options import (
     read_rules,
     source_of,
 )
-from unickpt.cli.output import AsJson, Where, fail, transfer
+from unickpt.cli.output import (
+    AsJson,
+    Where,
+    fail,
+    job,
+    print_written,
+    transfer,
+)
 from unickpt.foreign import writers
 from unickpt.saving.options import SaveOptions
 

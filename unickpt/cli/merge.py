@@ -11,7 +11,6 @@ from rich.text import Text
 
 import unickpt
 from unickpt import MergeReport, merge_methods
-from unickpt.cli.jobs import job, print_written, written_json
 from unickpt.cli.options import (
     Budget,
     Inverse,
@@ -21,7 +20,19 @@ from unickpt.cli.options import (
     Verify,
     read_rules,
 )
-from unickpt.cli.output import AsJson, clean, console, counted, fail, print_json, transfer, warn
+from unickpt.cli.output import (
+    AsJson,
+    clean,
+    console,
+    counted,
+    fail,
+    job,
+    print_json,
+    print_written,
+    transfer,
+    warn,
+    written_json,
+)
 from unickpt.saving.options import SaveOptions
 from unickpt.tools.merge_sources import MergePlan, Request, plan_merge
 

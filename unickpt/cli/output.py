@@ -1,9 +1,12 @@
-"""Output of the commands: tables, numbers with units, text without control characters."""
+"""Output of the commands: tables, numbers with units, text without control characters; what those
+that write checkpoints print, once for all processes of torchrun."""
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +27,8 @@ from rich.progress import (
 )
 from rich.table import Table
 from rich.text import Text
+
+from unickpt import SaveReport
 
 DAMAGED, DIFFERENT, FAILED = 1, 1, 2
 _UNBOUNDED = 1 << 16  # columns of output that goes to no terminal, so that nothing wraps
@@ -135,3 +140,43 @@ def size_text(n: int) -> str:
 
 def date_text(created: str) -> str:
     return created.replace("T", " ").replace("+00:00", " UTC")
+
+
+@contextmanager
+def job() -> Iterator[bool]:
+    """Joins the other processes of torchrun, where there are any; whether this is the first."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "MASTER_ADDR" not in os.environ:
+        yield True
+        return
+    dist: Any = importlib.import_module("torch.distributed")
+    dist.init_process_group("gloo")
+    try:
+        yield dist.get_rank() == 0
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def print_written(done: str, report: SaveReport, verified: bool, as_json: bool) -> None:
+    """Says what was written.
+
+    Arguments:
+        done: what was done.
+        report: of it.
+        verified: whether what was written was read again.
+        as_json: for programs.
+    """
+    if as_json:
+        print_json(written_json(report))
+        return
+    checked = ", and checked" if verified else ""
+    console().print(
+        f"{done} {counted(report.arrays, 'array')}, {size_text(report.bytes)} in "
+        f"{report.seconds:.2f} s ({report.gb_per_s:.2f} GB/s){checked}: {clean(report.url)}"
+    )
+
+
+def written_json(report: SaveReport) -> dict[str, Any]:
+    """What was written, for programs."""
+    names = ("url", "arrays", "bytes", "chunks", "processes", "seconds")
+    return {name: getattr(report, name) for name in names}
