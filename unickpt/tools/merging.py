@@ -341,6 +341,7 @@ class Merger:
             if share["error"]:
                 raise ProcessFailed(f"process {process} failed: {share['error']}")
             self._found |= share["found"]
+        self._inputs = HostBuffers(self.budget_bytes)  # chunks are of other sizes
 
     def _statistics(self, entry: ArrayEntry) -> list[float]:
         method, size = self.plan.method, math.prod(entry.shape)
