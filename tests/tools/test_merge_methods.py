@@ -92,6 +92,11 @@ def test_what_weights_need_is_told() -> None:
         weights_of(Weighted(), facts(1, 2), None)
 
 
+def test_weights_may_be_an_array() -> None:
+    weights = np.array([0.25, -2], np.float32)
+    assert weights_of(Weighted(), facts(1, 2), weights) == (0.25, -2.0)  # type: ignore[arg-type]
+
+
 def test_methods_by_name() -> None:
     for kind in merge_methods.METHODS:
         assert method_of(kind.name) == kind()

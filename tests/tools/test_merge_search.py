@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import s3_server
 from support.processes import Processes
 from support.saving import files
 
 import unickpt
 from unickpt import Checkpoint, MergeError, SaveOptions
+from unickpt.reading.listing import checkpoints_below
 from unickpt.tools.merge_methods import Search, Weighted
 
 pytest.importorskip("scipy")
@@ -111,6 +113,23 @@ def test_mistakes_are_told_before_and_leave_nothing(
     unickpt.save(tmp_path / "m", {"x": 1}, options=FAST)
     with pytest.raises(unickpt.CheckpointExists, match="already holds"):
         unickpt.merge(paths, tmp_path / "m", how=Search(fails), options=FAST)  # no trial was made
+
+
+def test_on_object_storage(paths: list[Path], moto: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    s3_server.use(moto, monkeypatch)
+    s3_server.make_bucket(moto, "merging")
+    for n, path in enumerate(paths):
+        unickpt.convert(path, f"s3://merging/c{n}", verify=False)
+    wanted = goal(paths)
+    how = Search(lambda trial: -float(((trial["w"][:] - wanted) ** 2).sum()), trials=6)
+    sources = [f"s3://merging/c{n}" for n in range(3)]
+    report = unickpt.merge(sources, "s3://merging/m", how=how)
+    expected = sum(
+        w * unickpt.load(path)["w"] for w, path in zip(report.weights, paths, strict=True)
+    )
+    assert np.allclose(unickpt.load("s3://merging/m")["w"], expected, rtol=1e-12)
+    left = [listed.name for listed in checkpoints_below("s3://merging")]
+    assert left == ["c0", "c1", "c2", "m"]
 
 
 JOB = """

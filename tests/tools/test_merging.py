@@ -610,6 +610,18 @@ def test_chunks_that_are_large_with_their_inputs_are_made_piece_by_piece(
     assert unickpt.diff(tmp_path / "m", tmp_path / "n").same
 
 
+def test_arrays_that_did_not_change_are_not_written_again(tmp_path: Path) -> None:
+    """Their mean has the same bits, so that a base has their chunks."""
+    frozen = np.random.default_rng(0).standard_normal((300, 400), np.float32)
+    with unickpt.Checkpointer(tmp_path / "run", reuse=True, options=FAST) as run:
+        for step in (1, 2, 3):
+            run.save(step, {"frozen": frozen, "x": np.full(9, step / 3)})
+    options = SaveOptions(fsync=False, base=tmp_path / "run" / "step_3")
+    report = unickpt.merge(tmp_path / "run", tmp_path / "m", last=3, options=options)
+    assert report.saved.reused_bytes == frozen.nbytes
+    assert unickpt.load(tmp_path / "m")["frozen"].tobytes() == frozen.tobytes()
+
+
 def test_processes_share_what_is_looked_at(tmp_path: Path, chunk_reads: list[ChunkRead]) -> None:
     """SLERP reads every chunk of its sources twice, in a job of any size."""
     for n in range(2):

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
+from numbers import Real
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -290,9 +291,9 @@ def method_of(how: str | Method, parameters: Mapping[str, Any] | None = None) ->
     return found(**(parameters or {}))
 
 
-def _check_range(name: str, value: object, low: float, high: float) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (is_number and math.isfinite(value) and low <= value <= high):  # type: ignore[arg-type, operator]
+def _check_range(name: str, value: Any, low: float, high: float) -> None:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not (is_number and math.isfinite(value) and low <= value <= high):
         bounds = f" from {low:g} to {high:g}" if low > -math.inf else ""
         raise ValueError(f"{name}={value!r} must be a number{bounds}")
 

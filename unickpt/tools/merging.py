@@ -254,7 +254,8 @@ def _searched(plan: MergePlan, method: Search, job: _Job, to: str, overwrite: bo
     name = tell_all(group, f"trial-{new_session()}".encode())[0].decode()
     parent, _, last = to.rstrip("/").rpartition("/")
     trials = f"{parent}/{last}.{name}" if method.scratch is None else f"{method.scratch}/{name}"
-    quiet = replace(job, options=replace(job.options, fsync=False, metrics=None))
+    options = replace(job.options, fsync=False, metrics=None, base=None)
+    quiet = replace(job, options=options)
 
     def merged(weights: Sequence[float]) -> checkpoint.Checkpoint:
         quiet.run(replace(plan, weights=tuple(weights)), trials, True, None)
