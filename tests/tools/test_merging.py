@@ -467,6 +467,16 @@ def test_the_destination_is_none_of_the_sources_and_is_replaced_if_asked(tmp_pat
     assert close(unickpt.load(tmp_path / "m")["wide"], mean("wide", [s["wide"] for s in states]))
 
 
+def test_a_destination_in_use_is_refused_before_arrays_are_read(
+    tmp_path: Path, chunk_reads: list[ChunkRead]
+) -> None:
+    for n in range(2):
+        unickpt.save(tmp_path / f"c{n}", {"w": np.random.default_rng(n).random(50)}, options=FAST)
+    with pytest.raises(unickpt.CheckpointExists):
+        unickpt.merge([tmp_path / "c0"] * 2, tmp_path / "c1", how="slerp")
+    assert chunk_reads == []
+
+
 def test_damage_in_a_source_is_found(tmp_path: Path) -> None:
     paths, states = written(tmp_path, 2)
     (data,) = (paths[0] / "processes").rglob("d/*")
@@ -622,7 +632,7 @@ def test_arrays_that_did_not_change_are_not_written_again(tmp_path: Path) -> Non
     assert unickpt.load(tmp_path / "m")["frozen"].tobytes() == frozen.tobytes()
 
 
-def test_processes_share_what_is_looked_at(tmp_path: Path, chunk_reads: list[ChunkRead]) -> None:
+def test_processes_share_what_is_measured(tmp_path: Path, chunk_reads: list[ChunkRead]) -> None:
     """SLERP reads every chunk of its sources twice, in a job of any size."""
     for n in range(2):
         rng = np.random.default_rng(n)

@@ -49,7 +49,7 @@ def search(
         if method.trials > 1 and radius:
             options = {"maxfev": method.trials - 1, "initial_tr_radius": radius}
             minimize(trials.cost, first, method="COBYQA", bounds=bounds, options=options)
-    except _Scored:
+    except _TrialFailed:
         raise trials.error or AssertionError("a trial has failed") from None
     except Exception as error:
         with suppress(Exception):
@@ -70,7 +70,7 @@ def _optimiser() -> Callable[..., Any]:
     return minimize
 
 
-class _Scored(Exception):
+class _TrialFailed(Exception):
     """A trial failed on a process, and all processes know it."""
 
 
@@ -100,7 +100,7 @@ class _Trials:
         """What the optimiser of process 0 makes small.
 
         Raises:
-            _Scored: a process failed; see `error`.
+            _TrialFailed: a process failed; see `error`.
         """
         wanted = tuple(map(float, weights))
         for cost, tried in self._found:
@@ -119,7 +119,7 @@ class _Trials:
                 return self.best
             try:
                 self._try(tuple(order["weights"]))
-            except _Scored:
+            except _TrialFailed:
                 raise self.error or AssertionError("a trial has failed") from None
 
     def end(self, error: Exception | None) -> None:
@@ -144,7 +144,7 @@ class _Trials:
             if problem:
                 self.error = self.error or ProcessFailed(f"process {process} failed: {problem}")
         if self.error is not None:
-            raise _Scored
+            raise _TrialFailed
         cost = float(everyone[0][0]) * (-1 if self._method.better == "higher" else 1)
         self._found.append((cost, weights))
         return cost

@@ -220,7 +220,8 @@ class _Job:
         leaves = leaves_of(view, job.group, "merge")
         job.describe(tree.with_values(view.node(), leaves.__getitem__), _metadata(plan))
         with job.failing():
-            merger.look(job.group)
+            job.check_destination()  # before anything is read for long
+            merger.measure(job.group)
         planned = job.plan()
         slabs = in_batches(planned.own, None, budget, merger.cost)
         chunks = SlabSource(slabs, merger.read, merger.buffers, progress)
@@ -313,7 +314,7 @@ class Merger:
 
     # --- what has to be known of whole arrays --------------------------------------------------
 
-    def look(self, group: Group) -> None:
+    def measure(self, group: Group) -> None:
         """Computes what the method needs to know of whole arrays: each process of some, for all.
 
         Raises:
