@@ -143,7 +143,7 @@ JOB = """
     def score(trial):  # whose value counts on process 0 only
         calls.append(1)
         return -float(((trial["w"][:] - 0.5) ** 2).sum()) * (1 if rank == 0 else -1)
-    report = unickpt.merge(paths, f"{folder}/m", how=Search(score, trials=8), options=options)
+    report = unickpt.merge(paths, f"{folder}/m", how=Search(score, trials=3), options=options)
     def fails(trial):
         return 1 / 0 if rank == 1 else 0.0
     try:
