@@ -71,6 +71,7 @@ class Attempt:
         self.writers: tuple[Mapping[str, float], ...] = ()
         """The statistics in each process's record, once the coordinator has committed."""
         self.differences: Sequence[Difference] = ()
+        self.quantized: Mapping[str, tuple[float, float]] = {}
         """The arrays that were assumed to be replicas but differ; likewise."""
 
     def check_destination(self, overwrite: bool) -> None:
@@ -204,7 +205,7 @@ class Attempt:
         index: Index,
         digest: int,
         write_more: WriteMore,
-        check: Callable[[], None] = lambda: None,
+        check: Callable[[Index], None] = lambda merged: None,
     ) -> Totals:
         """Merges and commits what all processes wrote; only for the coordinator.
 
@@ -212,7 +213,8 @@ class Attempt:
             index: what the coordinator itself has to save.
             digest: of that index, as in the coordinator's record.
             write_more: writes more of the coordinator's own chunks.
-            check: called right before the commit; an error prevents it.
+            check: called right before the commit, with what all processes saved; an error
+                prevents it.
 
         Raises:
             ProcessFailed, SaveTimeout: another process gave up, or is late.
@@ -357,7 +359,7 @@ class Attempt:
     # --- the commit, in the coordinator --------------------------------------------------------
 
     def _commit(
-        self, own: Mapping[int, Index], write_more: WriteMore, check: Callable[[], None]
+        self, own: Mapping[int, Index], write_more: WriteMore, check: Callable[[Index], None]
     ) -> Totals:
         records = self._collect(range(self.group.count), OK)
         for process, record in records:
@@ -369,12 +371,14 @@ class Attempt:
         totals = Totals.of(merged.index)
         older = self.location.child("processes").folders(self.context)
         self._announce(manifest, totals)
-        check()
+        check(merged.index)
         self._write_root(manifest)
         self._become(AttemptState.COMMITTED)
         self._remove_older_attempts(older)
         self.writers = tuple(record.statistics for _, record in records)
         self.differences = merged.differences
+        arrays = merged.index.arrays.items()
+        self.quantized = {name: entry.errors for name, entry in arrays if entry.quantized}
         return totals
 
     def _merge(self, own: Mapping[int, Index], records: Records, write_more: WriteMore) -> Merged:

@@ -17,7 +17,7 @@ from unickpt.commit.merge_chunks import (
     merged_digests,
     requests,
 )
-from unickpt.commit.merge_index import per_process, unite, with_boxes
+from unickpt.commit.merge_index import per_process, unite, with_boxes, with_errors
 from unickpt.commit.record import Records
 from unickpt.commit.replicas import Difference, Replicas
 from unickpt.format import borrowed, digest_table
@@ -68,13 +68,15 @@ def merge_all(
         winners = {found.name: found.stored for found in differences}
         table, _ = merged_digests(index, records, names, assumed, winners)
     missing = requests(index, table, names, winners)
+    written = records
     if missing:
-        more = [*records, *request(missing)]
-        table, _ = merged_digests(index, more, names, assumed, winners)
+        written = [*records, *request(missing)]
+        table, _ = merged_digests(index, written, names, assumed, winners)
         requests(index, table, [])
     bases, there = merged_borrowed(index, records, names, winners)
     index = replace(
         index,
+        arrays=with_errors(index, written, names, winners),
         per_process=per_process(index, records),
         chunks=len(table),
         reused=int(sum(record.statistics.get("reused_bytes", 0) for _, record in records)),

@@ -15,6 +15,7 @@ from unickpt.commit.record import Names, Records
 from unickpt.errors import CoverageError
 from unickpt.format.coverage import check_boxes
 from unickpt.format.index import RESERVED, ArrayEntry, Index, PerProcessEntry
+from unickpt.quantized import codes
 from unickpt.trees import tree
 
 # The tables of an index that are joined by name.
@@ -125,7 +126,8 @@ def _agree_but_for_processes(mine: ArrayEntry, other: ArrayEntry) -> bool:
 def _show(kind: str, fact: Any) -> str:
     if isinstance(fact, ArrayEntry):
         laid_out = "in boxes" if fact.layout is None else f"laid out {fact.layout}"
-        return f"{fact.dtype}{list(fact.shape)} {laid_out} in chunks of {list(fact.chunk)}"
+        dtype = codes.joined(fact.dtype, fact.quantized)
+        return f"{dtype}{list(fact.shape)} {laid_out} in chunks of {list(fact.chunk)}"
     if kind == "per_process":
         return "a PerProcess"
     return ("an alias of " if kind == "aliases" else "the value ") + repr(fact)[:80]
@@ -171,6 +173,31 @@ def with_boxes(index: Index, records: Records, names: Names) -> Index:
             check_boxes(entry, boxes_of_all)
             arrays[name] = replace(entry, boxes=boxes_of_all)
     return replace(index, arrays=arrays)
+
+
+# --- quantised arrays -----------------------------------------------------------------------------
+
+
+def with_errors(
+    index: Index, records: Records, names: Names, winners: Mapping[str, int]
+) -> dict[str, ArrayEntry]:
+    """The arrays, those that are quantised with the largest errors of all processes.
+
+    Arguments:
+        index: of all processes.
+        records: what they wrote.
+        names: for each process the arrays that it has.
+        winners: arrays of which only the chunks of one process count, with that process.
+    """
+    arrays = dict(index.arrays)
+    for process, record in records:
+        for number, found in record.errors.items():
+            name = names[process][number]
+            if winners.get(name, process) == process:
+                known = arrays[name].errors
+                worst = max(known[0], found[0]), max(known[1], found[1])
+                arrays[name] = replace(arrays[name], errors=worst)
+    return arrays
 
 
 # --- per-process values ---------------------------------------------------------------------------

@@ -37,6 +37,8 @@ class Record:
         linked: how many of the chunks are in linked files of an earlier checkpoint (`reuse.base`).
         base: the checkpoint beside this one from which chunks are borrowed, if any are.
         borrowed: with a base, for each of `chunks` whether it is borrowed.
+        errors: of the arrays that are quantised, by array number: the largest absolute and relative
+            error (`format.index.ArrayEntry`).
     """
 
     description: int
@@ -50,6 +52,7 @@ class Record:
     linked: int = 0
     base: BaseEntry | None = None
     borrowed: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    errors: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
     def with_statistics(self, more: Mapping[str, float]) -> Record:
         """The same with more statistics."""
@@ -69,6 +72,7 @@ class Record:
             "checked": self.checked,
             "linked": self.linked,
             "base": None if self.base is None else [self.base.name, self.base.manifest],
+            "errors": [[number, *found] for number, found in self.errors.items()],
         }
         line = json.dumps(head, separators=(",", ":")).encode() + b"\n"
         body = b"".join(
@@ -100,6 +104,7 @@ class Record:
                 head["linked"],
                 base,
                 np.frombuffer(payload[end:rest], np.bool_),
+                {number: (absolute, relative) for number, absolute, relative in head["errors"]},
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"the record is malformed: {error!r}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -12,10 +13,18 @@ import xxhash
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.dtypes import Array
-from unickpt.errors import CheckpointCorrupt, CheckpointReplaced, StorageError
+from unickpt.errors import (
+    CheckpointCorrupt,
+    CheckpointReplaced,
+    StorageError,
+    UnsupportedFormat,
+    UnsupportedLeaf,
+)
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
 from unickpt.format.zarr_metadata import Codecs, zarr_metadata
+from unickpt.quantized import values
+from unickpt.quantized.blocks import stored_bytes
 from unickpt.storage import ocdbt
 from unickpt.storage.database import Database
 from unickpt.storage.errors import Damaged, Failed, reading_failed
@@ -36,6 +45,39 @@ COMPRESSED_MOST = 1 << 30
 def digest(chunk: Array) -> int:
     """xxh3-64 of a chunk's logical elements: row-major, little-endian."""
     return xxhash.xxh3_64_intdigest(_bytes_of(chunk).data)
+
+
+def digest_as_stored(entry: ArrayEntry, chunk: Array) -> int:
+    """The digest of a chunk of an array; if it is quantised, of the bytes that are stored.
+
+    Raises:
+        UnsupportedLeaf: it cannot be quantised.
+    """
+    return digest(chunk if entry.quantized is None else quantized(entry, chunk).data)
+
+
+def nbytes_as_stored(entry: ArrayEntry, shape: Sequence[int]) -> int:
+    """The bytes that are stored of a chunk, before compression."""
+    if entry.quantized is None:
+        return math.prod(shape) * entry.itemsize
+    return stored_bytes(shape, entry.dtype, entry.quantized)
+
+
+def quantized(entry: ArrayEntry, chunk: Array) -> values.Encoded:
+    """A chunk of a quantised array as it is stored.
+
+    Raises:
+        UnsupportedLeaf: it cannot be quantised; names the array.
+    """
+    assert entry.quantized is not None
+    try:
+        return values.encode(chunk, entry.quantized)
+    except values.NotQuantizable as error:
+        raise UnsupportedLeaf(
+            f"array {entry.name!r} ({entry.dtype_and_shape}) cannot be stored as "
+            f"{entry.quantized} (SaveOptions.quantize): {error}. Leave it out, with None for its "
+            "name before the pattern that matches it"
+        ) from None
 
 
 def _bytes_of(chunk: Array) -> Array:
@@ -66,7 +108,16 @@ class ChunkStore:
         return self.database.store()
 
     def array(self, entry: ArrayEntry, part: Part) -> ts.TensorStore:
-        """The zarr array of a part, opened without I/O."""
+        """The zarr array of a part, opened without I/O.
+
+        Raises:
+            UnsupportedFormat: its elements are quantised.
+        """
+        if entry.quantized is not None:
+            raise UnsupportedFormat(
+                f"{self.location}: TensorStore cannot decode array {entry.name!r}, which is stored "
+                f"as {entry.quantized} codes (SaveOptions.quantize); read it by slicing"
+            )
         found = self._open.get(part.key)
         if found is None:
             spec = {
@@ -87,8 +138,11 @@ class ChunkStore:
     def write(
         self, entry: ArrayEntry, part: Part, number: int, chunk: Array, transaction: ts.Transaction
     ) -> Future[Any]:
-        """Adds a chunk to a transaction; `chunk` must stay unchanged until that is committed."""
-        if self._is_raw(part, chunk.shape, entry):
+        """Adds a chunk to a transaction; `chunk` must stay unchanged until that is committed.
+
+        Of a quantised array, `chunk` is what `quantized` made of it.
+        """
+        if entry.quantized is not None or self._is_raw(part, chunk.shape, entry):
             store = self.store.with_transaction(transaction)
             return store.write(key_of(part, number), _bytes_of(chunk).tobytes())
         box = part.chunk_box(number).relative_to(part.box.start)
@@ -99,7 +153,12 @@ class ChunkStore:
 
     def request(self, entry: ArrayEntry, part: Part, number: int) -> Any:
         """Starts to read a small chunk where each request takes time of its own; else None."""
-        if self._local is None and self._is_raw(part, part.chunk_box(number).shape, entry):
+        shape = part.chunk_box(number).shape
+        if entry.quantized is not None:
+            is_small = math.prod(shape) * entry.itemsize <= SMALL
+        else:
+            is_small = self._is_raw(part, shape, entry)
+        if self._local is None and is_small:
             return self.values.request(key_of(part, number))
         return None
 
@@ -156,6 +215,10 @@ class ChunkStore:
         whole = math.prod(part.chunk) * out.itemsize
         try:
             requested = requested or self.request(entry, part, number)
+            if entry.quantized is not None:
+                data = self._quantized(entry, part, number, requested)
+                values.decode(data, out, entry.quantized)
+                return digest(data) if hashed else None
             if self._local is not None and not self.codecs and out.shape[1:] == part.chunk[1:]:
                 hasher, key = xxhash.xxh3_64(), key_of(part, number)
                 look = hasher.update if hashed else lambda _: None
@@ -175,9 +238,34 @@ class ChunkStore:
                 source = self.array(entry, part)[local.slices]
                 with asking():
                     target.write(source).result()
-        except Failed as error:
-            raise self.explained(error, f"{self.location}: array {entry.name!r} {box}") from error
+        except (Failed, values.NotDecodable) as error:
+            failed = error if isinstance(error, Failed) else Damaged(str(error))
+            raise self.explained(failed, f"{self.location}: array {entry.name!r} {box}") from error
         return digest(out) if hashed else None
+
+    def _quantized(
+        self, entry: ArrayEntry, part: Part, number: int, requested: Any = None
+    ) -> Array:
+        """The stored bytes of a chunk of a quantised array.
+
+        Raises:
+            Failed: they are missing, not as many as the chunk's shape says, or cannot be read.
+        """
+        assert entry.quantized is not None
+        shape = part.chunk_box(number).shape
+        length = stored_bytes(shape, entry.dtype, entry.quantized)
+        data = self.read_key(key_of(part, number), length, requested)
+        if data is None:
+            raise Damaged(f"no bytes stored, {length} expected")
+        return np.frombuffer(data, np.uint8)
+
+    def has_bytes(self, entry: ArrayEntry, part: Part, number: int, stored: Array) -> bool:
+        """Whether a chunk of a quantised array is stored as these bytes.
+
+        Raises:
+            Failed: as `_quantized`.
+        """
+        return np.array_equal(self._quantized(entry, part, number), stored)
 
     def explained(self, error: Failed, where: str) -> Exception:
         """What to raise for a failure to read: damage, the storage's fault, or another's save."""
@@ -200,9 +288,12 @@ class ChunkStore:
         nbytes = math.prod(part.chunk) * dtypes.from_name(entry.dtype).itemsize
         if nbytes <= _BELIEVED or part.key in self._backed:
             return
-        if self.codecs and nbytes > COMPRESSED_MOST:
+        if entry.quantized is not None:
+            least = stored_bytes(part.chunk_box(0).shape, entry.dtype, entry.quantized)
+        elif self.codecs and nbytes > COMPRESSED_MOST:
             raise Damaged(f"a compressed chunk of {nbytes} bytes is not allowed")
-        least = -(-nbytes // _MOST_PER_BYTE) if self.codecs else nbytes
+        else:
+            least = -(-nbytes // _MOST_PER_BYTE) if self.codecs else nbytes
         if not self.values.has(key_of(part, 0), least):
             raise Damaged(f"no bytes stored, {least} expected")
         np.empty(nbytes, np.uint8)

@@ -36,6 +36,10 @@ class ArrayEntry:
         cut: dimensions along whose layout intervals the array is cut into parts.
         boxes: without a layout, each fragment with the processes that held it; one part each.
         prng: for typed JAX PRNG keys, the name of their implementation.
+        quantized: the codes as which its elements are stored (`quantized.codes`); None if they are
+            stored as they are.
+        errors: the largest error of an element that this made, and the largest in relation to the
+            largest magnitude in its block.
     """
 
     name: str
@@ -46,6 +50,8 @@ class ArrayEntry:
     cut: tuple[int, ...] = ()
     boxes: tuple[tuple[Box, tuple[int, ...]], ...] | None = None
     prng: str | None = None
+    quantized: str | None = None
+    errors: tuple[float, float] = (0.0, 0.0)
 
     @property
     def dtype_and_shape(self) -> str:

@@ -16,6 +16,7 @@ from unickpt.arrays.box import Box, fill_exactly, overlap
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.format.index import FORMAT, ArrayEntry, BaseEntry, Index, PerProcessEntry
+from unickpt.quantized import codes
 from unickpt.quoting import quoted
 from unickpt.trees import plain_values, tree
 
@@ -77,7 +78,10 @@ def encode(index: Index) -> bytes:
 
 
 def _array_to_json(entry: ArrayEntry, layouts: dict[Layout, int]) -> dict[str, Any]:
-    out: dict[str, Any] = {"shape": entry.shape, "dtype": entry.dtype, "chunk": entry.chunk}
+    dtype = codes.joined(entry.dtype, entry.quantized)
+    out: dict[str, Any] = {"shape": entry.shape, "dtype": dtype, "chunk": entry.chunk}
+    if entry.quantized is not None:
+        out["errors"] = entry.errors
     if entry.layout is not None:
         out["layout"] = layouts[entry.layout]
     if entry.cut:
@@ -343,8 +347,8 @@ def _layout(r: _Reader, meshes: list[Mesh]) -> Layout:
 
 def _array(name: str, r: _Reader, layouts: list[Layout], partial: bool) -> ArrayEntry:
     shape, chunk = r.ints("shape", 0), r.ints("chunk", 1)
-    dtype = r.get("dtype", str)
     try:
+        dtype, quantized = codes.split(r.get("dtype", str))
         itemsize = dtypes.from_name(dtype).itemsize
     except TypeError as error:
         raise _Bad(f"array {quoted(name)}: {error}") from None
@@ -369,7 +373,14 @@ def _array(name: str, r: _Reader, layouts: list[Layout], partial: bool) -> Array
     if (layout is None) == (boxes is None):
         raise _Bad(f"array {quoted(name)}: needs either a layout or boxes")
     prng = r.get("prng", str) if "prng" in r.body else None
-    return ArrayEntry(name, shape, dtype, chunk, layout, cut, boxes, prng)
+    errors = _errors(r.get("errors", list), name) if quantized is not None else (0.0, 0.0)
+    return ArrayEntry(name, shape, dtype, chunk, layout, cut, boxes, prng, quantized, errors)
+
+
+def _errors(items: list[Any], name: str) -> tuple[float, float]:
+    if len(items) != 2 or not all(type(x) in (int, float) and 0 <= x < math.inf for x in items):
+        raise _Bad(f"array {quoted(name)}: its errors are {quoted(items)}")
+    return float(items[0]), float(items[1])
 
 
 def _boxes(

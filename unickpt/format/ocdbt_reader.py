@@ -221,6 +221,17 @@ class OcdbtReader(Reader):
         digest = store.read(entry, part, number, out, requested, hashed=hashed)
         return not hashed or digest == row["digest"]
 
+    def has_bytes(self, entry: ArrayEntry, part: Part, number: int, stored: Array) -> bool:
+        """Whether a chunk of a quantised array is stored as these bytes.
+
+        Raises:
+            CheckpointCorrupt, StorageError: as `read_chunk`.
+        """
+        try:
+            return self._chunks.has_bytes(entry, part, number, stored)
+        except Failed as error:
+            raise self._chunks.explained(error, f"{self.location}: {entry.name!r}") from error
+
     def where(self, part: Part, number: int) -> DataReference | None:
         """The file and the bytes in which a chunk is stored; None if it is not in a file of this
         checkpoint, but missing, borrowed, or so small that it is stored in the B-tree.

@@ -13,6 +13,8 @@ from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, Index
 
 Codecs = Sequence[Mapping[str, Any]]
+QUANTIZED = "unickpt.quantized"
+"""The codec that `zarr.json` of a quantised array names."""
 
 
 def codecs_for(compression: str | None) -> tuple[dict[str, Any], ...]:
@@ -34,9 +36,11 @@ def zarr_metadata(entry: ArrayEntry, part: Part, codecs: Codecs) -> dict[str, An
     fill: Any = False if stored == "bool" else 0
     if stored.startswith("complex"):
         fill = [0, 0]
-    to_bytes = {"name": "bytes", "configuration": {"endian": "little"}}
+    to_bytes: dict[str, Any] = {"name": "bytes", "configuration": {"endian": "little"}}
     if itemsize == 1:
         to_bytes = {"name": "bytes"}
+    if entry.quantized is not None:  # a name that TensorStore does not know, and so refuses
+        to_bytes, codecs = {"name": QUANTIZED, "configuration": {"codes": entry.quantized}}, ()
     return {
         "zarr_format": 3,
         "node_type": "array",

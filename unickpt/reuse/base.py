@@ -144,7 +144,7 @@ class Base:
         for entry, part, number in chunks:
             found = self._find(entry, part, number)
             if found is not None:
-                nbytes = part.chunk_box(number).size * entry.itemsize
+                nbytes = chunk_store.nbytes_as_stored(entry, part.chunk_box(number).shape)
                 self._candidates[part.key, number] = found
                 used[found.unit] = used.get(found.unit, 0) + nbytes
         left = {unit for unit, nbytes in used.items() if nbytes < self.share.least_bytes(unit)}
@@ -154,6 +154,8 @@ class Base:
     def _find(self, entry: ArrayEntry, part: Part, number: int) -> _Candidate | None:
         theirs = self._reader.index.arrays.get(entry.name)
         if theirs is None or (theirs.shape, theirs.dtype) != (entry.shape, entry.dtype):
+            return None
+        if theirs.quantized != entry.quantized:
             return None
         if entry.name not in self._parts:
             numbered = chunk_grid.numbered_parts(theirs)
@@ -173,7 +175,7 @@ class Base:
         Arguments:
             part, number: of the chunk.
             digest: returns its digest.
-            chunk: its elements.
+            chunk: its elements, or the bytes that would be stored of a quantised one.
         """
         found = self._candidates.get((part.key, number))
         if found is None or digest() != found.digest:
@@ -182,12 +184,14 @@ class Base:
             return False
         if not self.share.take(found.unit, part, number):
             return False
-        self.nbytes += chunk.nbytes
+        self.nbytes += part.chunk_box(number).size * found.entry.itemsize
         return True
 
     def _is_equal(self, found: _Candidate, number: int, chunk: Array) -> bool:
-        out = np.empty(chunk.shape, dtypes.from_name(found.entry.dtype))
         try:
+            if found.entry.quantized is not None:
+                return self._reader.has_bytes(found.entry, found.part, number, chunk)
+            out = np.empty(chunk.shape, dtypes.from_name(found.entry.dtype))
             self._reader.read_chunk(found.entry, found.part, number, None, out)
         except UnickptError:
             return False  # it is damaged, and must not be referred to

@@ -86,7 +86,7 @@ class DirectSource:
     def digest(self, item: WriteItem) -> int:
         staged = self.fetch(item)
         try:
-            return chunk_store.digest(staged.data)
+            return chunk_store.digest_as_stored(item.entry, staged.data)
         finally:
             staged.release()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,6 +20,7 @@ from unickpt.frameworks.leaves import Described, PerProcess, expand, is_leaf
 from unickpt.frameworks.process_group import Group
 from unickpt.frameworks.protocol import Adapter, ArraySource
 from unickpt.frameworks.registry import adapter_of
+from unickpt.quantized import choice
 from unickpt.quoting import quoted
 from unickpt.saving.options import SaveOptions
 from unickpt.trees import plain_values, tree
@@ -93,6 +94,8 @@ def describe(
             bad.append(f"{name!r}: {error}")
     if bad:
         raise UnsupportedLeaf("these leaves cannot be stored:\n" + _indent(bad))
+    if group.count == 1:
+        check_quantized(options, entries)
     index = Index(
         tree=tree.to_json(node),
         arrays=entries,
@@ -133,7 +136,22 @@ def _entry(name: str, source: ArraySource, options: SaveOptions) -> ArrayEntry:
             f"{chunk_store.COMPRESSED_MOST}; lower SaveOptions.chunk_bytes, or do not compress"
         )
     boxes = source.boxes if source.boxes is not None else () if source.layout is None else None
-    return ArrayEntry(name, source.shape, dtype, chunk, source.layout, cut, boxes, source.prng)
+    codes = choice.codes_for(options.quantize, name, dtype, source.shape, source.prng)
+    return ArrayEntry(
+        name, source.shape, dtype, chunk, source.layout, cut, boxes, source.prng, codes
+    )
+
+
+def check_quantized(options: SaveOptions, arrays: Iterable[str]) -> None:
+    """Checks that every pattern of `SaveOptions.quantize` matches an array of some process.
+
+    Raises:
+        UnsupportedLeaf: names the patterns.
+    """
+    try:
+        choice.check_used(options.quantize, arrays)
+    except ValueError as error:
+        raise UnsupportedLeaf(str(error)) from None
 
 
 def check_mapping(what: str, given: object) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from unickpt.frameworks.options import CommonOptions, check_group, check_number
 from unickpt.frameworks.process_group import Group
+from unickpt.quantized import choice
 from unickpt.storage import paths
 
 COMPRESSORS = ("zstd", "gzip", "blosc")
@@ -65,6 +66,12 @@ class SaveOptions(CommonOptions):
         reuse: how chunks of `base` are recognised. "digest": by the 64 bits of their xxh3 digests
             (docs/reuse.md says what risk that is). "compare": then their bytes are compared, too,
             which reads them from the base.
+        quantize: which arrays are stored with fewer bits, and so not exactly (docs/quantize.md):
+            patterns of their names, in which `*` is any text within a component and `**` any
+            number of components, with "uint8", "int4", "int3" or "int2" (codes of 8, 4, 3 or 2
+            bits), "bfloat16", or None to store an array as it is. The first pattern that matches
+            counts. Only arrays of floats of at least 16 bits, and no counts of steps. They are
+            loaded in their own dtype. `compression` does not apply to them.
         timeout_s: seconds to wait for the other processes: to start the save, and again to finish
             their part after this process has written its own.
         check_replicas: whether to compare every byte of plain tensors and arrays, which are assumed
@@ -92,6 +99,7 @@ class SaveOptions(CommonOptions):
     compression: str | None = None
     base: paths.Path | None = None
     reuse: Literal["digest", "compare"] = "digest"
+    quantize: Mapping[str, str | None] = field(default_factory=dict)
     timeout_s: float = 600.0
     check_replicas: bool = False
     group: Group | None = None
@@ -110,6 +118,7 @@ class SaveOptions(CommonOptions):
             raise ValueError(f"reuse {self.reuse!r} is not one of {', '.join(REUSES)}")
         if self.base is not None:
             paths.resolve(self.base)
+        choice.check(self.quantize)
         check_group(self.group)
         if self.metrics is not None and not callable(self.metrics):
             raise TypeError(
@@ -142,7 +151,13 @@ class SaveReport:
         blocked_s: seconds for which the call blocked the caller.
         staged_bytes: bytes that were copied to host memory, in the call or in the background.
         writers: on the coordinator only, the statistics of each process: `bytes` and `chunks`
-            written, `reused_bytes`, `seconds` that took, `blocked_s`, `staged_bytes`.
+            written, `reused_bytes`, `stored_bytes`, `seconds` that took, `blocked_s`,
+            `staged_bytes`.
+        stored_bytes: of the chunks that this process wrote, before compression: as
+            `written_bytes`, but what is stored of quantised ones.
+        quantized: on the coordinator only, for each array that `SaveOptions.quantize` matches the
+            largest absolute error of an element, and the largest in relation to the largest
+            magnitude in its block.
         replicas_differ: on the coordinator only, names of plain arrays that differ between
             processes, and are stored as one of them held them; see `ReplicasDiffer`.
     """
@@ -161,6 +176,8 @@ class SaveReport:
     writers: tuple[Mapping[str, float], ...] = ()
     replicas_differ: tuple[str, ...] = ()
     reused_bytes: int = 0
+    stored_bytes: int = 0
+    quantized: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def gb_per_s(self) -> float:

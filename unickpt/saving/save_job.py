@@ -22,13 +22,14 @@ from unickpt.errors import (
     StorageError,
     UnsupportedFormat,
 )
+from unickpt.format.index import Index
 from unickpt.frameworks.process_group import within
 from unickpt.frameworks.protocol import ArraySource
 from unickpt.frameworks.registry import adapters, current_group
 from unickpt.reuse.base import Base, open_base
 from unickpt.saving import fingerprints
 from unickpt.saving.chunk_source import ChunkSource
-from unickpt.saving.describe import Description, describe
+from unickpt.saving.describe import Description, check_quantized, describe
 from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.saving.timings import Timings
 from unickpt.saving.write_plan import WriteItem, WritePlan, check_alone, plan_writes
@@ -238,6 +239,7 @@ class SaveJob:
         statistics = {
             "chunks": writer.count,
             "reused_bytes": writer.reused_bytes,
+            "stored_bytes": writer.stored_bytes,
             "blocked_s": self.timings.blocked_s,
             "staged_bytes": staged_bytes,
         }
@@ -247,7 +249,12 @@ class SaveJob:
     def _commit(self, write_more: WriteMore, before_commit: Callable[[], None]) -> Totals:
         if self.group.index == 0:
             own = self.description
-            totals = self._attempt.commit(own.index, own.digest, write_more, before_commit)
+
+            def check(merged: Index) -> None:
+                check_quantized(self.options, merged.arrays)
+                before_commit()
+
+            totals = self._attempt.commit(own.index, own.digest, write_more, check)
         else:
             totals = self._attempt.wait_committed(write_more)
         self._become(SaveState.COMMITTED)
@@ -262,6 +269,7 @@ class SaveJob:
             written_bytes=writer.nbytes,
             chunks=writer.count,
             reused_bytes=writer.reused_bytes,
+            stored_bytes=writer.stored_bytes,
             processes=self.group.count,
             seconds=timings.elapsed,
             phases=timings.phases,
@@ -269,6 +277,7 @@ class SaveJob:
             blocked_s=timings.blocked_s or timings.elapsed,
             staged_bytes=staged_bytes,
             writers=attempt.writers,
+            quantized=attempt.quantized,
             replicas_differ=tuple(found.name for found in attempt.differences),
         )
 

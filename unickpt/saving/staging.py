@@ -305,10 +305,10 @@ class Staging:
 
     def digest(self, item: WriteItem) -> int:
         if _key(item) not in self._references:
-            return chunk_store.digest(self._fetch_copy(item).data)
+            return chunk_store.digest_as_stored(item.entry, self._fetch_copy(item).data)
         staged = self._fetch_reference(self._references[_key(item)])
         try:
-            return chunk_store.digest(staged.data)
+            return chunk_store.digest_as_stored(item.entry, staged.data)
         finally:
             staged.release()
 

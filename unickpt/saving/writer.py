@@ -35,6 +35,7 @@ _TRANSACTIONS = 4  # at once
 # In the background of a training loop (measured too): each keeps a CPU busy, which it may need.
 _TRANSACTIONS_BEHIND = max(1, min(_TRANSACTIONS, (os.cpu_count() or 1) // 4))
 _HASH_THREADS = 2
+_MOST_THREADS = 8  # which also quantise
 _HASH_HERE_BYTES = 256 << 10  # handing less to a thread costs more than hashing it
 _LOOK_EVERY_S = 0.5
 
@@ -64,7 +65,8 @@ class Writer:
         self._source, self._base = source, base
         self._batch_bytes = min(_TRANSACTION_BYTES, max(1, options.budget_bytes // 4))
         self._committing: list[Future[None]] = []
-        self.nbytes, self.count = 0, 0
+        self.nbytes, self.stored_bytes, self.count = 0, 0, 0
+        self._errors: dict[int, tuple[float, float]] = {}
 
     @property
     def reused_bytes(self) -> int:
@@ -98,12 +100,14 @@ class Writer:
             },
             blobs={name: (len(b), xxhash.xxh3_64_intdigest(b)) for name, b in blobs.items()},
             statistics={"bytes": self.nbytes, "seconds": time.perf_counter() - started},
+            errors=self._errors,
             **found,
         )
 
     def write_more(self, items: Sequence[WriteItem]) -> Record:
         """Writes chunks that the coordinator asked for after all had written theirs."""
-        return Record(description=self._description.digest, chunks=self._write(items, {}))
+        chunks = self._write(items, {})
+        return Record(description=self._description.digest, chunks=chunks, errors=self._errors)
 
     def settle(self) -> None:
         """Waits, after a failure, until all writes in progress have ended."""
@@ -122,7 +126,7 @@ class Writer:
         looked = time.monotonic()
         size_of = attrgetter("nbytes")
         batches = list(in_batches(items, _TRANSACTION_CHUNKS, self._batch_bytes, size_of)) or [[]]
-        with Workers(_HASH_THREADS, behind=self._source.behind) as pool:
+        with Workers(self._threads(items), behind=self._source.behind) as pool:
             for batch in batches:
                 while not self._source.ready(batch) and window.wait_oldest():
                     pass  # the chunks staged next may need the memory that this releases
@@ -139,6 +143,13 @@ class Writer:
             table["chunk"] = [item.position for item in items]
             table["digest"] = [result() for result in digests]
         return table
+
+    def _threads(self, items: Sequence[WriteItem]) -> int:
+        """How many threads hash and quantise."""
+        if not any(item.entry.quantized for item in items):
+            return _HASH_THREADS
+        cpus = os.cpu_count() or 1
+        return max(_HASH_THREADS, cpus // 4 if self._source.behind else min(cpus, _MOST_THREADS))
 
     def _write_batch(
         self,
@@ -157,8 +168,13 @@ class Writer:
         staged: list[StagedChunk] = []
         held, begin = 0, len(digests)
         hashed = self._hashed(batch, pool, digests)
-        # A chunk that may be in the base is hashed before it is written; others meanwhile.
-        for item, chunk, digest in hashed if base is None else list(hashed):
+        # A chunk that may be in the base, or is quantised, is hashed before it is written; others
+        # meanwhile.
+        waits = base is not None or any(item.entry.quantized for item in batch)
+        for at, (item, chunk, digest) in enumerate(list(hashed) if waits else hashed):
+            if item.entry.quantized is not None:
+                chunk, digest = self._quantized(item, chunk, digest)
+                digests[begin + at] = digest
             host = chunk.data
             if base is not None and base.takes(item.part, item.number, digest, host):
                 chunk.release()
@@ -167,7 +183,8 @@ class Writer:
             copied = not by_reference or host.nbytes <= chunk_store.SMALL
             held += host.nbytes if copied else chunk.nbytes
             writes.append(self._store.write(item.entry, item.part, item.number, host, transaction))
-            self.nbytes += host.nbytes
+            self.nbytes += item.nbytes
+            self.stored_bytes += host.nbytes
             self.count += 1
         for write in writes:
             write.result()
@@ -186,13 +203,28 @@ class Writer:
 
         return held, wait
 
+    def _quantized(
+        self, item: WriteItem, chunk: StagedChunk, encoded: Callable[[], Any]
+    ) -> tuple[StagedChunk, Callable[[], int]]:
+        """A quantised chunk as it is stored, and its digest; releases the elements."""
+        found = encoded()
+        chunk.release()
+        known = self._errors.get(item.array, (0.0, 0.0))
+        self._errors[item.array] = max(known[0], found.absolute), max(known[1], found.relative)
+        digest = partial(int, chunk_store.digest(found.data))
+        return StagedChunk(found.data, found.data.nbytes, lambda: None), digest
+
     def _hashed(
         self, batch: Sequence[WriteItem], pool: Workers, digests: list[Callable[[], int]]
-    ) -> Iterator[tuple[WriteItem, StagedChunk, Callable[[], int]]]:
-        """The chunks of a batch as they are staged, and what returns their digests."""
+    ) -> Iterator[tuple[WriteItem, StagedChunk, Callable[[], Any]]]:
+        """The chunks of a batch as they are staged, and what returns their digests; of quantised
+        ones, what returns them encoded."""
         for item in batch:
             chunk = self._source.fetch(item)
-            if chunk.data.nbytes > _HASH_HERE_BYTES:
+            if item.entry.quantized is not None:
+                quantized = partial(chunk_store.quantized, item.entry, chunk.data)
+                digest: Callable[[], Any] = pool.submit(quantized)
+            elif chunk.data.nbytes > _HASH_HERE_BYTES:
                 digest = pool.submit(partial(chunk_store.digest, chunk.data))
             else:
                 digest = partial(int, chunk_store.digest(chunk.data))

@@ -1,0 +1,111 @@
+"""Which arrays a save quantises, by their names."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+
+from unickpt.quantized import codes as kinds
+from unickpt.quoting import quoted
+
+# The last word of the names of arrays that count steps, also where they are floats, as in torch.
+_COUNTS = frozenset({"step", "steps", "count"})
+
+Patterns = Mapping[str, str | None]
+"""The codes of the arrays that each pattern matches; None leaves them as they are."""
+
+
+def check(patterns: Patterns) -> None:
+    """Checks the patterns of `SaveOptions.quantize`.
+
+    Raises:
+        TypeError, ValueError: they are not a dict of patterns and codes.
+    """
+    if not isinstance(patterns, Mapping) or not all(isinstance(p, str) for p in patterns):
+        raise TypeError(
+            'quantize must be a dict of patterns of names, such as {"optim/**": "uint8"}, not '
+            f"{quoted(patterns)}"
+        )
+    for pattern, codes in patterns.items():
+        if codes is not None and codes not in kinds.NAMES:
+            raise ValueError(
+                f"quantize[{pattern!r}] is {quoted(codes)}, not one of {', '.join(kinds.NAMES)} or "
+                "None"
+            )
+
+
+def codes_for(
+    patterns: Patterns, name: str, dtype: str, shape: tuple[int, ...], prng: str | None
+) -> str | None:
+    """The codes as which an array is to be stored; None if as it is. The first match counts.
+
+    Raises:
+        ValueError: it is to be quantised, but cannot be; names the pattern.
+    """
+    pattern = _first(patterns, name)
+    codes = None if pattern is None else patterns[pattern]
+    if codes is None:
+        return None
+    problem = f"{dtype} PRNG keys" if prng is not None else _problem(codes, name, dtype, shape)
+    if problem is None:
+        return codes
+    raise ValueError(
+        f"SaveOptions.quantize[{pattern!r}] would store it as {codes}, but {problem} cannot be "
+        "quantised. Name fewer arrays, or put a pattern that matches this one before, with None"
+    )
+
+
+def _problem(codes: str, name: str, dtype: str, shape: tuple[int, ...]) -> str | None:
+    if re.split(r"[/.]", name)[-1] in _COUNTS and math.prod(shape) == 1:
+        return "counts of steps"
+    try:
+        kinds.check(codes, dtype)
+    except TypeError as error:
+        return f"such arrays ({error})"
+    return None
+
+
+def check_used(patterns: Patterns, names: Iterable[str]) -> None:
+    """Checks that every pattern is the first match of an array.
+
+    Arguments:
+        patterns: of `SaveOptions.quantize`.
+        names: of all arrays.
+
+    Raises:
+        ValueError: names the patterns, and some arrays.
+    """
+    if not patterns:
+        return
+    known = list(names)
+    unused = patterns.keys() - {_first(patterns, name) for name in known}
+    if unused:
+        shown = ", ".join(repr(pattern) for pattern in patterns if pattern in unused)
+        raise ValueError(
+            f"SaveOptions.quantize: {shown} match{'es' * (len(unused) == 1)} no array, or only "
+            f"arrays that an earlier pattern matches; there are {quoted(known)}"
+        )
+
+
+def _first(patterns: Patterns, name: str) -> str | None:
+    components = name.split("/")
+    return next((p for p in patterns if _matches(p.split("/"), components)), None)
+
+
+def _matches(pattern: Sequence[str], components: Sequence[str]) -> bool:
+    """Whether a name matches: `**` is any number of components, `*` any text within one."""
+    if not pattern:
+        return not components
+    first, rest = pattern[0], pattern[1:]
+    if first == "**":
+        return any(_matches(rest, components[at:]) for at in range(len(components) + 1))
+    return bool(
+        components and _component(first).fullmatch(components[0]) and _matches(rest, components[1:])
+    )
+
+
+@lru_cache(maxsize=1024)
+def _component(pattern: str) -> re.Pattern[str]:
+    return re.compile(".*".join(map(re.escape, pattern.split("*"))), re.DOTALL)

@@ -1,0 +1,202 @@
+"""A quantised chunk: its elements -> the bytes that are stored, and back.
+
+The bytes are the smallest decoded value of each block, then the scale of each block, then the codes
+(docs/format.md, section 9). Decoding gives the same bits on every machine: a product and a sum in
+float32 or float64, each rounded, then the dtype of the array.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from unickpt.arrays import dtypes
+from unickpt.arrays.dtypes import Array
+from unickpt.quantized import codes as kinds
+from unickpt.quantized import packing, search
+from unickpt.quantized.blocks import Blocks, stored_bytes
+
+
+class NotQuantizable(ValueError):
+    """Why elements cannot be quantised."""
+
+
+class NotDecodable(ValueError):
+    """Why stored bytes cannot be decoded."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A chunk as it is stored.
+
+    Arguments:
+        data: its bytes.
+        absolute: the largest error of an element.
+        relative: the largest error in relation to the largest magnitude in its block.
+    """
+
+    data: Array
+    absolute: float
+    relative: float
+
+
+def encode(chunk: Array, codes: str) -> Encoded:
+    """Quantises a chunk.
+
+    Arguments:
+        chunk: its elements.
+        codes: how they are stored; must fit the dtype, see `codes.check`.
+
+    Raises:
+        NotQuantizable: an element is not finite, or a block's range is too large.
+    """
+    dtype = dtypes.name_of(chunk.dtype)
+    work, blocks = kinds.working(dtype), Blocks.of(chunk.shape)
+    source = np.ascontiguousarray(chunk).reshape(blocks.rows, blocks.length)
+    data = np.empty(stored_bytes(chunk.shape, dtype, codes), np.uint8)
+    if codes == kinds.ROUNDED:
+        coded = data.view(dtypes.from_name(kinds.ROUNDED)).reshape(source.shape)
+        scales = None
+    else:
+        coded = np.empty(source.shape, np.uint8)
+        scales = _scales(data, blocks, work)
+    absolute = relative = 0.0
+    # What overflows is found by `_check_finite`, with a message that says so.
+    with np.errstate(over="ignore", invalid="ignore"):
+        for tile in blocks.tiles():
+            values = source[tile.rows, tile.elements].astype(work).reshape(-1, tile.extent)
+            low, high = values.min(axis=1), values.max(axis=1)
+            _check_finite("it has elements that are not finite", low, high)
+            if scales is None:
+                found = values.astype(coded.dtype)
+                error = _worst(values, found.astype(work))
+            else:
+                start, scale, found, error = _quantized(values, low, high, chunk.dtype, codes)
+                shape = scales[0][tile.rows, tile.blocks].shape
+                scales[0][tile.rows, tile.blocks] = start.reshape(shape)
+                scales[1][tile.rows, tile.blocks] = scale.reshape(shape)
+            _check_finite(f"the range of its elements is too large for {codes}", error)
+            at = coded[tile.rows, tile.elements]
+            at[...] = found.reshape(at.shape)
+            largest = np.maximum(np.abs(low), np.abs(high))
+            absolute = max(absolute, float(error.max()))
+            relative = max(relative, float((error / np.where(largest > 0, largest, 1)).max()))
+    if scales is not None:
+        packed = packing.pack(coded.reshape(-1), kinds.BITS[codes])
+        data[data.size - packed.size :] = packed
+    return Encoded(data, absolute, relative)
+
+
+def _scales(data: Array, blocks: Blocks, work: dtypes.DType) -> tuple[Array, Array]:
+    """The places of the smallest values and of the scales of all blocks."""
+    shape = blocks.rows, blocks.per_row
+    count = blocks.rows * blocks.per_row
+    both = data[: 2 * count * work.itemsize].view(work.newbyteorder("<"))
+    return both[:count].reshape(shape), both[count:].reshape(shape)
+
+
+def _check_finite(reason: str, *arrays: Array) -> None:
+    if not all(np.isfinite(array).all() for array in arrays):
+        raise NotQuantizable(reason)
+
+
+def _quantized(
+    values: Array, low: Array, high: Array, dtype: dtypes.DType, codes: str
+) -> tuple[Array, Array, Array, Array]:
+    """Smallest value, scale, codes and largest error of each block."""
+    bits = kinds.BITS[codes]
+    low = low + low.dtype.type(0)  # no negative zero: which of two is the smaller is undefined
+    begin, end = search.shrunk(values, low, high, bits)
+    plain = _in_range(values, low, high, dtype, bits)
+    if begin is low:
+        return plain[:4]
+    narrow = _in_range(values, begin, end, dtype, bits)
+    keep = ~(narrow[4] < plain[4])  # the search compares errors only roughly
+    for mine, other in zip(narrow, plain, strict=True):
+        mine[keep] = other[keep]
+    return narrow[:4]
+
+
+def _in_range(
+    values: Array, low: Array, high: Array, dtype: dtypes.DType, bits: int
+) -> tuple[Array, Array, Array, Array, Array]:
+    """As `_quantized`, with the sum of squared errors of each block."""
+    levels = (1 << bits) - 1
+    scale = _scale(low, high, levels)
+    steps = values - low[:, None]
+    steps /= np.where(scale > 0, scale, 1)[:, None]
+    np.rint(steps, out=steps)
+    np.clip(steps, 0, levels, out=steps)
+    found = steps.astype(np.uint8)
+    steps *= scale[:, None]
+    steps += low[:, None]
+    decoded = steps if dtype == steps.dtype else steps.astype(dtype).astype(steps.dtype)
+    decoded -= values
+    np.abs(decoded, out=decoded)
+    worst = decoded.max(axis=1)
+    decoded *= decoded
+    # The largest code must be decodable, too, whether it is used or not.
+    worst[~np.isfinite((scale * levels + low).astype(dtype).astype(worst.dtype))] = np.inf
+    return low.copy(), scale, found, worst, decoded.sum(axis=1)
+
+
+def _scale(low: Array, high: Array, levels: int) -> Array:
+    """The steps between codes: at least so large that all codes together reach the end."""
+    span = high.astype(np.float64) - low
+    scale = (span / levels).astype(low.dtype)
+    short = scale.astype(np.float64) * levels < span
+    found: Array = np.where(short, np.nextafter(scale, low.dtype.type(np.inf)), scale)
+    return found
+
+
+def _worst(values: Array, decoded: Array) -> Array:
+    found: Array = np.abs(values - decoded).max(axis=1)
+    return found
+
+
+def decode(data: Array, out: Array, codes: str) -> None:
+    """Decodes a stored chunk.
+
+    Arguments:
+        data: its bytes, as many as `stored_bytes` says; untrusted.
+        out: contiguous memory of the chunk's shape and the array's dtype.
+        codes: how it is stored.
+
+    Raises:
+        NotDecodable: a value is not finite, or a scale is negative.
+    """
+    dtype = dtypes.name_of(out.dtype)
+    work, blocks = kinds.working(dtype), Blocks.of(out.shape)
+    target = out.reshape(blocks.rows, blocks.length)
+    if codes == kinds.ROUNDED:
+        _round_back(data, target)
+        return
+    low, scale = _scales(data, blocks, work)
+    bits = kinds.BITS[codes]
+    with np.errstate(over="ignore", invalid="ignore"):
+        _check_scales(low, scale, (1 << bits) - 1, out.dtype)
+        packed = data[2 * low.nbytes :]
+        coded = packing.unpack(packed, bits, out.size).reshape(target.shape)
+        for tile in blocks.tiles():
+            values = coded[tile.rows, tile.elements].astype(work).reshape(-1, tile.extent)
+            values *= scale[tile.rows, tile.blocks].reshape(-1, 1)
+            values += low[tile.rows, tile.blocks].reshape(-1, 1)
+            at = target[tile.rows, tile.elements]
+            at[...] = values.reshape(at.shape)
+
+
+def _round_back(data: Array, target: Array) -> None:
+    stored = data.view(dtypes.from_name(kinds.ROUNDED)).reshape(target.shape)
+    target[...] = stored.astype(target.dtype)
+    if not np.isfinite(target).all():
+        raise NotDecodable("an element is not finite")
+
+
+def _check_scales(low: Array, scale: Array, levels: int, dtype: dtypes.DType) -> None:
+    """Checks that every code of every block is finite."""
+    if not (scale >= 0).all():
+        raise NotDecodable("a scale is negative or NaN")
+    for end in (low, scale * levels + low):
+        if not np.isfinite(end.astype(dtype)).all():
+            raise NotDecodable("the range of a block is not finite")
