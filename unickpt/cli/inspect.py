@@ -33,6 +33,7 @@ from unickpt.cli.output import (
     size_text,
 )
 from unickpt.format import ocdbt_reader
+from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.stored_array import StoredArray
@@ -74,8 +75,10 @@ def inspect(
     url, format, created, library, attempt, processes, metadata, codecs
     beside      files in its folder that could be taken for it, and are not part of it
     meshes      [{axes, shape, processes}]
-    arrays      [{name, shape, dtype, bytes, mesh, spec, fragments, chunk, chunks, parts, prng}]
-                mesh: place in meshes, or null; spec: the mesh axes that split each dimension
+    arrays      [{name, shape, dtype, bytes, mesh, spec, fragments, chunk, chunks, parts, prng,
+                quantized}]
+                mesh: place in meshes, or null; spec: the mesh axes that split each dimension;
+                quantized: null, or {codes, largest_error, largest_relative_error}
     ties        {name: name of the array it is tied to}
     values      {name: plain value}; what JSON lacks is an object as in docs/format.md; an object
                 that only its class can read is {opaque: name of the class, size}
@@ -240,6 +243,13 @@ def _array_json(array: StoredArray, entry: ArrayEntry) -> dict[str, Any]:
         "chunk": entry.chunk,
         "chunks": sum(part.count for part in array.parts),
         "prng": entry.prng,
+        "quantized": None
+        if entry.quantized is None
+        else {
+            "codes": entry.quantized,
+            "largest_error": entry.errors[0],
+            "largest_relative_error": entry.errors[1],
+        },
     }
 
 
@@ -324,11 +334,21 @@ def _facts(checkpoint: Checkpoint, array: StoredArray, entry: ArrayEntry) -> lis
         ("fragments", _fragments_fact(entry, array)),
         ("chunks", f"{sum(part.count for part in parts):,} of up to {shape_text(entry.chunk)}"),
     ]
-    if len(parts) == 1 and checkpoint.reader.part_url(parts[0]):
-        facts.append(("TensorStore", checkpoint.reader.part_url(parts[0])))
+    if entry.quantized is not None:
+        facts.insert(2, ("stored as", _quantized_fact(entry)))
+    if len(parts) == 1 and array.url:
+        facts.append(("TensorStore", array.url))
     elif len(parts) > 1:
         facts.append(("parts", str(len(parts))))
     return facts
+
+
+def _quantized_fact(entry: ArrayEntry) -> str:
+    absolute, relative = entry.errors
+    return (
+        f"{entry.quantized} codes; largest error {absolute:.3g}, or {relative:.3g} of the largest "
+        "magnitude in a block"
+    )
 
 
 def _layout_fact(layout: Layout | None) -> str:
@@ -353,11 +373,17 @@ def _print_parts(
 ) -> None:
     shown = array.parts if everything else array.parts[:_MANY_PARTS]
     table = new_table("box", "chunk", "chunks", "TensorStore", right=("chunks",))
-    url_of = checkpoint.reader.part_url
-    rows = ((str(p.box), shape_text(p.chunk), str(p.count), url_of(p)) for p in shown)
+    rows = (
+        (str(p.box), shape_text(p.chunk), str(p.count), _url(checkpoint, array, p)) for p in shown
+    )
     print_rows(out, table, map(plain_cells, rows))
     if len(shown) < len(array.parts):
         out.print(Text(f"{len(array.parts) - len(shown)} more parts; --all shows each", "dim"))
+
+
+def _url(checkpoint: Checkpoint, array: StoredArray, part: Part) -> str:
+    """The URL with which TensorStore opens a part; empty if it cannot."""
+    return checkpoint.reader.part_url(part) if array.url else ""
 
 
 def _one_array_json(
@@ -374,7 +400,7 @@ def _one_array_json(
         ],
         "parts": [
             {
-                "url": checkpoint.reader.part_url(part),
+                "url": _url(checkpoint, array, part),
                 "start": part.box.start,
                 "stop": part.box.stop,
                 "chunk": part.chunk,

@@ -11,6 +11,7 @@ from typing import Any
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.errors import CheckpointCorrupt
 from unickpt.format.index import ArrayEntry, Index
+from unickpt.quantized import codes
 from unickpt.trees import name_ranges, plain_values, tree
 
 # Two equal items are easy to read as two rows.
@@ -183,7 +184,9 @@ def _facts(name: str, index: Index, mesh_labels: Mapping[Mesh, str]) -> Facts:
         layout = layout_text(entry.layout)
         if entry.layout is not None:
             layout += mesh_labels.get(entry.layout.mesh, "")
-        dtype = f"{entry.dtype} key" if entry.prng is not None else entry.dtype
+        dtype = codes.joined(entry.dtype, entry.quantized)
+        if entry.prng is not None:
+            dtype += " key"
         return Facts("array", entry.shape, dtype, layout, fragment_count(entry), entry.nbytes)
     if name in index.aliases:
         return Facts("tie", None, "", "", None, 0, targets=(index.aliases[name],))

@@ -48,22 +48,22 @@ def codes_for(
     codes = None if pattern is None else patterns[pattern]
     if codes is None:
         return None
-    problem = f"{dtype} PRNG keys" if prng is not None else _problem(codes, name, dtype, shape)
+    problem = "it holds PRNG keys" if prng is not None else _problem(codes, name, dtype, shape)
     if problem is None:
         return codes
     raise ValueError(
-        f"SaveOptions.quantize[{pattern!r}] would store it as {codes}, but {problem} cannot be "
-        "quantised. Name fewer arrays, or put a pattern that matches this one before, with None"
+        f"SaveOptions.quantize[{pattern!r}] would store it as {codes}, but {problem}. "
+        "Name fewer arrays, or put a pattern that matches this one before, with None"
     )
 
 
 def _problem(codes: str, name: str, dtype: str, shape: tuple[int, ...]) -> str | None:
     if re.split(r"[/.]", name)[-1] in _COUNTS and math.prod(shape) == 1:
-        return "counts of steps"
+        return "it counts steps"
     try:
         kinds.check(codes, dtype)
     except TypeError as error:
-        return f"such arrays ({error})"
+        return str(error)
     return None
 
 

@@ -69,7 +69,9 @@ class StoredArray:
 
     @property
     def url(self) -> str:
-        """The URL with which TensorStore opens it, if it has a single part."""
+        """The URL with which TensorStore opens it, if it has a single part; empty if it cannot."""
+        if self._entry.quantized is not None:
+            return ""
         whole = Part(self._entry.name, Box.whole(self.shape), self.chunk)
         return self._reader.part_url(self.parts[0] if len(self.parts) == 1 else whole)
 
@@ -115,6 +117,10 @@ class StoredArray:
         """The array as a read-only TensorStore, for lazy expressions and asynchronous reads.
 
         TensorStore does not know the digests, so it does not check what it reads.
+
+        Raises:
+            UnsupportedFormat: its elements are quantised, or the format is one that TensorStore
+                cannot read.
         """
         self._reader.check_backed(self._entry)
         layers = []

@@ -65,7 +65,7 @@ def convert(
         source: a local path or a URL of a committed checkpoint, or what `unickpt.open` returned.
         destination: the path or URL of the new checkpoint.
         rules: map the names and axes of the source to those of the destination; without rules all
-            arrays stay the same, and only options (chunks, compression) change.
+            arrays stay the same, and only options (chunks, compression, quantize) change.
         like: gives names, shapes and dtypes of the destination: another checkpoint's path or URL,
             or a tree as for `load`. Needed for rules whose names are ambiguous; see docs/rules.md.
             Plain values that rules drop on this side (`drop <-> name`) are taken from it.
@@ -162,9 +162,9 @@ def _writer(to: str, format_options: Mapping[str, Any], options: SaveOptions) ->
                 f"format to write: {', '.join(writers.names())}"
             )
         return None
-    if options.compression is not None or options.chunk_shape is not None:
+    if options.compression is not None or options.chunk_shape is not None or options.quantize:
         raise ValueError(
-            f"compression and chunk_shape are options of unickpt's own format, not {to}"
+            f"compression, chunk_shape and quantize are options of unickpt's own format, not {to}"
         )
     return writers.make(to, format_options)
 
