@@ -228,7 +228,7 @@ class OcdbtReader(Reader):
             CheckpointCorrupt, StorageError: as `read_chunk`.
         """
         try:
-            return self._chunks.has_bytes(entry, part, number, stored)
+            return self._store_of(entry, part, number).has_bytes(entry, part, number, stored)
         except Failed as error:
             raise self._chunks.explained(error, f"{self.location}: {entry.name!r}") from error
 
