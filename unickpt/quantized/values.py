@@ -106,7 +106,8 @@ def _quantized(
 ) -> tuple[Array, Array, Array, Array]:
     """Smallest value, scale, codes and largest error of each block."""
     bits = kinds.BITS[codes]
-    low = low + low.dtype.type(0)  # no negative zero: which of two is the smaller is undefined
+    # No negative zeros: which of two zeros is the smallest element depends on the machine.
+    low, high = low + low.dtype.type(0), high + high.dtype.type(0)
     begin, end = search.shrunk(values, low, high, bits)
     plain = _in_range(values, low, high, dtype, bits)
     if begin is low:
