@@ -30,6 +30,8 @@ from unickpt.cli import tree_table
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.format import chunk_grid, index_json, zarr_metadata
 from unickpt.format.index import INDEX_KEY, ArrayEntry, Index
+from unickpt.quantized import values
+from unickpt.quantized.blocks import Blocks
 from unickpt.trees import plain_values, tree
 
 HERE = Path(TESTS)
@@ -115,6 +117,17 @@ def test_parts_of_the_format() -> None:
     assert f"`w/{w.chunk_key(1)}` and the box `{w.chunk_box(1)}`" in sentence
     assert f"`v/part_61_0/{v.chunk_key(2)}` and the box `{v.chunk_box(2)}`" in sentence
     assert f"the chunk of `s` has the key `s/{s.chunk_key(0)}`" in sentence
+
+
+def test_the_quantised_chunk_of_the_format() -> None:
+    x = np.array([1.0, 1.5, 2.0, 2.5], np.float32)
+    stored = bytes.fromhex("".join(code(row[0])[0] for row in table("quantised")))
+    assert values.encode(x, "int2").data.tobytes() == stored
+    out = np.empty_like(x)
+    values.decode(np.frombuffer(stored, np.uint8), out, "int2")
+    assert (out == x).all()
+    assert Blocks.of((40, 300)) == Blocks(40, 300)
+    assert Blocks.of((8, 40, 3, 3)) == Blocks(8, 360)
 
 
 def test_zarr_metadata_of_the_format() -> None:

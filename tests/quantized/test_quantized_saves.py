@@ -37,8 +37,8 @@ from unickpt import (
 from unickpt.arrays import dtypes
 from unickpt.cli.app import app
 from unickpt.format import index_json, zarr_metadata
-from unickpt.quantized import codes as kinds
 from unickpt.quantized import choice, values
+from unickpt.quantized import codes as kinds
 
 SMALL = {"chunk_bytes": 4096, "fsync": False}
 QUANTIZED = {"optim/**": "uint8", "embed": "int4", "odd/*": "int3", "half": "int2", "r": "bfloat16"}
@@ -411,7 +411,7 @@ def shared(path: Path, count: int, work: Callable[[int], Any], **options: Any) -
 
 def test_processes_save_their_parts_and_the_largest_error_counts(tmp_path: Path) -> None:
     x = np.random.default_rng(1).standard_normal((9, 400)).astype(np.float32)
-    x[6:] *= 50
+    x[:3] *= 50
 
     def own(index: int) -> Any:
         rows = slice(3 * index, 3 * index + 3)

@@ -195,6 +195,28 @@ def random_layouts_of_another_world(folder: Path) -> None:
     load_fuzzed(six, 201, among, meta=True)
 
 
+@ranks(4, 6)
+def what_one_mesh_quantised_every_mesh_loads(folder: Path) -> None:
+    world = dist.get_world_size()
+    full = torch.randn(24, 70, generator=torch.Generator().manual_seed(1))
+    line = init_device_mesh("cpu", (world,))
+    grid = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("a", "b"))
+    options = unickpt.SaveOptions(chunk_bytes=1000, fsync=False, quantize={"w": "int4"})
+    report = save(folder / "c", {"w": spread(full, line, [Shard(0)])}, options)
+    whole = torch.from_numpy(unickpt.load(folder / "c")["w"])
+    errors = unickpt.open(folder / "c").index.arrays["w"].errors
+    assert 0 < errors[0] == float((whole - full).abs().max())
+    assert report.quantized == ({"w": errors} if dist.get_rank() == 0 else {})
+    for mesh, how in (
+        (line, [Shard(1)]),
+        (grid, [Shard(1), Shard(0)]),
+        (grid, [Replicate(), Shard(0)]),
+    ):
+        like = spread(torch.zeros_like(full), mesh, how)
+        unickpt.load(folder / "c", {"w": like})
+        assert raw(like) == raw(spread(whole, mesh, how))
+
+
 # --- layouts one by one ---------------------------------------------------------------------------
 
 

@@ -137,6 +137,7 @@ def _in_range(
     np.abs(decoded, out=decoded)
     worst = decoded.max(axis=1)
     decoded *= decoded
+    decoded *= decoded
     # The largest code must be decodable, too, whether it is used or not.
     worst[~np.isfinite((scale * levels + low).astype(dtype).astype(worst.dtype))] = np.inf
     return low.copy(), scale, found, worst, decoded.sum(axis=1)
