@@ -1,6 +1,6 @@
 """A small transformer that was trained, with its optimizer: what benchmarks of stored bits measure.
 
-    python benchmarks/trained.py state.npz --seconds 100    # trains on the library's own text
+    python benchmarks/trained.py state.npz --seconds 120    # trains on the library's own text
 
 Random numbers compress and quantise differently from trained weights, so these are trained: a
 decoder of 4 layers on bytes of text, with AdamW, on one thread.
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-WIDTH, HEADS, LAYERS, LENGTH, BATCH = 256, 4, 4, 128, 16
+WIDTH, HEADS, LAYERS, LENGTH, BATCH = 128, 4, 4, 96, 16
 ROOT = Path(__file__).parent.parent
 
 
@@ -90,7 +90,7 @@ class Training:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--seconds", type=float, default=100, help="of the processor")
+    parser.add_argument("--seconds", type=float, default=120, help="of the processor")
     options = parser.parse_args()
     training, number, losses = Training(), 0, list[float]()
     while time.process_time() < options.seconds:

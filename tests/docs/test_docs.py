@@ -140,7 +140,7 @@ def test_zarr_metadata_of_the_format() -> None:
 
 
 def test_dtypes_of_the_format() -> None:
-    section = FORMAT[FORMAT.index("## 9.") : FORMAT.index("## 10.")]
+    section = FORMAT[FORMAT.index("## 9.") : FORMAT.index("### Quantised arrays")]
     rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
     told = {}
     for names, stored, size in rows:

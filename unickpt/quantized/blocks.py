@@ -12,7 +12,7 @@ BLOCK = 256
 """The most elements of a block."""
 ROW = 64
 """The fewest elements of a row, if the chunk has as many."""
-_TILE = 1 << 16  # elements: what is worked on at once stays in the processor's cache
+_TILE = 1 << 17  # elements: what is worked on at once stays in the processor's cache
 
 
 @dataclass(frozen=True)

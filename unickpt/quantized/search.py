@@ -72,8 +72,7 @@ def _loss(
     np.subtract(normal, (left / np.float32(bins))[:, None], out=steps)
     np.multiply(steps, (1 / width)[:, None], out=steps)
     np.rint(steps, out=rounded)
-    np.maximum(rounded, 0, out=rounded)
-    np.minimum(rounded, levels, out=rounded)
+    np.clip(rounded, 0, levels, out=rounded)
     np.subtract(steps, rounded, out=steps)
     np.multiply(steps, steps, out=steps)
     found: Array = steps.sum(axis=1) * width * width

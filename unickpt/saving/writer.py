@@ -35,7 +35,7 @@ _TRANSACTIONS = 4  # at once
 # In the background of a training loop (measured too): each keeps a CPU busy, which it may need.
 _TRANSACTIONS_BEHIND = max(1, min(_TRANSACTIONS, (os.cpu_count() or 1) // 4))
 _HASH_THREADS = 2
-_MOST_THREADS = 8  # which also quantise
+_MOST_THREADS = 16  # which also quantise
 _HASH_HERE_BYTES = 256 << 10  # handing less to a thread costs more than hashing it
 _LOOK_EVERY_S = 0.5
 
