@@ -18,7 +18,7 @@ import tensorstore as ts
 from unickpt.arrays import dtypes
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import CheckpointNotFound, UnickptError
-from unickpt.format import chunk_grid, ocdbt_reader
+from unickpt.format import chunk_grid, chunk_store, ocdbt_reader
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, BaseEntry
 from unickpt.format.ocdbt_reader import OcdbtReader
