@@ -290,6 +290,38 @@ def test_equal_chunks_of_a_base_are_not_written_again(
     assert [e.errors for e in both[0].values()] == [e.errors for e in both[1].values()]
 
 
+@pytest.mark.parametrize("reuse", ["digest", "compare"])
+def test_equal_chunks_of_a_base_are_borrowed_where_there_are_no_links(
+    saved: Path, reuse: str
+) -> None:
+    save(f"memory://quantized/{reuse}/a")
+    state = tree()
+    state["plain"] += 1
+    report = save(
+        f"memory://quantized/{reuse}/b", state, base=f"memory://quantized/{reuse}/a", reuse=reuse
+    )
+    assert report.reused_bytes > report.bytes * 0.5
+    assert unickpt.verify(f"memory://quantized/{reuse}/b").ok
+    found = unickpt.diff(str(saved), f"memory://quantized/{reuse}/b")
+    assert [row.name for row in found.differences] == ["plain"]
+
+
+def test_a_run_reuses_and_copies_quantised_steps(tmp_path: Path) -> None:
+    options = SaveOptions(quantize=QUANTIZED, **SMALL)
+    with unickpt.Checkpointer(
+        tmp_path / "run", local=tmp_path / "local", reuse=True, options=options
+    ) as run:
+        for step in (1, 2):
+            report = run.save(step, tree() | {"step": step}).result()
+        run.wait()
+    assert report.reused_bytes > report.bytes * 0.5
+    save(tmp_path / "q")
+    for root in ("run", "local"):
+        assert unickpt.verify(str(tmp_path / root / "step_2")).ok
+        found = unickpt.diff(str(tmp_path / "q"), str(tmp_path / root / "step_2"))
+        assert [row.name for row in found.differences] == ["step"]
+
+
 def test_chunks_of_other_codes_are_not_reused(tmp_path: Path, saved: Path) -> None:
     others = {"optim/**": "int4", "embed": None}
     report = save(tmp_path / "next", base=str(saved), quantize=others)
