@@ -84,7 +84,7 @@ def norm(arrays: list[Any], found: list[Any]) -> float:
 
 def after(state: Arrays, steps: int) -> float:
     """The mean loss of some steps that continue from a state."""
-    training = Training()
+    training = Training(state["text"].tobytes())
     training.unpack(state)
     return sum(training.step(10**6 + number) for number in range(steps)) / steps
 

@@ -44,15 +44,17 @@ class Model(nn.Module):
 
 
 class Training:
-    """A model, its optimizer and its text; the same seed gives the same batches."""
+    """A model, its optimizer and its text; a step of the same number has the same batch.
 
-    def __init__(self) -> None:
+    Arguments:
+        text: bytes to learn.
+    """
+
+    def __init__(self, text: bytes) -> None:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         self.model = Model()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3, weight_decay=0.1)
-        files = sorted([*ROOT.glob("unickpt/**/*.py"), *ROOT.glob("docs/**/*.md")])
-        text = b"".join(file.read_bytes() for file in files)
         self._text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
     def step(self, number: int) -> float:
@@ -92,11 +94,13 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--seconds", type=float, default=120, help="of the processor")
     options = parser.parse_args()
-    training, number, losses = Training(), 0, list[float]()
+    files = sorted([*ROOT.glob("unickpt/**/*.py"), *ROOT.glob("docs/**/*.md")])
+    text = b"".join(file.read_bytes() for file in files)
+    training, number, losses = Training(text), 0, list[float]()
     while time.process_time() < options.seconds:
         losses.append(training.step(number))
         number += 1
-    np.savez(options.file, **training.arrays())
+    np.savez(options.file, text=np.frombuffer(text, np.uint8), **training.arrays())
     count = sum(p.numel() for p in training.model.parameters())
     recent = sum(losses[-20:]) / len(losses[-20:])
     print(f"{count} parameters, {number} steps, loss {losses[0]:.2f} -> {recent:.2f}")

@@ -248,6 +248,7 @@ def test_schema_accepts_real_indexes(name: str, tmp_path: Path) -> None:
         "linked_1_2",
         "borrowed_1_2/step_0",
         "borrowed_1_2/step_1",
+        "quantised_1_2",
     ],
 )
 def test_schema_accepts_the_fixtures(name: str) -> None:
@@ -431,6 +432,23 @@ def test_chunks_of_an_earlier_checkpoint_stay_readable(name: str, step: int) -> 
     index = unickpt.open(path).index
     assert bool(index.reused) == (step > 0)
     assert len(index.bases) == (name == "borrowed_1_2/step_1")
+
+
+def test_quantised_arrays_stay_readable() -> None:
+    path = FIXTURES / "quantised_1_2"
+    found = unickpt.load(path)
+    steps = np.arange(4, dtype=np.float32) / 2 - 1
+    expected = {
+        "few": np.resize(steps, (6, 70)),
+        "many": np.resize([0.0, 255.0, 17.0, 3.0], (3, 300)),
+        "none": np.resize(steps, (5,)),
+    }
+    for name, array in expected.items():
+        assert found[name].dtype == array.dtype
+        assert np.array_equal(found[name], array)
+    entries = unickpt.open(path).index.arrays
+    assert [entry.quantized for entry in entries.values()] == ["int2", "uint8", None]
+    assert unickpt.verify(path).ok
 
 
 def test_a_key_in_a_per_process_value_stays_readable() -> None:
