@@ -161,6 +161,15 @@ def test_a_shrunk_range_is_never_worse(
     assert gained > 100
 
 
+@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("exponent", [-100, -60, 60, 100])
+def test_the_unit_of_an_array_makes_no_difference(codes: str, exponent: int) -> None:
+    x = numbers((40, 256), "float32")
+    one, other = (values.encode(each, codes) for each in (x, x * np.float32(2.0**exponent)))
+    assert (one.data[2 * 40 * 4 :] == other.data[2 * 40 * 4 :]).all()
+    assert one.relative == other.relative
+
+
 @pytest.mark.parametrize("codes", ["int4", "int3", "int2"])
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(x=elements("float32"))

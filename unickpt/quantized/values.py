@@ -108,21 +108,23 @@ def _quantized(
     bits = kinds.BITS[codes]
     # No negative zeros: which of two zeros is the smallest element depends on the machine.
     low, high = low + low.dtype.type(0), high + high.dtype.type(0)
+    whole = _in_range(values, low, high, dtype, bits)
+    if bits not in search.BINS:
+        return whole
     begin, end = search.shrunk(values, low, high, bits)
-    plain = _in_range(values, low, high, dtype, bits)
-    if begin is low:
-        return plain[:4]
-    narrow = _in_range(values, begin, end, dtype, bits)
-    keep = ~(narrow[4] < plain[4])  # the search compares errors only roughly
-    for mine, other in zip(narrow, plain, strict=True):
+    found = _in_range(values, begin, end, dtype, bits)
+    span = np.where(high > low, high - low, 1)
+    # The search compares errors only roughly.
+    keep = ~(_squares(values, found, dtype, span) < _squares(values, whole, dtype, span))
+    for mine, other in zip(found, whole, strict=True):
         mine[keep] = other[keep]
-    return narrow[:4]
+    return found
 
 
 def _in_range(
     values: Array, low: Array, high: Array, dtype: dtypes.DType, bits: int
-) -> tuple[Array, Array, Array, Array, Array]:
-    """As `_quantized`, with the sum of squared errors of each block."""
+) -> tuple[Array, Array, Array, Array]:
+    """As `_quantized`, with codes that cover a range."""
     levels = (1 << bits) - 1
     scale = _scale(low, high, levels)
     steps = values - low[:, None]
@@ -130,17 +132,25 @@ def _in_range(
     np.rint(steps, out=steps)
     np.clip(steps, 0, levels, out=steps)
     found = steps.astype(np.uint8)
+    return low.copy(), scale, found, _worst(values, _decoded(steps, low, scale, dtype))
+
+
+def _squares(values: Array, found: tuple[Array, ...], dtype: dtypes.DType, span: Array) -> Array:
+    """The sum of squared errors of each block, in relation to its range."""
+    low, scale, codes, _ = found
+    apart = _decoded(codes.astype(values.dtype), low, scale, dtype)
+    apart -= values
+    apart /= span[:, None]
+    apart *= apart
+    total: Array = apart.sum(axis=1)
+    return total
+
+
+def _decoded(steps: Array, low: Array, scale: Array, dtype: dtypes.DType) -> Array:
+    """Codes as elements, rounded to the dtype of the array; overwrites them."""
     steps *= scale[:, None]
     steps += low[:, None]
-    decoded = steps if dtype == steps.dtype else steps.astype(dtype).astype(steps.dtype)
-    decoded -= values
-    np.abs(decoded, out=decoded)
-    worst = decoded.max(axis=1)
-    decoded *= decoded
-    decoded *= decoded
-    # The largest code must be decodable, too, whether it is used or not.
-    worst[~np.isfinite((scale * levels + low).astype(dtype).astype(worst.dtype))] = np.inf
-    return low.copy(), scale, found, worst, decoded.sum(axis=1)
+    return steps if dtype == steps.dtype else steps.astype(dtype).astype(steps.dtype)
 
 
 def _scale(low: Array, high: Array, levels: int) -> Array:

@@ -179,7 +179,8 @@ class Writer:
             if base is not None and base.takes(item.part, item.number, digest, host):
                 chunk.release()
                 continue
-            staged.append(chunk)
+            if item.entry.quantized is None:
+                staged.append(chunk)
             copied = not by_reference or host.nbytes <= chunk_store.SMALL
             held += host.nbytes if copied else chunk.nbytes
             writes.append(self._store.write(item.entry, item.part, item.number, host, transaction))
