@@ -292,7 +292,7 @@ def test_equal_chunks_of_a_base_are_not_written_again(
 
 @pytest.mark.parametrize("reuse", ["digest", "compare"])
 def test_equal_chunks_of_a_base_are_borrowed_where_there_are_no_links(
-    saved: Path, reuse: str
+    tmp_path: Path, saved: Path, reuse: str
 ) -> None:
     save(f"memory://quantized/{reuse}/a")
     state = tree()
@@ -304,6 +304,9 @@ def test_equal_chunks_of_a_base_are_borrowed_where_there_are_no_links(
     assert unickpt.verify(f"memory://quantized/{reuse}/b").ok
     found = unickpt.diff(str(saved), f"memory://quantized/{reuse}/b")
     assert [row.name for row in found.differences] == ["plain"]
+    unickpt.copy(f"memory://quantized/{reuse}/b", tmp_path / "copy")
+    assert unickpt.verify(str(tmp_path / "copy")).ok
+    assert unickpt.diff(f"memory://quantized/{reuse}/b", str(tmp_path / "copy")).read_bytes == 0
 
 
 def test_a_run_reuses_and_copies_quantised_steps(tmp_path: Path) -> None:
