@@ -222,6 +222,7 @@ def test_inspect_json_describes_every_array(saved: str) -> None:
         "chunk": [4, 8],
         "chunks": 1,
         "prng": None,
+        "quantized": None,
         "mesh": 0,
         "fragments": 1,
         "parts": 1,
