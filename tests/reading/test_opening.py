@@ -297,7 +297,7 @@ def test_a_bug_is_never_told_as_damage(
 
     places: list[tuple[Any, str]] = [
         (read_plan.Piece, "place"), (chunk_reader, "_direct"), (chunk_reader, "consumers_of"),
-        (chunk_store, "_key"),
+        (chunk_store, "key_of"),
         (chunk_store, "_bytes_of"), (nodes, "_keys"),
         (loader, "jobs_of"), (index_json, "_layout"),
         (index_json, "_array"),
