@@ -12,6 +12,7 @@ import xxhash
 
 from unickpt.arrays.box import Box
 from unickpt.format.index import BaseEntry
+from unickpt.reuse.experts import Steps
 
 # `array` is the number of the array in the process's own description, `chunk` that of the chunk in
 # the array's parts, in order (for arrays with boxes instead of a layout: in this process's boxes).
@@ -37,6 +38,7 @@ class Record:
         linked: how many of the chunks are in linked files of an earlier checkpoint (`reuse.base`).
         base: the checkpoint beside this one from which chunks are borrowed, if any are.
         borrowed: with a base, for each of `chunks` whether it is borrowed.
+        experts: of which step its experts are, by key, if some may be left out of a save.
     """
 
     description: int
@@ -50,6 +52,7 @@ class Record:
     linked: int = 0
     base: BaseEntry | None = None
     borrowed: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    experts: Steps = field(default_factory=dict)
 
     def with_statistics(self, more: Mapping[str, float]) -> Record:
         """The same with more statistics."""
@@ -68,6 +71,7 @@ class Record:
             "chunks": len(self.chunks),
             "checked": self.checked,
             "linked": self.linked,
+            "experts": {key: list(steps.items()) for key, steps in self.experts.items()},
             "base": None if self.base is None else [self.base.name, self.base.manifest],
         }
         line = json.dumps(head, separators=(",", ":")).encode() + b"\n"
@@ -100,6 +104,7 @@ class Record:
                 head["linked"],
                 base,
                 np.frombuffer(payload[end:rest], np.bool_),
+                {key: {int(n): int(s) for n, s in steps} for key, steps in head["experts"].items()},
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"the record is malformed: {error!r}") from None
