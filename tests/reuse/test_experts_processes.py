@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -143,6 +144,38 @@ def test_small_experts_that_only_another_process_holds(tmp_path: Path) -> None:
     assert unickpt.verify(tmp_path / "step_3").ok
 
 
+@pytest.mark.parametrize("links", [True, False])
+def test_chunks_that_the_coordinator_asks_for_are_reused(
+    links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without experts, too; and without links, where the new checkpoint names its base."""
+    if not links:
+        monkeypatch.setattr(os, "link", lambda *_, **__: (_ for _ in ()).throw(OSError(18, "no")))
+
+    def work(run: Checkpointer, index: int) -> list[Any]:
+        held = {str(x): {"w": numbers(0, 100) + x} for x in range(EXPERTS)}
+        trees: list[Any] = [
+            {"plain": held | {"0": {"w": numbers(step, 100)}}}
+            if index
+            else {"dense": numbers(step, 9)}
+            for step in range(3)
+        ]
+        return [run.save(step, tree, wait=True).result() for step, tree in enumerate(trees)]
+
+    def start(group: ProcessGroup) -> Any:
+        options = SaveOptions(group=group, fsync=False, timeout_s=20)
+        with Checkpointer(tmp_path, reuse=True, options=options) as run:
+            return work(run, group.index)
+
+    _, reports = in_job(2, start)
+    assert [report.reused_bytes for report in reports] == [0, *[(EXPERTS - 1) * 800] * 2]
+    found = unickpt.load(tmp_path / "step_2")
+    assert np.array_equal(found["plain"]["0"]["w"], numbers(2, 100))
+    assert np.array_equal(found["plain"]["3"]["w"], numbers(0, 100) + 3)
+    assert unickpt.verify(tmp_path / "step_2").ok
+    assert bool(unickpt.open(tmp_path / "step_2").index.bases) != links
+
+
 def test_another_number_of_processes_goes_on(tmp_path: Path) -> None:
     for count, step in [(2, 1), (3, 4), (1, 7)]:
 
@@ -241,7 +274,7 @@ STEPS = [
     ("reuse.base.Base:borrow", "during"),
     ("storage.local_files.RegularFiles:link", "after"),
     ("reuse.base.Base:read", "during"),
-    ("reuse.base.Base:publish", "during"),
+    ("reuse.linked_files.LinkedFiles:publish", "during"),
     ("saving.writer.Writer:write_more", "during"),
 ]
 COORDINATORS_STEPS = [
