@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def some(items: Sequence[int]) -> str:
-    """A few numbers for a message."""
+def some(items: Sequence[object]) -> str:
+    """A few numbers, or what is as short, for a message."""
     return ", ".join(map(str, items[:8])) + (", ..." if len(items) > 8 else "")
 
 

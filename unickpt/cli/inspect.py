@@ -35,8 +35,10 @@ from unickpt.cli.output import (
 from unickpt.format import ocdbt_reader
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
+from unickpt.quoting import some
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.stored_array import StoredArray
+from unickpt.reuse import experts
 from unickpt.trees import plain_values
 
 _MANY_PARTS = 20
@@ -128,6 +130,8 @@ def _print_checkpoint(checkpoint: Checkpoint, everything: bool) -> None:
     _print_rows(out, tree_table.outline(index, str(checkpoint.location), unfolded=everything))
     out.print()
     out.print(_totals(checkpoint))
+    for line in _experts(checkpoint):
+        out.print(line)
 
 
 def _print_rows(out: Console, rows: Sequence[tree_table.Row]) -> None:
@@ -188,6 +192,32 @@ def _totals(checkpoint: Checkpoint) -> Text:
     ]
     pieces += [counted(n, one, many) for n, one, many in others if n]
     return Text.assemble(("total: ", "bold"), "; ".join(pieces))
+
+
+def _experts(checkpoint: Checkpoint) -> list[Text]:
+    """A line for each key of experts of which some are saved at a time; and one for the PLT."""
+    where, metadata = str(checkpoint.location), checkpoint.index.metadata
+    record = experts.stored(metadata, where)
+    if record is None:
+        return []
+    older: dict[str, dict[int, list[int]]] = {}
+    for key, number, step in experts.older(metadata, where):
+        older.setdefault(key, {}).setdefault(step, []).append(number)
+    lines = []
+    for key, steps in record.steps.items():
+        found = sorted(older.get(key, {}).items(), reverse=True)
+        shown = "; ".join(f"{some(numbers)} of step {step}" for step, numbers in found[:8])
+        more = "; ..." if len(found) > 8 else ""
+        text = f"{clean(key)}: {counted(len(steps), 'expert')}, " + (
+            f"{sum(len(n) for _, n in found)} as of an earlier step: {shown}{more}"
+            if found
+            else "all of this step"
+        )
+        lines.append(Text.assemble(("experts: ", "bold"), text))
+    if record.layers:
+        text = f"{record.lost_tokens:.3%} of all tokens, if the run restarts from this step (PLT)"
+        lines.append(Text.assemble(("lost: ", "bold"), text))
+    return lines
 
 
 def _checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:

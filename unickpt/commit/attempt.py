@@ -68,6 +68,7 @@ class Attempt:
         self._state = AttemptState.OPEN
         self._found: root.State | None = None
         self._totals: Totals | None = None
+        self._linking = set[int]()  # the processes that linked files of an earlier checkpoint
         self.writers: tuple[Mapping[str, float], ...] = ()
         """The statistics in each process's record, once the coordinator has committed."""
         self.differences: Sequence[Difference] = ()
@@ -365,9 +366,10 @@ class Attempt:
         for process, record in records:
             if record.replaces != self._digest_found:
                 raise self._conflict(f"between the start of process 0 and of process {process}")
+        self._linking = {process for process, record in records if record.linked}
         merged = self._merge(own, records, write_more)
         borrowers.mark(self.location, merged.index.bases, self.context)
-        manifest = self._build_root(merged, [p for p, record in records if record.linked])
+        manifest = self._build_root(merged, sorted(self._linking))
         totals = Totals.of(merged.index)
         older = self.location.child("processes").folders(self.context)
         self._announce(manifest, totals)
@@ -400,7 +402,9 @@ class Attempt:
         self._notes.request(requests)
         ours = self.group.index
         own = [(ours, write_more(requests[ours]))] if ours in requests else []
-        return [*own, *self._collect([p for p in requests if p != ours], MORE)]
+        more = [*own, *self._collect([p for p in requests if p != ours], MORE)]
+        self._linking |= {process for process, record in more if record.linked}
+        return more
 
     def _described(self, own: Mapping[int, Index], records: Records) -> dict[int, Index]:
         """The processes' descriptions by their digests; equal ones are read once."""

@@ -22,6 +22,7 @@ from unickpt.commit.record import Records
 from unickpt.commit.replicas import Difference, Replicas
 from unickpt.format import borrowed, digest_table
 from unickpt.format.index import Index
+from unickpt.reuse.experts import with_steps
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,14 @@ def merge_all(
         written = [*records, *request(missing)]
         table, _ = merged_digests(index, written, names, assumed, winners)
         requests(index, table, [])
-    bases, there = merged_borrowed(index, records, names, winners)
+    bases, there = merged_borrowed(index, written, names, winners)
     index = replace(
         index,
         arrays=with_errors(index, written, names, winners),
+        metadata=with_steps(index.metadata, [(p, record.experts) for p, record in records]),
         per_process=per_process(index, records),
         chunks=len(table),
-        reused=int(sum(record.statistics.get("reused_bytes", 0) for _, record in records)),
+        reused=int(sum(record.statistics.get("reused_bytes", 0) for _, record in written)),
         digests_xxh3=f"{xxhash.xxh3_64_intdigest(table.tobytes()):016x}",
         bases=bases,
         borrowed=len(there),

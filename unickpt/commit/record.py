@@ -12,6 +12,7 @@ import xxhash
 
 from unickpt.arrays.box import Box
 from unickpt.format.index import BaseEntry
+from unickpt.reuse.experts import Steps
 
 # `array` is the number of the array in the process's own description, `chunk` that of the chunk in
 # the array's parts, in order (for arrays with boxes instead of a layout: in this process's boxes).
@@ -39,6 +40,7 @@ class Record:
         borrowed: with a base, for each of `chunks` whether it is borrowed.
         errors: of the arrays that are quantised, by array number: the largest absolute and relative
             error (`format.index.ArrayEntry`).
+        experts: of which step its experts are, by key, if some may be left out of a save.
     """
 
     description: int
@@ -53,6 +55,7 @@ class Record:
     base: BaseEntry | None = None
     borrowed: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, np.bool_))
     errors: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    experts: Steps = field(default_factory=dict)
 
     def with_statistics(self, more: Mapping[str, float]) -> Record:
         """The same with more statistics."""
@@ -71,6 +74,7 @@ class Record:
             "chunks": len(self.chunks),
             "checked": self.checked,
             "linked": self.linked,
+            "experts": {key: list(steps.items()) for key, steps in self.experts.items()},
             "base": None if self.base is None else [self.base.name, self.base.manifest],
             "errors": [[number, *found] for number, found in self.errors.items()],
         }
@@ -105,6 +109,7 @@ class Record:
                 base,
                 np.frombuffer(payload[end:rest], np.bool_),
                 {number: (absolute, relative) for number, absolute, relative in head["errors"]},
+                {key: {int(n): int(s) for n, s in steps} for key, steps in head["experts"].items()},
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"the record is malformed: {error!r}") from None

@@ -99,6 +99,7 @@ def chunk_grid(
     layout: Layout,
     chunk_bytes: int,
     chunk_shape: tuple[int, ...] | None = None,
+    single: int | None = None,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Chooses chunk extents for an array so that no chunk has two writers.
 
@@ -109,6 +110,7 @@ def chunk_grid(
         chunk_bytes: target size of a chunk in bytes.
         chunk_shape: target extents instead; upper bounds, lowered to divide the fragment
             boundaries.
+        single: a dimension along which every chunk has one element.
 
     Returns:
         The chunk extents, and the dimensions along which the array is cut into one part per
@@ -119,6 +121,8 @@ def chunk_grid(
         pieces = [p for p in layout.intervals(shape, dim) if p[0] < p[1]]
         extents.append(max((b - a for a, b in pieces), default=1))
         units.append(math.gcd(*(a for a, _ in pieces[1:])) if len(pieces) > 1 else 0)
+    if single is not None:
+        extents[single] = 1
     wanted = (
         [max(1, min(c, n)) for c, n in zip(chunk_shape, extents, strict=True)]
         if chunk_shape is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, overload
 
 from unickpt.errors import LoadMismatch
@@ -19,10 +19,12 @@ from unickpt.loading.report import LoadReport
 from unickpt.loading.request import Request
 from unickpt.loading.ruled_view import RuledView, request_through, through
 from unickpt.loading.views import CheckpointView, StoredView, jobs_of
+from unickpt.quoting import some
 from unickpt.reading import checkpoint
 from unickpt.reading.collective_read import ReadArrays, reading
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.targets import NewTarget, NumberTarget
+from unickpt.reuse import experts
 from unickpt.rules import Rules
 from unickpt.threads import collection_paused
 from unickpt.trees import plain_values, tree
@@ -40,6 +42,7 @@ def load(
     mismatched: Literal["error", "keep"] = "error",
     cast: bool = False,
     return_report: Literal[False] = False,
+    strict_experts: bool = False,
     options: LoadOptions | None = None,
 ) -> Any: ...
 
@@ -54,6 +57,7 @@ def load(
     mismatched: Literal["error", "keep"] = "error",
     cast: bool = False,
     return_report: Literal[True],
+    strict_experts: bool = False,
     options: LoadOptions | None = None,
 ) -> tuple[Any, LoadReport]: ...
 
@@ -67,6 +71,7 @@ def load(
     mismatched: Literal["error", "keep"] = "error",
     cast: bool = False,
     return_report: bool = False,
+    strict_experts: bool = False,
     options: LoadOptions | None = None,
 ) -> Any:
     """Loads a checkpoint onto any mesh, in any framework.
@@ -96,6 +101,8 @@ def load(
             integers that hold all values. Never from one kind to another.
         return_report: whether to also return a `LoadReport`. Its text is always logged to the
             logger "unickpt" at level INFO.
+        strict_experts: refuse a checkpoint that has the state of some experts as of an earlier step
+            (`Checkpointer(partial=)`).
         options: see `LoadOptions`.
 
     Returns:
@@ -119,7 +126,7 @@ def load(
     if mismatched not in ("error", "keep"):
         raise ValueError(f'mismatched={mismatched!r} is neither "error" nor "keep"')
     options = LoadOptions.or_default(options)
-    loading = _Load(rules, strict, mismatched == "keep", cast, options, adapters())
+    loading = _Load(rules, strict, mismatched == "keep", cast, strict_experts, options, adapters())
     # Fills everything again; processes that exchange all start again together.
     found, report = checkpoint.again(lambda: loading.load(path, like))
     if _log.isEnabledFor(logging.INFO):
@@ -135,6 +142,7 @@ class _Load:
     strict: bool
     keep_mismatched: bool
     cast: bool
+    strict_experts: bool
     options: LoadOptions
     among: Sequence[Adapter]
 
@@ -142,9 +150,22 @@ class _Load:
         """One attempt to load; see `checkpoint.again`."""
         with collection_paused(), reading(self.options, self.among) as read:
             stored = checkpoint.opened(path).reader
+            older = self._older_experts(stored)
             if like is None:
-                return self._load_all(stored, read)
-            return self._load_like(stored, like, read)
+                found, report = self._load_all(stored, read)
+            else:
+                found, report = self._load_like(stored, like, read)
+            return found, replace(report, older_experts=older)
+
+    def _older_experts(self, stored: Reader) -> tuple[tuple[str, int, int], ...]:
+        found = experts.older(stored.index.metadata, str(stored.location))
+        if found and self.strict_experts:
+            shown = some([f"{number} of {key!r} of step {step}" for key, number, step in found])
+            raise LoadMismatch(
+                f"{stored.location}: strict_experts=True, but these experts are as of an earlier "
+                f"step: {shown}. Load without it, or a step at which all experts were saved"
+            )
+        return found
 
     def _load_all(self, stored: Reader, read: ReadArrays) -> tuple[Any, LoadReport]:
         view: StoredView | RuledView = StoredView(stored)

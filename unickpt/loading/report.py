@@ -24,6 +24,8 @@ class LoadReport:
         cast: arrays whose dtype was converted: name, stored dtype, requested dtype.
         renamed: leaves that are stored under another name because a module wrapper added
             components: stored name, requested name. They are in `loaded` too.
+        older_experts: the experts whose state in the checkpoint is of an earlier step than the
+            checkpoint (`Checkpointer(partial=)`), loaded or not: key of `partial`, number, step.
 
     Example:
         >>> import numpy as np, unickpt
@@ -43,6 +45,7 @@ class LoadReport:
     mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
     cast: tuple[tuple[str, str, str], ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
+    older_experts: tuple[tuple[str, int, int], ...] = ()
 
     def __str__(self) -> str:
         counts = {
@@ -51,6 +54,7 @@ class LoadReport:
             "mismatched": len(self.mismatched),
             "cast": len(self.cast),
             "renamed": len(self.renamed),
+            "older experts": len(self.older_experts),
         }
         leaves = f"{len(self.loaded)} lea{'f' if len(self.loaded) == 1 else 'ves'}"
         parts = [f"loaded {leaves}", *(f"{kind} {n}" for kind, n in counts.items() if n)]
@@ -68,6 +72,7 @@ class LoadReport:
             ),
             *_rows("cast", ((name, f"from {old} to {new}") for name, old, new in self.cast)),
             *_rows("renamed", ((old, _rest(old, new)) for old, new in self.renamed)),
+            *_rows("older", ((_expert(k, n), f"of step {of}") for k, n, of in self.older_experts)),
         ]
         widths = [max((len(row[at]) for row in rows), default=0) for at in range(2)]
         lines = [
@@ -75,6 +80,10 @@ class LoadReport:
             for kind, name, text in rows
         ]
         return "\n".join([f"{self.url}: {', '.join(parts)}", *lines])
+
+
+def _expert(key: str, number: int) -> str:
+    return key.replace("{x}", str(number)) if "{x}" in key else f"{key}[{number}]"
 
 
 def _rest(stored: str, asked: str) -> str:

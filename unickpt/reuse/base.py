@@ -16,11 +16,12 @@ import numpy as np
 import tensorstore as ts
 
 from unickpt.arrays import dtypes
+from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
-from unickpt.errors import CheckpointNotFound, UnickptError
+from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, StorageError, UnickptError
 from unickpt.format import chunk_grid, chunk_store, ocdbt_reader
 from unickpt.format.chunk_grid import Part
-from unickpt.format.index import ArrayEntry, BaseEntry
+from unickpt.format.index import ArrayEntry, BaseEntry, Index
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.format.zarr_metadata import Codecs
 from unickpt.reuse.linked_files import LinkedFiles
@@ -28,6 +29,7 @@ from unickpt.reuse.siblings import Siblings
 from unickpt.storage.locations import Location
 
 _log = logging.getLogger("unickpt")
+_NEXT = "Nothing was saved; the next save writes all experts"
 
 
 class Share(Protocol):
@@ -63,6 +65,7 @@ def open_base(
     *,
     compare: bool,
     fsync: bool,
+    needed: bool,
 ) -> Base | None:
     """Opens the base of a save; None if nothing of it can be referred to, which is logged.
 
@@ -73,6 +76,7 @@ def open_base(
         codecs: the new checkpoint's compression.
         compare: whether the bytes of chunks are compared, not only their digests.
         fsync: whether linked files are flushed to disk.
+        needed: whether the save needs it in any case: what cannot be linked is copied then.
 
     Raises:
         CheckpointNotFound: there is no checkpoint.
@@ -91,6 +95,9 @@ def open_base(
         why = "its files cannot be linked, and it is not beside the new checkpoint"
     else:
         why = "it is not beside the new checkpoint"
+    if needed:
+        _log.info("%s: what it takes of %s is copied: %s", new, location, why)
+        return Base(reader, None, compare=compare)
     if reader.index.codecs == codecs and _is_beside(location, new):
         beside = Siblings(reader)
         if beside.is_worthwhile():
@@ -107,7 +114,7 @@ def _is_beside(location: Location, other: Location) -> bool:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A chunk of the base that a chunk of the save may be equal to."""
+    """A chunk of the base that a chunk of the save may be equal to; `unit` as of `Share`."""
 
     part: Part
     entry: ArrayEntry
@@ -120,16 +127,21 @@ class Base:
 
     Arguments:
         reader: of the base.
-        share: how its chunks are referred to.
+        share: how its chunks are referred to; None if they are only copied.
         compare: see `open_base`.
     """
 
-    def __init__(self, reader: OcdbtReader, share: Share, *, compare: bool) -> None:
+    def __init__(self, reader: OcdbtReader, share: Share | None, *, compare: bool) -> None:
         self._reader, self.share, self._compare = reader, share, compare
         self._parts: dict[str, dict[str, tuple[int, Part]]] = {}
         self._candidates: dict[tuple[str, int], _Candidate] = {}
         self.nbytes = 0
         """Logical bytes of the chunks that were taken."""
+
+    @property
+    def index(self) -> Index:
+        """Of the base."""
+        return self._reader.index
 
     def offer(self, chunks: Iterable[tuple[ArrayEntry, Part, int]]) -> None:
         """Finds what the base has of the chunks that this process is going to write.
@@ -143,10 +155,12 @@ class Base:
         used: dict[Any, int] = {}
         for entry, part, number in chunks:
             found = self._find(entry, part, number)
-            if found is not None:
+            if found is not None and found.unit is not None:
                 nbytes = chunk_store.nbytes_as_stored(entry, part.chunk_box(number).shape)
                 self._candidates[part.key, number] = found
                 used[found.unit] = used.get(found.unit, 0) + nbytes
+        if self.share is None:
+            return
         left = {unit for unit, nbytes in used.items() if nbytes < self.share.least_bytes(unit)}
         for key in [key for key, found in self._candidates.items() if found.unit in left]:
             del self._candidates[key]
@@ -163,9 +177,7 @@ class Base:
         first, same = self._parts[entry.name].get(part.key, (0, None))
         if same != part:
             return None
-        unit = self.share.unit(theirs, part, number)
-        if unit is None:
-            return None
+        unit = None if self.share is None else self.share.unit(theirs, part, number)
         row = self._reader.digests_of(entry.name)[first + number]
         return _Candidate(part, theirs, int(row["digest"]), unit)
 
@@ -182,10 +194,68 @@ class Base:
             return False
         if self._compare and not self._is_equal(found, number, chunk):
             return False
-        if not self.share.take(found.unit, part, number):
+        return self._take(found, number)
+
+    def _take(self, found: _Candidate, number: int) -> bool:
+        if self.share is None or not self.share.take(found.unit, found.part, number):
             return False
-        self.nbytes += part.chunk_box(number).size * found.entry.itemsize
+        self.nbytes += found.part.chunk_box(number).size * found.entry.itemsize
         return True
+
+    # --- chunks that the save does not have -------------------------------------------------------
+
+    def borrow(self, part: Part, number: int) -> bool:
+        """Takes a chunk, whatever it holds; False if it must be copied."""
+        found = self._candidates.get((part.key, number))
+        return found is not None and self._take(found, number)
+
+    def digest(self, entry: ArrayEntry, part: Part, number: int) -> int:
+        """The digest of a chunk as the base has it. Raises as `read`."""
+        found = self._candidates.get((part.key, number)) or self._find(entry, part, number)
+        return chunk_store.digest(self.read(entry, part, number)) if found is None else found.digest
+
+    def read(self, entry: ArrayEntry, part: Part, number: int) -> Array:
+        """Reads a chunk of the save from the base, in whatever chunks it has it.
+
+        Raises:
+            StorageError: the base lacks it, or it cannot be read, or is damaged.
+        """
+        box = part.chunk_box(number)
+        where = f"array {entry.name!r} {box} of {self._reader.location}, which this save keeps"
+        theirs = self._reader.index.arrays.get(entry.name)
+        if theirs is None or (theirs.shape, theirs.dtype) != (entry.shape, entry.dtype):
+            raise StorageError(f"{where}, is not there. {_NEXT}")
+        out = np.empty(box.shape, dtypes.from_name(entry.dtype))
+        try:
+            for first, stored in chunk_grid.numbered_parts(theirs):
+                for at in stored.chunks_in(box):
+                    self._read_into(out, box, (theirs, stored, at), first)
+        except UnickptError as error:
+            raise StorageError(f"{where}, cannot be read: {error}. {_NEXT}") from error
+        return out
+
+    def _read_into(
+        self, out: Array, box: Box, chunk: tuple[ArrayEntry, Part, int], first: int
+    ) -> None:
+        """Reads what a chunk of the base has of a box.
+
+        Arguments:
+            out: the elements of the box.
+            box: in the array.
+            chunk: the array of the base, the part, and the chunk's number in it.
+            first: the row of the part's first chunk.
+        """
+        theirs, part, number = chunk
+        have = part.chunk_box(number)
+        common = have.intersect(box)
+        assert common is not None, "only chunks that intersect the box are asked for"
+        data = out if have == box else np.empty(have.shape, out.dtype)
+        row = self._reader.digests_of(theirs.name)[first + number]
+        if not self._reader.read_chunk(theirs, part, number, row, data):
+            raise CheckpointCorrupt("it does not match its digest")
+        if data is not out:
+            inside = common.relative_to(have.start).slices
+            out[common.relative_to(box.start).slices] = data[inside]
 
     def _is_equal(self, found: _Candidate, number: int, chunk: Array) -> bool:
         try:

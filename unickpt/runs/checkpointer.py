@@ -14,10 +14,13 @@ from unickpt.frameworks.process_group import Group, within
 from unickpt.frameworks.registry import adapters, current_group
 from unickpt.loading.report import LoadReport
 from unickpt.reading.options import LoadOptions
+from unickpt.reuse.experts import Choose
+from unickpt.reuse.partial_save import PartialSave
 from unickpt.rules import Rules
 from unickpt.runs.agreement import barrier, check_same_step, check_shared, on_process_0
 from unickpt.runs.arguments import fences_of, step_metadata, step_number
 from unickpt.runs.housekeeping import Housekeeping
+from unickpt.runs.partial_saves import PartialSaves, without_tokens
 from unickpt.runs.retention import Retention
 from unickpt.runs.save_triggers import Policy, SigtermHandler
 from unickpt.runs.step_loader import StepLoader
@@ -75,6 +78,21 @@ class Checkpointer:
         reuse: chunks that are equal in the step that this process saved or loaded before are not
             written again; see `SaveOptions.base`. True or "digest" recognises them by their
             digests, "compare" by their bytes. `SaveReport.reused_bytes` says how much that was.
+        partial: the experts of a mixture of experts take turns: each save writes only some of them,
+            and refers to the step before for the others, whose state is then older. For experts
+            that have arrays of their own, a pattern of names (`*` is one component, `**` any number
+            of them, `{x}` the number of the expert) and how many to write; for experts that are
+            stacked in arrays, a pattern and a pair: the dimension, or the mesh axis that splits it,
+            and how many. Optimizer states whose names match belong to their expert; what matches
+            nothing is written every time. The first save, and the next after one that failed, write
+            all. A save first waits for the one before. Needs a local file system. See
+            docs/experts.md.
+        choose: with `partial`, chooses the experts to write: called for each key with a frozen
+            dataclass (`key`, `experts`, `k`, `steps`, `lost`), returns numbers. All processes must
+            choose the same.
+        plt_budget: with `partial` and token counts (see `save`), the greatest proportion of tokens
+            whose updates the restarts of a run may lose. If another restart like the last one
+            exceeded it, twice as many experts are saved. None: never.
         optimizers: torch optimizers. Their parameters and state on an accelerator (with
             `SaveOptions(staging="lazy")` also on the host) are copied during forward and backward,
             and their next `step` waits for the copy. Until then nothing else may change them. A
@@ -117,6 +135,9 @@ class Checkpointer:
         preemption: bool = False,
         local: paths.Path | None = None,
         reuse: bool | Literal["digest", "compare"] = False,
+        partial: Mapping[str, int | tuple[int | str, int]] | None = None,
+        choose: Choose | None = None,
+        plt_budget: float | None = 0.0375,
         optimizers: Sequence[Any] = (),
         options: SaveOptions | None = None,
     ) -> None:
@@ -127,6 +148,11 @@ class Checkpointer:
         if not isinstance(reuse, bool):
             self._options = replace(self._options, reuse=reuse)
         self._tiers = Tiers(Tier(root), None if local is None else Tier(local))
+        self._partial: PartialSaves | None = None
+        if partial is not None:
+            self._partial = PartialSaves(partial, choose, plt_budget, self._tiers.first)
+        elif choose is not None:
+            raise ValueError("choose is for experts; give partial, too")
         self._queue = SaveQueue()
         self._fences = fences_of(optimizers, self._queue.fence)
         self._sigterm = SigtermHandler(self._policy.request_stop) if preemption else None
@@ -180,7 +206,9 @@ class Checkpointer:
             tree: as for `unickpt.save`.
             wait: return only after the commit.
             metrics: numbers by which `keep_best` chooses, stored in the metadata; process 0's are
-                used.
+                used. With `partial`, "tokens/<layer>/<number>" is the number of tokens that an
+                expert has seen since the start of the run; the layer is what stands in the names of
+                arrays before the expert's number, or the name of a stacked array, or a key.
             metadata: as for `unickpt.save`.
             overwrite: replace the step if it exists.
 
@@ -215,6 +243,12 @@ class Checkpointer:
             else self._housekeeping.hooks_of_others(step, overwrite)
         )
         shown = metrics if group.index == 0 else None
+        begin: Callable[[], PartialSave | None] = lambda: None  # noqa: E731
+        if self._partial is not None:
+            self._queue.wait_ended()
+            begin = partial(self._partial.begin, step, shown or {})
+            hooks = self._partial.callbacks(step, hooks)
+            shown = shown and without_tokens(shown)
         request = SaveRequest(
             self._tiers.first.path(step),
             tree,
@@ -224,8 +258,14 @@ class Checkpointer:
             owners=owners,
             callbacks=hooks,
             find_base=self._find_base,
+            partial=begin,
         )
-        pending = self._queue.save(request)
+        try:
+            pending = self._queue.save(request)
+        except BaseException:
+            if self._partial is not None:
+                self._partial.forget()
+            raise
         self._policy.saved()
         if wait:
             pending.result()
@@ -333,6 +373,7 @@ class Checkpointer:
             f"remove the steps after {kept}",
             partial(self._remove, later),
         )
+        self._has_removed(later)
         return later
 
     def delete(self, step: int) -> None:
@@ -367,9 +408,14 @@ class Checkpointer:
         on_process_0(
             group, self._tiers.root.location, f"remove step {step}", partial(self._remove, [step])
         )
+        self._has_removed([step])
 
     def _remove(self, steps: Collection[int]) -> None:
         self._housekeeping.remove(steps)
+
+    def _has_removed(self, steps: Collection[int]) -> None:
+        if self._partial is not None:
+            self._partial.removed(steps)
 
     def _remove_abandoned(self, group: Group) -> None:
         """Removes steps of the local tier that another run abandoned, before the first change."""
@@ -440,6 +486,7 @@ class Checkpointer:
         mismatched: Literal["error", "keep"] = "error",
         cast: bool = False,
         return_report: Literal[False] = False,
+        strict_experts: bool = False,
         options: LoadOptions | None = None,
     ) -> Any: ...
 
@@ -455,6 +502,7 @@ class Checkpointer:
         mismatched: Literal["error", "keep"] = "error",
         cast: bool = False,
         return_report: Literal[True],
+        strict_experts: bool = False,
         options: LoadOptions | None = None,
     ) -> tuple[Any, LoadReport]: ...
 
@@ -469,12 +517,14 @@ class Checkpointer:
         mismatched: Literal["error", "keep"] = "error",
         cast: bool = False,
         return_report: bool = False,
+        strict_experts: bool = False,
         options: LoadOptions | None = None,
     ) -> Any:
         """Loads a step, by default the newest, and sets `loaded_step`.
 
         Arguments:
-            like, rules, strict, mismatched, cast, return_report, options: as for `unickpt.load`.
+            like, rules, strict, mismatched, cast, return_report, strict_experts, options: as for
+                `unickpt.load`.
             step: its number.
             fallback: if a step is damaged, load the next older one, on all processes.
 
@@ -497,10 +547,13 @@ class Checkpointer:
             "mismatched": mismatched,
             "cast": cast,
             "return_report": return_report,
+            "strict_experts": strict_experts,
             "options": options,
         }
         loader = StepLoader(self._tiers, self._branch, group, arguments)
         loaded, found = loader.load(step, fallback)
+        if self._partial is not None and loader.path is not None:
+            self._partial.loaded(loaded, loader.path)
         self._has_loaded(loaded, group)
         return found
 

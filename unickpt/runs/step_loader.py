@@ -33,6 +33,8 @@ class StepLoader:
     ) -> None:
         self._tiers, self._branch, self._group = tiers, branch, group
         self._arguments = arguments
+        self.path: str | None = None
+        """From which a step was loaded."""
 
     def load(self, step: int | None, fallback: bool) -> tuple[int, Any]:
         """Loads a step; returns its number and what `unickpt.load` returns.
@@ -103,7 +105,9 @@ class StepLoader:
             while holders != before and not damage:  # it may have moved to the other tier
                 for tier in holders:
                     try:
-                        return load(tier.path(step), **self._arguments), None
+                        found = load(tier.path(step), **self._arguments)
+                        self.path = tier.path(step)
+                        return found, None
                     except CheckpointNotFound as error:
                         gone = error
                     except CheckpointCorrupt as error:

@@ -65,11 +65,20 @@ class Capture:
         self.copied_bytes = 0
         """Bytes that were copied at once, in fragments too small to defer."""
 
-    def keep(self, source: ArraySource) -> ArraySource:
-        """An array with fragments that stay as they are, or that are copied before they change."""
+    def keep(self, source: ArraySource, borrowed: Callable[[Box], bool]) -> ArraySource:
+        """An array with fragments that stay as they are, or that are copied before they change.
+
+        Arguments:
+            source: the array.
+            borrowed: whether a box of it is not saved; then nothing of it is kept.
+        """
         fragments = []
         for fragment in source.fragments:
-            method, kept = self._decide(fragment, source.dtype)
+            if borrowed(fragment.box):
+                method = CaptureMethod.REFERENCE
+                kept = _read_by(fragment, _unread, Memory(mutable=False))
+            else:
+                method, kept = self._decide(fragment, source.dtype)
             self.methods[kept] = method
             fragments.append(kept)
         if all(kept is given for kept, given in zip(fragments, source.fragments, strict=True)):
@@ -192,6 +201,10 @@ def _lazily(fragment: Fragment) -> Fragment | None:
         return out
 
     return _read_by(fragment, read, fragment.memory.watched(changed))
+
+
+def _unread(box: Box, make_buffer: Callable[[], Array]) -> Array:
+    raise AssertionError("what is not saved is not read")
 
 
 class _NoView(Exception):

@@ -12,6 +12,7 @@ from unickpt.arrays.host_memory import HostBuffers
 from unickpt.errors import StateChanged
 from unickpt.format import chunk_store
 from unickpt.frameworks.host_copy import stage
+from unickpt.reuse.base import Base
 from unickpt.saving.write_plan import WriteItem
 
 
@@ -38,7 +39,9 @@ class ChunkSource(Protocol):
     """
 
     behind: bool
-    staged_bytes: int
+
+    @property
+    def staged_bytes(self) -> int: ...
 
     def ready(self, items: Sequence[WriteItem]) -> bool:
         """Whether `fetch` returns without waiting."""
@@ -92,7 +95,38 @@ class DirectSource:
 
 
 def _nothing_to_release() -> None:
-    """For a chunk that is a view of the state itself."""
+    """For a chunk that is a view of the state itself, or memory of its own."""
+
+
+class BorrowingSource:
+    """Takes some chunks from the base of a save, to write them again.
+
+    Arguments:
+        source: provides the others.
+        base: has those that are borrowed.
+    """
+
+    def __init__(self, source: ChunkSource, base: Base) -> None:
+        self._source, self._base = source, base
+        self.behind = source.behind
+
+    @property
+    def staged_bytes(self) -> int:
+        return self._source.staged_bytes
+
+    def ready(self, items: Sequence[WriteItem]) -> bool:
+        return self._source.ready([item for item in items if not item.borrowed])
+
+    def fetch(self, item: WriteItem) -> StagedChunk:
+        if not item.borrowed:
+            return self._source.fetch(item)
+        data = self._base.read(item.entry, item.part, item.number)
+        return StagedChunk(data, data.nbytes, _nothing_to_release)
+
+    def digest(self, item: WriteItem) -> int:
+        if not item.borrowed:
+            return self._source.digest(item)
+        return self._base.digest(item.entry, item.part, item.number)
 
 
 def naming(error: StateChanged, item: WriteItem) -> StateChanged:

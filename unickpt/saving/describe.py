@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import xxhash
 
 from unickpt.arrays import dtypes
+from unickpt.arrays.box import Box
 from unickpt.errors import UnsupportedLeaf
 from unickpt.format import chunk_grid, chunk_store, index_json, zarr_metadata
 from unickpt.format.index import ArrayEntry, Index, PerProcessEntry
@@ -22,6 +23,8 @@ from unickpt.frameworks.protocol import Adapter, ArraySource
 from unickpt.frameworks.registry import adapter_of
 from unickpt.quantized import choice
 from unickpt.quoting import quoted
+from unickpt.reuse.expert_keys import ArrayExperts, ExpertKeys, check_counts
+from unickpt.reuse.partial_save import PartialSave, Selection
 from unickpt.saving.options import SaveOptions
 from unickpt.trees import plain_values, tree
 
@@ -34,11 +37,15 @@ class Description:
         index: what all processes should agree on; arrays of `LocalFragments` have no boxes yet.
         sources: the arrays of this process by name.
         blobs: its per-process values by name, encoded.
+        experts: the arrays with experts that may be left out of a save.
+        selection: which experts are written, if some may be left out.
     """
 
     index: Index
     sources: Mapping[str, ArraySource]
     blobs: Mapping[str, bytes]
+    experts: Mapping[str, ArrayExperts] = field(default_factory=dict)
+    selection: Selection | None = None
 
     @cached_property
     def encoded(self) -> bytes:
@@ -50,6 +57,23 @@ class Description:
         """xxh3-64 of `encoded`: equal where processes describe the same."""
         return xxhash.xxh3_64_intdigest(self.encoded)
 
+    def borrows(self, name: str, box: Box) -> bool:
+        """Whether a box of an array is not saved, but taken from the step before."""
+        return self.selection is not None and self.selection.borrows(name, box)
+
+    def selected(self, partial: PartialSave) -> Description:
+        """The same, of a save that writes only some experts.
+
+        Raises:
+            UnsupportedLeaf: they cannot be chosen.
+        """
+        try:
+            selection = partial.select(self.index, self.experts)
+        except ValueError as error:
+            raise UnsupportedLeaf(str(error)) from None
+        index = replace(self.index, metadata=selection.metadata)
+        return replace(self, index=index, selection=selection)
+
 
 def describe(
     root: Any,
@@ -57,8 +81,17 @@ def describe(
     group: Group,
     options: SaveOptions,
     among: Sequence[Adapter],
+    keys: ExpertKeys | None = None,
 ) -> Description:
     """Describes every leaf of a tree, flattened already or not, without side effects.
+
+    Arguments:
+        root: the tree.
+        metadata: of the checkpoint.
+        group: the processes.
+        options: of the save.
+        among: the adapters.
+        keys: name the experts that may be left out.
 
     Raises:
         UnsupportedLeaf: names every leaf that cannot be stored, and why.
@@ -75,6 +108,7 @@ def describe(
     blobs: dict[str, bytes] = {}
     first: dict[Any, str] = {}
     bad: list[str] = []
+    experts: dict[str, ArrayExperts] = {}
     for leaf in tree.leaves(node):
         name, value = leaf.name, leaf.value
         try:
@@ -89,13 +123,21 @@ def describe(
                 aliases[name] = first[source.identity]
                 continue
             first[source.identity] = name
-            entries[name], sources[name] = _entry(name, source, options), source
+            held = None if keys is None else keys.find(name, source.shape, source.layout)
+            if held is not None:
+                experts[name] = held
+            axis = None if held is None else held.axis
+            entries[name], sources[name] = _entry(name, source, options, axis), source
         except (TypeError, ValueError) as error:
             bad.append(f"{name!r}: {error}")
     if bad:
         raise UnsupportedLeaf("these leaves cannot be stored:\n" + _indent(bad))
     if group.count == 1:
         check_quantized(options, entries)
+    try:
+        check_counts(experts)
+    except ValueError as error:
+        raise UnsupportedLeaf(str(error)) from None
     index = Index(
         tree=tree.to_json(node),
         arrays=entries,
@@ -106,7 +148,7 @@ def describe(
         codecs=zarr_metadata.codecs_for(options.compression),
         processes=group.count,
     )
-    return Description(index, sources, blobs)
+    return Description(index, sources, blobs, experts)
 
 
 def _source(value: Any, group: Group, among: Sequence[Adapter]) -> ArraySource:
@@ -117,18 +159,20 @@ def _source(value: Any, group: Group, among: Sequence[Adapter]) -> ArraySource:
     return adapter.source(value, group)
 
 
-def _entry(name: str, source: ArraySource, options: SaveOptions) -> ArrayEntry:
+def _entry(name: str, source: ArraySource, options: SaveOptions, single: int | None) -> ArrayEntry:
+    """The entry of an array; along the dimension `single`, each chunk has one element."""
     dtype = dtypes.name_of(source.dtype)
     rank = len(source.shape)
     shape = options.chunk_shape if len(options.chunk_shape or ()) == rank else None
     cut: tuple[int, ...] = ()
     if source.layout is not None:
         chunk, cut = chunk_grid.chunk_grid(
-            source.shape, source.dtype.itemsize, source.layout, options.chunk_bytes, shape
+            source.shape, source.dtype.itemsize, source.layout, options.chunk_bytes, shape, single
         )
     else:
-        free = chunk_grid.free_chunk(source.shape, source.dtype.itemsize, options.chunk_bytes)
-        chunk = tuple(map(min, shape, map(max, source.shape, free))) if shape else free
+        whole = tuple(1 if d == single else n for d, n in enumerate(source.shape))
+        free = chunk_grid.free_chunk(whole, source.dtype.itemsize, options.chunk_bytes)
+        chunk = tuple(map(min, shape, map(max, whole, free))) if shape else free
     nbytes = math.prod(chunk) * source.dtype.itemsize
     if options.compression is not None and nbytes > chunk_store.COMPRESSED_MOST:
         raise ValueError(

@@ -27,8 +27,9 @@ from unickpt.frameworks.process_group import within
 from unickpt.frameworks.protocol import ArraySource
 from unickpt.frameworks.registry import adapters, current_group
 from unickpt.reuse.base import Base, open_base
+from unickpt.reuse.partial_save import PartialSave
 from unickpt.saving import fingerprints
-from unickpt.saving.chunk_source import ChunkSource
+from unickpt.saving.chunk_source import BorrowingSource, ChunkSource
 from unickpt.saving.describe import Description, check_quantized, describe
 from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.saving.timings import Timings
@@ -100,21 +101,32 @@ class SaveJob:
 
     # --- preparing -----------------------------------------------------------------------------
 
-    def describe(self, tree: Any, metadata: Mapping[str, Any] | None) -> None:
+    def describe(
+        self, tree: Any, metadata: Mapping[str, Any] | None, partial: PartialSave | None = None
+    ) -> None:
         """Describes every leaf; writes nothing.
+
+        Arguments:
+            tree, metadata: as for `save`.
+            partial: which experts need not be written.
 
         Raises:
             UnsupportedLeaf, CoverageError: see `save`.
         """
         with self.failing():
-            self.description = describe(tree, metadata, self.group, self.options, adapters())
+            keys = None if partial is None else partial.keys
+            self.description = describe(tree, metadata, self.group, self.options, adapters(), keys)
+            if partial is not None:
+                self.description = self.description.selected(partial)
             if self.group.count == 1:
                 check_alone(self.description)
             if not self.options.check_replicas:
                 self._samples = {
                     number: fingerprints.keep_sample(source)
-                    for number, source in enumerate(self.description.sources.values())
-                    if source.assumed and source.fragments
+                    for number, (name, source) in enumerate(self.description.sources.items())
+                    if source.assumed
+                    and source.fragments
+                    and not self.description.borrows(name, source.fragments[0].box)
                 }
             self._become(SaveState.DESCRIBED)
         self.timings.lap("describe")
@@ -204,19 +216,36 @@ class SaveJob:
         base = self._open_base()
         self._attempt.make_folder()
         self._become(SaveState.WRITING)
-        self._writer = writer = Writer(self._attempt, self.description, self.options, source, base)
-        return writer, self._with_replicas(writer.write_all(plan.own), plan, source)
+        if base is not None:
+            source = BorrowingSource(source, base)
+        reuses = self.options.base is not None or self._find_base() is not None
+        self._writer = writer = Writer(
+            self._attempt, self.description, self.options, source, base, reuses
+        )
+        record = writer.write_all(plan.own)
+        if self.description.selection is not None:
+            record = replace(record, experts=self.description.selection.steps)
+        return writer, self._with_replicas(record, plan, source)
 
     def _open_base(self) -> Base | None:
-        """The earlier checkpoint whose equal chunks are not written again.
+        """The earlier checkpoint whose chunks are not written again.
 
         Raises:
             CheckpointNotFound, InvalidPath: there is none where `SaveOptions.base` says.
+            StorageError: it is not there, but has experts that this save does not write.
         """
-        options = self.options
+        options, selection = self.options, self.description.selection
         path = self._find_base() if options.base is None else options.base
-        if path is None:
-            return None
+        base = None if selection is None else selection.base
+        if base is not None:
+            path = base.path
+        found = None if path is None else self._try_base(path, needed=base is not None)
+        if selection is not None:
+            selection.check(None if found is None else found.index, self.location)
+        return found
+
+    def _try_base(self, path: paths.Path, *, needed: bool) -> Base | None:
+        options = self.options
         try:
             return open_base(
                 paths.resolve(path),
@@ -225,6 +254,7 @@ class SaveJob:
                 self.description.index.codecs,
                 compare=options.reuse == "compare",
                 fsync=options.fsync,
+                needed=needed,
             )
         except CheckpointNotFound:
             if options.base is not None:

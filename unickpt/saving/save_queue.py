@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unickpt.errors import ForkedProcess
+from unickpt.reuse.partial_save import PartialSave
 from unickpt.saving.background_errors import BackgroundErrors
 from unickpt.saving.options import SaveOptions
 from unickpt.saving.pending import PendingSave, SaveCallbacks
@@ -31,6 +32,7 @@ class SaveRequest:
         owners: what the optimizers own whose steps wait for staging.
         callbacks: of this save.
         find_base: see `SaveJob`.
+        partial: returns which experts need not be written; an error fails the save.
     """
 
     path: paths.Path
@@ -41,6 +43,7 @@ class SaveRequest:
     owners: set[Hashable] | None = None
     callbacks: SaveCallbacks = field(default_factory=SaveCallbacks)
     find_base: Callable[[], paths.Path | None] = lambda: None
+    partial: Callable[[], PartialSave | None] = lambda: None
 
 
 class SaveQueue:
@@ -79,8 +82,8 @@ class SaveQueue:
             self.errors.raise_unless_refused()
         with job.failing():
             request.callbacks.begin()
-            metadata = request.metadata()
-        job.describe(request.tree, metadata)
+            metadata, partial = request.metadata(), request.partial()
+        job.describe(request.tree, metadata, partial)
         # Early, if that costs the caller no time; and again when it is this save's turn.
         if not job.location.is_remote and job.location.exists():
             with job.failing():
@@ -100,6 +103,11 @@ class SaveQueue:
         """Waits until the state of all saves may change; their errors are reported elsewhere."""
         for pending in self._pending:
             pending._staging.wait_fence()
+
+    def wait_ended(self) -> None:
+        """Waits until all saves are committed, or have failed; raises nothing."""
+        for pending in self._pending:
+            pending._ended.wait()
 
     def wait(self) -> None:
         """Waits for all saves; raises nothing."""

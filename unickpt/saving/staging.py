@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -57,8 +57,10 @@ class Staging:
         """Set when writing would not slow the caller down, or when the caller waits for it."""
         self._safe, self._complete = threading.Event(), threading.Event()
         capture = Capture(job.options, owners, job.description.sources.values())
+        described = job.description
         self.sources: Mapping[str, ArraySource] = {
-            name: capture.keep(source) for name, source in job.description.sources.items()
+            name: capture.keep(source, partial(described.borrows, name))
+            for name, source in described.sources.items()
         }
         """The arrays of the save, as they are kept."""
         self._methods, self.staged_bytes = capture.methods, capture.copied_bytes
@@ -79,7 +81,7 @@ class Staging:
     def _make_plan(self) -> WritePlan:
         plan = self._job.plan(order=lambda item: self._method(item).value)
         items = _nothing_planned()
-        for item in plan.own:
+        for item in _kept(plan.own):
             items[self._method(item)].append(item)
         self._plan_spare(plan, items)
         self._references = {_key(item): item for item in items[CaptureMethod.REFERENCE]}
@@ -91,12 +93,12 @@ class Staging:
     def _plan_spare(self, plan: WritePlan, items: dict[CaptureMethod, list[WriteItem]]) -> None:
         """Adds chunks that another process should write; if it lacks them, this one must."""
         own = {_key(item) for item in plan.own}
-        spare = [item for item in plan.held if item.assumed and _key(item) not in own]
+        spare = [item for item in _kept(plan.held) if item.assumed and _key(item) not in own]
         own_copies = {CaptureMethod.COPY_NOW, CaptureMethod.COPY_LATER}
         copied = [item for item in spare if self._method(item) in own_copies]
         # They are held until the commit. If they are too large, the caller waits for the commit.
         held = sum(item.nbytes for item in copied)
-        largest = max((item.nbytes for item in plan.own), default=0)
+        largest = max((item.nbytes for item in _kept(plan.own)), default=0)
         self._wait_for_commit = held > 0 and held + largest > self._budget // 2
         for item in spare:
             method = self._method(item)
@@ -362,6 +364,10 @@ class Staging:
 
 def _key(item: WriteItem) -> _Key:
     return item.array, item.position
+
+
+def _kept(items: Iterable[WriteItem]) -> list[WriteItem]:
+    return [item for item in items if not item.borrowed]
 
 
 def _nothing_planned() -> dict[CaptureMethod, list[WriteItem]]:

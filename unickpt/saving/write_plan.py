@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from unickpt.arrays import dtypes
@@ -15,6 +15,7 @@ from unickpt.format.chunk_grid import Part
 from unickpt.format.coverage import check_boxes
 from unickpt.format.index import ArrayEntry
 from unickpt.frameworks.protocol import Fragment
+from unickpt.reuse.partial_save import Expert
 from unickpt.saving.describe import Description
 
 
@@ -31,6 +32,8 @@ class WriteItem:
         box: its box in the global array.
         fragment: holds its data.
         assumed: as `ArraySource.assumed`.
+        expert: of which it is a part.
+        borrowed: whether the chunk of the step before is saved, not its data.
     """
 
     array: int
@@ -41,6 +44,8 @@ class WriteItem:
     box: Box
     fragment: Fragment
     assumed: bool = False
+    expert: Expert | None = None
+    borrowed: bool = False
 
     @property
     def dtype(self) -> dtypes.DType:
@@ -67,13 +72,17 @@ class WritePlan:
 def plan_writes(description: Description, process: int) -> WritePlan:
     """Plans what a process writes."""
     held = list(_held_items(description))
-    return WritePlan(held, _own_items(held, process))
+    own = _own_items(held, process)
+    if description.experts:  # each expert is written to files of its own: see `Writer`
+        own.sort(key=lambda item: item.expert or ("", -1))
+    return WritePlan(held, own)
 
 
 def _held_items(description: Description) -> Iterator[WriteItem]:
     """All chunks that this process could write, in the order of the description."""
     for array, (name, entry) in enumerate(description.index.arrays.items()):
         source = description.sources[name]
+        selection = description.selection if name in description.experts else None
         fragments, assumed = source.fragments, source.assumed
         declared = entry.boxes == ()
         parts = (
@@ -88,7 +97,11 @@ def _held_items(description: Description) -> Iterator[WriteItem]:
                     box = part.chunk_box(number)
                     assert fragment.box.contains(box), f"chunk {box} crosses {fragment.box}"
                     at = first + number
-                    yield WriteItem(array, entry, part, number, at, box, fragment, assumed)
+                    item = WriteItem(array, entry, part, number, at, box, fragment, assumed)
+                    if selection is not None:
+                        expert, borrowed = selection.of(name, box)
+                        item = replace(item, expert=expert, borrowed=borrowed)
+                    yield item
             first += part.count
 
 

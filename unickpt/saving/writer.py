@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from operator import attrgetter
@@ -48,7 +49,8 @@ class Writer:
         description: what this process saves.
         options: as for `save`.
         source: provides the chunks.
-        base: the earlier checkpoint whose equal chunks are not written again.
+        base: the earlier checkpoint whose chunks are not written again.
+        reuses: whether that goes for all chunks that are equal, or only for those of other experts.
     """
 
     def __init__(
@@ -58,11 +60,13 @@ class Writer:
         options: SaveOptions,
         source: ChunkSource,
         base: Base | None = None,
+        reuses: bool = False,
     ) -> None:
         self._attempt, self._description, self._options = attempt, description, options
         database = attempt.database(attempt.group.index)
         self._store = ChunkStore(database, description.index.codecs)
-        self._source, self._base = source, base
+        self._source = source
+        self._base, self._looked_in = base, base if reuses else None
         self._batch_bytes = min(_TRANSACTION_BYTES, max(1, options.budget_bytes // 4))
         self._committing: list[Future[None]] = []
         self.nbytes, self.stored_bytes, self.count = 0, 0, 0
@@ -78,21 +82,10 @@ class Writer:
         started = time.perf_counter()
         blobs, sources = self._description.blobs, self._description.sources
         rest = {blob_key(name, self._attempt.group.index): data for name, data in blobs.items()}
-        if self._base is not None:
-            self._base.offer((item.entry, item.part, item.number) for item in items)
-        table = self._write(items, {**rest, INDEX_KEY: self._description.encoded}, self._base)
-        found: dict[str, Any] = {}
-        if self._base is not None:
-            share = self._base.share
-            share.publish(self._attempt.context)
-            found = {"linked": share.linked}
-            for base, chunks in share.borrowed.items():
-                of = [(item.part.key, item.number) in chunks for item in items]
-                found |= {"base": base, "borrowed": np.array(of)}
+        found = self._take_or_write(items, {**rest, INDEX_KEY: self._description.encoded})
         arrays = self._description.index.arrays.items()
         return Record(
             description=self._description.digest,
-            chunks=table,
             boxes={
                 number: tuple(f.box for f in sources[name].fragments)
                 for number, (name, entry) in enumerate(arrays)
@@ -106,8 +99,37 @@ class Writer:
 
     def write_more(self, items: Sequence[WriteItem]) -> Record:
         """Writes chunks that the coordinator asked for after all had written theirs."""
-        chunks = self._write(items, {})
-        return Record(description=self._description.digest, chunks=chunks, errors=self._errors)
+        before = self.reused_bytes
+        found = self._take_or_write(items, {})
+        statistics = {"reused_bytes": self.reused_bytes - before}
+        return Record(
+            description=self._description.digest,
+            statistics=statistics,
+            errors=self._errors,
+            **found,
+        )
+
+    def _take_or_write(self, items: Sequence[WriteItem], rest: dict[str, bytes]) -> dict[str, Any]:
+        """Takes from the base what it has, and writes the rest; returns what a record says."""
+        if self._base is None:
+            return {"chunks": self._write(items, rest)}
+        offered = items if self._looked_in else [item for item in items if item.borrowed]
+        self._base.offer((item.entry, item.part, item.number) for item in offered)
+        others, taken = list[WriteItem](), list[WriteItem]()
+        for item in items:
+            is_taken = item.borrowed and self._base.borrow(item.part, item.number)
+            (taken if is_taken else others).append(item)
+        written = self._write(others, rest, self._looked_in)
+        digests = map(self._source.digest, taken)
+        found: dict[str, Any] = {"chunks": np.concatenate([written, self._table(taken, digests)])}
+        share = self._base.share
+        if share is not None:
+            share.publish(self._attempt.context)
+            found["linked"] = share.linked
+            for base, chunks in share.borrowed.items():
+                of = [(item.part.key, item.number) in chunks for item in [*others, *taken]]
+                found |= {"base": base, "borrowed": np.array(of)}
+        return found
 
     def settle(self) -> None:
         """Waits, after a failure, until all writes in progress have ended."""
@@ -125,23 +147,31 @@ class Writer:
         digests: list[Callable[[], int]] = []
         looked = time.monotonic()
         size_of = attrgetter("nbytes")
-        batches = list(in_batches(items, _TRANSACTION_CHUNKS, self._batch_bytes, size_of)) or [[]]
+        # A transaction makes a file: one expert's, so that a later save needs all of it or nothing.
+        batches = [
+            batch
+            for _, run in itertools.groupby(items, attrgetter("expert"))
+            for batch in in_batches(run, _TRANSACTION_CHUNKS, self._batch_bytes, size_of)
+        ] or [[]]
         with Workers(self._threads(items), behind=self._source.behind) as pool:
             for batch in batches:
                 while not self._source.ready(batch) and window.wait_oldest():
                     pass  # the chunks staged next may need the memory that this releases
                 size = sum(item.nbytes for item in batch)
                 window.make_room(size)
-                extra = rest if batch is batches[-1] else {}
+                extra = rest if batch is batches[0] else {}  # not in the file of an expert
                 window.add(*self._write_batch(batch, extra, pool, digests, base))
                 if time.monotonic() - looked > _LOOK_EVERY_S:
                     self._attempt.check_others()
                     looked = time.monotonic()
             window.drain()
-            table = np.zeros(len(items), CHUNK_DTYPE)
-            table["array"] = [item.array for item in items]
-            table["chunk"] = [item.position for item in items]
-            table["digest"] = [result() for result in digests]
+            return self._table(items, [result() for result in digests])
+
+    def _table(self, items: Sequence[WriteItem], digests: Iterable[int]) -> Any:
+        table = np.zeros(len(items), CHUNK_DTYPE)
+        table["array"] = [item.array for item in items]
+        table["chunk"] = [item.position for item in items]
+        table["digest"] = list(digests)
         return table
 
     def _threads(self, items: Sequence[WriteItem]) -> int:

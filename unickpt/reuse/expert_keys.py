@@ -1,0 +1,209 @@
+"""Which arrays hold which experts of a mixture of experts, by their names or along a dimension."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+from unickpt.arrays.box import Box
+from unickpt.arrays.layout import Layout
+
+_MARK = "{x}"
+_NUMBER = r"(0|[1-9][0-9]{0,8})"
+_SEPARATOR = "[/.]"  # torch's names have dots
+
+
+@dataclass(frozen=True)
+class ArrayExperts:
+    """The experts that one array holds a part of.
+
+    Arguments:
+        key: the key of `partial` that names the array.
+        experts: their numbers.
+        axis: the dimension along which they are stacked; None if the array is of one expert.
+    """
+
+    key: str
+    experts: range
+    axis: int | None = None
+
+    def within(self, box: Box) -> range:
+        """The experts of a box of the array."""
+        if self.axis is None:
+            return self.experts
+        return range(box.start[self.axis], box.stop[self.axis])
+
+
+@dataclass(frozen=True)
+class ExpertKey:
+    """One key of `partial`.
+
+    Arguments:
+        text: the key.
+        k: how many experts a save writes.
+        axis: of stacked arrays: the dimension, or the mesh axis that splits it.
+    """
+
+    text: str
+    k: int
+    axis: int | str | None = None
+
+    @classmethod
+    def of(cls, text: object, value: object) -> ExpertKey:
+        """A key as it is given.
+
+        Raises:
+            ValueError: it is not valid; says what is.
+        """
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"partial: the key {text!r} is not a name")
+        axis: Any = None
+        k: Any = value
+        if isinstance(value, tuple):
+            axis, k = value if len(value) == 2 else (None, None)
+        if isinstance(k, bool) or not isinstance(k, Integral) or int(k) < 1:
+            raise ValueError(
+                f"partial[{text!r}] is {value!r}, but must be the number of experts to save, at "
+                "least 1; for stacked experts a pair of their axis and that number"
+            )
+        marks = text.count(_MARK)
+        if axis is None and marks != 1:
+            raise ValueError(
+                f"partial: the key {text!r} must have {_MARK} once, in the place of an expert's "
+                "number; the value of a key of stacked experts is a pair, (axis, k)"
+            )
+        if axis is not None and marks:
+            raise ValueError(f"partial: {text!r} has {_MARK}, so that no axis can be given")
+        if any("*" in part and part not in ("*", "**") for part in _parts(text)):
+            raise ValueError(f"partial: in the key {text!r}, * and ** must be whole components")
+        if isinstance(axis, Integral) and not isinstance(axis, bool) and int(axis) >= 0:
+            axis = int(axis)
+        elif axis is not None and not isinstance(axis, str):
+            raise ValueError(
+                f"partial[{text!r}]: the axis {axis!r} is neither a dimension, at least 0, nor the "
+                "name of a mesh axis"
+            )
+        return cls(text, int(k), axis)
+
+    def expert(self, number: int) -> str:
+        """The name of an expert, for messages."""
+        if self.axis is None:
+            return self.text.replace(_MARK, str(number))
+        return f"{self.text}[{number}]"
+
+
+class ExpertKeys:
+    """The keys of `partial`.
+
+    Arguments:
+        partial: the experts to save by key; see `Checkpointer`.
+
+    Raises:
+        ValueError: a key or a value is not valid.
+    """
+
+    def __init__(self, partial: Mapping[str, Any]) -> None:
+        if not isinstance(partial, Mapping) or not partial:
+            raise ValueError("partial must be a dict that is not empty")
+        self._keys = [ExpertKey.of(text, value) for text, value in partial.items()]
+        self._names = [(key, _pattern(_parts(key.text))) for key in self._keys]
+        self._layers = [(key, _pattern(_layer(key))) for key in self._keys]
+
+    def __iter__(self) -> Iterator[ExpertKey]:
+        return iter(self._keys)
+
+    def find(self, name: str, shape: Sequence[int], layout: Layout | None) -> ArrayExperts | None:
+        """The experts that an array holds a part of; None if it is saved every time.
+
+        Arguments:
+            name: of the array.
+            shape, layout: of the array.
+
+        Raises:
+            ValueError: two keys match it.
+        """
+        matching = [(key, found) for key, at in self._names if (found := at.fullmatch(f"/{name}"))]
+        if len(matching) > 1:
+            both = " and ".join(repr(key.text) for key, _ in matching)
+            raise ValueError(f"several keys of `partial` match it: {both}")
+        for key, found in matching:
+            if key.axis is None:
+                number = int(found[1])
+                return ArrayExperts(key.text, range(number, number + 1))
+            axis = _dimension(key.axis, len(shape), layout)
+            if axis is not None:
+                return ArrayExperts(key.text, range(shape[axis]), axis)
+        return None
+
+    def key_of_layer(self, layer: str) -> str | None:
+        """The key of the experts of a layer.
+
+        Arguments:
+            layer: a key, or what stands before the number in the name of an array of one expert, or
+                the name of an array of stacked experts.
+
+        Raises:
+            ValueError: several keys match it.
+        """
+        for key in self._keys:
+            if layer == key.text:
+                return key.text
+        found = [key.text for key, at in self._layers if at.fullmatch(f"/{layer}")]
+        if len(found) > 1:
+            raise ValueError(f"several keys of `partial` match it: {', '.join(map(repr, found))}")
+        return found[0] if found else None
+
+
+def check_counts(found: Mapping[str, ArrayExperts]) -> None:
+    """Checks that all arrays that are stacked under one key have the same experts.
+
+    Raises:
+        ValueError: names two arrays that differ.
+    """
+    first: dict[str, str] = {}
+    for name, experts in found.items():
+        if experts.axis is not None:
+            other = first.setdefault(experts.key, name)
+            if found[other].experts != experts.experts:
+                raise ValueError(
+                    f"{len(found[other].experts)} experts are stacked in {other!r}, but "
+                    f"{len(experts.experts)} in {name!r}; give them different keys of `partial`"
+                )
+
+
+def _dimension(axis: int | str, rank: int, layout: Layout | None) -> int | None:
+    if isinstance(axis, int):
+        return axis if axis < rank else None
+    dims = () if layout is None else layout.dims
+    return next((dim for dim, axes in enumerate(dims) if axis in axes), None)
+
+
+def _parts(text: str) -> list[str]:
+    return re.split(_SEPARATOR, text)
+
+
+def _layer(key: ExpertKey) -> list[str]:
+    """The components of a key that stand before the expert's."""
+    parts = _parts(key.text)
+    if key.axis is not None:
+        return parts
+    return parts[: next(at for at, part in enumerate(parts) if _MARK in part)]
+
+
+def _pattern(parts: Sequence[str]) -> re.Pattern[str]:
+    """The pattern of names: `*` is one component, `**` any number of them.
+
+    Each component of the pattern takes the separator before it, and the first one none.
+    """
+    made = ""
+    for part in parts:
+        if part == "**":
+            made += f"(?:{_SEPARATOR}[^/.]+)*"
+        elif part == "*":
+            made += f"{_SEPARATOR}[^/.]+"
+        else:
+            made += _SEPARATOR + _NUMBER.join(map(re.escape, part.split(_MARK)))
+    return re.compile(made)

@@ -1,0 +1,337 @@
+"""Partial experts: which experts of a mixture of experts a save writes, and what is known of all.
+
+The idea, and the measure of lost tokens, are those of MoC-System (Cai et al., arXiv 2408.04307):
+the experts take turns, and a restart loses what those learned that were not saved last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from numbers import Integral
+from typing import Any
+
+from unickpt.errors import CheckpointCorrupt, CoverageError
+from unickpt.format.index import RESERVED
+from unickpt.reuse.expert_keys import ExpertKey
+
+Steps = Mapping[str, Mapping[int, int]]
+"""For each key, the step that the state of each expert is of."""
+_MEMBER = "experts"
+
+
+@dataclass(frozen=True)
+class ExpertFacts:
+    """What `choose` is called with: the experts of one key, as they are in the newest step.
+
+    Arguments:
+        key: of `partial`.
+        experts: their numbers, ascending.
+        k: how many to save.
+        steps: the step of which each one's state is.
+        lost: how many tokens each one's stored state lacks, where token counts are given.
+    """
+
+    key: str
+    experts: tuple[int, ...]
+    k: int
+    steps: Mapping[int, int]
+    lost: Mapping[int, float]
+
+
+Choose = Callable[[ExpertFacts], Sequence[int]]
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """What the experts of one layer were trained on.
+
+    Arguments:
+        seen: tokens of each expert since the start of the run.
+        lost: those of them whose updates a restart from this step loses.
+        lost_before: tokens whose updates earlier restarts lost, of all experts together.
+    """
+
+    seen: Mapping[int, float] = field(default_factory=dict)
+    lost: Mapping[int, float] = field(default_factory=dict)
+    lost_before: float = 0.0
+
+    def fraction(self, lost: float) -> float:
+        """The part of all tokens that some number of them is."""
+        total = sum(self.seen.values())
+        return lost / total if total > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class ExpertRecord:
+    """What a checkpoint records of its experts.
+
+    Arguments:
+        steps: of which step the state of each is.
+        layers: the token counts of each layer, where they are given.
+        doublings: how often the number of experts to save was doubled.
+        keys: for each layer, the key of its experts.
+    """
+
+    steps: Steps
+    layers: Mapping[str, TokenCounts] = field(default_factory=dict)
+    doublings: int = 0
+    keys: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def lost_tokens(self) -> float:
+        """The proportion of lost tokens (PLT) if the run restarts from this step.
+
+        It is the mean, over the layers, of the tokens that this and all earlier restarts lost, as a
+        part of all tokens.
+        """
+        every = self.layers.values()
+        return _mean(t.fraction(t.lost_before + sum(t.lost.values())) for t in every)
+
+    def lost_of(self, key: str) -> dict[int, float]:
+        """The tokens that each expert of a key lacks, over all layers."""
+        found: dict[int, float] = {}
+        for layer, counts in self.layers.items():
+            if self.keys.get(layer) == key:
+                for number, lost in counts.lost.items():
+                    found[number] = found.get(number, 0.0) + lost
+        return found
+
+    def restarted(self, budget: float | None) -> ExpertRecord:
+        """The record of a run that goes on from this step.
+
+        If the tokens that this restart lost, lost once more, exceeded the budget, twice as many
+        experts are saved from now on, which about halves what the next restart loses. So the sum
+        of all losses stays near the budget.
+
+        Arguments:
+            budget: the greatest proportion of lost tokens; None for any.
+        """
+        now = _mean(t.fraction(sum(t.lost.values())) for t in self.layers.values())
+        exceeds = budget is not None and now > 0 and self.lost_tokens + now > budget
+        layers = {
+            name: TokenCounts(t.seen, {}, t.lost_before + sum(t.lost.values()))
+            for name, t in self.layers.items()
+        }
+        return replace(self, layers=layers, doublings=self.doublings + exceeds)
+
+    def saving(
+        self, chosen: Steps | None, seen: Mapping[str, Mapping[int, float]], keys: Mapping[str, str]
+    ) -> ExpertRecord:
+        """The tokens of a save that follows this one.
+
+        Arguments:
+            chosen: the experts that it writes, by key; None if it writes all.
+            seen: the token counts that are given, by layer.
+            keys: for each of these layers, the key of its experts.
+
+        Raises:
+            ValueError: a count is less than before.
+        """
+        keys = {**self.keys, **keys}
+        layers: dict[str, TokenCounts] = {}
+        for layer in [*self.layers, *(name for name in seen if name not in self.layers)]:
+            before = self.layers.get(layer, TokenCounts())
+            now = {**before.seen, **seen.get(layer, {})}
+            for number, count in now.items():
+                if count < before.seen.get(number, 0):
+                    raise ValueError(
+                        f"expert {number} of {layer!r} has seen {count:g} tokens, but had seen "
+                        f"{before.seen[number]:g} before; count from the start of the run"
+                    )
+            written = now if chosen is None else chosen.get(keys[layer], {})
+            lost = {
+                number: before.lost.get(number, 0.0) + count - before.seen.get(number, 0.0)
+                for number, count in now.items()
+                if number not in written
+            }
+            layers[layer] = TokenCounts(
+                now, {n: count for n, count in lost.items() if count}, before.lost_before
+            )
+        return replace(self, layers=layers, keys=keys)
+
+    # --- in the metadata of a checkpoint ----------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as in the metadata."""
+        made: dict[str, Any] = {"steps": _with_texts(self.steps), "doublings": self.doublings}
+        if self.layers:
+            made["plt"] = self.lost_tokens
+            made["layers"] = {
+                name: {
+                    "key": self.keys[name],
+                    "seen": _texts(counts.seen),
+                    "lost": _texts(counts.lost),
+                    "lost_before": counts.lost_before,
+                }
+                for name, counts in self.layers.items()
+            }
+        return made
+
+
+def _with_texts(steps: Steps) -> dict[str, dict[str, int]]:
+    return {key: {str(n): of[n] for n in sorted(of)} for key, of in steps.items()}
+
+
+def _texts(counts: Mapping[int, float]) -> dict[str, float]:
+    return {str(number): counts[number] for number in sorted(counts)}
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found) if found else 0.0
+
+
+# --- choosing -------------------------------------------------------------------------------------
+
+
+def choose(
+    key: ExpertKey, record: ExpertRecord, step: int, function: Choose | None
+) -> dict[int, int]:
+    """The experts of a key that a save writes, with its step.
+
+    By default they take turns: those whose state is the oldest, in the order of their numbers.
+
+    Arguments:
+        key: with the number of experts to write.
+        record: of the step that the save follows.
+        step: that is saved.
+        function: chooses instead.
+
+    Raises:
+        ValueError: it chose what is not an expert.
+    """
+    steps = record.steps[key.text]
+    experts = tuple(sorted(steps))
+    k = min(len(experts), key.k << min(record.doublings, 64))
+    if function is None:
+        return dict.fromkeys(_in_turn(experts, steps)[:k], step)
+    facts = ExpertFacts(key.text, experts, k, dict(steps), record.lost_of(key.text))
+    chosen = list(function(facts))
+    for number in chosen:
+        if isinstance(number, bool) or not isinstance(number, Integral) or number not in steps:
+            raise ValueError(f"choose: {number!r} is not the number of an expert of {key.text!r}")
+    return {int(number): step for number in chosen}
+
+
+def _in_turn(experts: Sequence[int], steps: Mapping[int, int]) -> list[int]:
+    """All experts, the oldest first; those of one step in the order in which they had it."""
+    oldest = min(steps.values(), default=0)
+    first = 0  # after the last one, the turn goes back to the first
+    for at, number in enumerate(experts):
+        if steps[number] == oldest != steps[experts[at - 1]]:
+            first = at
+    return sorted([*experts[first:], *experts[:first]], key=steps.__getitem__)
+
+
+def older(metadata: Mapping[str, Any], where: str) -> tuple[tuple[str, int, int], ...]:
+    """The experts whose state is of an earlier step than their checkpoint: key, number, step.
+
+    Arguments:
+        metadata: of the checkpoint.
+        where: it is.
+
+    Raises:
+        CheckpointCorrupt: what it records of its experts is malformed.
+    """
+    record = stored(metadata, where)
+    if record is None:
+        return ()
+    step = metadata[RESERVED].get("step")
+    return tuple(
+        (key, number, of)
+        for key, steps in record.steps.items()
+        for number, of in sorted(steps.items())
+        if of != step
+    )
+
+
+# --- reading and merging --------------------------------------------------------------------------
+
+
+def stored(metadata: Mapping[str, Any], where: str) -> ExpertRecord | None:
+    """What a checkpoint records of its experts; None if it records nothing.
+
+    Raises:
+        CheckpointCorrupt: it is malformed.
+    """
+    own = metadata.get(RESERVED)
+    if not isinstance(own, dict) or _MEMBER not in own:
+        return None
+    try:
+        found = own[_MEMBER]
+        layers = found.get("layers", {})
+        return ExpertRecord(
+            {key: _numbered(of, _count) for key, of in found["steps"].items()},
+            {
+                name: TokenCounts(
+                    _numbered(t["seen"], _amount),
+                    _numbered(t["lost"], _amount),
+                    _amount(t["lost_before"]),
+                )
+                for name, t in layers.items()
+            },
+            _count(found["doublings"]),
+            {name: _text(t["key"]) for name, t in layers.items()},
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointCorrupt(
+            f"{where}: what its metadata records of its experts is malformed: {error!r}"
+        ) from None
+
+
+def recorded(metadata: Mapping[str, Any], record: ExpertRecord) -> dict[str, Any]:
+    """The metadata of a checkpoint with what it records of its experts."""
+    return {**metadata, RESERVED: {**metadata[RESERVED], _MEMBER: record.to_json()}}
+
+
+def with_steps(metadata: Mapping[str, Any], written: Sequence[tuple[int, Steps]]) -> dict[str, Any]:
+    """The metadata of a checkpoint with the steps of the experts of all processes.
+
+    Arguments:
+        metadata: as process 0 describes it.
+        written: processes, and of which step what each wrote of an expert is.
+
+    Raises:
+        CoverageError: what two processes wrote of an expert is of different steps.
+    """
+    merged: dict[str, dict[int, int]] = {}
+    first: dict[tuple[str, int], int] = {}
+    for process, steps in written:
+        for key, of in steps.items():
+            into = merged.setdefault(key, {})
+            for number, step in of.items():
+                if into.setdefault(number, step) != step:
+                    raise CoverageError(
+                        f"expert {number} of {key!r} would be of two steps: process "
+                        f"{first[key, number]} has it of step {into[number]}, process {process} of "
+                        f"step {step}. All processes must save the same steps with the same "
+                        "`partial` and `choose`. Nothing was saved; the next save writes all"
+                    )
+                first.setdefault((key, number), process)
+    if not merged:
+        return dict(metadata)
+    found = stored(metadata, "the description of process 0")
+    return recorded(metadata, replace(found or ExpertRecord({}), steps=merged))
+
+
+def _numbered(found: Mapping[str, Any], value: Callable[[Any], Any]) -> dict[int, Any]:
+    return {int(_text(number)): value(each) for number, each in found.items()}
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not text")
+    return value
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is not a count")
+    return value
+
+
+def _amount(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value < float("inf"):
+        raise ValueError(f"{value!r} is not a number of tokens")
+    return float(value)
