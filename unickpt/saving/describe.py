@@ -128,6 +128,11 @@ def describe(
                 experts[name] = held
             axis = None if held is None else held.axis
             entries[name], sources[name] = _entry(name, source, options, axis), source
+            if held is not None and entries[name].quantized is not None:
+                raise ValueError(
+                    f"it belongs to the experts of {held.key!r} (`partial`), which cannot be "
+                    "quantised; put a pattern that matches it before, with None"
+                )
         except (TypeError, ValueError) as error:
             bad.append(f"{name!r}: {error}")
     if bad:

@@ -101,10 +101,9 @@ class Writer:
         """Writes chunks that the coordinator asked for after all had written theirs."""
         before = self.reused_bytes
         found = self._take_or_write(items, {})
-        statistics = {"reused_bytes": self.reused_bytes - before}
         return Record(
             description=self._description.digest,
-            statistics=statistics,
+            statistics={"reused_bytes": self.reused_bytes - before},
             errors=self._errors,
             **found,
         )
