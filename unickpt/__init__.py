@@ -1,6 +1,9 @@
 """Any checkpoint, any framework, any mesh: sharded arrays in one format, bit for bit."""
 
+import importlib as _importlib
 import logging as _logging
+from typing import TYPE_CHECKING as _CHECKING
+from typing import Any as _Any
 
 from unickpt._version import __version__
 from unickpt.arrays.box import Box
@@ -42,13 +45,15 @@ from unickpt.runs.checkpointer import Checkpointer
 from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.saving.pending import PendingSave
 from unickpt.saving.saver import save, save_async
-from unickpt.tools import merge_methods
-from unickpt.tools.conversion import convert
 from unickpt.tools.copying import CopyReport, copy
-from unickpt.tools.difference import ArrayDifference, DiffReport, diff
-from unickpt.tools.merging import MergeReport, merge
 from unickpt.tools.verification import Damage, VerifyReport, verify
 from unickpt.trees.plain_values import Opaque
+
+if _CHECKING:
+    from unickpt.tools import merge_methods
+    from unickpt.tools.conversion import convert
+    from unickpt.tools.difference import ArrayDifference, DiffReport, diff
+    from unickpt.tools.merging import MergeReport, merge
 
 __all__ = [
     "ArrayDifference",
@@ -111,5 +116,30 @@ __all__ = [
     "save_async",
     "verify",
 ]
+
+# Imported when they are first used: training jobs rarely need them.
+_LATER = {
+    "ArrayDifference": "difference",
+    "DiffReport": "difference",
+    "MergeReport": "merging",
+    "convert": "conversion",
+    "diff": "difference",
+    "merge": "merging",
+    "merge_methods": "merge_methods",
+}
+
+
+def __getattr__(name: str) -> _Any:
+    module = _LATER.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found: _Any = _importlib.import_module(f"unickpt.tools.{module}")
+    globals()[name] = found if name == module else getattr(found, name)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})
+
 
 _logging.getLogger("unickpt").addHandler(_logging.NullHandler())  # silent by default

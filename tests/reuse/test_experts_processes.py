@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support import TESTS
+from support.dying import start_job
 from support.forks import Forks
 from support.processes import Processes
-from support.saving import in_job, session
+from support.saving import in_job
 
 import unickpt
 from unickpt import Box, Checkpointer, LocalFragments, ProcessGroup, SaveOptions
@@ -286,24 +287,11 @@ COORDINATORS_STEPS = [
 ]
 
 
-@pytest.fixture
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    running = Forks(tmp_path_factory.mktemp("output"))
-    yield running
-    running.close()
-
-
 def start(
     forks: Forks, root: Path, count: int, first: int, doomed: int, step: str, when: str, many: int
 ) -> list[int]:
-    name = session()
-    return [
-        forks.start(
-            PROCESS, str(root), index, count, name, first, many,
-            step if index == doomed else "", when,
-        )
-        for index in range(count)
-    ]  # fmt: skip
+    folders = (str(root),)
+    return start_job(forks, PROCESS, folders, count, (first, many), doomed, (step, when))
 
 
 def newest(root: Path) -> int:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import random
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support import TESTS
+from support.dying import start_job
 from support.forks import Forks
-from support.saving import in_job, same, session
+from support.saving import in_job, same
 
 import unickpt
 from unickpt import Box, LocalFragments, SaveOptions
@@ -156,25 +156,12 @@ COORDINATORS_STEPS = [
 ]
 
 
-@pytest.fixture
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    running = Forks(tmp_path_factory.mktemp("output"))
-    yield running
-    running.close()
-
-
 def start(
     forks: Forks, root: Path, count: int, first: int, doomed: int, step: str, when: str,
     local: Path | None = None, many: int = 4,
 ) -> list[int]:  # fmt: skip
-    name = session()
-    return [
-        forks.start(
-            PROCESS, str(root), local and str(local), index, count, name, first, many,
-            step if index == doomed else "", when,
-        )
-        for index in range(count)
-    ]  # fmt: skip
+    folders = (str(root), local and str(local))
+    return start_job(forks, PROCESS, folders, count, (first, many), doomed, (step, when))
 
 
 def committed(root: Path) -> list[int]:

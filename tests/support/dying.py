@@ -7,8 +7,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from support.forks import Forks
+from support.saving import session
 
 
 def die(*_: object) -> None:
@@ -45,3 +48,32 @@ def _dying(real: Callable[..., Any], when: str) -> Callable[..., Any]:
         return result
 
     return taken
+
+
+def start_job(
+    forks: Forks,
+    source: str,
+    folders: Sequence[object],
+    count: int,
+    numbers: Sequence[int],
+    doomed: int,
+    dies: tuple[str, str],
+) -> list[int]:
+    """Starts the processes of a job, of which one kills itself; returns their ids.
+
+    Arguments:
+        forks: starts them.
+        source: of each; its `ARGS` are the folders, its index, the number of processes, the
+            session, the numbers, and the arguments of `die_at`.
+        folders, count, numbers: for it.
+        doomed: the process that dies; none if negative.
+        dies: when; see `die_at`.
+    """
+    name = session()
+    return [
+        forks.start(
+            source, *folders, index, count, name, *numbers,
+            dies[0] if index == doomed else "", dies[1],
+        )
+        for index in range(count)
+    ]  # fmt: skip

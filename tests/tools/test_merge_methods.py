@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from unickpt.arrays.box import Box
 from unickpt.errors import MergeError
-from unickpt.tools import merge_methods, merge_statistics
+from unickpt.tools import merge_arithmetic, merge_methods, merge_statistics
+from unickpt.tools.merge_arithmetic import Span, Sum, is_kept, merge_box
 from unickpt.tools.merge_methods import (
     ByMetric,
     ByStep,
@@ -23,12 +24,8 @@ from unickpt.tools.merge_methods import (
     Mean,
     Slerp,
     SourceFacts,
-    Span,
-    Sum,
     Ties,
     Weighted,
-    is_kept,
-    merge_box,
     method_of,
     slerp_weights,
     weights_of,
@@ -155,12 +152,12 @@ def pieces_of(arrays: Sequence[np.ndarray], size: int) -> merge_statistics.Piece
 @pytest.mark.parametrize("dtype", [np.float32, np.complex64, np.float64])
 def test_slerp_weights_do_not_depend_on_the_pieces(dtype: Any) -> None:
     rng = np.random.default_rng(0)
-    size = 5 * merge_methods.BLOCK + 7
+    size = 5 * merge_arithmetic.BLOCK + 7
     a, b = (rng.standard_normal(size).astype(dtype) for _ in range(2))
     if dtype is np.complex64:
         a = a * 1j + b
     found = {
-        tuple(slerp_statistics(Slerp(0.3), pieces_of([a, b], n * merge_methods.BLOCK)))
+        tuple(slerp_statistics(Slerp(0.3), pieces_of([a, b], n * merge_arithmetic.BLOCK)))
         for n in (1, 2, 100)
     }
     assert len(found) == 1
@@ -190,13 +187,13 @@ def test_the_kth_largest_of_integers(data: st.DataObject, bits: int, size: int) 
 @pytest.mark.parametrize("wide", [False, True])
 def test_thresholds_are_the_exact_quantiles(wide: bool) -> None:
     rng = np.random.default_rng(1)
-    size = 2 * merge_methods.BLOCK + 100
+    size = 2 * merge_arithmetic.BLOCK + 100
     dtype = np.float64 if wide else np.float32
     a, b, base = (rng.standard_normal(size).astype(dtype) for _ in range(3))
     a[:40_000] = base[:40_000]  # many differences are 0
     for density in (1e-9, 0.01, 0.5, 1.0):
         found = ties_statistics(
-            Ties(density), pieces_of([a, b, base], merge_methods.BLOCK), size, wide
+            Ties(density), pieces_of([a, b, base], merge_arithmetic.BLOCK), size, wide
         )
         kept = max(1, int(density * size))
         for one, threshold in zip((a, b), found, strict=True):

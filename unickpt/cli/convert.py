@@ -12,8 +12,10 @@ from rich.text import Text
 import unickpt
 from unickpt.cli.options import (
     Budget,
+    Compression,
     Hints,
     Inverse,
+    Overwrite,
     RulesName,
     Sizes,
     Verify,
@@ -55,14 +57,10 @@ def convert(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be made of what, and stop.")
     ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a checkpoint at the destination.")
-    ] = False,
+    overwrite: Overwrite = False,
     verify: Verify = True,
     budget: Budget = SaveOptions.budget_bytes,
-    compression: Annotated[
-        str | None, typer.Option("--compression", help="zstd, gzip or blosc.")
-    ] = None,
+    compression: Compression = None,
     hint: Hints = None,
     as_json: AsJson = False,
 ) -> None:
@@ -136,9 +134,7 @@ def _cells(row: Row) -> list[Cell]:
 def copy(
     source: Annotated[str, typer.Argument(help="A checkpoint of unickpt's own format.")],
     destination: Annotated[str, typer.Argument(help="The path of the copy.")],
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a checkpoint at the destination.")
-    ] = False,
+    overwrite: Overwrite = False,
     budget: Budget = SaveOptions.budget_bytes,
     as_json: AsJson = False,
 ) -> None:

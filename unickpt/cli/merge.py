@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,11 +12,13 @@ import unickpt
 from unickpt import MergeReport, merge_methods
 from unickpt.cli.options import (
     Budget,
+    Compression,
     Inverse,
     Overwrite,
     RulesName,
     Sizes,
     Verify,
+    named_values,
     read_rules,
 )
 from unickpt.cli.output import (
@@ -35,6 +36,8 @@ from unickpt.cli.output import (
 )
 from unickpt.saving.options import SaveOptions
 from unickpt.tools.merge_sources import MergePlan, Request, plan_merge
+
+_PARAMETER = "a parameter and its value, such as density=0.3"
 
 
 def merge(
@@ -77,9 +80,7 @@ def merge(
     overwrite: Overwrite = False,
     verify: Verify = True,
     budget: Budget = SaveOptions.budget_bytes,
-    compression: Annotated[
-        str | None, typer.Option("--compression", help="zstd, gzip or blosc.")
-    ] = None,
+    compression: Compression = None,
     as_json: AsJson = False,
 ) -> None:
     """Make one checkpoint of several: an average, an interpolation, or merged tasks.
@@ -106,7 +107,7 @@ def merge(
     given: Any = sources[0] if last is not None else sources
     wanted = read_rules(rules, inverse, size)
     try:
-        method = merge_methods.method_of(how, _parameters(parameters or []))
+        method = merge_methods.method_of(how, named_values("--with", parameters, _PARAMETER))
         options = SaveOptions(budget_bytes=budget, compression=compression)
         if dry_run:
             asked = Request(given, method, weights, base, last, wanted, integers, budget)
@@ -134,19 +135,6 @@ def merge(
         fail(str(error))
     if first:
         _print_report(report, verify, as_json)
-
-
-def _parameters(given: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for one in given:
-        name, separator, text = one.partition("=")
-        if not name or not separator:
-            fail(f"--with {one}: expected a parameter and its value, such as density=0.3")
-        try:
-            found[name] = json.loads(text)
-        except ValueError:
-            found[name] = text
-    return found
 
 
 def _print_report(report: MergeReport, verified: bool, as_json: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -35,6 +35,7 @@ Verify = Annotated[
     bool, typer.Option("--verify/--no-verify", help="Whether to read and check what was written.")
 ]
 Budget = Annotated[int, typer.Option("--budget", help="Bytes of memory for it.", min=1 << 20)]
+Compression = Annotated[str | None, typer.Option("--compression", help="zstd, gzip or blosc.")]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace a checkpoint at the destination.")
 ]
@@ -71,13 +72,24 @@ def source_of(path: str, hints: list[str] | None) -> str | Checkpoint:
     return unickpt.open(path, hints=parsed_hints(hints)) if hints else path
 
 
-def parsed_hints(hints: list[str] | None) -> dict[str, object]:
+def parsed_hints(hints: list[str] | None) -> dict[str, Any]:
     """The hints by name."""
-    found: dict[str, object] = {}
-    for hint in hints or ():
-        name, separator, text = hint.partition("=")
+    return named_values("--hint", hints, "a name and a value, such as tp=2")
+
+
+def named_values(option: str, given: list[str] | None, expected: str) -> dict[str, Any]:
+    """What a repeated option gives as `name=value`, with values of JSON, or else texts.
+
+    Arguments:
+        option: its name.
+        given: its values.
+        expected: what each has to be, for the error.
+    """
+    found: dict[str, Any] = {}
+    for one in given or ():
+        name, separator, text = one.partition("=")
         if not name or not separator:
-            fail(f"--hint {hint}: expected a name and a value, such as tp=2")
+            fail(f"{option} {one}: expected {expected}")
         try:
             found[name] = json.loads(text)
         except ValueError:

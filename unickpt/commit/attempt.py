@@ -34,7 +34,7 @@ from unickpt.format.index import BORROWED_KEY, DIGESTS_KEY, INDEX_KEY, Index
 from unickpt.frameworks.process_group import Group
 from unickpt.reuse import linked_files
 from unickpt.storage import errors
-from unickpt.storage.database import Database
+from unickpt.storage.database import Database, digest_of
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
 
@@ -68,7 +68,6 @@ class Attempt:
         self._state = AttemptState.OPEN
         self._found: root.State | None = None
         self._totals: Totals | None = None
-        self._linking = set[int]()  # the processes that linked files of an earlier checkpoint
         self.writers: tuple[Mapping[str, float], ...] = ()
         """The statistics in each process's record, once the coordinator has committed."""
         self.differences: Sequence[Difference] = ()
@@ -366,10 +365,9 @@ class Attempt:
         for process, record in records:
             if record.replaces != self._digest_found:
                 raise self._conflict(f"between the start of process 0 and of process {process}")
-        self._linking = {process for process, record in records if record.linked}
         merged = self._merge(own, records, write_more)
         borrowers.mark(self.location, merged.index.bases, self.context)
-        manifest = self._build_root(merged, sorted(self._linking))
+        manifest = self._build_root(merged)
         totals = Totals.of(merged.index)
         older = self.location.child("processes").folders(self.context)
         self._announce(manifest, totals)
@@ -402,9 +400,7 @@ class Attempt:
         self._notes.request(requests)
         ours = self.group.index
         own = [(ours, write_more(requests[ours]))] if ours in requests else []
-        more = [*own, *self._collect([p for p in requests if p != ours], MORE)]
-        self._linking |= {process for process, record in more if record.linked}
-        return more
+        return [*own, *self._collect([p for p in requests if p != ours], MORE)]
 
     def _described(self, own: Mapping[int, Index], records: Records) -> dict[int, Index]:
         """The processes' descriptions by their digests; equal ones are read once."""
@@ -426,13 +422,8 @@ class Attempt:
             described[digest] = index_json.decode(data, where, partial=True)
         return described
 
-    def _build_root(self, merged: Merged, reusing: Sequence[int]) -> bytes:
-        """Writes the root's B-tree, which refers to the processes' data; returns its manifest.
-
-        Arguments:
-            merged: what all processes wrote.
-            reusing: the processes that took chunks from an earlier checkpoint.
-        """
+    def _build_root(self, merged: Merged) -> bytes:
+        """Writes the root's B-tree, which refers to the processes' data; returns its manifest."""
         index, table = merged.index, merged.table
         extra = {
             **zarr_metadata.zarr_keys(index),
@@ -443,9 +434,10 @@ class Attempt:
             extra[BORROWED_KEY] = merged.borrowed.tobytes()
         databases = [self.database(process) for process in range(self.group.count)]
         databases += [
-            linked_files.database(self.folder_of(process), self.context) for process in reusing
+            linked_files.database(self.folder_of(process), self.context)
+            for process in merged.linking
         ]
-        writers = [*range(self.group.count), *reusing]
+        writers = [*range(self.group.count), *merged.linking]
         dropped = {n: merged.dropped.get(process, ()) for n, process in enumerate(writers)}
         blobs = sum(len(entry.blobs) for entry in index.per_process.values())
         folder = f"processes/{self.name}/root/"
@@ -458,7 +450,7 @@ class Attempt:
         """Announces what is about to be committed, unless a process has given up meanwhile."""
         replaced = outcome.replaced(self.location, self._digest_found, self._notes_of)
         if self.group.count > 1 or replaced:
-            announcement = Announcement(root.digest(manifest), vars(totals), replaced)
+            announcement = Announcement(digest_of(manifest), vars(totals), replaced)
             self._notes.announce(announcement)
         if self.group.count > 1:
             self._notes.poll()

@@ -33,6 +33,7 @@ class Merged:
         index: of the checkpoint.
         table: the digests of its chunks.
         borrowed: the chunks that are in other checkpoints.
+        linking: the processes that linked files of an earlier checkpoint.
         dropped: for each process, the arrays whose chunks are not taken from it.
         differences: the arrays that were assumed to be replicas but differ.
     """
@@ -40,6 +41,7 @@ class Merged:
     index: Index
     table: digest_table.Table
     borrowed: borrowed.Table
+    linking: Sequence[int]
     dropped: Mapping[int, Sequence[str]]
     differences: Sequence[Difference]
 
@@ -87,4 +89,5 @@ def merge_all(
         borrowed=len(there),
         borrowed_xxh3=f"{xxhash.xxh3_64_intdigest(there.tobytes()):016x}" if bases else "",
     )
-    return Merged(index, table, there, lost_arrays(records, names, winners), differences)
+    linking = sorted({process for process, record in written if record.linked})
+    return Merged(index, table, there, linking, lost_arrays(records, names, winners), differences)

@@ -10,12 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import tensorstore as ts
-import xxhash
 
 from unickpt.errors import StorageError
 from unickpt.format.zarr_metadata import join_key
 from unickpt.storage.btree import nodes
-from unickpt.storage.database import Database
+from unickpt.storage.database import Database, digest_of
 from unickpt.storage.errors import Failed
 from unickpt.storage.kvstore import commit
 from unickpt.storage.ocdbt import MANIFEST
@@ -48,7 +47,7 @@ class Root:
     def read(self) -> State:
         """The current state."""
         read = self._database.read_manifest()
-        return State(digest(read.value) if read.state == "value" else "", read.stamp.generation)
+        return State(digest_of(read.value) if read.state == "value" else "", read.stamp.generation)
 
     def build(
         self,
@@ -121,10 +120,10 @@ class Root:
                 if stamp.generation:
                     return True
         except Failed:
-            if self.read().digest != digest(manifest):
+            if self.read().digest != digest_of(manifest):
                 raise
         # Refused, or no answer. A retry is also refused after a success whose answer was lost.
-        return self.read().digest == digest(manifest)
+        return self.read().digest == digest_of(manifest)
 
     def retract(self, manifest: bytes, timeout_s: float) -> None:
         """Removes what `replace` put in place, if it is still there.
@@ -146,7 +145,3 @@ def _all_but(arrays: Sequence[str]) -> list[ts.KvStore.KeyRange]:
         bounds += [first, first + "0"]  # "0" follows the "/" that is part of a chunk's key
     bounds.append("")
     return [ts.KvStore.KeyRange(a, b) for a, b in zip(bounds[::2], bounds[1::2], strict=True)]
-
-
-def digest(manifest: bytes) -> str:
-    return f"{xxhash.xxh3_64_intdigest(manifest):016x}"

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from unickpt.commit import root
 from unickpt.storage import contexts
-from unickpt.storage.database import Database
+from unickpt.storage.database import Database, digest_of
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
 
@@ -26,7 +25,7 @@ class Version:
 
     @cached_property
     def name(self) -> str:
-        return root.digest(self.manifest)
+        return digest_of(self.manifest)
 
 
 def version_at(location: Location) -> Version | None:

@@ -47,11 +47,6 @@ def decode(data: bytes, index: Index) -> Table:
     return table
 
 
-def digest(manifest: bytes) -> str:
-    """The digest by which a base is known, of its manifest."""
-    return f"{xxhash.xxh3_64_intdigest(manifest):016x}"
-
-
 def name_of(location: Location) -> str:
     """The name of a checkpoint's folder."""
     return str(location.spec["path"]).rstrip("/").rpartition("/")[2]
@@ -83,7 +78,7 @@ def pinned(location: Location, base: BaseEntry, context: ts.Context) -> Database
     """
     at = sibling(location, base.name)
     found = Database(at, context).pinned()
-    if found is not None and digest(found.manifest_bytes()) == base.manifest:
+    if found is not None and found.manifest_digest() == base.manifest:
         return found
     what = "is missing" if found is None else "was replaced by another checkpoint"
     raise Damaged(

@@ -153,14 +153,14 @@ class ChunkStore:
 
     def request(self, entry: ArrayEntry, part: Part, number: int) -> Any:
         """Starts to read a small chunk where each request takes time of its own; else None."""
+        if self._local is not None:
+            return None
         shape = part.chunk_box(number).shape
         if entry.quantized is not None:
             is_small = math.prod(shape) * entry.itemsize <= SMALL
         else:
             is_small = self._is_raw(part, shape, entry)
-        if self._local is None and is_small:
-            return self.values.request(key_of(part, number))
-        return None
+        return self.values.request(key_of(part, number)) if is_small else None
 
     def request_key(self, key: str) -> Any:
         """Likewise for any key."""

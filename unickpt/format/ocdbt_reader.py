@@ -137,7 +137,7 @@ class OcdbtReader(Reader):
     @property
     def manifest_digest(self) -> str:
         """The digest of its manifest, by which checkpoints that borrow from it know it."""
-        return borrowed.digest(self._chunks.database.manifest_bytes())
+        return self._chunks.database.manifest_digest()
 
     def base_index(self, base: BaseEntry) -> Index:
         """The index of a base.

@@ -91,6 +91,7 @@ class SaveJob:
         except SaveTimeout as error:
             raise SaveTimeout(f"{self.location}: {error}. Nothing was written.") from None
         self._writer: Writer | None = None
+        self._has_begun = False  # to make folders
         self._samples: dict[int, Callable[[], int]] = {}
 
     def _become(self, state: SaveState) -> None:
@@ -169,7 +170,7 @@ class SaveJob:
             self._attempt.publish_error(error, refused=refused)
             if self._writer is not None:
                 self._writer.settle()
-            if self._writer is not None or self.group.count > 1:
+            if self._has_begun or self.group.count > 1:
                 self._attempt.discard()
             if error is raised:
                 raise
@@ -213,12 +214,12 @@ class SaveJob:
 
     def _write(self, plan: WritePlan, source: ChunkSource) -> tuple[Writer, Record]:
         self.check_destination()
-        base = self._open_base()
+        self._has_begun = True
+        base, reuses = self._open_base()
         self._attempt.make_folder()
         self._become(SaveState.WRITING)
         if base is not None:
             source = BorrowingSource(source, base)
-        reuses = self.options.base is not None or self._find_base() is not None
         self._writer = writer = Writer(
             self._attempt, self.description, self.options, source, base, reuses
         )
@@ -227,22 +228,22 @@ class SaveJob:
             record = replace(record, experts=self.description.selection.steps)
         return writer, self._with_replicas(record, plan, source)
 
-    def _open_base(self) -> Base | None:
-        """The earlier checkpoint whose chunks are not written again.
+    def _open_base(self) -> tuple[Base | None, bool]:
+        """The earlier checkpoint whose chunks are not written again; whether that goes for all
+        chunks that are equal, or only for those of experts that this save leaves out.
 
         Raises:
             CheckpointNotFound, InvalidPath: there is none where `SaveOptions.base` says.
             StorageError: it is not there, but has experts that this save does not write.
         """
         options, selection = self.options, self.description.selection
-        path = self._find_base() if options.base is None else options.base
+        asked = self._find_base() if options.base is None else options.base
         base = None if selection is None else selection.base
-        if base is not None:
-            path = base.path
+        path = asked if base is None else base.path
         found = None if path is None else self._try_base(path, needed=base is not None)
         if selection is not None:
             selection.check(None if found is None else found.index, self.location)
-        return found
+        return found, asked is not None
 
     def _try_base(self, path: paths.Path, *, needed: bool) -> Base | None:
         options = self.options

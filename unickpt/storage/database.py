@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import tensorstore as ts
+import xxhash
 
 from unickpt.storage import ocdbt
 from unickpt.storage.btree import nodes
@@ -88,9 +89,9 @@ class Database:
         KvStore.open(held, self.context).write(ocdbt.MANIFEST, manifest).result()
         return replace(self, manifest=held)
 
-    def manifest_bytes(self) -> bytes:
-        """The pinned manifest, or else the one in the folder; empty if there is none."""
-        return self._manifest() or b""
+    def manifest_digest(self) -> str:
+        """The digest of the pinned manifest, or else of the one in the folder; see `digest_of`."""
+        return digest_of(self._manifest() or b"")
 
     def change(self) -> str:
         """What happened to a database since it was pinned: "" (nothing), "replaced", or "removed".
@@ -132,3 +133,8 @@ class Database:
 
     def __str__(self) -> str:
         return str(self.location)
+
+
+def digest_of(manifest: bytes) -> str:
+    """The digest by which a commit is known, of its manifest: 16 hexadecimal digits."""
+    return f"{xxhash.xxh3_64_intdigest(manifest):016x}"

@@ -108,8 +108,10 @@ def copy(
         )
     try:
         found = version.version_at(origin)
-        if found is None or not found.attempt:
-            raise CheckpointCorrupt(f"{where}: the manifest of the source is damaged")
+        if found is None or found.name != reader.manifest_digest:
+            raise SaveConflict(f"{where}: the source was removed or replaced during the copy")
+        if not found.attempt:
+            raise CheckpointCorrupt("its manifest does not say which attempt made it")
         _copy(reader, found, there, overwrite, budget_bytes, timeout_s, progress)
     except CheckpointCorrupt as error:
         raise CheckpointCorrupt(f"{where}: {error}") from error

@@ -12,15 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from unickpt.arrays.dtypes import Array
-from unickpt.tools.merge_methods import (
-    BLOCK,
-    Slerp,
-    Ties,
-    is_finite,
-    magnitudes,
-    slerp_weights,
-    wide_dtype,
-)
+from unickpt.tools.merge_arithmetic import BLOCK, is_finite, magnitudes, wide_dtype
+from unickpt.tools.merge_methods import Slerp, Ties, slerp_weights
 
 Pieces = Callable[[], Iterator[Sequence[Array]]]
 """Goes through an array once: its elements in all inputs, one-dimensional, in row-major order, in

@@ -27,20 +27,22 @@ from unickpt.saving.write_plan import WriteItem
 from unickpt.storage import contexts, paths
 from unickpt.threads import in_batches
 from unickpt.tools.conversion import check_written, leaves_of
-from unickpt.tools.merge_methods import (
+from unickpt.tools.merge_arithmetic import (
     BLOCK,
-    Dare,
     Differences,
     Elected,
     Formula,
-    Method,
     RandomDifferences,
+    Sum,
+    merge_box,
+)
+from unickpt.tools.merge_methods import (
+    Dare,
+    Method,
     Search,
     Slerp,
-    Sum,
     TaskArithmetic,
     Ties,
-    merge_box,
     method_of,
 )
 from unickpt.tools.merge_search import search

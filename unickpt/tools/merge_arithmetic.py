@@ -1,0 +1,228 @@
+"""The arithmetic of a merge, on blocks of elements.
+
+Pure functions of NumPy arrays. All is done in float64 (complex128 for complex numbers).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import xxhash
+
+from unickpt.arrays import dtypes
+from unickpt.arrays.box import Box
+from unickpt.arrays.dtypes import Array, DType
+from unickpt.tools.merge_methods import Dare
+
+BLOCK = 1 << 15
+"""Elements that are computed at once; their float64 copies stay in the cache."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive elements of a box of an array, in row-major order.
+
+    Arguments:
+        shape: of the array.
+        box: of the array.
+        first, stop: numbers of elements of the box.
+    """
+
+    shape: tuple[int, ...]
+    box: Box
+    first: int
+    stop: int
+
+    @cached_property
+    def positions(self) -> Array:
+        """The row-major numbers of the elements in the whole array."""
+        within = np.arange(self.first, self.stop, dtype=np.uint64)
+        found, stride = np.zeros_like(within), 1
+        for n, extent, start in zip(
+            reversed(self.box.shape), reversed(self.shape), reversed(self.box.start), strict=True
+        ):
+            within, index = np.divmod(within, np.uint64(n))
+            found += (index + np.uint64(start)) * np.uint64(stride)
+            stride *= extent
+        return found
+
+
+Formula = Callable[[Sequence[Array], Span], Array]
+"""The arithmetic of one array: from elements of all inputs, the sources and then the base, in
+float64 or complex128, makes those of the result."""
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A weighted sum."""
+
+    weights: tuple[float, ...]
+
+    def __call__(self, inputs: Sequence[Array], span: Span) -> Array:
+        total: Array = inputs[0] * self.weights[0]
+        for weight, block in zip(self.weights[1:], inputs[1:], strict=True):
+            total += block * weight
+        return total
+
+
+@dataclass(frozen=True)
+class Differences:
+    """The base, plus a weighted sum of the sources' differences from it."""
+
+    weights: tuple[float, ...]
+
+    def __call__(self, inputs: Sequence[Array], span: Span) -> Array:
+        *sources, base = inputs
+        total: Array = base.copy()
+        for weight, block in zip(self.weights, sources, strict=True):
+            total += (block - base) * weight
+        return total
+
+
+@dataclass(frozen=True)
+class RandomDifferences:
+    """The same, of differences of which most elements are dropped.
+
+    Arguments:
+        weights: of the sources.
+        method: how many to drop, and the seed.
+        name: of the array.
+    """
+
+    weights: tuple[float, ...]
+    method: Dare
+    name: str
+
+    def __call__(self, inputs: Sequence[Array], span: Span) -> Array:
+        *sources, base = inputs
+        total: Array = base.copy()
+        for number, (weight, block) in enumerate(zip(self.weights, sources, strict=True)):
+            kept = is_kept(self.method, self.name, number, span.positions)
+            factor = weight / (1 - self.method.drop)
+            total += np.where(kept, (block - base) * factor, 0)
+        return total
+
+
+@dataclass(frozen=True)
+class Elected:
+    """The base, plus the mean of the large differences whose sign prevails.
+
+    Arguments:
+        thresholds: for each source, the smallest magnitude that is kept.
+        scale: of the merged difference.
+        wide: whether magnitudes are compared as float64.
+    """
+
+    thresholds: tuple[float, ...]
+    scale: float
+    wide: bool
+
+    def __call__(self, inputs: Sequence[Array], span: Span) -> Array:
+        *sources, base = inputs
+        trimmed = []
+        for threshold, block in zip(self.thresholds, sources, strict=True):
+            difference = block - base
+            kept = magnitudes(difference, self.wide) >= threshold
+            trimmed.append(np.where(kept, difference, 0))
+        sign = np.sign(sum(trimmed))
+        agreeing = [np.where(np.sign(one) == sign, one, 0) for one in trimmed]
+        count = sum((one != 0).astype(np.float64) for one in agreeing)
+        mean = sum(agreeing) / np.maximum(count, 1)
+        found: Array = base + self.scale * mean
+        return found
+
+
+def magnitudes(difference: Array, wide: bool) -> Array:
+    """The magnitudes by which TIES compares differences.
+
+    Arguments:
+        difference: in float64.
+        wide: whether a source or the base is of float64; otherwise float32 is enough.
+    """
+    return np.abs(difference) if wide else np.abs(difference).astype(np.float32)
+
+
+_GAMMA, _MIX = np.uint64(0x9E3779B97F4A7C15), (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+
+def is_kept(method: Dare, name: str, source: int, positions: Array) -> Array:
+    """Which elements DARE keeps; the same for any split of the array.
+
+    The random number of an element is that of the generator SplitMix64 at the element's position,
+    seeded with the xxh3-64 of `<seed>/<source>/<name>`.
+
+    Arguments:
+        method: how many to drop, and the seed.
+        name: of the array.
+        source: its number.
+        positions: row-major numbers of elements in the array, as uint64.
+    """
+    start = np.uint64(xxhash.xxh3_64_intdigest(f"{method.seed}/{source}/{name}".encode()))
+    with np.errstate(over="ignore"):
+        z = start + (positions + np.uint64(1)) * _GAMMA
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX[0])
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(_MIX[1])
+    z ^= z >> np.uint64(31)
+    found: Array = (z >> np.uint64(11)) >= np.uint64(math.ceil(method.drop * 2**53))
+    return found
+
+
+def wide_dtype(dtype: DType) -> DType:
+    """The dtype in which elements are computed."""
+    return np.dtype(np.complex128 if dtype.kind == "c" else np.float64)
+
+
+def is_finite(block: Array) -> bool:
+    # A sum is cheaper than a mask, and is not finite if an element is not; it may also overflow.
+    return bool(np.isfinite(block.sum()) or np.isfinite(block).all())
+
+
+@dataclass
+class Outcome:
+    """What was found while a box was merged.
+
+    Arguments:
+        nonfinite: the numbers of the inputs with NaN or infinite elements.
+        overflows: whether the result's dtype cannot hold the merge of finite elements.
+    """
+
+    nonfinite: set[int]
+    overflows: bool = False
+
+
+def merge_box(
+    formula: Formula, inputs: Sequence[Array], shape: tuple[int, ...], box: Box, out: Array
+) -> Outcome:
+    """Merges a box of an array.
+
+    Arguments:
+        formula: the arithmetic.
+        inputs: the box in all inputs, contiguous.
+        shape: of the array.
+        box: of the array.
+        out: contiguous; receives the result, cast once to its dtype.
+    """
+    flat, to = [one.reshape(-1) for one in inputs], out.reshape(-1)
+    outcome = Outcome(set())
+    limit = _saturates_above(out.dtype)
+    with np.errstate(all="ignore"):
+        for first in range(0, len(to), BLOCK):
+            stop = min(first + BLOCK, len(to))
+            blocks = [one[first:stop].astype(wide_dtype(one.dtype)) for one in flat]
+            bad = {number for number, block in enumerate(blocks) if not is_finite(block)}
+            outcome.nonfinite |= bad
+            made = formula(blocks, Span(shape, box, first, stop))
+            to[first:stop] = made.astype(out.dtype)
+            if not bad:
+                held = is_finite(to[first:stop].astype(wide_dtype(out.dtype)))
+                outcome.overflows |= not held or bool((np.abs(made) > limit).any())
+    return outcome
+
+
+def _saturates_above(dtype: DType) -> float:
+    """The magnitude above which a dtype without infinities and NaN takes its largest number."""
+    return 7.0 if dtypes.name_of(dtype) == "float4_e2m1fn" else math.inf
