@@ -11,8 +11,9 @@ import unickpt
 
 CODE = """
 import sys, unickpt
-late = [f"unickpt.tools.{name}" for name in ("merging", "merge_methods", "conversion", "difference")]
-assert not [name for name in late if name in sys.modules]
+names = "merging", "merge_methods", "conversion", "difference"
+late = {f"unickpt.tools.{name}" for name in names}
+assert late.isdisjoint(sys.modules)
 assert unickpt.merge.__name__ == "merge"
 assert "unickpt.tools.merging" in sys.modules
 """
