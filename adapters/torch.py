@@ -262,6 +262,7 @@ class TorchTarget:
         self.identity: Hashable = None if self.abstract else _tie(local)
         self._filled: Any = None if self.abstract else leaf
         self._local = local
+        self._inspect()
 
     def _materialise(self) -> None:
         if self._filled is not None:
@@ -273,12 +274,16 @@ class TorchTarget:
             # Like `DTensor.from_local`, which would lose the order of the shards.
             make = type(self.leaf.detach())
             self._filled = make(self._local, self.leaf._spec, requires_grad=False)
+        self._inspect()
 
-    @property
-    def _in_place(self) -> bool:
+    def _inspect(self) -> None:
+        """Asks torch about the memory; before threads read, because each such question releases the
+        GIL, for which they compete."""
         local = self._local
         plain = not (local.is_conj() or local.is_neg())
-        return plain and local.device.type == "cpu" and local.is_contiguous()
+        self._in_place = plain and local.device.type == "cpu" and local.is_contiguous()
+        self._is_inference = local.is_inference()
+        self._has_version = self._filled is not None and not self._filled.is_inference()
 
     def buffer(self, position: int) -> Array:
         self._materialise()
@@ -291,10 +296,10 @@ class TorchTarget:
         self._materialise()
         new = self._filled
         if not self._in_place:
-            with torch.inference_mode() if self._local.is_inference() else torch.no_grad():
+            with torch.inference_mode() if self._is_inference else torch.no_grad():
                 for buffer in buffers if self._local.numel() else ():
                     self._local.copy_(_as_torch(buffer, self.leaf.dtype))
-        elif not new.is_inference():  # autograd does not see writes of NumPy
+        elif self._has_version:  # autograd does not see writes of NumPy
             torch.autograd.graph.increment_version(new)
         if not self.abstract:
             return new

@@ -28,7 +28,7 @@ from rich.console import Console
 
 import unickpt
 
-WIDTH = 1024
+WIDTH = 2048
 
 
 def main() -> None:

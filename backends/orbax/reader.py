@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from unickpt.errors import CheckpointCorrupt, UnsupportedLeaf
 from unickpt.foreign.files import Files
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, Index
-from unickpt.format.reader import Reader
+from unickpt.format.reader import ChunkId, Reader
 from unickpt.storage import contexts
 from unickpt.storage.errors import Failed, reading_failed
 from unickpt.threads import Pool
@@ -126,7 +126,10 @@ class OrbaxReader(Reader):
         except Failed as error:
             raise reading_failed(error, f"{self.location}: array {entry.name!r}") from error
 
-    def request_chunk(self, entry: ArrayEntry, part: Part, number: int) -> Any:
+    def request_chunks(self, chunks: Sequence[ChunkId]) -> Sequence[Any]:
+        return [self._request(*chunk) for chunk in chunks]
+
+    def _request(self, entry: ArrayEntry, part: Part, number: int) -> Any:
         if entry.name in self._inline:
             return None
         leaf, box = self._arrays[entry.name], part.chunk_box(number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import unickpt
 from unickpt.storage import local_database
 from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.database import Database
+from unickpt.storage.local_files import RegularFiles
 from unickpt.storage.ocdbt import Tree
 from unickpt.storage.paths import resolve
 
@@ -72,6 +74,43 @@ def test_an_empty_database_has_no_values(tmp_path: Path, context: ts.Context) ->
     database["a"] = b"1"
     del database["a"]
     assert of(tmp_path).tree.find("a") is None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_values_are_read_together(
+    tree: Tree, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values, reads = of(tmp_path), []
+    tree.files("")  # reads all nodes
+    values.tree = tree
+    read = RegularFiles.read
+    monkeypatch.setattr(RegularFiles, "read", lambda *a: reads.append(a) or read(*a))
+    keys = [*KEYS, "a", "params/l%y:001/c/0", "z"]
+    random.Random(seed).shuffle(keys)
+    found = values.request_all([*keys, keys[0]])
+    assert {key: bytes(each.result().value) for key, each in found.items()} == KEYS
+    assert len(reads) <= len(list((tmp_path / "d").iterdir())), "each file once"
+
+
+@pytest.mark.parametrize("limit", ["_GAP_BYTES", "_RUN_BYTES"])
+def test_values_are_read_together_only_if_they_are_near(
+    tree: Tree, tmp_path: Path, limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_database, limit, 0)
+    found = of(tmp_path).request_all(list(KEYS)[::2])
+    assert {k: bytes(v.result().value) for k, v in found.items()} == dict(list(KEYS.items())[::2])
+
+
+def test_large_and_damaged_values_are_not_read_together(
+    tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_database, "_MOST_BYTES", 500)
+    short = {key for key, value in KEYS.items() if len(value) <= 500}
+    values = of(tmp_path)
+    assert set(values.request_all(list(KEYS))) == short
+    for file in (tmp_path / "d").iterdir():
+        os.truncate(file, 3)
+    assert all(len(KEYS[key]) <= 100 for key in values.request_all(list(KEYS))), "in the nodes"
 
 
 @pytest.mark.parametrize("wrong", [989, 991])

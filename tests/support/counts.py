@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -58,10 +58,18 @@ def keys_read() -> Iterator[Count]:
 
         return read
 
+    together = LocalDatabaseReader.request_all
+
+    def all_counted(self: LocalDatabaseReader, keys: Sequence[str]) -> Any:
+        found = together(self, keys)
+        past.extend(found)
+        return found
+
     with (
         mock.patch.object(LocalDatabaseReader, "read_into", counted(LocalDatabaseReader.read_into)),
         mock.patch.object(DatabaseReader, "read", counted(DatabaseReader.read)),
         mock.patch.object(DatabaseReader, "request", counted(DatabaseReader.request)),
+        mock.patch.object(LocalDatabaseReader, "request_all", all_counted),
     ):
         yield count
     count.keys = _by_tensorstore() - before + len(past)

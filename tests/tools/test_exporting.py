@@ -108,7 +108,8 @@ def test_memory_is_bounded_by_the_budget(tmp_path: Path, monkeypatch: pytest.Mon
             to=to,
             options=SaveOptions(budget_bytes=budget, fsync=False),
         )
-        assert budget // 4 < CountedBuffers.most <= budget // 3, "two slabs, each a sixth"
+        # Each slab is a sixth; usually two are in use, but the first may be written already.
+        assert budget // 8 < CountedBuffers.most <= budget // 3
 
 
 # --- destinations ---------------------------------------------------------------------------------

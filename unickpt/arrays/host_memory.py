@@ -1,11 +1,14 @@
-"""Host memory that is reused: page-aligned buffers, and scratch arrays."""
+"""Host memory: huge pages; buffers and scratch arrays that are reused."""
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import threading
 from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +16,32 @@ from unickpt.arrays.dtypes import Array, DType
 
 _SMALL = 1 << 20
 _STEP = 64 << 10
+_WORTH_HUGE_PAGES = 4 << 20  # as NumPy does for its own arrays
+
+
+def prefer_huge_pages(array: Array) -> None:
+    """Asks Linux for huge pages in an array that is going to be filled.
+
+    The system gives memory when it is first written, by default 4 KiB at a time: that takes as long
+    as reading into it. NumPy asks for huge pages itself, torch does not. Pages that were written
+    before are not affected.
+    """
+    advise = _madvise()
+    if advise is None or array.nbytes < _WORTH_HUGE_PAGES or not array.flags.c_contiguous:
+        return
+    start = array.__array_interface__["data"][0]
+    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    after = (start + array.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    advise(first, after - first, mmap.MADV_HUGEPAGE)  # only advice: it may fail
+
+
+@cache
+def _madvise() -> Any:
+    found = getattr(ctypes.CDLL(None), "madvise", None)
+    if found is None or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    found.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return found
 
 
 class HostBuffers:

@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 from unickpt.arrays.box import Box
 from unickpt.arrays.layout import Layout
@@ -27,17 +27,19 @@ class Part:
     box: Box
     chunk: tuple[int, ...]
 
-    @cached_property
+    @property
     def grid(self) -> tuple[int, ...]:
         """Number of chunks along each dimension."""
-        return tuple(-(-n // c) for n, c in zip(self.box.shape, self.chunk, strict=True))
+        return _grid(self.box.shape, self.chunk)[0]
 
-    @cached_property
+    @property
     def count(self) -> int:
-        return math.prod(self.grid)
+        return _grid(self.box.shape, self.chunk)[1]
 
     def chunk_box(self, number: int) -> Box:
         """The box, in global coordinates, of the chunk with a row-major number."""
+        if self.count == 1:
+            return self.box
         start, stop = [], []
         for n, c, a, b in reversed(
             list(zip(self.grid, self.chunk, self.box.start, self.box.stop, strict=True))
@@ -49,6 +51,8 @@ class Part:
 
     def chunk_key(self, number: int) -> str:
         """The key of a chunk below the part's own: zarr v3's default encoding."""
+        if self.count == 1:
+            return "/".join(["c", *"0" * len(self.chunk)])
         at = []
         for n in reversed(self.grid):
             number, index = divmod(number, n)
@@ -71,6 +75,13 @@ class Part:
         strides = [math.prod(self.grid[d + 1 :]) for d in range(len(self.grid))]
         for at in itertools.product(*ranges):
             yield sum(i * s for i, s in zip(at, strides, strict=True))
+
+
+@lru_cache(maxsize=4096)
+def _grid(shape: tuple[int, ...], chunk: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+    """Number of chunks along each dimension, and of all."""
+    grid = tuple(-(-n // c) for n, c in zip(shape, chunk, strict=True))
+    return grid, math.prod(grid)
 
 
 def free_chunk(shape: Sequence[int], itemsize: int, chunk_bytes: int) -> tuple[int, ...]:

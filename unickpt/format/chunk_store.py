@@ -22,6 +22,7 @@ from unickpt.errors import (
 )
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
+from unickpt.format.reader import ChunkId
 from unickpt.format.zarr_metadata import Codecs, zarr_metadata
 from unickpt.quantized import values
 from unickpt.quantized.blocks import stored_bytes
@@ -35,7 +36,7 @@ from unickpt.storage.local_database import LocalDatabaseReader
 # the bytes are written to the database directly, exactly as zarr would write them.
 SMALL = 64 << 10
 # Memory for larger chunks is allocated only after a stored chunk of that size was found.
-_BELIEVED = 16 << 20
+BELIEVED = 16 << 20
 # No codec of `index.CODECS` compresses by more than this factor.
 _MOST_PER_BYTE = 1 << 16
 # Only the index says how much memory a compressed chunk takes, so that is bounded.
@@ -151,16 +152,21 @@ class ChunkStore:
         with asking():
             return Future(target.write(stored, can_reference_source_data_indefinitely=True).copy)
 
-    def request(self, entry: ArrayEntry, part: Part, number: int) -> Any:
-        """Starts to read a small chunk where each request takes time of its own; else None."""
-        if self._local is not None:
-            return None
+    def request(self, chunks: Sequence[ChunkId]) -> Sequence[Any]:
+        """Starts to read the small ones among chunks, whose bytes TensorStore need not decode; None
+        for the others, and for those of which `read` will say what is wrong."""
+        keys = [
+            key_of(part, number) if self._is_small(entry, part, number) else None
+            for entry, part, number in chunks
+        ]
+        found = self.values.request_all([key for key in keys if key is not None])
+        return [None if key is None else found.get(key) for key in keys]
+
+    def _is_small(self, entry: ArrayEntry, part: Part, number: int) -> bool:
         shape = part.chunk_box(number).shape
         if entry.quantized is not None:
-            is_small = math.prod(shape) * entry.itemsize <= SMALL
-        else:
-            is_small = self._is_raw(part, shape, entry)
-        return self.values.request(key_of(part, number)) if is_small else None
+            return math.prod(shape) * entry.itemsize <= SMALL
+        return self._is_raw(part, shape, entry)
 
     def request_key(self, key: str) -> Any:
         """Likewise for any key."""
@@ -211,15 +217,16 @@ class ChunkStore:
             CheckpointCorrupt: it is missing or cannot be decoded.
             StorageError: the storage failed.
         """
-        box = part.chunk_box(number)
         whole = math.prod(part.chunk) * out.itemsize
         try:
-            requested = requested or self.request(entry, part, number)
+            if requested is None and self._local is None:
+                (requested,) = self.request([(entry, part, number)])
             if entry.quantized is not None:
                 data = self._quantized(entry, part, number, requested)
                 values.decode(data, out, entry.quantized)
                 return digest(data) if hashed else None
-            if self._local is not None and not self.codecs and out.shape[1:] == part.chunk[1:]:
+            is_raw = not self.codecs and out.shape[1:] == part.chunk[1:]
+            if self._local is not None and requested is None and is_raw:
                 hasher, key = xxhash.xxh3_64(), key_of(part, number)
                 look = hasher.update if hashed else lambda _: None
                 self._local.read_into(key, _bytes_of(out).data, whole, look)
@@ -229,9 +236,10 @@ class ChunkStore:
                 if result.state != "value" or len(result.value) != out.nbytes:
                     found = len(result.value) if result.state == "value" else "no"
                     raise Damaged(f"{found} bytes stored, {out.nbytes} expected")
-                _bytes_of(out)[:] = np.frombuffer(result.value, np.uint8)
+                # Unlike NumPy, this keeps the GIL, for which other threads would compete.
+                _bytes_of(out).data[:] = result.value
             else:
-                local = box.relative_to(part.box.start)
+                local = part.chunk_box(number).relative_to(part.box.start)
                 target = ts.array(_as_stored(out, entry.dtype), context=self.database.context)
                 self.check_backed(entry, part)
                 self.values.check(part.key)
@@ -240,7 +248,8 @@ class ChunkStore:
                     target.write(source).result()
         except (Failed, values.NotDecodable) as error:
             failed = error if isinstance(error, Failed) else Damaged(str(error))
-            raise self.explained(failed, f"{self.location}: array {entry.name!r} {box}") from error
+            where = f"{self.location}: array {entry.name!r} {part.chunk_box(number)}"
+            raise self.explained(failed, where) from error
         return digest(out) if hashed else None
 
     def _quantized(
@@ -286,7 +295,7 @@ class ChunkStore:
             MemoryError: the chunk is as large as declared, and too large for this machine.
         """
         nbytes = math.prod(part.chunk) * dtypes.from_name(entry.dtype).itemsize
-        if nbytes <= _BELIEVED or part.key in self._backed:
+        if nbytes <= BELIEVED or part.key in self._backed:
             return
         if entry.quantized is not None:
             least = stored_bytes(part.chunk_box(0).shape, entry.dtype, entry.quantized)

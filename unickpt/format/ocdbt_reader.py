@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -29,7 +30,7 @@ from unickpt.format import (
 from unickpt.format.chunk_grid import Part
 from unickpt.format.chunk_store import ChunkStore
 from unickpt.format.index import BORROWED_KEY, DIGESTS_KEY, INDEX_KEY, ArrayEntry, BaseEntry, Index
-from unickpt.format.reader import ParallelMap, Reader
+from unickpt.format.reader import ChunkId, ParallelMap, Reader
 from unickpt.frameworks.per_process import blob_key
 from unickpt.storage import contexts, errors, ocdbt
 from unickpt.storage.btree.nodes import DataReference
@@ -204,8 +205,10 @@ class OcdbtReader(Reader):
         except ValueError as error:
             raise self.damaged(str(error)) from None
 
-    def request_chunk(self, entry: ArrayEntry, part: Part, number: int) -> Any:
-        return self._store_of(entry, part, number).request(entry, part, number)
+    def request_chunks(self, chunks: Sequence[ChunkId]) -> Sequence[Any]:
+        if not self._bases:
+            return self._chunks.request(chunks)
+        return [self._store_of(*chunk).request([chunk])[0] for chunk in chunks]
 
     def read_chunk(
         self,
@@ -271,6 +274,8 @@ class OcdbtReader(Reader):
 
     def check_backed(self, entry: ArrayEntry) -> None:
         self.digests_of(entry.name)
+        if math.prod(entry.chunk) * entry.itemsize <= chunk_store.BELIEVED:
+            return
         try:
             for part in chunk_grid.parts(entry)[:1]:
                 self._store_of(entry, part, 0).check_backed(entry, part)

@@ -22,6 +22,10 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 
+ChunkId = tuple[ArrayEntry, Part, int]
+"""A chunk: the array, its part, and the chunk's row-major number in the part."""
+
+
 class ParallelMap(Protocol):
     """Calls a function with each item, on several threads; returns the results in order."""
 
@@ -70,7 +74,7 @@ class Reader(Protocol):
             number: the chunk's row-major number in the part.
             row: its row of `digests_of`; None if it is not to be verified.
             out: memory of the chunk's shape and the array's dtype.
-            requested: what `request_chunk` returned for it.
+            requested: what `request_chunks` returned for it.
 
         Returns:
             Whether it matches its digest; true without a row.
@@ -98,9 +102,9 @@ class Reader(Protocol):
         """
         raise AssertionError(f"{self.format}: array {entry.name!r} is read in whole chunks")
 
-    def request_chunk(self, entry: ArrayEntry, part: Part, number: int) -> Any:
-        """Starts to read a chunk, where that makes several reads faster; else None."""
-        return None
+    def request_chunks(self, chunks: Sequence[ChunkId]) -> Sequence[Any]:
+        """Starts to read chunks, where that makes several reads faster; None for the others."""
+        return [None] * len(chunks)
 
     def digests_of(self, name: str) -> Table | None:
         """The digests of an array's chunks, in the order of its parts; None if the format stores

@@ -19,11 +19,11 @@ from unickpt.reading.options import LoadOptions
 from unickpt.reading.read_plan import (
     ChunkRead,
     Job,
+    Planner,
     buffers_of,
     consumers_of,
     fill,
     narrowed,
-    reads_of,
     slots_of,
 )
 from unickpt.reading.recipes import Copy, Recipe, Unchanged
@@ -61,12 +61,13 @@ def read_arrays(
     """
     done: dict[str, Any] = {}
     window = Window(options.budget_bytes)
+    planner = Planner(stored, options.verify)
     own = reader or ChunkReader(stored)
     try:
         for job in jobs:
             nbytes = job.nbytes
             window.make_room(nbytes)
-            window.add(nbytes, _start(stored, job, options.verify, own, done))
+            window.add(nbytes, _start(stored, job, planner, own, done))
         window.drain()
     finally:
         if reader is None:
@@ -75,17 +76,15 @@ def read_arrays(
 
 
 def _start(
-    stored: Reader, job: Job, verify: bool, reader: ChunkReader, done: dict[str, Any]
+    stored: Reader, job: Job, planner: Planner, reader: ChunkReader, done: dict[str, Any]
 ) -> Callable[[], None]:
     """Starts to read an array; calling the result waits for it and finishes the leaf."""
     for entry in job.entries:
         stored.check_backed(entry)
     buffers = buffers_of(stored, job)
     slots = slots_of(job)
-    fill(slots, buffers, verify)
-    pending = {
-        reader.submit(read) for read in reads_of(stored, consumers_of(slots, buffers), verify)
-    }
+    fill(slots, buffers, planner.verify)
+    pending = {reader.submit(read) for read in planner.reads(consumers_of(slots, buffers))}
 
     def finish() -> None:
         for task in pending:
@@ -143,7 +142,7 @@ class ChunkReader:
     def _run(self, reads: list[ChunkRead]) -> Any:
         """Reads the chunks of one task; `wait` returns the result."""
         stored = self._stored
-        requests = [stored.request_chunk(r.entry, r.part, r.number) for r in reads]
+        requests = stored.request_chunks([(r.entry, r.part, r.number) for r in reads])
         for read, requested in zip(reads, requests, strict=True):
             if stored.reads_boxes(read.entry):
                 read = narrowed(read)

@@ -361,8 +361,8 @@ class _Exchange:
             fill(slots, filling.buffers, self._options.verify)
             for name, (entry, consumers) in consumers_of(slots, filling.buffers).items():
                 for first, part in chunk_grid.numbered_parts(entry):
-                    for number, by in by_chunk(part, consumers).items():
-                        filling.consumers[name, first + number] = by
+                    for number, which in by_chunk(part, consumers).items():
+                        filling.consumers[name, first + number] = [consumers[w] for w in which]
 
     def _consumers(self, chunk: _Chunk) -> Sequence[Consumer]:
         filling = self._filling[chunk.entry.name]

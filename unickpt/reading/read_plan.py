@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from unickpt.arrays import dtypes, strided_copy
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
+from unickpt.arrays.host_memory import prefer_huge_pages
 from unickpt.format import chunk_grid
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
@@ -66,8 +67,12 @@ class Consumer(NamedTuple):
     def pieces(self, box: Box) -> Iterator[Piece]:
         """What it needs from a box of the stored array."""
         for copy in self.needed.copies(box):
-            out = strided_copy.view(self.buffer, copy.out, copy.out_steps, copy.shape)
-            yield Piece(copy, out, self.source)
+            yield self.piece(copy)
+
+    def piece(self, copy: Copy) -> Piece:
+        """A copy with its destination."""
+        out = strided_copy.view(self.buffer, copy.out, copy.out_steps, copy.shape)
+        return Piece(copy, out, self.source)
 
 
 class Piece(NamedTuple):
@@ -116,6 +121,8 @@ def buffers_of(stored: Reader, job: Job) -> dict[str, list[Array]]:
     for name, target in job.targets.items():
         try:
             buffers[name] = [target.buffer(i) for i in range(len(target.boxes))]
+            for buffer in buffers[name]:
+                prefer_huge_pages(buffer)
         except MemoryError as error:
             raise MemoryError(
                 f"{stored.location}: no memory for array {name!r}, "
@@ -162,18 +169,71 @@ def consumers_of(
     return consumers
 
 
-def reads_of(
-    stored: Reader, consumers: Mapping[str, tuple[ArrayEntry, list[Consumer]]], verify: bool
-) -> Iterator[ChunkRead]:
-    for name, (entry, of_entry) in consumers.items():
-        table = stored.digests_of(name) if verify else None
-        for first, part in chunk_grid.numbered_parts(entry):
-            for number, by in sorted(by_chunk(part, of_entry).items()):
-                chunk = part.chunk_box(number)
-                pieces = [piece for consumer in by for piece in consumer.pieces(chunk)]
-                if pieces:
-                    row = None if table is None else table[first + number]
-                    yield ChunkRead(entry, part, number, chunk, row, pieces)
+class Planner:
+    """Plans which chunks are read; arrays of one shape, of which the same is needed, once.
+
+    Arguments:
+        stored: the checkpoint.
+        verify: whether chunks are checked against their digests.
+    """
+
+    def __init__(self, stored: Reader, verify: bool) -> None:
+        self._stored, self.verify = stored, verify
+        self._known: dict[Hashable, Sequence[_Planned]] = {}
+
+    def reads(
+        self, consumers: Mapping[str, tuple[ArrayEntry, list[Consumer]]]
+    ) -> Iterator[ChunkRead]:
+        """The chunks that consumers need."""
+        for name, (entry, by) in consumers.items():
+            table = self._stored.digests_of(name) if self.verify else None
+            parts = chunk_grid.parts(entry)
+            for at, number, row, box, copies in self._planned(entry, parts, by):
+                pieces = [by[which].piece(copy) for which, copy in copies]
+                found = None if table is None else table[row]
+                yield ChunkRead(entry, parts[at], number, box, found, pieces)
+
+    def _planned(
+        self, entry: ArrayEntry, parts: Sequence[Part], by: Sequence[Consumer]
+    ) -> Sequence[_Planned]:
+        if len(parts) != 1:
+            return _plan(parts, by)
+        key = entry.shape, entry.chunk, *(consumer.needed for consumer in by)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = _plan(parts, by)
+        return found
+
+
+class _Planned(NamedTuple):
+    """A chunk to read, of any array of one shape and grid.
+
+    Arguments:
+        part: its position among the array's parts.
+        number: the chunk's number in the part.
+        row: of the array's digest table.
+        box: of the chunk.
+        copies: each with the position of the consumer.
+    """
+
+    part: int
+    number: int
+    row: int
+    box: Box
+    copies: Sequence[tuple[int, Copy]]
+
+
+def _plan(parts: Sequence[Part], by: Sequence[Consumer]) -> list[_Planned]:
+    planned = []
+    first = 0
+    for at, part in enumerate(parts):
+        for number, which in sorted(by_chunk(part, by).items()):
+            box = part.chunk_box(number)
+            copies = [(w, copy) for w in which for copy in by[w].needed.copies(box)]
+            if copies:
+                planned.append(_Planned(at, number, first + number, box, copies))
+        first += part.count
+    return planned
 
 
 def narrowed(read: ChunkRead) -> ChunkRead:
@@ -191,12 +251,12 @@ def narrowed(read: ChunkRead) -> ChunkRead:
     return replace(read, box=box, pieces=pieces)
 
 
-def by_chunk(part: Part, consumers: Iterable[Consumer]) -> dict[int, list[Consumer]]:
-    """The consumers of each chunk of a part."""
-    found: dict[int, list[Consumer]] = {}
-    for consumer in consumers:
+def by_chunk(part: Part, consumers: Iterable[Consumer]) -> dict[int, list[int]]:
+    """The positions of the consumers of each chunk of a part."""
+    found: dict[int, list[int]] = {}
+    for which, consumer in enumerate(consumers):
         for number in _chunks_of(part, consumer.needed.boxes):
-            found.setdefault(number, []).append(consumer)
+            found.setdefault(number, []).append(which)
     return found
 
 

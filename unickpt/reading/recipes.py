@@ -5,7 +5,7 @@ Without rules every array has one source, itself. Rules permute, merge, split, s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import sub
@@ -45,8 +45,11 @@ class Copy(NamedTuple):
         return tuple(low), tuple(high)
 
 
-class Needed(Protocol):
-    """What a box of a requested array needs from a stored array."""
+class Needed(Hashable, Protocol):
+    """What a box of a requested array needs from a stored array.
+
+    Equal ones need the same of arrays of the same shape.
+    """
 
     @property
     def boxes(self) -> Sequence[Box]:
@@ -166,16 +169,18 @@ class Unchanged:
         return None if box.empty else _Plain(box)
 
 
+@dataclass(frozen=True, slots=True)
 class _Plain:
-    """A box of an array as it is stored."""
+    """A box of an array as it is stored; equal boxes are planned once."""
 
-    __slots__ = ("boxes",)
+    box: Box
 
-    def __init__(self, box: Box) -> None:
-        self.boxes: Sequence[Box] = (box,)
+    @property
+    def boxes(self) -> Sequence[Box]:
+        return (self.box,)
 
     def copies(self, chunk: Box) -> Iterator[Copy]:
-        (box,) = self.boxes
+        box = self.box
         common = chunk.intersect(box)
         if common is not None:
             there = tuple(map(sub, common.start, chunk.start))

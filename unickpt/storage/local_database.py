@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
 
 from unickpt.storage import ocdbt
 from unickpt.storage.btree.nodes import DataReference
-from unickpt.storage.errors import Damaged, system_calls
-from unickpt.storage.kvstore import KvStore
+from unickpt.storage.errors import Damaged, Failed, system_calls
+from unickpt.storage.kvstore import Future, KvStore
 from unickpt.storage.local_files import RegularFiles
+from unickpt.storage.ocdbt import ReadyResult
 
+# Values that are read together; larger ones are read into their destination.
+_MOST_BYTES = 128 << 10
+_RUN_BYTES = 2 << 20
+_GAP_BYTES = 4 << 10  # such as zarr metadata
 _PIECE_BYTES = 2 << 20  # measured: a verified load is 7 % faster than with whole chunks of 8 MiB
 
 
@@ -35,6 +42,33 @@ class LocalDatabaseReader(ocdbt.DatabaseReader):
 
     def _check_file(self, path: str) -> None:
         self._files.check(path)
+
+    def request_all(self, keys: Sequence[str]) -> dict[str, Future[Any] | ReadyResult]:
+        """Reads values that lie beside each other in a file together."""
+        found: dict[str, Future[Any] | ReadyResult] = {}
+        with suppress(Failed):
+            there: list[tuple[DataReference, str]] = []
+            for key, value in self.tree.find_all(keys):
+                if isinstance(value, DataReference) and value.length <= _MOST_BYTES:
+                    there.append((value, key))
+                elif isinstance(value, bytes):
+                    found[key] = ReadyResult(value)
+            there.sort(key=lambda each: (each[0].path, each[0].offset))
+            for run in _runs(there):
+                found |= self._read_run(run)
+        return found
+
+    def _read_run(self, run: Sequence[tuple[DataReference, str]]) -> dict[str, ReadyResult]:
+        first, _ = run[0]
+        end = max(value.offset + value.length for value, _ in run)
+        data = memoryview(
+            self._files.read(DataReference(first.path, first.offset, end - first.offset))
+        )
+        found = {}
+        for value, key in run:
+            at = value.offset - first.offset
+            found[key] = ReadyResult(data[at : at + value.length])
+        return found
 
     def read_into(
         self, key: str, out: memoryview, length: int, look: Callable[[memoryview], object]
@@ -75,3 +109,21 @@ class LocalDatabaseReader(ocdbt.DatabaseReader):
                     raise Damaged(f"{path} ends at byte {offset}")
                 look(out[:count])
                 offset, out = offset + count, out[count:]
+
+
+def _runs(
+    there: Sequence[tuple[DataReference, str]],
+) -> Iterator[Sequence[tuple[DataReference, str]]]:
+    """Splits values, in the order of their files and offsets, where a gap or a file ends a run."""
+    first = end = 0
+    for at, (value, _) in enumerate(there):
+        begin = there[first][0]
+        far = value.offset - end > _GAP_BYTES or value.offset + value.length > (
+            begin.offset + _RUN_BYTES
+        )
+        if at > first and (far or value.path != begin.path):
+            yield there[first:at]
+            first, end = at, 0
+        end = max(end, value.offset + value.length)
+    if there:
+        yield there[first:]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import tensorstore as ts
 
 from unickpt.storage.btree import nodes
 from unickpt.storage.btree.nodes import DataReference
-from unickpt.storage.errors import Damaged
+from unickpt.storage.errors import Damaged, Failed
 from unickpt.storage.kvstore import Future, KvStore
 
 MANIFEST = "manifest.ocdbt"
@@ -85,20 +86,31 @@ class Tree:
             Damaged: the tree is damaged, or needs far more memory than its stored bytes justify.
             Failed: the storage failed.
         """
-        wanted = key.encode()
         with self._lock:
-            node = self._root()
-            while node is not None and node.height > 0:
-                at = bisect_right(node.keys, wanted) - 1
-                if at < 0:
-                    return None
-                node = self._below(node, at)
-        if node is None:
-            return None
-        at = bisect_left(node.keys, wanted)
-        if at == len(node.keys) or node.keys[at] != wanted:
-            return None
-        return node.find(at)
+            leaf = self._leaf(key.encode())
+        return _value(leaf, key.encode())
+
+    def find_all(self, keys: Iterable[str]) -> Iterator[tuple[str, bytes | DataReference | None]]:
+        """As `find`, for keys of which neighbours are often in one leaf."""
+        leaf: nodes.Node | None = None
+        for key in keys:
+            wanted = key.encode()
+            if leaf is None or not leaf.keys[0] <= wanted <= leaf.keys[-1]:
+                with self._lock:
+                    leaf = self._leaf(wanted)
+            yield key, _value(leaf, wanted)
+            if leaf is not None and not leaf.keys:
+                leaf = None
+
+    def _leaf(self, wanted: bytes) -> nodes.Node | None:
+        """The leaf that has a key, if any has it."""
+        node = self._root()
+        while node is not None and node.height > 0:
+            at = bisect_right(node.keys, wanted) - 1
+            if at < 0:
+                return None
+            node = self._below(node, at)
+        return node
 
     def files(self, prefix: str) -> set[str]:
         """The files with the values of all keys with a prefix and with the nodes that lead to them.
@@ -157,6 +169,13 @@ class Tree:
         return found
 
 
+def _value(leaf: nodes.Node | None, wanted: bytes) -> bytes | DataReference | None:
+    at = 0 if leaf is None else bisect_left(leaf.keys, wanted)
+    if leaf is None or at == len(leaf.keys) or leaf.keys[at] != wanted:
+        return None
+    return leaf.find(at)
+
+
 def _after(prefix: bytes) -> bytes | None:
     """The first key after all keys with a prefix; None if there is none."""
     kept = prefix.rstrip(b"\xff")
@@ -183,6 +202,16 @@ class DatabaseReader:
         if isinstance(found, DataReference):
             return self._store.read(found.path, byte_range=_range(found))
         return ReadyResult(found)
+
+    def request_all(
+        self, keys: Sequence[str]
+    ) -> dict[str, Future[ts.KvStore.ReadResult] | ReadyResult]:
+        """Starts to read values; leaves out those that cannot be read, so that `read` says why."""
+        found = {}
+        for key in keys:
+            with suppress(Failed):
+                found[key] = self.request(key)
+        return found
 
     def read(self, key: str, length: int | None = None) -> bytes | None:
         """A value, or None if it is missing.
@@ -235,7 +264,7 @@ class DatabaseReader:
 class ReadyResult:
     """A value that is available; with the interface of TensorStore's future."""
 
-    def __init__(self, value: bytes | None) -> None:
+    def __init__(self, value: bytes | memoryview | None) -> None:
         self._value = value
 
     def result(self) -> ReadyResult:
@@ -246,8 +275,8 @@ class ReadyResult:
         return "missing" if self._value is None else "value"
 
     @property
-    def value(self) -> bytes:
-        return self._value or b""
+    def value(self) -> bytes | memoryview:
+        return b"" if self._value is None else self._value
 
 
 def fetch(store: KvStore, reference: DataReference) -> bytes:

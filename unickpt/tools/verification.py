@@ -182,7 +182,7 @@ class _Checker(ChunkReader):
         return self._pool.map(function, items)
 
     def _run(self, reads: list[ChunkRead]) -> list[Checked]:
-        requests = [self._stored.request_chunk(r.entry, r.part, r.number) for r in reads]
+        requests = self._stored.request_chunks([(r.entry, r.part, r.number) for r in reads])
         return [self._check(*item) for item in zip(reads, requests, strict=True)]
 
     def _check(self, read: ChunkRead, requested: Any) -> Checked:
