@@ -56,17 +56,21 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=0.0,
                         help="before each timing, wait at most so many seconds until nothing "
                         "else runs")  # fmt: skip
+    parser.add_argument("--memory", choices=("kept", "fresh"), default="kept",
+                        help="whether freed memory stays with the process, or goes back to the "
+                        "system, as when a job restores once, in a new process")  # fmt: skip
     arguments = parser.parse_args()
-    keep_memory()
+    if arguments.memory == "kept":
+        keep_memory()
     console = Console()
     contenders = [CONTENDERS[name]() for name in arguments.formats]
     array_set = ArraySet("large", arguments.mib // (ROWS * ROWS * 4 >> 20), (ROWS, ROWS))
     table = Table("format", "its library", "unickpt", "times as fast", "a quarter", "bytes read",
-                  title=f"load {array_set}")  # fmt: skip
+                  title=f"load {array_set}, {arguments.memory} memory")  # fmt: skip
     with fresh_directory(arguments.dir) as directory:
         print_facts(console, {**machine_facts(directory), "unickpt": unickpt.__version__,
                               **versions(contenders)})  # fmt: skip
-        conditions = Conditions(arguments.patience, fresh_memory=False)
+        conditions = Conditions(arguments.patience, arguments.memory == "fresh")
         for contender in contenders:
             path = directory / contender.name.replace(" ", "-")
             table.add_row(*measured(contender, path, array_set, arguments.rounds, conditions))
