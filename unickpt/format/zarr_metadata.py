@@ -72,13 +72,16 @@ GROUP_JSON = zarr_json({"zarr_format": 3, "node_type": "group", "attributes": {}
 def zarr_keys(index: Index) -> dict[str, bytes]:
     """The zarr metadata of all groups and parts, by key."""
     groups, out = {""}, {}
+    of_kind: dict[tuple[Any, ...], bytes] = {}  # arrays of one shape share it
     for name, entry in index.arrays.items():
         stored = chunk_grid.parts(entry) or [
             chunk_grid.Part(name, Box.whole(entry.shape), entry.chunk)
         ]
         for part in stored:
-            metadata = zarr_metadata(entry, part, index.codecs)
-            out[join_key(part.key, "zarr.json")] = zarr_json(metadata)
+            kind = part.box.shape, part.chunk, entry.dtype, entry.quantized
+            if kind not in of_kind:
+                of_kind[kind] = zarr_json(zarr_metadata(entry, part, index.codecs))
+            out[join_key(part.key, "zarr.json")] = of_kind[kind]
             parent = part.key
             while parent:
                 parent = parent.rpartition("/")[0]

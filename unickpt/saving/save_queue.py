@@ -18,6 +18,7 @@ from unickpt.saving.save_job import SaveJob
 from unickpt.saving.staging import Staging
 from unickpt.saving.staging_memory import HostArea
 from unickpt.storage import paths
+from unickpt.threads import collection_paused
 
 _MOST = 2  # saves in flight: one is written while the next is staged
 
@@ -83,7 +84,8 @@ class SaveQueue:
         with job.failing():
             request.callbacks.begin()
             metadata, partial = request.metadata(), request.partial()
-        job.describe(request.tree, metadata, partial)
+        with collection_paused():
+            job.describe(request.tree, metadata, partial)
         # Early, if that costs the caller no time; and again when it is this save's turn.
         if not job.location.is_remote and job.location.exists():
             with job.failing():
@@ -91,7 +93,7 @@ class SaveQueue:
         previous = self._pending[-1] if self._pending else None
         if previous is not None:
             previous._staging.wait_complete()
-        with job.failing():
+        with job.failing(), collection_paused():
             staging = Staging(job, self._area, request.owners)
             job.keep(staging.sources)
             pending = PendingSave(job, staging, previous, request.callbacks, self.errors)

@@ -13,6 +13,7 @@ from unickpt.saving.pending import PendingSave
 from unickpt.saving.save_job import SaveJob, call_metrics
 from unickpt.saving.save_queue import SaveQueue, SaveRequest
 from unickpt.storage import paths
+from unickpt.threads import collection_paused
 
 
 def save_async(
@@ -109,7 +110,8 @@ def save(
     """
     options = SaveOptions.or_default(options)
     job = SaveJob(path, overwrite, options)
-    job.describe(tree, metadata)
-    report = job.run(job.plan(), DirectSource(options.budget_bytes))
+    with collection_paused():
+        job.describe(tree, metadata)
+        report = job.run(job.plan(), DirectSource(options.budget_bytes))
     call_metrics(options, report)
     return report
