@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -13,19 +14,11 @@ from unickpt.arrays.box import Box
 from unickpt.arrays.layout import Layout, Mesh
 
 
-def _types() -> tuple[type, ...]:
-    if not dist.is_available():
-        return ()
-    from torch.distributed.tensor import DTensor
-
-    return (DTensor,)
-
-
-_DTENSOR = _types()  # imported here, not at the first save: it takes half a second
-
-
 def is_dtensor(leaf: object) -> bool:
-    return isinstance(leaf, _DTENSOR)
+    # Whoever has a DTensor has imported the module; to import it takes half a second.
+    module = sys.modules.get("torch.distributed.tensor")
+    kind = getattr(module, "DTensor", None)
+    return kind is not None and isinstance(leaf, kind)
 
 
 class LocalShard(NamedTuple):
