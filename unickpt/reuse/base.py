@@ -181,6 +181,11 @@ class Base:
         row = self._reader.digests_of(entry.name)[first + number]
         return _Candidate(part, theirs, int(row["digest"]), unit)
 
+    def stored_digest(self, entry: ArrayEntry, part: Part, number: int) -> int | None:
+        """The digest of a chunk, if the base has one at the same place and of the same kind."""
+        found = self._find(entry, part, number)
+        return None if found is None else found.digest
+
     def takes(self, part: Part, number: int, digest: Callable[[], int], chunk: Array) -> bool:
         """Whether the base has a chunk, which is then not to be written.
 
