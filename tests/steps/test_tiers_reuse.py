@@ -125,7 +125,9 @@ def test_only_what_changed_is_sent(run: Run) -> None:
             if step:
                 assert run.sent(step) < 2 * step * CHUNK + 12_000
             there, here = Steps(run.root).version(step), Steps(run.local).version(step)
-            assert there is not None and here is not None and there.name == here.name
+            assert there is not None
+            assert here is not None
+            assert there.name == here.name
         assert steps.steps() == [0, 1, 2, 3]
     shutil.rmtree(run.local)
     run.check(3, now)
