@@ -137,6 +137,19 @@ def test_only_what_changed_is_sent(run: Run) -> None:
         assert same(unickpt.load(run.local / "whole"), now)
 
 
+def test_equal_chunks_in_other_files_are_not_taken_for_shared_ones(run: Run) -> None:
+    """A chunk that changed, and changed back, has its old digest, but is in a file of its own."""
+    now = state()
+    with run.open() as steps:
+        for step, rows in enumerate([[], [3], [], []]):
+            expected = changed(now, step, *rows)
+            steps.save(step, expected)
+            steps.wait()
+            run.check(step, expected)
+    index = unickpt.open(run.path(3)).index
+    assert index.borrowed == (0 if run.links else ROWS - 1)
+
+
 def test_requests_and_bytes_of_a_step_of_which_one_percent_changed(
     moto: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
