@@ -20,6 +20,7 @@ import unickpt
 from unickpt import Checkpointer, SaveConflict, SaveOptions
 from unickpt.commit import version
 from unickpt.reuse import held_files
+from unickpt.steps import remnants
 from unickpt.steps.step_folder import Steps
 from unickpt.steps.tier import Tier
 from unickpt.storage import contexts, paths
@@ -384,6 +385,22 @@ def test_both_tiers_have_one_version(run: Run) -> None:
         assert steps._tiers.holders(1, steps._branch)[0] is steps._tiers.local
         steps.save(3, changed(now, 3, 3))
     run.check(3, changed(now, 3, 3))
+
+
+def test_what_an_interrupted_copy_leaves_is_known(run: Run) -> None:
+    """`unickpt clean` removes only what looks in every part like the output of a save or a copy."""
+    now = state()
+    with run.open() as steps:
+        for step in range(2):
+            steps.save(step, changed(now, step, step))
+            steps.wait()
+    for folder in (run.root, str(run.local)):
+        location = paths.resolve(f"{folder}/step_1")
+        location.store(contexts.context()).write("manifest.ocdbt", None).result()
+        found = list(remnants.search(paths.resolve(folder), contexts.context()))
+        assert [(each.name, each.kind) for each in found if each.kind != remnants.LOCK] == [
+            ("step_1", remnants.UNFINISHED)
+        ]
 
 
 # --- crashes --------------------------------------------------------------------------------------
