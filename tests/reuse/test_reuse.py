@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorstore as ts
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.saving import same
 
 import unickpt
@@ -314,41 +312,3 @@ def test_two_tiers_have_whole_steps(tmp_path: Path) -> None:
     for step in range(2):
         shutil.rmtree(root / f"step_{step}")
     is_whole(root / "step_2", state)
-
-
-@settings(max_examples=15, deadline=None)
-@given(data=st.data())
-def test_any_history_leaves_whole_checkpoints(
-    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = tmp_path_factory.mktemp("history")
-    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
-    state = tree()
-    there: dict[str, Any] = {}
-    for n in range(data.draw(st.integers(3, 9))):
-        for _ in range(data.draw(st.integers(0, 2))):
-            state["w"][rng.integers(ROWS)] += 1
-        action = data.draw(st.sampled_from(["save", "save", "remove", "move", "copy", "overwrite"]))
-        name = f"s{n}"
-        old = data.draw(st.sampled_from(sorted(there))) if there else None
-        if old is None or action == "save":
-            reuse = data.draw(st.sampled_from(["digest", "compare"]))
-            save(folder / name, state, base=None if old is None else folder / old, reuse=reuse)
-            there[name] = {k: np.copy(v) if k != "step" else v for k, v in state.items()}
-        elif action == "remove":
-            shutil.rmtree(folder / old)
-            del there[old]
-        elif action == "move":
-            (folder / old).rename(folder / name)
-            there[name] = there.pop(old)
-        elif action == "copy":
-            shutil.copytree(folder / old, folder / name)
-            there[name] = there[old]
-        else:
-            other = data.draw(st.sampled_from(sorted(there)))
-            made = SaveOptions(chunk_bytes=CHUNK, fsync=False, base=folder / other)
-            unickpt.save(folder / old, state, overwrite=True, options=made)
-            there[old] = {k: np.copy(v) if k != "step" else v for k, v in state.items()}
-    for name, expected in there.items():
-        is_whole(folder / name, expected)
-    shutil.rmtree(folder)

@@ -312,9 +312,9 @@ def test_hammered_steps_are_copied_as_they_were_saved_last(
 ) -> None:
     real = tier.copying.copy_files
 
-    def slow(*arguments: Any) -> None:
+    def slow(*arguments: Any, **options: Any) -> None:
         threading.Event().wait(0.02)
-        real(*arguments)
+        real(*arguments, **options)
 
     monkeypatch.setattr(tier.copying, "copy_files", slow)
     last: dict[int, int] = {}

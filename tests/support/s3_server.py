@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from urllib.request import Request, urlopen
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 
 
 def make_bucket(endpoint: str, name: str) -> None:
-    urlopen(Request(f"{endpoint}/{name}", method="PUT"), timeout=60).close()
+    request = urllib.request.Request(f"{endpoint}/{name}", method="PUT")
+    urllib.request.urlopen(request, timeout=60).close()
 
 
 def use(endpoint: str, patch: pytest.MonkeyPatch) -> None:
@@ -18,3 +23,33 @@ def use(endpoint: str, patch: pytest.MonkeyPatch) -> None:
     patch.setenv("AWS_ENDPOINT_URL", endpoint)
     patch.setenv("AWS_REGION", "us-east-1")
     patch.setenv("AWS_MAX_ATTEMPTS", "2")
+
+
+class Request(NamedTuple):
+    """A request that a server on this machine got.
+
+    Arguments:
+        method: such as "PUT".
+        key: what follows the server's name, such as "/bucket/key".
+        nbytes: of its body.
+    """
+
+    method: str
+    key: str
+    nbytes: int
+
+
+@contextmanager
+def requests() -> Iterator[list[Request]]:
+    """Lists the requests to servers of moto in this process, until the block ends."""
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication
+
+    real, seen = DomainDispatcherApplication.__call__, list[Request]()
+
+    def counted(self: Any, environ: dict[str, Any], start_response: Any) -> Any:
+        nbytes = int(environ.get("CONTENT_LENGTH") or 0)
+        seen.append(Request(environ["REQUEST_METHOD"], environ["PATH_INFO"], nbytes))
+        return real(self, environ, start_response)
+
+    with mock.patch.object(DomainDispatcherApplication, "__call__", counted):
+        yield seen

@@ -74,7 +74,7 @@ def replaced(location: Location, root: str, notes_of: NotesOf) -> dict[str, Any]
         return {}
     with suppress(Exception):  # without it, such a process reports a conflict
         found = version.version_at(location)
-        if found is not None and found.name == root and found.attempt:
+        if found is not None and found.digest == root and found.attempt:
             note = notes_of(found.attempt).announced()
             if note is not None:
                 known = {**note.replaced, found.attempt: note.totals}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,6 +10,9 @@ from unickpt.storage import contexts
 from unickpt.storage.database import Database, digest_of
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
+
+_ROOT = re.compile(r"processes/([^/]+)/root/(?:([0-9a-f]{16})/)?[^/]+", re.DOTALL)
+"""The file with the root of the B-tree."""
 
 
 @dataclass(frozen=True)
@@ -18,14 +22,23 @@ class Version:
     Arguments:
         manifest: its bytes.
         attempt: the name of the attempt that made it; empty if the manifest is damaged.
+        copied: the name of the version of which this is a copy in other files, which has a manifest
+            of its own; empty if it is none.
     """
 
     manifest: bytes
     attempt: str
+    copied: str = ""
 
     @cached_property
-    def name(self) -> str:
+    def digest(self) -> str:
+        """Of its manifest."""
         return digest_of(self.manifest)
+
+    @property
+    def name(self) -> str:
+        """Equal for all copies of a version, in which files they may be."""
+        return self.copied or self.digest
 
 
 def version_at(location: Location) -> Version | None:
@@ -38,15 +51,25 @@ def version_at(location: Location) -> Version | None:
     read = database.read_manifest()
     if read.state != "value":
         return None
-    return Version(read.value, _attempt(database.with_manifest(read.value)))
+    return Version(read.value, *_made_by(database.with_manifest(read.value)))
 
 
-def _attempt(database: Database) -> str:
-    """The attempt whose `processes/<attempt>/root/` holds the root of the B-tree."""
+def copied_folder(attempt: str, name: str) -> str:
+    """The folder for the B-tree of a copy in other files, ending with `/`, by which it is known.
+
+    Arguments:
+        attempt: that made the version.
+        name: of the version.
+    """
+    return f"processes/{attempt}/root/{name}/"
+
+
+def _made_by(database: Database) -> tuple[str, str]:
+    """The attempt whose `processes/<attempt>/root/` holds the root of the B-tree, and the version
+    of which it is a copy; see `Version`."""
     try:
         root_node = database.facts().root
     except Failed:
-        return ""
-    parts = root_node.path.split("/") if root_node is not None else []
-    is_own = len(parts) == 4 and (parts[0], parts[2]) == ("processes", "root")
-    return parts[1] if is_own else ""
+        return "", ""
+    found = _ROOT.fullmatch(root_node.path) if root_node is not None else None
+    return (found[1], found[2] or "") if found else ("", "")

@@ -76,7 +76,7 @@ def open_base(
         codecs: the new checkpoint's compression.
         compare: whether the bytes of chunks are compared, not only their digests.
         fsync: whether linked files are flushed to disk.
-        needed: whether the save needs it in any case: what cannot be linked is copied then.
+        needed: whether the save needs it in any case: what cannot be shared is copied then.
 
     Raises:
         CheckpointNotFound: there is no checkpoint.
@@ -95,14 +95,14 @@ def open_base(
         why = "its files cannot be linked, and it is not beside the new checkpoint"
     else:
         why = "it is not beside the new checkpoint"
-    if needed:
-        _log.info("%s: what it takes of %s is copied: %s", new, location, why)
-        return Base(reader, None, compare=compare)
     if reader.index.codecs == codecs and _is_beside(location, new):
         beside = Siblings(reader)
         if beside.is_worthwhile():
             return Base(reader, beside, compare=compare)
         why = f"less than half of what is in {beside.base.name} is still in use"
+    if needed:
+        _log.info("%s: what it takes of %s is copied: %s", new, location, why)
+        return Base(reader, None, compare=compare)
     _log.info("%s: nothing of %s is reused: %s", new, location, why)
     return None
 
@@ -180,6 +180,11 @@ class Base:
         unit = None if self.share is None else self.share.unit(theirs, part, number)
         row = self._reader.digests_of(entry.name)[first + number]
         return _Candidate(part, theirs, int(row["digest"]), unit)
+
+    def stored_digest(self, entry: ArrayEntry, part: Part, number: int) -> int | None:
+        """The digest of a chunk, if the base has one at the same place and of the same kind."""
+        found = self._find(entry, part, number)
+        return None if found is None else found.digest
 
     def takes(self, part: Part, number: int, digest: Callable[[], int], chunk: Array) -> bool:
         """Whether the base has a chunk, which is then not to be written.

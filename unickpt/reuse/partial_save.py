@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,22 +25,40 @@ class PartialBase:
         attempt: that made it, by which another checkpoint at this path is noticed.
         arrays: shape and dtype of its arrays with experts.
         steps: of which step its experts are.
+        renewed: by key, the experts that it has itself, while it borrows others from a checkpoint
+            beside it. Nobody borrows from it, so they are written as they are now.
     """
 
     path: str
     attempt: str
     arrays: Mapping[str, tuple[tuple[int, ...], str]]
     steps: Steps
+    renewed: Mapping[str, Collection[int]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, path: str, index: Index, steps: Steps, keys: ExpertKeys) -> PartialBase:
-        """What has to be kept of a checkpoint's index until the next save."""
+    def of(
+        cls, path: str, index: Index, steps: Steps, keys: ExpertKeys, lender: Steps | None = None
+    ) -> PartialBase:
+        """What has to be kept of a checkpoint's index until the next save.
+
+        Arguments:
+            path: of the checkpoint.
+            index: its index.
+            steps: of which step its experts are.
+            keys: name the experts.
+            lender: of which step the experts are in the checkpoint from which it borrows.
+        """
         arrays = {
             name: (entry.shape, entry.dtype)
             for name, entry in index.arrays.items()
             if keys.find(name, entry.shape, entry.layout) is not None
         }
-        return cls(path, index.attempt, arrays, steps)
+        renewed: dict[str, Collection[int]] = {}
+        if lender is not None:
+            for key, of in steps.items():
+                lent = lender.get(key, {})
+                renewed[key] = [number for number, step in of.items() if lent.get(number) != step]
+        return cls(path, index.attempt, arrays, steps, renewed)
 
 
 @dataclass(frozen=True)
@@ -79,7 +97,10 @@ class PartialSave:
         if base is None:
             return Selection(self.step, experts, self._metadata(index, None))
         chosen = {
-            key.text: choose(key, self.before, self.step, self.choose)
+            key.text: {
+                **choose(key, self.before, self.step, self.choose),
+                **dict.fromkeys(base.renewed.get(key.text, ()), self.step),
+            }
             for key in self.keys
             if key.text in base.steps
         }

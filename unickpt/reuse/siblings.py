@@ -17,7 +17,7 @@ from unickpt.format.index import ArrayEntry, BaseEntry
 from unickpt.format.ocdbt_reader import OcdbtReader
 
 # Of the base's bytes, the share that a checkpoint must have borrowed for the next one to borrow.
-_LEAST_USED = 0.5
+LEAST_USED = 0.5
 
 
 class Siblings:
@@ -41,7 +41,7 @@ class Siblings:
         if not index.bases:
             return True
         arrays = self._reader.base_index(self.base).arrays.values()
-        return index.reused >= _LEAST_USED * sum(entry.nbytes for entry in arrays)
+        return index.reused >= LEAST_USED * sum(entry.nbytes for entry in arrays)
 
     def unit(self, entry: ArrayEntry, part: Part, number: int) -> BaseEntry | None:
         """The base, if it has a chunk."""

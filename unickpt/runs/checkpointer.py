@@ -69,7 +69,8 @@ class Checkpointer:
             Checkpoints are committed there first, and copied to `root` in the background; the
             newest stays there. A copy is read back and checked against its digests before it is
             committed, so a step in `root` is complete or absent. If a job ends before it has copied
-            all steps, the next job copies them after its first save. If the tiers have different
+            all steps, the next job copies them after its first save. With `reuse` or `partial`,
+            only what the steps in `root` lack is sent (docs/reuse.md). If the tiers have different
             versions of a step, the one saved later is used; clocks do not matter. A step that a run
             without `local` replaced or removed in `root` is not restored from `local`, and uncopied
             steps do not count if such a run went on from an earlier step. If `root` has no step at
@@ -85,8 +86,7 @@ class Checkpointer:
             stacked in arrays, a pattern and a pair: the dimension, or the mesh axis that splits it,
             and how many. Optimizer states whose names match belong to their expert; what matches
             nothing is written every time. The first save, and the next after one that failed, write
-            all. A save first waits for the one before. Needs a local file system. See
-            docs/experts.md.
+            all. A save first waits for the one before. See docs/experts.md.
         choose: with `partial`, chooses the experts to write: called for each key with a frozen
             dataclass (`key`, `experts`, `k`, `steps`, `lost`), returns numbers. All processes must
             choose the same.

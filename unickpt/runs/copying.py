@@ -82,7 +82,6 @@ class Copying:
 
     def _copy_step(self, local: Tier, step: int) -> None:
         """Copies a step if needed, and again if it is replaced during the copy."""
-        budget_bytes, timeout_s = self._options.budget_bytes, self._options.timeout_s
         while True:
             versions = compare(local, self._tiers.root, step)
             version = versions.local
@@ -94,8 +93,11 @@ class Copying:
             if version.name in self._refused or not self._is_due(local, step, version, versions):
                 return
             try:
-                arguments = local, step, version, versions.root, budget_bytes, timeout_s
-                if self._tiers.root.copy_from(*arguments):
+                base = None if versions.root is not None else self._tiers.root.before(step)
+                with self._in_use.copying([] if base is None else [base]):
+                    arguments = local, step, version, versions.root, base, self._options
+                    is_copied = self._tiers.root.copy_from(*arguments)
+                if is_copied:
                     self._is_copied(local, step, version)
             except CheckpointCorrupt:
                 self._refused.add(version.name)  # otherwise each later save would try it again

@@ -102,11 +102,12 @@ class Housekeeping:
             tier.lease.take()
         there = {tier: tier.committed() for tier in self._tiers.all}
         for step in sorted(steps, reverse=True):
-            for tier in self._tiers.all:
-                if step in there[tier]:
-                    self._check_not_needed(tier, step)
-                    _log.info("removing %s", tier.path(step))
-                    tier.remove(step)
+            holders = [tier for tier in self._tiers.all if step in there[tier]]
+            for tier in holders:
+                self._check_not_needed(tier, step)
+            for tier in holders:
+                _log.info("removing %s", tier.path(step))
+                tier.remove(step)
             self._cleaning.forget(step)
             self._order.failed.pop(step, None)
             self._branch.forget(step)

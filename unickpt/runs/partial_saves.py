@@ -9,9 +9,11 @@ from typing import Any
 
 from unickpt.errors import UnickptError, UnsupportedLeaf
 from unickpt.format import ocdbt_reader
+from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.reuse.expert_keys import ExpertKeys
-from unickpt.reuse.experts import Choose, ExpertRecord, stored
+from unickpt.reuse.experts import Choose, ExpertRecord, Steps, stored
 from unickpt.reuse.partial_save import PartialBase, PartialSave
+from unickpt.reuse.siblings import Siblings
 from unickpt.saving.pending import SaveCallbacks
 from unickpt.steps.tier import Tier
 from unickpt.storage import paths
@@ -28,7 +30,7 @@ class PartialSaves:
         tier: in which steps are saved.
 
     Raises:
-        ValueError: they are not valid, or the tier is not on a local file system.
+        ValueError: they are not valid.
     """
 
     def __init__(
@@ -41,11 +43,6 @@ class PartialSaves:
             raise ValueError(f"choose is of type {type(choose).__name__}, but must be a function")
         if budget is not None and not 0 <= budget <= 1:
             raise ValueError(f"plt_budget={budget!r} must be a fraction from 0 to 1, or None")
-        if not tier.location.is_local:
-            raise ValueError(
-                f"partial: {tier.location} is not on a local file system, where steps can share "
-                "files; give local=, a path from which they are copied"
-            )
         self._record = ExpertRecord({})
         self._base: PartialBase | None = None
         self._step: int | None = None
@@ -109,11 +106,24 @@ class PartialSaves:
                 self._record = ExpertRecord({})
                 return
             self._record = found.restarted(self._budget) if restarted else found
-            if path == self._tier.path(step):
-                self._base = PartialBase.of(path, reader.index, found.steps, self._keys)
+            if path == self._tier.path(step) and Siblings(reader).is_worthwhile():
+                lender = _lender(reader, path)
+                self._base = PartialBase.of(path, reader.index, found.steps, self._keys, lender)
                 self._step = step
         except (UnickptError, ValueError) as error:
             _log.warning("%s: the next save writes all experts: %s", path, error)
+
+
+def _lender(reader: OcdbtReader, path: str) -> Steps | None:
+    """Of which step each expert is in the checkpoint from which one borrows; None if it is whole.
+
+    Raises:
+        CheckpointCorrupt, StorageError: that checkpoint cannot be read.
+    """
+    for base in reader.index.bases:
+        found = stored(reader.base_index(base).metadata, path)
+        return {} if found is None else found.steps
+    return None
 
 
 def without_tokens(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -13,7 +14,7 @@ class StepsInUse:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._saves: dict[object, int] = {}  # the step of each save
-        self._copied: set[int] = set()  # or waiting to be copied
+        self._copied = Counter[int]()  # or waiting to be copied, or needed for that
         self._removed: set[int] = set()
 
     @property
@@ -48,14 +49,14 @@ class StepsInUse:
             yield
         finally:
             with self._changed:
-                self._copied.difference_update(steps)
+                self._copied.subtract(steps)
 
     @contextmanager
     def removing(self, step: int) -> Iterator[bool]:
         """Blocks saves and copies of a step during its removal; yields False if one is in
         progress."""
         with self._changed:
-            is_free = step not in self._copied and step not in self._saves.values()
+            is_free = not self._copied[step] and step not in self._saves.values()
             if is_free:
                 self._removed.add(step)
         try:

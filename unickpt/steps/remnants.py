@@ -27,8 +27,12 @@ from unickpt.storage.stored_files import StoredFile
 RECENT_S = 900.0
 """For this long after its last write, a save may still be in progress."""
 
-# What a save puts below `processes/<attempt>/`: databases of processes, nodes of the root, notes.
-_OURS = r"(\d{5,9}/(manifest\.ocdbt[^/]*|d/[^/]+)|root/[^/]+|(records|notes)/[^/]+)"
+# What saves and copies put below `processes/<attempt>/`: databases of processes, with linked files;
+# nodes of the root, chunks of bases, notes.
+_OURS = (
+    r"(\d{5,9}/(manifest\.ocdbt[^/]*|(d|reused)/[^/]+)|root/([0-9a-f]{16}/)?[^/]+"
+    r"|borrowed/(manifest\.ocdbt[^/]*|d/[^/]+)|(records|notes|borrowers)/[^/]+)"
+)
 _DATABASE = r"\d{5,9}/manifest\.ocdbt"
 
 _BELOW = f"{FOLDER}/"

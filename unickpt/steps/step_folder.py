@@ -155,6 +155,14 @@ class Steps:
             return "" if self.version(step) is None else str(error)
         return ""
 
+    def before(self, step: int) -> int | None:
+        """The newest committed step below another one.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        return max((each for each in self.committed() if each < step), default=None)
+
     def newest(self) -> tuple[int, Version] | None:
         """The newest step and its version, if there is any step.
 

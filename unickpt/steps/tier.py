@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 
+from unickpt.commit import borrowers
 from unickpt.commit.root import Root
 from unickpt.commit.version import Version
 from unickpt.errors import (
@@ -13,11 +14,18 @@ from unickpt.errors import (
     SaveConflict,
     UnickptError,
 )
+from unickpt.format import borrowed, ocdbt_reader
+from unickpt.format.index import BaseEntry
+from unickpt.format.ocdbt_reader import OcdbtReader
+from unickpt.reuse import held_files
+from unickpt.reuse.held_files import HeldFiles
+from unickpt.saving.options import SaveOptions
 from unickpt.steps.lease import Lease
 from unickpt.steps.step_folder import Steps
 from unickpt.storage import contexts, errors, paths
 from unickpt.storage.database import Database
 from unickpt.storage.errors import Failed
+from unickpt.storage.locations import Location
 from unickpt.tools import copying
 
 _log = logging.getLogger("unickpt")
@@ -63,8 +71,8 @@ class Tier(Steps):
         step: int,
         version: Version,
         replaced: Version | None,
-        budget_bytes: int,
-        timeout_s: float,
+        base: int | None,
+        options: SaveOptions,
     ) -> bool:
         """Copies one version of a step, completely or not at all.
 
@@ -76,8 +84,9 @@ class Tier(Steps):
             step: its number.
             version: what to copy.
             replaced: the existing version that it may replace, if any.
-            budget_bytes: host memory to use; at least the size of the largest file.
-            timeout_s: how long to wait for another process that writes here.
+            base: an earlier step here, which nobody removes meanwhile: files that the step shares
+                with it are not sent.
+            options: of the saves; their budget, timeout and way to compare apply.
 
         Returns:
             Whether it was copied; false if the source no longer has this version.
@@ -94,13 +103,18 @@ class Tier(Steps):
         try:
             root = Root(Database(destination, contexts.context()))
             found = root.read()
-            if found.digest != (replaced.name if replaced else ""):
+            if found.digest != (replaced.digest if replaced else ""):
                 raise SaveConflict(f"{destination}: another job committed here during the copy")
         except Failed as error:
             raise errors.writing_failed(error, where) from error
+        if replaced and replaced.name != version.name and (needed := self.borrowers(step)):
+            raise SaveConflict(
+                f"{where}: the version there has chunks of {', '.join(needed[:3])}; remove these "
+                "first. Nothing was copied"
+            )
         try:
-            copying.copy_files(origin, destination, version.attempt, budget_bytes)
-            copying.check_copy(origin, destination, version.manifest)
+            manifest, bases = self._send(source.at(step), step, version, base, options)
+            borrowers.mark(destination, bases, contexts.context())
             is_current = source.version(step) == version
             self.lease.check()
         except Exception as error:
@@ -117,7 +131,7 @@ class Tier(Steps):
             return False
         self._offered.add(version.name)
         try:
-            if not root.replace(found, version.manifest, timeout_s):
+            if not root.replace(found, manifest, options.timeout_s):
                 raise SaveConflict(f"{destination}: another job committed here during the copy")
         except Failed as error:
             raise errors.writing_failed(error, where) from error
@@ -125,6 +139,31 @@ class Tier(Steps):
         with suppress(Failed):  # remains do no harm
             self.remove_older(step)
         return True
+
+    def _send(
+        self, origin: Location, step: int, version: Version, base: int | None, options: SaveOptions
+    ) -> tuple[bytes, tuple[BaseEntry, ...]]:
+        """Copies what this tier lacks; see `VersionCopy.run`."""
+        reader = _opened(origin, version)
+        held = None
+        if reader is not None and base is not None and not reader.index.bases:
+            held = self._held(reader, base)
+        made = copying.VersionCopy(origin, version, reader, self.at(step), options.budget_bytes)
+        return made.run(held, check_held=options.reuse == "compare")
+
+    def _held(self, reader: OcdbtReader, step: int) -> HeldFiles | None:
+        """What a step here, or the one that it borrows from, has of the files of a checkpoint."""
+        try:
+            linked = held_files.linked_chunks(reader)
+            base = ocdbt_reader.open(self.at(step)) if linked else None
+            if base is not None and base.index.bases:
+                base = ocdbt_reader.open(borrowed.sibling(base.location, base.index.bases[0].name))
+            if base is None or base.index.bases or base.location.link is not None:
+                return None
+        except UnickptError as error:  # a damaged step must not prevent copies of later ones
+            _log.warning("%s: nothing is shared with earlier steps: %s", reader.location, error)
+            return None
+        return held_files.held_by(base, linked, reader, contexts.context())
 
     def _undo(self, step: int, version: Version, replaced: Version | None) -> None:
         """Removes what a failed copy wrote, if nothing can need it."""
@@ -136,6 +175,15 @@ class Tier(Steps):
             self.at(step).child(f"processes/{version.attempt}").remove(contexts.context())
             if replaced is None:
                 self.at(step).remove_empty()
+
+
+def _opened(origin: Location, version: Version) -> OcdbtReader | None:
+    """A version of a checkpoint; None if it is damaged, which the check of its copy explains."""
+    pinned = Database(origin, contexts.context()).with_manifest(version.manifest)
+    try:
+        return ocdbt_reader.open_pinned(pinned)
+    except UnickptError:
+        return None
 
 
 def _is_current(source: Steps, step: int, version: Version) -> bool:

@@ -107,8 +107,8 @@ def _is_abandoned(local: Steps, root: Steps, step: int, version: Version) -> boo
     if lineage.follows is None or newest[1].name in lineage.follows:
         return False
     for later in set(root.committed()) & set(local.committed()):
-        own = local.version(later)
-        if own is None or own != root.version(later):
+        own, copy = local.version(later), root.version(later)
+        if own is None or copy is None or own.name != copy.name:
             continue
         if version.name in (local.lineage(later, own).follows or ()):
             return False

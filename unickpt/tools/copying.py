@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import tensorstore as ts
+import xxhash
 
 from unickpt.commit import borrowers, version
 from unickpt.commit.root import Root
@@ -22,10 +24,12 @@ from unickpt.errors import (
     StorageError,
     UnsupportedFormat,
 )
-from unickpt.format import index_json, ocdbt_reader
-from unickpt.format.index import BORROWED_KEY, INDEX_KEY
+from unickpt.format import chunk_store, index_json, ocdbt_reader
+from unickpt.format.chunk_grid import Part
+from unickpt.format.index import BORROWED_KEY, INDEX_KEY, BaseEntry, Index
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.reading import checkpoint
+from unickpt.reuse.held_files import HeldFiles
 from unickpt.storage import contexts, errors, paths
 from unickpt.storage.database import Database
 from unickpt.storage.errors import Failed
@@ -35,6 +39,7 @@ from unickpt.storage.ocdbt import MANIFEST
 from unickpt.threads import Window, in_batches
 from unickpt.tools.verification import verify_opened
 
+_log = logging.getLogger("unickpt")
 _BORROWED = "borrowed"
 """In the folder of an attempt: a database of the chunks that a base had."""
 _CHUNKS_AT_ONCE = 256
@@ -108,7 +113,7 @@ def copy(
         )
     try:
         found = version.version_at(origin)
-        if found is None or found.name != reader.manifest_digest:
+        if found is None or found.digest != reader.manifest_digest:
             raise SaveConflict(f"{where}: the source was removed or replaced during the copy")
         if not found.attempt:
             raise CheckpointCorrupt("its manifest does not say which attempt made it")
@@ -142,7 +147,7 @@ def _copy(
             else f"{destination} is the source itself"
         )
     before = root.read()
-    if before.digest and before.digest != found.name:
+    if before.digest and before.digest != found.digest:
         if not overwrite:
             raise CheckpointExists(
                 f"{destination} already holds a checkpoint; pass overwrite=True (--overwrite on "
@@ -152,22 +157,10 @@ def _copy(
             raise CheckpointExists(f"{destination} has chunks of {', '.join(needed[:3])}")
     destination.make()
     total = sum(entry.nbytes for entry in reader.index.arrays.values())
-    copy_files(
-        origin,
-        destination,
-        found.attempt,
-        budget_bytes,
+    manifest, _ = VersionCopy(origin, found, reader, destination, budget_bytes).run(
         resume=True,
         progress=None if progress is None else lambda done: progress(min(done, total), total),
     )
-    manifest = found.manifest
-    if reader.index.bases:
-        manifest = _whole(reader, found, destination, context)
-    try:
-        check_copy(origin, destination, manifest)
-    except StorageError:  # what was there already may be damaged, or be of another checkpoint
-        copy_files(origin, destination, found.attempt, budget_bytes)
-        check_copy(origin, destination, manifest)
     if version.version_at(origin) != found:
         raise SaveConflict(f"{origin}: another save replaced it during the copy")
     if not root.replace(before, manifest, timeout_s):
@@ -178,33 +171,165 @@ def _copy(
             destination.child(f"processes/{attempt}").remove(context)
 
 
-def _whole(
-    reader: OcdbtReader, found: Version, destination: Location, context: ts.Context
-) -> bytes:
-    """Writes the chunks that bases have, and a B-tree of all chunks; returns its manifest."""
-    folder = f"processes/{found.attempt}"
-    destination.child(f"{folder}/{_BORROWED}").remove(context)  # of an interrupted copy
-    there = Database(destination.child(f"{folder}/{_BORROWED}"), context)
-    store = there.store()
-    for some in in_batches(reader.borrowed_values(), _CHUNKS_AT_ONCE, 256 << 20, _nbytes):
+@dataclass(frozen=True)
+class VersionCopy:
+    """A copy of one version of a checkpoint; its manifest, without which it is none, comes last.
+
+    Arguments:
+        origin: where the checkpoint is.
+        found: its version.
+        reader: of it; None if it cannot be opened: then its files are copied, and checking tells.
+        destination: where the copy is made.
+        budget_bytes: host memory to use; at least the size of the largest file.
+    """
+
+    origin: Location
+    found: Version
+    reader: OcdbtReader | None
+    destination: Location
+    budget_bytes: int
+
+    def run(
+        self,
+        held: HeldFiles | None = None,
+        *,
+        check_held: bool = False,
+        resume: bool = False,
+        progress: Callable[[int], None] | None = None,
+    ) -> tuple[bytes, tuple[BaseEntry, ...]]:
+        """Copies the files and checks them.
+
+        Arguments:
+            held: files that a checkpoint beside the destination has: they are linked, or, where
+                links are impossible, the copy borrows their chunks.
+            check_held: read these chunks, too, and send them if they are damaged; otherwise it
+                counts that they are there.
+            resume: leave files that are there already: each was written at once.
+            progress: called with the bytes copied so far.
+
+        Returns:
+            The manifest to put in place, and the checkpoints beside it that the copy needs.
+
+        Raises:
+            CheckpointCorrupt: the checkpoint is damaged.
+            StorageError: a storage failed.
+        """
+        spared = self._link(held)
+        lent = held if held is not None and not spared and held.is_worthwhile else None
+        if lent is not None:
+            spared = set(lent.paths)
+        arguments = self.origin, self.destination, self.found.attempt, self.budget_bytes
+        copy_files(*arguments, without=spared, resume=resume, progress=progress)
+        manifest = self._manifest(lent)
+        try:
+            self._check(manifest, set() if check_held else spared)
+            return manifest, () if lent is None else (lent.entry,)
+        except StorageError as error:
+            if not spared and not resume:
+                raise
+            # What was there already may be damaged, or be of another checkpoint.
+            _log.info("%s: all of it is sent: %s", self.destination, error)
+        copy_files(*arguments)
+        manifest = self._manifest(None)
+        self._check(manifest, set())
+        return manifest, ()
+
+    def _link(self, held: HeldFiles | None) -> set[str]:
+        """Links what a checkpoint beside the copy has; returns the files that were linked."""
+        files = None if held is None else held.base.location.regular_files()
+        linked = set[str]()
+        if held is None or files is None:
+            return linked
+        for path, there in held.paths.items():
+            folder, _, name = path.rpartition("/")
+            at = self.destination.child(folder)
+            at.make()
+            with suppress(FileNotFoundError, Failed):  # of a copy that was interrupted
+                at.remove_file(name, contexts.context())
+            if files.link(there, f"{at.spec['path']}{name}", fsync=True):
+                linked.add(path)
+        return linked
+
+    def _manifest(self, lent: HeldFiles | None) -> bytes:
+        """Writes a B-tree if the copy's chunks are in other places; returns the copy's manifest."""
+        if self.reader is None or (lent is None and not self.reader.index.bases):
+            return self.found.manifest
+        context = contexts.context()
+        folder = version.copied_folder(self.found.attempt, self.found.name)
+        index = replace(self.reader.index, bases=(), borrowed=0, borrowed_xxh3="", reused=0)
+        added, changed = list[Database](), dict[str, bytes | None]()
+        if lent is None:
+            added.append(self._write_borrowed(self.reader, context))
+            changed[BORROWED_KEY] = None
+        else:
+            index, changed = _borrowing(index, lent)
+        changed[INDEX_KEY] = index_json.encode(index)
+        own = Database(self.destination, context)
+        draft, held = own.draft(folder)
         transaction = ts.Transaction(atomic=True)
-        adding = store.with_transaction(transaction)
-        for written in [adding.write(key, value) for key, value in some]:
+        root = draft.with_transaction(transaction)
+        for part in (own.with_manifest(self.found.manifest), *added):
+            part.store().experimental_copy_range_to(root, ts.KvStore.KeyRange()).result()
+        for written in [root.write(key, value) for key, value in changed.items()]:
             written.result()
         commit(transaction).result()
-    index = replace(reader.index, bases=(), borrowed=0, borrowed_xxh3="", reused=0)
-    own = Database(destination, context)
-    draft, held = own.draft(f"{folder}/root/")
-    transaction = ts.Transaction(atomic=True)
-    root = draft.with_transaction(transaction)
-    for part in (own.with_manifest(found.manifest), there):
-        part.store().experimental_copy_range_to(root, ts.KvStore.KeyRange()).result()
-    root.write(INDEX_KEY, index_json.encode(index)).result()
-    root.write(BORROWED_KEY, None).result()
-    commit(transaction).result()
-    destination.child(f"{folder}/root").sync(destination)
-    manifest: bytes = held.read(MANIFEST).result().value
-    return manifest
+        self.destination.child(folder).sync(self.destination)
+        manifest: bytes = held.read(MANIFEST).result().value
+        return manifest
+
+    def _write_borrowed(self, reader: OcdbtReader, context: ts.Context) -> Database:
+        """Writes the chunks that bases of the checkpoint have."""
+        at = self.destination.child(f"processes/{self.found.attempt}/{_BORROWED}")
+        at.remove(context)  # of an interrupted copy
+        there = Database(at, context)
+        store = there.store()
+        for some in in_batches(reader.borrowed_values(), _CHUNKS_AT_ONCE, 256 << 20, _nbytes):
+            transaction = ts.Transaction(atomic=True)
+            adding = store.with_transaction(transaction)
+            for written in [adding.write(key, value) for key, value in some]:
+                written.result()
+            commit(transaction).result()
+        return there
+
+    def _check(self, manifest: bytes, spared: Collection[str]) -> None:
+        """Checks the copy, except chunks in files that were not sent."""
+        check_copy(
+            self.origin, self.found.manifest, self.destination, manifest, self._skips(spared)
+        )
+
+    def _skips(self, spared: Collection[str]) -> Callable[[Part, int], bool]:
+        reader = self.reader
+        if reader is None or not spared:
+            return _none
+
+        def skips(part: Part, number: int) -> bool:
+            at = reader.where(part, number)
+            return at is not None and at.path in spared
+
+        return skips
+
+
+def _none(part: Part, number: int) -> bool:
+    """Skips no chunk."""
+    return False
+
+
+def _borrowing(index: Index, lent: HeldFiles) -> tuple[Index, dict[str, bytes | None]]:
+    """The index of a copy that borrows chunks, and what else changes in its database, by key."""
+    table = lent.table.tobytes()
+    changed: dict[str, bytes | None] = {
+        chunk_store.key_of(chunk.part, chunk.number): None
+        for some in lent.chunks.values()
+        for chunk in some
+    }
+    index = replace(
+        index,
+        bases=(lent.entry,),
+        borrowed=len(changed),
+        borrowed_xxh3=f"{xxhash.xxh3_64_intdigest(table):016x}",
+        reused=lent.nbytes,
+    )
+    return index, {**changed, BORROWED_KEY: table}
 
 
 def _nbytes(value: tuple[str, bytes]) -> int:
@@ -217,6 +342,7 @@ def copy_files(
     attempt: str,
     budget_bytes: int,
     *,
+    without: Collection[str] = (),
     resume: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> None:
@@ -226,6 +352,7 @@ def copy_files(
         origin, destination: of the checkpoints.
         attempt: the name of the attempt.
         budget_bytes: host memory to use; at least the size of the largest file.
+        without: files that are not copied, by their paths below the checkpoint's folder.
         resume: leave files that are there already: each was written at once.
         progress: called with the bytes copied so far.
 
@@ -234,14 +361,15 @@ def copy_files(
         Failed: a storage failed.
     """
     context = contexts.context()
-    source, copied = (location.child(f"processes/{attempt}") for location in (origin, destination))
+    folder = f"processes/{attempt}"
+    source, copied = origin.child(folder), destination.child(folder)
     reader, writer = source.store(context), copied.store(context)
     every = sorted(key.decode() for key in reader.list().result() if not key.startswith(_MESSAGES))
     there = {key.decode() for key in writer.list().result()} if resume else set[str]()
-    keys = [key for key in every if key not in there]
+    keys = [key for key in every if key not in there and f"{folder}/{key}" not in without]
     _copy_values(keys, reader, writer, budget_bytes, progress)
-    for folder in sorted({key.rpartition("/")[0] for key in every}):
-        copied.child(folder).sync(destination)
+    for below in sorted({key.rpartition("/")[0] for key in every}):
+        copied.child(below).sync(destination)
 
 
 def _copy_values(
@@ -280,22 +408,38 @@ def _wait(written: Future[Any]) -> None:
     written.result()
 
 
-def check_copy(origin: Location, destination: Location, manifest: bytes) -> None:
-    """Reads a copy, whose manifest is not written yet, and checks it against its digests."""
-    damage = _damage(destination, manifest)
+def check_copy(
+    origin: Location,
+    original: bytes,
+    destination: Location,
+    manifest: bytes,
+    skips: Callable[[Part, int], bool],
+) -> None:
+    """Reads a copy, whose manifest is not written yet, and checks it against its digests.
+
+    Arguments:
+        origin, destination: of the checkpoints.
+        original, manifest: theirs.
+        skips: whether a chunk need not be read.
+
+    Raises:
+        CheckpointCorrupt: the original is damaged.
+        StorageError: the copy is, or the storage failed.
+    """
+    damage = _damage(destination, manifest, skips)
     if damage:
-        at_origin = _damage(origin, manifest)
+        at_origin = _damage(origin, original, _none)
         if at_origin:
             raise CheckpointCorrupt(f"it is damaged: {at_origin}")
         raise StorageError(f"{destination}: what was written reads differently: {damage}")
 
 
-def _damage(location: Location, manifest: bytes) -> str:
+def _damage(location: Location, manifest: bytes, skips: Callable[[Part, int], bool]) -> str:
     """The damage of the data at a location to which a manifest refers; empty if none."""
     draft = Database(location, contexts.context()).with_manifest(manifest)
     try:
         opened = partial(ocdbt_reader.open_pinned, draft)
-        report = verify_opened(location.url, opened, behind=True)
+        report = verify_opened(location.url, opened, behind=True, skips=skips)
     except CheckpointNotFound as error:
         return str(error)
     return "; ".join(map(str, report.damage[:3]))

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from unickpt.arrays import dtypes
 from unickpt.errors import CheckpointCorrupt, StorageError
 from unickpt.format import chunk_grid
+from unickpt.format.chunk_grid import Part
 from unickpt.format.reader import Reader
 from unickpt.reading import checkpoint
 from unickpt.reading.chunk_reader import ChunkReader, Task
@@ -121,6 +122,7 @@ def verify_opened(
     progress: Callable[[int, int], None] | None = None,
     *,
     behind: bool = False,
+    skips: Callable[[Part, int], bool] = lambda part, number: False,
 ) -> VerifyReport:
     """As `verify`, for a checkpoint that may not be committed at its path yet.
 
@@ -129,6 +131,7 @@ def verify_opened(
         opened: opens it.
         progress: as for `verify`.
         behind: whether it runs in the background of a training loop; see `threads.step_back`.
+        skips: whether a chunk is not read.
     """
     started = time.perf_counter()
     report = progress or (lambda done, total: None)
@@ -148,7 +151,7 @@ def verify_opened(
         try:
             for name, reason in stored.check_structure(checker.map):
                 damage.append(Damage(name, "", None, reason))
-            for nbytes, found in _chunks(stored, checker):
+            for nbytes, found in _chunks(_reads(stored, skips), checker):
                 counted[0] += 1
                 counted[1] += nbytes
                 damage += found
@@ -201,10 +204,10 @@ class _Checker(ChunkReader):
         return nbytes, [Damage(read.entry.name, str(read.box), process, reason)]
 
 
-def _chunks(stored: Reader, checker: _Checker) -> Iterator[Checked]:
+def _chunks(reads: Iterator[ChunkRead], checker: _Checker) -> Iterator[Checked]:
     """Checks each chunk, in order; some tasks run ahead."""
     running: deque[Task] = deque()
-    for read in _reads(stored):
+    for read in reads:
         task = checker.submit(read)
         if not running or running[-1] is not task:
             running.append(task)
@@ -214,12 +217,14 @@ def _chunks(stored: Reader, checker: _Checker) -> Iterator[Checked]:
         yield from checker.wait(task)
 
 
-def _reads(stored: Reader) -> Iterator[ChunkRead]:
-    """All chunks of a checkpoint."""
+def _reads(stored: Reader, skips: Callable[[Part, int], bool]) -> Iterator[ChunkRead]:
+    """All chunks of a checkpoint, but those that are skipped."""
     for entry in stored.index.arrays.values():
         table = stored.digests_of(entry.name)
         for first, part in chunk_grid.numbered_parts(entry):
             for number in range(part.count):
+                if skips(part, number):
+                    continue
                 box = part.chunk_box(number)
                 row = None if table is None else table[first + number]
                 yield ChunkRead(entry, part, number, box, row, ())

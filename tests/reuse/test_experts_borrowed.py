@@ -1,0 +1,161 @@
+"""Saves of some experts at a time into storage without links: steps borrow from a whole one."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from support import s3_server
+from support.saving import in_job, same
+
+import unickpt
+from unickpt import Checkpointer, SaveOptions, StorageError
+from unickpt.format.ocdbt_reader import OcdbtReader
+from unickpt.saving.save_job import SaveJob
+from unickpt.steps.step_folder import Steps
+
+OPTIONS = SaveOptions(chunk_bytes=4096, fsync=False, timeout_s=20)
+EXPERTS = 8
+KEY, STACKED = "experts/{x}/**", "moe/up"
+PARTIAL: dict[str, Any] = {KEY: 1, STACKED: (0, 1)}
+
+
+@pytest.fixture(params=["memory", "s3", "no links"])
+def run(request: pytest.FixtureRequest, tmp_path: Any) -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "memory":
+            yield f"memory://{secrets.token_hex(6)}"
+        elif request.param == "s3":
+            endpoint, bucket = request.getfixturevalue("moto"), f"experts-{secrets.token_hex(4)}"
+            s3_server.use(endpoint, patch)
+            s3_server.make_bucket(endpoint, bucket)
+            yield f"s3://{bucket}/run"
+        else:
+            patch.setattr(os, "link", refuse)
+            yield str(tmp_path / "run")
+
+
+def refuse(*_: Any, **__: Any) -> None:
+    raise PermissionError(1, "no links here")
+
+
+def state(step: int) -> dict[str, Any]:
+    def numbers(*shape: int) -> Any:
+        return np.arange(np.prod(shape), dtype=np.float64).reshape(shape) + step * 1e6
+
+    experts = {str(x): {"up": numbers(30, 40) + x, "b": numbers(3) + x} for x in range(EXPERTS)}
+    return {"dense": numbers(40, 30), "experts": experts, "moe": {"up": numbers(EXPERTS, 30, 20)}}
+
+
+def check(path: str, step: int) -> dict[str, dict[int, int]]:
+    """Each expert is as in the step that the checkpoint names, all else as in its own step."""
+    steps = unickpt.open(path).metadata["unickpt"]["experts"]["steps"]
+    of = {key: {int(x): n for x, n in found.items()} for key, found in steps.items()}
+    expected = state(step)
+    expected["experts"] = {str(x): state(n)["experts"][str(x)] for x, n in of[KEY].items()}
+    expected["moe"]["up"] = np.stack(
+        [state(of[STACKED][x])["moe"]["up"][x] for x in range(EXPERTS)]
+    )
+    found = unickpt.load(path)
+    assert same({"dense": found["dense"]}, {"dense": expected["dense"]})
+    assert same(found["moe"], expected["moe"])
+    for x, expert in expected["experts"].items():
+        assert same(found["experts"][x], expert), x
+    report = unickpt.verify(path)
+    assert report.ok, report.damage
+    return of
+
+
+def test_experts_are_borrowed_from_a_whole_step(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = list[str]()
+    real = OcdbtReader.read_chunk
+    monkeypatch.setattr(OcdbtReader, "read_chunk", lambda *a: (read.append(a[1].name), real(*a))[1])
+    with Checkpointer(run, partial=PARTIAL, keep_last=1, options=OPTIONS) as steps:
+        written = list[list[int]]()
+        for step in range(9):
+            read.clear()
+            report = steps.save(step, state(step)).result()
+            assert not read, "an expert that is not borrowed is written as it is now"
+            steps.wait()
+            of = check(f"{run}/step_{step}", step)
+            assert of[STACKED] == of[KEY]
+            written.append([x for x, n in of[KEY].items() if n == step])
+            whole = [base.name for base in unickpt.open(f"{run}/step_{step}").index.bases] == []
+            assert whole == (len(written[-1]) == EXPERTS)
+            assert report.written_bytes + report.reused_bytes == report.bytes
+            nbytes = 40 * 30 * 8 + len(written[-1]) * (30 * 40 + 3 + 30 * 20) * 8
+            assert report.written_bytes == nbytes
+        # Once less than half of the whole step is in use, the next one is whole.
+        assert [len(each) for each in written] == [8, 1, 2, 3, 4, 8, 1, 2, 3]
+        assert written[8] == [0, 1, 2], "the turn goes round from a whole step on"
+        assert steps.steps() == [5, 8]
+
+
+def test_a_run_goes_on_and_back(run: str) -> None:
+    for first in (0, 3):
+        with Checkpointer(run, partial=PARTIAL, options=OPTIONS) as steps:
+            if first:
+                steps.load()
+            for step in range(first, first + 3):
+                steps.save(step, state(step), wait=True)
+    assert [check(f"{run}/step_{step}", step)[KEY][0] for step in range(6)] == [0, 1, 2, 3, 4, 5]
+    with Checkpointer(run, partial=PARTIAL, options=OPTIONS) as steps:
+        steps.load(step=2)
+        steps.drop_later_steps()
+        steps.save(3, state(30), wait=True)
+    of = unickpt.open(f"{run}/step_3").metadata["unickpt"]["experts"]["steps"][KEY]
+    assert [int(x) for x, n in of.items() if n == 3] == [0, 1, 2]
+    found = unickpt.load(f"{run}/step_3")["experts"]
+    for x, n in of.items():
+        assert same(found[x], state(30 if n == 3 else n)["experts"][x])
+
+
+def test_a_base_that_is_gone_stops_the_save_and_the_next_one_is_whole(
+    run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Checkpointer(run, partial=PARTIAL, options=OPTIONS) as steps:
+        for step in range(2):
+            steps.save(step, state(step), wait=True)
+        real = SaveJob._publish
+
+        def publish(*arguments: Any) -> None:  # what it borrows was taken
+            Steps(run).remove(0)
+            real(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(SaveJob, "_publish", publish)
+            with pytest.raises(StorageError, match="step_0, which is missing"):
+                steps.save(2, state(2), wait=True)
+        assert Steps(run).committed() == [1]
+        steps.save(3, state(3), wait=True)
+        assert set(check(f"{run}/step_3", 3)[KEY].values()) == {3}
+
+
+def test_several_processes_borrow_alike(run: str) -> None:
+    def work(group: unickpt.ProcessGroup) -> None:
+        made = SaveOptions(chunk_bytes=4096, fsync=False, group=group, timeout_s=20)
+        with Checkpointer(run, partial=PARTIAL, options=made) as steps:
+            for step in range(4):
+                steps.save(step, state(step), wait=True)
+
+    assert in_job(2, work) == [None, None]
+    for step in range(4):
+        of = check(f"{run}/step_{step}", step)
+        assert sum(n == step for n in of[KEY].values()) == (step or EXPERTS)
+
+
+def test_copies_of_partial_steps_send_what_is_new(tmp_path: Any) -> None:
+    root = f"memory://{secrets.token_hex(6)}"
+    bases = list[list[str]]()
+    with Checkpointer(root, local=tmp_path, partial=PARTIAL, options=OPTIONS) as steps:
+        for step in range(6):
+            steps.save(step, state(step))
+            steps.wait()
+            of = check(f"{root}/step_{step}", step)
+            assert sum(n == step for n in of[KEY].values()) == (1 if step else EXPERTS)
+            bases.append([base.name for base in unickpt.open(f"{root}/step_{step}").index.bases])
+    assert bases == [[], *[["step_0"]] * 3, [], ["step_4"]]

@@ -1,0 +1,178 @@
+"""Files that a copy of a checkpoint need not send: another one, at the destination, has them.
+
+A save that reuses chunks of an earlier checkpoint has their files as hard links (`linked_files`).
+If that earlier checkpoint was copied to the same destination, so were these files, under the same
+names, which are random numbers of 128 bits: no bytes have to be compared.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import tensorstore as ts
+
+from unickpt.errors import UnickptError
+from unickpt.format import borrowed, chunk_grid
+from unickpt.format.chunk_grid import Part
+from unickpt.format.index import ArrayEntry, BaseEntry
+from unickpt.format.ocdbt_reader import OcdbtReader
+from unickpt.reuse.base import Base
+from unickpt.reuse.linked_files import FOLDER
+from unickpt.reuse.siblings import LEAST_USED
+from unickpt.storage.btree.nodes import DataReference
+from unickpt.storage.errors import Failed
+
+_log = logging.getLogger("unickpt")
+
+
+@dataclass(frozen=True)
+class LinkedChunk:
+    """A chunk in a linked file.
+
+    Arguments:
+        entry, part, number: which it is.
+        at: the file and the bytes.
+        row: its row in the digest table.
+        digest: its digest.
+    """
+
+    entry: ArrayEntry
+    part: Part
+    number: int
+    at: DataReference
+    row: int
+    digest: int
+
+
+Linked = Mapping[str, Sequence[LinkedChunk]]
+"""The chunks in linked files, by the files' paths below the checkpoint's folder."""
+
+
+@dataclass(frozen=True)
+class HeldFiles:
+    """Linked files of a checkpoint, all of whose chunks in them another checkpoint has.
+
+    Arguments:
+        base: the other checkpoint.
+        chunks: those in these files.
+        paths: for each file its path below the folder of the base.
+    """
+
+    base: OcdbtReader
+    chunks: Linked
+    paths: Mapping[str, str]
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Logical bytes of the chunks."""
+        return sum(
+            chunk.part.chunk_box(chunk.number).size * chunk.entry.itemsize
+            for some in self.chunks.values()
+            for chunk in some
+        )
+
+    @property
+    def is_worthwhile(self) -> bool:
+        """Whether enough of the base is in use to keep it for them."""
+        entries = self.base.index.arrays.values()
+        return self.nbytes >= LEAST_USED * sum(entry.nbytes for entry in entries)
+
+    @property
+    def entry(self) -> BaseEntry:
+        """The base, as the index of a checkpoint names it that borrows the chunks."""
+        return BaseEntry(borrowed.name_of(self.base.location), self.base.manifest_digest)
+
+    @property
+    def table(self) -> borrowed.Table:
+        """The chunks, as borrowed from the base, the only one."""
+        rows = sorted(chunk.row for some in self.chunks.values() for chunk in some)
+        table = np.zeros(len(rows), borrowed.DTYPE)
+        table["row"] = rows
+        return table
+
+
+def linked_chunks(reader: OcdbtReader) -> Linked:
+    """The chunks of a checkpoint that are in linked files.
+
+    Raises:
+        CheckpointCorrupt, StorageError: it cannot be read.
+    """
+    found: dict[str, list[LinkedChunk]] = {}
+    before = 0
+    for name, entry in reader.index.arrays.items():
+        rows = reader.digests_of(name)
+        for first, part in chunk_grid.numbered_parts(entry):
+            for number in range(part.count):
+                at = reader.where(part, number)
+                if at is not None and f"/{FOLDER}/" in at.path:
+                    row = first + number
+                    digest = int(rows["digest"][row])
+                    chunk = LinkedChunk(entry, part, number, at, before + row, digest)
+                    found.setdefault(at.path, []).append(chunk)
+        before += len(rows)
+    return found
+
+
+def held_by(
+    base: OcdbtReader, linked: Linked, reader: OcdbtReader, context: ts.Context
+) -> HeldFiles:
+    """What another checkpoint has of the linked files of a checkpoint.
+
+    Arguments:
+        base: the other one, which borrows nothing itself.
+        linked: from `linked_chunks`.
+        reader: of the checkpoint.
+        context: for the storage of the base.
+    """
+    if base.index.codecs != reader.index.codecs:
+        return HeldFiles(base, {}, {})
+    try:
+        has = Base(base, None, compare=False)
+        found = {path: _path_in(has, base, chunks) for path, chunks in linked.items()}
+        paths = {path: there for path, there in found.items() if there is not None}
+        lost = _incomplete(base, {p: linked[p] for p in paths}, paths, context)
+    except UnickptError as error:  # then all is sent
+        _log.warning("%s: nothing is shared with it: %s", base.location, error)
+        return HeldFiles(base, {}, {})
+    paths = {path: there for path, there in paths.items() if path not in lost}
+    return HeldFiles(base, {path: linked[path] for path in paths}, paths)
+
+
+def _path_in(has: Base, base: OcdbtReader, chunks: Sequence[LinkedChunk]) -> str | None:
+    """Where the base has the file with these chunks; None if it lacks one of them there."""
+    paths = set[str]()
+    for chunk in chunks:
+        if has.stored_digest(chunk.entry, chunk.part, chunk.number) != chunk.digest:
+            return None
+        there = base.where(chunk.part, chunk.number)
+        if there is None or _identity(there) != _identity(chunk.at):
+            return None
+        paths.add(there.path)
+    return paths.pop() if len(paths) == 1 else None
+
+
+def _identity(at: DataReference) -> tuple[str, int, int]:
+    return at.path.rpartition("/")[2], at.offset, at.length
+
+
+def _incomplete(
+    base: OcdbtReader, chunks: Linked, paths: Mapping[str, str], context: ts.Context
+) -> set[str]:
+    """The files that are missing or too short in the base's folder, whatever its B-tree says."""
+    store = base.location.store(context)
+    ends = {path: max(c.at.offset + c.at.length for c in some) for path, some in chunks.items()}
+    reads = {
+        path: store.read(paths[path], byte_range=slice(end - 1, end)) for path, end in ends.items()
+    }
+    lost = set[str]()
+    for path, read in reads.items():
+        try:
+            if len(read.result().value) != 1:
+                lost.add(path)
+        except Failed:
+            lost.add(path)
+    return lost
