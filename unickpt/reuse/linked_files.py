@@ -114,5 +114,5 @@ class LinkedFiles:
         if self._taken:
             manifest, nodes = builder.build(self._taken, _NODES)
             store = self._folder.store(context)
-            for write in (store.write(_NODES, nodes), store.write(MANIFEST, manifest)):
-                write.result()  # nothing refers to this database before the commit
+            store.write(_NODES, nodes).result()
+            store.write(MANIFEST, manifest).result()
