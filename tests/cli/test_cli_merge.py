@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support import foreign
 from support.processes import Processes
 from typer.testing import CliRunner
 
@@ -55,6 +56,25 @@ def test_the_last_steps_of_a_run_with_parameters(paths: list[Path], tmp_path: Pa
     assert "recorded: loss" in told
 
 
+def test_a_merge_with_fewer_bits(paths: list[Path], tmp_path: Path) -> None:
+    more = ("--integers", "last", "--quantize", "w=int4")
+    assert "1 array with fewer bits" in run("merge", *paths, tmp_path / "m", *more)
+    assert unickpt.open(tmp_path / "m").index.arrays["w"].quantized == "int4"
+
+
+def test_hints_are_for_every_source(tmp_path: Path) -> None:
+    source, name = foreign.folder("gguf-quantized"), "Q4_0"
+    hint = ("--hint", "dequantize=float32")
+    run("merge", source, source, tmp_path / "m", *hint)
+    expected = unickpt.open(source, hints={"dequantize": "float32"})[name][...]
+    found = unickpt.open(tmp_path / "m")[name][...]
+    assert (found.dtype, found.tobytes()) == (np.float32, expected.tobytes())
+    told = run("merge", source, source, tmp_path / "n", "--hint", "tp=2", code=2)
+    assert "does not take the hint 'tp'" in told
+    told = run("merge", tmp_path, tmp_path / "n", "--last", 2, "--hint", "tp=2", code=2)
+    assert "not for the steps of a run" in told
+
+
 def test_a_dry_run_writes_nothing(paths: list[Path], tmp_path: Path) -> None:
     more = ("--how", "ties", "--with", "density=0.5", "--integers", "last", "--dry-run")
     told = run("merge", *paths[1:], tmp_path / "m", "--base", paths[0], *more)
@@ -79,6 +99,8 @@ def test_mistakes_are_told(paths: list[Path], tmp_path: Path) -> None:
         "folder of a run": (*paths, tmp_path / "m", "--last", 3),
         "must be a number from 0 to 1": (*paths, "m", "--how", "ema", "--with", "decay=2"),
         "compression": (*paths, tmp_path / "m", "--compression", "rar"),
+        "such as opt/**=uint8": (*paths, tmp_path / "m", "--quantize", "w"),
+        "not one of uint8": (*paths, tmp_path / "m", "--quantize", "w=int5"),
     }.items():
         assert words in run("merge", *arguments, code=2), words
     assert "ties" in run("merge", "--help")

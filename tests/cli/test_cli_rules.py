@@ -100,6 +100,20 @@ def test_there_and_back(folder: Path) -> None:
     assert np.array_equal(back["params"]["emb"][13:], np.zeros((3, 3)))
 
 
+def test_fewer_bits(folder: Path) -> None:
+    options = ("--quantize", "params/norm/**=none", "--quantize", "**/scale=int4")
+    told = run("convert", "jax", "few", *options, "--quantize", "params/**=uint8", code=2)
+    assert "'**/scale' matches no array, or only arrays that an earlier pattern matches" in told
+    quantize = ("--quantize", "params/norm/**=none", "--quantize", "params/**=uint8")
+    found = json.loads(run("convert", "jax", "few", *quantize, "--json"))["quantized"]
+    codes = {name: entry.quantized for name, entry in unickpt.open("few").index.arrays.items()}
+    assert codes.pop("params/norm/scale") is None
+    assert set(codes.values()) == {"uint8"}
+    assert set(found) == set(codes)
+    assert 0 < found["params/emb"]["largest_relative_error"] < 1 / 255
+    assert "3 arrays with fewer bits" in run("convert", "jax", "again", *quantize)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -113,6 +127,9 @@ def test_there_and_back(folder: Path) -> None:
         ),
         (("--inverse",), "--inverse and --size need --rules"),
         (("--compression", "xz"), "compression 'xz' is not one of"),
+        (("--quantize", "=int4"), "expected a pattern and its codes, such as opt/**=uint8"),
+        (("--quantize", "params/emb=int5"), "is 'int5', not one of uint8"),
+        (("--quantize", "opt/**=int4"), "SaveOptions.quantize: 'opt/**' matches no array"),
     ],
 )
 def test_mistakes(folder: Path, arguments: tuple[str, ...], message: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,13 +59,6 @@ COORDINATORS_STEPS = [
     ("commit.attempt.Attempt:_remove_older_attempts", "during", True),
 ]
 TIMEOUT_S = 2.0
-
-
-@pytest.fixture
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    running = Forks(tmp_path_factory.mktemp("output"))
-    yield running
-    running.close()
 
 
 @dataclass(frozen=True)

@@ -73,13 +73,6 @@ print(json.dumps(outcomes))
 """
 
 
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    running = Forks(tmp_path_factory.mktemp("output"))
-    yield running
-    running.close()
-
-
 def read_all(forks: Forks, path: Path) -> dict[str, str]:
     """What each way of reading says; fails where one crashes, hangs or grows."""
     ended = forks.wait(forks.start(READER, str(path)))

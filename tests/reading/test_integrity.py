@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -97,13 +96,6 @@ def make(path: Path, **options: Any) -> Path:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(tmp_path_factory.mktemp("intact") / "c", chunk_bytes=1500)
-
-
-@pytest.fixture
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    running = Forks(tmp_path_factory.mktemp("output"))
-    yield running
-    running.close()
 
 
 def probe(forks: Forks, folder: Path, work: Path, damages: list[Any]) -> list[list[Any]]:

@@ -7,7 +7,6 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +29,6 @@ from unickpt.runs.checkpointer import Checkpointer
 from unickpt.storage import contexts, paths
 from unickpt.storage.btree import nodes
 from unickpt.storage.database import Database
-
-
-@pytest.fixture
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    running = Forks(tmp_path_factory.mktemp("output"))
-    yield running
-    running.close()
-
 
 # --- overwriting --------------------------------------------------------------------------------
 

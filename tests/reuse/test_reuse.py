@@ -16,6 +16,7 @@ from support.saving import same
 
 import unickpt
 from unickpt import Checkpointer, CheckpointNotFound, SaveOptions
+from unickpt.format.ocdbt_reader import OcdbtReader
 
 CHUNK = 4096
 ROWS = 64
@@ -74,6 +75,22 @@ def test_only_changed_chunks_are_written(tmp_path: Path) -> None:
     assert unickpt.open(tmp_path / "b").index.reused == second.reused_bytes
     assert disk_bytes(tmp_path) < 1.2 * disk_bytes(tmp_path / "a")
     is_whole(tmp_path / "b", state)
+
+
+def test_a_chunk_of_the_base_is_looked_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = tree()
+    chunks = save(tmp_path / "a", state).chunks
+    asked, where = [], OcdbtReader.where
+
+    def counted(reader: OcdbtReader, part: Any, number: int) -> Any:
+        asked.append((part.key, number))
+        return where(reader, part, number)
+
+    monkeypatch.setattr(OcdbtReader, "where", counted)
+    assert save(tmp_path / "b", state, base=tmp_path / "a").reused_bytes > 0
+    assert len(asked) == len(set(asked)) == chunks
 
 
 @pytest.mark.parametrize("gone", ["removed", "moved", "overwritten"])

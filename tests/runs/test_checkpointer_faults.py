@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,13 +71,6 @@ COORDINATORS_STEPS = [
     # Its files are gone, its folder is not.
     ("storage.local_locations.LocalLocation:remove_empty", "before"),
 ]
-
-
-@pytest.fixture
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    running = Forks(tmp_path_factory.mktemp("output"))
-    yield running
-    running.close()
 
 
 @dataclass

@@ -602,13 +602,6 @@ print(json.dumps(said))
 """
 
 
-@pytest.fixture
-def forks(tmp_path: Path) -> Iterator[Forks]:
-    running = Forks(tmp_path)
-    yield running
-    running.close()
-
-
 def test_s3_a_job_that_was_killed_is_taken_over(s3: Server, run: str, forks: Forks) -> None:
     fault = s3.break_down("hold", method="PUT", key="step_2/processes", then="reset")
     doomed = forks.start(JOB, run)
@@ -752,9 +745,7 @@ def test_s3_that_never_answers_fails_the_save(
 ) -> None:
     """TensorStore waits for 60 s without another word; the shorter time is for the test alone."""
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    with monkeypatch.context() as patch:
-        patch.setenv("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "1")
-        forks = Forks(tmp_path)
+    forks = Forks(tmp_path, env={"TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "1"})
     fault = s3.break_down("hold", method="PUT", key="step_2/processes", then="reset")
     try:
         ended = forks.wait(forks.start(JOB, run))

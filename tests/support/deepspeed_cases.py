@@ -11,6 +11,7 @@ import numpy as np
 
 import unickpt
 from support import TESTS
+from unickpt.arrays import dtypes
 
 PACKED = Path(TESTS) / "fixtures" / "foreign" / "deepspeed.tar.xz"
 
@@ -24,6 +25,13 @@ def unpack(folder: Path) -> Path:
 
 def expected(case: Path) -> Any:
     return json.loads((case / "expected.json").read_text())
+
+
+def arrays(case: Path) -> dict[str, np.ndarray]:
+    """What DeepSpeed says that the arrays hold, in their dtypes."""
+    with np.load(case / "expected.npz") as found:
+        told = expected(case)["arrays"]
+        return {name: found[name].view(dtypes.from_name(told[name]["dtype"])) for name in told}
 
 
 def differences(case: Path, found: unickpt.Checkpoint) -> list[str]:

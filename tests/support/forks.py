@@ -1,5 +1,7 @@
 """Real processes by the dozen: one that has imported unickpt forks the others, in milliseconds.
 
+Each has the environment of its caller when it starts, as a process of its own would.
+
 Run as a script this is that process: it takes a line of JSON per command from its standard input.
 """
 
@@ -44,20 +46,21 @@ class Forks:
     """
 
     def __init__(self, folder: Path, *imports: str, env: Mapping[str, str] | None = None) -> None:
-        self._folder = folder
+        self._folder, self._env = folder, dict(env or {})
         self._server = subprocess.Popen(
             [sys.executable, "-W", "ignore", __file__, *imports],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, **(env or {})},
+            env=self._environment(),
         )
         self._outputs: dict[int, Path] = {}
 
     def start(self, source: str, *arguments: object) -> int:
         """Starts a process and returns its id."""
         out = self._folder / f"out_{len(self._outputs)}_{time.monotonic_ns()}"
-        pid: int = self._ask(start=source, arguments=arguments, out=str(out))
+        env = self._environment()
+        pid: int = self._ask(start=source, arguments=arguments, out=str(out), env=env)
         self._outputs[pid] = out
         return pid
 
@@ -99,6 +102,9 @@ class Forks:
         self._server.wait()
         self._server.stdout.close()
 
+    def _environment(self) -> dict[str, str]:
+        return {**os.environ, **self._env}
+
     def _ask(self, **command: Any) -> Any:
         assert self._server.stdin is not None
         assert self._server.stdout is not None
@@ -124,6 +130,8 @@ def _serve() -> None:
 
 def _run(command: dict[str, Any]) -> None:
     code = 1
+    os.environ.clear()
+    os.environ.update(command["env"])
     try:
         out = os.open(command["out"], os.O_WRONLY | os.O_CREAT)
         os.dup2(out, 1)

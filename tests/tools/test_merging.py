@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import xxhash
+from support import deepspeed_cases
 from support.counts import ChunkRead
 from support.processes import Processes
 from support.saving import files, in_job
@@ -30,6 +31,11 @@ FAST = SaveOptions(fsync=False)
 SMALL = SaveOptions(fsync=False, chunk_bytes=4096, budget_bytes=64 << 10)
 BF16 = np.dtype(ml_dtypes.bfloat16)
 Tree = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def deepspeed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return deepspeed_cases.unpack(tmp_path_factory.mktemp("deepspeed"))
 
 
 def tree(seed: int, *, step: int = 7) -> Tree:
@@ -191,6 +197,32 @@ def test_a_method_is_what_numpy_makes(name: str, tmp_path: Path) -> None:
 def _needs(arguments: dict[str, Any]) -> set[str]:
     method = merge_methods.method_of(arguments.get("how", "mean"))
     return {"base"} if method.needs_base else set()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("z1-bf16-dp4", "z2-bf16-rr-dp4", "z3-bf16-dp4"),
+        ("z1-bf16opt-bf16-dp2", "z3-subgroups-bf16-dp4"),
+        ("z3-fp32-dp2", "z1-bf16-dp4", "z1-fp16-dp2"),
+        ("z3-fp32-dp2", "uc-z1-bf16-dp4", "z1-elastic-dp2", "z2-bf16-rr-dp4", "z1-fp16-dp2"),
+    ],
+)
+def test_the_mean_of_deepspeed_checkpoints_is_that_of_what_deepspeed_says(
+    names: Sequence[str], deepspeed: Path, tmp_path: Path
+) -> None:
+    """Of other stages of ZeRO, numbers of ranks and dtypes."""
+    told = [deepspeed_cases.arrays(deepspeed / name) for name in names]
+    sources = [deepspeed / name / "ckpt" for name in names]
+    unickpt.merge(sources, tmp_path / "m", integers="last", options=FAST)
+    merged = unickpt.open(tmp_path / "m")
+    differ = 0
+    for array, last in told[-1].items():
+        expected = np.mean([wide(one[array]) for one in told], axis=0).astype(last.dtype)
+        found = np.asarray(merged[array][...])
+        assert (found.dtype, found.tobytes()) == (last.dtype, expected.tobytes()), array
+        differ += found.tobytes() != last.tobytes()
+    assert differ > 20
 
 
 def test_by_metric_and_by_step_of_a_run(tmp_path: Path) -> None:

@@ -16,9 +16,11 @@ from unickpt.cli.options import (
     Hints,
     Inverse,
     Overwrite,
+    Quantize,
     RulesName,
     Sizes,
     Verify,
+    parsed_quantize,
     read_rules,
     source_of,
 )
@@ -61,6 +63,7 @@ def convert(
     verify: Verify = True,
     budget: Budget = SaveOptions.budget_bytes,
     compression: Compression = None,
+    quantize: Quantize = None,
     hint: Hints = None,
     as_json: AsJson = False,
 ) -> None:
@@ -74,10 +77,12 @@ def convert(
     unickpt convert runs/jax/step_100 runs/hf --rules transformers-llama
     unickpt convert runs/hf runs/jax/tuned --rules transformers-llama --inverse
     unickpt convert runs/hf runs/jax/tuned --rules my.rules --inverse --like runs/jax/step_100
+    unickpt convert runs/jax/step_100 small --quantize '**/step=none' --quantize 'opt/**=uint8'
     torchrun --nproc-per-node 8 -m unickpt.cli convert s3://b/jax s3://b/hf --rules my.rules
 
-    --json prints {url, arrays, bytes, chunks, processes, seconds}, or for --dry-run {plan: [{made,
-    made_of, source, destination, rule, notes}], doubts: [text]}. Fields are only ever added.
+    --json prints {url, arrays, bytes, chunks, processes, seconds, quantized: {name: {largest_error,
+    largest_relative_error}}}, or for --dry-run {plan: [{made, made_of, source, destination, rule,
+    notes}], doubts: [text]}. Fields are only ever added.
     """
     wanted = read_rules(rules, inverse, size)
     opened = source_of(source, hint)
@@ -91,7 +96,9 @@ def convert(
         _print_preview(found, as_json)
         return
     try:
-        options = SaveOptions(budget_bytes=budget, compression=compression)
+        options = SaveOptions(
+            budget_bytes=budget, compression=compression, quantize=parsed_quantize(quantize)
+        )
     except ValueError as error:
         fail(str(error))
     with job() as first, transfer(source, shown=first) as progress:

@@ -13,13 +13,17 @@ from unickpt import MergeReport, merge_methods
 from unickpt.cli.options import (
     Budget,
     Compression,
+    Hints,
     Inverse,
     Overwrite,
+    Quantize,
     RulesName,
     Sizes,
     Verify,
     named_values,
+    parsed_quantize,
     read_rules,
+    source_of,
 )
 from unickpt.cli.output import (
     AsJson,
@@ -81,6 +85,8 @@ def merge(
     verify: Verify = True,
     budget: Budget = SaveOptions.budget_bytes,
     compression: Compression = None,
+    quantize: Quantize = None,
+    hint: Hints = None,
     as_json: AsJson = False,
 ) -> None:
     """Make one checkpoint of several: an average, an interpolation, or merged tasks.
@@ -95,20 +101,27 @@ def merge(
     unickpt merge math code merged --base llama --how ties --with density=0.2
     unickpt merge math code merged --base llama --how task_arithmetic --weight 0.6 --weight 0.4
 
-    --json prints {url, arrays, bytes, chunks, processes, seconds, method, sources: [{url, weight}],
-    notes: [text]}, or for --dry-run {method, sources, merged: [name], from_last: [name],
-    values_differ: [name], dtypes_differ: [name]}. Fields are only ever added.
+    --hint is for every source, and not for --base.
+
+    --json prints {url, arrays, bytes, chunks, processes, seconds, quantized: {name: {largest_error,
+    largest_relative_error}}, method, sources: [{url, weight}], notes: [text]}, or for --dry-run
+    {method, sources, merged: [name], from_last: [name], values_differ: [name], dtypes_differ:
+    [name]}. Fields are only ever added.
     """
     if len(paths) < 2:
         fail("give the sources and then the destination")
     *sources, destination = paths
     if last is not None and len(sources) != 1:
         fail("--last takes one source, the folder of a run")
-    given: Any = sources[0] if last is not None else sources
+    if last is not None and hint:
+        fail("--hint is for checkpoints of other systems, not for the steps of a run (--last)")
+    given: Any = sources[0] if last is not None else [source_of(one, hint) for one in sources]
     wanted = read_rules(rules, inverse, size)
     try:
         method = merge_methods.method_of(how, named_values("--with", parameters, _PARAMETER))
-        options = SaveOptions(budget_bytes=budget, compression=compression)
+        options = SaveOptions(
+            budget_bytes=budget, compression=compression, quantize=parsed_quantize(quantize)
+        )
         if dry_run:
             asked = Request(given, method, weights, base, last, wanted, integers, budget)
             _print_plan(plan_merge(asked), as_json)

@@ -36,6 +36,14 @@ Verify = Annotated[
 ]
 Budget = Annotated[int, typer.Option("--budget", help="Bytes of memory for it.", min=1 << 20)]
 Compression = Annotated[str | None, typer.Option("--compression", help="zstd, gzip or blosc.")]
+Quantize = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--quantize",
+        help="Store arrays of floats with fewer bits: a pattern of names, and uint8, int4, int3, "
+        "int2, bfloat16 or none, as in --quantize 'opt/**=uint8'. The first that matches counts.",
+    ),
+]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace a checkpoint at the destination.")
 ]
@@ -75,6 +83,12 @@ def source_of(path: str, hints: list[str] | None) -> str | Checkpoint:
 def parsed_hints(hints: list[str] | None) -> dict[str, Any]:
     """The hints by name."""
     return named_values("--hint", hints, "a name and a value, such as tp=2")
+
+
+def parsed_quantize(given: list[str] | None) -> dict[str, Any]:
+    """`SaveOptions.quantize` as the options say."""
+    found = named_values("--quantize", given, "a pattern and its codes, such as opt/**=uint8")
+    return {pattern: None if codes == "none" else codes for pattern, codes in found.items()}
 
 
 def named_values(option: str, given: list[str] | None, expected: str) -> dict[str, Any]:

@@ -174,9 +174,19 @@ def print_written(done: str, report: SaveReport, verified: bool, as_json: bool) 
         f"{done} {counted(report.arrays, 'array')}, {size_text(report.bytes)} in "
         f"{report.seconds:.2f} s ({report.gb_per_s:.2f} GB/s){checked}: {clean(report.url)}"
     )
+    if report.quantized:
+        worst = max(relative for _, relative in report.quantized.values())
+        console().print(
+            f"{counted(len(report.quantized), 'array')} with fewer bits; the largest error is "
+            f"{worst:.3g} of the largest element of its block"
+        )
 
 
 def written_json(report: SaveReport) -> dict[str, Any]:
     """What was written, for programs."""
     names = ("url", "arrays", "bytes", "chunks", "processes", "seconds")
-    return {name: getattr(report, name) for name in names}
+    errors = {
+        name: {"largest_error": absolute, "largest_relative_error": relative}
+        for name, (absolute, relative) in report.quantized.items()
+    }
+    return {**{name: getattr(report, name) for name in names}, "quantized": errors}

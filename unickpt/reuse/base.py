@@ -44,13 +44,16 @@ class Share(Protocol):
     def borrowed(self) -> Mapping[BaseEntry, set[tuple[str, int]]]:
         """The chunks that were taken of checkpoints beside this one: part's key, and number."""
 
-    def unit(self, entry: ArrayEntry, part: Part, number: int) -> Any:
-        """What stays alive for a chunk of the base; None if the chunk cannot be referred to."""
+    def find(self, entry: ArrayEntry, part: Part, number: int) -> Any:
+        """Where a chunk of the base is; None if it cannot be referred to."""
+
+    def unit(self, where: Any) -> Any:
+        """What stays alive for a chunk, by where it is."""
 
     def least_bytes(self, unit: Any) -> float:
         """How many bytes of a unit must be used for it to be kept alive."""
 
-    def take(self, unit: Any, part: Part, number: int) -> bool:
+    def take(self, where: Any, part: Part, number: int) -> bool:
         """Refers to a chunk; False if it has to be written after all."""
 
     def publish(self, context: ts.Context) -> None:
@@ -114,12 +117,12 @@ def _is_beside(location: Location, other: Location) -> bool:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A chunk of the base that a chunk of the save may be equal to; `unit` as of `Share`."""
+    """A chunk of the base that a chunk of the save may be equal to; `where` as of `Share`."""
 
     part: Part
     entry: ArrayEntry
     digest: int
-    unit: Any
+    where: Any
 
 
 class Base:
@@ -152,17 +155,19 @@ class Base:
         Arguments:
             chunks: array, part and number of each.
         """
+        share = self.share
+        if share is None:
+            return
         used: dict[Any, int] = {}
         for entry, part, number in chunks:
             found = self._find(entry, part, number)
-            if found is not None and found.unit is not None:
+            if found is not None and found.where is not None:
                 nbytes = chunk_store.nbytes_as_stored(entry, part.chunk_box(number).shape)
                 self._candidates[part.key, number] = found
-                used[found.unit] = used.get(found.unit, 0) + nbytes
-        if self.share is None:
-            return
-        left = {unit for unit, nbytes in used.items() if nbytes < self.share.least_bytes(unit)}
-        for key in [key for key, found in self._candidates.items() if found.unit in left]:
+                unit = share.unit(found.where)
+                used[unit] = used.get(unit, 0) + nbytes
+        left = {unit for unit, nbytes in used.items() if nbytes < share.least_bytes(unit)}
+        for key in [key for key, c in self._candidates.items() if share.unit(c.where) in left]:
             del self._candidates[key]
 
     def _find(self, entry: ArrayEntry, part: Part, number: int) -> _Candidate | None:
@@ -177,9 +182,9 @@ class Base:
         first, same = self._parts[entry.name].get(part.key, (0, None))
         if same != part:
             return None
-        unit = None if self.share is None else self.share.unit(theirs, part, number)
+        where = None if self.share is None else self.share.find(theirs, part, number)
         row = self._reader.digests_of(entry.name)[first + number]
-        return _Candidate(part, theirs, int(row["digest"]), unit)
+        return _Candidate(part, theirs, int(row["digest"]), where)
 
     def stored_digest(self, entry: ArrayEntry, part: Part, number: int) -> int | None:
         """The digest of a chunk, if the base has one at the same place and of the same kind."""
@@ -202,7 +207,7 @@ class Base:
         return self._take(found, number)
 
     def _take(self, found: _Candidate, number: int) -> bool:
-        if self.share is None or not self.share.take(found.unit, found.part, number):
+        if self.share is None or not self.share.take(found.where, found.part, number):
             return False
         self.nbytes += found.part.chunk_box(number).size * found.entry.itemsize
         return True

@@ -70,10 +70,13 @@ class LinkedFiles:
         os.rmdir(str(self._folder.spec["path"]))
         return is_linked
 
-    def unit(self, entry: ArrayEntry, part: Part, number: int) -> str | None:
-        """The data file that has a chunk."""
-        found = self._reader.where(part, number)
-        return None if found is None else found.path
+    def find(self, entry: ArrayEntry, part: Part, number: int) -> DataReference | None:
+        """Where a chunk is in a data file."""
+        return self._reader.where(part, number)
+
+    def unit(self, where: DataReference) -> str:
+        """The data file."""
+        return where.path
 
     def least_bytes(self, unit: str) -> float:
         """Half of the size of a data file."""
@@ -82,14 +85,13 @@ class LinkedFiles:
         except Failed:
             return float("inf")  # it is gone
 
-    def take(self, unit: str, part: Part, number: int) -> bool:
+    def take(self, where: DataReference, part: Part, number: int) -> bool:
         """Refers to a chunk; False if its file cannot be linked."""
-        name = self._linked(unit)
-        found = self._reader.where(part, number)
-        if name is None or found is None:
+        name = self._linked(where.path)
+        if name is None:
             return False
-        where = DataReference(name, found.offset, found.length)
-        self._taken.append((chunk_store.key_of(part, number).encode(), where))
+        linked = DataReference(name, where.offset, where.length)
+        self._taken.append((chunk_store.key_of(part, number).encode(), linked))
         return True
 
     def _linked(self, path: str) -> str | None:

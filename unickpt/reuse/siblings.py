@@ -43,16 +43,20 @@ class Siblings:
         arrays = self._reader.base_index(self.base).arrays.values()
         return index.reused >= LEAST_USED * sum(entry.nbytes for entry in arrays)
 
-    def unit(self, entry: ArrayEntry, part: Part, number: int) -> BaseEntry | None:
+    def find(self, entry: ArrayEntry, part: Part, number: int) -> BaseEntry | None:
         """The base, if it has a chunk."""
         is_there = not self._reader.index.bases or self._reader.is_borrowed(entry, part, number)
         return self.base if is_there else None
+
+    def unit(self, where: BaseEntry) -> BaseEntry:
+        """The base."""
+        return where
 
     def least_bytes(self, unit: BaseEntry) -> float:
         """None: `is_worthwhile` decides for all chunks."""
         return 0
 
-    def take(self, unit: BaseEntry, part: Part, number: int) -> bool:
+    def take(self, where: BaseEntry, part: Part, number: int) -> bool:
         """Borrows a chunk."""
         self._taken.add((part.key, number))
         return True

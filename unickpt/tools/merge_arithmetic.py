@@ -70,6 +70,17 @@ class Sum:
 
 
 @dataclass(frozen=True)
+class Average:
+    """The sum, divided by the number of inputs: `Sum` would round 1/3 before it is used."""
+
+    def __call__(self, inputs: Sequence[Array], span: Span) -> Array:
+        total: Array = inputs[0].copy()
+        for block in inputs[1:]:
+            total += block
+        return total / len(inputs)
+
+
+@dataclass(frozen=True)
 class Differences:
     """The base, plus a weighted sum of the sources' differences from it."""
 

@@ -29,6 +29,7 @@ from unickpt.threads import in_batches
 from unickpt.tools.conversion import check_written, leaves_of
 from unickpt.tools.merge_arithmetic import (
     BLOCK,
+    Average,
     Differences,
     Elected,
     Formula,
@@ -38,6 +39,7 @@ from unickpt.tools.merge_arithmetic import (
 )
 from unickpt.tools.merge_methods import (
     Dare,
+    Mean,
     Method,
     Search,
     Slerp,
@@ -395,6 +397,8 @@ class Merger:
     def _formula(self, name: str) -> Formula:
         method, weights = self.plan.method, self.plan.weights
         match method:
+            case Mean():
+                return Average()
             case Slerp():
                 return Sum(tuple(self._found[name]))
             case Ties():
