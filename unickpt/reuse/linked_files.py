@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import tensorstore as ts
 
-from unickpt.format import chunk_store
+from unickpt.format import chunk_store, patches
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, BaseEntry
 from unickpt.format.ocdbt_reader import OcdbtReader
@@ -50,6 +50,7 @@ class LinkedFiles:
         self, reader: OcdbtReader, files: RegularFiles, folder: Location, *, fsync: bool
     ) -> None:
         self._reader, self._files = reader, files
+        self.takes_full_chunks = True
         self._folder, self._fsync = folder.child(FOLDER), fsync
         self.borrowed: Mapping[BaseEntry, set[tuple[str, int]]] = {}
         self._names: dict[str, str | None] = {}
@@ -72,7 +73,7 @@ class LinkedFiles:
 
     def unit(self, entry: ArrayEntry, part: Part, number: int) -> str | None:
         """The data file that has a chunk."""
-        found = self._reader.where(part, number)
+        found = self._reader.where(entry, part, number)
         return None if found is None else found.path
 
     def least_bytes(self, unit: str) -> float:
@@ -82,14 +83,22 @@ class LinkedFiles:
         except Failed:
             return float("inf")  # it is gone
 
-    def take(self, unit: str, part: Part, number: int) -> bool:
+    def stored_bytes(self, entry: ArrayEntry, part: Part, number: int) -> int:
+        """The bytes of a chunk in its data file."""
+        found = self._reader.where(entry, part, number)
+        return 0 if found is None else found.length
+
+    def take(
+        self, unit: str, entry: ArrayEntry, part: Part, number: int, *, as_full: bool = False
+    ) -> bool:
         """Refers to a chunk; False if its file cannot be linked."""
         name = self._linked(unit)
-        found = self._reader.where(part, number)
+        found = self._reader.where(entry, part, number)
         if name is None or found is None:
             return False
         where = DataReference(name, found.offset, found.length)
-        self._taken.append((chunk_store.key_of(part, number).encode(), where))
+        new = patches.full_of(part) if as_full else part
+        self._taken.append((chunk_store.key_of(new, number).encode(), where))
         return True
 
     def _linked(self, path: str) -> str | None:

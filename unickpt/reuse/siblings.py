@@ -28,6 +28,7 @@ class Siblings:
     """
 
     linked = 0
+    takes_full_chunks = False
 
     def __init__(self, reader: OcdbtReader) -> None:
         self._reader = reader
@@ -44,16 +45,32 @@ class Siblings:
         return index.reused >= _LEAST_USED * sum(entry.nbytes for entry in arrays)
 
     def unit(self, entry: ArrayEntry, part: Part, number: int) -> BaseEntry | None:
-        """The base, if it has a chunk."""
+        """The base, if it has a chunk, and not as a patch."""
         is_there = not self._reader.index.bases or self._reader.is_borrowed(entry, part, number)
-        return self.base if is_there else None
+        if not is_there or self._reader.is_patched(entry, part, number):
+            return None
+        return self.base
 
     def least_bytes(self, unit: BaseEntry) -> float:
         """None: `is_worthwhile` decides for all chunks."""
         return 0
 
-    def take(self, unit: BaseEntry, part: Part, number: int) -> bool:
-        """Borrows a chunk."""
+    def stored_bytes(self, entry: ArrayEntry, part: Part, number: int) -> int:
+        """Not known, as full chunks are not taken."""
+        return 0
+
+    def take(
+        self,
+        unit: BaseEntry,
+        entry: ArrayEntry,
+        part: Part,
+        number: int,
+        *,
+        as_full: bool = False,
+    ) -> bool:
+        """Borrows a chunk; no full chunk."""
+        if as_full:
+            return False
         self._taken.add((part.key, number))
         return True
 
