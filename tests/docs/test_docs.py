@@ -268,7 +268,7 @@ def replaced(path: str, value: Any) -> Callable[[Any], None]:
 BAD: dict[str, Callable[[Any], None]] = {
     "a member missing": lambda body: body.pop("chunks"),
     "a version that is none": replaced("format", "1"),
-    "a newer major version": replaced("format", "2.0"),
+    "a newer major version": replaced("format", "3.0"),
     "a process too few": replaced("processes", 0),
     "a negative extent": replaced("arrays.w.shape", [-6, 4]),
     "an extent that is no integer": replaced("arrays.w.shape", [6.5, 4]),

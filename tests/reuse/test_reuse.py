@@ -196,7 +196,7 @@ def test_a_base_must_exist(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFound, match="nowhere"):
         save(tmp_path / "b", tree(), base=tmp_path / "nowhere")
     assert not (tmp_path / "b").exists()
-    with pytest.raises(ValueError, match="reuse 'hope' is not one of digest, compare"):
+    with pytest.raises(ValueError, match="reuse 'hope' is not one of digest, compare, patch"):
         SaveOptions(reuse="hope")  # type: ignore[arg-type]
 
 
@@ -328,11 +328,12 @@ def test_any_history_leaves_whole_checkpoints(
     for n in range(data.draw(st.integers(3, 9))):
         for _ in range(data.draw(st.integers(0, 2))):
             state["w"][rng.integers(ROWS)] += 1
+            state["h"][rng.integers(3000, size=9)] *= -1
         action = data.draw(st.sampled_from(["save", "save", "remove", "move", "copy", "overwrite"]))
         name = f"s{n}"
         old = data.draw(st.sampled_from(sorted(there))) if there else None
         if old is None or action == "save":
-            reuse = data.draw(st.sampled_from(["digest", "compare"]))
+            reuse = data.draw(st.sampled_from(["digest", "compare", "patch"]))
             save(folder / name, state, base=None if old is None else folder / old, reuse=reuse)
             there[name] = {k: np.copy(v) if k != "step" else v for k, v in state.items()}
         elif action == "remove":
@@ -346,7 +347,8 @@ def test_any_history_leaves_whole_checkpoints(
             there[name] = there[old]
         else:
             other = data.draw(st.sampled_from(sorted(there)))
-            made = SaveOptions(chunk_bytes=CHUNK, fsync=False, base=folder / other)
+            reuse = data.draw(st.sampled_from(["digest", "patch"]))
+            made = SaveOptions(chunk_bytes=CHUNK, fsync=False, base=folder / other, reuse=reuse)
             unickpt.save(folder / old, state, overwrite=True, options=made)
             there[old] = {k: np.copy(v) if k != "step" else v for k, v in state.items()}
     for name, expected in there.items():

@@ -304,7 +304,8 @@ class Base:
         assert self.share is not None
         full = self._scratch.array(chunk.shape, chunk.dtype)
         of = self._reader.read_full(found.entry, found.part, number, found.row, full)
-        stored = self.share.stored_bytes(found.entry, found.part, number)
+        # Neither what compression saves nor padding counts.
+        stored = min(chunk.nbytes, self.share.stored_bytes(found.entry, found.part, number))
         most = min(int(_MOST_OF_CHUNK * stored), stored - of.spent)
         return patches.encode(full, chunk, of, most)
 
