@@ -76,14 +76,21 @@ def encode(full: Array, chunk: Array, of: FullChunk, most: int) -> bytes | None:
         found.append(differ + first)
     positions = np.concatenate(found)
     gaps = np.diff(positions, prepend=-1) - 1
-    width = min(_WIDTHS, key=lambda w: (count + _fillers(gaps, w).sum()) * (w + new.itemsize))
+    width = _cheapest_width(gaps, new.itemsize)
     narrow = _narrow(gaps, width)
     length = _HEADER.itemsize + len(narrow) * (width + new.itemsize)
     if length > most:
         return None
-    at = np.cumsum(narrow) + np.arange(len(narrow))
+    at = positions if narrow is gaps else np.cumsum(narrow + 1) - 1
     header = np.array([(of.digest, of.spent + length, len(narrow), width)], _HEADER)
     return b"".join([header.tobytes(), narrow.astype(f"<u{width}").tobytes(), new[at].tobytes()])
+
+
+def _cheapest_width(gaps: Array, itemsize: int) -> int:
+    """With how many bytes for each gap a patch is the shortest."""
+    if not len(gaps) or not _fillers(gaps.max(), min(_WIDTHS)):
+        return min(_WIDTHS)
+    return min(_WIDTHS, key=lambda w: (len(gaps) + _fillers(gaps, w).sum()) * (w + itemsize))
 
 
 def _fillers(gaps: Array, width: int) -> Array:
