@@ -6,7 +6,8 @@ Each step changes a share of the elements at random, each by its last bit; each 
 step before, and the two newest steps are kept. Bytes are those of new files; a save is durable; a
 load is verified, of files in the page cache. `--train` changes the weights
 as an RL run does instead: Adam with a small learning rate on float32 weights, of which bfloat16
-copies are saved.
+copies are saved. `--limits` saves nothing: it computes what is written on average over 400 steps if
+patches may have other shares of their chunk, with and without a limit for all patches of a chunk.
 """
 
 from __future__ import annotations
@@ -112,6 +113,42 @@ def measure(states: Iterator[Any], steps: int, how: str, folder: Path) -> dict[s
     }
 
 
+def patch_size(changed: float) -> float:
+    """The expected size of a patch in relation to its chunk, if a share of the elements differs."""
+    sizes = []
+    for width in (1, 2, 4):
+        filler = (1 - changed) ** (1 << 8 * width)  # the chance of each further one
+        sizes.append(changed / (1 - filler) * (width + 2) / 2)
+    return min(sizes)
+
+
+def written(share: float, most: float, all_most: float, steps: int = 400) -> float:
+    """What is written of a chunk on average, if a share of its elements changes in each step.
+
+    Arguments:
+        share: of the elements that change.
+        most: of the chunk, as which a patch may take; else the chunk is written whole.
+        all_most: likewise for all patches since the chunk was written whole.
+    """
+    total, since, spent = 0.0, 0, 0.0
+    for _ in range(steps):
+        since += 1
+        patch = patch_size(1 - (1 - share) ** since)
+        if patch <= most and spent + patch <= all_most:
+            spent += patch
+            total += patch
+        else:
+            since, spent, total = 0, 0.0, total + 1
+    return total / steps
+
+
+def print_limits(shares: list[float]) -> None:
+    print("changed  " + "".join(f"{f'{most:g} of a chunk':>22}" for most in (0.125, 0.25, 0.5)))
+    for share in shares:
+        pairs = [[written(share, most, limit) for limit in (1, 1e9)] for most in (0.125, 0.25, 0.5)]
+        print(f"{share:7.1%}  " + "".join(f"{f'{a:.1%} or {b:.1%}':>22}" for a, b in pairs))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mib", type=int, default=512)
@@ -120,7 +157,11 @@ def main() -> None:
     parser.add_argument("--train", type=float, nargs="*", default=[], help="learning rates")
     parser.add_argument("--folder", type=Path, help="on the disk to measure")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--limits", action="store_true")
     arguments = parser.parse_args()
+    if arguments.limits:
+        print_limits(arguments.shares)
+        return
     nbytes = arguments.mib << 20
     cases = [(f"{share:.1%} changed", scattered(nbytes, share)) for share in arguments.shares]
     cases += [(f"Adam at {rate:g}", trained(nbytes, rate)) for rate in arguments.train]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -53,12 +54,12 @@ def changed(state: dict[str, Any], share: float = 0.01, seed: int = 0) -> dict[s
     return state | {"w": bits.view(state["w"].dtype), "step": state["step"] + 1}
 
 
-def save(path: Path, state: Any, **options: Any) -> unickpt.SaveReport:
+def save(path: Path | str, state: Any, **options: Any) -> unickpt.SaveReport:
     options = {"chunk_bytes": CHUNK, "fsync": False, "reuse": "patch", **options}
     return unickpt.save(path, state, options=SaveOptions(**options))
 
 
-def is_whole(path: Path, state: Any) -> None:
+def is_whole(path: Path | str, state: Any) -> None:
     assert same(unickpt.load(path), state)
     report = unickpt.verify(path)
     assert report.ok, report.damage
@@ -340,6 +341,20 @@ def test_copies_and_conversions(
     shutil.rmtree(path)
     is_whole(path.with_name("c"), state)
     assert patched(path.with_name("c")) == (0 if tool is converted else COUNT)
+
+
+def test_in_storage_without_files(pair: tuple[Path, dict[str, Any]]) -> None:
+    path, state = pair
+    there = f"memory://{secrets.token_hex(6)}/c"
+    copying.copy(path, there)
+    is_whole(there, state)
+    rows = unickpt.open(there)["w"][3:5]
+    assert rows.tobytes() == state["w"][3:5].tobytes()
+    later = changed(state)
+    report = save(f"{there}2", later, base=there)
+    assert report.patched_chunks == 0
+    assert report.reused_bytes == state["other"].nbytes  # patched chunks are not borrowed
+    is_whole(f"{there}2", later)
 
 
 def test_parts_of_arrays_and_differences(pair: tuple[Path, dict[str, Any]]) -> None:

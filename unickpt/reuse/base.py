@@ -30,8 +30,8 @@ from unickpt.reuse.siblings import Siblings
 from unickpt.storage.locations import Location
 
 _log = logging.getLogger("unickpt")
-# The share of what is stored of a chunk that a patch may take. (benchmarks/patches.py: more gains
-# little, and makes loading slower.)
+# The share of a chunk that a patch may take.
+# Twice that gains up to a third where 10 % to 20 % of the elements change (benchmarks/patches.py).
 _MOST_OF_CHUNK = 0.25
 # To compare a chunk takes memory for so many of its size: the full chunk, positions, a patch.
 _COPIES = 8
@@ -306,6 +306,8 @@ class Base:
         of = self._reader.read_full(found.entry, found.part, number, found.row, full)
         # Neither what compression saves nor padding counts.
         stored = min(chunk.nbytes, self.share.stored_bytes(found.entry, found.part, number))
+        # Patches grow from step to step. Once all since the chunk was written whole take as much as
+        # it, it is time to write it whole: for steady growth, the best time.
         most = min(int(_MOST_OF_CHUNK * stored), stored - of.spent)
         return patches.encode(full, chunk, of, most)
 
