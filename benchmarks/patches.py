@@ -4,10 +4,11 @@
 
 Each step changes a share of the elements at random, each by its last bit; each save refers to the
 step before, and the two newest steps are kept. Bytes are those of new files; a save is durable; a
-load is verified, of files in the page cache; of both, the best of the steps. `--train` changes the weights
-as an RL run does instead: Adam with a small learning rate on float32 weights, of which bfloat16
-copies are saved. `--limits` saves nothing: it computes what is written on average over 400 steps if
-patches may have other shares of their chunk, with and without a limit for all patches of a chunk.
+load is verified, of files in the page cache; of both, the best of the steps. `--train` changes the
+weights as an RL run does instead: Adam with a small learning rate on float32 weights, of which
+bfloat16 copies are saved. `--limits` saves nothing: it computes what is written on average over 400
+steps if patches may have other shares of their chunk, with and without a limit for all patches of a
+chunk.
 """
 
 from __future__ import annotations

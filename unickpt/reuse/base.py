@@ -59,9 +59,6 @@ class Share(Protocol):
     def least_bytes(self, unit: Any) -> float:
         """How many bytes of a unit must be used for it to be kept alive."""
 
-    def stored_bytes(self, entry: ArrayEntry, part: Part, number: int) -> int:
-        """The bytes that are stored of a chunk, or of the full chunk that its patch refers to."""
-
     def take(
         self, unit: Any, entry: ArrayEntry, part: Part, number: int, *, as_full: bool = False
     ) -> bool:
@@ -301,14 +298,17 @@ class Base:
         return self._how.budget_bytes // (_COPIES * max(1, nbytes))
 
     def _patch(self, found: _Candidate, number: int, chunk: Array) -> bytes | None:
-        assert self.share is not None
+        """What differs from the full chunk; None if that is too much."""
+        stored = self._reader.where(found.entry, found.part, number)
+        if stored is None:
+            return None
         full = self._scratch.array(chunk.shape, chunk.dtype)
         of = self._reader.read_full(found.entry, found.part, number, found.row, full)
-        # Neither what compression saves nor padding counts.
-        stored = min(chunk.nbytes, self.share.stored_bytes(found.entry, found.part, number))
-        # Patches grow from step to step. Once all since the chunk was written whole take as much as
-        # it, it is time to write it whole: for steady growth, the best time.
-        most = min(int(_MOST_OF_CHUNK * stored), stored - of.spent)
+        # Neither what compression saves nor padding counts. Patches grow from step to step. Once
+        # all since the chunk was written whole take as much as it, it is time to write it whole:
+        # for steady growth, the best time.
+        whole = min(chunk.nbytes, stored.length)
+        most = min(int(_MOST_OF_CHUNK * whole), whole - of.spent)
         return patches.encode(full, chunk, of, most)
 
     def take_full(self, part: Part, number: int, patch: bytes) -> bool:

@@ -83,11 +83,6 @@ class LinkedFiles:
         except Failed:
             return float("inf")  # it is gone
 
-    def stored_bytes(self, entry: ArrayEntry, part: Part, number: int) -> int:
-        """The bytes of a chunk in its data file."""
-        found = self._reader.where(entry, part, number)
-        return 0 if found is None else found.length
-
     def take(
         self, unit: str, entry: ArrayEntry, part: Part, number: int, *, as_full: bool = False
     ) -> bool:

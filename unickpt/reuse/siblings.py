@@ -45,18 +45,12 @@ class Siblings:
         return index.reused >= _LEAST_USED * sum(entry.nbytes for entry in arrays)
 
     def unit(self, entry: ArrayEntry, part: Part, number: int) -> BaseEntry | None:
-        """The base, if it has a chunk, and not as a patch."""
+        """The base, if it has a chunk."""
         is_there = not self._reader.index.bases or self._reader.is_borrowed(entry, part, number)
-        if not is_there or self._reader.is_patched(entry, part, number):
-            return None
-        return self.base
+        return self.base if is_there else None
 
     def least_bytes(self, unit: BaseEntry) -> float:
         """None: `is_worthwhile` decides for all chunks."""
-        return 0
-
-    def stored_bytes(self, entry: ArrayEntry, part: Part, number: int) -> int:
-        """Not known, as full chunks are not taken."""
         return 0
 
     def take(
