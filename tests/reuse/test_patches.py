@@ -235,6 +235,17 @@ def test_tensorstore_does_not_take_the_full_chunk_for_the_chunk(
     assert np.array_equal(other, state["other"])
 
 
+def test_an_array_of_the_same_shape_without_patches_is_a_zarr_array(tmp_path: Path) -> None:
+    before = tree() | {"alike": np.ones_like(tree()["w"])}
+    save(tmp_path / "a", before)
+    save(tmp_path / "b", state := changed(before), base=tmp_path / "a")
+    is_whole(tmp_path / "b", state)
+    alike = ts.open(f"file://{tmp_path}/b/|ocdbt:alike/").result().read().result()
+    assert np.array_equal(alike, state["alike"])
+    with pytest.raises(ValueError, match=r"unickpt\.patched"):
+        ts.open(f"file://{tmp_path}/b/|ocdbt:w/").result()
+
+
 def test_readers_of_format_1_refuse_it(
     pair: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
