@@ -28,7 +28,7 @@ from unickpt import Layout, LocalFragments, Mesh, PerProcess, PerProcessValues, 
 from unickpt.arrays import dtypes
 from unickpt.cli import tree_table
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
-from unickpt.format import chunk_grid, index_json, zarr_metadata
+from unickpt.format import chunk_grid, chunk_store, index_json, patches, zarr_metadata
 from unickpt.format.index import INDEX_KEY, ArrayEntry, Index
 from unickpt.quantized import values
 from unickpt.quantized.blocks import Blocks
@@ -128,6 +128,17 @@ def test_the_quantised_chunk_of_the_format() -> None:
     assert (out == x).all()
     assert Blocks.of((40, 300)) == Blocks(40, 300)
     assert Blocks.of((8, 40, 3, 3)) == Blocks(8, 360)
+
+
+def test_the_patched_chunk_of_the_format() -> None:
+    full = np.arange(10, 15, dtype=np.uint16)
+    chunk = full.copy()
+    chunk[[1, 4]] += 10
+    stored = bytes.fromhex("".join(code(row[0])[0] for row in table("patched")))
+    of = patches.FullChunk(chunk_store.digest(full))
+    assert patches.encode(full, chunk, of, 38) == stored
+    patches.apply(stored, full)
+    assert np.array_equal(full, chunk)
 
 
 def test_zarr_metadata_of_the_format() -> None:
@@ -249,6 +260,7 @@ def test_schema_accepts_real_indexes(name: str, tmp_path: Path) -> None:
         "borrowed_1_2/step_0",
         "borrowed_1_2/step_1",
         "quantised_1_2",
+        "patched_2_0",
     ],
 )
 def test_schema_accepts_the_fixtures(name: str) -> None:
@@ -268,7 +280,7 @@ def replaced(path: str, value: Any) -> Callable[[Any], None]:
 BAD: dict[str, Callable[[Any], None]] = {
     "a member missing": lambda body: body.pop("chunks"),
     "a version that is none": replaced("format", "1"),
-    "a newer major version": replaced("format", "2.0"),
+    "a newer major version": replaced("format", "3.0"),
     "a process too few": replaced("processes", 0),
     "a negative extent": replaced("arrays.w.shape", [-6, 4]),
     "an extent that is no integer": replaced("arrays.w.shape", [6.5, 4]),
@@ -480,3 +492,23 @@ def test_docstrings(name: str) -> None:
     result = doctest.testmod(module, verbose=False)
     assert result.failed == 0, f"{result.failed} examples of {name} fail; see above"
     assert sys.modules[name] is module
+
+
+def test_patched_chunks_stay_readable() -> None:
+    path = FIXTURES / "patched_2_0"
+    found = unickpt.load(path)
+    rows = np.arange(4000.0).reshape(40, 100)
+    rows[::3, 7] *= -2
+    near, far = np.arange(3000, dtype=np.uint16), np.arange(70_000, dtype=np.uint8)
+    near[2::40] += 1
+    far[600::2000] += 1
+    expected = {"rows": rows, "near": near, "far": far, "frozen": np.arange(300), "step": 2}
+    same(found, expected)
+    assert unickpt.verify(path).ok
+    entries = unickpt.open(path).index.arrays
+    assert {name: entry.patched for name, entry in entries.items()} == {
+        "rows": 4,
+        "near": 1,
+        "far": 9,
+        "frozen": 0,
+    }

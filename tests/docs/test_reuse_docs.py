@@ -1,4 +1,4 @@
-"""The example of docs/reuse.md prints what the page says."""
+"""The examples of docs/reuse.md print what the page says."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import contextlib
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reuse.md").read_text()
 
 
-def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ((code, printed),) = re.findall(r"```python\n(.*?)```\n```\n(.*?)```", PAGE, re.DOTALL)
+def test_the_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    examples = re.findall(r"```python\n(.*?)```\n```\n(.*?)```", PAGE, re.DOTALL)
+    assert len(examples) == 2
     monkeypatch.chdir(tmp_path)
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        exec(compile(code, "docs/reuse.md", "exec"), {})
-    assert out.getvalue() == printed
+    names: dict[str, Any] = {}
+    for code, printed in examples:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(compile(code, "docs/reuse.md", "exec"), names)
+        assert out.getvalue() == printed

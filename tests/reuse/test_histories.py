@@ -67,6 +67,8 @@ class Folder:
     def train(self) -> None:
         for _ in range(self.data.draw(st.sampled_from([0, 1, 1, 2, 30]))):
             self.state["w"][self.rng.integers(ROWS)] += 1
+        for _ in range(self.data.draw(st.integers(0, 2))):  # elements, for patches
+            self.state["h"][self.rng.integers(3000, size=9)] *= -1
 
     def some(self) -> int:
         return self.data.draw(st.sampled_from(sorted(self.there)))
@@ -79,7 +81,7 @@ class Folder:
 
     def save(self) -> None:
         base = self.path(self.some()) if self.there else None
-        reuse = self.data.draw(st.sampled_from(["digest", "compare"]))
+        reuse = self.data.draw(st.sampled_from(["digest", "compare", "patch"]))
         made = SaveOptions(chunk_bytes=CHUNK, fsync=False, base=base, reuse=reuse)
         unickpt.save(self.path(self.next), self.state, options=made)
         self.there[self.next] = self.now()
@@ -87,9 +89,10 @@ class Folder:
     def run(self) -> None:
         """A job that goes on from a step, if it can be read, and removes what no rule keeps."""
         kept = self.data.draw(st.integers(1, 3))
+        reuse = self.data.draw(st.sampled_from([True, "patch"]))
         options = SaveOptions(chunk_bytes=CHUNK, fsync=False)
         sound = {step for step in self.there if self.is_readable(step)}
-        with Checkpointer(self.root, keep_last=kept, reuse=True, options=options) as run:
+        with Checkpointer(self.root, keep_last=kept, reuse=reuse, options=options) as run:
             if self.there and self.data.draw(st.booleans()):
                 with suppress(CheckpointCorrupt):
                     run.load(step=max(self.there))
@@ -117,7 +120,8 @@ class Folder:
 
     def overwrite(self) -> None:
         step, base = self.some(), self.some()
-        options = SaveOptions(chunk_bytes=CHUNK, fsync=False, base=self.path(base))
+        reuse = self.data.draw(st.sampled_from(["digest", "patch"]))
+        options = SaveOptions(chunk_bytes=CHUNK, fsync=False, base=self.path(base), reuse=reuse)
         try:
             unickpt.save(self.path(step), self.state, overwrite=True, options=options)
         except CheckpointExists as error:

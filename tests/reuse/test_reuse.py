@@ -84,9 +84,9 @@ def test_a_chunk_of_the_base_is_looked_for_once(
     chunks = save(tmp_path / "a", state).chunks
     asked, where = [], OcdbtReader.where
 
-    def counted(reader: OcdbtReader, part: Any, number: int) -> Any:
+    def counted(reader: OcdbtReader, entry: Any, part: Any, number: int) -> Any:
         asked.append((part.key, number))
-        return where(reader, part, number)
+        return where(reader, entry, part, number)
 
     monkeypatch.setattr(OcdbtReader, "where", counted)
     assert save(tmp_path / "b", state, base=tmp_path / "a").reused_bytes > 0
@@ -211,7 +211,7 @@ def test_a_base_must_exist(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFound, match="nowhere"):
         save(tmp_path / "b", tree(), base=tmp_path / "nowhere")
     assert not (tmp_path / "b").exists()
-    with pytest.raises(ValueError, match="reuse 'hope' is not one of digest, compare"):
+    with pytest.raises(ValueError, match="reuse 'hope' is not one of digest, compare, patch"):
         SaveOptions(reuse="hope")  # type: ignore[arg-type]
 
 

@@ -55,7 +55,7 @@ def start_job(
     source: str,
     folders: Sequence[object],
     count: int,
-    numbers: Sequence[int],
+    numbers: Sequence[object],
     doomed: int,
     dies: tuple[str, str],
 ) -> list[int]:
@@ -64,7 +64,7 @@ def start_job(
     Arguments:
         forks: starts them.
         source: of each; its `ARGS` are the folders, its index, the number of processes, the
-            session, the numbers, and the arguments of `die_at`.
+            session, these numbers and texts, and the arguments of `die_at`.
         folders, count, numbers: for it.
         doomed: the process that dies; none if negative.
         dies: when; see `die_at`.

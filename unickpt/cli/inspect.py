@@ -78,9 +78,10 @@ def inspect(
     beside      files in its folder that could be taken for it, and are not part of it
     meshes      [{axes, shape, processes}]
     arrays      [{name, shape, dtype, bytes, mesh, spec, fragments, chunk, chunks, parts, prng,
-                quantized}]
+                quantized, patched}]
                 mesh: place in meshes, or null; spec: the mesh axes that split each dimension;
-                quantized: null, or {codes, largest_error, largest_relative_error}
+                quantized: null, or {codes, largest_error, largest_relative_error};
+                patched, the number of chunks that are patches
     ties        {name: name of the array it is tied to}
     values      {name: plain value}; what JSON lacks is an object as in docs/format.md; an object
                 that only its class can read is {opaque: name of the class, size}
@@ -280,6 +281,7 @@ def _array_json(array: StoredArray, entry: ArrayEntry) -> dict[str, Any]:
             "largest_error": entry.errors[0],
             "largest_relative_error": entry.errors[1],
         },
+        "patched": entry.patched,
     }
 
 
@@ -366,6 +368,8 @@ def _facts(checkpoint: Checkpoint, array: StoredArray, entry: ArrayEntry) -> lis
     ]
     if entry.quantized is not None:
         facts.insert(2, ("stored as", _quantized_fact(entry)))
+    if entry.patched:
+        facts.append(("patches", f"{entry.patched:,} of the chunks are stored as patches"))
     if len(parts) == 1 and array.url:
         facts.append(("TensorStore", array.url))
     elif len(parts) > 1:

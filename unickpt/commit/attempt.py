@@ -438,10 +438,11 @@ class Attempt:
             for process in merged.linking
         ]
         writers = [*range(self.group.count), *merged.linking]
-        dropped = {n: merged.dropped.get(process, ()) for n, process in enumerate(writers)}
+        dropped = {n: _left_out(merged, process) for n, process in enumerate(writers)}
         blobs = sum(len(entry.blobs) for entry in index.per_process.values())
         folder = f"processes/{self.name}/root/"
         count = len(table) - len(merged.borrowed) + blobs
+        count += sum(merged.patched.counts.values())  # a patch and a full chunk each
         manifest = self._root.build(folder, databases, extra, count, dropped)
         self._sync(self._folder.child("root"))
         return manifest
@@ -495,3 +496,10 @@ class Attempt:
                 if attempt != self.name:
                     self.location.child(f"processes/{attempt}").remove(self.context)
             self._notes.clear_records()
+
+
+def _left_out(merged: Merged, process: int) -> list[root.Range]:
+    """The keys that are not taken from what a process wrote, because another one's count."""
+    arrays, keys = merged.dropped.get(process, ()), merged.patched.unused.get(process, ())
+    chunks = [each for array in arrays for each in root.ranges_of_chunks(array)]
+    return [*chunks, *map(root.range_of, keys)]

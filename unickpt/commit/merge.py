@@ -11,13 +11,15 @@ from dataclasses import dataclass, replace
 import xxhash
 
 from unickpt.commit.merge_chunks import (
+    Patched,
     Requests,
     lost_arrays,
     merged_borrowed,
     merged_digests,
+    merged_patched,
     requests,
 )
-from unickpt.commit.merge_index import per_process, unite, with_boxes, with_errors
+from unickpt.commit.merge_index import per_process, unite, with_boxes, with_errors, with_patches
 from unickpt.commit.record import Records
 from unickpt.commit.replicas import Difference, Replicas
 from unickpt.format import borrowed, digest_table
@@ -36,6 +38,7 @@ class Merged:
         linking: the processes that linked files of an earlier checkpoint.
         dropped: for each process, the arrays whose chunks are not taken from it.
         differences: the arrays that were assumed to be replicas but differ.
+        patched: the chunks that are stored as patches.
     """
 
     index: Index
@@ -44,6 +47,7 @@ class Merged:
     linking: Sequence[int]
     dropped: Mapping[int, Sequence[str]]
     differences: Sequence[Difference]
+    patched: Patched
 
 
 def merge_all(
@@ -77,9 +81,10 @@ def merge_all(
         table, _ = merged_digests(index, written, names, assumed, winners)
         requests(index, table, [])
     bases, there = merged_borrowed(index, written, names, winners)
+    patched = merged_patched(index, written, names, winners)
     index = replace(
         index,
-        arrays=with_errors(index, written, names, winners),
+        arrays=with_patches(with_errors(index, written, names, winners), patched.counts),
         metadata=with_steps(index.metadata, [(p, record.experts) for p, record in records]),
         per_process=per_process(index, records),
         chunks=len(table),
@@ -90,4 +95,5 @@ def merge_all(
         borrowed_xxh3=f"{xxhash.xxh3_64_intdigest(there.tobytes()):016x}" if bases else "",
     )
     linking = sorted({process for process, record in written if record.linked})
-    return Merged(index, table, there, linking, lost_arrays(records, names, winners), differences)
+    lost = lost_arrays(records, names, winners)
+    return Merged(index, table, there, linking, lost, differences, patched)

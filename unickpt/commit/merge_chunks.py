@@ -5,7 +5,8 @@ Checks that each chunk is written exactly once. Nothing here does I/O.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from unickpt.arrays.box import Box
 from unickpt.commit import chunk_owners
 from unickpt.commit.record import Names, Record, Records
 from unickpt.errors import CoverageError
-from unickpt.format import borrowed, chunk_grid, digest_table
+from unickpt.format import borrowed, chunk_grid, chunk_store, digest_table, patches
 from unickpt.format.index import ArrayEntry, BaseEntry, Index
 from unickpt.quoting import some
 
@@ -109,6 +110,76 @@ def merged_borrowed(
     table = np.array([(row, used.index(base)) for row, base in left], borrowed.DTYPE)
     every = list(bases)
     return tuple(every[base] for base in used), table
+
+
+@dataclass(frozen=True)
+class Patched:
+    """The chunks that are stored as patches.
+
+    Arguments:
+        counts: how many each array has; only of those that have some.
+        unused: for each process the keys of the patches and full chunks that are not taken from it,
+            because another process wrote these chunks, too.
+    """
+
+    counts: Mapping[str, int] = field(default_factory=dict)
+    unused: Mapping[int, Sequence[str]] = field(default_factory=dict)
+
+
+def merged_patched(
+    index: Index, records: Records, names: Names, winners: Mapping[str, int]
+) -> Patched:
+    """The chunks that are stored as patches, each from one process.
+
+    Replicas that do not know of each other may both write a chunk, one of them as a patch, or both
+    with another full chunk. Their values must not be mixed.
+
+    Arguments:
+        index, records, names, winners: as for `merged_digests`.
+    """
+    if not any(record.patched.any() for _, record in records):
+        return Patched()
+    starts = {name: span.start for name, span in digest_table.spans(index.arrays).items()}
+    whole: list[Any] = []
+    found: list[tuple[int, Any]] = []
+    for process, record in records:
+        if not len(record.chunks):
+            continue
+        where = positions_of(index, starts, names[process], record)
+        written = ~_lost_rows(record, names[process], process, winners)
+        if record.base is not None:
+            written &= ~record.borrowed
+        is_patch = record.patched if len(record.patched) else np.zeros(len(where), np.bool_)
+        whole.append(where[written & ~is_patch])
+        found.append((process, where[written & is_patch]))
+    taken = np.unique(np.concatenate(whole))
+    unused = dict[int, list[str]]()
+    used = list[Any]()
+    for process, where in found:
+        is_left = np.isin(where, taken)
+        unused.setdefault(process, []).extend(_keys(index, np.sort(where[is_left])))
+        used.append(where[~is_left])
+        taken = np.union1d(taken, where)
+    every = np.concatenate(used)
+    counts = {
+        name: int(count)
+        for name, span in digest_table.spans(index.arrays).items()
+        if (count := ((every >= span.start) & (every < span.stop)).sum())
+    }
+    return Patched(counts, unused)
+
+
+def _keys(index: Index, positions: Any) -> Iterator[str]:
+    """The keys of the full chunks and of the patches at positions of the digest table, which
+    ascend."""
+    first = 0
+    for entry in index.arrays.values() if len(positions) else ():
+        for part in chunk_grid.parts(entry):
+            low, high = np.searchsorted(positions, (first, first + part.count))
+            for number in (positions[low:high] - first).tolist():
+                yield chunk_store.key_of(patches.full_of(part), number)
+                yield chunk_store.key_of(patches.patch_of(part), number)
+            first += part.count
 
 
 def _lost_rows(

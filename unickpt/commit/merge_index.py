@@ -200,6 +200,17 @@ def with_errors(
     return arrays
 
 
+# --- patches --------------------------------------------------------------------------------------
+
+
+def with_patches(
+    arrays: Mapping[str, ArrayEntry], counts: Mapping[str, int]
+) -> dict[str, ArrayEntry]:
+    """The arrays, each with the number of its chunks that are stored as patches."""
+    patched = {name: replace(arrays[name], patched=count) for name, count in counts.items()}
+    return {**arrays, **patched}
+
+
 # --- per-process values ---------------------------------------------------------------------------
 
 

@@ -41,6 +41,7 @@ class Record:
         errors: of the arrays that are quantised, by array number: the largest absolute and relative
             error (`format.index.ArrayEntry`).
         experts: of which step its experts are, by key, if some may be left out of a save.
+        patched: for each of `chunks` whether it is stored as a patch; empty if none is.
     """
 
     description: int
@@ -56,6 +57,7 @@ class Record:
     borrowed: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, np.bool_))
     errors: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     experts: Steps = field(default_factory=dict)
+    patched: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, np.bool_))
 
     def with_statistics(self, more: Mapping[str, float]) -> Record:
         """The same with more statistics."""
@@ -77,11 +79,11 @@ class Record:
             "experts": {key: list(steps.items()) for key, steps in self.experts.items()},
             "base": None if self.base is None else [self.base.name, self.base.manifest],
             "errors": [[number, *found] for number, found in self.errors.items()],
+            "patched": len(self.patched),
         }
         line = json.dumps(head, separators=(",", ":")).encode() + b"\n"
-        body = b"".join(
-            [line, self.chunks.tobytes(), self.borrowed.tobytes(), self.replicas.tobytes()]
-        )
+        tables = (self.chunks, self.borrowed, self.patched, self.replicas)
+        body = b"".join([line, *(table.tobytes() for table in tables)])
         return body + xxhash.xxh3_64_intdigest(body).to_bytes(_SEAL_BYTES, "little")
 
     @classmethod
@@ -95,7 +97,8 @@ class Record:
             head = json.loads(head_bytes)
             end = head["chunks"] * CHUNK_DTYPE.itemsize
             base = None if head["base"] is None else BaseEntry(*head["base"])
-            rest = end + (0 if base is None else head["chunks"])
+            patched = end + (0 if base is None else head["chunks"])
+            rest = patched + head["patched"]
             return cls(
                 head["description"],
                 np.frombuffer(payload[:end], CHUNK_DTYPE),
@@ -107,9 +110,10 @@ class Record:
                 head["checked"],
                 head["linked"],
                 base,
-                np.frombuffer(payload[end:rest], np.bool_),
+                np.frombuffer(payload[end:patched], np.bool_),
                 {number: (absolute, relative) for number, absolute, relative in head["errors"]},
                 {key: {int(n): int(s) for n, s in steps} for key, steps in head["experts"].items()},
+                np.frombuffer(payload[patched:rest], np.bool_),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"the record is malformed: {error!r}") from None

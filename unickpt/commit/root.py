@@ -12,12 +12,16 @@ from dataclasses import dataclass
 import tensorstore as ts
 
 from unickpt.errors import StorageError
+from unickpt.format import patches
 from unickpt.format.zarr_metadata import join_key
 from unickpt.storage.btree import nodes
 from unickpt.storage.database import Database, digest_of
 from unickpt.storage.errors import Failed
 from unickpt.storage.kvstore import commit
 from unickpt.storage.ocdbt import MANIFEST
+
+Range = tuple[str, str]
+"""The first of some keys, and the first one after them."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class Root:
         parts: Sequence[Database],
         extra: Mapping[str, bytes],
         count: int,
-        without: Mapping[int, Sequence[str]] | None = None,
+        without: Mapping[int, Sequence[Range]] | None = None,
     ) -> bytes:
         """Writes a B-tree that refers to the values of other databases; it is not visible yet.
 
@@ -64,7 +68,7 @@ class Root:
             parts: the databases.
             extra: additional values, by key.
             count: how many keys the databases must have in total.
-            without: arrays whose chunks are not taken from a database, by its number in `parts`.
+            without: keys that are not taken from a database, by its number in `parts`.
 
         Returns:
             The manifest that makes it the database at the path.
@@ -138,10 +142,18 @@ class Root:
                 self._store.write(MANIFEST, None, if_equal=found.stamp.generation).result()
 
 
-def _all_but(arrays: Sequence[str]) -> list[ts.KvStore.KeyRange]:
-    """The keys before, between and after those of the chunks of single-part arrays."""
-    bounds = [""]
-    for first in sorted(join_key(name, "c") for name in arrays):
-        bounds += [first, first + "0"]  # "0" follows the "/" that is part of a chunk's key
-    bounds.append("")
+def ranges_of_chunks(array: str) -> list[Range]:
+    """The keys of all that is stored of the chunks of a single-part array."""
+    firsts = [join_key(array, below) for below in ("c", patches.FULL, patches.PATCH)]
+    return [(first, first + "0") for first in firsts]  # "0" follows the "/" of a chunk's key
+
+
+def range_of(key: str) -> Range:
+    """One key."""
+    return key, key + "\0"
+
+
+def _all_but(ranges: Sequence[Range]) -> list[ts.KvStore.KeyRange]:
+    """The keys before, between and after some, which do not overlap."""
+    bounds = ["", *(bound for each in sorted(ranges) for bound in each), ""]
     return [ts.KvStore.KeyRange(a, b) for a, b in zip(bounds[::2], bounds[1::2], strict=True)]

@@ -20,6 +20,7 @@ from unickpt.errors import (
     UnsupportedFormat,
     UnsupportedLeaf,
 )
+from unickpt.format import patches
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import ChunkId
@@ -152,6 +153,13 @@ class ChunkStore:
         with asking():
             return Future(target.write(stored, can_reference_source_data_indefinitely=True).copy)
 
+    def write_patch(
+        self, part: Part, number: int, patch: bytes, transaction: ts.Transaction
+    ) -> Future[Any]:
+        """Adds the patch of a chunk to a transaction."""
+        store = self.store.with_transaction(transaction)
+        return store.write(key_of(patches.patch_of(part), number), patch)
+
     def request(self, chunks: Sequence[ChunkId]) -> Sequence[Any]:
         """Starts to read the small ones among chunks, whose bytes TensorStore need not decode; None
         for the others, and for those of which `read` will say what is wrong."""
@@ -164,6 +172,8 @@ class ChunkStore:
 
     def _is_small(self, entry: ArrayEntry, part: Part, number: int) -> bool:
         shape = part.chunk_box(number).shape
+        if entry.patched:  # it may be two values
+            return False
         if entry.quantized is not None:
             return math.prod(shape) * entry.itemsize <= SMALL
         return self._is_raw(part, shape, entry)
@@ -217,39 +227,119 @@ class ChunkStore:
             CheckpointCorrupt: it is missing or cannot be decoded.
             StorageError: the storage failed.
         """
-        whole = math.prod(part.chunk) * out.itemsize
         try:
-            if requested is None and self._local is None:
-                (requested,) = self.request([(entry, part, number)])
-            if entry.quantized is not None:
-                data = self._quantized(entry, part, number, requested)
-                values.decode(data, out, entry.quantized)
-                return digest(data) if hashed else None
-            is_raw = not self.codecs and out.shape[1:] == part.chunk[1:]
-            if self._local is not None and requested is None and is_raw:
-                hasher, key = xxhash.xxh3_64(), key_of(part, number)
-                look = hasher.update if hashed else lambda _: None
-                self._local.read_into(key, _bytes_of(out).data, whole, look)
-                return hasher.intdigest() if hashed else None
-            if requested is not None:
-                result = requested.result()
-                if result.state != "value" or len(result.value) != out.nbytes:
-                    found = len(result.value) if result.state == "value" else "no"
-                    raise Damaged(f"{found} bytes stored, {out.nbytes} expected")
-                # Unlike NumPy, this keeps the GIL, for which other threads would compete.
-                _bytes_of(out).data[:] = result.value
-            else:
-                local = part.chunk_box(number).relative_to(part.box.start)
-                target = ts.array(_as_stored(out, entry.dtype), context=self.database.context)
-                self.check_backed(entry, part)
-                self.values.check(part.key)
-                source = self.array(entry, part)[local.slices]
-                with asking():
-                    target.write(source).result()
-        except (Failed, values.NotDecodable) as error:
-            failed = error if isinstance(error, Failed) else Damaged(str(error))
-            where = f"{self.location}: array {entry.name!r} {part.chunk_box(number)}"
-            raise self.explained(failed, where) from error
+            patch = self._patch(entry, part, number)
+            if patch is None:
+                return self._read(entry, part, number, out, requested, hashed=hashed)
+            self._read(entry, patches.full_of(part), number, out)
+            patches.apply(patch, out)
+        except (Failed, values.NotDecodable, patches.BadPatch) as error:
+            raise self._naming(error, entry, part, number) from error
+        return digest(out) if hashed else None
+
+    def read_full(
+        self, entry: ArrayEntry, part: Part, number: int, out: Array
+    ) -> tuple[int | None, patches.FullChunk | None]:
+        """Reads a chunk, or the full chunk that its patch refers to.
+
+        Arguments:
+            entry, part, number, out: as for `read`.
+
+        Returns:
+            The digest of what was read, and what the patch says of it; None if there is no patch.
+
+        Raises:
+            CheckpointCorrupt, StorageError: as `read`.
+        """
+        try:
+            patch = self._patch(entry, part, number)
+            of = None if patch is None else patches.of_patch(patch)
+            stored = part if patch is None else patches.full_of(part)
+            return self._read(entry, stored, number, out, hashed=True), of
+        except (Failed, values.NotDecodable, patches.BadPatch) as error:
+            raise self._naming(error, entry, part, number) from error
+
+    def _naming(self, error: Exception, entry: ArrayEntry, part: Part, number: int) -> Exception:
+        """The error for a chunk that cannot be read or decoded."""
+        failed = error if isinstance(error, Failed) else Damaged(str(error))
+        where = f"{self.location}: array {entry.name!r} {part.chunk_box(number)}"
+        return self.explained(failed, where)
+
+    def _patch(self, entry: ArrayEntry, part: Part, number: int) -> bytes | None:
+        """The patch of a chunk; None if it is stored whole.
+
+        Raises:
+            Failed: the patch is longer than a chunk, or cannot be read.
+        """
+        if not self.is_patched(entry, part, number):
+            return None
+        key = key_of(patches.patch_of(part), number)
+        length, most = self.values.length(key), part.chunk_box(number).size * entry.itemsize
+        if length is not None and length > most:
+            raise Damaged(f"a patch of {length} bytes for a chunk of {most}")
+        return self.values.read(key, length)
+
+    def is_patched(self, entry: ArrayEntry, part: Part, number: int) -> bool:
+        """Whether a chunk is stored as a patch.
+
+        Raises:
+            Failed: the database is damaged.
+        """
+        if not entry.patched:
+            return False
+        return self.values.length(key_of(patches.patch_of(part), number)) is not None
+
+    def stored_part(self, entry: ArrayEntry, part: Part, number: int) -> Part:
+        """Where a whole chunk is: the chunk, or the full chunk that its patch refers to.
+
+        Raises:
+            Failed: the database is damaged.
+        """
+        return patches.full_of(part) if self.is_patched(entry, part, number) else part
+
+    def _read(
+        self,
+        entry: ArrayEntry,
+        part: Part,
+        number: int,
+        out: Array,
+        requested: Any = None,
+        *,
+        hashed: bool = False,
+    ) -> int | None:
+        """Reads a chunk that is stored whole; as `read`.
+
+        Raises:
+            Failed, NotDecodable: it is missing or cannot be decoded.
+        """
+        if requested is None and self._local is None:
+            (requested,) = self.request([(entry, part, number)])
+        if entry.quantized is not None:
+            data = self._quantized(entry, part, number, requested)
+            values.decode(data, out, entry.quantized)
+            return digest(data) if hashed else None
+        is_raw = not self.codecs and out.shape[1:] == part.chunk[1:]
+        if self._local is not None and requested is None and is_raw:
+            whole = math.prod(part.chunk) * out.itemsize
+            hasher, key = xxhash.xxh3_64(), key_of(part, number)
+            look = hasher.update if hashed else lambda _: None
+            self._local.read_into(key, _bytes_of(out).data, whole, look)
+            return hasher.intdigest() if hashed else None
+        if requested is not None:
+            result = requested.result()
+            if result.state != "value" or len(result.value) != out.nbytes:
+                found = len(result.value) if result.state == "value" else "no"
+                raise Damaged(f"{found} bytes stored, {out.nbytes} expected")
+            # Unlike NumPy, this keeps the GIL, for which other threads would compete.
+            _bytes_of(out).data[:] = result.value
+        else:
+            local = part.chunk_box(number).relative_to(part.box.start)
+            target = ts.array(_as_stored(out, entry.dtype), context=self.database.context)
+            self.check_backed(entry, part, number)
+            self.values.check(part.key)
+            source = self.array(entry, part)[local.slices]
+            with asking():
+                target.write(source).result()
         return digest(out) if hashed else None
 
     def _quantized(
@@ -284,11 +374,16 @@ class ChunkStore:
         """See the function of this name."""
         return unless_replaced(found, self.database)
 
-    def check_backed(self, entry: ArrayEntry, part: Part) -> None:
+    def check_backed(self, entry: ArrayEntry, part: Part, number: int) -> None:
         """Checks that enough data is stored to justify memory for a chunk of the declared shape.
 
         TensorStore aborts the process if it cannot allocate memory for a chunk, so it must not read
-        one whose size only the index claims. Checks the first chunk of each part, once.
+        one whose size only the index claims. Checks one chunk of each part, once.
+
+        Arguments:
+            entry: the array.
+            part: the part, as `stored_part` says.
+            number: of a chunk that is stored there.
 
         Raises:
             Damaged: the stored chunk is smaller than declared.
@@ -298,12 +393,12 @@ class ChunkStore:
         if nbytes <= BELIEVED or part.key in self._backed:
             return
         if entry.quantized is not None:
-            least = stored_bytes(part.chunk_box(0).shape, entry.dtype, entry.quantized)
+            least = stored_bytes(part.chunk_box(number).shape, entry.dtype, entry.quantized)
         elif self.codecs and nbytes > COMPRESSED_MOST:
             raise Damaged(f"a compressed chunk of {nbytes} bytes is not allowed")
         else:
             least = -(-nbytes // _MOST_PER_BYTE) if self.codecs else nbytes
-        if not self.values.has(key_of(part, 0), least):
+        if not self.values.has(key_of(part, number), least):
             raise Damaged(f"no bytes stored, {least} expected")
         np.empty(nbytes, np.uint8)
         self._backed.add(part.key)

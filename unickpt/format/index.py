@@ -16,6 +16,8 @@ from unickpt.arrays.layout import Layout
 from unickpt.trees import plain_values
 
 FORMAT = (1, 2)
+PATCHED_FORMAT = (2, 0)
+"""Of a checkpoint with patches (`patches`), which readers of format 1 must not try to read."""
 RESERVED = "unickpt"
 """The metadata key under which `Checkpointer` stores `step`, and process 0's `metrics`."""
 INDEX_KEY = "unickpt.json"
@@ -40,6 +42,7 @@ class ArrayEntry:
             stored as they are.
         errors: the largest error of an element that this made, and the largest in relation to the
             largest magnitude in its block.
+        patched: how many of its chunks are stored as patches.
     """
 
     name: str
@@ -52,6 +55,7 @@ class ArrayEntry:
     prng: str | None = None
     quantized: str | None = None
     errors: tuple[float, float] = (0.0, 0.0)
+    patched: int = 0
 
     @property
     def dtype_and_shape(self) -> str:

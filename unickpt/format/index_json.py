@@ -15,7 +15,14 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, fill_exactly, overlap
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
-from unickpt.format.index import FORMAT, ArrayEntry, BaseEntry, Index, PerProcessEntry
+from unickpt.format.index import (
+    FORMAT,
+    PATCHED_FORMAT,
+    ArrayEntry,
+    BaseEntry,
+    Index,
+    PerProcessEntry,
+)
 from unickpt.quantized import codes
 from unickpt.quoting import quoted
 from unickpt.trees import plain_values, tree
@@ -46,8 +53,10 @@ def encode(index: Index) -> bytes:
             meshes.setdefault(entry.layout.mesh, len(meshes))
             layouts.setdefault(entry.layout, len(layouts))
         arrays[entry.name] = _array_to_json(entry, layouts)
+    is_patched = any(entry.patched for entry in index.arrays.values())
+    version = PATCHED_FORMAT if is_patched else FORMAT
     body = {
-        "format": f"{FORMAT[0]}.{FORMAT[1]}",
+        "format": f"{version[0]}.{version[1]}",
         "library": index.library,
         "created": index.created,
         "attempt": index.attempt,
@@ -90,6 +99,8 @@ def _array_to_json(entry: ArrayEntry, layouts: dict[Layout, int]) -> dict[str, A
         out["boxes"] = [[box.start, box.stop, holders] for box, holders in entry.boxes]
     if entry.prng is not None:
         out["prng"] = entry.prng
+    if entry.patched:
+        out["patched"] = entry.patched
     return out
 
 
@@ -158,10 +169,10 @@ def _check_version(version: Any, where: str) -> None:
         raise _Bad(f"its format version is {quoted(version)}")
     if int(match[1]) < 1:
         raise _Bad(f"its format version is {version}, but the lowest version is 1.0")
-    if int(match[1]) > FORMAT[0]:
+    if int(match[1]) > PATCHED_FORMAT[0]:
         raise UnsupportedFormat(
             f"{where}: written in format {version}; this unickpt reads up to major version "
-            f"{FORMAT[0]}. Install a newer unickpt."
+            f"{PATCHED_FORMAT[0]}. Install a newer unickpt."
         )
 
 
@@ -374,7 +385,12 @@ def _array(name: str, r: _Reader, layouts: list[Layout], partial: bool) -> Array
         raise _Bad(f"array {quoted(name)}: needs either a layout or boxes")
     prng = r.get("prng", str) if "prng" in r.body else None
     errors = _errors(r.get("errors", list), name) if quantized is not None else (0.0, 0.0)
-    return ArrayEntry(name, shape, dtype, chunk, layout, cut, boxes, prng, quantized, errors)
+    patched = _ints([r.get("patched", int, 0)], 0, f"array {quoted(name)}: patched")[0]
+    if patched and quantized is not None:
+        raise _Bad(f"array {quoted(name)}: is quantised and has patches")
+    return ArrayEntry(
+        name, shape, dtype, chunk, layout, cut, boxes, prng, quantized, errors, patched
+    )
 
 
 def _errors(items: list[Any], name: str) -> tuple[float, float]:

@@ -30,6 +30,7 @@ from unickpt.format import (
 from unickpt.format.chunk_grid import Part
 from unickpt.format.chunk_store import ChunkStore
 from unickpt.format.index import BORROWED_KEY, DIGESTS_KEY, INDEX_KEY, ArrayEntry, BaseEntry, Index
+from unickpt.format.patches import FullChunk
 from unickpt.format.reader import ChunkId, ParallelMap, Reader
 from unickpt.frameworks.per_process import blob_key
 from unickpt.storage import contexts, errors, ocdbt
@@ -233,21 +234,56 @@ class OcdbtReader(Reader):
         try:
             return self._store_of(entry, part, number).has_bytes(entry, part, number, stored)
         except Failed as error:
-            raise self._chunks.explained(error, f"{self.location}: {entry.name!r}") from error
+            raise self._explained(error, entry) from error
 
-    def where(self, part: Part, number: int) -> DataReference | None:
-        """The file and the bytes in which a chunk is stored; None if it is not in a file of this
-        checkpoint, but missing, borrowed, or so small that it is stored in the B-tree.
+    def where(self, entry: ArrayEntry, part: Part, number: int) -> DataReference | None:
+        """The file and the bytes in which a chunk is stored, or the full chunk that its patch
+        refers to; None if it is not in a file of this checkpoint, but missing, borrowed, or so
+        small that it is stored in the B-tree.
 
         Raises:
             CheckpointCorrupt: the database is damaged.
         """
-        key = chunk_store.key_of(part, number)
         try:
-            found = self._chunks.values.tree.find(key)
+            stored = self._chunks.stored_part(entry, part, number)
+            found = self._chunks.values.tree.find(chunk_store.key_of(stored, number))
         except Failed as error:
-            raise self._chunks.explained(error, f"{self.location}: key {key!r}") from error
+            raise self._explained(error, entry) from error
         return found if isinstance(found, DataReference) else None
+
+    def is_patched(self, entry: ArrayEntry, part: Part, number: int) -> bool:
+        """Whether a chunk is stored as a patch.
+
+        Raises:
+            CheckpointCorrupt: the database is damaged.
+        """
+        try:
+            return self._store_of(entry, part, number).is_patched(entry, part, number)
+        except Failed as error:
+            raise self._explained(error, entry) from error
+
+    def read_full(
+        self, entry: ArrayEntry, part: Part, number: int, row: Any, out: Array
+    ) -> FullChunk:
+        """Reads a chunk, or the full chunk that its patch refers to, into contiguous memory.
+
+        Arguments:
+            entry, part, number, row, out: as for `read_chunk`.
+
+        Raises:
+            CheckpointCorrupt: it does not match its digest, or as `read_chunk`.
+            StorageError: the storage failed.
+        """
+        store = self._store_of(entry, part, number)
+        digest, full = store.read_full(entry, part, number, out)
+        full = full or FullChunk(int(row["digest"]))
+        if digest != full.digest:
+            box = part.chunk_box(number)
+            raise self.damaged(f"array {entry.name!r} {box} does not match its digest")
+        return full
+
+    def _explained(self, error: Failed, entry: ArrayEntry) -> Exception:
+        return self._chunks.explained(error, f"{self.location}: array {entry.name!r}")
 
     def digests_of(self, name: str) -> digest_table.Table:
         table, spans = self._digests
@@ -278,10 +314,10 @@ class OcdbtReader(Reader):
             return
         try:
             for part in chunk_grid.parts(entry)[:1]:
-                self._store_of(entry, part, 0).check_backed(entry, part)
+                store = self._store_of(entry, part, 0)
+                store.check_backed(entry, store.stored_part(entry, part, 0), 0)
         except Failed as error:
-            where = f"{self.location}: array {entry.name!r}"
-            raise self._chunks.explained(error, where) from error
+            raise self._explained(error, entry) from error
 
     def part_url(self, part: Part) -> str:
         if self.index.bases:
@@ -296,12 +332,16 @@ class OcdbtReader(Reader):
                 "TensorStore does not look; read the array by slicing, or make a whole checkpoint "
                 "with `unickpt copy`"
             )
+        if entry.patched:
+            raise UnsupportedFormat(
+                f"{self.location}: {entry.patched} chunks of array {entry.name!r} are stored as "
+                "patches (SaveOptions.reuse), which TensorStore does not know; read it by slicing"
+            )
         try:
             self._chunks.values.check(part.key)
             return self._chunks.array(entry, part)
         except Failed as error:
-            where = f"{self.location}: array {entry.name!r}"
-            raise self._chunks.explained(error, where) from error
+            raise self._explained(error, entry) from error
 
     # --- keys -----------------------------------------------------------------------------------
 
@@ -382,6 +422,7 @@ class OcdbtReader(Reader):
         blobs = sum(len(entry.blobs) for entry in index.per_process.values())
         keys = (INDEX_KEY, DIGESTS_KEY, *((BORROWED_KEY,) if index.bases else ()))
         own = index.chunks - (len(self._borrowed) if index.bases else 0)
+        own += sum(entry.patched for entry in index.arrays.values())  # each is two values
         implied = len(expected) + own + blobs + len(keys)
         found = self._count_keys()
         if found != implied:

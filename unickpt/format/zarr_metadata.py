@@ -15,6 +15,8 @@ from unickpt.format.index import ArrayEntry, Index
 Codecs = Sequence[Mapping[str, Any]]
 QUANTIZED = "unickpt.quantized"
 """The codec that `zarr.json` of a quantised array names."""
+PATCHED = "unickpt.patched"
+"""The last codec that `zarr.json` of an array with patches names."""
 
 
 def codecs_for(compression: str | None) -> tuple[dict[str, Any], ...]:
@@ -78,9 +80,13 @@ def zarr_keys(index: Index) -> dict[str, bytes]:
             chunk_grid.Part(name, Box.whole(entry.shape), entry.chunk)
         ]
         for part in stored:
-            kind = part.box.shape, part.chunk, entry.dtype, entry.quantized
+            is_patched = entry.patched > 0
+            kind = part.box.shape, part.chunk, entry.dtype, entry.quantized, is_patched
             if kind not in of_kind:
-                of_kind[kind] = zarr_json(zarr_metadata(entry, part, index.codecs))
+                metadata = zarr_metadata(entry, part, index.codecs)
+                if is_patched:  # a name that TensorStore does not know, and so refuses
+                    metadata["codecs"].append({"name": PATCHED})
+                of_kind[kind] = zarr_json(metadata)
             out[join_key(part.key, "zarr.json")] = of_kind[kind]
             parent = part.key
             while parent:

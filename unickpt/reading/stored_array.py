@@ -70,7 +70,7 @@ class StoredArray:
     @property
     def url(self) -> str:
         """The URL with which TensorStore opens it, if it has a single part; empty if it cannot."""
-        if self._entry.quantized is not None:
+        if self._entry.quantized is not None or self._entry.patched:
             return ""
         whole = Part(self._entry.name, Box.whole(self.shape), self.chunk)
         return self._reader.part_url(self.parts[0] if len(self.parts) == 1 else whole)
@@ -119,8 +119,8 @@ class StoredArray:
         TensorStore does not know the digests, so it does not check what it reads.
 
         Raises:
-            UnsupportedFormat: its elements are quantised, or the format is one that TensorStore
-                cannot read.
+            UnsupportedFormat: its elements are quantised, or some of its chunks are patches, or the
+                format is one that TensorStore cannot read.
         """
         self._reader.check_backed(self._entry)
         layers = []

@@ -18,8 +18,9 @@ import tensorstore as ts
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
+from unickpt.arrays.host_memory import Scratch
 from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, StorageError, UnickptError
-from unickpt.format import chunk_grid, chunk_store, ocdbt_reader
+from unickpt.format import chunk_grid, chunk_store, ocdbt_reader, patches
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, BaseEntry, Index
 from unickpt.format.ocdbt_reader import OcdbtReader
@@ -29,12 +30,20 @@ from unickpt.reuse.siblings import Siblings
 from unickpt.storage.locations import Location
 
 _log = logging.getLogger("unickpt")
+# The share of a chunk that a patch may take.
+# Twice that gains up to a third where 10 % to 20 % of the elements change (benchmarks/patches.py).
+_MOST_OF_CHUNK = 0.25
+# To compare a chunk takes memory for so many of its size: the full chunk, positions, a patch.
+_COPIES = 8
 _NEXT = "Nothing was saved; the next save writes all experts"
 
 
 class Share(Protocol):
     """How a checkpoint refers to chunks of its base. What stays alive for them, a *unit*, stays as
     a whole."""
+
+    takes_full_chunks: bool
+    """Whether patches can refer to its chunks."""
 
     @property
     def linked(self) -> int:
@@ -53,11 +62,32 @@ class Share(Protocol):
     def least_bytes(self, unit: Any) -> float:
         """How many bytes of a unit must be used for it to be kept alive."""
 
-    def take(self, where: Any, part: Part, number: int) -> bool:
-        """Refers to a chunk; False if it has to be written after all."""
+    def take(self, where: Any, part: Part, number: int, *, as_full: bool = False) -> bool:
+        """Refers to a chunk; False if it has to be written after all.
+
+        Arguments:
+            where: of the chunk.
+            part, number: of the chunk in the base.
+            as_full: whether a patch will refer to it, or to what its own patch refers to.
+        """
 
     def publish(self, context: ts.Context) -> None:
         """Writes what is needed to find the chunks that were taken."""
+
+
+@dataclass(frozen=True)
+class How:
+    """What becomes of the chunks of a save that may have a base.
+
+    Arguments:
+        compare: whether the bytes of chunks are compared, not only their digests.
+        patch: whether the elements that changed are written of a chunk, where they are few.
+        budget_bytes: host memory for that.
+    """
+
+    compare: bool = False
+    patch: bool = False
+    budget_bytes: int = 0
 
 
 def open_base(
@@ -66,7 +96,7 @@ def open_base(
     folder: Location,
     codecs: Codecs,
     *,
-    compare: bool,
+    how: How,
     fsync: bool,
     needed: bool,
 ) -> Base | None:
@@ -77,7 +107,7 @@ def open_base(
         new: of the new checkpoint.
         folder: in which this process writes.
         codecs: the new checkpoint's compression.
-        compare: whether the bytes of chunks are compared, not only their digests.
+        how: what becomes of chunks.
         fsync: whether linked files are flushed to disk.
         needed: whether the save needs it in any case: what cannot be shared is copied then.
 
@@ -94,18 +124,20 @@ def open_base(
     elif files is not None and folder.is_local:
         links = LinkedFiles(reader, files, folder, fsync=fsync)
         if links.are_possible():
-            return Base(reader, links, compare=compare)
+            return Base(reader, links, how)
         why = "its files cannot be linked, and it is not beside the new checkpoint"
     else:
         why = "it is not beside the new checkpoint"
     if reader.index.codecs == codecs and _is_beside(location, new):
         beside = Siblings(reader)
         if beside.is_worthwhile():
-            return Base(reader, beside, compare=compare)
+            if how.patch:
+                _log.info("%s: chunks that changed are written whole: patches need links", new)
+            return Base(reader, beside, how)
         why = f"less than half of what is in {beside.base.name} is still in use"
     if needed:
         _log.info("%s: what it takes of %s is copied: %s", new, location, why)
-        return Base(reader, None, compare=compare)
+        return Base(reader, None, how)
     _log.info("%s: nothing of %s is reused: %s", new, location, why)
     return None
 
@@ -117,12 +149,37 @@ def _is_beside(location: Location, other: Location) -> bool:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A chunk of the base that a chunk of the save may be equal to; `where` as of `Share`."""
+    """A chunk of the base that a chunk of the save may be equal to, or differ little from.
+
+    Arguments:
+        part, entry: of the base.
+        row: of the chunk, in the base's digest table.
+        where: as of `Share`.
+        is_patched: whether the base has it as a patch.
+    """
 
     part: Part
     entry: ArrayEntry
-    digest: int
+    row: Any
     where: Any
+    is_patched: bool = False
+
+    @property
+    def digest(self) -> int:
+        return int(self.row["digest"])
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A chunk of the save, compared with the base.
+
+    Arguments:
+        digest: of the chunk.
+        patch: what differs from a full chunk that the base has, if that is little.
+    """
+
+    digest: int
+    patch: bytes | None = None
 
 
 class Base:
@@ -131,15 +188,16 @@ class Base:
     Arguments:
         reader: of the base.
         share: how its chunks are referred to; None if they are only copied.
-        compare: see `open_base`.
+        how: see `open_base`.
     """
 
-    def __init__(self, reader: OcdbtReader, share: Share | None, *, compare: bool) -> None:
-        self._reader, self.share, self._compare = reader, share, compare
+    def __init__(self, reader: OcdbtReader, share: Share | None, how: How) -> None:
+        self._reader, self.share, self._how = reader, share, how
+        self._scratch = Scratch()
         self._parts: dict[str, dict[str, tuple[int, Part]]] = {}
         self._candidates: dict[tuple[str, int], _Candidate] = {}
         self.nbytes = 0
-        """Logical bytes of the chunks that were taken."""
+        """Logical bytes of the chunks that were taken, less those of patches."""
 
     @property
     def index(self) -> Index:
@@ -184,7 +242,10 @@ class Base:
             return None
         where = None if self.share is None else self.share.find(theirs, part, number)
         row = self._reader.digests_of(entry.name)[first + number]
-        return _Candidate(part, theirs, int(row["digest"]), where)
+        is_patched = self._reader.is_patched(theirs, part, number)
+        if is_patched and not self.patches(theirs):
+            where = None  # it is written whole again
+        return _Candidate(part, theirs, row, where, is_patched)
 
     def stored_digest(self, entry: ArrayEntry, part: Part, number: int) -> int | None:
         """The digest of a chunk, if the base has one at the same place and of the same kind."""
@@ -200,24 +261,69 @@ class Base:
             chunk: its elements, or the bytes that would be stored of a quantised one.
         """
         found = self._candidates.get((part.key, number))
-        if found is None or digest() != found.digest:
+        if found is None or found.is_patched or digest() != found.digest:
             return False
-        if self._compare and not self._is_equal(found, number, chunk):
+        if self._how.compare and not self._is_equal(found, number, chunk):
             return False
         return self._take(found, number)
 
-    def _take(self, found: _Candidate, number: int) -> bool:
-        if self.share is None or not self.share.take(found.where, found.part, number):
+    def _take(self, found: _Candidate, number: int, patch: bytes | None = None) -> bool:
+        share, is_patch = self.share, patch is not None
+        if share is None or not share.take(found.where, found.part, number, as_full=is_patch):
             return False
-        self.nbytes += found.part.chunk_box(number).size * found.entry.itemsize
+        self.nbytes += found.part.chunk_box(number).size * found.entry.itemsize - len(patch or b"")
         return True
+
+    # --- patches ----------------------------------------------------------------------------------
+
+    def patches(self, entry: ArrayEntry) -> bool:
+        """Whether chunks of an array may be saved as patches."""
+        can = self._how.patch and self.share is not None and self.share.takes_full_chunks
+        return can and entry.quantized is None
+
+    def compared(self, part: Part, number: int, chunk: Array) -> Compared:
+        """Compares a chunk with that of the base; several threads may call it.
+
+        Arguments:
+            part, number: of the chunk.
+            chunk: its elements.
+        """
+        digest = chunk_store.digest(chunk)
+        found = self._candidates.get((part.key, number))
+        if found is None or (digest == found.digest and not found.is_patched):
+            return Compared(digest)
+        if self.comparable_at_once(chunk.nbytes) < 1:
+            return Compared(digest)
+        try:
+            return Compared(digest, self._patch(found, number, chunk))
+        except UnickptError:
+            return Compared(digest)  # it is damaged, and must not be referred to
+
+    def comparable_at_once(self, nbytes: int) -> int:
+        """How many chunks of a size the memory allows to compare at the same time."""
+        return self._how.budget_bytes // (_COPIES * max(1, nbytes))
+
+    def _patch(self, found: _Candidate, number: int, chunk: Array) -> bytes | None:
+        """What differs from the full chunk; None if that is too much."""
+        full = self._scratch.array(chunk.shape, chunk.dtype)
+        of = self._reader.read_full(found.entry, found.part, number, found.row, full)
+        # Neither what compression saves nor padding counts. Patches grow from step to step. Once
+        # all since the chunk was written whole take as much as it, it is time to write it whole:
+        # for steady growth, the best time.
+        whole = min(chunk.nbytes, found.where.length)
+        most = min(int(_MOST_OF_CHUNK * whole), whole - of.spent)
+        return patches.encode(full, chunk, of, most)
+
+    def take_full(self, part: Part, number: int, patch: bytes) -> bool:
+        """Takes the chunk to which a patch of `compared` refers; False if it cannot be."""
+        return self._take(self._candidates[part.key, number], number, patch)
 
     # --- chunks that the save does not have -------------------------------------------------------
 
     def borrow(self, part: Part, number: int) -> bool:
         """Takes a chunk, whatever it holds; False if it must be copied."""
         found = self._candidates.get((part.key, number))
-        return found is not None and self._take(found, number)
+        return found is not None and not found.is_patched and self._take(found, number)
 
     def digest(self, entry: ArrayEntry, part: Part, number: int) -> int:
         """The digest of a chunk as the base has it. Raises as `read`."""

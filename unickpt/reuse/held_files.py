@@ -20,7 +20,7 @@ from unickpt.format import borrowed, chunk_grid
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, BaseEntry
 from unickpt.format.ocdbt_reader import OcdbtReader
-from unickpt.reuse.base import Base
+from unickpt.reuse.base import Base, How
 from unickpt.reuse.linked_files import FOLDER
 from unickpt.reuse.siblings import LEAST_USED
 from unickpt.storage.btree.nodes import DataReference
@@ -96,25 +96,29 @@ class HeldFiles:
 
 
 def linked_chunks(reader: OcdbtReader) -> Linked:
-    """The chunks of a checkpoint that are in linked files.
+    """The chunks of a checkpoint that are in linked files; without the files that patches refer to,
+    of which no digest in the table tells what they hold.
 
     Raises:
         CheckpointCorrupt, StorageError: it cannot be read.
     """
     found: dict[str, list[LinkedChunk]] = {}
+    of_patches = set[str]()
     before = 0
     for name, entry in reader.index.arrays.items():
         rows = reader.digests_of(name)
         for first, part in chunk_grid.numbered_parts(entry):
             for number in range(part.count):
-                at = reader.where(part, number)
+                at = reader.where(entry, part, number)
                 if at is not None and f"/{FOLDER}/" in at.path:
+                    if reader.is_patched(entry, part, number):
+                        of_patches.add(at.path)
                     row = first + number
                     digest = int(rows["digest"][row])
                     chunk = LinkedChunk(entry, part, number, at, before + row, digest)
                     found.setdefault(at.path, []).append(chunk)
         before += len(rows)
-    return found
+    return {path: chunks for path, chunks in found.items() if path not in of_patches}
 
 
 def held_by(
@@ -131,7 +135,7 @@ def held_by(
     if base.index.codecs != reader.index.codecs:
         return HeldFiles(base, {}, {})
     try:
-        has = Base(base, None, compare=False)
+        has = Base(base, None, How())
         found = {path: _path_in(has, base, chunks) for path, chunks in linked.items()}
         paths = {path: there for path, there in found.items() if there is not None}
         lost = _incomplete(base, {p: linked[p] for p in paths}, paths, context)
@@ -148,7 +152,9 @@ def _path_in(has: Base, base: OcdbtReader, chunks: Sequence[LinkedChunk]) -> str
     for chunk in chunks:
         if has.stored_digest(chunk.entry, chunk.part, chunk.number) != chunk.digest:
             return None
-        there = base.where(chunk.part, chunk.number)
+        if base.is_patched(chunk.entry, chunk.part, chunk.number):
+            return None
+        there = base.where(chunk.entry, chunk.part, chunk.number)
         if there is None or _identity(there) != _identity(chunk.at):
             return None
         paths.add(there.path)

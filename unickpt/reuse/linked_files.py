@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import tensorstore as ts
 
-from unickpt.format import chunk_store
+from unickpt.format import chunk_store, patches
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, BaseEntry
 from unickpt.format.ocdbt_reader import OcdbtReader
@@ -50,6 +50,7 @@ class LinkedFiles:
         self, reader: OcdbtReader, files: RegularFiles, folder: Location, *, fsync: bool
     ) -> None:
         self._reader, self._files = reader, files
+        self.takes_full_chunks = True
         self._folder, self._fsync = folder.child(FOLDER), fsync
         self.borrowed: Mapping[BaseEntry, set[tuple[str, int]]] = {}
         self._names: dict[str, str | None] = {}
@@ -71,8 +72,8 @@ class LinkedFiles:
         return is_linked
 
     def find(self, entry: ArrayEntry, part: Part, number: int) -> DataReference | None:
-        """Where a chunk is in a data file."""
-        return self._reader.where(part, number)
+        """Where a chunk is in a data file, or the full chunk that its patch refers to."""
+        return self._reader.where(entry, part, number)
 
     def unit(self, where: DataReference) -> str:
         """The data file."""
@@ -85,13 +86,14 @@ class LinkedFiles:
         except Failed:
             return float("inf")  # it is gone
 
-    def take(self, where: DataReference, part: Part, number: int) -> bool:
+    def take(self, where: DataReference, part: Part, number: int, *, as_full: bool = False) -> bool:
         """Refers to a chunk; False if its file cannot be linked."""
         name = self._linked(where.path)
         if name is None:
             return False
         linked = DataReference(name, where.offset, where.length)
-        self._taken.append((chunk_store.key_of(part, number).encode(), linked))
+        new = patches.full_of(part) if as_full else part
+        self._taken.append((chunk_store.key_of(new, number).encode(), linked))
         return True
 
     def _linked(self, path: str) -> str | None:

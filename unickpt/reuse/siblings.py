@@ -28,6 +28,7 @@ class Siblings:
     """
 
     linked = 0
+    takes_full_chunks = False
 
     def __init__(self, reader: OcdbtReader) -> None:
         self._reader = reader
@@ -56,8 +57,10 @@ class Siblings:
         """None: `is_worthwhile` decides for all chunks."""
         return 0
 
-    def take(self, where: BaseEntry, part: Part, number: int) -> bool:
-        """Borrows a chunk."""
+    def take(self, where: BaseEntry, part: Part, number: int, *, as_full: bool = False) -> bool:
+        """Borrows a chunk; no full chunk."""
+        if as_full:
+            return False
         self._taken.add((part.key, number))
         return True
 

@@ -78,7 +78,8 @@ class Checkpointer:
             `ProcessGroup`).
         reuse: chunks that are equal in the step that this process saved or loaded before are not
             written again; see `SaveOptions.base`. True or "digest" recognises them by their
-            digests, "compare" by their bytes. `SaveReport.reused_bytes` says how much that was.
+            digests, "compare" by their bytes; with "patch", of chunks of which few elements changed
+            only these are written. `SaveReport.reused_bytes` says how much that was.
         partial: the experts of a mixture of experts take turns: each save writes only some of them,
             and refers to the step before for the others, whose state is then older. For experts
             that have arrays of their own, a pattern of names (`*` is one component, `**` any number
@@ -134,7 +135,7 @@ class Checkpointer:
         save_every_s: float | None = None,
         preemption: bool = False,
         local: paths.Path | None = None,
-        reuse: bool | Literal["digest", "compare"] = False,
+        reuse: bool | Literal["digest", "compare", "patch"] = False,
         partial: Mapping[str, int | tuple[int | str, int]] | None = None,
         choose: Choose | None = None,
         plt_budget: float | None = 0.0375,

@@ -13,7 +13,7 @@ from unickpt.quantized import choice
 from unickpt.storage import paths
 
 COMPRESSORS = ("zstd", "gzip", "blosc")
-REUSES = ("digest", "compare")
+REUSES = ("digest", "compare", "patch")
 STAGINGS = ("auto", "copy", "reference", "lazy", "device")
 
 
@@ -65,7 +65,10 @@ class SaveOptions(CommonOptions):
             are written. Where links are impossible, everything is.
         reuse: how chunks of `base` are recognised. "digest": by the 64 bits of their xxh3 digests
             (docs/reuse.md says what risk that is). "compare": then their bytes are compared, too,
-            which reads them from the base.
+            which reads them from the base. "patch": by their digests; and of a chunk of which only
+            scattered elements changed, at most about a tenth of them, these elements are written,
+            as a patch of the chunk that the base has, which reads that. Only unickpt from format
+            2.0 on reads such a checkpoint, and TensorStore alone cannot read its patched arrays.
         quantize: which arrays are stored with fewer bits, and so not exactly (docs/quantize.md):
             patterns of their names, in which `*` is any text within a component and `**` any
             number of components, with "uint8", "int4", "int3" or "int2" (codes of 8, 4, 3 or 2
@@ -98,7 +101,7 @@ class SaveOptions(CommonOptions):
     chunk_shape: tuple[int, ...] | None = None
     compression: str | None = None
     base: paths.Path | None = None
-    reuse: Literal["digest", "compare"] = "digest"
+    reuse: Literal["digest", "compare", "patch"] = "digest"
     quantize: Mapping[str, str | None] = field(default_factory=dict)
     timeout_s: float = 600.0
     check_replicas: bool = False
@@ -139,10 +142,11 @@ class SaveReport:
         url: where the checkpoint is.
         arrays: number of arrays.
         bytes: logical bytes of all arrays.
-        written_bytes: logical bytes of the chunks that this process wrote.
-        chunks: number of chunks that this process wrote.
+        written_bytes: logical bytes of the chunks that this process wrote, and the bytes of its
+            patches.
+        chunks: number of chunks that this process wrote, except patches.
         reused_bytes: logical bytes of the chunks that this process did not write, because
-            `SaveOptions.base` has them.
+            `SaveOptions.base` has them; of those that it wrote as patches, all but the patch.
         processes: number of processes that took part.
         seconds: wall time in this process, from the call to the commit.
         phases: seconds per phase: `describe`, `stage` (in the call), `queue` (waiting for earlier
@@ -153,6 +157,7 @@ class SaveReport:
         writers: on the coordinator only, the statistics of each process: `bytes` and `chunks`
             written, `reused_bytes`, `stored_bytes`, `seconds` that took, `blocked_s`,
             `staged_bytes`.
+        patched_chunks: number of chunks that this process wrote as patches (`SaveOptions.reuse`).
         stored_bytes: of the chunks that this process wrote, before compression: as
             `written_bytes`, but what is stored of quantised ones.
         quantized: on the coordinator only, for each array that `SaveOptions.quantize` matches the
@@ -176,6 +181,7 @@ class SaveReport:
     writers: tuple[Mapping[str, float], ...] = ()
     replicas_differ: tuple[str, ...] = ()
     reused_bytes: int = 0
+    patched_chunks: int = 0
     stored_bytes: int = 0
     quantized: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 

@@ -26,7 +26,7 @@ from unickpt.format.index import Index
 from unickpt.frameworks.process_group import within
 from unickpt.frameworks.protocol import ArraySource
 from unickpt.frameworks.registry import adapters, current_group
-from unickpt.reuse.base import Base, open_base
+from unickpt.reuse.base import Base, How, open_base
 from unickpt.reuse.partial_save import PartialSave
 from unickpt.saving import fingerprints
 from unickpt.saving.chunk_source import BorrowingSource, ChunkSource
@@ -253,7 +253,7 @@ class SaveJob:
                 self.location,
                 self._attempt.folder_of(self.group.index),
                 self.description.index.codecs,
-                compare=options.reuse == "compare",
+                how=How(options.reuse == "compare", options.reuse == "patch", options.budget_bytes),
                 fsync=options.fsync,
                 needed=needed,
             )
@@ -300,6 +300,7 @@ class SaveJob:
             written_bytes=writer.nbytes,
             chunks=writer.count,
             reused_bytes=writer.reused_bytes,
+            patched_chunks=writer.patched,
             stored_bytes=writer.stored_bytes,
             processes=self.group.count,
             seconds=timings.elapsed,

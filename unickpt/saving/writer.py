@@ -36,7 +36,7 @@ _TRANSACTIONS = 4  # at once
 # In the background of a training loop (measured too): each keeps a CPU busy, which it may need.
 _TRANSACTIONS_BEHIND = max(1, min(_TRANSACTIONS, (os.cpu_count() or 1) // 4))
 _HASH_THREADS = 2
-_MOST_THREADS = 16  # which also quantise
+_MOST_THREADS = 16  # which also quantise, or compare with the base
 _HASH_HERE_BYTES = 256 << 10  # handing less to a thread costs more than hashing it
 _LOOK_EVERY_S = 0.5
 
@@ -71,6 +71,12 @@ class Writer:
         self._committing: list[Future[None]] = []
         self.nbytes, self.stored_bytes, self.count = 0, 0, 0
         self._errors: dict[int, tuple[float, float]] = {}
+        self._patched: set[tuple[str, int]] = set()
+
+    @property
+    def patched(self) -> int:
+        """The number of chunks that were written as patches."""
+        return len(self._patched)
 
     @property
     def reused_bytes(self) -> int:
@@ -121,6 +127,9 @@ class Writer:
         written = self._write(others, rest, self._looked_in)
         digests = map(self._source.digest, taken)
         found: dict[str, Any] = {"chunks": np.concatenate([written, self._table(taken, digests)])}
+        if self._patched:
+            of = [(item.part.key, item.number) in self._patched for item in [*others, *taken]]
+            found["patched"] = np.array(of)
         share = self._base.share
         if share is not None:
             share.publish(self._attempt.context)
@@ -174,11 +183,19 @@ class Writer:
         return table
 
     def _threads(self, items: Sequence[WriteItem]) -> int:
-        """How many threads hash and quantise."""
-        if not any(item.entry.quantized for item in items):
+        """How many threads hash, quantise and compare."""
+        compared = [item.nbytes for item in items if self._patches(item)]
+        if not compared and not any(item.entry.quantized for item in items):
             return _HASH_THREADS
         cpus = os.cpu_count() or 1
-        return max(_HASH_THREADS, cpus // 4 if self._source.behind else min(cpus, _MOST_THREADS))
+        wanted = max(_HASH_THREADS, cpus // 4 if self._source.behind else min(cpus, _MOST_THREADS))
+        if compared and self._base is not None:
+            wanted = min(wanted, max(1, self._base.comparable_at_once(max(compared))))
+        return wanted
+
+    def _patches(self, item: WriteItem) -> bool:
+        """Whether a chunk may be written as a patch."""
+        return self._looked_in is not None and self._looked_in.patches(item.entry)
 
     def _write_batch(
         self,
@@ -196,7 +213,7 @@ class Writer:
         by_reference = self._store.location.is_local and not self._store.codecs
         staged: list[StagedChunk] = []
         held, begin = 0, len(digests)
-        hashed = self._hashed(batch, pool, digests)
+        hashed = self._hashed(batch, pool, digests, base)
         # A chunk that may be in the base, or is quantised, is hashed before it is written; others
         # meanwhile.
         waits = base is not None or any(item.entry.quantized for item in batch)
@@ -204,6 +221,13 @@ class Writer:
             if item.entry.quantized is not None:
                 chunk, digest = self._quantized(item, chunk, digest)
                 digests[begin + at] = digest
+            elif base is not None and base.patches(item.entry):
+                compared = digest()
+                digests[begin + at] = digest = partial(int, compared.digest)
+                if self._write_patch(item, compared.patch, transaction):
+                    held += len(compared.patch)
+                    chunk.release()
+                    continue
             host = chunk.data
             if base is not None and base.takes(item.part, item.number, digest, host):
                 chunk.release()
@@ -233,6 +257,19 @@ class Writer:
 
         return held, wait
 
+    def _write_patch(
+        self, item: WriteItem, patch: bytes | None, transaction: ts.Transaction
+    ) -> bool:
+        """Writes a chunk as a patch, if there is one, and its full chunk can be taken."""
+        assert self._base is not None
+        if patch is None or not self._base.take_full(item.part, item.number, patch):
+            return False
+        self._store.write_patch(item.part, item.number, patch, transaction).result()
+        self._patched.add((item.part.key, item.number))
+        self.nbytes += len(patch)
+        self.stored_bytes += len(patch)
+        return True
+
     def _quantized(
         self, item: WriteItem, chunk: StagedChunk, encoded: Callable[[], Any]
     ) -> tuple[StagedChunk, Callable[[], int]]:
@@ -245,15 +282,21 @@ class Writer:
         return StagedChunk(found.data, found.data.nbytes, lambda: None), digest
 
     def _hashed(
-        self, batch: Sequence[WriteItem], pool: Workers, digests: list[Callable[[], int]]
+        self,
+        batch: Sequence[WriteItem],
+        pool: Workers,
+        digests: list[Callable[[], int]],
+        base: Base | None,
     ) -> Iterator[tuple[WriteItem, StagedChunk, Callable[[], Any]]]:
         """The chunks of a batch as they are staged, and what returns their digests; of quantised
-        ones, what returns them encoded."""
+        ones, what returns them encoded, and of those that may be patches, compared."""
         for item in batch:
             chunk = self._source.fetch(item)
             if item.entry.quantized is not None:
                 quantized = partial(chunk_store.quantized, item.entry, chunk.data)
                 digest: Callable[[], Any] = pool.submit(quantized)
+            elif base is not None and base.patches(item.entry):
+                digest = pool.submit(partial(base.compared, item.part, item.number, chunk.data))
             elif chunk.data.nbytes > _HASH_HERE_BYTES:
                 digest = pool.submit(partial(chunk_store.digest, chunk.data))
             else:

@@ -25,9 +25,9 @@ from unickpt.errors import (
     UnsupportedFormat,
 )
 from unickpt.format import chunk_store, index_json, ocdbt_reader
-from unickpt.format.chunk_grid import Part
 from unickpt.format.index import BORROWED_KEY, INDEX_KEY, BaseEntry, Index
 from unickpt.format.ocdbt_reader import OcdbtReader
+from unickpt.format.reader import ChunkId
 from unickpt.reading import checkpoint
 from unickpt.reuse.held_files import HeldFiles
 from unickpt.storage import contexts, errors, paths
@@ -297,19 +297,19 @@ class VersionCopy:
             self.origin, self.found.manifest, self.destination, manifest, self._skips(spared)
         )
 
-    def _skips(self, spared: Collection[str]) -> Callable[[Part, int], bool]:
+    def _skips(self, spared: Collection[str]) -> Callable[[ChunkId], bool]:
         reader = self.reader
         if reader is None or not spared:
             return _none
 
-        def skips(part: Part, number: int) -> bool:
-            at = reader.where(part, number)
+        def skips(chunk: ChunkId) -> bool:
+            at = reader.where(*chunk)
             return at is not None and at.path in spared
 
         return skips
 
 
-def _none(part: Part, number: int) -> bool:
+def _none(chunk: ChunkId) -> bool:
     """Skips no chunk."""
     return False
 
@@ -413,7 +413,7 @@ def check_copy(
     original: bytes,
     destination: Location,
     manifest: bytes,
-    skips: Callable[[Part, int], bool],
+    skips: Callable[[ChunkId], bool],
 ) -> None:
     """Reads a copy, whose manifest is not written yet, and checks it against its digests.
 
@@ -434,7 +434,7 @@ def check_copy(
         raise StorageError(f"{destination}: what was written reads differently: {damage}")
 
 
-def _damage(location: Location, manifest: bytes, skips: Callable[[Part, int], bool]) -> str:
+def _damage(location: Location, manifest: bytes, skips: Callable[[ChunkId], bool]) -> str:
     """The damage of the data at a location to which a manifest refers; empty if none."""
     draft = Database(location, contexts.context()).with_manifest(manifest)
     try:

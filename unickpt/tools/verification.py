@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 from unickpt.arrays import dtypes
 from unickpt.errors import CheckpointCorrupt, StorageError
 from unickpt.format import chunk_grid
-from unickpt.format.chunk_grid import Part
-from unickpt.format.reader import Reader
+from unickpt.format.reader import ChunkId, Reader
 from unickpt.reading import checkpoint
 from unickpt.reading.chunk_reader import ChunkReader, Task
 from unickpt.reading.read_plan import ChunkRead
@@ -122,7 +121,7 @@ def verify_opened(
     progress: Callable[[int, int], None] | None = None,
     *,
     behind: bool = False,
-    skips: Callable[[Part, int], bool] = lambda part, number: False,
+    skips: Callable[[ChunkId], bool] = lambda chunk: False,
 ) -> VerifyReport:
     """As `verify`, for a checkpoint that may not be committed at its path yet.
 
@@ -217,13 +216,13 @@ def _chunks(reads: Iterator[ChunkRead], checker: _Checker) -> Iterator[Checked]:
         yield from checker.wait(task)
 
 
-def _reads(stored: Reader, skips: Callable[[Part, int], bool]) -> Iterator[ChunkRead]:
+def _reads(stored: Reader, skips: Callable[[ChunkId], bool]) -> Iterator[ChunkRead]:
     """All chunks of a checkpoint, but those that are skipped."""
     for entry in stored.index.arrays.values():
         table = stored.digests_of(entry.name)
         for first, part in chunk_grid.numbered_parts(entry):
             for number in range(part.count):
-                if skips(part, number):
+                if skips((entry, part, number)):
                     continue
                 box = part.chunk_box(number)
                 row = None if table is None else table[first + number]
