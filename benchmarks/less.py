@@ -254,6 +254,7 @@ REAL = {
     "reuse": Real(),
     "reuse, no links": Real(links=False),
     "reuse, chunks of 4 KiB": Real({"chunk_bytes": 4096}),
+    "reuse, patches": Real(run={"reuse": "patch"}),
     "reuse, `uint8`": Real({"quantize": {"**": "uint8"}}),
     "reuse, `int4`": Real({"quantize": {"**": "int4"}}),
     "4 experts in turn": Real(run={"partial": {"experts": (0, 4)}}, for_experts=True),

@@ -30,11 +30,11 @@ class Part:
     @property
     def grid(self) -> tuple[int, ...]:
         """Number of chunks along each dimension."""
-        return _grid(self.box.shape, self.chunk)[0]
+        return grid_of(self.box.shape, self.chunk)[0]
 
     @property
     def count(self) -> int:
-        return _grid(self.box.shape, self.chunk)[1]
+        return grid_of(self.box.shape, self.chunk)[1]
 
     def chunk_box(self, number: int) -> Box:
         """The box, in global coordinates, of the chunk with a row-major number."""
@@ -78,7 +78,7 @@ class Part:
 
 
 @lru_cache(maxsize=4096)
-def _grid(shape: tuple[int, ...], chunk: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+def grid_of(shape: tuple[int, ...], chunk: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
     """Number of chunks along each dimension, and of all."""
     grid = tuple(-(-n // c) for n, c in zip(shape, chunk, strict=True))
     return grid, math.prod(grid)

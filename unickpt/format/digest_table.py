@@ -26,6 +26,8 @@ def count(entry: ArrayEntry) -> int:
         return 0
     if entry.boxes is not None:
         return sum(chunk_grid.box_part(entry, box).count for box, _ in entry.boxes)
+    if not entry.cut:
+        return chunk_grid.grid_of(entry.shape, entry.chunk)[1]
     return math.prod(_count_along(entry, dim) for dim in range(len(entry.shape)))
 
 

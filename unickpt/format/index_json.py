@@ -235,10 +235,7 @@ def _decode(r: _Reader, partial: bool) -> Index:
         raise _Bad(f"it names {processes} processes")
     meshes = [_mesh(_Reader(m, "mesh")) for m in r.get("meshes", list)]
     layouts = [_layout(_Reader(x, "layout"), meshes) for x in r.get("layouts", list)]
-    arrays = {
-        name: _array(name, _Reader(a, "array", name), layouts, partial)
-        for name, a in r.get("arrays", dict).items()
-    }
+    arrays = _arrays(r.get("arrays", dict), layouts, partial)
     aliases = r.get("aliases", dict)
     for alias, target in aliases.items():
         if not isinstance(target, str) or target not in arrays:
@@ -354,6 +351,37 @@ def _layout(r: _Reader, meshes: list[Mesh]) -> Layout:
     if not all(isinstance(d, list) and all(isinstance(a, str) for a in d) for d in dims):
         raise _Bad(f"layout dimensions are {quoted(dims)}")
     return _made(Layout, meshes[mesh], tuple(tuple(d) for d in dims))
+
+
+def _arrays(
+    bodies: Mapping[str, Any], layouts: list[Layout], partial: bool
+) -> dict[str, ArrayEntry]:
+    """The entries of all arrays; what many say, as layers of a model do, is checked once."""
+    known: dict[Any, ArrayEntry] = {}
+    arrays = {}
+    for name, body in bodies.items():
+        kind = _kind(body)
+        same = known.get(kind)
+        if same is not None:
+            arrays[name] = ArrayEntry(name, same.shape, same.dtype, same.chunk, same.layout)
+            continue
+        arrays[name] = _array(name, _Reader(body, "array", name), layouts, partial)
+        if kind is not None:
+            known[kind] = arrays[name]
+    return arrays
+
+
+def _kind(body: Any) -> tuple[Any, ...] | None:
+    """What the entry of an array says that has a layout and nothing out of the ordinary."""
+    try:
+        if body.keys() != {"shape", "dtype", "chunk", "layout"}:
+            return None
+        kind = tuple(body["shape"]), tuple(body["chunk"]), body["dtype"], body["layout"]
+        hash(kind)
+    except (TypeError, AttributeError):
+        return None
+    # JSON's true equals 1, and 1.0 does.
+    return kind if {*map(type, kind[0] + kind[1]), type(kind[3])} == {int} else None
 
 
 def _array(name: str, r: _Reader, layouts: list[Layout], partial: bool) -> ArrayEntry:
