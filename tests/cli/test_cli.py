@@ -223,6 +223,7 @@ def test_inspect_json_describes_every_array(saved: str) -> None:
         "chunks": 1,
         "prng": None,
         "quantized": None,
+        "patched": 0,
         "mesh": 0,
         "fragments": 1,
         "parts": 1,

@@ -213,7 +213,7 @@ def test_verify_finds_a_changed_byte_of_a_code(tmp_path: Path) -> None:
     assert unickpt.verify(str(tmp_path / "q")).ok
     (reader,) = [unickpt.open(str(tmp_path / "q")).reader]
     (part,) = unickpt.open(str(tmp_path / "q"))["x"].parts
-    where: Any = reader.where(part, 0)  # type: ignore[attr-defined]
+    where: Any = reader.where(reader.index.arrays["x"], part, 0)  # type: ignore[attr-defined]
     file = tmp_path / "q" / where.path
     data = bytearray(file.read_bytes())
     data[where.offset + where.length // 2] ^= 1
