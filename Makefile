@@ -31,6 +31,7 @@ test-fast: .venv/installed
 
 soak: .venv/installed
 	$(BIN)/python -m pytest -m slow --timeout=3600
+	$(BIN)/python -m pytest -m hypothesis --timeout=3600 --hypothesis-profile=others
 	$(BIN)/python tests/soak.py --kills 1000
 	$(BIN)/python tests/soak.py --kills 140 --s3
 

@@ -18,9 +18,11 @@ from support.processes import Processes
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-# Examples take as long as the machine's load makes them take.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
+# Examples take as long as the machine's load makes them take. The same ones in each run, so that
+# what fails was changed; `make soak` looks for others.
+settings.register_profile("same", deadline=None, derandomize=True)
+settings.register_profile("others", deadline=None)
+settings.load_profile("same")
 
 
 # A test that uses one of these, as a fixture or in its own body, starts processes or a server.

@@ -279,6 +279,8 @@ class BorrowingFolder(Folder):
         self.damaged.add(self.attempt(step))
 
     def is_needed(self, step: int) -> bool:
+        if self.attempt(step) in self.moved:
+            return True  # it keeps the marks of those that borrow, and may be moved back
         return any(
             base == step for each in self.there for base, _ in self.bases(each) if each != step
         )
