@@ -59,9 +59,23 @@ def _is_safetensors(head: bytes) -> bool:
     return head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= _MOST_HEADER
 
 
+def _first_member(head: bytes) -> bytes:
+    """The name of the first file in a zip file; empty if it is none."""
+    is_zip = head[:4] == b"PK\x03\x04"
+    return head[30 : 30 + int.from_bytes(head[26:28], "little")] if is_zip else b""
+
+
 def _is_npz(head: bytes) -> bool:
-    first = head[30 : 30 + int.from_bytes(head[26:28], "little")]
-    return head[:4] == b"PK\x05\x06" or (head[:4] == b"PK\x03\x04" and first.endswith(b".npy"))
+    return head[:4] == b"PK\x05\x06" or _first_member(head).endswith(b".npy")
+
+
+def _is_keras(head: bytes) -> bool:
+    """Whether a file is one of Keras's `model.save`, a zip file, by its first bytes."""
+    return _first_member(head) in (b"metadata.json", b"config.json", b"model.weights.h5")
+
+
+def _is_hdf5(head: bytes) -> bool:
+    return head[:8] == b"\x89HDF\r\n\x1a\n" or _is_keras(head)
 
 
 def is_legacy(head: bytes) -> bool:
@@ -76,7 +90,7 @@ def is_tar(head: bytes) -> bool:
 
 def _is_torch(head: bytes) -> bool:
     is_zip = head[:4] == b"PK\x03\x04" and not _is_npz(head)
-    return is_zip or is_legacy(head) or is_tar(head)
+    return (is_zip and not _is_keras(head)) or is_legacy(head) or is_tar(head)
 
 
 def is_flax(head: bytes) -> bool:
@@ -98,7 +112,7 @@ FLAX = Kind(
     "flax", (".msgpack",), is_flax, ("flax_model.msgpack",),
     is_named=lambda name: re.fullmatch(r"checkpoint_[0-9]+(\.[0-9]+)?", name) is not None,
 )  # fmt: skip
-HDF5 = Kind("hdf5", (".h5", ".hdf5"), lambda head: head[:8] == b"\x89HDF\r\n\x1a\n")
+HDF5 = Kind("hdf5", (".h5", ".hdf5", ".keras"), _is_hdf5)
 GGUF_PART = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.gguf", re.DOTALL)
 """The name of one of several files of a model: the model's, and how many there are."""
 GGUF = Kind(
