@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from unickpt.backends.deepspeed.partitions import EXPERT, local_experts
@@ -69,6 +69,11 @@ def torch_state(file: StateFile) -> TorchState | None:
         for group in groups
         if group.get("moe") is True and (match := _EXPERT_GROUP.fullmatch(str(group.get("name"))))
     ]
+    for group in groups:  # some optimizers, such as FusedAdam, count their steps here
+        for number in _items(group.get("params")) if is_number(group.get("step")) else ():
+            if type(number) is int and number in found:
+                scalars = {"step": group["step"], **found[number].scalars}
+                found[number] = replace(found[number], scalars=scalars)
     complete = len(names) == len(numbers) and found.keys() <= {*numbers}
     return TorchState(file, found, numbers, names if complete else (), max(told, default=None))
 
@@ -160,7 +165,8 @@ def _global(
     if held * ranks < total:
         raise state.file.damaged(
             f"it has {held} of {total} experts of {quoted(match[1])}, and there are files of "
-            f"{ranks} expert-parallel ranks; was the folder copied as a whole?"
+            f"{ranks} expert-parallel ranks; was the folder copied as a whole? (Or a part of them "
+            "is not trained, which is not read.)"
         )
     if held * ranks != total:
         raise state.file.unsupported(

@@ -82,6 +82,34 @@ def test_convert_keeps_every_bit(cases: Path, tmp_path: Path) -> None:
     assert deepspeed_cases.differences(case, unickpt.open(tmp_path / "own")) == []
 
 
+def test_into_a_module_and_its_optimizer(cases: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from unickpt.adapters.torch import NamedOptimizer
+
+    found = unickpt.open(cases / "moe-z0-mixed-named" / "ckpt")
+    model = torch.nn.Module()
+    for name in (n.removeprefix("module/") for n in found if n.startswith("module/")):
+        *path, last = name.split(".")
+        at = model
+        for part in path:
+            if part not in at._modules:
+                at.add_module(part, torch.nn.Module())
+            at = at.get_submodule(part)
+        value = torch.zeros(found[f"module/{name}"].shape)
+        if name == "scale":
+            at.register_buffer(last, value)
+        else:
+            at.register_parameter(last, torch.nn.Parameter(value))
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"model": model, "optim": NamedOptimizer(optimizer, model)}
+    unickpt.load(found, state, rules=unickpt.Rules.preset("deepspeed"))
+    for name, parameter in model.named_parameters():
+        assert parameter.detach().numpy().tobytes() == found[f"module/{name}"][...].tobytes()
+        loaded = optimizer.state[parameter]
+        assert loaded["step"] == 3
+        assert loaded["exp_avg_sq"].numpy().tobytes() == found[f"exp_avg_sq/{name}"][...].tobytes()
+
+
 @pytest.mark.integration
 def test_in_an_object_store(cases: Path, moto: str, monkeypatch: pytest.MonkeyPatch) -> None:
     s3_server.use(moto, monkeypatch)
@@ -155,6 +183,27 @@ def test_it_is_refused_if_nothing_tells_how_many_files_there_are(
     assert "exp_avg/17@1" in unickpt.open(tag)  # all weights are trained, which tells it
     optimizer_of(tag, 1).unlink()
     with pytest.raises(UnsupportedFormat, match=r"expp_rank_0.*18 parameters; 6 weights.* 24 of"):
+        unickpt.open(tag)
+
+
+def test_steps_that_an_optimizer_counts_for_its_groups(copy: Callable[[str], Path]) -> None:
+    tag = copy("moe-z0-ep2")
+
+    def as_fused(step: int) -> Callable[[dict[str, Any]], None]:
+        def changed(optimizer: dict[str, Any]) -> None:
+            for state in optimizer["state"].values():
+                del state["step"]
+            for group in optimizer["param_groups"]:
+                group["step"] = step
+
+        return changed
+
+    change(tag / "mp_rank_00_model_states.pt", as_fused(3))
+    change(optimizer_of(tag, 0), as_fused(3))
+    change(optimizer_of(tag, 1), as_fused(3))
+    assert unickpt.open(tag).values["step/17@1"] == 3
+    change(optimizer_of(tag, 1), lambda optimizer: optimizer["param_groups"][0].update(step=4))
+    with pytest.raises(CheckpointCorrupt, match=r"expp_rank_1.*the optimizer is 4, but 3"):
         unickpt.open(tag)
 
 
