@@ -302,11 +302,6 @@ class Hdf5Reader(RangeReader):
         shape, dtype = dataset.shape, self._dtype(dataset, told)
         offset = dataset.id.get_offset()
         if dataset.chunks is None and offset is not None and self._stored.unpacked is None:
-            if self._stored.zip and offset + dataset.nbytes > self._stored.size:
-                raise CheckpointCorrupt(
-                    f"{told} needs bytes {offset} to {offset + dataset.nbytes} of {_IN_KERAS}, "
-                    f"which has {self._stored.size}"
-                )
             begin = self._stored.begin + offset
             box = Box.whole(shape)
             where = FileBox(box, FileRange(self._name, begin, dataset.dtype.byteorder == ">"))
