@@ -2,12 +2,14 @@
 
 Source: github.com/ggml-org/ggml, docs/gguf.md and src/ggml-quants.c. A quantized tensor consists of
 blocks, which NumPy has no dtype for: it is read as its bytes, or dequantized where that is asked.
+A model can lie in several files, whose names tell their numbers; any one of them stands for all.
 """
 
 from __future__ import annotations
 
+import errno
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +28,13 @@ from unickpt.foreign.loose_files import Found, open_kind
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted
+from unickpt.storage.errors import Damaged
 from unickpt.trees import tree
 
 _VERSIONS = (2, 3)
 _ALIGNMENT = "general.alignment"
-_SPLIT = "split.count"
+_SPLIT = "split."  # the keys about a model in several files
+_COUNT, _NUMBER, _TENSORS = f"{_SPLIT}count", f"{_SPLIT}no", f"{_SPLIT}tensors.count"
 _MOST_TEXT = 64 << 20
 _MOST_ITEMS = 1 << 22  # of all lists in the metadata
 _MOST_RANK = 4  # as ggml
@@ -45,11 +49,12 @@ HINTS: Collection[str] = ("dequantize",)
 
 
 def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
-    """Opens a GGUF file; None if there is none.
+    """Opens a GGUF file, or all of a model; None if there is none.
 
     Raises:
-        CheckpointCorrupt: it is damaged.
-        UnsupportedFormat: it is one of several, or a tensor cannot be dequantized, as was asked.
+        CheckpointCorrupt: it is damaged, or one of several files is missing.
+        UnsupportedFormat: its name does not tell the others', or a tensor cannot be dequantized, as
+            was asked.
         HintError: `dequantize` is not "float32".
         StorageError: the storage failed.
     """
@@ -125,36 +130,99 @@ class _Tensor:
 
 
 class GgufReader(RangeReader):
-    """The tensors and metadata of one file.
+    """The tensors and metadata of a model.
 
     Arguments:
         files: of the checkpoint.
-        name: of the file.
+        name: of its file, or of one of them.
         dequantize: whether quantized tensors are dequantized.
     """
 
     format = "gguf"
 
     def __init__(self, files: Files, name: str, dequantize: bool) -> None:
-        header = _Header(Cursor(files, name))
-        self.version = str(header.version)
+        headers = _headers(files, name)
+        self.version = str(headers[0].version)
         entries, boxes = dict[str, ArrayEntry](), dict[str, tuple[FileBox]]()
         packed = dict[str, str]()
-        ends: list[tuple[int, int, str]] = []
-        for tensor in header.tensors:
-            shape, dtype, elements, nbytes = _stored(tensor, header, dequantize)
-            array = _array_name(tensor.name)
-            if array in entries:
-                raise header.damaged(f"two tensors are called {quoted(tensor.name)}")
-            if dtype == "uint8":
-                packed[array] = _QUANTIZED[tensor.kind].name
-            where = FileBox(Box.whole(shape), elements)
-            entries[array], boxes[array] = whole(array, shape, dtype, where), (where,)
-            ends.append((tensor.offset, tensor.offset + nbytes, tensor.name))
-        header.check_places(ends)
-        metadata = {**header.metadata, **({"quantized": packed} if packed else {})}
+        for header in headers:
+            ends: list[tuple[int, int, str]] = []
+            for tensor in header.tensors:
+                shape, dtype, elements, nbytes = _stored(tensor, header, dequantize)
+                array = _array_name(tensor.name)
+                if array in entries:
+                    raise header.damaged(f"two tensors are called {quoted(tensor.name)}")
+                if dtype == "uint8":
+                    packed[array] = _QUANTIZED[tensor.kind].name
+                where = FileBox(Box.whole(shape), elements)
+                entries[array], boxes[array] = whole(array, shape, dtype, where), (where,)
+                ends.append((tensor.offset, tensor.offset + nbytes, tensor.name))
+            header.check_places(ends)
+        metadata = {**_metadata(headers), **({"quantized": packed} if packed else {})}
         node = tree.from_names(entries)
         super().__init__(files, Index(tree.to_json(node), entries, metadata=metadata), boxes)
+
+
+def _headers(files: Files, name: str) -> Sequence[_Header]:
+    """The headers of all files of a model, of which one is known."""
+    known = _Header(Cursor(files, name))
+    count = known.metadata.get(_COUNT, 1)
+    if count in (0, 1):
+        return [known]
+    match = loose_files.GGUF_PART.fullmatch(name)
+    if match is None or type(count) is not int or int(match[2]) != count:
+        raise known.unsupported(
+            f"it is one of {quoted(count)} files, whose names have to be those of llama.cpp, "
+            "<model>-00001-of-00003.gguf for the first of 3: rename them"
+        )
+    found = []
+    for number in range(count):
+        part = f"{match[1]}-{number + 1:05d}-of-{count:05d}.gguf"
+        found.append(known if part == name else _Header(_cursor(files, part, known)))
+        told = found[-1].metadata
+        if told.get(_COUNT) != count or told.get(_NUMBER) != number:
+            raise found[-1].damaged(
+                f"it says that it is file {quoted(told.get(_NUMBER))} of {quoted(told.get(_COUNT))}"
+                f", from 0 on, and its name that it is {number} of {count}"
+            )
+    total = sum(len(header.tensors) for header in found)
+    for header in found:
+        if header.metadata.get(_TENSORS, total) != total:
+            raise header.damaged(
+                f"it says that all files have {quoted(header.metadata[_TENSORS])} tensors, and they"
+                f" have {total}; are they of one model?"
+            )
+    return found
+
+
+def _cursor(files: Files, name: str, known: _Header) -> Cursor:
+    """The beginning of another file of a model."""
+    try:
+        head = files.head(name)
+    except Damaged as error:
+        if error.errno != errno.ENOENT:
+            raise
+        raise CheckpointCorrupt(
+            f"{files.location}: {name} is missing, which belongs to {known.file}; was the model "
+            "copied as a whole?"
+        ) from error
+    if not loose_files.GGUF.begins(head):
+        raise CheckpointCorrupt(f"{files.location}: {name} is damaged: it is no GGUF file")
+    return Cursor(files, name)
+
+
+def _metadata(headers: Sequence[_Header]) -> dict[str, Any]:
+    """That of all files of a model; usually only the first one has any."""
+    if len(headers) == 1:
+        return headers[0].metadata
+    found: dict[str, Any] = {}
+    for header in headers:
+        for key, value in header.metadata.items():
+            if not key.startswith(_SPLIT) and found.setdefault(key, value) != value:
+                raise header.damaged(
+                    f"it has another {quoted(key)} than the files before; are they of one model?"
+                )
+    return found
 
 
 def _array_name(tensor: str) -> str:
@@ -214,11 +282,6 @@ class _Header:
             if key in self.metadata:
                 raise self.damaged(f"{quoted(key)} occurs twice")
             self.metadata[key] = self._value(cursor.unpack("<I"), key)
-        split = self.metadata.get(_SPLIT, 1)
-        if split not in (0, 1):
-            raise self.unsupported(
-                f"the file is one of {quoted(split)}; join them with `llama-gguf-split --merge`"
-            )
         found = [self._tensor() for _ in range(tensors)]
         alignment = self.metadata.get(_ALIGNMENT, 32)
         if type(alignment) is not int or not 0 < alignment < 1 << 32:

@@ -2,17 +2,20 @@
 
 Sources: keras/src/saving/saving_lib.py and the HDF5 file format specification. h5py says where the
 datasets are; those that lie in one piece are then read in place, and the others through h5py. Links
-to other files are refused.
+to other files are refused. A `.keras` file is a zip file with such a file in it, as a rule without
+compression.
 """
 
 from __future__ import annotations
 
 import importlib
 import io
+import json
 import math
 import os
 import struct
-from collections.abc import Collection, Mapping
+import zlib
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,11 +30,12 @@ from unickpt.foreign.elements import FileRange
 from unickpt.foreign.file_ranges import CHUNK_BYTES, FileBox, RangeReader, whole
 from unickpt.foreign.files import Files
 from unickpt.foreign.loose_files import open_kind
+from unickpt.foreign.zip_files import DEFLATED, STORED, Member, ZipFile
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, Index
-from unickpt.format.reader import Reader
+from unickpt.format.reader import ParallelMap, Reader
 from unickpt.quoting import quoted
-from unickpt.storage.errors import Failed
+from unickpt.storage.errors import Failed, reading_failed
 from unickpt.trees import tree
 
 _WINDOW = 64 << 10
@@ -40,12 +44,16 @@ _MOST_RANK = 32
 # it by this factor, or be this large.
 _MOST_REPEATED, _SMALL = 1032, 64 << 20
 _LAYERS, _VARIABLES = "layers", "vars"
+_IN_KERAS, _KERAS_METADATA = "model.weights.h5", "metadata.json"
+# What is compressed is unpacked into memory.
+_MOST_UNPACKED, _MOST_JSON = 256 << 20, 1 << 20
+_ZIP = b"PK\x03\x04"
 
 HINTS: Collection[str] = ()
 
 
 def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
-    """Opens an HDF5 file; None if there is none.
+    """Opens an HDF5 file, or a .keras file; None if there is none.
 
     Raises:
         CheckpointCorrupt: it is damaged.
@@ -55,17 +63,92 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
     return open_kind(files, loose_files.HDF5, lambda found: Hdf5Reader(files, found.names[0]))
 
 
+@dataclass(frozen=True)
+class _Stored:
+    """Where an HDF5 file is.
+
+    Arguments:
+        begin, size: its bytes in the file of the checkpoint.
+        unpacked: its bytes, if it is compressed there.
+        zip: the zip file that contains it, and as what; None if there is none.
+        version: of Keras, if the zip file tells it.
+    """
+
+    begin: int
+    size: int
+    unpacked: bytes | None = None
+    zip: tuple[ZipFile, Member] | None = None
+    version: str = ""
+
+
+def _stored(files: Files, name: str) -> _Stored:
+    """Where the HDF5 file is.
+
+    Raises:
+        CheckpointCorrupt: it is damaged.
+        UnsupportedFormat: a zip file does not contain it, or too compressed.
+        Failed: the storage failed.
+    """
+    if files.head(name)[:4] != _ZIP:
+        return _Stored(0, _size(files, name))
+    found = ZipFile(files, name)
+    member = found.members.get(_IN_KERAS)
+    if member is None:
+        raise UnsupportedFormat(
+            f"{files.location}: {name} is a zip file without {_IN_KERAS}; it has "
+            f"{quoted(sorted(found.members))}"
+        )
+    version = _version(found)
+    if member.method == STORED:
+        return _Stored(found.offset(member), member.size, None, (found, member), version)
+    data = _unpacked(found, member, _MOST_UNPACKED)
+    return _Stored(0, member.size, data, (found, member), version)
+
+
+def _unpacked(found: ZipFile, member: Member, most: int) -> bytes:
+    """The bytes of a member, at most so many."""
+    told = f"{found.files.location}: {found.name}: {member.name}"
+    if member.method not in (STORED, DEFLATED) or max(member.size, member.compressed) > most:
+        raise UnsupportedFormat(
+            f"{told} has {member.size} bytes, compressed to {member.compressed} by the method "
+            f"{member.method}: at most {most} are unpacked, by the methods {STORED} and "
+            f"{DEFLATED}; unpack the zip file, and open the file in it"
+        )
+    data = found.files.read(found.name, found.offset(member), member.compressed)
+    if member.method == DEFLATED:
+        try:
+            data = zlib.decompressobj(-15).decompress(data, max(1, member.size))
+        except zlib.error as error:
+            raise found.damaged(f"{member.name} cannot be decompressed: {error}") from error
+    found.check(member, data)
+    return data
+
+
+def _version(found: ZipFile) -> str:
+    """That of Keras; empty if the zip file does not tell it."""
+    member = found.members.get(_KERAS_METADATA)
+    if member is None:
+        return ""
+    data = _unpacked(found, member, _MOST_JSON)
+    try:
+        told = json.loads(data).get("keras_version")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise found.damaged(f"{member.name} is not JSON of Keras: {error}") from error
+    return told if isinstance(told, str) and len(told) < 40 else ""
+
+
 class _Raw(io.RawIOBase):
-    """A file of a checkpoint as Python's kind of file.
+    """A range of a file of a checkpoint as Python's kind of file.
 
     Arguments:
         files: of the checkpoint.
         name: of the file.
+        stored: the range.
     """
 
-    def __init__(self, files: Files, name: str) -> None:
+    def __init__(self, files: Files, name: str, stored: _Stored) -> None:
         self._files, self._name, self._at = files, name, 0
-        self._size = _size(files, name)
+        self._begin, self._size = stored.begin, stored.size
 
     def readable(self) -> bool:
         return True
@@ -83,7 +166,7 @@ class _Raw(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         out = memoryview(buffer)[: max(0, self._size - self._at)]
         if out:
-            self._files.read_into(self._name, self._at, out)
+            self._files.read_into(self._name, self._begin + self._at, out)
         self._at += len(out)
         return len(out)
 
@@ -133,11 +216,13 @@ class Hdf5Reader(RangeReader):
                 f"{files.location}: {name} is an HDF5 file, which needs h5py: install unickpt[h5]"
             ) from None
         self._where, self._name = f"{files.location}: {name}", name
+        self._stored = _stored(files, name)
+        self.version = self._stored.version
         found, entries, boxes = _Found(), dict[str, ArrayEntry](), dict[str, tuple[FileBox]]()
         self._datasets: Mapping[str, Any] = found.datasets
         try:
             # Kept open: no file of the operating system belongs to it.
-            self._file = self._h5py.File(io.BufferedReader(_Raw(files, name), _WINDOW), "r")
+            self._file = self._h5py.File(self._opened(files), "r")
             self._walk(self._file, (), found, set())
             for array, dataset in found.datasets.items():
                 entries[array], where = self._entry(array, dataset)
@@ -152,6 +237,11 @@ class Hdf5Reader(RangeReader):
         super().__init__(files, index, boxes)
 
     # --- opening --------------------------------------------------------------------------------
+
+    def _opened(self, files: Files) -> io.BufferedIOBase:
+        if self._stored.unpacked is not None:
+            return io.BytesIO(self._stored.unpacked)
+        return io.BufferedReader(_Raw(files, self._name, self._stored), _WINDOW)
 
     def _walk(self, group: Any, path: tuple[str, ...], found: _Found, above: set[int]) -> None:
         """Finds the datasets of a group.
@@ -211,9 +301,10 @@ class Hdf5Reader(RangeReader):
             raise UnsupportedFormat(f"{told} lies in other files")
         shape, dtype = dataset.shape, self._dtype(dataset, told)
         offset = dataset.id.get_offset()
-        if dataset.chunks is None and offset is not None:
+        if dataset.chunks is None and offset is not None and self._stored.unpacked is None:
+            begin = self._stored.begin + offset
             box = Box.whole(shape)
-            where = FileBox(box, FileRange(self._name, offset, dataset.dtype.byteorder == ">"))
+            where = FileBox(box, FileRange(self._name, begin, dataset.dtype.byteorder == ">"))
             return whole(name, shape, dtype, where), where
         chunk = _chunk(dataset) if dataset.chunks else tuple(max(1, n) for n in shape)
         entry = whole(name, shape, dtype, FileBox(Box.whole(shape), FileRange(self._name, 0)))
@@ -245,6 +336,21 @@ class Hdf5Reader(RangeReader):
                 f"{self.location}: array {entry.name!r} has {stored} bytes in {self._name}, too "
                 f"few for {dtypes.with_shape(entry.dtype, entry.shape)}"
             )
+
+    def check_structure(self, run: ParallelMap) -> Iterator[tuple[str, str]]:
+        """Compares the checksum in a zip file."""
+        if self._stored.zip is None or self._stored.unpacked is not None:
+            return  # none, or compared when it was opened
+        found, member = self._stored.zip
+        crc, end = 0, self._stored.begin + self._stored.size
+        try:
+            for begin in range(self._stored.begin, end, CHUNK_BYTES):
+                data = self._files.read(self._name, begin, min(CHUNK_BYTES, end - begin))
+                crc = zlib.crc32(data, crc)
+        except Failed as error:
+            raise reading_failed(error, self._where) from error
+        if member.crc and crc != member.crc:
+            yield "", str(found.damaged(f"{member.name} does not match its checksum"))
 
     def reads_boxes(self, entry: ArrayEntry) -> bool:
         return True

@@ -16,6 +16,7 @@ from unickpt.backends.deepspeed.states import (
     StateFile,
     same_everywhere,
 )
+from unickpt.backends.deepspeed.unsharded import TorchState
 from unickpt.errors import CheckpointCorrupt
 
 _SAME = ("ds_version", "global_steps", "global_samples", "dp_world_size", "mp_world_size")
@@ -32,6 +33,7 @@ def check(folder: Folder, models: Models, optimizers: Optimizers) -> None:
         CheckpointCorrupt: they are not.
         Failed: the storage failed.
     """
+    _check_experts(folder, models)
     all_models = list(itertools.chain(*models))
     for key in _SAME:
         same_everywhere([(m.file, m.file.state.get(key)) for m in all_models], f"{key!r}")
@@ -40,6 +42,21 @@ def check(folder: Folder, models: Models, optimizers: Optimizers) -> None:
         same_everywhere([(m.file, m.shapes) for m in of_rank], "what its param_shapes say")
     if not folder.universal and (optimizers or any(m.shapes for m in all_models)):
         _check_optimizers(folder, models, optimizers)
+
+
+def _check_experts(folder: Folder, models: Models) -> None:
+    """Checks that the file of each expert is there, where the model file tells their number."""
+    for rank, (model, *_) in enumerate(models):
+        told = model.file.state.get("num_experts")
+        counts = told if folder.experts and isinstance(told, list) else ()
+        for layer, count in enumerate(counts):
+            for expert in range(count if type(count) is int else 0):
+                if (layer, expert, rank) not in folder.experts:
+                    raise CheckpointCorrupt(
+                        f"{folder.files.location}: the file of expert {expert} of layer {layer}, "
+                        f"layer_{layer}_expert_{expert}_mp_rank_{rank:02d}_model_states.pt, is "
+                        f"missing, of {count}; was the folder copied as a whole?"
+                    )
 
 
 def _check_optimizers(folder: Folder, models: Models, optimizers: Optimizers) -> None:
@@ -78,16 +95,34 @@ def _steps(
     """How often each rank stepped: the only number in these files that tells two saves apart."""
     for optimizer in optimizers:
         step = optimizer.groups[0].scalars.get("step") if optimizer.groups else None
-        if isinstance(step, Source):
-            out = np.empty(1, dtypes.from_name(step.dtype))
-            step.elements.read(folder.files, step.first, out)
-            step = float(out[0])
         if step is not None:
-            yield optimizer.file, step
+            yield optimizer.file, _number(folder, step)
 
 
-def degrees(folder: Folder, models: Models) -> tuple[int, int]:
-    """How many stages the pipeline has, and the degree of tensor parallelism.
+def _number(folder: Folder, found: Source | int | float) -> float:
+    if not isinstance(found, Source):
+        return found
+    out = np.empty(1, dtypes.from_name(found.dtype))
+    found.elements.read(folder.files, found.first, out)
+    return float(out[0])
+
+
+def check_steps(folder: Folder, states: Sequence[TorchState]) -> None:
+    """Checks that torch's optimizers in several files made the same steps.
+
+    Raises:
+        CheckpointCorrupt: they did not.
+        Failed: the storage failed.
+    """
+    firsts = [(s.file, next(iter(s.parameters.values()), None)) for s in states]
+    steps = [(file, p.scalars["step"]) for file, p in firsts if p and "step" in p.scalars]
+    same_everywhere(
+        [(file, _number(folder, step)) for file, step in steps], "the step of the optimizer"
+    )
+
+
+def tensor_parallelism(folder: Folder, models: Models) -> int:
+    """The degree of tensor parallelism.
 
     Raises:
         CheckpointCorrupt: the files are of another number of ranks.
@@ -103,4 +138,4 @@ def degrees(folder: Folder, models: Models) -> tuple[int, int]:
             f"ranks wrote it, and there are model files of {count} ranks{layers}; was the folder "
             "copied as a whole?"
         )
-    return stages, degree
+    return degree

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from unickpt.backends.deepspeed import consistency, partitions, universal, weights
+from unickpt.backends.deepspeed import consistency, partitions, universal, unsharded, weights
 from unickpt.backends.deepspeed.folder import Folder
 from unickpt.backends.deepspeed.ranks import Named, Ranks
 from unickpt.backends.deepspeed.sources import Merged, Parameter, Source, whole, widened
@@ -16,6 +16,7 @@ from unickpt.backends.deepspeed.states import (
     optimizer_state,
     read_all,
 )
+from unickpt.backends.deepspeed.unsharded import TorchState, torch_state
 from unickpt.backends.deepspeed.weights import Weights
 from unickpt.backends.torch_files import PlainTree
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
@@ -56,14 +57,15 @@ class Contents:
         self._optimizers = _by_rank(folder, folder.optimizers, optimizer_state)
         consistency.check(folder, self._models, self._optimizers)
         infos = (model.info for of_rank in self._models for model in of_rank)
-        stages, degree = consistency.degrees(folder, self._models)
-        self._ranks = Ranks(where, stages, degree, next(filter(None, infos), {}), hints)
+        degree = consistency.tensor_parallelism(folder, self._models)
+        self._ranks = Ranks(where, degree, next(filter(None, infos), {}), hints)
         self.files_of: dict[int, StateFile] = {}
         """The file of each tensor of plain states, by its identity as an object."""
         self.root: dict[str, Any] = {}
         """The tree; its leaves are `Merged`, tensors and plain values."""
-        slots, of_weights = self._slots()
         held = weights.of_models(folder, self._models, degree)
+        self._torch = self._torch_states(held)
+        slots, of_weights = self._slots(held)
         module = self._module(held, slots.get(FP32, {}), of_weights)
         for kind, found in {MODULE: module, **slots}.items():
             self._add(kind, found)
@@ -85,12 +87,45 @@ class Contents:
 
     # --- arrays ---------------------------------------------------------------------------------
 
-    def _slots(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    def _torch_states(self, held: Weights) -> list[TorchState]:
+        """The states of torch's optimizers, without ZeRO: by expert-parallel rank, by
+        model-parallel rank."""
+        of_models = [torch_state(of_rank[0].file) for of_rank in self._models]
+        own = [state for state in of_models if state is not None]
+        by_rank = _by_rank(self.folder, self.folder.expert_optimizers, torch_state)
+        every = [state for of in by_rank for state in of]
+        # With ZeRO, older versions write such files without a state.
+        states = [] if not any(every) else list(zip(*by_rank, strict=True))
+        if states and (None in every or self._optimizers):
+            raise CheckpointCorrupt(
+                f"{self.folder.files.location}: some optimizer files of experts "
+                "(expp_rank_*_optim_states.pt) have no state, or there are also those of ZeRO; are "
+                "the files of one save?"
+            )
+        if own and len(own) != len(of_models):
+            raise CheckpointCorrupt(
+                f"{self.folder.files.location}: {own[0].file.name} has the state of an optimizer, "
+                "and another model file has none; are the files of one save?"
+            )
+        if not states and own and self.folder.experts:
+            raise CheckpointCorrupt(
+                f"{self.folder.files.location}: the optimizer files of the experts, "
+                "expp_rank_*_mp_rank_*_optim_states.pt, are missing; was the folder copied as a "
+                "whole?"
+            )
+        if not states:
+            return own
+        unsharded.check([of[0] for of in self._models], states, [*map(list, held.held)])
+        flat = [state for of_experts in states for state in of_experts]
+        consistency.check_steps(self.folder, [*own, *flat])
+        return flat
+
+    def _slots(self, of_module: Weights) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
         """The weights in float32 and the optimizer's slots; and of the former, the names that
         ranks have for them."""
         found: dict[str, dict[str, Any]] = {FP32: {}}
         of_weights = {}
-        by_rank, combined = self._parameters()
+        by_rank, combined = self._parameters(of_module)
         slots = list(dict.fromkeys(s for held in by_rank for p in held.values() for s in p.slots))
         for slot in slots:
             held = [{n: p.slots[slot] for n, p in of.items() if slot in p.slots} for of in by_rank]
@@ -104,7 +139,7 @@ class Contents:
                         found.setdefault(scalar, {})[named.name] = array
         return found, of_weights
 
-    def _parameters(self) -> tuple[Sequence[Mapping[str, Parameter]], Any]:
+    def _parameters(self, of_module: Weights) -> tuple[Sequence[Mapping[str, Parameter]], Any]:
         """By rank, what it holds of parameters; and how the ranks' parts are combined."""
         models = [of_rank[0] for of_rank in self._models]
         if self.folder.universal:
@@ -113,8 +148,12 @@ class Contents:
             copied = {name for model in models for name in model.module or ()}
             return [universal.parameters(self.folder, shapes, copied)], _of_one_rank
         if not self._optimizers:
-            of_models = [partitions.unsharded(model) for model in models]
-            return of_models, self._ranks.apart
+            count = len(models)
+            states = [self._torch[at : at + count] for at in range(0, len(self._torch), count)]
+            named = unsharded.by_name(states, [known.keys() for known in of_module.held])
+            if named is not None:
+                return named, self._ranks.combined
+            return unsharded.by_number(self._torch), self._ranks.apart
         config = models[0].file.state.get("ds_config")
         first = isinstance(config, dict) and config.get("use_data_before_expert_parallelism")
         return [
@@ -182,21 +221,24 @@ class Contents:
         mine = {k: v for k, v in state.items() if k not in _OWN and k not in _STRUCTURE}
         if model and mine:
             self._add("client_state", self._plain(mine, model.file))
-        for values, file in self._optimizer_values(state, model.file if model else None):
-            self._add("optimizer", self._plain(values, file))
+        found = list(self._optimizer_values())
+        for number, (values, file) in enumerate(found):
+            own = "optimizer" if len(found) == 1 else f"optimizer@{number}"
+            self._add(own, self._plain(values, file))
 
-    def _optimizer_values(
-        self, state: Mapping[Any, Any], file: StateFile | None
-    ) -> Iterator[tuple[Any, StateFile]]:
-        """What the optimizer has besides the slots of parameters."""
+    def _optimizer_values(self) -> Iterator[tuple[Any, StateFile]]:
+        """What the optimizer has besides the slots of parameters; of experts, each rank's."""
         if self._optimizers:
             first = self._optimizers[0][0]
             yield first.plain, first.file
         elif self.folder.common is not None:
             common = StateFile(self.folder.files, self.folder.common)
             yield common_values(common.state), common
-        elif file is not None and isinstance(state.get("optimizer"), dict):
-            yield {k: v for k, v in state["optimizer"].items() if k != "state"}, file
+        else:
+            every = self._torch if self.folder.expert_optimizers else self._torch[:1]
+            for found in every:
+                optimizer = found.file.state["optimizer"]
+                yield {k: v for k, v in optimizer.items() if k != "state"}, found.file
 
     def _plain(self, value: Any, file: StateFile) -> Any:
         maker = PlainTree(file.torch, f"{self.folder.files.location}: {file.name}")

@@ -21,12 +21,12 @@ _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states
 _OPTIMIZER = re.compile(
     r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt"
 )
+_EXPERT_OPTIMIZER = re.compile(r"expp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt")
 _LAYER = re.compile(r"layer_(\d{1,6})(?:-model_(\d{1,6}))?-model_states\.pt")
 _EXPERT = re.compile(r"layer_(\d{1,6})_expert_(\d{1,6})_mp_rank_(\d{1,6})_model_states\.pt")
 _STATE = re.compile(r"zero/(.+)/([^/]+)\.pt")
 _UNIVERSAL_COMMON = "zero/optimizer_state.pt"
 _NOT_READ = {
-    "expp_rank_": "the optimizer of a mixture of experts without ZeRO, whose states have no names",
     "expert_": "experts of DeepSpeed before 0.5",
 }
 
@@ -40,8 +40,10 @@ class Folder:
         stage3: whether each data-parallel rank wrote a model file.
         models: by mp rank, the model files by data-parallel rank; one each below stage 3.
         optimizers: by mp rank, the optimizer files by data-parallel rank; empty without ZeRO.
+        expert_optimizers: of a mixture of experts without ZeRO, by mp rank, the optimizer files by
+            expert-parallel rank.
         layers: of a pipeline, by the number of the layer, by tensor-parallel rank.
-        experts: the files of the experts.
+        experts: the files of the experts, by layer, number and mp rank.
         states: of a universal checkpoint, by parameter, its files by slot.
         common: the file of a universal checkpoint with what its parameters have in common.
     """
@@ -50,8 +52,9 @@ class Folder:
     stage3: bool
     models: Sequence[Sequence[str]]
     optimizers: Sequence[Sequence[str]]
+    expert_optimizers: Sequence[Sequence[str]]
     layers: Mapping[int, Sequence[str]]
-    experts: Sequence[str]
+    experts: Mapping[tuple[int, int, int], str]
     states: Mapping[str, Mapping[str, str]]
     common: str | None
 
@@ -97,17 +100,19 @@ def _in_tag(files: Files) -> Folder | None:
     here = files.here
     matches = {name: match for name in here if (match := _MODEL.fullmatch(name))}
     optimizers = {name: match for name in here if (match := _OPTIMIZER.fullmatch(name))}
+    of_experts = {name: match for name in here if (match := _EXPERT_OPTIMIZER.fullmatch(name))}
     states: dict[str, dict[str, str]] = {}
     common = None
     if not optimizers and files.exists(_UNIVERSAL_COMMON):
         common, states = _UNIVERSAL_COMMON, _states(files)
-    if not (matches or optimizers or states):
+    if not (matches or optimizers or of_experts or states):
         return None
     _refuse_others(files, here)
     if not matches and not states:
         raise CheckpointCorrupt(
-            f"{files.location}: there are optimizer files such as {next(iter(optimizers))}, but no "
-            "model files (*_model_states.pt), which tell the shapes; was it copied as a whole?"
+            f"{files.location}: there are optimizer files such as "
+            f"{next(iter({**optimizers, **of_experts}))}, but no model files "
+            "(*_model_states.pt), which tell the shapes; was it copied as a whole?"
         )
     stage3 = any(match[1] is not None for match in matches.values())
     if stage3 and any(match[1] is None for match in matches.values()):
@@ -115,13 +120,19 @@ def _in_tag(files: Files) -> Folder | None:
             f"{files.location}: model files of ZeRO 3 (zero_pp_rank_*) and of other stages "
             "(mp_rank_*) are mixed; are the files of one save?"
         )
+    ranks_of_experts = {name: (int(m[2]), int(m[1])) for name, m in of_experts.items()}
     return Folder(
         files,
         stage3,
         _grid(files, {name: (int(m[2]), int(m[1] or 0)) for name, m in matches.items()}),
         _grid(files, {name: (int(m[2]), int(m[1])) for name, m in optimizers.items()}),
+        _grid(files, ranks_of_experts, "expert-parallel"),
         _layers(files),
-        [name for name in here if _EXPERT.fullmatch(name)],
+        {
+            (int(match[1]), int(match[2]), int(match[3])): name
+            for name in here
+            if (match := _EXPERT.fullmatch(name))
+        },
         states,
         common,
     )
@@ -136,8 +147,10 @@ def _refuse_others(files: Files, here: Sequence[str]) -> None:
                 )
 
 
-def _grid(files: Files, ranks: Mapping[str, tuple[int, int]]) -> list[list[str]]:
-    """Files by mp rank and data-parallel rank, without a hole."""
+def _grid(
+    files: Files, ranks: Mapping[str, tuple[int, int]], kind: str = "data-parallel"
+) -> list[list[str]]:
+    """Files by mp rank and by that of the other kind, without a hole."""
     by_rank: dict[tuple[int, int], str] = {}
     for name, rank in ranks.items():
         if rank in by_rank:
@@ -150,18 +163,18 @@ def _grid(files: Files, ranks: Mapping[str, tuple[int, int]]) -> list[list[str]]
         return []
     counts = [1 + max(rank[axis] for rank in by_rank) for axis in (0, 1)]
     if len(by_rank) != counts[0] * counts[1]:
-        mp, dp = next(
-            (mp, dp)
+        mp, other = next(
+            (mp, other)
             for mp in range(counts[0])
-            for dp in range(counts[1])
-            if (mp, dp) not in by_rank
+            for other in range(counts[1])
+            if (mp, other) not in by_rank
         )
         raise CheckpointCorrupt(
-            f"{files.location}: of the files such as {next(iter(ranks))}, that of data-parallel "
-            f"rank {dp} and model-parallel rank {mp} is missing, of {counts[1]} x {counts[0]}; was "
-            "the folder copied as a whole?"
+            f"{files.location}: of the files such as {next(iter(ranks))}, that of {kind} "
+            f"rank {other} and model-parallel rank {mp} is missing, of {counts[1]} x {counts[0]}; "
+            "was the folder copied as a whole?"
         )
-    return [[by_rank[mp, dp] for dp in range(counts[1])] for mp in range(counts[0])]
+    return [[by_rank[mp, other] for other in range(counts[1])] for mp in range(counts[0])]
 
 
 def _layers(files: Files) -> dict[int, list[str]]:

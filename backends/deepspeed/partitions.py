@@ -15,7 +15,6 @@ from unickpt.backends.deepspeed.sources import (
     Flat,
     Parameter,
     Source,
-    is_number,
     joined,
 )
 from unickpt.backends.deepspeed.states import (
@@ -27,10 +26,10 @@ from unickpt.backends.deepspeed.states import (
 )
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.foreign.elements import Run
-from unickpt.foreign.torch_pickles import Tensor
 from unickpt.quoting import quoted
 
-_EXPERT = re.compile(r"(.*deepspeed_experts\.)(\d{1,9})(\..*)")
+EXPERT = re.compile(r"(.*deepspeed_experts\.)(\d{1,9})(\..*)")
+"""The name of a parameter of an expert: what is before and behind the expert's number."""
 
 
 def parameters(
@@ -170,7 +169,7 @@ def _by_fragments(
                 "are all files of one save?"
             )
     found = {}
-    numbers = _local_experts(shapes)
+    numbers = local_experts(shapes)
     for members in _members(model, len(groups), groups[0].partitions, data_before_experts):
         of = [(optimizers[r], groups[r]) for r in members.ranks]
         slots = _common_slots([o for o, _ in of], [g for _, g in of], 0)
@@ -246,11 +245,11 @@ def _members(
     return [_Members([r for r in range(ranks) if of[r] == e], e) for e in range(degree)]
 
 
-def _local_experts(shapes: Shapes) -> dict[str, int]:
-    """By layer, how many experts a rank holds."""
+def local_experts(names: Iterable[str]) -> dict[str, int]:
+    """By layer, how many experts there are among some names."""
     numbers: dict[str, set[int]] = {}
-    for name in shapes:
-        match = _EXPERT.fullmatch(name)
+    for name in names:
+        match = EXPERT.fullmatch(name)
         if match:
             numbers.setdefault(match[1], set()).add(int(match[2]))
     return {layer: len(found) for layer, found in numbers.items()}
@@ -258,7 +257,7 @@ def _local_experts(shapes: Shapes) -> dict[str, int]:
 
 def _global(model: ModelState, name: str, members: _Members, numbers: Mapping[str, int]) -> str:
     """The name of an expert's parameter with the number of the expert among all ranks'."""
-    match = _EXPERT.fullmatch(name)
+    match = EXPERT.fullmatch(name)
     if match is None or int(match[2]) >= numbers[match[1]]:
         raise model.file.unsupported(
             f"{len(members.ranks)} ranks share {quoted(name)}, as those of an expert do, but its "
@@ -266,36 +265,3 @@ def _global(model: ModelState, name: str, members: _Members, numbers: Mapping[st
         )
     assert members.experts is not None, "the caller asks for experts only"
     return f"{match[1]}{members.experts * numbers[match[1]] + int(match[2])}{match[3]}"
-
-
-# --- without ZeRO -------------------------------------------------------------------------------
-
-
-def unsharded(model: ModelState) -> dict[str, Parameter]:
-    """The optimizer's slots of a model file; torch numbers the parameters instead of naming them.
-
-    Raises:
-        CheckpointCorrupt: it is damaged.
-    """
-    file = model.file
-    optimizer = file.state.get("optimizer")
-    states = optimizer.get("state") if isinstance(optimizer, dict) else None
-    found = {}
-    for number, state in (states if isinstance(states, dict) else {}).items():
-        if type(number) is not int:
-            raise file.damaged(f"the optimizer has the state {quoted(number)}, which is no number")
-        arrays, scalars = dict[str, Source](), dict[str, Source | int | float]()
-        for slot, value in file.a_dict(state, "a state of the optimizer").items():
-            if isinstance(value, Tensor) and isinstance(slot, str):
-                source = file.source(value, f"array '{slot}/{number}'")
-                (arrays if value.shape else scalars)[slot] = source
-            elif is_number(value) and isinstance(slot, str):
-                scalars[slot] = value
-            elif value is not None:
-                raise file.unsupported(
-                    f"the slot {quoted(slot)} of the optimizer's parameter {number} is neither a "
-                    "tensor nor a number"
-                )
-        shape = next((source.shape for source in arrays.values()), ())
-        found[str(number)] = Parameter(shape, arrays, scalars)
-    return found

@@ -37,7 +37,6 @@ class Ranks:
 
     Arguments:
         where: the checkpoint, for errors.
-        stages: of the pipeline.
         degree: of tensor parallelism.
         info: what the files say about tensor parallelism.
         hints: what the user says.
@@ -49,12 +48,11 @@ class Ranks:
     def __init__(
         self,
         where: str,
-        stages: int,
         degree: int,
         info: Mapping[str, Any],
         hints: Mapping[str, Any],
     ) -> None:
-        self.where, self.stages, self.degree = where, stages, degree
+        self.where, self.degree = where, degree
         self._hinted = bool(hints)
         self._plans: dict[tuple[str, tuple[tuple[int, ...], ...]], Plan] = {}
         try:
@@ -69,7 +67,8 @@ class Ranks:
 
         Arguments:
             kind: the slot, for errors.
-            held: by rank, its parts by name.
+            held: by rank, its parts by name. Several sets of ranks can follow each other, such as
+                those with other experts.
 
         Raises:
             CheckpointCorrupt: parts do not fit together.
@@ -77,11 +76,10 @@ class Ranks:
             HintError: a hint does not fit.
         """
         found: dict[str, Merged] = {}
-        for stage in range(self.stages):
-            first = stage * self.degree
-            of_stage = held[first : first + self.degree]
-            for name in dict.fromkeys(name for parts in of_stage for name in parts):
-                parts = [by_name.get(name) for by_name in of_stage]
+        for first in range(0, len(held), self.degree):
+            together = held[first : first + self.degree]
+            for name in dict.fromkeys(name for parts in together for name in parts):
+                parts = [by_name.get(name) for by_name in together]
                 for named in self._merged(kind, name, first, parts):
                     known = found.setdefault(named.name, named.array)
                     if known is named.array:
@@ -90,10 +88,10 @@ class Ranks:
                     if (known.shape, known.dtype) != (named.array.shape, named.array.dtype):
                         raise CheckpointCorrupt(
                             f"{self.where}: array '{kind}/{name}' has the shape "
-                            f"{list(known.shape)} in a stage of the pipeline, and "
-                            f"{list(named.array.shape)} in another"
+                            f"{list(known.shape)} on some ranks, and "
+                            f"{list(named.array.shape)} on others"
                         )
-                    known.copies.append(named.array)  # a tied one, which several stages hold
+                    known.copies.append(named.array)  # such as a tied one, in several stages
 
     def apart(self, kind: str, held: Sequence[Mapping[str, Source]]) -> Iterator[Named]:
         """The ranks' parts as arrays of their own, of what has no names.

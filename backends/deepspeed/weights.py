@@ -84,7 +84,8 @@ def _ties(models: Sequence[ModelState], shapes: Mapping[str, Any]) -> dict[str, 
             first = next((name for name in same if name in shapes), same[0])
             tied.update({name: first for name in same if name != first})
         by_model.append(tied)
-    found = {k: v for k, v in by_model[0].items() if all(tied.get(k) == v for tied in by_model)}
+    first_tied = by_model[0] if by_model else {}  # a universal one may have no model file
+    found = {k: v for k, v in first_tied.items() if all(tied.get(k) == v for tied in by_model)}
     present = {name for model in models for name in model.module or ()}
     told = {alias: of for model in models for alias, of in model.shared.items()}
     return found | {alias: of for alias, of in told.items() if alias in present and of in present}
@@ -132,9 +133,9 @@ def _module_of(file: StateFile) -> dict[str, Source]:
 
 def _add_experts(folder: Folder, held: Sequence[dict[str, Source]]) -> None:
     """Adds the experts, each of which has a file for each model-parallel rank."""
-    names = folder.experts
-    for name, found in zip(names, read_all(folder.files, names, _module_of), strict=True):
-        rank = int(name.split("_mp_rank_")[1].split("_")[0])
+    names = list(folder.experts.values())
+    read = read_all(folder.files, names, _module_of)
+    for (_, _, rank), name, found in zip(folder.experts, names, read, strict=True):
         if rank >= len(held):
             raise CheckpointCorrupt(
                 f"{folder.files.location}: {name} is of a rank that has no other file"

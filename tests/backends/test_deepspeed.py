@@ -28,7 +28,8 @@ CASES = [
     "z0-fp32-dp2", "z1-bf16-dp4", "z1-fp16-dp2", "z1-elastic-dp2", "z1-aligned-bf16-dp2",
     "z1-bf16opt-bf16-dp2", "z2-bf16-rr-dp4", "z3-bf16-dp4", "z3-fp32-dp2", "z3-subgroups-bf16-dp4",
     "tp2-z1-dp2", "tp2-z3-dp2", "mpu2-z1-dp2", "pp2-z1-dp2", "pp2-tp2-z1", "moe-z2-ep2",
-    "uc-z1-bf16-dp4", "uc-z3-fp32-dp2",
+    "uc-z1-bf16-dp4", "uc-z3-fp32-dp2", "moe-z0-ep1", "moe-z0-ep2", "moe-z0-ep2-named",
+    "moe-z0-ep2-bf16", "moe-z0-mixed-named",
 ]  # fmt: skip
 ROWS = "parameter_with_row_parallelism_patterns"
 # What DeepSpeed's `universal_checkpoint_info` says of the case mpu2-z1-dp2.
@@ -70,7 +71,7 @@ def test_every_bit_is_as_deepspeed_says(cases: Path, case: str) -> None:
     for name, value in deepspeed_cases.expected(cases / case)["values"].items():
         if name.startswith("step/"):
             assert found[name][...] == value
-    known = {"fp32", "module"}
+    known = {"fp32", "module", "optimizer@0", "optimizer@1"}
     extra = {n.split("/")[0] for n in found.index.entries} - {"step", "exp_avg", "exp_avg_sq"}
     assert extra <= known
 

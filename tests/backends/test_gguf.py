@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -167,6 +168,108 @@ def test_a_part_reads_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert sum(count for _, count in reads) < 1_300_000  # of 4.3 MB
 
 
+# --- a model in several files ---------------------------------------------------------------------
+
+SPLIT = "tiny-{:05d}-of-00003.gguf"
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> Path:
+    """A model in three files, to be damaged."""
+    return Path(shutil.copytree(foreign.folder("gguf-split"), tmp_path / "parts"))
+
+
+def test_any_file_of_a_model_and_its_folder_are_the_whole_model(
+    parts: Path, tmp_path: Path
+) -> None:
+    for at in (parts, *(parts / SPLIT.format(n) for n in (1, 2, 3))):
+        found = unickpt.open(at)
+        assert foreign.differences("gguf-split", found) == []
+        assert len(found) == 5
+        assert found.metadata["general.name"] == "tiny"
+        assert not [key for key in found.metadata if key.startswith("split.")]
+    unickpt.convert(parts, tmp_path / "own")
+    assert foreign.differences("gguf-split", unickpt.open(tmp_path / "own")) == []
+    result = CliRunner().invoke(app, ["inspect", str(parts)])
+    assert "beside it" not in result.output
+
+
+def test_an_array_is_read_from_its_file(parts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = unickpt.open(parts)
+    reads = foreign.count_reads(monkeypatch)
+    _ = found["blk.0.d.weight"][1:3]
+    assert reads == [(SPLIT.format(2), 2 * 3 * 4)]
+
+
+def test_a_missing_file_of_a_model_is_named(parts: Path, tmp_path: Path) -> None:
+    for missing in (1, 2, 3):
+        (parts / SPLIT.format(missing)).rename(tmp_path / "away")
+        left = [parts / SPLIT.format(n) for n in (1, 2, 3) if n != missing]
+        for at in (parts, *left):
+            message = f"{SPLIT.format(missing)} is missing, which belongs to tiny-0000"
+            with pytest.raises(CheckpointCorrupt, match=message):
+                unickpt.open(at)
+        (tmp_path / "away").rename(parts / SPLIT.format(missing))
+
+
+def test_files_of_other_models_are_noticed(parts: Path) -> None:
+    first, last = parts / SPLIT.format(1), parts / SPLIT.format(3)
+    whole = last.read_bytes()
+    shutil.copy(parts / SPLIT.format(2), last)
+    with pytest.raises(CheckpointCorrupt, match=r"00003-of-00003.*file 1 of 3.*it is 2 of 3"):
+        unickpt.open(parts)
+    changed = {"split.no": 2, "split.count": 3, "split.tensors.count": 5}
+
+    def last_with(tensors: list[Any], **more: int) -> None:
+        facts = changed | more
+        pairs = [pair(key, 2, struct.pack("<H", value)) for key, value in facts.items()]
+        last.write_bytes(packed(tensors, b"".join(pairs), len(pairs)))
+
+    other = of_array("x", np.ones(3, np.float32))
+    last_with([other, of_array("y", np.ones(3, np.float32))])
+    with pytest.raises(CheckpointCorrupt, match="all files have 5 tensors, and they have 6"):
+        unickpt.open(parts)
+    last_with([of_array("a.weight", np.ones(3, np.float32))])
+    with pytest.raises(CheckpointCorrupt, match=r"00003.*two tensors are called 'a.weight'"):
+        unickpt.open(first)
+    last_with([other], **{"llama.block_count": 2})
+    with pytest.raises(CheckpointCorrupt, match=r"another 'llama.block_count'"):
+        unickpt.open(parts)
+    last.write_bytes(whole[:-40])
+    with pytest.raises(CheckpointCorrupt, match="00003-of-00003"):
+        unickpt.open(parts)
+    last.write_bytes(b"other")
+    with pytest.raises(CheckpointCorrupt, match=r"00003-of-00003.* no GGUF file"):
+        unickpt.open(first)
+
+
+def test_two_models_in_a_folder_are_ambiguous(parts: Path) -> None:
+    shutil.copy(parts / SPLIT.format(1), parts / "other-00001-of-00003.gguf")
+    with pytest.raises(UnsupportedFormat, match="several checkpoints"):
+        unickpt.open(parts)
+    with pytest.raises(CheckpointCorrupt, match=r"other-00002-of-00003\.gguf is missing"):
+        unickpt.open(parts / "other-00001-of-00003.gguf")
+    assert len(unickpt.open(parts / SPLIT.format(2))) == 5
+
+
+def test_a_model_in_several_files_from_s3(
+    parts: Path, moto: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3_server.use(moto, monkeypatch)
+    s3_server.make_bucket(moto, "parts")
+    store = resolve("s3://parts/a").store(contexts.context())
+    for file in parts.iterdir():
+        store.write(file.name, file.read_bytes()).result()
+    for at in ("", "/" + SPLIT.format(3)):
+        assert foreign.differences("gguf-split", unickpt.open(f"s3://parts/a{at}")) == []
+    store.write(SPLIT.format(2), None).result()
+    with pytest.raises(CheckpointCorrupt, match=f"{SPLIT.format(2)} is missing"):
+        unickpt.open(f"s3://parts/a/{SPLIT.format(3)}")
+
+
+# --- metadata, and what is not read ---------------------------------------------------------------
+
+
 def test_metadata_of_every_kind(tmp_path: Path) -> None:
     kinds = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q",
              12: "d"}  # fmt: skip
@@ -191,7 +294,7 @@ def test_metadata_of_every_kind(tmp_path: Path) -> None:
     [
         (packed([], version=1), "version 1"),
         (packed([], version=3 << 24), "big-endian"),
-        (packed([], pair("split.count", 2, struct.pack("<H", 3)), 1), "one of 3"),
+        (packed([], pair("split.count", 2, struct.pack("<H", 3)), 1), "one of 3 files.*rename"),
         (packed([("w", (4,), 99, bytes(4))]), "'w' has the unknown type 99"),
         (packed([], pair("k", 13, b""), 1), "'k' is of the unknown type 13"),
         (packed([], pair("k", 9, struct.pack("<IQ", 9, 1)), 1), "list of lists"),

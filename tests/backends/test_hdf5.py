@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import struct
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,113 @@ def test_what_keras_wrote_reads_bit_for_bit() -> None:
         others = [f"optimizer/vars/{n}" for n in range(14)]
         assert sorted(foreign.differences("keras-h5", found)) == sorted(others)
         assert (found["optimizer/vars/10"].shape, found["optimizer/vars/0"][...]) == ((4, 2), 1)
+
+
+# --- .keras files ---------------------------------------------------------------------------------
+
+ZIPPED = "keras-zip"
+INNER = "model.weights.h5"
+
+
+@pytest.fixture
+def zipped(tmp_path: Path) -> Path:
+    """What Keras's model.save wrote, to be damaged."""
+    return Path(shutil.copy(foreign.folder(ZIPPED) / "model.keras", tmp_path))
+
+
+def zip_again(file: Path, **changes: Any) -> None:
+    """Writes a zip file with `changes`: its `compression`, or members by name without suffix."""
+    with zipfile.ZipFile(file) as old:
+        members = {name: old.read(name) for name in old.namelist()}
+    with zipfile.ZipFile(file, "w", changes.get("compression", zipfile.ZIP_STORED)) as new:
+        for name, data in members.items():
+            data = changes.get(name.partition(".")[0], data)
+            if data is not None:
+                new.writestr(name, data)
+
+
+def test_what_keras_saved_with_its_model_reads_bit_for_bit(zipped: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(zipped) as file:
+        file.extract(INNER, tmp_path / "unpacked")
+    weights = unickpt.open(tmp_path / "unpacked")
+    for at in (foreign.folder(ZIPPED), zipped):
+        found = unickpt.open(at)
+        assert foreign.differences(ZIPPED, found) == []
+        assert (sorted(found), found.reader.version) == (sorted(weights), "3.15.1")
+        assert all(found[name][...].tobytes() == weights[name][...].tobytes() for name in found)
+    assert found["layers/down/vars/0"].dtype == ml_dtypes.bfloat16
+    assert unickpt.verify(zipped).ok
+    unickpt.convert(zipped, tmp_path / "own")
+    assert foreign.differences(ZIPPED, unickpt.open(tmp_path / "own")) == []
+
+
+def test_a_keras_file_is_read_in_place(zipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = unickpt.open(zipped)
+    reads = foreign.count_reads(monkeypatch)
+    _ = found["layers/up/vars/0"][1:3]
+    assert reads == [("model.keras", 2 * 5 * 4)]
+
+
+def test_a_compressed_keras_file(zipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    zip_again(zipped, compression=zipfile.ZIP_DEFLATED)
+    assert foreign.differences(ZIPPED, unickpt.open(zipped)) == []
+    assert unickpt.verify(zipped).ok
+    whole = zipped.read_bytes()
+    middle = len(whole) // 2
+    zipped.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+    with pytest.raises(CheckpointCorrupt, match=r"model\.weights\.h5 (cannot be|does not match)"):
+        unickpt.open(zipped)
+    zipped.write_bytes(whole)
+    monkeypatch.setattr(hdf5, "_MOST_UNPACKED", 20_000)
+    with pytest.raises(UnsupportedFormat, match=r"h5 has 22724 bytes.*at most 20000 .*unpack"):
+        unickpt.open(zipped)
+    zip_again(zipped, compression=zipfile.ZIP_LZMA)
+    with pytest.raises(UnsupportedFormat, match="by the method 14"):
+        unickpt.open(zipped)
+
+
+def test_damaged_keras_files_are_named(zipped: Path) -> None:
+    whole = zipped.read_bytes()
+    for end in (100, 5000, len(whole) - 10):
+        zipped.write_bytes(whole[:end])
+        with pytest.raises(CheckpointCorrupt, match=r"model\.keras"):
+            unickpt.open(zipped)
+    zipped.write_bytes(whole)
+    with h5py.File(zipfile.ZipFile(zipped).open(INNER), "r") as opened:
+        at = opened["layers/dense/vars/0"].id.get_offset()
+    begin = zipfile.ZipFile(zipped).getinfo(INNER).header_offset + 30 + len(INNER)
+    changed = bytearray(whole)
+    changed[begin + at] ^= 1
+    zipped.write_bytes(changed)
+    (damage,) = unickpt.verify(zipped).damage
+    assert "model.weights.h5 does not match its checksum" in damage.reason
+    data = whole[begin : begin + 22724]
+    for far in (struct.pack("<Q", 22720), struct.pack("<Q", 1 << 40)):
+        zipped.write_bytes(whole)
+        zip_again(zipped, model=data.replace(struct.pack("<Q", at), far))
+        with pytest.raises(CheckpointCorrupt, match=r"model\.keras.*layers/up/vars/0"):
+            unickpt.load(zipped)
+    zipped.write_bytes(whole)
+    zip_again(zipped, metadata=b"[1")
+    with pytest.raises(CheckpointCorrupt, match=r"metadata\.json is not JSON"):
+        unickpt.open(zipped)
+    zip_again(zipped, model=None, metadata=b"{}")
+    with pytest.raises(
+        UnsupportedFormat, match=r"without model\.weights\.h5; it has.*config\.json"
+    ):
+        unickpt.open(zipped)
+
+
+def test_a_keras_file_from_s3(moto: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    s3_server.use(moto, monkeypatch)
+    s3_server.make_bucket(moto, "zipped")
+    store = resolve("s3://zipped/a").store(contexts.context())
+    store.write("model.keras", (foreign.folder(ZIPPED) / "model.keras").read_bytes()).result()
+    for at in ("s3://zipped/a", "s3://zipped/a/model.keras"):
+        assert foreign.differences(ZIPPED, unickpt.open(at)) == []
+
+
+# --- names, and what is not read ------------------------------------------------------------------
 
 
 def test_layers_have_the_names_that_the_model_gave_them(tmp_path: Path) -> None:

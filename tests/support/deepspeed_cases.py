@@ -13,13 +13,16 @@ import unickpt
 from support import TESTS
 from unickpt.arrays import dtypes
 
-PACKED = Path(TESTS) / "fixtures" / "foreign" / "deepspeed.tar.xz"
+FOLDER = Path(TESTS) / "fixtures" / "foreign"
+PACKED = FOLDER / "deepspeed.tar.xz"
+EXPERTS = FOLDER / "deepspeed-experts.tar.xz"
 
 
-def unpack(folder: Path) -> Path:
-    """Unpacks all cases: `<case>/{ckpt,expected.json,expected.npz}`."""
-    with tarfile.open(PACKED) as packed:
-        packed.extractall(folder, filter="data")
+def unpack(folder: Path, *archives: Path) -> Path:
+    """Unpacks cases, by default all: `<case>/{ckpt,expected.json,expected.npz}`."""
+    for archive in archives or (PACKED, EXPERTS):
+        with tarfile.open(archive) as packed:
+            packed.extractall(folder, filter="data")
     return folder
 
 

@@ -43,6 +43,7 @@ class Kind:
         weights: what its files are called in folders of Hugging Face.
         shared: those of the suffixes that other files have too, so that their content decides.
         is_named: whether a file has a name of this kind, without a suffix; its content decides.
+        together: names of files that are one checkpoint, if the groups in them are the same.
     """
 
     name: str
@@ -51,15 +52,30 @@ class Kind:
     weights: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
     is_named: Callable[[str], bool] = lambda name: False
+    together: re.Pattern[str] | None = None
 
 
 def _is_safetensors(head: bytes) -> bool:
     return head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= _MOST_HEADER
 
 
+def _first_member(head: bytes) -> bytes:
+    """The name of the first file in a zip file; empty if it is none."""
+    is_zip = head[:4] == b"PK\x03\x04"
+    return head[30 : 30 + int.from_bytes(head[26:28], "little")] if is_zip else b""
+
+
 def _is_npz(head: bytes) -> bool:
-    first = head[30 : 30 + int.from_bytes(head[26:28], "little")]
-    return head[:4] == b"PK\x05\x06" or (head[:4] == b"PK\x03\x04" and first.endswith(b".npy"))
+    return head[:4] == b"PK\x05\x06" or _first_member(head).endswith(b".npy")
+
+
+def _is_keras(head: bytes) -> bool:
+    """Whether a file is one of Keras's `model.save`, a zip file, by its first bytes."""
+    return _first_member(head) in (b"metadata.json", b"config.json", b"model.weights.h5")
+
+
+def _is_hdf5(head: bytes) -> bool:
+    return head[:8] == b"\x89HDF\r\n\x1a\n" or _is_keras(head)
 
 
 def is_legacy(head: bytes) -> bool:
@@ -74,7 +90,7 @@ def is_tar(head: bytes) -> bool:
 
 def _is_torch(head: bytes) -> bool:
     is_zip = head[:4] == b"PK\x03\x04" and not _is_npz(head)
-    return is_zip or is_legacy(head) or is_tar(head)
+    return (is_zip and not _is_keras(head)) or is_legacy(head) or is_tar(head)
 
 
 def is_flax(head: bytes) -> bool:
@@ -85,8 +101,9 @@ def is_flax(head: bytes) -> bool:
 
 _WEIGHTS = ("model", "adapter_model", "diffusion_pytorch_model")
 SAFETENSORS = Kind(
-    "safetensors", (".safetensors",), _is_safetensors, tuple(f"{w}.safetensors" for w in _WEIGHTS)
-)
+    "safetensors", (".safetensors",), _is_safetensors,
+    tuple(f"{w}.safetensors" for w in _WEIGHTS), together=re.compile(r".*", re.DOTALL),
+)  # fmt: skip
 TORCH = Kind(
     "torch", (".pt", ".pth", ".bin", ".ckpt"), _is_torch,
     ("pytorch_model.bin", *(f"{w}.bin" for w in _WEIGHTS[1:])), shared=(".bin", ".ckpt"),
@@ -95,8 +112,13 @@ FLAX = Kind(
     "flax", (".msgpack",), is_flax, ("flax_model.msgpack",),
     is_named=lambda name: re.fullmatch(r"checkpoint_[0-9]+(\.[0-9]+)?", name) is not None,
 )  # fmt: skip
-HDF5 = Kind("hdf5", (".h5", ".hdf5"), lambda head: head[:8] == b"\x89HDF\r\n\x1a\n")
-GGUF = Kind("gguf", (".gguf",), lambda head: head[:4] == b"GGUF")
+HDF5 = Kind("hdf5", (".h5", ".hdf5", ".keras"), _is_hdf5)
+GGUF_PART = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.gguf", re.DOTALL)
+"""The name of one of several files of a model: the model's, and how many there are."""
+GGUF = Kind(
+    "gguf", (".gguf",), lambda head: head[:4] == b"GGUF",
+    together=GGUF_PART,
+)  # fmt: skip
 NPZ = Kind("npz", (".npz",), _is_npz)
 KINDS = (SAFETENSORS, TORCH, FLAX, HDF5, GGUF, NPZ)
 """In the order in which Hugging Face's libraries prefer them."""
@@ -194,9 +216,16 @@ def _only(files: Files, names: Sequence[str], every: Sequence[str]) -> tuple[Kin
     if not chosen:
         return None
     [[kind, of], *others] = chosen.items()
-    if others or (len(of) > 1 and kind != SAFETENSORS):
+    if others or (len(of) > 1 and not _are_together(kind, of)):
         raise _ambiguous(files, [name for of in chosen.values() for name in of])
     return kind, Found(tuple(of), None, tuple(n for n in every if n not in of))
+
+
+def _are_together(kind: Kind, names: Sequence[str]) -> bool:
+    if kind.together is None:
+        return False
+    matches = [kind.together.fullmatch(name) for name in names]
+    return len({match.groups() if match else None for match in matches}) == 1 and all(matches)
 
 
 def _single(files: Files, name: str) -> tuple[Kind, Found] | None:
