@@ -17,6 +17,7 @@ from support.saving import same
 import unickpt
 from unickpt import Checkpointer, CheckpointNotFound, SaveOptions
 from unickpt.format.ocdbt_reader import OcdbtReader
+from unickpt.storage import local_files
 
 CHUNK = 4096
 ROWS = 64
@@ -250,7 +251,13 @@ def test_linked_files_are_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     save(tmp_path / "a", state)  # without fsync
     flushed = set[int]()
     real = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda fd: (flushed.add(os.fstat(fd).st_ino), real(fd))[1])
+
+    def flush(handle: int) -> None:
+        flushed.add(os.fstat(handle).st_ino)
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(local_files, "_flush", flush)
     for fsync in (False, True):
         path = tmp_path / str(fsync)
         options = SaveOptions(chunk_bytes=CHUNK, base=tmp_path / "a", fsync=fsync)

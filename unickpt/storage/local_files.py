@@ -18,6 +18,8 @@ from unickpt.storage.kvstore import Future, KvStore
 from unickpt.storage.ocdbt import MANIFEST
 
 _HOLE_BYTES = 1 << 20
+# Of data that are on the disk already, fsync would also write the new count of links, at once.
+_flush = getattr(os, "fdatasync", os.fsync)
 
 
 class RegularFiles:
@@ -61,7 +63,7 @@ class RegularFiles:
         Arguments:
             path: below the folder.
             destination: the path of the new name, in an existing folder.
-            fsync: whether to flush the file's data to disk.
+            fsync: whether to flush the file's data to disk; the caller flushes the new name.
 
         Returns:
             Whether it did; not if the file is gone, or the file system or its rules prevent it.
@@ -75,7 +77,7 @@ class RegularFiles:
                     os.unlink(destination)
                     return False
                 if fsync:
-                    os.fsync(handle)
+                    _flush(handle)
             finally:
                 os.close(handle)
         except (OSError, Failed):
