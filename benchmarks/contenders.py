@@ -77,7 +77,7 @@ class Raw(Contender):
         def write(file: Path, arrays: list[Any]) -> None:
             descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             try:
-                transfer(os.pwritev, descriptor, arrays)
+                self.write(descriptor, arrays)
                 if durable:
                     os.fsync(descriptor)
             finally:
@@ -91,16 +91,22 @@ class Raw(Contender):
         def read(file: Path, arrays: list[Any]) -> None:
             descriptor = os.open(file, os.O_RDONLY)
             try:
-                transfer(os.preadv, descriptor, arrays)
+                self.read(descriptor, arrays, verify)
             finally:
                 os.close(descriptor)
 
         in_two_threads(read, path, target)
         return target  # type: ignore[no-any-return]
 
+    def write(self, descriptor: int, arrays: list[Any]) -> None:
+        transfer(os.pwritev, descriptor, arrays)
 
-class Pieces(Contender):
-    """The limit for a library that hashes: two threads, a file each, piece by piece.
+    def read(self, descriptor: int, arrays: list[Any], verify: bool) -> None:
+        transfer(os.preadv, descriptor, arrays)
+
+
+class Pieces(Raw):
+    """The limit for a library that hashes: as `Raw`, but piece by piece.
 
     A piece is hashed with xxh3 while it is in the processor's cache: before it is written, and
     after it was read.
@@ -111,37 +117,18 @@ class Pieces(Contender):
     verifies: ClassVar[bool] = True
     nbytes = 512 << 10
 
-    def save(self, path: Path, state: Any, durable: bool) -> None:
-        path.mkdir()
+    def write(self, descriptor: int, arrays: list[Any]) -> None:
+        for piece, offset in self.pieces(arrays):
+            xxhash.xxh3_64_intdigest(piece)
+            if os.pwrite(descriptor, piece, offset) != len(piece):
+                raise OSError(f"short transfer at offset {offset}")
 
-        def write(file: Path, arrays: list[Any]) -> None:
-            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-            try:
-                for piece, offset in self.pieces(arrays):
-                    xxhash.xxh3_64_intdigest(piece)
-                    os.pwrite(descriptor, piece, offset)
-                if durable:
-                    os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-
-        in_two_threads(write, path, state)
-        if durable:
-            fsync(path, path.parent)
-
-    def load(self, path: Path, target: Any, verify: bool) -> Mapping[str, Any]:
-        def read(file: Path, arrays: list[Any]) -> None:
-            descriptor = os.open(file, os.O_RDONLY)
-            try:
-                for piece, offset in self.pieces(arrays):
-                    os.preadv(descriptor, [piece], offset)
-                    if verify:
-                        xxhash.xxh3_64_intdigest(piece)
-            finally:
-                os.close(descriptor)
-
-        in_two_threads(read, path, target)
-        return target  # type: ignore[no-any-return]
+    def read(self, descriptor: int, arrays: list[Any], verify: bool) -> None:
+        for piece, offset in self.pieces(arrays):
+            if os.preadv(descriptor, [piece], offset) != len(piece):
+                raise OSError(f"short transfer at offset {offset}")
+            if verify:
+                xxhash.xxh3_64_intdigest(piece)
 
     def pieces(self, arrays: Iterable[Any]) -> Iterator[tuple[memoryview, int]]:
         """The pieces of arrays, and where they are in a file."""

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from support.counts import chunks_read, keys_read
 
 import unickpt
+from unickpt.reading import read_plan
 
 # Chunks of either size are read in ways of their own.
 SIZES = {"small chunks": ((48, 32), 256), "large chunks": ((512, 512), 128 << 10)}
@@ -211,3 +212,26 @@ def test_diff_starts_threads_once(monkeypatch: pytest.MonkeyPatch) -> None:
     report = unickpt.diff("memory://diff/threads/0", "memory://diff/threads/1")
     assert len(report.differences) == 50
     assert len(made) == 2
+
+
+@pytest.mark.parametrize("kept", [1, 2, 1024])
+def test_plans_of_equal_arrays_are_kept_within_a_bound(
+    kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_plan, "_KEPT_PLANS", kept)
+    planned, plan, bound = [], read_plan._plan, []
+    reads = read_plan.Planner.reads
+
+    def counted(self: Any, consumers: Any) -> Any:
+        yield from reads(self, consumers)
+        bound.append(len(self._known))
+
+    monkeypatch.setattr(read_plan, "_plan", lambda *a: planned.append(a) or plan(*a))
+    monkeypatch.setattr(read_plan.Planner, "reads", counted)
+    shapes = [(3, 5), (4,), (), (2, 3, 4)]
+    state = {f"{n:02}": np.random.default_rng(n).random(shapes[n % 4]) for n in range(12)}
+    unickpt.save(tmp_path / "c", state, options=unickpt.SaveOptions(fsync=False))
+    found = unickpt.load(tmp_path / "c")
+    assert all(found[name].tobytes() == array.tobytes() for name, array in state.items())
+    assert max(bound) == min(kept, len(shapes))
+    assert len(planned) == (len(shapes) if kept == 1024 else len(state))

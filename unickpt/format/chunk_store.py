@@ -271,11 +271,13 @@ class ChunkStore:
         Raises:
             Failed: the patch is longer than a chunk, or cannot be read.
         """
-        if not self.is_patched(entry, part, number):
+        if not entry.patched:
             return None
         key = key_of(patches.patch_of(part), number)
         length, most = self.values.length(key), part.chunk_box(number).size * entry.itemsize
-        if length is not None and length > most:
+        if length is None:
+            return None
+        if length > most:
             raise Damaged(f"a patch of {length} bytes for a chunk of {most}")
         return self.values.read(key, length)
 

@@ -169,8 +169,13 @@ def consumers_of(
     return consumers
 
 
+# Plans are kept of arrays with few chunks, where planning takes longer than reading. So little
+# memory is kept, whatever is loaded.
+_KEPT_PLANS, _KEPT_CHUNKS = 1024, 16
+
+
 class Planner:
-    """Plans which chunks are read; arrays of one shape, of which the same is needed, once.
+    """Plans which chunks are read; small arrays of one shape, of which the same is needed, once.
 
     Arguments:
         stored: the checkpoint.
@@ -195,13 +200,15 @@ class Planner:
 
     def _planned(
         self, entry: ArrayEntry, parts: Sequence[Part], by: Sequence[Consumer]
-    ) -> Sequence[_Planned]:
-        if len(parts) != 1:
+    ) -> Iterable[_Planned]:
+        if len(parts) != 1 or parts[0].count > _KEPT_CHUNKS:
             return _plan(parts, by)
         key = entry.shape, entry.chunk, *(consumer.needed for consumer in by)
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = _plan(parts, by)
+            if len(self._known) == _KEPT_PLANS:
+                self._known.clear()
+            found = self._known[key] = list(_plan(parts, by))
         return found
 
 
@@ -223,17 +230,15 @@ class _Planned(NamedTuple):
     copies: Sequence[tuple[int, Copy]]
 
 
-def _plan(parts: Sequence[Part], by: Sequence[Consumer]) -> list[_Planned]:
-    planned = []
+def _plan(parts: Sequence[Part], by: Sequence[Consumer]) -> Iterator[_Planned]:
     first = 0
     for at, part in enumerate(parts):
         for number, which in sorted(by_chunk(part, by).items()):
             box = part.chunk_box(number)
             copies = [(w, copy) for w in which for copy in by[w].needed.copies(box)]
             if copies:
-                planned.append(_Planned(at, number, first + number, box, copies))
+                yield _Planned(at, number, first + number, box, copies)
         first += part.count
-    return planned
 
 
 def narrowed(read: ChunkRead) -> ChunkRead:
