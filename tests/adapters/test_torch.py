@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.processes import Processes
 
 import unickpt
 
@@ -611,3 +612,17 @@ def test_cuda_tensors_of_every_dtype(dtype: Any, tmp_path: Path) -> None:
     like = {"x": torch.zeros_like(tensor), "t": torch.zeros_like(tensor).T}
     unickpt.load(tmp_path / "c", like)
     assert (raw(like["x"]), raw(like["t"])) == (raw(tensor), raw(tensor.T))
+
+
+def test_a_state_without_dtensors_does_not_import_their_module(
+    processes: Processes, tmp_path: Path
+) -> None:
+    """It takes half a second, of the first save."""
+    source = """
+import sys, torch, unickpt
+x = {"w": torch.ones(3)}
+unickpt.save(sys.argv[1], x)
+unickpt.load(sys.argv[1], {"w": torch.zeros(3)})
+assert "torch.distributed.tensor" not in sys.modules
+"""
+    processes.finish([processes.start(source, tmp_path / "c")])
