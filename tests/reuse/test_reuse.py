@@ -17,6 +17,8 @@ from support.saving import same
 import unickpt
 from unickpt import Checkpointer, CheckpointNotFound, SaveOptions
 from unickpt.format.ocdbt_reader import OcdbtReader
+from unickpt.saving.chunk_source import DirectSource, StagedChunk
+from unickpt.saving.write_plan import WriteItem
 from unickpt.storage import local_files
 
 CHUNK = 4096
@@ -92,6 +94,26 @@ def test_a_chunk_of_the_base_is_looked_for_once(
     monkeypatch.setattr(OcdbtReader, "where", counted)
     assert save(tmp_path / "b", state, base=tmp_path / "a").reused_bytes > 0
     assert len(asked) == len(set(asked)) == chunks
+
+
+def test_what_changed_last_time_is_written_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {f"{n}/{kind}": np.full(512, n, np.float64) for n in range(8) for kind in "abcd"}
+    asked, fetch = list[str](), DirectSource.fetch
+
+    def noted(source: DirectSource, item: WriteItem) -> StagedChunk:
+        asked.append(item.entry.name)
+        return fetch(source, item)
+
+    monkeypatch.setattr(DirectSource, "fetch", noted)
+    for step in range(3):
+        save(tmp_path / str(step), state, base=tmp_path / str(step - 1) if step else None)
+        for n in range(8):
+            state[f"{n}/a"] += 1
+    in_order, third = asked[:32], asked[64:]
+    assert asked[32:64] == in_order  # nobody knows yet
+    assert third == sorted(in_order, key=lambda name: name[-1] != "a")
 
 
 @pytest.mark.parametrize("gone", ["removed", "moved", "overwritten"])

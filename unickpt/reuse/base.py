@@ -62,6 +62,9 @@ class Share(Protocol):
     def least_bytes(self, unit: Any) -> float:
         """How many bytes of a unit must be used for it to be kept alive."""
 
+    def is_older(self, where: Any) -> bool:
+        """Whether the base itself took a chunk from an earlier checkpoint."""
+
     def take(self, where: Any, part: Part, number: int, *, as_full: bool = False) -> bool:
         """Refers to a chunk; False if it has to be written after all.
 
@@ -227,6 +230,12 @@ class Base:
         left = {unit for unit, nbytes in used.items() if nbytes < share.least_bytes(unit)}
         for key in [key for key, c in self._candidates.items() if share.unit(c.where) in left]:
             del self._candidates[key]
+
+    def is_settled(self, part: Part, number: int) -> bool:
+        """Whether a chunk was equal in the base and in the checkpoint before it, as frozen ones
+        are; after `offer`."""
+        found = self._candidates.get((part.key, number))
+        return found is not None and self.share is not None and self.share.is_older(found.where)
 
     def _find(self, entry: ArrayEntry, part: Part, number: int) -> _Candidate | None:
         theirs = self._reader.index.arrays.get(entry.name)

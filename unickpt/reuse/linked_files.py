@@ -86,6 +86,10 @@ class LinkedFiles:
         except Failed:
             return float("inf")  # it is gone
 
+    def is_older(self, where: DataReference) -> bool:
+        """Whether the data file was linked already."""
+        return f"/{FOLDER}/" in where.path
+
     def take(self, where: DataReference, part: Part, number: int, *, as_full: bool = False) -> bool:
         """Refers to a chunk; False if its file cannot be linked."""
         name = self._linked(where.path)
@@ -116,5 +120,6 @@ class LinkedFiles:
         if self._taken:
             manifest, nodes = builder.build(self._taken, _NODES)
             store = self._folder.store(context)
-            store.write(_NODES, nodes).result()
-            store.write(MANIFEST, manifest).result()
+            # At once: nobody looks for either before the record is published.
+            for written in [store.write(_NODES, nodes), store.write(MANIFEST, manifest)]:
+                written.result()

@@ -57,6 +57,10 @@ class Siblings:
         """None: `is_worthwhile` decides for all chunks."""
         return 0
 
+    def is_older(self, where: BaseEntry) -> bool:
+        """Whether the base borrowed it, too."""
+        return bool(self._reader.index.bases)
+
     def take(self, where: BaseEntry, part: Part, number: int, *, as_full: bool = False) -> bool:
         """Borrows a chunk; no full chunk."""
         if as_full:

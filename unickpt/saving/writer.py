@@ -120,6 +120,8 @@ class Writer:
             return {"chunks": self._write(items, rest)}
         offered = items if self._looked_in else [item for item in items if item.borrowed]
         self._base.offer((item.entry, item.part, item.number) for item in offered)
+        if not self._source.behind:  # staged copies come in the order of the plan
+            items = self._likely_changed_first(items, self._base)
         others, taken = list[WriteItem](), list[WriteItem]()
         for item in items:
             is_taken = item.borrowed and self._base.borrow(item.part, item.number)
@@ -138,6 +140,16 @@ class Writer:
                 of = [(item.part.key, item.number) in chunks for item in [*others, *taken]]
                 found |= {"base": base, "borrowed": np.array(of)}
         return found
+
+    @staticmethod
+    def _likely_changed_first(items: Sequence[WriteItem], base: Base) -> Sequence[WriteItem]:
+        """What is probably written comes first: the disk has time for it while the rest, which is
+        only hashed, keeps the CPUs busy. Experts stay together."""
+
+        def rank(item: WriteItem) -> tuple[Any, bool]:
+            return item.expert or ("", -1), base.is_settled(item.part, item.number)
+
+        return sorted(items, key=rank)
 
     def settle(self) -> None:
         """Waits, after a failure, until all writes in progress have ended."""
