@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from unickpt.arrays.box import Box
 from unickpt.arrays.layout import Layout
@@ -27,12 +27,12 @@ class Part:
     box: Box
     chunk: tuple[int, ...]
 
-    @property
+    @cached_property
     def grid(self) -> tuple[int, ...]:
         """Number of chunks along each dimension."""
         return grid_of(self.box.shape, self.chunk)[0]
 
-    @property
+    @cached_property
     def count(self) -> int:
         return grid_of(self.box.shape, self.chunk)[1]
 
@@ -61,7 +61,7 @@ class Part:
 
     def chunks_in(self, box: Box) -> Iterator[int]:
         """Row-major numbers of the chunks that intersect a box in global coordinates."""
-        common = self.box.intersect(box)
+        common = box if box == self.box else self.box.intersect(box)
         if common is None:
             return
         if common == self.box:

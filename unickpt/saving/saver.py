@@ -109,9 +109,13 @@ def save(
         1
     """
     options = SaveOptions.or_default(options)
-    job = SaveJob(path, overwrite, options)
     with collection_paused():
-        job.describe(tree, metadata)
-        report = job.run(job.plan(), DirectSource(options.budget_bytes))
+        report = _save(SaveJob(path, overwrite, options), tree, metadata)
     call_metrics(options, report)
     return report
+
+
+def _save(job: SaveJob, tree: Any, metadata: Mapping[str, Any] | None) -> SaveReport:
+    """Saves; what it needs is freed when it returns, before Python looks for cycles again."""
+    job.describe(tree, metadata)
+    return job.run(job.plan(), DirectSource(job.options.budget_bytes))

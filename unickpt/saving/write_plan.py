@@ -19,9 +19,9 @@ from unickpt.reuse.partial_save import Expert
 from unickpt.saving.describe import Description
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: a save makes one for each chunk, see `protocol`
 class WriteItem:
-    """One chunk that this process holds.
+    """One chunk that this process holds; never modified.
 
     Arguments:
         array: number of the array in this process's description.
@@ -30,6 +30,7 @@ class WriteItem:
         number: the chunk's row-major number in the part.
         position: its number among the chunks of all parts (see `commit.record`).
         box: its box in the global array.
+        nbytes: of its elements in memory.
         fragment: holds its data.
         assumed: as `ArraySource.assumed`.
         expert: of which it is a part.
@@ -42,6 +43,7 @@ class WriteItem:
     number: int
     position: int
     box: Box
+    nbytes: int
     fragment: Fragment
     assumed: bool = False
     expert: Expert | None = None
@@ -50,10 +52,6 @@ class WriteItem:
     @property
     def dtype(self) -> dtypes.DType:
         return dtypes.from_name(self.entry.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        return self.box.size * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -95,9 +93,10 @@ def _held_items(description: Description) -> Iterator[WriteItem]:
             for fragment in fragments:
                 for number in part.chunks_in(fragment.box):
                     box = part.chunk_box(number)
-                    assert fragment.box.contains(box), f"chunk {box} crosses {fragment.box}"
-                    at = first + number
-                    item = WriteItem(array, entry, part, number, at, box, fragment, assumed)
+                    inside = box is fragment.box or fragment.box.contains(box)
+                    assert inside, f"chunk {box} crosses {fragment.box}"
+                    at, nbytes = first + number, box.size * entry.itemsize
+                    item = WriteItem(array, entry, part, number, at, box, nbytes, fragment, assumed)
                     if selection is not None:
                         expert, borrowed = selection.of(name, box)
                         item = replace(item, expert=expert, borrowed=borrowed)
