@@ -36,8 +36,8 @@ soak: .venv/installed
 	$(BIN)/python tests/soak.py --kills 140 --s3
 
 bench: .venv/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check orbax-checkpoint safetensors
-	$(BIN)/python benchmarks/peers.py
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,bench]'
+	$(BIN)/python benchmarks/results.py
 
 clean:
 	rm -rf .venv build dist *.egg-info

@@ -123,9 +123,19 @@ TARGETS = (
     Target("large", LOAD, "unickpt torch", "dcp", 1.7),
     Target("large", LOAD, "unickpt jax", "orbax", 6.0),
     Target("large", UNVERIFIED, "unickpt torch", "dcp", 2.5),
+    *(
+        Target("large", operation, f"unickpt {framework}", limit, 0.9)
+        for operation, limit in (
+            (DURABLE, "pieces"),
+            (SAVE, "pieces"),
+            (LOAD, "pieces"),
+            (UNVERIFIED, "raw"),
+        )
+        for framework in ("numpy", "torch", "jax")
+    ),
     Target("small", DURABLE, "unickpt torch", "dcp", 1.0),
-    Target("small", SAVE, "unickpt torch", "dcp", 1.0),
-    Target("small", LOAD, "unickpt torch", "dcp", 1.0),
+    Target("small", SAVE, "unickpt torch", "safetensors", 0.5),
+    Target("small", LOAD, "unickpt torch", "safetensors", 0.5),
 )
 TUNED = {"dcp": ("dcp 2 threads", "dcp hf"), "orbax": ("orbax uncompressed",)}
 """Targets hold for a peer as it comes; the same peer with other settings is shown beside them."""
