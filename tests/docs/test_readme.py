@@ -104,6 +104,19 @@ def test_a_part_into_another_model() -> None:
     assert len(fresh.state) == 2
 
 
+def test_two_sources_of_one_tree() -> None:
+    w = np.ones(2)
+    unickpt.save("ckpt/base", {"model": {"w": w, "head": w}})
+    unickpt.save("ckpt/adapter", {"model": {"lora_a": 2 * w}})
+    unickpt.save("ckpt/step_1", {"model": {"w": w}, "step": 1, "optim": w})
+    zero = np.zeros(2)
+    like = {"model": {"w": zero, "head": np.full(3, 9.0), "lora_a": zero.copy()}}
+    found = run('skip="**/lora_*"', like=like, unickpt=unickpt)
+    model = found["like"]["model"]
+    assert [model[k].tolist() for k in ("w", "head", "lora_a")] == [[1, 1], [9, 9, 9], [2, 2]]
+    assert set(found["weights"]) == {"model", "step"}
+
+
 def test_into_jax_on_another_mesh() -> None:
     jax = pytest.importorskip("jax")
     from jax.sharding import NamedSharding, PartitionSpec

@@ -36,7 +36,8 @@ def test_all_differences_in_one_table() -> None:
     assert ["step", "kind", "plain", "int", "3", "float64[2]"] in rows
     assert "5 differences" in text
     assert "cast=True" in text
-    assert "strict=False" in text
+    assert 'missing="keep"' in text
+    assert 'unexpected="skip"' in text
 
 
 def test_layers_fold() -> None:
@@ -44,7 +45,7 @@ def test_layers_fold() -> None:
     text = message({"layers": [layer] * 1}, {"layers": [dict(layer) for _ in range(32)]})
     assert "layers/{1..31}/q" in text
     assert "layers/{1..31}/k" in text
-    assert text.count("missing") == 3  # two rows and the advice
+    assert text.count("missing") == 4  # two rows, and the advice with its argument
 
 
 def test_a_near_miss_is_suggested() -> None:

@@ -54,7 +54,7 @@ def test_the_text_of_a_report_folds_layers_and_is_one_line_of_a_full_load(
     assert str(report).splitlines() == [
         "memory://partial/c: loaded 12 leaves, kept 12, skipped 12",
         "  kept     new/{0..11}/w  not stored, `like` keeps what it held",
-        "  skipped  old/{0..11}/w  stored, and `like` does not ask for it",
+        "  skipped  old/{0..11}/w  stored, and not asked for",
     ]
     assert caplog.messages[-1] == str(report)
     _, report = load(stored, stored)

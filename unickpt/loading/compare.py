@@ -16,11 +16,36 @@ from unickpt.loading.mismatch import Difference
 from unickpt.loading.report import LoadReport
 from unickpt.loading.request import Request
 from unickpt.loading.ruled_view import same_digests
+from unickpt.loading.selection import ALL, Selection
 from unickpt.loading.views import CheckpointView, leaf_text, stored_leaf
 from unickpt.trees import plain_values, tree
 from unickpt.trees.name_ranges import natural
 
 Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What to do about differences; see `load`.
+
+    Arguments:
+        keep_missing: leaves that are not stored keep what they hold.
+        skip_unexpected: stored leaves that are not requested are skipped.
+        keep_mismatched: leaves whose shape differs from the stored one keep what they hold.
+        cast: dtypes are converted.
+        selection: which leaves the load is about.
+    """
+
+    keep_missing: bool = False
+    skip_unexpected: bool = False
+    keep_mismatched: bool = False
+    cast: bool = False
+    selection: Selection = ALL
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether the stored leaves and the requested ones must be the same."""
+        return self.selection.selects_all and not (self.keep_missing or self.skip_unexpected)
 
 
 @dataclass
@@ -30,9 +55,7 @@ class _Comparison:
 
     view: CheckpointView
     asked: Request
-    strict: bool
-    cast_dtypes: bool
-    keep_mismatched: bool
+    policy: Policy
     have: Collection[str]
     rows: list[Difference] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
@@ -49,12 +72,12 @@ class _Comparison:
             source = stored_leaf(view.checkpoint.index, view.misfits[name])
             self.mismatched.append((name, _shape(source), _shape(target)))
         elif name not in self.have:
-            if keeps and (not self.strict or name in view.kept):
+            if keeps and (self.policy.keep_missing or name in view.kept):
                 self.kept.append(name)
             else:
                 self.rows.append(self.missing(name))
         elif target is not None and isinstance(leaf, ArrayEntry):
-            self._add_array(name, leaf, target, self.keep_mismatched and keeps)
+            self._add_array(name, leaf, target, self.policy.keep_mismatched and keeps)
         else:
             self.loaded.append(name)
             problem = _problem(value, leaf, target, name in index.per_process)
@@ -76,7 +99,7 @@ class _Comparison:
         self.loaded.append(name)
         if shapes[0] != shapes[1]:
             self.rows.append(Difference(name, "shape", *(str(list(s)) for s in shapes)))
-        if have != want and self.cast_dtypes and dtypes.castable(have, want):
+        if have != want and self.policy.cast and dtypes.castable(have, want):
             self.cast.append((name, entry.dtype, dtypes.name_of(want)))
         elif have != want:
             numbers = self.view.numbers
@@ -104,21 +127,13 @@ class _Comparison:
         )
 
 
-def compare(
-    view: CheckpointView,
-    asked: Request,
-    *,
-    strict: bool,
-    cast: bool,
-    keep_mismatched: bool = False,
-) -> LoadReport:
+def compare(view: CheckpointView, asked: Request, policy: Policy) -> LoadReport:
     """Compares all leaves of `like` with the checkpoint, before anything is read.
 
     Arguments:
         view: the checkpoint.
         asked: what `like` requests.
-        strict, cast: as for `load`.
-        keep_mismatched: whether leaves whose shape differs from the stored one keep what they hold.
+        policy: what may differ.
 
     Returns:
         What will be loaded and what will not.
@@ -126,17 +141,24 @@ def compare(
     Raises:
         LoadMismatch: lists all differences.
     """
-    found = _Comparison(view, asked, strict, cast, keep_mismatched, view.index.names)
+    where, selection = str(view.checkpoint.location), policy.selection
+    names = [*asked.leaves, *asked.left_out]
+    selection.check(where, names, (*view.index.names, *view.unused))
+    found = _Comparison(view, asked, policy, view.index.names)
     for name in sorted(asked.leaves, key=natural):
         found.add(name)
     # Orbax stores None for an empty namedtuple, such as a state of optax without arrays.
     nothing = {name for name in view.unused if _is_none(view, name)}
     if nothing:
         nothing.intersection_update(tree.empty_containers(asked.node))
-    skipped = sorted(set(view.unused) - nothing, key=natural)
-    unexpected = [Difference(name, "unexpected", view.shown(name), "-") for name in skipped]
-    rows = [*found.rows, *(unexpected if strict else ()), *_shared_memory(view, asked.targets)]
-    where = str(view.checkpoint.location)
+    skipped = sorted(set(view.unused) - nothing - asked.left_out.keys(), key=natural)
+    unexpected = [
+        Difference(name, "unexpected", view.shown(name), "-")
+        for name in skipped
+        if selection.has(name)
+    ]
+    refused = () if policy.skip_unexpected else unexpected
+    rows = [*found.rows, *refused, *_shared_memory(view, asked.targets)]
     if rows:
         raise LoadMismatch(mismatch.message(where, rows, view.checkpoint.lacks))
     if found.nothing_fits(skipped):
@@ -150,6 +172,7 @@ def compare(
         tuple(found.mismatched),
         tuple(found.cast),
         tuple((stored, name) for name, stored in sorted(view.renamed.items())),
+        left_out=tuple(sorted(asked.left_out, key=natural)),
     )
 
 

@@ -14,10 +14,11 @@ from unickpt.frameworks import per_process
 from unickpt.frameworks.leaves import PerProcess, PerProcessValues
 from unickpt.frameworks.protocol import Adapter, ArrayTarget
 from unickpt.frameworks.registry import adapters, current_group
-from unickpt.loading.compare import compare, is_number
+from unickpt.loading.compare import Policy, compare, is_number
 from unickpt.loading.report import LoadReport
 from unickpt.loading.request import Request
 from unickpt.loading.ruled_view import RuledView, request_through, through
+from unickpt.loading.selection import Patterns, Selection
 from unickpt.loading.views import CheckpointView, StoredView, jobs_of
 from unickpt.quoting import some
 from unickpt.reading import checkpoint
@@ -28,6 +29,7 @@ from unickpt.reuse import experts
 from unickpt.rules import Rules
 from unickpt.threads import collection_paused
 from unickpt.trees import plain_values, tree
+from unickpt.trees.name_ranges import natural
 
 _log = logging.getLogger("unickpt")
 
@@ -39,6 +41,10 @@ def load(
     *,
     rules: Rules | None = None,
     strict: bool = True,
+    only: Patterns | None = None,
+    skip: Patterns = (),
+    missing: Literal["error", "keep"] = "error",
+    unexpected: Literal["error", "skip"] = "error",
     mismatched: Literal["error", "keep"] = "error",
     cast: bool = False,
     return_report: Literal[False] = False,
@@ -54,6 +60,10 @@ def load(
     *,
     rules: Rules | None = None,
     strict: bool = True,
+    only: Patterns | None = None,
+    skip: Patterns = (),
+    missing: Literal["error", "keep"] = "error",
+    unexpected: Literal["error", "skip"] = "error",
     mismatched: Literal["error", "keep"] = "error",
     cast: bool = False,
     return_report: Literal[True],
@@ -68,6 +78,10 @@ def load(
     *,
     rules: Rules | None = None,
     strict: bool = True,
+    only: Patterns | None = None,
+    skip: Patterns = (),
+    missing: Literal["error", "keep"] = "error",
+    unexpected: Literal["error", "skip"] = "error",
     mismatched: Literal["error", "keep"] = "error",
     cast: bool = False,
     return_report: bool = False,
@@ -92,9 +106,18 @@ def load(
             or bool loads into a 0-d array of its kind that holds it exactly, and vice versa.
         rules: map stored names and axes (the left side of the rules) to those of `like` (the right
             side); `Rules.inverse` is the other direction.
-        strict: whether the names must be the same; if not, leaves that are not stored keep what
-            `like` holds, and stored leaves that `like` lacks are skipped. It is still an error if
-            no leaf of `like` is stored, or none of its arrays.
+        strict: False is short for `missing="keep", unexpected="skip"`.
+        only: load only the leaves whose names match this pattern, or one of several: `*` is any
+            text within a component, `**` any number of components. All other leaves of `like`
+            stay as they are, also abstract ones and objects with `load_state_dict`, and what is
+            stored of them may differ in any way. So several checkpoints fill one tree, each its
+            part. Without `like`, all other stored leaves are left out; a list of which some are
+            becomes a dict by their positions. Names are those of `like`, or that rules make; with
+            rules, stored leaves of which no selected leaf is made are skipped.
+        skip: as `only`, but these are left as they are; it may leave out some that `only` selects.
+        missing: what to do if a leaf of `like` is not stored: "error", or "keep" what it holds. It
+            is still an error if no leaf of `like` is stored, or none of its arrays.
+        unexpected: what to do if a stored leaf is not in `like`: "error", or "skip" it.
         mismatched: what to do if an array's shape differs from the stored one: "error", or "keep"
             what `like` holds.
         cast: whether to convert between dtypes of the same kind: floats to floats, integers to
@@ -123,10 +146,15 @@ def load(
         >>> unickpt.load("memory://run/load")
         {'w': array([0, 1, 2]), 'step': 7}
     """
-    if mismatched not in ("error", "keep"):
-        raise ValueError(f'mismatched={mismatched!r} is neither "error" nor "keep"')
     options = LoadOptions.or_default(options)
-    loading = _Load(rules, strict, mismatched == "keep", cast, strict_experts, options, adapters())
+    policy = Policy(
+        _chosen("missing", missing, "keep") or not strict,
+        _chosen("unexpected", unexpected, "skip") or not strict,
+        _chosen("mismatched", mismatched, "keep"),
+        cast,
+        Selection.of(only, skip),
+    )
+    loading = _Load(rules, policy, strict_experts, options, adapters())
     # Fills everything again; processes that exchange all start again together.
     found, report = checkpoint.again(lambda: loading.load(path, like))
     if _log.isEnabledFor(logging.INFO):
@@ -134,14 +162,19 @@ def load(
     return (found, report) if return_report else found
 
 
+def _chosen(argument: str, value: str, other: str) -> bool:
+    """Whether an argument is something else than "error"."""
+    if value not in ("error", other):
+        raise ValueError(f'{argument}={value!r} is neither "error" nor "{other}"')
+    return value == other
+
+
 @dataclass(frozen=True)
 class _Load:
     """The arguments of a call of `load`, and the frameworks' adapters."""
 
     rules: Rules | None
-    strict: bool
-    keep_mismatched: bool
-    cast: bool
+    policy: Policy
     strict_experts: bool
     options: LoadOptions
     among: Sequence[Adapter]
@@ -170,38 +203,42 @@ class _Load:
     def _load_all(self, stored: Reader, read: ReadArrays) -> tuple[Any, LoadReport]:
         view: StoredView | RuledView = StoredView(stored)
         if self.rules is not None:
-            view = through(stored, self.rules, strict=self.strict)
-        index, node = view.index, view.node()
+            view = through(stored, self.rules, strict=self.policy.is_strict)
+        index, selection = view.index, self.policy.selection
+        left_out = selection.left_out(index.names)
+        selection.check(str(stored.location), index.names, ())
         skipped: Sequence[str] = ()
         if isinstance(view, RuledView):
             view.check(self.options)
             skipped = view.unused
         done: dict[str, Any] = {}
-        for name in index.per_process:
+        for name in (n for n in index.per_process if n not in left_out):
             values = (_decode(view, name, b, None, self.among) for b in view.per_process(name))
             done[name] = PerProcessValues(tuple(values))
-        targets = {name: {name: NewTarget(entry)} for name, entry in index.arrays.items()}
+        aliases = {name: of for name, of in index.aliases.items() if name not in left_out}
+        arrays = {n: e for n, e in index.arrays.items() if n not in left_out - {*aliases.values()}}
+        targets = {name: {name: NewTarget(entry)} for name, entry in arrays.items()}
         done |= {**read(view.checkpoint, jobs_of(view, targets)), **index.values}
-        done |= {alias: done[name] for alias, name in index.aliases.items()}
-        report = LoadReport(str(view.checkpoint.location), tuple(done), skipped=tuple(skipped))
+        done |= {alias: done[name] for alias, name in aliases.items()}
+        loaded = tuple(name for name in done if name not in left_out)
+        skipped = [*skipped, *sorted(left_out, key=natural)]
+        report = LoadReport(str(view.checkpoint.location), loaded, skipped=tuple(skipped))
+        node = tree.without(view.node(), left_out)
+        assert node is not None, "the selection has a leaf"
         return tree.rebuild(node, done.__getitem__), report
 
     def _load_like(self, stored: Reader, like: Any, read: ReadArrays) -> tuple[Any, LoadReport]:
         view: CheckpointView
+        policy = self.policy
         if self.rules is None:
-            asked = Request.of(like, self.among, _leaves_of(stored.index))
+            known = _leaves_of(stored.index)
+            asked = Request.of(like, self.among, known, policy.selection)
             view = StoredView(stored, asked.facts)
         else:
-            asked = request_through(like, stored, self.rules, self.among)
-            keep = self.keep_mismatched
-            view = through(stored, self.rules, asked.facts, strict=self.strict, keep_misfits=keep)
-        report = compare(
-            view,
-            asked,
-            strict=self.strict,
-            cast=self.cast,
-            keep_mismatched=self.keep_mismatched,
-        )
+            asked = request_through(like, stored, self.rules, self.among, policy.selection)
+            keep, strict = policy.keep_mismatched, policy.is_strict
+            view = through(stored, self.rules, asked.facts, strict=strict, keep_misfits=keep)
+        report = compare(view, asked, policy)
         if isinstance(view, RuledView):
             view.check(self.options)
         return self._read_like(view, asked, report, read), report
@@ -212,7 +249,7 @@ class _Load:
         kept = {*report.kept, *(name for name, _, _ in report.mismatched)}
         leaves = {name: value for name, value in asked.leaves.items() if name not in kept}
         done: dict[str, Any] = {name: asked.leaves[name] for name in kept}
-        done |= self._read_values(view, leaves)
+        done |= {**asked.left_out, **self._read_values(view, leaves)}
         stored = _leaves_of(view.index)
         targets = {name: target for name, target in asked.targets.items() if name in leaves}
         targets |= {
@@ -223,7 +260,7 @@ class _Load:
         by_array, same = _by_array(targets, stored, leaves)
         found = read(view.checkpoint, jobs_of(view, by_array))
         done |= {name: found[maker] for name, maker in same.items()}
-        return tree.rebuild(asked.node, done.__getitem__)
+        return tree.rebuild(asked.node, done.__getitem__, asked.left_out.keys())
 
     def _read_values(self, view: CheckpointView, leaves: Mapping[str, Any]) -> dict[str, Any]:
         """The leaves that are stored as plain values, or by process."""

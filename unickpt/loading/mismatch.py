@@ -10,9 +10,9 @@ from unickpt.trees.name_ranges import fold, natural, skeleton
 
 _MOST_LINES, _FEWEST_ROWS = 40, 10
 _ADVICE = {
-    "missing": "`like` has leaves that the checkpoint lacks: strict=False keeps what they hold; "
+    "missing": '`like` has leaves that the checkpoint lacks: missing="keep" keeps what they hold; '
     "abstract ones hold nothing, so leave them out or pass arrays with memory",
-    "unexpected": "the checkpoint has leaves that `like` lacks: strict=False skips them",
+    "unexpected": 'the checkpoint has leaves that `like` lacks: unexpected="skip" skips them',
     "dtype": "cast=True casts within one kind (float to float, integer to integer)",
     "shape": 'loading never changes a shape: mismatched="keep" keeps what `like` holds there; '
     "rules transpose, split and join axes",
@@ -56,13 +56,13 @@ def message(where: str, rows: Sequence[Difference], lacks: str = "") -> str:
 
 
 def nothing_fits(where: str, rows: Sequence[Difference]) -> str:
-    """As `message`, for a load with strict=False that would load nothing.
+    """As `message`, for a load that keeps what is missing, and would load nothing.
 
     Arguments:
         rows: the missing and unexpected leaves.
     """
     kind = "array" if any("[" in row.asked for row in rows) else "leaf"
-    head = f"{where}: no {kind} of `like` is stored, so strict=False would load nothing"
+    head = f"{where}: no {kind} of `like` is stored, so this would load nothing"
     return _text(head, rows, {})
 
 

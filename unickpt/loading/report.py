@@ -18,7 +18,7 @@ class LoadReport:
         url: the checkpoint.
         loaded: the names of loaded leaves, in terms of `like` if given.
         kept: leaves of `like` that are not stored; they keep what `like` held.
-        skipped: stored leaves that `like` does not request.
+        skipped: stored leaves that were not asked for: by `like`, or by `only=` and `skip=`.
         mismatched: leaves whose shape differs from the stored one and that keep what `like` held
             (`mismatched="keep"`): name, stored shape, requested shape.
         cast: arrays whose dtype was converted: name, stored dtype, requested dtype.
@@ -26,6 +26,8 @@ class LoadReport:
             components: stored name, requested name. They are in `loaded` too.
         older_experts: the experts whose state in the checkpoint is of an earlier step than the
             checkpoint (`Checkpointer(partial=)`), loaded or not: key of `partial`, number, step.
+        left_out: leaves of `like` that `only=` and `skip=` do not select; they keep what `like`
+            held, stored or not.
 
     Example:
         >>> import numpy as np, unickpt
@@ -35,7 +37,7 @@ class LoadReport:
         >>> print(report)
         memory://run/partial: loaded 1 leaf, kept 1, skipped 1
           kept     new  not stored, `like` keeps what it held
-          skipped  old  stored, and `like` does not ask for it
+          skipped  old  stored, and not asked for
     """
 
     url: str
@@ -46,10 +48,12 @@ class LoadReport:
     cast: tuple[tuple[str, str, str], ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     older_experts: tuple[tuple[str, int, int], ...] = ()
+    left_out: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         counts = {
             "kept": len(self.kept),
+            "left out": len(self.left_out),
             "skipped": len(self.skipped),
             "mismatched": len(self.mismatched),
             "cast": len(self.cast),
@@ -60,9 +64,8 @@ class LoadReport:
         parts = [f"loaded {leaves}", *(f"{kind} {n}" for kind, n in counts.items() if n)]
         rows = [
             *_rows("kept", ((n, "not stored, `like` keeps what it held") for n in self.kept)),
-            *_rows(
-                "skipped", ((n, "stored, and `like` does not ask for it") for n in self.skipped)
-            ),
+            *_rows("left out", ((n, "not selected, keeps what it held") for n in self.left_out)),
+            *_rows("skipped", ((n, "stored, and not asked for") for n in self.skipped)),
             *_rows(
                 "mismatched",
                 (

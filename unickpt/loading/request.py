@@ -11,6 +11,7 @@ from unickpt.errors import UnsupportedLeaf
 from unickpt.frameworks.leaves import LocalFragments, PerProcess, expand, is_leaf
 from unickpt.frameworks.protocol import Adapter, ArrayTarget
 from unickpt.frameworks.registry import adapter_of
+from unickpt.loading.selection import ALL, Selection
 from unickpt.rules.plan import Fact
 from unickpt.trees import tree
 
@@ -23,23 +24,33 @@ class Request:
 
     Arguments:
         node: the structure of `like`.
-        leaves: by name.
+        leaves: the selected ones by name.
         targets: the arrays among them.
+        left_out: the leaves that are not selected, by name.
     """
 
     node: tree.Node | tree.Leaf
     leaves: Mapping[str, Any]
     targets: Mapping[str, ArrayTarget]
+    left_out: Mapping[str, Any]
 
     @classmethod
-    def of(cls, like: Any, among: Sequence[Adapter], known: Mapping[str, Any]) -> Request:
+    def of(
+        cls,
+        like: Any,
+        among: Sequence[Adapter],
+        known: Mapping[str, Any],
+        selection: Selection = ALL,
+    ) -> Request:
         """The leaves of a tree.
 
         Arguments:
             like: the tree.
             among: the frameworks' adapters.
             known: what is stored, or what rules make of it; for optimizers without state.
+            selection: which leaves are requested.
         """
+        known = selection.among(known)
         node = tree.flatten(
             like,
             lambda x: is_leaf(x, among),
@@ -47,7 +58,8 @@ class Request:
             "`like` cannot be loaded into",
         )
         leaves = {leaf.name: leaf.value for leaf in tree.leaves(node)}
-        return cls(node, leaves, _targets_of(leaves, among))
+        left_out = {name: leaves.pop(name) for name in selection.left_out(list(leaves))}
+        return cls(node, leaves, _targets_of(leaves, among), left_out)
 
     @property
     def facts(self) -> dict[str, Fact]:

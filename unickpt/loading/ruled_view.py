@@ -19,6 +19,7 @@ from unickpt.format.reader import Reader
 from unickpt.frameworks.protocol import Adapter
 from unickpt.loading.provenance import Provenance
 from unickpt.loading.request import Request
+from unickpt.loading.selection import ALL, Selection
 from unickpt.loading.views import as_array_entry, leaf_text, number_recipe, stored_leaf
 from unickpt.reading.chunk_reader import read_box, read_made
 from unickpt.reading.options import LoadOptions
@@ -304,11 +305,15 @@ class Offered(Mapping[str, Any]):
 
 
 def request_through(
-    like: Any, checkpoint: Reader, rules: Rules, among: Sequence[Adapter]
+    like: Any,
+    checkpoint: Reader,
+    rules: Rules,
+    among: Sequence[Adapter],
+    selection: Selection = ALL,
 ) -> Request:
     """What a tree requests; optimizers without state request what the rules could make."""
     known = Offered(checkpoint, rules, lambda: Request.of(like, among, {}).facts)
-    return Request.of(like, among, known)
+    return Request.of(like, among, known, selection)
 
 
 def stored_facts(checkpoint: Reader) -> Stored:

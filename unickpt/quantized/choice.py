@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Mapping
 
+from unickpt.arrays.names import matches
 from unickpt.quantized import codes as kinds
 from unickpt.quoting import quoted
 
@@ -90,22 +90,4 @@ def check_used(patterns: Patterns, names: Iterable[str]) -> None:
 
 
 def _first(patterns: Patterns, name: str) -> str | None:
-    components = name.split("/")
-    return next((p for p in patterns if _matches(p.split("/"), components)), None)
-
-
-def _matches(pattern: Sequence[str], components: Sequence[str]) -> bool:
-    """Whether a name matches: `**` is any number of components, `*` any text within one."""
-    if not pattern:
-        return not components
-    first, rest = pattern[0], pattern[1:]
-    if first == "**":
-        return any(_matches(rest, components[at:]) for at in range(len(components) + 1))
-    return bool(
-        components and _component(first).fullmatch(components[0]) and _matches(rest, components[1:])
-    )
-
-
-@lru_cache(maxsize=1024)
-def _component(pattern: str) -> re.Pattern[str]:
-    return re.compile(".*".join(map(re.escape, pattern.split("*"))), re.DOTALL)
+    return next((p for p in patterns if matches(p, name)), None)

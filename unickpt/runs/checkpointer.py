@@ -13,6 +13,7 @@ from unickpt.errors import CheckpointNotFound, SaveConflict
 from unickpt.frameworks.process_group import Group, within
 from unickpt.frameworks.registry import adapters, current_group
 from unickpt.loading.report import LoadReport
+from unickpt.loading.selection import Patterns
 from unickpt.reading.options import LoadOptions
 from unickpt.reuse.experts import Choose
 from unickpt.reuse.partial_save import PartialSave
@@ -484,6 +485,10 @@ class Checkpointer:
         fallback: bool = False,
         rules: Rules | None = None,
         strict: bool = True,
+        only: Patterns | None = None,
+        skip: Patterns = (),
+        missing: Literal["error", "keep"] = "error",
+        unexpected: Literal["error", "skip"] = "error",
         mismatched: Literal["error", "keep"] = "error",
         cast: bool = False,
         return_report: Literal[False] = False,
@@ -500,6 +505,10 @@ class Checkpointer:
         fallback: bool = False,
         rules: Rules | None = None,
         strict: bool = True,
+        only: Patterns | None = None,
+        skip: Patterns = (),
+        missing: Literal["error", "keep"] = "error",
+        unexpected: Literal["error", "skip"] = "error",
         mismatched: Literal["error", "keep"] = "error",
         cast: bool = False,
         return_report: Literal[True],
@@ -515,6 +524,10 @@ class Checkpointer:
         fallback: bool = False,
         rules: Rules | None = None,
         strict: bool = True,
+        only: Patterns | None = None,
+        skip: Patterns = (),
+        missing: Literal["error", "keep"] = "error",
+        unexpected: Literal["error", "skip"] = "error",
         mismatched: Literal["error", "keep"] = "error",
         cast: bool = False,
         return_report: bool = False,
@@ -524,8 +537,8 @@ class Checkpointer:
         """Loads a step, by default the newest, and sets `loaded_step`.
 
         Arguments:
-            like, rules, strict, mismatched, cast, return_report, strict_experts, options: as for
-                `unickpt.load`.
+            like, rules, strict, only, skip, missing, unexpected, mismatched, cast, return_report,
+                strict_experts, options: as for `unickpt.load`.
             step: its number.
             fallback: if a step is damaged, load the next older one, on all processes.
 
@@ -545,6 +558,10 @@ class Checkpointer:
             "like": like,
             "rules": rules,
             "strict": strict,
+            "only": only,
+            "skip": skip,
+            "missing": missing,
+            "unexpected": unexpected,
             "mismatched": mismatched,
             "cast": cast,
             "return_report": return_report,

@@ -40,7 +40,8 @@ class Node:
     """A container: its kind, its keys, and how to rebuild it from new children.
 
     `kind` is one of dict, ordereddict, list, tuple, namedtuple, object (any other container with
-    named children) and wrapper (one child, which adds no component to the name).
+    named children) and wrapper (one child, which adds no component to the name). `original` is the
+    container that was flattened, if there was one.
     """
 
     kind: str
@@ -48,6 +49,7 @@ class Node:
     children: tuple[Node | Leaf, ...]
     rebuild: Rebuild
     type_name: str = ""
+    original: Any = None
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ def _flatten(
         _flatten(child, child_name, is_leaf, expand, bad, (*stack, id(obj)))
         for child, child_name in zip(level.children, names, strict=True)
     )
-    return Node(level.kind, level.keys, children, level.rebuild, level.type_name)
+    return Node(level.kind, level.keys, children, level.rebuild, level.type_name, obj)
 
 
 def _leaf_problem(obj: Any) -> str:
@@ -264,11 +266,51 @@ def keys_of(
         yield from keys_of(child, above if node.kind == "wrapper" else (*above, key))
 
 
-def rebuild(node: Node | Leaf, value: Callable[[str], Any]) -> Any:
-    """Rebuilds a tree, with `value(name)` for each leaf."""
+def rebuild(
+    node: Node | Leaf, value: Callable[[str], Any], left_alone: Set[str] = frozenset()
+) -> Any:
+    """Rebuilds a tree, with `value(name)` for each leaf.
+
+    Arguments:
+        node: the structure.
+        value: returns a leaf.
+        left_alone: names of leaves; a container of none but these is the original itself, so that
+            no object loads what it holds already.
+    """
     if isinstance(node, Leaf):
         return value(node.name)
-    return node.rebuild([rebuild(child, value) for child in node.children])
+    if left_alone and all(leaf.name in left_alone for leaf in leaves(node)):
+        return node.original
+    return node.rebuild([rebuild(child, value, left_alone) for child in node.children])
+
+
+def without(node: Node | Leaf, left_out: Set[str]) -> Node | Leaf | None:
+    """A structure without some leaves, and without the containers that have no others.
+
+    A container of which members are left out becomes a dict with the keys of the others: the
+    positions in a list stay what they were.
+
+    Arguments:
+        node: as it is stored.
+        left_out: names of leaves.
+
+    Returns:
+        The rest; None if there is none.
+    """
+    if isinstance(node, Leaf):
+        return None if node.name in left_out else node
+    if all(leaf.name not in left_out for leaf in leaves(node)):
+        return node
+    both = (
+        (key, without(child, left_out)) for key, child in zip(node.keys, node.children, strict=True)
+    )
+    rest = [(key, child) for key, child in both if child is not None]
+    if not rest:
+        return None
+    keys, members = tuple(key for key, _ in rest), tuple(child for _, child in rest)
+    if len(rest) == len(node.children):
+        return replace(node, children=members)
+    return Node("dict", keys, members, lambda xs: dict(zip(keys, xs, strict=True)))
 
 
 def with_values(node: Node | Leaf, value: Callable[[str], Any]) -> Node | Leaf:
@@ -466,8 +508,8 @@ def _is_name(text: str) -> bool:
 
 
 def merge(ours: Any, theirs: Any, name: str = "") -> Any:
-    """Merges the structures of two processes: dicts unite their keys, everything else must be
-    equal.
+    """Merges the structures of two processes: dicts unite their keys, also in wrappers of one type;
+    everything else must be equal.
 
     Raises:
         ValueError: names the place where they differ.
@@ -482,4 +524,8 @@ def merge(ours: Any, theirs: Any, name: str = "") -> Any:
                 inner = join(name, component(key))
                 mine[at] = merge(mine[at], child, inner) if at in mine else child
             return {kind: [[key, child] for (_, key), child in mine.items()]}
+    if isinstance(ours, dict) and isinstance(theirs, dict) and "wrapper" in ours:
+        pair = ours["wrapper"], theirs.get("wrapper")
+        if ours.get("type") == theirs.get("type") and all(isinstance(x, dict) for x in pair):
+            return {**ours, "wrapper": merge(*pair, name)}
     raise ValueError(f"the trees differ at {quoted(name)}")
