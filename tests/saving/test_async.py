@@ -895,3 +895,22 @@ def test_memory_of_a_save_that_fails_while_it_is_staged_is_given_back(
             thread.join(30)
     (area,) = areas
     assert area._held == 0
+
+
+def test_a_function_is_called_when_a_save_has_ended(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[bool] = []
+    pending = unickpt.save_async("memory://async/done", {"w": np.ones(3)})
+    called = threading.Event()
+
+    def look() -> None:
+        seen.append(pending.done())
+        called.set()
+
+    pending.add_done_callback(look)
+    pending.add_done_callback(lambda: 1 / 0)
+    assert called.wait(60)
+    pending.result()
+    pending.add_done_callback(look)  # at once
+    assert seen == [True, True]
+    while "division by zero" not in caplog.text:
+        time.sleep(0.01)

@@ -78,6 +78,8 @@ class PendingSave:
         """The save is over, and the next one may start."""
         self._finished = threading.Event()
         """The save is over, and its `SaveOptions.metrics` was called."""
+        self._when_done: list[Callable[[], object]] = []
+        self._adding = threading.Lock()
         self._report: SaveReport | None = None
         self._failure: Failure | None = None
         self._process = os.getpid()
@@ -123,6 +125,26 @@ class PendingSave:
     def done(self) -> bool:
         """Whether the save has ended, with a checkpoint or with an error."""
         return self._over.is_set()
+
+    def add_done_callback(self, function: Callable[[], object]) -> None:
+        """Calls a function when the save has ended, with a checkpoint or with an error; on the
+        thread that saves, or at once if it has ended already.
+
+        Arguments:
+            function: an error that it raises is logged, and does not affect the save.
+        """
+        self._check_process()
+        with self._adding:
+            if not self._finished.is_set():
+                self._when_done.append(function)
+                return
+        self._call(function)
+
+    def _call(self, function: Callable[[], object]) -> None:
+        try:
+            function()
+        except Exception:
+            _log.exception("a function to call at the end of the save of %s failed", self.url)
 
     @property
     def _over(self) -> threading.Event:
@@ -195,7 +217,11 @@ class PendingSave:
             _log.exception("SaveOptions.metrics failed; the checkpoint %s is committed", self.url)
         finally:
             unfinished.discard(self)
-            self._finished.set()
+            with self._adding:
+                self._finished.set()
+                functions, self._when_done = self._when_done, []
+            for function in functions:
+                self._call(function)
             exit_child()
 
     def _write(self, previous: PendingSave | None) -> None:

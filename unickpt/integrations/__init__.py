@@ -1,0 +1,1 @@
+"""Other people's trainers: each module is imported only by who asks for it."""

@@ -1,0 +1,366 @@
+"""The functions of torch.distributed.checkpoint, over unickpt: change one import.
+
+    import unickpt.integrations.dcp as dcp  # instead of torch.distributed.checkpoint
+
+No plans are gathered: the processes talk only through the storage, and the checkpoint is an
+ordinary one of unickpt. `StorageWriter` and `StorageReader` are for code that is bound to torch's
+own functions and planners. docs/integrations.md says what differs.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import stateful
+from torch.distributed.checkpoint import storage as torch_storage
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+
+from unickpt.frameworks.process_group import Group, alone
+from unickpt.integrations.dcp_storage import StorageReader, StorageWriter
+from unickpt.integrations.dcp_values import filled, portable, with_stored_lists
+from unickpt.loading import loader
+from unickpt.loading.views import StoredView
+from unickpt.reading import checkpoint
+from unickpt.reading.checkpoint import Checkpoint
+from unickpt.saving import saver
+from unickpt.saving.options import SaveReport
+from unickpt.saving.pending import PendingSave
+from unickpt.storage import paths
+
+__all__ = ["StorageReader", "StorageWriter", "async_save", "load", "save"]
+
+
+def save(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: paths.Path | None = None,
+    storage_writer: torch_storage.StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> SaveReport:
+    """Saves a state dict, as `torch.distributed.checkpoint.save`; a checkpoint at the path is
+    replaced, atomically.
+
+    Arguments:
+        state_dict: tensors, DTensors, plain values and `Stateful` objects, in dicts and lists.
+            Ranks may hold different keys.
+        checkpoint_id: a local path or a URL (file, memory, s3, gs).
+        storage_writer: a `StorageWriter` of this module, for its path and options.
+        planner: None, or torch's `DefaultSavePlanner`; nothing is planned together.
+        process_group: None, or a group of all ranks.
+        no_dist: whether this process saves alone.
+        use_collectives: of no effect: no collectives are used. All ranks must call this.
+
+    Returns:
+        What was saved. `StorageReader(path).read_metadata()` gives torch's `Metadata`.
+
+    Raises:
+        ValueError, TypeError: an argument cannot be honoured; names it.
+        UnickptError: as `unickpt.save`.
+
+    Example:
+        >>> import torch
+        >>> import unickpt.integrations.dcp as dcp
+        >>> _ = dcp.save({"w": torch.ones(2), "step": 3}, checkpoint_id="memory://dcp/save")
+        >>> state = {"w": torch.zeros(2), "step": 0}
+        >>> dcp.load(state, checkpoint_id="memory://dcp/save")
+        >>> state
+        {'w': tensor([1., 1.]), 'step': 3}
+    """
+    writer = _writer(checkpoint_id, storage_writer)
+    _check_save(planner, process_group)
+    options = replace(writer.options, group=_group(no_dist, writer.options.group))
+    state, overwrite = _resolved(state_dict), writer.overwrite
+    return saver.save(writer.checkpoint_id, state, overwrite=overwrite, options=options)
+
+
+def async_save(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: paths.Path | None = None,
+    storage_writer: torch_storage.StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
+    async_stager: AsyncStager | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> Future[Any] | AsyncSaveResponse:
+    """Saves a state dict in the background, as `torch.distributed.checkpoint.async_save`.
+
+    Arguments:
+        state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist,
+            use_collectives: as for `save`.
+        async_checkpointer_type: THREAD.
+        async_stager: None, or a `DefaultStager`. With its `use_async_staging` the state is copied
+            in the background (`SaveOptions(staging="lazy")`), and must not change before
+            `staging_completion`; else it may change when this returns. The stager itself copies
+            nothing.
+
+    Returns:
+        A future of the save's report; an `AsyncSaveResponse` if the state is copied in the
+        background. An error that nobody asks the future for is raised by the next call, or makes
+        the program exit with status 1.
+
+    Raises:
+        ValueError, TypeError: an argument cannot be honoured; names it.
+        UnickptError: as `unickpt.save_async`.
+    """
+    writer = _writer(checkpoint_id, storage_writer)
+    _check_save(planner, process_group)
+    if async_checkpointer_type is not AsyncCheckpointerType.THREAD:
+        raise ValueError(
+            f"async_checkpointer_type={async_checkpointer_type} is not supported: unickpt writes "
+            "on threads of this process, which step back behind the training; leave it out"
+        )
+    later = _stages_later(async_stager)
+    options = replace(writer.options, group=_group(no_dist, writer.options.group))
+    if later:
+        options = replace(options, staging="lazy")
+    state, overwrite = _resolved(state_dict), writer.overwrite
+    pending = saver.save_async(writer.checkpoint_id, state, overwrite=overwrite, options=options)
+    upload = _SaveFuture(pending)
+    if not later:
+        return upload
+    staged: Future[None] = Future()
+    threading.Thread(target=_wait_staged, args=(pending, staged), daemon=True).start()
+    return AsyncSaveResponse(staged, upload)
+
+
+def load(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: paths.Path | None = None,
+    storage_reader: torch_storage.StorageReader | None = None,
+    planner: LoadPlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+) -> None:
+    """Loads into a state dict in place, as `torch.distributed.checkpoint.load`; also what torch
+    itself saved.
+
+    Arguments:
+        state_dict: what to load: all its keys must be stored, in the same shapes; floats are cast
+            to its dtypes. What else is stored is skipped.
+        checkpoint_id: a path or URL of a checkpoint that `unickpt.open` can open.
+        storage_reader: a `StorageReader` of this module, for its path and options.
+        planner: None, or torch's `DefaultLoadPlanner`; with its `allow_partial_load`, keys that are
+            not stored keep what they hold.
+        process_group: None, or a group of all ranks.
+        no_dist: whether this process loads alone.
+
+    Raises:
+        ValueError, TypeError: an argument cannot be honoured; names it.
+        UnickptError: as `unickpt.load`.
+    """
+    reader = _reader(checkpoint_id, storage_reader)
+    _check_group(process_group)
+    partial = _allows_partial(planner)
+    options = replace(reader.options, group=_group(no_dist, reader.options.group))
+
+    request = _Request(state_dict)
+
+    def read(stored: Checkpoint) -> None:
+        request.view = StoredView(stored.reader)
+        loader.load(
+            stored,
+            request,
+            missing="keep" if partial else "error",
+            unexpected="skip",
+            cast=True,
+            options=options,
+        )
+
+    checkpoint.reading(reader.checkpoint_id, read)
+    for key, found in request.resolved.items():
+        if _is_stateful(state_dict[key]):
+            state_dict[key].load_state_dict(found)
+        else:
+            state_dict[key] = found
+
+
+class _Request:
+    """What a state dict asks for; made within the load, so that it fails on all ranks if an object
+    fails on one.
+
+    Objects are asked once, and in the order of their keys: they may use collectives, and ranks may
+    have them in different orders.
+    """
+
+    view: StoredView
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self._given = given
+        self.resolved: dict[str, Any] = {}
+        """The state dict, with the states of its objects; changed in place by the load."""
+
+    def state_dict(self) -> Any:
+        if not self.resolved:
+            items = sorted(self._given.items(), key=lambda item: str(item[0]))
+            self.resolved = {k: v.state_dict() if _is_stateful(v) else v for k, v in items}
+        return with_stored_lists(self.resolved, self.view.node(), self.view.index.values)
+
+    def load_state_dict(self, found: dict[str, Any]) -> None:
+        filled(self.resolved, found)
+
+
+class Stateful:
+    """An object's state to save; asked for within the save, for the same reason."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def state_dict(self) -> Any:
+        return portable(self._value.state_dict())
+
+    def load_state_dict(self, state: object) -> None:
+        raise NotImplementedError("it is only saved")
+
+
+def _resolved(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """What to save of a state dict."""
+    return {k: Stateful(v) if _is_stateful(v) else portable(v) for k, v in state_dict.items()}
+
+
+class _SaveFuture(Future[Any]):
+    """The future of a pending save: whoever asks it for the error has been told of it."""
+
+    def __init__(self, pending: PendingSave) -> None:
+        super().__init__()
+        self.set_running_or_notify_cancel()  # it cannot be cancelled
+        self._pending = pending
+        # Only says that it is over; what became of it, `pending` knows.
+        pending.add_done_callback(lambda: self.set_result(None))
+
+    def result(self, timeout: float | None = None) -> SaveReport:
+        return self._pending.result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        super().result(timeout)
+        try:
+            self._pending.result()
+        except BaseException as error:
+            return error
+        return None
+
+
+def _wait_staged(pending: PendingSave, staged: Future[None]) -> None:
+    try:
+        pending.wait_staged()
+    except BaseException as error:
+        staged.set_exception(error)
+    else:
+        staged.set_result(None)
+
+
+# --- arguments: what cannot be honoured is refused by its name ------------------------------------
+
+
+def _writer(
+    checkpoint_id: paths.Path | None, given: torch_storage.StorageWriter | None
+) -> StorageWriter:
+    if given is not None and not isinstance(given, StorageWriter):
+        raise TypeError(_other("storage_writer", given, "StorageWriter"))
+    path = checkpoint_id if checkpoint_id is not None else getattr(given, "path", None)
+    if path is None:
+        raise ValueError("checkpoint_id= is missing: say where to save")
+    if given is None:
+        return StorageWriter(path)
+    return StorageWriter(path, options=given.options, overwrite=given.overwrite)
+
+
+def _reader(
+    checkpoint_id: paths.Path | None, given: torch_storage.StorageReader | None
+) -> StorageReader:
+    if given is not None and not isinstance(given, StorageReader):
+        raise TypeError(_other("storage_reader", given, "StorageReader"))
+    path = checkpoint_id if checkpoint_id is not None else getattr(given, "path", None)
+    if path is None:
+        raise ValueError("checkpoint_id= is missing: say what to load")
+    return StorageReader(path, options=given.options if given is not None else None)
+
+
+def _other(argument: str, given: object, ours: str) -> str:
+    return (
+        f"{argument}= is a {type(given).__name__}, which has files of its own; pass "
+        f"checkpoint_id=, or unickpt.integrations.dcp.{ours}(path)"
+    )
+
+
+def _check_save(planner: SavePlanner | None, process_group: dist.ProcessGroup | None) -> None:
+    _check_group(process_group)
+    if planner is None:
+        return
+    _check_planner(planner, DefaultSavePlanner, "StorageWriter")
+    if getattr(planner, "dedup_save_to_lowest_rank", False):
+        raise ValueError(
+            "planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True) is not supported: all "
+            "ranks that hold a replica share the writing"
+        )
+
+
+def _allows_partial(planner: LoadPlanner | None) -> bool:
+    if planner is None:
+        return False
+    _check_planner(planner, DefaultLoadPlanner, "StorageReader")
+    return bool(getattr(planner, "allow_partial_load", False))
+
+
+def _check_planner(planner: object, supported: type, storage: str) -> None:
+    if type(planner) is not supported:
+        raise TypeError(
+            f"planner= is a {type(planner).__name__}, and nothing is planned here; call "
+            f"torch.distributed.checkpoint with unickpt.integrations.dcp.{storage}(path), which "
+            "uses it"
+        )
+    for setting in ("flatten_state_dict", "flatten_sharded_tensors"):
+        if not getattr(planner, setting, True):
+            raise ValueError(
+                f"planner={supported.__name__}({setting}=False) is not supported: names are paths "
+                "in the state dict"
+            )
+
+
+def _check_group(process_group: dist.ProcessGroup | None) -> None:
+    if process_group is None:
+        return
+    size, world = dist.get_world_size(process_group), dist.get_world_size()
+    if size != world:
+        raise ValueError(
+            f"process_group= has {max(size, 0)} of the {world} ranks; call this on all ranks "
+            "without it: replicas, as in HSDP, are written once, by whoever holds them"
+        )
+
+
+def _group(no_dist: bool, given: Group | None) -> Group | None:
+    """The processes; None for those of torch.distributed, if it is initialised."""
+    return alone() if no_dist else given
+
+
+def _stages_later(stager: AsyncStager | None) -> bool:
+    if stager is None:
+        return False
+    if type(stager) is not DefaultStager:
+        raise TypeError(
+            f"async_stager= is a {type(stager).__name__}; unickpt copies the state itself: leave "
+            "it out, or pass a DefaultStager"
+        )
+    return bool(stager._config.use_async_staging)
+
+
+def _is_stateful(value: object) -> bool:
+    """Whether an object's own functions save and load it; modules and optimizers unickpt knows
+    better, if nobody has replaced theirs."""
+    if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
+        return "state_dict" in vars(value)
+    return isinstance(value, stateful.Stateful)

@@ -1,0 +1,383 @@
+"""Storage for torch.distributed.checkpoint: its planners plan, unickpt writes and reads.
+
+torch gathers the plans of all ranks, as ever; the data and the commit are those of unickpt.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import storage
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from unickpt.arrays.box import Box
+from unickpt.errors import CheckpointReplaced, InvalidPath, LoadMismatch, UnsupportedLeaf
+from unickpt.frameworks.leaves import LocalFragments
+from unickpt.frameworks.process_group import ProcessGroup, new_session
+from unickpt.integrations.dcp_values import BYTES, Path, Values, items, value_of
+from unickpt.loading.views import StoredView, jobs_of
+from unickpt.reading import checkpoint
+from unickpt.reading.checkpoint import Checkpoint
+from unickpt.reading.chunk_reader import read_arrays
+from unickpt.reading.options import LoadOptions
+from unickpt.saving import saver
+from unickpt.saving.options import SaveOptions
+from unickpt.storage import paths
+from unickpt.trees.tree import Leaf, Node
+
+
+class StorageWriter(storage.StorageWriter):
+    """Writes what torch's planner says as a checkpoint of unickpt.
+
+    Tensors are stored under their paths in the state dict if the planner tells these, as torch's
+    `DefaultSavePlanner` does, else under their `fqn`; all other objects as the bytes that the
+    planner makes of them. The checkpoint appears at the end of `write_data`, atomically.
+
+    Arguments:
+        path: a local path or a URL (file, memory, s3, gs).
+        options: see `unickpt.SaveOptions`; `group` is decided by torch.
+        overwrite: whether to replace a checkpoint at `path`.
+
+    Example:
+        >>> import warnings, torch.distributed.checkpoint as dcp, unickpt
+        >>> writer = StorageWriter("memory://dcp/writer")
+        >>> with warnings.catch_warnings(action="ignore"):  # that there are no other ranks
+        ...     _ = dcp.save({"w": torch.ones(2)}, storage_writer=writer)
+        >>> unickpt.load("memory://dcp/writer")
+        {'w': array([1., 1.], dtype=float32)}
+    """
+
+    def __init__(
+        self,
+        path: paths.Path | None = None,
+        *,
+        options: SaveOptions | None = None,
+        overwrite: bool = True,
+    ) -> None:
+        self.path, self.overwrite = path, overwrite
+        self.options = SaveOptions.or_default(options)
+
+    @property
+    def checkpoint_id(self) -> paths.Path:
+        """The path.
+
+        Raises:
+            ValueError: there is none yet.
+        """
+        return _required(self.path)
+
+    def reset(self, checkpoint_id: paths.Path | None = None) -> None:
+        if checkpoint_id is not None:
+            self.path = checkpoint_id
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("use_collectives") is False:
+            raise ValueError(
+                "use_collectives=False is not supported with a StorageWriter: the ranks would "
+                "not know of each other. unickpt.integrations.dcp.save uses none"
+            )
+        _required(self.path)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Tells each rank its number and the name of this save."""
+        if not all(plan.usable for plan in plans):
+            raise ValueError(_CACHED)
+        session, count = new_session(), len(plans)
+        return [replace(p, storage_data=_Rank(i, count, session)) for i, p in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        rank = plan.storage_data
+        if not isinstance(rank, _Rank):
+            raise ValueError("the plan is not the one that prepare_global_plan made")
+        group = ProcessGroup(rank.index, rank.count, rank.session)
+        state = Planned(plan, planner)
+        saver.save(
+            _required(self.path),
+            state,
+            overwrite=self.overwrite,
+            options=replace(self.options, group=group),
+        )
+        return _done(state.results())
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Does nothing: the checkpoint was committed when the last rank had written."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: paths.Path) -> bool:
+        return _is_valid(checkpoint_id)
+
+    def storage_meta(self) -> StorageMeta | None:
+        return StorageMeta(checkpoint_id=str(_required(self.path)))
+
+
+_CACHED = (
+    "DefaultSavePlanner(enable_plan_caching=True) is not supported with a StorageWriter: a plan of "
+    "an earlier save does not say which save this is"
+)
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What `prepare_global_plan` tells a rank, in `SavePlan.storage_data`."""
+
+    index: int
+    count: int
+    session: str
+
+
+class TorchSaved:
+    """Bytes that a planner made of an object; in the stored tree a wrapper of this name."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def state_dict(self) -> bytes:
+        return self._data
+
+    def load_state_dict(self, state: bytes) -> None:
+        self._data = state
+
+
+assert TorchSaved.__name__ == BYTES
+
+
+class Planned:
+    """What a plan writes, as a tree; made within the save, so that it fails on all ranks if the
+    planner fails on one."""
+
+    def __init__(self, plan: SavePlan, planner: SavePlanner) -> None:
+        self._plan, self._planner = plan, planner
+        self._sizes: list[int] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        if getattr(self._planner, "_enable_plan_caching", False):
+            raise ValueError(_CACHED)
+        boxes: dict[str, list[tuple[WriteItem, Any]]] = {}
+        for item in self._plan.items:
+            data = self._planner.resolve_data(item)
+            boxes.setdefault(item.index.fqn, []).append((item, data))
+            self._sizes.append(_nbytes(data))
+        known = self._plan.planner_data if isinstance(self._plan.planner_data, Mapping) else {}
+        tree: dict[Any, Any] = {}
+        for name, parts in boxes.items():
+            *above, last = known.get(name, (name,))
+            level = tree
+            for key in above:
+                level = level.setdefault(key, {})
+            level[last] = _leaf(name, parts)
+        return tree
+
+    def load_state_dict(self, state: object) -> None:
+        raise NotImplementedError("it is only saved")
+
+    def results(self) -> list[WriteResult]:
+        pairs = zip(self._plan.items, self._sizes, strict=True)
+        return [WriteResult(item.index, size, None) for item, size in pairs]
+
+
+def _leaf(name: str, parts: list[tuple[WriteItem, Any]]) -> Any:
+    (first, data), *_ = parts
+    if first.tensor_data is None:
+        return TorchSaved(data.getvalue() if isinstance(data, io.BytesIO) else bytes(data))
+    held = []
+    for item, tensor in parts:
+        if item.tensor_data is None:
+            raise UnsupportedLeaf(f"{name!r} is a tensor and bytes in one plan")
+        chunk = item.tensor_data.chunk
+        held.append((_box(chunk.offsets, chunk.sizes), tensor.detach()))
+    return LocalFragments(tuple(first.tensor_data.size), held)
+
+
+def _nbytes(data: torch.Tensor | io.BytesIO) -> int:
+    return data.nbytes if isinstance(data, torch.Tensor) else data.getbuffer().nbytes
+
+
+class StorageReader(storage.StorageReader):
+    """Gives torch's planner what it asks of any checkpoint that `unickpt.open` can open.
+
+    Every chunk is read once per rank, and checked. Plain values are given to the planner as what
+    `torch.save` makes of them; what a `StorageWriter` stored as bytes, as these bytes. The planner
+    unpickles them: read only checkpoints that you trust.
+
+    Arguments:
+        path: a path or URL.
+        options: see `unickpt.LoadOptions`; each rank reads alone.
+    """
+
+    def __init__(
+        self, path: paths.Path | None = None, *, options: LoadOptions | None = None
+    ) -> None:
+        self.path = path
+        self.options = LoadOptions.or_default(options)
+        self._opened: _Opened | None = None
+
+    @property
+    def checkpoint_id(self) -> paths.Path:
+        """The path.
+
+        Raises:
+            ValueError: there is none yet.
+        """
+        return _required(self.path)
+
+    def reset(self, checkpoint_id: paths.Path | None = None) -> None:
+        if checkpoint_id is not None:
+            self.path = checkpoint_id
+        self._opened = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The stored tensors, each as one chunk: the reader finds the real ones."""
+        opened = self._open()
+        index = opened.stored.index
+        facts: dict[str, Any] = {}
+        for name, node in opened.items.items():
+            if not isinstance(node, Leaf) or node.name in index.values:
+                facts[name] = BytesStorageMetadata()
+                continue
+            entry = index.entries.get(node.name)
+            dtype = getattr(torch, entry.dtype, None) if entry is not None else None
+            if entry is None or dtype is None:
+                continue  # a value for each process, or a dtype that torch lacks
+            size = torch.Size(entry.shape)
+            chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+            facts[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, [chunk])
+        return Metadata(facts, planner_data=opened.keys)
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        self._open()
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        opened = self._open()
+        stored, tensors = opened.stored, {}
+        by_array: dict[str, dict[str, Any]] = {}
+        for number, item in enumerate(plan.items):
+            node = opened.items[item.storage_index.fqn]
+            if item.type is LoadItemType.BYTE_IO:
+                planner.load_bytes(item, _bytes(node, stored.index.values))
+                continue
+            assert isinstance(node, Leaf)
+            entry, tensor = stored.index.entry(node.name), planner.resolve_tensor(item)
+            box = _box(item.storage_offsets, item.lengths)
+            target = LocalFragments(entry.shape, [(box, tensor.detach())]).target()
+            tensors[str(number)] = item, tensor
+            by_array.setdefault(entry.name, {})[str(number)] = target
+        try:
+            read_arrays(stored.reader, jobs_of(StoredView(stored.reader), by_array), self.options)
+        except CheckpointReplaced as error:
+            raise CheckpointReplaced(f"{error}; it was planned for the one before") from error
+        for item, tensor in tensors.values():
+            planner.commit_tensor(item, tensor)
+        return _done(None)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: paths.Path) -> bool:
+        return _is_valid(checkpoint_id)
+
+    def _open(self) -> _Opened:
+        """The checkpoint, as it was when it was first asked for."""
+        if self._opened is None:
+            self._opened = _Opened.at(_required(self.path))
+        return self._opened
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A checkpoint as torch's planners see it.
+
+    Arguments:
+        stored: the checkpoint.
+        items: by their names there: paths, joined by dots.
+        keys: those that lead to each in the tree.
+    """
+
+    stored: Checkpoint
+    items: Mapping[str, Node | Leaf]
+    keys: Mapping[str, Path]
+
+    @classmethod
+    def at(cls, path: paths.Path) -> _Opened:
+        """Opens a checkpoint.
+
+        Raises:
+            LoadMismatch: two of its items have the same name.
+            UnickptError: as `unickpt.open`.
+        """
+        stored = checkpoint.open(path)
+        nodes: dict[str, Node | Leaf] = {}
+        keys_of: dict[str, Path] = {}
+        for keys, node in items(StoredView(stored.reader).node(), stored.index.values):
+            name = ".".join(map(str, keys))
+            if name in nodes:
+                raise LoadMismatch(
+                    f"{stored.url}: {keys_of[name]} and {keys} are both {name!r} to "
+                    "torch.distributed.checkpoint; load it with unickpt.load"
+                )
+            nodes[name], keys_of[name] = node, keys
+        return cls(stored, nodes, keys_of)
+
+
+def _bytes(node: Node | Leaf, values: Values) -> io.BytesIO:
+    """What a planner takes for a value."""
+    value = value_of(node, values)
+    if isinstance(node, Node) and node.type_name == BYTES:
+        return io.BytesIO(value)
+    made = io.BytesIO()
+    torch.save(value, made)
+    made.seek(0)
+    return made
+
+
+def _box(offsets: torch.Size, sizes: torch.Size) -> Box:
+    return Box(tuple(offsets), tuple(o + n for o, n in zip(offsets, sizes, strict=True)))
+
+
+def _done(result: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future
+
+
+def _required(path: paths.Path | None) -> paths.Path:
+    if path is None:
+        raise ValueError("checkpoint_id= is missing: give it a path")
+    return path
+
+
+def _is_valid(path: paths.Path) -> bool:
+    try:
+        paths.resolve(path, or_file=True)
+    except InvalidPath:
+        return False
+    return True
