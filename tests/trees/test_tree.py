@@ -154,3 +154,11 @@ def test_trees_of_pipeline_stages_unite() -> None:
     ]  # fmt: skip
     with pytest.raises(ValueError, match="differ at 'layers'"):
         tree.merge(ours, tree.to_json(flatten({"layers": [1], "step": 3})))
+
+
+def test_wrappers_of_one_type_unite_what_they_hold() -> None:
+    one, other = ({"wrapper": {"dict": [[key, "*"]]}, "type": "Net"} for key in ("a", "b"))
+    assert tree.merge(one, other) == {"wrapper": {"dict": [["a", "*"], ["b", "*"]]}, "type": "Net"}
+    for different in ({**other, "type": "Other"}, {"wrapper": "*", "type": "Net"}):
+        with pytest.raises(ValueError, match="the trees differ at"):
+            tree.merge(one, different)
