@@ -228,7 +228,9 @@ class JaxTarget:
         self._weak = bool(getattr(leaf, "weak_type", False))
         self.sharding = _wanted_sharding(leaf)
         self._index: dict[Any, Box] = {None: Box.whole(shape)}
+        self.processes = 1
         if self.sharding is not None:
+            self.processes = _processes_of(self.sharding)
             indices = self.sharding.addressable_devices_indices_map(shape)
             self._index = {device: _box(index, shape) for device, index in indices.items()}
         self.boxes: Sequence[Box] = tuple(dict.fromkeys(self._index.values()))
@@ -393,6 +395,11 @@ def _layout(sharding: Sharding, shape: tuple[int, ...]) -> tuple[Layout | None, 
     if overlap(boxes) or sum(box.size for box in boxes) != Box.whole(shape).size:
         raise TypeError(f"the boxes of {sharding} overlap, or do not cover shape {shape}")
     return None, known
+
+
+@lru_cache(maxsize=64)
+def _processes_of(sharding: Sharding) -> int:
+    return len({_process(device) for device in sharding.device_set})
 
 
 @lru_cache(maxsize=4096)

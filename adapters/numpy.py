@@ -49,6 +49,7 @@ class NumpyTarget:
     """Fills a writable array in place; read-only ones and scalars are replaced."""
 
     abstract = False
+    processes = 1
     prng: str | None = None
 
     def __init__(self, leaf: Any, array: Array) -> None:

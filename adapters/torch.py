@@ -248,8 +248,10 @@ class TorchTarget:
         self.leaf, self.shape, self.dtype = leaf, tuple(leaf.shape), TO_NUMPY[leaf.dtype]
         self.abstract: bool = leaf.is_meta
         box: Box | None = Box.whole(self.shape)
+        self.processes = 1
         if is_dtensor(leaf):
             shard = local_shard_of(leaf)
+            self.processes = len(shard.layout.mesh.processes)
             box, local = shard.box, _local(leaf, shard)
         else:
             local = _memory(leaf)

@@ -209,6 +209,7 @@ class LocalTarget:
 
     identity: Hashable = None
     abstract = False
+    processes = 1
     prng: str | None = None
 
     def __init__(self, marked: LocalFragments) -> None:

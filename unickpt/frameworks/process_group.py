@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -176,6 +177,16 @@ def new_session() -> str:
 def alone() -> ProcessGroup:
     """A job of one process."""
     return ProcessGroup(0, 1, new_session())
+
+
+def local_processes() -> int:
+    """How many processes the launcher started on this node, as torchrun and MPI say; 1 if nobody
+    says it."""
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
+        told = os.environ.get(name, "")
+        if told.isascii() and told.isdigit() and int(told) > 0:
+            return int(told)
+    return 1
 
 
 def tell_all(group: Group, told: bytes) -> list[bytes]:

@@ -118,11 +118,13 @@ class ArrayTarget(Protocol):
     returns writable host memory of the shape of `boxes[i]`, the destination itself if possible.
     `finish` takes these buffers, filled, and returns the leaf. `identity` is equal for leaves that
     share memory, and None if loading allocates new memory; `abstract` leaves hold no data to keep;
-    `prng` is the implementation of a typed PRNG key.
+    `prng` is the implementation of a typed PRNG key. `processes` says over how many processes the
+    leaf is distributed, replicas included: if one of them loads it, all others probably do.
     """
 
     shape: tuple[int, ...]
     dtype: DType
+    processes: int
     boxes: Sequence[Box]
     identity: Hashable
     abstract: bool

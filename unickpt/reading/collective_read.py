@@ -27,7 +27,6 @@ from unickpt.errors import (
     ProcessFailed,
     SaveTimeout,
 )
-from unickpt.format import chunk_grid
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
@@ -35,17 +34,17 @@ from unickpt.frameworks.process_group import Group, tell_all, within
 from unickpt.frameworks.protocol import Adapter
 from unickpt.frameworks.registry import current_group
 from unickpt.reading.chunk_reader import ChunkReader, read_arrays
-from unickpt.reading.options import LoadOptions
-from unickpt.reading.read_plan import (
-    ChunkRead,
-    Consumer,
-    Job,
-    buffers_of,
-    by_chunk,
-    consumers_of,
-    fill,
-    slots_of,
+from unickpt.reading.fillings import (
+    Fillings,
+    Wants,
+    as_json,
+    wanted_chunks,
+    wants_from,
+    wants_of,
 )
+from unickpt.reading.node_read import read_on_node
+from unickpt.reading.options import LoadOptions
+from unickpt.reading.read_plan import ChunkRead, Consumer, Job
 from unickpt.reading.recipes import Unchanged
 
 _ALIGN = 16  # bytes, also of a message's header, whose first byte is the status
@@ -56,22 +55,21 @@ _SAME: Mapping[str, type[Exception]] = {
     kind.__name__: kind for kind in (CheckpointCorrupt, CheckpointNotFound, CheckpointReplaced)
 }
 
-Wants = Mapping[str, Sequence[Box]]
-"""Boxes of stored arrays, by name."""
 ReadArrays = Callable[[Reader, Sequence[Job]], dict[str, Any]]
 
 
 @contextmanager
 def reading(options: LoadOptions, among: Sequence[Adapter]) -> Iterator[ReadArrays]:
-    """The function that reads arrays: for each process alone, or, with `exchange`, for all
-    together.
+    """The function that reads arrays: for the processes of a node where that reads less, or, as
+    `exchange` says, for each process alone or for all together.
 
     If one process fails before it is called, the others learn of it.
     """
     found = (options.group or current_group(among)) if options.exchange else None
     group = None if found is None else within(found, options.timeout_s)
     if group is None or group.count == 1:
-        yield lambda stored, jobs: read_arrays(stored, jobs, options)
+        alone = read_on_node if options.exchange is None else read_arrays
+        yield lambda stored, jobs: alone(stored, jobs, options)
         return
     exchange = _Exchange(group, options)
     try:
@@ -116,7 +114,7 @@ def schedule(
     batch: list[_Chunk] = []
     for entry in entries:
         itemsize = dtypes.from_name(entry.dtype).itemsize
-        for part, number, row, wanted in _wanted_chunks(entry, wants):
+        for part, number, row, wanted in wanted_chunks(entry, wants):
             owner = min(wanted, key=lambda process: (read[process], process))
             box = part.chunk_box(number)
             read[owner] += box.size
@@ -132,39 +130,6 @@ def schedule(
                 held[process] += nbytes
     if batch:
         yield batch
-
-
-def _wanted_chunks(
-    entry: ArrayEntry, wants: Sequence[Wants]
-) -> Iterator[tuple[Part, int, int, dict[int, list[Box]]]]:
-    """The needed chunks of an array, each with the boxes that each process needs."""
-    for first, part in chunk_grid.numbered_parts(entry):
-        found: dict[int, dict[int, list[Box]]] = {}
-        for process, of_process in enumerate(wants):
-            for box in of_process.get(entry.name, ()):
-                for number in part.chunks_in(box):
-                    common = part.chunk_box(number).intersect(box)
-                    assert common is not None, "the chunk meets the box"
-                    found.setdefault(number, {}).setdefault(process, []).append(common)
-        for number in sorted(found):
-            yield part, number, first + number, found[number]
-
-
-@dataclass
-class _Filling:
-    """A job under way.
-
-    Arguments:
-        job: the job.
-        left: the number of chunks that it still needs.
-        buffers: memory of its targets; None before its first chunk is read.
-        consumers: the buffers that need each chunk of its stored arrays, by name and row.
-    """
-
-    job: Job
-    left: int = 0
-    buffers: dict[str, list[Array]] | None = None
-    consumers: dict[tuple[str, int], list[Consumer]] = field(default_factory=dict)
 
 
 class _Item(NamedTuple):
@@ -238,20 +203,19 @@ class _Exchange:
         Raises:
             ProcessFailed: another process failed; has that process's message.
         """
-        fillings = [_Filling(job) for job in jobs]
-        self._filling = {entry.name: f for f in fillings for entry in f.job.entries}
+        self._fillings = Fillings(stored, jobs, self._options.verify)
         wants = self._exchange_wants(
-            _wants_of(jobs), f"{stored.index.attempt} {stored.index.created}"
+            wants_of(jobs), f"{stored.index.attempt} {stored.index.created}"
         )
         budget = max(1, self._options.budget_bytes // _IN_FLIGHT)
         rounds = list(schedule(list(stored.index.arrays.values()), wants, budget))
         for chunk in (chunk for chunks in rounds for chunk in chunks):
             if self._group.index in chunk.wanted:
-                self._filling[chunk.entry.name].left += 1
+                self._fillings.expect(chunk.entry.name)
         done: dict[str, Any] = {}
         self._stored, self._reader = stored, ChunkReader(stored)
         try:
-            self._try(self._finish, [f for f in fillings if not f.left], done)
+            self._try(self._fillings.begin, done)
             under_way: _Round | None = None
             for chunks in [*rounds, None]:
                 begun = None if chunks is None else self._begin(chunks)
@@ -274,17 +238,13 @@ class _Exchange:
             CheckpointReplaced: in all processes, if they opened different checkpoints.
         """
         self._has_reported = True
-        boxes = {name: [[b.start, b.stop] for b in of_name] for name, of_name in mine.items()}
-        reports = self._gather_reports([boxes, opened])
+        reports = self._gather_reports([as_json(mine), opened])
         if len({of for _, of in reports}) > 1:
             raise CheckpointReplaced(
                 "the processes opened different checkpoints, because a save replaced the one at "
                 "this path; load again"
             )
-        return [
-            {name: [Box(tuple(a), tuple(b)) for a, b in of] for name, of in theirs.items()}
-            for theirs, _ in reports
-        ]
+        return [wants_from(theirs) for theirs, _ in reports]
 
     # --- a round --------------------------------------------------------------------------------
 
@@ -306,9 +266,8 @@ class _Exchange:
 
     def _read(self, begun: _Round, own: Sequence[tuple[_Chunk, Sequence[_Item]]]) -> None:
         for chunk, items in own:
-            pieces = [
-                piece for consumer in self._consumers(chunk) for piece in consumer.pieces(chunk.box)
-            ]
+            consumers = self._fillings.consumers(chunk.entry.name, chunk.row)
+            pieces = [piece for consumer in consumers for piece in consumer.pieces(chunk.box)]
             for item in items:
                 source = Unchanged(chunk.entry)
                 needed = source.within(item.box)
@@ -341,41 +300,16 @@ class _Exchange:
                     piece.place(data)
 
         items = begun.received.items
-        self._reader.work(place, [(item, self._consumers(item.chunk)) for item in items])
+        self._reader.work(
+            place,
+            [
+                (item, self._fillings.consumers(item.chunk.entry.name, item.chunk.row))
+                for item in items
+            ],
+        )
         for chunk in begun.chunks:
             if self._group.index in chunk.wanted:
-                filling = self._filling[chunk.entry.name]
-                filling.left -= 1
-                if not filling.left:
-                    self._finish([filling], done)
-
-    # --- jobs -----------------------------------------------------------------------------------
-
-    def _open(self, filling: _Filling) -> None:
-        """Allocates memory for the targets of a job, and fills in what needs no chunk."""
-        if filling.buffers is None:
-            for entry in filling.job.entries:
-                self._stored.check_backed(entry)
-            filling.buffers = buffers_of(self._stored, filling.job)
-            slots = slots_of(filling.job)
-            fill(slots, filling.buffers, self._options.verify)
-            for name, (entry, consumers) in consumers_of(slots, filling.buffers).items():
-                for first, part in chunk_grid.numbered_parts(entry):
-                    for number, which in by_chunk(part, consumers).items():
-                        filling.consumers[name, first + number] = [consumers[w] for w in which]
-
-    def _consumers(self, chunk: _Chunk) -> Sequence[Consumer]:
-        filling = self._filling[chunk.entry.name]
-        self._open(filling)
-        return filling.consumers[chunk.entry.name, chunk.row]
-
-    def _finish(self, fillings: Sequence[_Filling], done: dict[str, Any]) -> None:
-        for filling in fillings:
-            self._open(filling)
-            buffers, filling.buffers, filling.consumers = filling.buffers, {}, {}
-            assert buffers is not None, "it was opened"
-            for name, target in filling.job.targets.items():
-                done[name] = target.finish(buffers.pop(name))
+                self._fillings.placed(chunk.entry.name, done)
 
     # --- errors ---------------------------------------------------------------------------------
 
@@ -404,17 +338,6 @@ class _Exchange:
             made = _SAME.get(kind, ProcessFailed)
             raise made(f"process {process} failed: {kind}: {text}") from error
         return [theirs for _, theirs in every]
-
-
-def _wants_of(jobs: Sequence[Job]) -> Wants:
-    wants: dict[str, dict[Box, None]] = {}
-    for job in jobs:
-        for slot in slots_of(job):
-            for source in slot.recipe.sources:
-                needed = source.within(slot.box)
-                boxes = () if needed is None else needed.boxes
-                wants.setdefault(source.entry.name, {}).update(dict.fromkeys(boxes))
-    return {name: list(boxes) for name, boxes in wants.items() if boxes}
 
 
 def _gather(group: Group, data: bytes) -> list[bytes]:

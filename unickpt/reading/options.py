@@ -15,10 +15,14 @@ class LoadOptions(CommonOptions):
     Arguments:
         verify: whether to check each chunk that is read against its digest.
         budget_bytes: bytes of host memory that a load may use beyond the destination.
-        exchange: whether the processes of a job read together: one process reads each chunk, and
-            sends the others the parts that they need. Use it if the storage is slower than the
-            network and processes need parts of the same chunks: replicas, or shards along another
-            axis than the saved ones. All processes must then call `load` in the same way.
+        exchange: whether processes read together. By default, those of a node do so by themselves:
+            each chunk that several of them need of arrays that are distributed over processes is
+            read by one, and the others take their parts from its memory. That never changes what a
+            load does; who loads alone reads alone. True: all processes of the job read together;
+            one reads each chunk, and sends the others their parts. Use it if the storage is slower
+            than the network and processes of several nodes need parts of the same chunks: replicas,
+            or shards along another axis than the saved ones. All processes must then call `load` in
+            the same way. False: every process reads alone.
         timeout_s: with `exchange`, how long a process waits for the others, in seconds, each time
             that they exchange data; a `ProcessGroup` waits as long as its own function does.
         group: as in `SaveOptions`; used for `exchange` and for `PerProcess` leaves.
@@ -29,7 +33,7 @@ class LoadOptions(CommonOptions):
 
     verify: bool = True
     budget_bytes: int = 1 << 30
-    exchange: bool = False
+    exchange: bool | None = None
     timeout_s: float = 600.0
     group: Group | None = None
 

@@ -23,6 +23,7 @@ class NewTarget:
 
     identity: Hashable = None
     abstract = False
+    processes = 1
     prng: str | None = None
 
     def __init__(self, entry: ArrayEntry, box: Box | None = None) -> None:

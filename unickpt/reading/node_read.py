@@ -1,0 +1,258 @@
+"""Reading by the processes of a node together: chunks that several of them need are read once.
+
+Shards rarely end where chunks do, and replicas need the same: alone, every process would read and
+check all chunks that its shard touches. Here each such chunk is read and checked by one process, in
+memory that all of them see, and every process takes from it what it needs.
+
+This never changes what a load does. It begins only if as many processes as the launcher started on
+this node come to read the same checkpoint at the same time; whatever goes wrong afterwards (one of
+them fails, ends, is killed, or keeps the others waiting), each of them reads what it still needs
+alone. No process but those of the node takes part, so that it costs the same in a job of any size.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from unickpt.arrays import dtypes
+from unickpt.arrays.box import Box
+from unickpt.arrays.dtypes import Array
+from unickpt.format.chunk_grid import Part
+from unickpt.format.index import ArrayEntry
+from unickpt.format.reader import Reader
+from unickpt.frameworks.process_group import local_processes
+from unickpt.reading.chunk_reader import ChunkReader, Task, read_arrays
+from unickpt.reading.fillings import (
+    Fillings,
+    Wants,
+    as_json,
+    wanted_chunks,
+    wants_from,
+    wants_of,
+)
+from unickpt.reading.node_meeting import Apart, Meeting, can_meet, meeting
+from unickpt.reading.options import LoadOptions
+from unickpt.reading.read_plan import ChunkRead, Consumer, Job
+from unickpt.reading.recipes import Unchanged
+
+_log = logging.getLogger("unickpt")
+
+# What is read more than once must be worth meeting for: a share of all, and a number of bytes.
+_LEAST_RATIO, _LEAST_BYTES = 1.25, 64 << 20
+_LEAST_ARRAY_BYTES = 1 << 20
+# Processes that load together come within moments; whoever loads alone loses no more than this.
+_PATIENCE_S = 2.0
+_TIMEOUT_S = 60.0
+# Small, so that what one process reads is still in the cache when the others take it.
+_ROUND_BYTES = 8 << 20
+
+
+def read_on_node(stored: Reader, jobs: Sequence[Job], options: LoadOptions) -> dict[str, Any]:
+    """As `read_arrays`, together with the other processes of this node where that reads less."""
+    done: dict[str, Any] = {}
+    count = local_processes()
+    if can_meet(count) and stored.index.attempt:
+        large = [job for job in jobs if _is_spread(stored, job)]
+        wants = wants_of(large)
+        if _is_worth_meeting(stored, large, wants, count):
+            purpose = f"read {stored.index.attempt} {stored.index.created} {options.verify}"
+            timeout_s = min(options.timeout_s, _TIMEOUT_S)
+            try:
+                with meeting(purpose, count, _PATIENCE_S, timeout_s) as met:
+                    _NodeRead(stored, large, options, met).read(wants, done)
+            except Apart as error:
+                _log.info("%s: this process reads alone: %s", stored.location, error)
+            except Exception as error:  # reading alone says better what it is, if it stays
+                _log.warning("%s: this process reads alone: %r", stored.location, error)
+    return done | read_arrays(
+        stored, [j for j in jobs if not j.targets.keys() <= done.keys()], options
+    )
+
+
+def _is_spread(stored: Reader, job: Job) -> bool:
+    """Whether a job's arrays are large, in chunks, and distributed over processes."""
+    entries = job.entries
+    return (
+        all(target.processes > 1 for target in job.targets.values())
+        and sum(map(_nbytes, entries)) >= _LEAST_ARRAY_BYTES
+        and not any(stored.reads_boxes(entry) for entry in entries)
+    )
+
+
+def _nbytes(entry: ArrayEntry) -> int:
+    return Box.whole(entry.shape).size * dtypes.from_name(entry.dtype).itemsize
+
+
+def _is_worth_meeting(stored: Reader, jobs: Sequence[Job], wants: Wants, count: int) -> bool:
+    """Whether chunks are read more than once, if the other processes need as much as this one.
+
+    All processes should come to the same, or those who meet wait for the others in vain; so this
+    depends on the layouts more than on the position of the process in them.
+    """
+    entries = {entry.name: entry for job in jobs for entry in job.entries}
+    spread = max((t.processes for job in jobs for t in job.targets.values()), default=1)
+    whole = sum(map(_nbytes, entries.values()))
+    mine = 0
+    for entry in entries.values():
+        itemsize = dtypes.from_name(entry.dtype).itemsize
+        for part, number, _, _ in wanted_chunks(entry, [wants]):
+            mine += part.chunk_box(number).size * itemsize
+    return spread * mine >= _LEAST_RATIO * whole and min(count, spread) * mine >= _LEAST_BYTES
+
+
+class _Chunk(NamedTuple):
+    """A chunk, who reads it, and where it lies in that process's memory; None if only one process
+    needs it."""
+
+    entry: ArrayEntry
+    part: Part
+    number: int
+    row: int
+    box: Box
+    owner: int
+    wanted: Mapping[int, Sequence[Box]]
+    offset: int | None
+
+
+def rounds_of(
+    entries: Sequence[ArrayEntry], wants: Sequence[Wants], most_bytes: int
+) -> tuple[list[list[_Chunk]], int, int]:
+    """All chunks that any process needs, in rounds; all processes get the same.
+
+    A chunk is read by a process that needs it, the one with the least to read so far.
+
+    Arguments:
+        entries: the stored arrays.
+        wants: what each process needs.
+        most_bytes: of memory that a process has for the shared chunks of a round, unless a single
+            one is larger.
+
+    Returns:
+        The rounds; the bytes that a process needs for one; and those that are saved, because they
+        are not read again.
+    """
+    read, held = [0] * len(wants), [0] * len(wants)
+    rounds: list[list[_Chunk]] = [[]]
+    largest = saved = 0
+    for entry in entries:
+        itemsize = dtypes.from_name(entry.dtype).itemsize
+        for part, number, row, wanted in wanted_chunks(entry, wants):
+            owner = min(wanted, key=lambda process: (read[process], process))
+            box = part.chunk_box(number)
+            nbytes = -(-box.size * itemsize // _ALIGN) * _ALIGN
+            read[owner] += nbytes
+            offset = None
+            if len(wanted) > 1:
+                saved += nbytes * (len(wanted) - 1)
+                if held[owner] and held[owner] + nbytes > most_bytes:
+                    rounds.append([])
+                    held = [0] * len(wants)
+                offset = held[owner]
+                held[owner] += nbytes
+                largest = max(largest, held[owner])
+            rounds[-1].append(_Chunk(entry, part, number, row, box, owner, wanted, offset))
+    return rounds, largest, saved
+
+
+_ALIGN = 64
+
+
+class _NodeRead:
+    """One load by the processes of a node.
+
+    A round's chunks are read while those of the round before are placed, in the other half of the
+    memory. At the end of each round all wait for each other: then the half that was placed is free.
+    """
+
+    def __init__(
+        self, stored: Reader, jobs: Sequence[Job], options: LoadOptions, met: Meeting
+    ) -> None:
+        self._stored, self._options, self._met = stored, options, met
+        self._fillings = Fillings(stored, jobs, options.verify)
+        self._names = {entry.name for job in jobs for entry in job.entries}
+
+    def read(self, wants: Wants, done: dict[str, Any]) -> None:
+        """Reads, and adds what is complete to `done`.
+
+        Raises:
+            Apart: the processes are not together any more, or little would be gained.
+        """
+        every = self._met.gather(json.dumps(as_json(wants)).encode())
+        told = [wants_from(json.loads(one)) for one in every]
+        most = max(_ALIGN, min(_ROUND_BYTES, self._options.budget_bytes // 2))
+        entries = [e for e in self._stored.index.arrays.values() if any(e.name in w for w in told)]
+        rounds, half, saved = rounds_of(entries, told, most)
+        if saved < _LEAST_BYTES:
+            raise Apart("they need different chunks")
+        for chunk in (chunk for chunks in rounds for chunk in chunks):
+            if self._met.index in chunk.wanted:
+                self._fillings.expect(chunk.entry.name)
+        self._half, self._shared = half, self._met.share(2 * half)
+        self._fillings.begin(done)
+        self._reader = ChunkReader(self._stored)
+        try:
+            self._wait(self._begin(rounds, 0))
+            for number, chunks in enumerate(rounds):
+                self._met.gather(b"")
+                tasks = self._begin(rounds, number + 1)
+                self._place(chunks, number, done)
+                self._wait(tasks)
+        finally:
+            self._reader.close()
+
+    def _begin(self, rounds: Sequence[Sequence[_Chunk]], number: int) -> set[Task]:
+        """Begins to read this process's chunks of a round."""
+        chunks = rounds[number] if number < len(rounds) else ()
+        return {self._start(chunk, number) for chunk in chunks if chunk.owner == self._met.index}
+
+    def _start(self, chunk: _Chunk, number: int) -> Task:
+        entry = chunk.entry
+        if chunk.offset is None:
+            consumers = self._fillings.consumers(entry.name, chunk.row)
+        else:
+            source = Unchanged(entry)
+            needed = source.within(chunk.box)
+            assert needed is not None, "a chunk is not empty"
+            consumers = [Consumer(needed, self._memory(chunk, number), source)]
+        pieces = [piece for consumer in consumers for piece in consumer.pieces(chunk.box)]
+        table = self._stored.digests_of(entry.name) if self._options.verify else None
+        row = None if table is None else table[chunk.row]
+        return self._reader.submit(
+            ChunkRead(entry, chunk.part, chunk.number, chunk.box, row, pieces)
+        )
+
+    def _wait(self, tasks: set[Task]) -> None:
+        for task in tasks:
+            self._reader.wait(task)
+
+    def _place(self, chunks: Sequence[_Chunk], number: int, done: dict[str, Any]) -> None:
+        """Takes what this process needs of the chunks of a round."""
+
+        def place(taken: tuple[Array, Box, Sequence[Consumer]]) -> None:
+            data, box, consumers = taken
+            for consumer in consumers:
+                for piece in consumer.pieces(box):
+                    piece.place(data)
+
+        own = [chunk for chunk in chunks if self._met.index in chunk.wanted]
+        self._reader.work(
+            place,
+            [
+                (self._memory(c, number), c.box, self._fillings.consumers(c.entry.name, c.row))
+                for c in own
+                if c.offset is not None
+            ],
+        )
+        for chunk in own:
+            self._fillings.placed(chunk.entry.name, done)
+
+    def _memory(self, chunk: _Chunk, number: int) -> Array:
+        """Where a chunk of a round lies."""
+        assert chunk.offset is not None, "it is shared"
+        dtype = dtypes.from_name(chunk.entry.dtype)
+        begin = number % 2 * self._half + chunk.offset
+        bits = self._shared[chunk.owner][begin : begin + chunk.box.size * dtype.itemsize]
+        return bits.view(dtype).reshape(chunk.box.shape)
