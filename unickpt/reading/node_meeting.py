@@ -138,12 +138,12 @@ def _met(name: bytes, memory: int, count: int, deadline: float, stack: ExitStack
         link.settimeout(_left(deadline))
         try:
             link.connect(name)
-        except (ConnectionRefusedError, BlockingIOError):  # not listening yet, or no longer
+            return _join(link, memory, count, deadline, stack)
+        except (ConnectionError, BlockingIOError):
+            # It does not listen yet, or had enough others; this one may be the first of the next.
             link.close()
             _left(deadline)
             time.sleep(_PAUSE_S)
-            continue
-        return _join(link, memory, count, deadline, stack)
 
 
 def _await(
@@ -183,7 +183,7 @@ def _join(
     for file in files:
         stack.callback(os.close, file)
     if len(start) < _START.size or len(files) != count:
-        raise ConnectionError("not all came")
+        raise ConnectionError("the meeting is full, or not all came")
     index, _ = _START.unpack(start)
     return Meeting(index, [link], files)
 

@@ -1,8 +1,10 @@
 """Reading by the processes of a node together: chunks that several of them need are read once.
 
-Shards rarely end where chunks do, and replicas need the same: alone, every process would read and
-check all chunks that its shard touches. Here each such chunk is read and checked by one process, in
-memory that all of them see, and every process takes from it what it needs.
+Shards rarely end where chunks do, and replicas need the same: alone, every process reads and checks
+all chunks that its shard touches. Here each such chunk is read and checked by one process, in
+memory that all of them see, and every process takes from it what it needs. That pays where reading
+crosses a network; files that are mounted are read once by the system, whose cache all of the node
+use, and copying once more takes as long as reading from there.
 
 This never changes what a load does. It begins only if as many processes as the launcher started on
 this node come to read the same checkpoint at the same time; whatever goes wrong afterwards (one of
@@ -40,21 +42,20 @@ from unickpt.reading.recipes import Unchanged
 
 _log = logging.getLogger("unickpt")
 
-# What is read more than once must be worth meeting for: a share of all, and a number of bytes.
+# What is read more than once must be worth meeting for: a share of all, and bytes.
 _LEAST_RATIO, _LEAST_BYTES = 1.25, 64 << 20
 _LEAST_ARRAY_BYTES = 1 << 20
 # Processes that load together come within moments; whoever loads alone loses no more than this.
 _PATIENCE_S = 2.0
 _TIMEOUT_S = 60.0
-# Small, so that what one process reads is still in the cache when the others take it.
-_ROUND_BYTES = 8 << 20
+_ROUND_BYTES = 128 << 20  # of a process: enough requests in flight
 
 
 def read_on_node(stored: Reader, jobs: Sequence[Job], options: LoadOptions) -> dict[str, Any]:
     """As `read_arrays`, together with the other processes of this node where that reads less."""
     done: dict[str, Any] = {}
     count = local_processes()
-    if can_meet(count) and stored.index.attempt:
+    if can_meet(count) and _is_slow(stored) and stored.index.attempt:
         large = [job for job in jobs if _is_spread(stored, job)]
         wants = wants_of(large)
         if _is_worth_meeting(stored, large, wants, count):
@@ -70,6 +71,11 @@ def read_on_node(stored: Reader, jobs: Sequence[Job], options: LoadOptions) -> d
     return done | read_arrays(
         stored, [j for j in jobs if not j.targets.keys() <= done.keys()], options
     )
+
+
+def _is_slow(stored: Reader) -> bool:
+    """Whether each process that reads a chunk gets it over the network."""
+    return stored.location.is_remote
 
 
 def _is_spread(stored: Reader, job: Job) -> bool:

@@ -1,0 +1,385 @@
+"""Processes of a node read shared chunks once, if all come; else, and after any failure, alone."""
+
+from __future__ import annotations
+
+import json
+import signal
+import textwrap
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import TESTS
+from support.counts import ChunkRead
+from support.processes import Processes
+from support.s3_server import make_bucket, use
+
+import unickpt
+from unickpt import Box, CheckpointCorrupt, LoadMismatch, LoadOptions, LocalFragments, SaveOptions
+from unickpt.format import chunk_grid, index
+from unickpt.frameworks import leaves
+from unickpt.reading import node_read
+from unickpt.reading.node_meeting import Apart, meeting
+from unickpt.reading.node_read import rounds_of
+
+SMALL = SaveOptions(chunk_bytes=1 << 10, fsync=False)
+X = np.random.default_rng(0).random((64, 32))
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four threads are the processes of a node, for which any reading twice is worth meeting."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(leaves.LocalTarget, "processes", 4)
+    monkeypatch.setattr(node_read, "_is_slow", lambda stored: True)
+    for name, value in {"_LEAST_BYTES": 1, "_LEAST_ARRAY_BYTES": 1, "_PATIENCE_S": 5.0}.items():
+        monkeypatch.setattr(node_read, name, value)
+
+
+def together(work: Callable[[int], Any], count: int = 4) -> list[Any]:
+    """What each thread returns or raises."""
+
+    def one(process: int) -> Any:
+        try:
+            return work(process)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(one, range(count)))
+
+
+def part(array: Any, start: tuple[int, ...], stop: tuple[int, ...]) -> LocalFragments:
+    box = Box(start, stop)
+    return LocalFragments(array.shape, [(box, np.zeros(box.shape, array.dtype))])
+
+
+def columns(process: int, array: Any = X) -> LocalFragments:
+    """A shard across all chunks, which consist of rows."""
+    width = array.shape[1] // 4
+    return part(array, (0, width * process), (array.shape[0], width * (process + 1)))
+
+
+def is_right(found: LocalFragments, array: Any = X) -> bool:
+    return all(np.array_equal(data, array[box.slices]) for box, data in found.fragments)
+
+
+def load(path: Path, like: Any, **options: Any) -> Any:
+    return unickpt.load(path, like, strict=False, options=LoadOptions(**options))
+
+
+# --- who reads what -------------------------------------------------------------------------------
+
+
+@st.composite
+def wanted(draw: st.DrawFn) -> tuple[Any, list[dict[str, list[Box]]]]:
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+    chunk = tuple(draw(st.integers(1, n)) for n in shape)
+    layout = unickpt.Layout.replicated(len(shape), 1)
+    entry = index.ArrayEntry("x", shape, "int16", chunk, layout)
+
+    def box() -> Box:
+        ends = [sorted(draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
+        return Box(tuple(a for a, _ in ends), tuple(b for _, b in ends))
+
+    def boxes() -> list[Box]:
+        return [b for b in (box() for _ in range(draw(st.integers(0, 3)))) if not b.empty]
+
+    return entry, [{"x": boxes()} for _ in range(draw(st.integers(1, 5)))]
+
+
+@settings(deadline=None, max_examples=150)
+@given(wanted(), st.integers(64, 1000))
+def test_each_chunk_is_read_once_into_memory_of_its_own(case: Any, most: int) -> None:
+    entry, wants = case
+    rounds, half, saved = rounds_of([entry], wants, most)
+    numbers, more = [], 0
+    for chunks in rounds:
+        ends: Counter[int] = Counter()
+        for chunk in chunks:
+            numbers.append(chunk.number)
+            assert chunk.owner in chunk.wanted
+            assert (chunk.offset is None) == (len(chunk.wanted) == 1)
+            if chunk.offset is not None:
+                assert chunk.offset >= ends[chunk.owner], "two chunks never overlap"
+                ends[chunk.owner] = chunk.offset + 2 * chunk.box.size
+                more += (len(chunk.wanted) - 1) * 2 * chunk.box.size
+            assert ends[chunk.owner] <= half
+    expected = {
+        n
+        for of in wants
+        for box in of["x"]
+        for p in chunk_grid.parts(entry)
+        for n in p.chunks_in(box)
+    }
+    assert sorted(numbers) == sorted(expected), "each chunk once"
+    assert saved >= more
+
+
+# --- loads together -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget_bytes", [1 << 30, 1 << 11])
+@pytest.mark.usefixtures("eager")
+def test_chunks_that_several_need_are_read_once(
+    budget_bytes: int, tmp_path: Path, chunk_reads: list[ChunkRead]
+) -> None:
+    tree = {str(i): X + i for i in range(3)} | {"step": 7}
+    unickpt.save(tmp_path / "c", tree, options=SMALL)
+
+    def work(process: int) -> Any:
+        like = {str(i): columns(process) for i in range(3)} | {"step": 0}
+        return load(tmp_path / "c", like, budget_bytes=budget_bytes)
+
+    for found in together(work):
+        assert found["step"] == 7
+        assert all(is_right(found[str(i)], X + i) for i in range(3)), found
+    assert len(chunk_reads) == len(set(chunk_reads)) == 3 * X.nbytes >> 10
+
+
+@pytest.mark.usefixtures("eager")
+def test_processes_that_need_different_arrays_and_parts(
+    tmp_path: Path, chunk_reads: list[ChunkRead]
+) -> None:
+    """Through rules that turn axes, with replicas, and chunks that only one of them needs."""
+    unickpt.save(tmp_path / "c", {"a": X, "b": X + 1, "c": X + 2}, options=SMALL)
+    rules = unickpt.Rules.parse("a [i o] <-> a [o i]\nb <-> b\nc <-> c")
+    likes = [
+        {"a": columns(0, X.T), "b": part(X, (0, 0), X.shape)},
+        {"a": columns(1, X.T), "b": part(X, (0, 0), X.shape), "c": part(X, (9, 3), (60, 5))},
+        {"b": part(X, (0, 0), X.shape)},
+        {"a": part(X.T, (0, 0), X.T.shape), "b": columns(3)},
+    ]
+
+    def work(process: int) -> Any:
+        return unickpt.load(tmp_path / "c", likes[process], rules=rules, strict=False)
+
+    expected = {"a": X.T, "b": X + 1, "c": X + 2}
+    for found in together(work):
+        assert all(is_right(found[name], expected[name]) for name in found), found
+    assert len(chunk_reads) == len(set(chunk_reads))
+
+
+@pytest.mark.usefixtures("eager")
+def test_nobody_waits_for_others_without_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_reads: list[ChunkRead]
+) -> None:
+    def never(*given: Any) -> Any:
+        raise AssertionError("they meet")
+
+    unickpt.save(tmp_path / "c", {"x": X}, options=SMALL)
+    monkeypatch.setattr(node_read, "meeting", never)
+    rows = part(X, (0, 0), (16, 32))  # where chunks end
+    assert is_right(load(tmp_path / "c", {"x": rows})["x"])
+    assert is_right(load(tmp_path / "c", {"x": columns(1)}, exchange=False)["x"])
+    monkeypatch.setattr(leaves.LocalTarget, "processes", 1)  # of this process alone, as is known
+    assert is_right(load(tmp_path / "c", {"x": columns(1)})["x"])
+    assert np.array_equal(load(tmp_path / "c", {"x": np.zeros_like(X)})["x"], X)
+    monkeypatch.undo()
+    assert is_right(load(tmp_path / "c", {"x": columns(1)})["x"])  # a disk
+
+
+# --- whoever does not come, or leaves -------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("missing", ["absent", "elsewhere", "mismatch"])
+def test_a_process_that_does_not_come(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_read, "_PATIENCE_S", 0.3)
+    for name in ("c", "other"):
+        unickpt.save(tmp_path / name, {"x": X}, options=SMALL)
+
+    def work(process: int) -> Any:
+        if process != 2 or missing == "elsewhere":
+            path = tmp_path / ("other" if process == 2 else "c")
+            return load(path, {"x": columns(process)})
+        if missing == "mismatch":
+            return load(tmp_path / "c", {"x": np.zeros(3)})
+        return None
+
+    begun = time.monotonic()
+    found = together(work)
+    assert time.monotonic() - begun < 4, "nobody waits long"
+    assert all(is_right(found[p]["x"]) for p in (0, 1, 3)), found
+    if missing == "mismatch":
+        assert isinstance(found[2], LoadMismatch)
+
+
+@pytest.mark.usefixtures("eager")
+def test_loads_one_after_another_and_of_two_jobs_at_once(
+    tmp_path: Path, chunk_reads: list[ChunkRead]
+) -> None:
+    """Whoever comes makes up the number: it does not matter of which job."""
+    unickpt.save(tmp_path / "c", {"x": X}, options=SMALL)
+    for _ in range(3):
+        found = together(lambda p: load(tmp_path / "c", {"x": columns(p % 4)}), 8)
+        assert all(is_right(one["x"]) for one in found), found
+        assert len(chunk_reads) == 2 * X.nbytes >> 10
+        chunk_reads.clear()
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("gathers", [1, 2, 3, 4])
+def test_a_process_that_leaves_at_any_time(
+    gathers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first, which passes on what is told, or another."""
+    from unickpt.reading.node_meeting import Meeting
+
+    real, leaves_now = Meeting.gather, threading.local()
+    unickpt.save(tmp_path / "c", {"x": X}, options=SMALL)
+    for leaver in (0, 2):
+
+        def gather(self: Meeting, told: bytes, leaver: int = leaver) -> list[bytes]:
+            leaves_now.count = getattr(leaves_now, "count", 0) + 1
+            if self.index == leaver and leaves_now.count == gathers:
+                raise MemoryError("no memory")
+            return real(self, told)
+
+        monkeypatch.setattr(Meeting, "gather", gather)
+        found = together(lambda p: load(tmp_path / "c", {"x": columns(p)}, budget_bytes=1 << 11))
+        assert all(is_right(one["x"]) for one in found), found
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_damaged_chunk_is_an_error_of_those_who_need_it(tmp_path: Path) -> None:
+    unickpt.save(tmp_path / "c", {"x": X}, options=SMALL)
+    row = X[40].tobytes()
+    (file,) = (f for f in tmp_path.rglob("*") if f.is_file() and row in f.read_bytes())
+    file.write_bytes(file.read_bytes().replace(row[:8], row[8:16]))
+
+    def work(process: int) -> Any:
+        like = columns(process) if process else part(X, (0, 0), (32, 32))
+        return load(tmp_path / "c", {"x": like})
+
+    found = together(work)
+    assert is_right(found[0]["x"])
+    for error in found[1:]:
+        assert isinstance(error, CheckpointCorrupt)
+        assert "array 'x'" in str(error)
+
+
+def test_meetings_end_in_time_and_leave_the_name_free() -> None:
+    def come(process: int) -> Any:
+        with meeting("test", 3, 0.2 if process == 9 else 5, 5) as met:
+            told = met.gather(bytes([met.index]))
+            shared = met.share(100)
+            shared[met.index][:] = met.index + 1
+            met.gather(b"")
+            return met.index, told, [int(memory[99]) for memory in shared]
+
+    with pytest.raises(Apart, match="3 processes of this node did not meet"):
+        come(9)
+    for _ in range(2):
+        found = together(come, 3)
+        assert sorted(number for number, _, _ in found) == [0, 1, 2]
+        assert all(told == [b"\0", b"\1", b"\2"] for _, told, _ in found)
+        assert all(ends == [1, 2, 3] for _, _, ends in found)
+
+
+def test_a_process_that_keeps_others_waiting() -> None:
+    def come(process: int) -> Any:
+        with meeting("slow", 2, 5, 0.2) as met:
+            if met.index == 1:
+                time.sleep(0.6)
+            return met.gather(b"")
+
+    assert all(isinstance(error, Apart) for error in together(come, 2))
+
+
+# --- real processes -------------------------------------------------------------------------------
+
+RANKS = f"""
+import json, os, signal, sys, time
+import numpy as np
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, empty
+import unickpt
+from unickpt.reading import node_read
+sys.path.insert(0, {str(TESTS)!r})
+from support.counts import chunks_read
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+os.environ["LOCAL_WORLD_SIZE"] = str(world)
+node_read._LEAST_BYTES = node_read._LEAST_ARRAY_BYTES = 1
+mesh = init_device_mesh("cpu", (world,))
+path, way = sys.argv[1:3]
+
+def like(placement):
+    with torch.device("meta"):
+        return {{"x": empty(64, 32, dtype=torch.float64, device_mesh=mesh, placements=[placement])}}
+"""
+
+
+def test_ranks_read_once_from_object_storage(
+    moto: str, processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_bucket(moto, "node-read")
+    use(moto, monkeypatch)
+    unickpt.save("s3://node-read/c", {"x": X}, options=SMALL)
+    source = RANKS + textwrap.dedent("""
+        told = []
+        for placement in (Shard(0), Shard(1), Replicate()):
+            for exchange in (None, False):
+                dist.barrier()
+                options = unickpt.LoadOptions(exchange=exchange)
+                with chunks_read() as seen:
+                    found = unickpt.load(path, like(placement), options=options)["x"]
+                whole = found.full_tensor().numpy().tobytes().hex()
+                told.append([whole, sum(chunk.nbytes for chunk in seen)])
+        print(json.dumps(told))
+        dist.destroy_process_group()
+    """)
+    jobs = processes.torch(4, source, "s3://node-read/c", "")
+    told = [json.loads(out.splitlines()[-1]) for out in processes.finish(jobs)]
+    assert all(whole == X.tobytes().hex() for of_rank in told for whole, _ in of_rank)
+    read = [sum(nbytes for _, nbytes in of) / X.nbytes for of in zip(*told, strict=True)]
+    assert read == [1, 1, 1, 4, 1, 4]
+
+
+@pytest.mark.parametrize("way", ["alone", "killed", "paths"])
+def test_ranks_that_do_not_load_alike(way: str, processes: Processes, tmp_path: Path) -> None:
+    """One loads alone; one is killed amid the load; each has a path of its own."""
+    world = 3
+    for name in ("0", "1", "2"):
+        unickpt.save(tmp_path / name, {"x": X}, options=SMALL)
+    source = RANKS + textwrap.dedent("""
+        node_read._is_slow = lambda stored: True
+        begun = time.monotonic()
+        if way == "killed" and rank == 1:
+            from unickpt.format.ocdbt_reader import OcdbtReader
+            OcdbtReader.read_chunk = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
+        found = None
+        if way != "alone" or rank == 1:
+            at = f"{path}/{rank if way == 'paths' else 0}"
+            found = unickpt.load(at, like(Shard(1)))["x"].to_local().numpy().tobytes().hex()
+        print(json.dumps([found, time.monotonic() - begun]), flush=True)
+        if way == "killed":
+            os._exit(0)  # the process group is broken
+        dist.barrier()
+        dist.destroy_process_group()
+    """)
+    jobs = processes.torch(world, source, tmp_path, way)
+    outs = [job.communicate(timeout=120)[0] for job in jobs]
+    killed = {1: -signal.SIGKILL} if way == "killed" else {}
+    assert [job.returncode for job in jobs] == [killed.get(rank, 0) for rank in range(world)], outs
+    bounds = [(0, 11), (11, 22), (22, 32)]
+    for rank, out in enumerate(outs):
+        if rank in killed or (way == "alone" and rank != 1):
+            continue
+        found, seconds = json.loads(out.splitlines()[-1])
+        begin, end = bounds[rank]
+        assert found == np.ascontiguousarray(X[:, begin:end]).tobytes().hex()
+        assert seconds < 30
