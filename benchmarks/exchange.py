@@ -1,10 +1,12 @@
-"""Loading by every process alone, and together (`LoadOptions(exchange=True)`), on 4 gloo ranks.
+"""Loading by every process alone, and together, on 4 gloo ranks of one machine.
 
     python benchmarks/exchange.py --dir /tmp/exchange-bench
 
 Matrices that JAX keeps as [in, out] go into [out, in] DTensors, sharded along `out` as FSDP2 does,
 or replicated. From a local disk, and from an S3 server on loopback (moto, one process of Python:
-a storage that is slower than the network between the ranks). The two ways take turns; medians.
+a storage that is slower than the network between the ranks). *Alone* is `LoadOptions(exchange=
+False)`, *by itself* the default, by which the processes of a node share what they read from object
+storage, and *together* `exchange=True`. The ways take turns; medians.
 Bytes read are those of all ranks, as a multiple of the checkpoint.
 """
 
@@ -31,6 +33,7 @@ import unickpt
 RANKS = 4
 RULES = "layers/{l}/kernel [i o] <-> layers.{l}.weight [o i]"
 LAYOUTS = ("sharded", "replicated")
+WAYS = {"alone": False, "by itself": None, "together": True}
 
 
 def main() -> None:
@@ -57,7 +60,7 @@ def main() -> None:
                 save(url, mib)
                 told = load(url, arguments.rounds)
                 for layout in LAYOUTS:
-                    for way in ("alone", "together"):
+                    for way in WAYS:
                         seconds, read = told[f"{layout} {way}"]
                         factor = f"{read / (mib << 20):.2f} x"
                         table.add_row(storage, layout, way, f"{seconds:.2f}", factor)
@@ -150,8 +153,8 @@ def rank(url: str, rounds: int) -> None:
             for i, array in enumerate(stored.values())
         }
         for _ in range(rounds + 1):  # the first one warms up
-            for way in ("alone", "together"):
-                options = unickpt.LoadOptions(exchange=way == "together")
+            for way, exchange in WAYS.items():
+                options = unickpt.LoadOptions(exchange=exchange)
                 read = 0
                 dist.barrier()
                 begun = time.perf_counter()

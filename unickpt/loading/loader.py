@@ -90,8 +90,9 @@ def load(
 ) -> Any:
     """Loads a checkpoint onto any mesh, in any framework.
 
-    Every process reads only the chunks that its own part of `like` needs. No process waits for
-    another, except with `LoadOptions(exchange=True)`. If a save replaces the checkpoint during the
+    Every process reads only the chunks that its own part of `like` needs. No process needs another,
+    except with `LoadOptions(exchange=True)`; those of a node read together from object storage, if
+    all come within moments. If a save replaces the checkpoint during the
     load, loading starts again with the new one. Each process opens the checkpoint on its own; only
     with `exchange=True` do they check that they opened the same one. Python's search for reference
     cycles is paused in the process until the load ends.

@@ -15,7 +15,6 @@ from unickpt.arrays.dtypes import Array
 from unickpt.arrays.host_memory import Scratch
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
-from unickpt.frameworks.process_group import local_processes
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.read_plan import (
     ChunkRead,
@@ -40,9 +39,8 @@ TASK_CHUNKS = 256
 
 
 def threads_for(stored: Reader, name: str, *, behind: bool = False) -> ThreadPoolExecutor:
-    """Threads that read chunks: many if each request crosses a network; if they do not, fewer if
-    other processes of the job use the same cores."""
-    local = max(2, max(4, 2 * (os.cpu_count() or 1)) // local_processes())
+    """Threads that read chunks: many if each request crosses a network."""
+    local = max(4, 2 * (os.cpu_count() or 1))
     count = _REMOTE_THREADS if stored.location.is_remote else local
     return Pool(count, thread_name_prefix=name, initializer=step_back if behind else None)
 
