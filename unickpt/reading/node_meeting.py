@@ -165,7 +165,6 @@ def _await(
         if len(received) == 1:  # else it has left already
             links.append(link)
             files += received
-    place.close()  # the name is free for who comes later
     for index, link in enumerate(links, 1):
         socket.send_fds(link, [_START.pack(index, count)], files)
     return Meeting(0, links, files)
