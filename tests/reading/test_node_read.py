@@ -149,6 +149,29 @@ def test_chunks_that_several_need_are_read_once(
 
 
 @pytest.mark.usefixtures("eager")
+def test_the_smallest_budget_counts_and_plans_must_agree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_reads: list[ChunkRead]
+) -> None:
+    unickpt.save(tmp_path / "c", {"x": X}, options=SMALL)
+
+    def work(process: int) -> Any:
+        budget_bytes = 1 << (11 if process == 2 else 30)
+        return load(tmp_path / "c", {"x": columns(process)}, budget_bytes=budget_bytes)
+
+    assert all(is_right(found["x"]) for found in together(work))
+    assert len(chunk_reads) == X.nbytes >> 10
+
+    def otherwise(entries: Any, wants: Any, most: int) -> Any:
+        changed = threading.current_thread().name.endswith("_1")
+        return rounds_of(entries, wants, 2048 if changed else most)
+
+    chunk_reads.clear()
+    monkeypatch.setattr(node_read, "rounds_of", otherwise)
+    assert all(is_right(found["x"]) for found in together(work))
+    assert len(chunk_reads) == X.nbytes >> 8, "each read alone"
+
+
+@pytest.mark.usefixtures("eager")
 def test_processes_that_need_different_arrays_and_parts(
     tmp_path: Path, chunk_reads: list[ChunkRead]
 ) -> None:
@@ -240,7 +263,7 @@ def test_loads_one_after_another_and_of_two_jobs_at_once(
 
 
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("gathers", [1, 2, 3, 4])
+@pytest.mark.parametrize("gathers", [1, 2, 3, 4, 5])
 def test_a_process_that_leaves_at_any_time(
     gathers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

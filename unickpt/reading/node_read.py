@@ -14,11 +14,13 @@ alone. No process but those of the node takes part, so that it costs the same in
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from unickpt._version import __version__
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
@@ -59,7 +61,8 @@ def read_on_node(stored: Reader, jobs: Sequence[Job], options: LoadOptions) -> d
         large = [job for job in jobs if _is_spread(stored, job)]
         wants = wants_of(large)
         if _is_worth_meeting(stored, large, wants, count):
-            purpose = f"read {stored.index.attempt} {stored.index.created} {options.verify}"
+            index = stored.index
+            purpose = f"{__version__} {index.attempt} {index.created} {options.verify}"
             timeout_s = min(options.timeout_s, _TIMEOUT_S)
             try:
                 with meeting(purpose, count, _PATIENCE_S, timeout_s) as met:
@@ -186,13 +189,17 @@ class _NodeRead:
         Raises:
             Apart: the processes are not together any more, or little would be gained.
         """
-        every = self._met.gather(json.dumps(as_json(wants)).encode())
-        told = [wants_from(json.loads(one)) for one in every]
         most = max(_ALIGN, min(_ROUND_BYTES, self._options.budget_bytes // 2))
-        entries = [e for e in self._stored.index.arrays.values() if any(e.name in w for w in told)]
-        rounds, half, saved = rounds_of(entries, told, most)
+        every = self._met.gather(json.dumps([as_json(wants), most]).encode())
+        told = [json.loads(one) for one in every]
+        wanted, most = [wants_from(of) for of, _ in told], min(nbytes for _, nbytes in told)
+        entries = [
+            e for e in self._stored.index.arrays.values() if any(e.name in w for w in wanted)
+        ]
+        rounds, half, saved = rounds_of(entries, wanted, most)
         if saved < _LEAST_BYTES:
             raise Apart("they need different chunks")
+        self._check_agreed(rounds)
         for chunk in (chunk for chunks in rounds for chunk in chunks):
             if self._met.index in chunk.wanted:
                 self._fillings.expect(chunk.entry.name)
@@ -208,6 +215,13 @@ class _NodeRead:
                 self._wait(tasks)
         finally:
             self._reader.close()
+
+    def _check_agreed(self, rounds: Sequence[Sequence[_Chunk]]) -> None:
+        """Whoever took another's chunk for the one that it needs would load other values."""
+        facts = [[(c.entry.name, c.row, c.owner, c.offset) for c in chunks] for chunks in rounds]
+        planned = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).digest()
+        if set(self._met.gather(planned)) != {planned}:
+            raise Apart("they planned differently")
 
     def _begin(self, rounds: Sequence[Sequence[_Chunk]], number: int) -> set[Task]:
         """Begins to read this process's chunks of a round."""
