@@ -303,6 +303,11 @@ def test_a_damaged_chunk_is_an_error_of_those_who_need_it(tmp_path: Path) -> Non
         assert "array 'x'" in str(error)
 
 
+def test_exchange_is_said_or_left_to_unickpt() -> None:
+    with pytest.raises(TypeError, match="exchange='auto' must be True, False or None"):
+        LoadOptions(exchange="auto")  # type: ignore[arg-type]
+
+
 def test_meetings_end_in_time_and_leave_the_name_free() -> None:
     def come(process: int) -> Any:
         with meeting("test", 3, 0.2 if process == 9 else 5, 5) as met:

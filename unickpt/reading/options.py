@@ -40,4 +40,6 @@ class LoadOptions(CommonOptions):
     def __post_init__(self) -> None:
         check_number("budget_bytes", self.budget_bytes)
         check_number("timeout_s", self.timeout_s)
+        if not (self.exchange is None or isinstance(self.exchange, bool)):
+            raise TypeError(f"exchange={self.exchange!r} must be True, False or None")
         check_group(self.group)
