@@ -240,10 +240,9 @@ class _Exchange:
         """
         fillings = [_Filling(job) for job in jobs]
         self._filling = {entry.name: f for f in fillings for entry in f.job.entries}
-        wants = self._exchange_wants(
-            _wants_of(jobs), f"{stored.index.attempt} {stored.index.created}"
-        )
-        budget = max(1, self._options.budget_bytes // _IN_FLIGHT)
+        opened = f"{stored.index.attempt} {stored.index.created}"
+        wants, least = self._exchange_wants(_wants_of(jobs), opened)
+        budget = max(1, least // _IN_FLIGHT)
         rounds = list(schedule(list(stored.index.arrays.values()), wants, budget))
         for chunk in (chunk for chunks in rounds for chunk in chunks):
             if self._group.index in chunk.wanted:
@@ -263,8 +262,9 @@ class _Exchange:
             self._reader.close()
         return done
 
-    def _exchange_wants(self, mine: Wants, opened: str) -> list[Wants]:
-        """What each process needs; raises if one has already failed.
+    def _exchange_wants(self, mine: Wants, opened: str) -> tuple[list[Wants], int]:
+        """What each process needs, and the least memory that one has for this, in bytes; raises if
+        one has already failed.
 
         Arguments:
             mine: what this one needs.
@@ -275,16 +275,17 @@ class _Exchange:
         """
         self._has_reported = True
         boxes = {name: [[b.start, b.stop] for b in of_name] for name, of_name in mine.items()}
-        reports = self._gather_reports([boxes, opened])
-        if len({of for _, of in reports}) > 1:
+        reports = self._gather_reports([boxes, opened, self._options.working_bytes])
+        if len({of for _, of, _ in reports}) > 1:
             raise CheckpointReplaced(
                 "the processes opened different checkpoints, because a save replaced the one at "
                 "this path; load again"
             )
-        return [
+        wants: list[Wants] = [
             {name: [Box(tuple(a), tuple(b)) for a, b in of] for name, of in theirs.items()}
-            for theirs, _ in reports
+            for theirs, _, _ in reports
         ]
+        return wants, min(int(working) for _, _, working in reports)
 
     # --- a round --------------------------------------------------------------------------------
 

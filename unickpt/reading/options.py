@@ -14,7 +14,9 @@ class LoadOptions(CommonOptions):
 
     Arguments:
         verify: whether to check each chunk that is read against its digest.
-        budget_bytes: bytes of host memory that a load may use beyond the destination.
+        budget_bytes: bytes of host memory that the loads of all processes of a node may use
+            beyond the destination; each process gets an equal share (see `SaveOptions`). By
+            default 1 GiB for each process, or less where a quarter of the node's memory is less.
         exchange: whether the processes of a job read together: one process reads each chunk, and
             sends the others the parts that they need. Use it if the storage is slower than the
             network and processes need parts of the same chunks: replicas, or shards along another
@@ -28,12 +30,13 @@ class LoadOptions(CommonOptions):
     """
 
     verify: bool = True
-    budget_bytes: int = 1 << 30
+    budget_bytes: int | None = None
     exchange: bool = False
     timeout_s: float = 600.0
     group: Group | None = None
 
     def __post_init__(self) -> None:
-        check_number("budget_bytes", self.budget_bytes)
+        if self.budget_bytes is not None:
+            check_number("budget_bytes", self.budget_bytes)
         check_number("timeout_s", self.timeout_s)
         check_group(self.group)
