@@ -175,9 +175,11 @@ class Staging:
 
     def _copy(self, method: CaptureMethod, *threads: int) -> None:
         plan = self._planned()
+        deferred = frozenset(plan.deferred)
 
         def find_place(item: WriteItem) -> Place:
-            return self._places.find(item, in_memory=key(item) not in plan.never_in_memory)
+            in_memory = key(item) not in plan.never_in_memory
+            return self._places.find(item, in_memory=in_memory, counted=item in deferred)
 
         def failed() -> bool:
             return self._error is not None

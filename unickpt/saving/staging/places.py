@@ -80,12 +80,13 @@ class Places:
         """Whether there are files for copies."""
         return self.spill is not None and self.spill.files.usable
 
-    def find(self, item: WriteItem, *, in_memory: bool = True) -> Place:
+    def find(self, item: WriteItem, *, in_memory: bool = True, counted: bool = False) -> Place:
         """A place for a copy; waits until there is one.
 
         Arguments:
             item: what to copy.
             in_memory: whether memory is a place for it; if not, there may be none.
+            counted: whether it is counted as drained already.
 
         Raises:
             Abandoned: the save was abandoned meanwhile.
@@ -102,7 +103,7 @@ class Places:
         self._area.wait_and_reserve(item.nbytes, self.budget, self._abandoned)
         if self.calling:
             self.count(waited_s=time.perf_counter() - began)
-        else:
+        elif not counted:
             self.count(drained=item.nbytes)
         return NoSlot.MEMORY
 
