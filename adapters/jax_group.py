@@ -65,7 +65,8 @@ class JaxGroup(BoundedGroup):
         elif not conversation.session:
             with self._waiting("for process 0, which did not start to save", SAVE):
                 conversation.session = client.blocking_key_value_get(_SESSION_KEY, self._timeout_ms)
-        if conversation.nodes is None and launched_on_node(self.count) is None:
+        counts = hasattr(client, "key_value_increment")  # older versions of jaxlib cannot
+        if counts and conversation.nodes is None and launched_on_node(self.count) is None:
             nodes = NodeCount(_KeyValueCounters(client), self.count, conversation.session)
             conversation.nodes = nodes
             nodes.arrive()
