@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import ProcessFailed, SaveTimeout
+from unickpt.frameworks.node_count import NodeCount, launched_on_node
 from unickpt.frameworks.process_group import (
     DECIDE,
     LOAD,
@@ -64,7 +65,16 @@ class JaxGroup(BoundedGroup):
         elif not conversation.session:
             with self._waiting("for process 0, which did not start to save", SAVE):
                 conversation.session = client.blocking_key_value_get(_SESSION_KEY, self._timeout_ms)
+        counts = hasattr(client, "key_value_increment")  # older versions of jaxlib cannot
+        if counts and conversation.nodes is None and launched_on_node(self.count) is None:
+            nodes = NodeCount(_KeyValueCounters(client), self.count, conversation.session)
+            conversation.nodes = nodes
+            nodes.arrive()
         return f"{conversation.session}-{next(conversation.attempts):06d}"
+
+    def on_node(self) -> int:
+        nodes = _conversation(_client()).nodes
+        return self.count if nodes is None else nodes.at_most()
 
     def agree(self, value: int) -> int:
         return self._agree(value, DECIDE)
@@ -138,6 +148,23 @@ def _resharder(sharding: Sharding) -> Callable[[Any], Any]:
     return jax.jit(lambda x: x, out_shardings=sharding)
 
 
+class _KeyValueCounters:
+    """The job's key-value store."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._client.key_value_increment(key, amount))
+
+    def announce(self, key: str) -> None:
+        self._client.key_value_set(key, "ready")
+
+    def wait(self, key: str, seconds: float) -> None:
+        with suppress(jax.errors.JaxRuntimeError):  # too late: those that miss count as well
+            self._client.blocking_key_value_get(key, int(seconds * 1000))
+
+
 @dataclass
 class _Conversation:
     """The state of the communication through one client of jax.distributed."""
@@ -145,6 +172,7 @@ class _Conversation:
     session: str = ""
     attempts: Iterator[int] = field(default_factory=itertools.count)
     agreements: Iterator[int] = field(default_factory=itertools.count)
+    nodes: NodeCount | None = None
 
 
 @lru_cache(maxsize=1)

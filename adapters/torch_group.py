@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import ProcessFailed, SaveTimeout
+from unickpt.frameworks.node_count import NodeCount, launched_on_node
 from unickpt.frameworks.process_group import (
     DECIDE,
     LOAD,
@@ -48,9 +50,18 @@ class TorchGroup(BoundedGroup):
 
     def next_attempt(self) -> str:
         if self._world not in _sessions:
-            _sessions[self._world] = (self._new_session(), itertools.count())
+            session = self._new_session()
+            _sessions[self._world] = (session, itertools.count())
+            store = _store()
+            if store is not None and launched_on_node(self.count) is None:
+                _nodes[self._world] = nodes = NodeCount(_StoreCounters(store), self.count, session)
+                nodes.arrive()
         session, counter = _sessions[self._world]
         return f"{session}-{next(counter):06d}"
+
+    def on_node(self) -> int:
+        nodes = _nodes.get(self._world)
+        return self.count if nodes is None else nodes.at_most()
 
     def agree(self, value: int) -> int:
         largest = torch.tensor(value, dtype=torch.int64, device=self._device())
@@ -145,6 +156,23 @@ class TorchGroup(BoundedGroup):
         return "cpu" if "cpu" in devices else devices[0]
 
 
+class _StoreCounters:
+    """The job's key-value store."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._store.add(key, amount))
+
+    def announce(self, key: str) -> None:
+        self._store.set(key, "")
+
+    def wait(self, key: str, seconds: float) -> None:
+        with suppress(RuntimeError):  # too late, or the store is gone: what follows reports that
+            self._store.wait([key], timedelta(seconds=seconds))
+
+
 _SESSION_KEY = "unickpt/session/{}"
 
 
@@ -155,3 +183,4 @@ def _store() -> Any:
 
 # A session lasts as long as its process group; weak keys, so that a new group gets a new one.
 _sessions: WeakKeyDictionary[Any, tuple[str, Iterator[int]]] = WeakKeyDictionary()
+_nodes: WeakKeyDictionary[Any, NodeCount] = WeakKeyDictionary()

@@ -36,7 +36,7 @@ from rich.table import Table
 import unickpt
 
 BUDGET = 1 << 30
-"""The default byte budget of unickpt, the most that it may take."""
+"""The most that unickpt reads and writes with, by default."""
 SHAPE = (2048, 2048)
 DEFAULT = ("unickpt numpy", "unickpt torch", "unickpt jax", "dcp", "orbax")
 

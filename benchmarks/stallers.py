@@ -72,7 +72,8 @@ def save_options(nbytes: int, staging: str) -> Any:
     """unickpt's options: two states fit, so that nothing waits for memory."""
     import unickpt
 
-    return unickpt.SaveOptions(staging=staging, budget_bytes=2 * nbytes + (64 << 20))
+    # A quarter, at most 1 GiB, is not for copies.
+    return unickpt.SaveOptions(staging=staging, budget_bytes=3 * nbytes + (64 << 20))
 
 
 class UnickptTorchCopy(Unickpt, contenders.UnickptTorch):

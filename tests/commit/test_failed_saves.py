@@ -26,7 +26,8 @@ from unickpt import (
 from unickpt.commit import attempt, merge, root
 from unickpt.commit.notes import Notes
 from unickpt.format import chunk_store
-from unickpt.saving import chunk_source, save_job, staging, writer
+from unickpt.saving import chunk_source, save_job, writer
+from unickpt.saving.staging import kept_state
 from unickpt.storage.errors import Failed
 
 STATE = {f"w{i}": np.arange(100_000.0) + i for i in range(4)}
@@ -109,13 +110,13 @@ def test_a_save_in_the_background_leaves_nothing(
 def test_a_place_that_is_taken_meanwhile_is_left_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened, real = threading.Event(), staging.Staging.plan
+    opened, real = threading.Event(), kept_state.Staging.plan
 
     def late(self: Any) -> Any:
         assert opened.wait(30)
         return real(self)
 
-    monkeypatch.setattr(staging.Staging, "plan", late)
+    monkeypatch.setattr(kept_state.Staging, "plan", late)
     reference = SaveOptions(staging="reference", fsync=False)
     pending = unickpt.save_async(tmp_path / "c", {"w": np.ones(3)}, options=reference)
     unickpt.save(tmp_path / "c", {"w": np.zeros(3)})

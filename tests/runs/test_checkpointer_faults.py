@@ -52,7 +52,7 @@ except unickpt.UnickptError as error:
 MANY = 4
 STEPS = [
     ("saving.save_job:describe", "before"),  # planning
-    ("saving.staging:stage", "after"),  # staging
+    ("saving.staging.kept_state:stage", "after"),  # staging
     ("format.chunk_store.ChunkStore:write", "after"),  # writing
     ("commit.attempt.Attempt:publish", "before"),  # before the record
     ("commit.attempt.Attempt:publish", "during"),

@@ -39,11 +39,11 @@ from unickpt.adapters import torch as torch_adapter
 from unickpt.arrays import host_memory
 from unickpt.format import chunk_store
 from unickpt.frameworks import host_copy
-from unickpt.saving import staging
-from unickpt.saving.capture import Capture, CaptureMethod
 from unickpt.saving.pending import SaveCallbacks
 from unickpt.saving.save_queue import SaveQueue, SaveRequest
-from unickpt.saving.staging_memory import HostArea
+from unickpt.saving.staging import kept_state
+from unickpt.saving.staging.capture import Capture, CaptureMethod
+from unickpt.saving.staging.host_area import HostArea
 
 MIB = 1 << 20
 COPY, LAZY = SaveOptions(staging="copy", fsync=False), SaveOptions(staging="lazy", fsync=False)
@@ -89,7 +89,7 @@ def copying(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Gate:
             return gate.before(real)(*arguments, **named)
         return real(*arguments, **named)
 
-    monkeypatch.setattr(staging, "stage", stopped)
+    monkeypatch.setattr(kept_state, "stage", stopped)
     return gate
 
 
@@ -477,7 +477,7 @@ def test_an_optimizers_step_waits_at_the_fence(
             lazily.append(box.shape)
         return real(fragment, box, *rest, **named)
 
-    monkeypatch.setattr(staging, "stage", slow)
+    monkeypatch.setattr(kept_state, "stage", slow)
     with unickpt.Checkpointer(
         tmp_path / "run", optimizers=[optimizer], options=LAZY
     ) as checkpointer:
@@ -576,7 +576,7 @@ def test_an_error_while_staging_reaches_the_caller(
         raise MemoryError("no more memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(staging, "stage", fail)
+        patch.setattr(kept_state, "stage", fail)
         with pytest.raises(MemoryError) as caught:
             unickpt.save_async(tmp_path / "c", {"w": np.ones(100_000)})
     assert any("'w'" in note for note in caught.value.__notes__)
@@ -860,7 +860,7 @@ def test_memory_of_a_save_that_fails_while_it_is_staged_is_given_back(
     """As on a device: a clone is copied in the background, and meanwhile a change is found."""
     changing, behind = torch.zeros(1 << 19), torch.ones(1 << 19)
     began, may_end = threading.Event(), threading.Event()
-    decide, stage, areas = Capture._decide, staging.stage, set[Any]()
+    decide, stage, areas = Capture._decide, kept_state.stage, set[Any]()
 
     def decided(self: Any, fragment: Any, dtype: Any) -> Any:
         method, kept = decide(self, fragment, dtype)
@@ -873,14 +873,14 @@ def test_memory_of_a_save_that_fails_while_it_is_staged_is_given_back(
             assert may_end.wait(30)
         return stage(fragment, box, *arguments, **named)
 
-    def keeping_area(self: Any, job: Any, area: Any, owners: Any) -> None:
+    def keeping_area(self: Any, job: Any, area: Any, *others: Any) -> None:
         areas.add(area)
-        init(self, job, area, owners)
+        init(self, job, area, *others)
 
-    init = staging.Staging.__init__
+    init = kept_state.Staging.__init__
     monkeypatch.setattr(Capture, "_decide", decided)
-    monkeypatch.setattr(staging, "stage", staged)
-    monkeypatch.setattr(staging.Staging, "__init__", keeping_area)
+    monkeypatch.setattr(kept_state, "stage", staged)
+    monkeypatch.setattr(kept_state.Staging, "__init__", keeping_area)
     options = SaveOptions(staging="lazy", fsync=False)
     pending = unickpt.save_async(tmp_path / "c", {"a": changing, "b": behind}, options=options)
     assert began.wait(30)

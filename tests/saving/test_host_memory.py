@@ -23,7 +23,8 @@ import unickpt
 from unickpt import LocalFragments, PerProcess, SaveOptions, StateChanged
 from unickpt.arrays import guarded_copy
 from unickpt.frameworks import host_copy
-from unickpt.saving import chunk_source, staging
+from unickpt.saving import chunk_source
+from unickpt.saving.staging import in_order, kept_state
 
 MODES = ["auto", "copy", "reference", "lazy", "device"]
 
@@ -46,9 +47,9 @@ def behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
             assert opened.wait(30)
         return real(*arguments, **named)
 
-    for module in (staging, chunk_source):
+    for module in (kept_state, chunk_source):
         monkeypatch.setattr(module, "stage", stopped)
-    monkeypatch.setattr(staging, "_THREADS", 1)  # so that the call copies on its own thread
+    monkeypatch.setattr(in_order, "_THREADS", 1)  # so that the call copies on its own thread
     yield opened
     opened.set()
 

@@ -48,6 +48,7 @@ class HostBuffers:
     """Host memory that is reused: pages that were touched before cost half as much.
 
     Large buffers are allocated from the system directly, because the C library would keep them.
+    Several threads may use it.
 
     Arguments:
         most_bytes: how much to hold, in use or not; more only if more is in use.
@@ -58,20 +59,22 @@ class HostBuffers:
         self.most_bytes, self._held = most_bytes, 0
         self._allocate = allocate or _from_system
         self._free: list[Array] = []
+        self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> Array:
         """Memory for `nbytes`, as bytes; it may be a little longer."""
         if nbytes < _SMALL:
             return np.empty(nbytes, np.uint8)
-        for at, buffer in enumerate(self._free):
-            if nbytes <= len(buffer) <= nbytes + nbytes // 4:
-                return self._free.pop(at)
-        size = -(-nbytes // _STEP) * _STEP
-        while self._free and self._held + size > self.most_bytes:
-            self._held -= len(self._free.pop(0))
-        buffer = self._allocate(size)  # may fail; only then is it held
-        self._held += size
-        return buffer
+        with self._lock:
+            for at, buffer in enumerate(self._free):
+                if nbytes <= len(buffer) <= nbytes + nbytes // 4:
+                    return self._free.pop(at)
+            size = -(-nbytes // _STEP) * _STEP
+            while self._free and self._held + size > self.most_bytes:
+                self._held -= len(self._free.pop(0))
+            buffer = self._allocate(size)  # may fail; only then is it held
+            self._held += size
+            return buffer
 
     def give(self, buffer: Array) -> None:
         """Takes back memory that nothing refers to any more."""

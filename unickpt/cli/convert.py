@@ -20,6 +20,7 @@ from unickpt.cli.options import (
     RulesName,
     Sizes,
     Verify,
+    of_process,
     parsed_quantize,
     read_rules,
     source_of,
@@ -42,6 +43,7 @@ from unickpt.cli.output import (
     transfer,
     warn,
 )
+from unickpt.frameworks.budget import MOST_WORKING
 from unickpt.saving.options import SaveOptions
 from unickpt.tools.conversion_preview import Preview, Row, folded, preview
 
@@ -61,7 +63,7 @@ def convert(
     ] = False,
     overwrite: Overwrite = False,
     verify: Verify = True,
-    budget: Budget = SaveOptions.budget_bytes,
+    budget: Budget = None,
     compression: Compression = None,
     quantize: Quantize = None,
     hint: Hints = None,
@@ -97,7 +99,9 @@ def convert(
         return
     try:
         options = SaveOptions(
-            budget_bytes=budget, compression=compression, quantize=parsed_quantize(quantize)
+            budget_bytes=of_process(budget),
+            compression=compression,
+            quantize=parsed_quantize(quantize),
         )
     except ValueError as error:
         fail(str(error))
@@ -142,7 +146,7 @@ def copy(
     source: Annotated[str, typer.Argument(help="A checkpoint of unickpt's own format.")],
     destination: Annotated[str, typer.Argument(help="The path of the copy.")],
     overwrite: Overwrite = False,
-    budget: Budget = SaveOptions.budget_bytes,
+    budget: Budget = None,
     as_json: AsJson = False,
 ) -> None:
     """Copy a checkpoint to another place, and check it there.
@@ -159,7 +163,11 @@ def copy(
     """
     with transfer(source) as progress:
         report = unickpt.copy(
-            source, destination, overwrite=overwrite, budget_bytes=budget, progress=progress
+            source,
+            destination,
+            overwrite=overwrite,
+            budget_bytes=budget or MOST_WORKING,
+            progress=progress,
         )
     if as_json:
         print_json(dataclasses.asdict(report))

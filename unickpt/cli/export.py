@@ -15,6 +15,7 @@ from unickpt.cli.options import (
     RulesName,
     Sizes,
     Verify,
+    of_process,
     read_rules,
     source_of,
 )
@@ -53,7 +54,7 @@ def export(
     ] = None,
     overwrite: Overwrite = False,
     verify: Verify = True,
-    budget: Budget = SaveOptions.budget_bytes,
+    budget: Budget = None,
     hint: Hints = None,
     as_json: AsJson = False,
 ) -> None:
@@ -89,7 +90,7 @@ def export(
             rules=wanted,
             overwrite=overwrite,
             verify=verify,
-            options=SaveOptions(budget_bytes=budget),
+            options=SaveOptions(budget_bytes=of_process(budget)),
             progress=progress,
             to=to,
             **options,
@@ -105,7 +106,7 @@ def import_(
     inverse: Inverse = False,
     size: Sizes = None,
     overwrite: Overwrite = False,
-    budget: Budget = SaveOptions.budget_bytes,
+    budget: Budget = None,
     hint: Hints = None,
     as_json: AsJson = False,
 ) -> None:
@@ -128,7 +129,7 @@ def import_(
             destination,
             rules=wanted,
             overwrite=overwrite,
-            options=SaveOptions(budget_bytes=budget),
+            options=SaveOptions(budget_bytes=of_process(budget)),
             progress=progress,
         )
         if first:

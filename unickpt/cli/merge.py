@@ -21,6 +21,7 @@ from unickpt.cli.options import (
     Sizes,
     Verify,
     named_values,
+    of_process,
     parsed_quantize,
     read_rules,
     source_of,
@@ -83,7 +84,7 @@ def merge(
     ] = False,
     overwrite: Overwrite = False,
     verify: Verify = True,
-    budget: Budget = SaveOptions.budget_bytes,
+    budget: Budget = None,
     compression: Compression = None,
     quantize: Quantize = None,
     hint: Hints = None,
@@ -120,10 +121,14 @@ def merge(
     try:
         method = merge_methods.method_of(how, named_values("--with", parameters, _PARAMETER))
         options = SaveOptions(
-            budget_bytes=budget, compression=compression, quantize=parsed_quantize(quantize)
+            budget_bytes=of_process(budget),
+            compression=compression,
+            quantize=parsed_quantize(quantize),
         )
         if dry_run:
-            asked = Request(given, method, weights, base, last, wanted, integers, budget)
+            asked = Request(
+                given, method, weights, base, last, wanted, integers, options.working_bytes
+            )
             _print_plan(plan_merge(asked), as_json)
             return
         with job() as first, transfer(Path(destination).name, shown=first) as progress:

@@ -11,6 +11,7 @@ import typer
 import unickpt
 from unickpt import Checkpoint, Rules
 from unickpt.cli.output import fail
+from unickpt.frameworks.budget import ProcessBytes
 
 RulesName = Annotated[
     str | None, typer.Option("--rules", help="A file of rules, or the name of a preset.")
@@ -34,7 +35,10 @@ Hints = Annotated[
 Verify = Annotated[
     bool, typer.Option("--verify/--no-verify", help="Whether to read and check what was written.")
 ]
-Budget = Annotated[int, typer.Option("--budget", help="Bytes of memory for it.", min=1 << 20)]
+Budget = Annotated[
+    int | None,
+    typer.Option("--budget", help="Bytes of memory for it, in each process.", min=1 << 20),
+]
 Compression = Annotated[str | None, typer.Option("--compression", help="zstd, gzip or blosc.")]
 Quantize = Annotated[
     list[str] | None,
@@ -47,6 +51,11 @@ Quantize = Annotated[
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace a checkpoint at the destination.")
 ]
+
+
+def of_process(budget: int | None) -> int | None:
+    """What `--budget` says, as a budget of this process, not of its node."""
+    return None if budget is None else ProcessBytes(budget)
 
 
 def read_rules(name: str | None, inverse: bool, sizes: list[str] | None) -> Rules | None:

@@ -5,9 +5,23 @@ from __future__ import annotations
 from numbers import Real
 from typing import Self
 
+from unickpt.frameworks import budget
+from unickpt.frameworks.process_group import Group
+from unickpt.frameworks.registry import processes_here
+
 
 class CommonOptions:
     """What `SaveOptions` and `LoadOptions` have in common."""
+
+    budget_bytes: int | None
+    group: Group | None
+
+    @property
+    def working_bytes(self) -> int:
+        """Bytes of memory that this process may use to read and write."""
+        if isinstance(self.budget_bytes, budget.ProcessBytes):
+            return int(self.budget_bytes)
+        return budget.share(self.budget_bytes, processes_here(self.group))
 
     @classmethod
     def or_default(cls, given: object) -> Self:

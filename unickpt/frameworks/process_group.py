@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -95,6 +94,10 @@ class BoundedGroup(ABC):
     def within(self, timeout_s: float) -> Group:
         """The same group, whose methods raise `SaveTimeout` after `timeout_s`."""
 
+    def on_node(self) -> int:
+        """How many processes share the memory of this node; at most, before that is known."""
+        return self.count
+
 
 def within(group: Group, timeout_s: float) -> Group:
     """The group with a time limit, if it supports one (see `BoundedGroup`)."""
@@ -115,6 +118,8 @@ class ProcessGroup:
         exchange: sends a part of each process's bytes to each process, as MPI's `Alltoallv`; see
             `Group.exchange`. Needed only for `LoadOptions(exchange=True)`, and to merge by SLERP,
             TIES or a search.
+        local_count: how many of the processes are on this node, among which `budget_bytes` is
+            divided; by default what torchrun says, else all of them.
 
     Example:
         >>> group = ProcessGroup(0, 4, session="job-8231-restart-2")
@@ -129,6 +134,7 @@ class ProcessGroup:
         session: str,
         agree: Callable[[int], int] | None = None,
         exchange: Callable[[Bytes, Sequence[int], Sequence[int]], Bytes] | None = None,
+        local_count: int | None = None,
     ) -> None:
         if not all(map(_is_integer, (index, count))):
             raise ValueError(f"index={index!r} and count={count!r} must be integers")
@@ -138,12 +144,19 @@ class ProcessGroup:
             raise ValueError(f"session={session!r} must be a str, not {type(session).__name__}")
         if not session or not all(c.isalnum() or c in "-_." for c in session):
             raise ValueError(f"session {session!r} must consist of letters, digits, '-', '_', '.'")
+        if local_count is not None and not (_is_integer(local_count) and 1 <= local_count <= count):
+            raise ValueError(f"local_count={local_count!r} must be from 1 to {count}")
         self.index, self.count, self._session = index, count, session
+        self._local_count = local_count
         self._counter = itertools.count()
         self._agree, self._exchange = agree, exchange
 
     def next_attempt(self) -> str:
         return f"{self._session}-{next(self._counter):06d}"
+
+    def on_node(self) -> int:
+        """How many of the processes share the memory of this node, at most."""
+        return self.count if self._local_count is None else self._local_count
 
     def agree(self, value: int) -> int:
         if self.count == 1:
@@ -177,16 +190,6 @@ def new_session() -> str:
 def alone() -> ProcessGroup:
     """A job of one process."""
     return ProcessGroup(0, 1, new_session())
-
-
-def local_processes() -> int:
-    """How many processes the launcher started on this node, as torchrun and MPI say; 1 if nobody
-    says it."""
-    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
-        told = os.environ.get(name, "")
-        if told.isascii() and told.isdigit() and int(told) > 0:
-            return int(told)
-    return 1
 
 
 def tell_all(group: Group, told: bytes) -> list[bytes]:

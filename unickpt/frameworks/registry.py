@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, cast
 
+from unickpt.frameworks.budget import processes_on_node
 from unickpt.frameworks.process_group import Group, alone
 from unickpt.frameworks.protocol import Adapter
 
@@ -34,10 +35,24 @@ def current_group(among: Sequence[Adapter]) -> Group:
     Raises:
         ValueError: two frameworks each report a job.
     """
-    groups = [g for g in (a.group() for a in among) if g is not None]
+    groups = _jobs(among)
     if len(groups) > 1:
         raise ValueError(
             "jax.distributed and torch.distributed are both initialised; say which processes save "
             "together: options=SaveOptions(group=unickpt.ProcessGroup(index, count, session))"
         )
     return groups[0] if groups else alone()
+
+
+def processes_here(group: Group | None) -> int:
+    """How many processes share the memory of this node; at most, if that is not known exactly.
+
+    Arguments:
+        group: the job, if the options name one.
+    """
+    groups = _jobs(adapters()) or [alone()] if group is None else [group]
+    return max(map(processes_on_node, groups))
+
+
+def _jobs(among: Sequence[Adapter]) -> list[Group]:
+    return [group for group in (adapter.group() for adapter in among) if group is not None]

@@ -339,7 +339,7 @@ def _entry(made: Made, stored: Index) -> ArrayEntry:
 
 def _pieces(entry: ArrayEntry, options: LoadOptions) -> Iterator[Box]:
     itemsize = dtypes.from_name(entry.dtype).itemsize
-    return cut(Box.whole(entry.shape), max(1, options.budget_bytes // 4 // itemsize))
+    return cut(Box.whole(entry.shape), max(1, options.working_bytes // 4 // itemsize))
 
 
 def _same_bits(a: Array, b: Array) -> bool:

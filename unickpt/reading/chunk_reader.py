@@ -60,7 +60,7 @@ def read_arrays(
         reader: of this checkpoint, to reuse its threads for several calls.
     """
     done: dict[str, Any] = {}
-    window = Window(options.budget_bytes)
+    window = Window(options.working_bytes)
     planner = Planner(stored, options.verify)
     own = reader or ChunkReader(stored)
     try:

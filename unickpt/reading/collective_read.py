@@ -204,10 +204,9 @@ class _Exchange:
             ProcessFailed: another process failed; has that process's message.
         """
         self._fillings = Fillings(stored, jobs, self._options.verify)
-        wants = self._exchange_wants(
-            wants_of(jobs), f"{stored.index.attempt} {stored.index.created}"
-        )
-        budget = max(1, self._options.budget_bytes // _IN_FLIGHT)
+        opened = f"{stored.index.attempt} {stored.index.created}"
+        wants, least = self._exchange_wants(wants_of(jobs), opened)
+        budget = max(1, least // _IN_FLIGHT)
         rounds = list(schedule(list(stored.index.arrays.values()), wants, budget))
         for chunk in (chunk for chunks in rounds for chunk in chunks):
             if self._group.index in chunk.wanted:
@@ -227,8 +226,9 @@ class _Exchange:
             self._reader.close()
         return done
 
-    def _exchange_wants(self, mine: Wants, opened: str) -> list[Wants]:
-        """What each process needs; raises if one has already failed.
+    def _exchange_wants(self, mine: Wants, opened: str) -> tuple[list[Wants], int]:
+        """What each process needs, and the least memory that one has for this, in bytes; raises if
+        one has already failed.
 
         Arguments:
             mine: what this one needs.
@@ -238,13 +238,14 @@ class _Exchange:
             CheckpointReplaced: in all processes, if they opened different checkpoints.
         """
         self._has_reported = True
-        reports = self._gather_reports([as_json(mine), opened])
-        if len({of for _, of in reports}) > 1:
+        reports = self._gather_reports([as_json(mine), opened, self._options.working_bytes])
+        if len({of for _, of, _ in reports}) > 1:
             raise CheckpointReplaced(
                 "the processes opened different checkpoints, because a save replaced the one at "
                 "this path; load again"
             )
-        return [wants_from(theirs) for theirs, _ in reports]
+        wants = [wants_from(theirs) for theirs, _, _ in reports]
+        return wants, min(int(working) for _, _, working in reports)
 
     # --- a round --------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from unickpt.arrays.dtypes import Array
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
-from unickpt.frameworks.process_group import local_processes
+from unickpt.frameworks.node_count import launched_on_node
 from unickpt.reading.chunk_reader import ChunkReader, Task, read_arrays
 from unickpt.reading.fillings import (
     Fillings,
@@ -56,7 +56,7 @@ _ROUND_BYTES = 128 << 20  # of a process: enough requests in flight
 def read_on_node(stored: Reader, jobs: Sequence[Job], options: LoadOptions) -> dict[str, Any]:
     """As `read_arrays`, together with the other processes of this node where that reads less."""
     done: dict[str, Any] = {}
-    count = local_processes()
+    count = launched_on_node() or 1
     if can_meet(count) and _is_slow(stored) and stored.index.attempt:
         large = [job for job in jobs if _is_spread(stored, job)]
         wants = wants_of(large)
@@ -189,7 +189,7 @@ class _NodeRead:
         Raises:
             Apart: the processes are not together any more, or little would be gained.
         """
-        most = max(_ALIGN, min(_ROUND_BYTES, self._options.budget_bytes // 2))
+        most = max(_ALIGN, min(_ROUND_BYTES, self._options.working_bytes // 2))
         every = self._met.gather(json.dumps([as_json(wants), most]).encode())
         told = [json.loads(one) for one in every]
         wanted, most = [wants_from(of) for of, _ in told], min(nbytes for _, nbytes in told)

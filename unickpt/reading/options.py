@@ -14,7 +14,9 @@ class LoadOptions(CommonOptions):
 
     Arguments:
         verify: whether to check each chunk that is read against its digest.
-        budget_bytes: bytes of host memory that a load may use beyond the destination.
+        budget_bytes: bytes of host memory that the loads of all processes of a node may use
+            beyond the destination; each process gets an equal share (see `SaveOptions`). By
+            default 1 GiB for each process, or less where a quarter of the node's memory is less.
         exchange: whether processes read together. By default, those of a node do so by themselves:
             each chunk that several of them need of arrays that are distributed over processes is
             read by one, and the others take their parts from its memory. That never changes what a
@@ -32,13 +34,14 @@ class LoadOptions(CommonOptions):
     """
 
     verify: bool = True
-    budget_bytes: int = 1 << 30
+    budget_bytes: int | None = None
     exchange: bool | None = None
     timeout_s: float = 600.0
     group: Group | None = None
 
     def __post_init__(self) -> None:
-        check_number("budget_bytes", self.budget_bytes)
+        if self.budget_bytes is not None:
+            check_number("budget_bytes", self.budget_bytes)
         check_number("timeout_s", self.timeout_s)
         if not (self.exchange is None or isinstance(self.exchange, bool)):
             raise TypeError(f"exchange={self.exchange!r} must be True, False or None")

@@ -97,9 +97,11 @@ class Checkpointer:
             exceeded it, twice as many experts are saved. None: never.
         optimizers: torch optimizers. Their parameters and state on an accelerator (with
             `SaveOptions(staging="lazy")` also on the host) are copied during forward and backward,
-            and their next `step` waits for the copy. Until then nothing else may change them. A
+            and their next `step` waits for the copy. So is what of them does not fit into
+            `SaveOptions.budget_bytes` on the host. Until then nothing else may change them. A
             change that torch's version counters show is an error (`StateChanged`); changes through
-            `.data`, and of DTensors outside of `step`, are not detected on an accelerator.
+            `.data`, and of DTensors outside of `step`, are not detected on an accelerator. On the
+            host, every change of what does not fit is.
         options: for all saves, see `SaveOptions`.
 
     Raises:

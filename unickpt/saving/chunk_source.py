@@ -31,17 +31,26 @@ class StagedChunk:
     release: Callable[[], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """What was staged before it was asked for; see `SaveReport`."""
+
+    staged_bytes: int = 0
+    drained_bytes: int = 0
+    spilled_bytes: int = 0
+    budget_wait_s: float = 0.0
+
+
 class ChunkSource(Protocol):
     """Where a writer gets its chunks from.
 
-    `behind` says whether it is written in the background of a training loop; `staged_bytes`, how
-    many bytes were copied to host memory before they were asked for.
+    `behind` says whether it is written in the background of a training loop.
     """
 
     behind: bool
 
     @property
-    def staged_bytes(self) -> int: ...
+    def staged(self) -> Staged: ...
 
     def ready(self, items: Sequence[WriteItem]) -> bool:
         """Whether `fetch` returns without waiting."""
@@ -61,7 +70,7 @@ class DirectSource:
     """
 
     behind = False
-    staged_bytes = 0
+    staged = Staged()
 
     def __init__(self, budget_bytes: int) -> None:
         self._buffers = HostBuffers(budget_bytes)
@@ -111,8 +120,8 @@ class BorrowingSource:
         self.behind = source.behind
 
     @property
-    def staged_bytes(self) -> int:
-        return self._source.staged_bytes
+    def staged(self) -> Staged:
+        return self._source.staged
 
     def ready(self, items: Sequence[WriteItem]) -> bool:
         return self._source.ready([item for item in items if not item.borrowed])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -23,6 +24,13 @@ def _is_shape(value: Any) -> bool:
     )
 
 
+def _is_local_path(value: Any) -> bool:
+    if not isinstance(value, str | os.PathLike):
+        return False
+    text = os.fspath(value)
+    return isinstance(text, str) and bool(text) and "://" not in text
+
+
 @dataclass(frozen=True)
 class SaveOptions(CommonOptions):
     """How to save.
@@ -30,7 +38,9 @@ class SaveOptions(CommonOptions):
     Arguments:
         staging: how `save_async` keeps the state as it is at the call; `save` ignores it.
             "auto": the loop may change anything after the call returns. On the host, JAX arrays are
-            kept by reference, and all others are copied before the call returns. (A JAX array made
+            kept by reference, and all others are copied before the call returns; with
+            `Checkpointer(optimizers=...)`, those that the optimizers own are copied in the
+            background if they do not fit into `budget_bytes`. (A JAX array made
             from NumPy or torch memory by `device_put` or dlpack may share it. It is copied if that
             memory is also in the tree; otherwise do not write to that memory before
             `PendingSave.result`.) On an accelerator, everything is copied before the call returns;
@@ -51,9 +61,23 @@ class SaveOptions(CommonOptions):
             "device": arrays on an accelerator are cloned there if it has room, and copied to the
             host in the background.
         fsync: whether to flush files and directories to disk before the save returns.
-        budget_bytes: bytes of host memory that saves may use beyond the state itself: for chunks
-            that are being written, and, in `save_async`, the same again for staged copies of all
-            saves in flight. For a larger state, staging waits for writes to finish.
+        budget_bytes: bytes of host memory that the saves of all processes of a node may use,
+            together, beyond the state itself; each process gets an equal share. A node is what
+            shares memory: a machine, or a container with a limit of its own. How many processes
+            it has is known from torchrun, or from the key-value store of `torch.distributed` or
+            `jax.distributed` after the first save; before that, and with `ProcessGroup` without
+            `local_count`, all processes of the job count. `save` uses the share for chunks that
+            are being written; `save_async` uses a quarter of it for these, at most 1 GiB, and the
+            rest for staged copies of all saves in flight. By default the node has a quarter of its
+            memory (what control groups allow counts), but not more than half of what is available
+            at the first save; without staging, 1 GiB for each process suffices. What of a state
+            does not fit is copied later, behind the steps of `Checkpointer(optimizers=...)`, where
+            that is safe (see `staging`); else written to `spill`; else the call waits for the
+            storage. `SaveReport` says which.
+        spill: a folder on a local disk for copies that have no room in memory. Nothing remains of
+            them when the process ends. If the disk is full (a twentieth of it is left free, and,
+            if it is also the checkpoint's, room for the checkpoint) or fails, or the folder is in
+            memory, as /dev/shm is, the call waits as without it.
         chunk_bytes: target size of a chunk, the unit of writing, reading and checking.
         chunk_shape: chunk shape for all arrays with this number of dimensions, reduced where a
             chunk would cross a fragment's boundary; other arrays use `chunk_bytes`.
@@ -96,7 +120,8 @@ class SaveOptions(CommonOptions):
 
     staging: Literal["auto", "copy", "reference", "lazy", "device"] = "auto"
     fsync: bool = True
-    budget_bytes: int = 1 << 30
+    budget_bytes: int | None = None
+    spill: str | os.PathLike[str] | None = None
     chunk_bytes: int = 8 << 20
     chunk_shape: tuple[int, ...] | None = None
     compression: str | None = None
@@ -112,7 +137,10 @@ class SaveOptions(CommonOptions):
         if self.staging not in STAGINGS:
             raise ValueError(f"staging {self.staging!r} is not one of {', '.join(STAGINGS)}")
         for name in ("budget_bytes", "chunk_bytes", "timeout_s"):
-            check_number(name, getattr(self, name))
+            if name != "budget_bytes" or self.budget_bytes is not None:
+                check_number(name, getattr(self, name))
+        if self.spill is not None and not _is_local_path(self.spill):
+            raise ValueError(f"spill={self.spill!r} must be the path of a folder on a local disk")
         if self.chunk_shape is not None and not _is_shape(self.chunk_shape):
             raise ValueError(
                 f"chunk_shape={self.chunk_shape!r} must be a tuple of positive integers"
@@ -154,9 +182,13 @@ class SaveReport:
         process: index of this process.
         blocked_s: seconds for which the call blocked the caller.
         staged_bytes: bytes that were copied to host memory, in the call or in the background.
+        drained_bytes: bytes that did not fit into `SaveOptions.budget_bytes` when it was their
+            turn, and were copied in the background as memory became free.
+        spilled_bytes: bytes that were copied to files in `SaveOptions.spill`.
+        budget_wait_s: seconds of the call for which it waited because of `budget_bytes`.
         writers: on the coordinator only, the statistics of each process: `bytes` and `chunks`
             written, `reused_bytes`, `stored_bytes`, `seconds` that took, `blocked_s`,
-            `staged_bytes`.
+            `staged_bytes`, `drained_bytes`, `spilled_bytes`, `budget_wait_s`.
         patched_chunks: number of chunks that this process wrote as patches (`SaveOptions.reuse`).
         stored_bytes: of the chunks that this process wrote, before compression: as
             `written_bytes`, but what is stored of quantised ones.
@@ -184,6 +216,9 @@ class SaveReport:
     patched_chunks: int = 0
     stored_bytes: int = 0
     quantized: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    drained_bytes: int = 0
+    spilled_bytes: int = 0
+    budget_wait_s: float = 0.0
 
     @property
     def gb_per_s(self) -> float:

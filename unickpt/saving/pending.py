@@ -17,8 +17,8 @@ from unickpt.saving.background_errors import BackgroundErrors
 from unickpt.saving.exit_status import Failure, exit_child, unfinished
 from unickpt.saving.options import SaveReport
 from unickpt.saving.save_job import SaveJob, call_metrics
-from unickpt.saving.staging import Staging
-from unickpt.saving.staging_memory import Abandoned
+from unickpt.saving.staging.host_area import Abandoned
+from unickpt.saving.staging.kept_state import Staging
 from unickpt.threads import step_back
 
 _log = logging.getLogger("unickpt")
@@ -173,6 +173,7 @@ class PendingSave:
         timings, staging = self._job.timings, self._staging
         try:
             with staging.failing():
+                staging.prepare()
                 if staging.has_later:  # now, because the program may end right after this call
                     name = f"unickpt stage {self.url}"
                     threading.Thread(target=self._stage_later, name=name).start()

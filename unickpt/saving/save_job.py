@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from enum import Enum, auto
 from functools import cached_property, partial
 from typing import Any
@@ -23,13 +23,14 @@ from unickpt.errors import (
     UnsupportedFormat,
 )
 from unickpt.format.index import Index
+from unickpt.frameworks.budget import processes_on_node, share
 from unickpt.frameworks.process_group import within
 from unickpt.frameworks.protocol import ArraySource
 from unickpt.frameworks.registry import adapters, current_group
 from unickpt.reuse.base import Base, How, open_base
 from unickpt.reuse.partial_save import PartialSave
 from unickpt.saving import fingerprints
-from unickpt.saving.chunk_source import BorrowingSource, ChunkSource
+from unickpt.saving.chunk_source import BorrowingSource, ChunkSource, Staged
 from unickpt.saving.describe import Description, check_quantized, describe
 from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.saving.timings import Timings
@@ -90,6 +91,10 @@ class SaveJob:
             self.attempt = self.group.next_attempt()
         except SaveTimeout as error:
             raise SaveTimeout(f"{self.location}: {error}. Nothing was written.") from None
+        self.on_node = processes_on_node(self.group)
+        """How many processes share the memory of this node."""
+        self.working_bytes = share(options.budget_bytes, self.on_node)
+        """Memory of this process to write with, in bytes."""
         self._writer: Writer | None = None
         self._has_begun = False  # to make folders
         self._samples: dict[int, Callable[[], int]] = {}
@@ -132,10 +137,12 @@ class SaveJob:
             self._become(SaveState.DESCRIBED)
         self.timings.lap("describe")
 
-    def keep(self, sources: Mapping[str, ArraySource]) -> None:
-        """Saves these arrays instead of those described, which hold the same, but may change."""
+    def keep(self, sources: Mapping[str, ArraySource], working_bytes: int) -> None:
+        """Saves these arrays instead of those described, which hold the same, but may change; with
+        so much memory to write, because the rest is for staging."""
         assert self.state is SaveState.DESCRIBED
         self.description = replace(self.description, sources=sources)
+        self.working_bytes = working_bytes
 
     def plan(self, order: Callable[[WriteItem], int] | None = None) -> WritePlan:
         """Determines which chunks this process holds, and which it writes.
@@ -199,11 +206,10 @@ class SaveJob:
             with timings.phase("write"):
                 writer, record = self._write(plan, source)
                 before_publish()
-                staged_bytes = source.staged_bytes
-                self._publish(record, writer, staged_bytes)
+                self._publish(record, writer, source.staged)
             with timings.phase("commit"):
                 totals = self._commit(partial(_write_more, writer, plan.held), before_commit)
-        report = self._report(totals, writer, staged_bytes)
+        report = self._report(totals, writer, source.staged)
         _log.info(
             "saved %s: %.3g GB in %.2f s (%.2f GB/s), blocked the caller for %.3f s",
             *(report.url, report.bytes / 1e9, report.seconds, report.gb_per_s, report.blocked_s),
@@ -221,7 +227,7 @@ class SaveJob:
         if base is not None:
             source = BorrowingSource(source, base)
         self._writer = writer = Writer(
-            self._attempt, self.description, self.options, source, base, reuses
+            self._attempt, self.description, self.working_bytes, source, base, reuses
         )
         record = writer.write_all(plan.own)
         if self.description.selection is not None:
@@ -253,7 +259,7 @@ class SaveJob:
                 self.location,
                 self._attempt.folder_of(self.group.index),
                 self.description.index.codecs,
-                how=How(options.reuse == "compare", options.reuse == "patch", options.budget_bytes),
+                how=How(options.reuse == "compare", options.reuse == "patch", self.working_bytes),
                 fsync=options.fsync,
                 needed=needed,
             )
@@ -266,13 +272,13 @@ class SaveJob:
             _log.warning("%s: everything is written again: %s", self.location, error)
             return None
 
-    def _publish(self, record: Record, writer: Writer, staged_bytes: int) -> None:
+    def _publish(self, record: Record, writer: Writer, staged: Staged) -> None:
         statistics = {
             "chunks": writer.count,
             "reused_bytes": writer.reused_bytes,
             "stored_bytes": writer.stored_bytes,
             "blocked_s": self.timings.blocked_s,
-            "staged_bytes": staged_bytes,
+            **asdict(staged),
         }
         self._attempt.publish(record.with_statistics(statistics))
         self._become(SaveState.COMMITTING)
@@ -291,7 +297,7 @@ class SaveJob:
         self._become(SaveState.COMMITTED)
         return totals
 
-    def _report(self, totals: Totals, writer: Writer, staged_bytes: int) -> SaveReport:
+    def _report(self, totals: Totals, writer: Writer, staged: Staged) -> SaveReport:
         attempt, timings = self._attempt, self.timings
         return SaveReport(
             url=self.location.url,
@@ -307,7 +313,7 @@ class SaveJob:
             phases=timings.phases,
             process=self.group.index,
             blocked_s=timings.blocked_s or timings.elapsed,
-            staged_bytes=staged_bytes,
+            **asdict(staged),
             writers=attempt.writers,
             quantized=attempt.quantized,
             replicas_differ=tuple(found.name for found in attempt.differences),

@@ -15,8 +15,8 @@ from unickpt.saving.background_errors import BackgroundErrors
 from unickpt.saving.options import SaveOptions
 from unickpt.saving.pending import PendingSave, SaveCallbacks
 from unickpt.saving.save_job import SaveJob
-from unickpt.saving.staging import Staging
-from unickpt.saving.staging_memory import HostArea
+from unickpt.saving.staging.host_area import HostArea
+from unickpt.saving.staging.kept_state import Staging
 from unickpt.storage import paths
 from unickpt.threads import collection_paused
 
@@ -91,11 +91,10 @@ class SaveQueue:
             with job.failing():
                 job.check_destination()
         previous = self._pending[-1] if self._pending else None
-        if previous is not None:
-            previous._staging.wait_complete()
+        waited_s = 0.0 if previous is None else previous._staging.wait_complete()
         with job.failing(), collection_paused():
-            staging = Staging(job, self._area, request.owners)
-            job.keep(staging.sources)
+            staging = Staging(job, self._area, request.owners, waited_s)
+            job.keep(staging.sources, staging.working_bytes)
             pending = PendingSave(job, staging, previous, request.callbacks, self.errors)
             pending.begin()
         self._pending = [*(p for p in self._pending if not p._finished.is_set()), pending]

@@ -118,4 +118,4 @@ def save(
 def _save(job: SaveJob, tree: Any, metadata: Mapping[str, Any] | None) -> SaveReport:
     """Saves; what it needs is freed when it returns, before Python looks for cycles again."""
     job.describe(tree, metadata)
-    return job.run(job.plan(), DirectSource(job.options.budget_bytes))
+    return job.run(job.plan(), DirectSource(job.working_bytes))

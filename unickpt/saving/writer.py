@@ -24,7 +24,6 @@ from unickpt.frameworks.per_process import blob_key
 from unickpt.reuse.base import Base
 from unickpt.saving.chunk_source import ChunkSource, StagedChunk
 from unickpt.saving.describe import Description
-from unickpt.saving.options import SaveOptions
 from unickpt.saving.write_plan import WriteItem
 from unickpt.storage.kvstore import Future, commit
 from unickpt.threads import Window, Workers, in_batches
@@ -47,7 +46,7 @@ class Writer:
     Arguments:
         attempt: the attempt to save that this is part of.
         description: what this process saves.
-        options: as for `save`.
+        budget_bytes: memory to write with.
         source: provides the chunks.
         base: the earlier checkpoint whose chunks are not written again.
         reuses: whether that goes for all chunks that are equal, or only for those of other experts.
@@ -57,17 +56,17 @@ class Writer:
         self,
         attempt: Attempt,
         description: Description,
-        options: SaveOptions,
+        budget_bytes: int,
         source: ChunkSource,
         base: Base | None = None,
         reuses: bool = False,
     ) -> None:
-        self._attempt, self._description, self._options = attempt, description, options
+        self._attempt, self._description, self._budget = attempt, description, budget_bytes
         database = attempt.database(attempt.group.index)
         self._store = ChunkStore(database, description.index.codecs)
         self._source = source
         self._base, self._looked_in = base, base if reuses else None
-        self._batch_bytes = min(_TRANSACTION_BYTES, max(1, options.budget_bytes // 4))
+        self._batch_bytes = min(_TRANSACTION_BYTES, max(1, budget_bytes // 4))
         self._committing: list[Future[None]] = []
         self.nbytes, self.stored_bytes, self.count = 0, 0, 0
         self._errors: dict[int, tuple[float, float]] = {}
@@ -163,7 +162,7 @@ class Writer:
         # The rest of the budget is for what TensorStore needs besides the data.
         beside = self._source.behind and self._store.location.is_local
         most = _TRANSACTIONS_BEHIND if beside else _TRANSACTIONS
-        window = Window(self._options.budget_bytes - self._batch_bytes, most)
+        window = Window(self._budget - self._batch_bytes, most)
         digests: list[Callable[[], int]] = []
         looked = time.monotonic()
         size_of = attrgetter("nbytes")

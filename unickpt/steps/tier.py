@@ -148,7 +148,7 @@ class Tier(Steps):
         held = None
         if reader is not None and base is not None and not reader.index.bases:
             held = self._held(reader, base)
-        made = copying.VersionCopy(origin, version, reader, self.at(step), options.budget_bytes)
+        made = copying.VersionCopy(origin, version, reader, self.at(step), options.working_bytes)
         return made.run(held, check_held=options.reuse == "compare")
 
     def _held(self, reader: OcdbtReader, step: int) -> HeldFiles | None:

@@ -18,6 +18,7 @@ from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
 from unickpt.format.writer import Writer
 from unickpt.frameworks import per_process
+from unickpt.frameworks.budget import ProcessBytes
 from unickpt.frameworks.leaves import Described, PerProcess
 from unickpt.frameworks.process_group import Group
 from unickpt.frameworks.protocol import ArraySource, Memory, whole_source
@@ -116,18 +117,17 @@ def convert(
         )
         call_metrics(options, report)
         return report
-    reading = LoadOptions(budget_bytes=max(1, options.budget_bytes // AHEAD))
+    reading, writing, held = _budgets(options)
     metadata = stored.index.metadata
     if isinstance(view, RuledView):
         view.check(reading)
         metadata = view.provenance.merged_into(metadata)
-    writing = replace(options, budget_bytes=max(1, options.budget_bytes // WRITER))
     job = SaveJob(destination, overwrite, writing)
     leaves = leaves_of(view, job.group, "convert")
     job.describe(tree.with_values(view.node(), leaves.__getitem__), metadata)
     plan = job.plan()
-    buffers = HostBuffers(options.budget_bytes // WRITER)
-    slabs = in_batches(plan.own, None, reading.budget_bytes, attrgetter("nbytes"))
+    buffers = HostBuffers(held)
+    slabs = in_batches(plan.own, None, reading.working_bytes, attrgetter("nbytes"))
     chunks = SlabSource(slabs, _view_reader(view, reading, buffers), buffers, progress)
     try:
         report = job.run(plan, chunks)
@@ -137,6 +137,13 @@ def convert(
     if verify and job.group.index == 0:
         check_written(destination)
     return report
+
+
+def _budgets(options: SaveOptions) -> tuple[LoadOptions, SaveOptions, int]:
+    """To read a slab, and to write; bytes for what is being written."""
+    working = options.working_bytes
+    ahead, held = (ProcessBytes(max(1, working // part)) for part in (AHEAD, WRITER))
+    return LoadOptions(budget_bytes=ahead), replace(options, budget_bytes=held), held
 
 
 def check_written(destination: paths.Path) -> None:

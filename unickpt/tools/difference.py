@@ -250,7 +250,7 @@ def _values(
     mine, other = ours[1], theirs[1]
     unequal, most_abs, most_rel = 0, 0.0, 0.0
     same_dtype = mine.dtype == other.dtype
-    most = max(1, options.budget_bytes // 8 // dtypes.from_name(other.dtype).itemsize)
+    most = max(1, options.working_bytes // 8 // dtypes.from_name(other.dtype).itemsize)
     for box in cut(Box.whole(other.shape), most):
         a, b = (
             read_made(v.checkpoint, e, v.recipe(e.name), box, options, reader)

@@ -11,6 +11,7 @@ from unickpt.errors import CheckpointCorrupt, CheckpointExists, UnsupportedLeaf
 from unickpt.foreign import registry
 from unickpt.format.reader import Reader
 from unickpt.format.writer import Plan, Writer
+from unickpt.frameworks.budget import ProcessBytes, everywhere
 from unickpt.frameworks.process_group import Group, within
 from unickpt.frameworks.registry import adapters, current_group
 from unickpt.loading.ruled_view import RuledView
@@ -73,16 +74,20 @@ def export(
             f"{opaque[0]!r} is an object of an unknown class, which only unickpt's own format "
             f"keeps; drop it by a rule: {opaque[0]} <-> drop"
         )
+    budget_bytes = options.working_bytes
+    reading = LoadOptions(budget_bytes=ProcessBytes(budget_bytes))
     if isinstance(view, RuledView):
-        view.check(LoadOptions(budget_bytes=options.budget_bytes))
+        view.check(reading)
     index = replace(view.index, tree=tree.to_json(view.node()))
-    plan = writer.plan(index, to.most_bytes(options.budget_bytes), to.file)
+    # All processes must plan the same files, whatever their nodes have.
+    most = to.most_bytes(everywhere(options.budget_bytes, group.count))
+    plan = writer.plan(index, most, to.file)
     told = progress or (lambda done, total: None)
-    job = ExportJob(view, plan, to, group, options.budget_bytes, options.timeout_s, told)
-    job.check(options.budget_bytes)
+    job = ExportJob(view, plan, to, group, budget_bytes, options.timeout_s, told)
+    job.check(most, options.budget_bytes)
     job.run(overwrite)
     if verify:
-        _verify(view, plan, to, group, LoadOptions(budget_bytes=options.budget_bytes))
+        _verify(view, plan, to, group, reading)
     return SaveReport(
         url=to.name,
         arrays=len(index.arrays),

@@ -17,6 +17,7 @@ from unickpt.arrays.dtypes import Array
 from unickpt.arrays.host_memory import HostBuffers
 from unickpt.errors import CheckpointNotFound, MergeError
 from unickpt.format.index import RESERVED, ArrayEntry
+from unickpt.frameworks.budget import ProcessBytes
 from unickpt.loading.provenance import Provenance
 from unickpt.loading.ruled_view import RuledView, same_digests
 from unickpt.loading.views import CheckpointView, leaf_text, stored_leaf
@@ -164,7 +165,7 @@ def plan_merge(asked: Request) -> MergePlan:
     facts = [source.facts for source in sources]
     plan = MergePlan(asked.method, sources, base, weights_of(asked.method, facts, asked.weights))
     _check(plan)
-    options = LoadOptions(budget_bytes=asked.budget_bytes)
+    options = LoadOptions(budget_bytes=ProcessBytes(asked.budget_bytes))
     for source in plan.inputs:
         if isinstance(source.view, RuledView):
             source.view.check(options)
@@ -368,7 +369,7 @@ def _all_equal(plan: MergePlan, name: str, options: LoadOptions) -> bool:
             return False
         if _same_digests(plan.last, other, name):
             continue
-        most = max(1, options.budget_bytes // 4 // mine.itemsize)
+        most = max(1, options.working_bytes // 4 // mine.itemsize)
         for box in cut(Box.whole(mine.shape), most):
             read = partial(_bits, box=box, options=options)
             if read(plan.last.view, mine) != read(other.view, entry):

@@ -16,6 +16,7 @@ from unickpt.arrays.dtypes import Array
 from unickpt.arrays.host_memory import HostBuffers
 from unickpt.errors import CheckpointExists, CheckpointNotFound, MergeError, ProcessFailed
 from unickpt.format.index import RESERVED, ArrayEntry
+from unickpt.frameworks.budget import ProcessBytes
 from unickpt.frameworks.process_group import Group, new_session, tell_all, within
 from unickpt.frameworks.registry import adapters, current_group
 from unickpt.loading.ruled_view import RuledView
@@ -183,7 +184,7 @@ def merge(
     method = method_of(how)
     if allow_nonfinite and not method.is_linear:
         raise ValueError(f"how={method.name!r} cannot merge NaN and infinite elements")
-    budget = max(1, options.budget_bytes // AHEAD)
+    budget = max(1, options.working_bytes // AHEAD)
     asked = Request(sources, method, weights, base, last, rules, integers, budget)
     plan = plan_merge(asked)
     to = paths.resolve(destination).url
@@ -218,7 +219,8 @@ class _Job:
     ) -> MergeReport:
         """Writes what a plan makes."""
         options, view = self.options, plan.last.view
-        budget, held = (max(1, options.budget_bytes // share) for share in (AHEAD, WRITER))
+        working = options.working_bytes
+        budget, held = (ProcessBytes(max(1, working // part)) for part in (AHEAD, WRITER))
         merger = Merger(plan, budget, held, self.allow_nonfinite)
         job = SaveJob(destination, overwrite, replace(options, budget_bytes=held))
         leaves = leaves_of(view, job.group, "merge")
@@ -311,7 +313,7 @@ class Merger:
         self.nonfinite: set[tuple[str, str]] = set()
         """The sources and arrays with NaN or infinite elements, where they are allowed."""
         self._inputs = HostBuffers(budget_bytes)
-        self._reading = LoadOptions(budget_bytes=budget_bytes)
+        self._reading = LoadOptions(budget_bytes=ProcessBytes(budget_bytes))
         self._allowed = allow_nonfinite
         self._from_last = frozenset(plan.from_last)
         self._found: dict[str, list[float]] = {}

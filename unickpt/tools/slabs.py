@@ -17,7 +17,7 @@ from unickpt.loading.views import CheckpointView, jobs_of
 from unickpt.reading.chunk_reader import read_arrays
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.targets import NewTarget
-from unickpt.saving.chunk_source import StagedChunk
+from unickpt.saving.chunk_source import Staged, StagedChunk
 from unickpt.saving.write_plan import WriteItem
 
 # Shares of the budget of a conversion or a merge: two slabs, of which one is read ahead, and what
@@ -82,7 +82,7 @@ class SlabSource:
     """
 
     behind = False
-    staged_bytes = 0
+    staged = Staged()
 
     def __init__(
         self,

@@ -49,6 +49,7 @@ class Capture:
         options: of the save.
         owners: what the optimizers own whose steps wait for this; None if no steps wait.
         sources: all arrays of the save.
+        budget_bytes: bytes of host memory for copies.
     """
 
     def __init__(
@@ -56,8 +57,10 @@ class Capture:
         options: SaveOptions,
         owners: set[Hashable] | None,
         sources: Iterable[ArraySource],
+        budget_bytes: int,
     ) -> None:
-        self._mode, self._budget, self._owners = options.staging, options.budget_bytes, owners
+        self._mode, self._budget, self._owners = options.staging, budget_bytes, owners
+        self._deferred: dict[Fragment, Fragment | None] = {}
         self._written = _Written(sources)
         self._reads: dict[Memory, Read] = {}
         self.methods: dict[Fragment, CaptureMethod] = {}
@@ -84,6 +87,22 @@ class Capture:
         if all(kept is given for kept, given in zip(fragments, source.fragments, strict=True)):
             return source
         return source.with_fragments(tuple(fragments))
+
+    def deferred(self, fragment: Fragment) -> Fragment | None:
+        """A fragment that would be copied now, to be copied in the background instead.
+
+        Returns:
+            None unless it is known when it changes next: at a step that waits for this save.
+        """
+        memory = fragment.memory
+        guarded = self._mode == "auto" and self._owners and memory.owner in self._owners
+        if not guarded or not memory.mutable or memory.on_device:
+            return None
+        if fragment not in self._deferred:
+            lazy = self._deferred[fragment] = _lazily(fragment)
+            if lazy is not None:
+                self.methods[lazy] = CaptureMethod.COPY_LATER
+        return self._deferred[fragment]
 
     def _decide(self, fragment: Fragment, dtype: DType) -> tuple[CaptureMethod, Fragment]:
         nbytes = fragment.box.size * dtype.itemsize

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.host_memory import HostBuffers
+from unickpt.frameworks import budget
 from unickpt.frameworks.protocol import Memory
 
 
@@ -16,7 +17,26 @@ class HostArea:
     def __init__(self) -> None:
         self._changed = threading.Condition(threading.RLock())
         self._held = 0
+        self._node_bytes: int | None = None
         self._pools: dict[object, HostBuffers] = {}
+
+    @property
+    def node_bytes(self) -> int:
+        """What all processes of the node stage by default; as it was when this was first asked."""
+        with self._changed:  # later, what is held here is in use
+            if self._node_bytes is None:
+                self._node_bytes = budget.node_bytes()
+            return self._node_bytes
+
+    def room(self, budget_bytes: int) -> int:
+        """How many bytes fit into the budget now."""
+        with self._changed:
+            return max(0, budget_bytes - self._held)
+
+    def reserve_anyway(self, nbytes: int) -> None:
+        """Reserves `nbytes` even if they do not fit."""
+        with self._changed:
+            self._held += nbytes
 
     def reserve(self, nbytes: int, budget_bytes: int) -> bool:
         """Reserves `nbytes` if they fit into the budget, or if nothing else is held."""

@@ -1,0 +1,1 @@
+"""Staging for asynchronous saves: keeps the state as it was at the call until it is written."""

@@ -1,0 +1,369 @@
+"""The state that one save keeps: copied in time, and provided to the writer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+
+from unickpt.arrays.dtypes import Array
+from unickpt.errors import CoverageError, StorageError
+from unickpt.format import chunk_store
+from unickpt.frameworks.host_copy import stage
+from unickpt.frameworks.protocol import ArraySource
+from unickpt.saving.chunk_source import DirectSource, Staged, StagedChunk
+from unickpt.saving.save_job import SaveJob
+from unickpt.saving.staging.capture import BACKGROUND, Capture, CaptureMethod
+from unickpt.saving.staging.changes import Changes
+from unickpt.saving.staging.host_area import HostArea
+from unickpt.saving.staging.in_order import copy_in_order
+from unickpt.saving.staging.places import NoSlot, Place, Places
+from unickpt.saving.staging.spill import SpilledChunk
+from unickpt.saving.staging.staged_plan import Key, StagedPlan, key, plan_staging
+from unickpt.saving.write_plan import WriteItem, WritePlan
+from unickpt.storage.spill_files import Slot
+
+
+class Staging:
+    """The state that one save keeps; a `ChunkSource`.
+
+    Arguments:
+        job: the save.
+        area: memory for copies.
+        owners: what the optimizers own whose steps wait for this; None if no steps wait.
+        waited_s: for how long this save has already waited for an earlier one's memory.
+    """
+
+    behind = True
+
+    def __init__(
+        self,
+        job: SaveJob,
+        area: HostArea,
+        owners: set[Hashable] | None,
+        waited_s: float = 0.0,
+    ) -> None:
+        self._job, self._area = job, area
+        self.may_write = threading.Event()
+        """Set when writing would not slow the caller down, or when the caller waits for it."""
+        self._abandoned = self._wait_for_commit = False
+        self._places = Places(job, area, waited_s, lambda: self._abandoned, self.may_write.set)
+        self._budget, self.working_bytes = self._places.budget, self._places.working_bytes
+        self._direct = DirectSource(self.working_bytes)
+        self._changed = threading.Condition()
+        self._planning = threading.Lock()
+        self._plan: StagedPlan | None = None
+        self._changes = Changes(self._direct)
+        self._staged: dict[Key, StagedChunk | SpilledChunk] = {}
+        self._references: dict[Key, WriteItem] = {}
+        self._error: BaseException | None = None
+        self._safe, self._complete = threading.Event(), threading.Event()
+        sources = job.description.sources.values()
+        self._capture = capture = Capture(job.options, owners, sources, self._budget)
+        described = job.description
+        self.sources: Mapping[str, ArraySource] = {
+            name: capture.keep(source, partial(described.borrows, name))
+            for name, source in described.sources.items()
+        }
+        """The arrays of the save, as they are kept."""
+        self._methods = capture.methods
+        self._places.count(copied=capture.copied_bytes)
+        self.has_now = CaptureMethod.COPY_NOW in self._methods.values()
+
+    @property
+    def has_later(self) -> bool:
+        """Whether something is copied in the background; known after `prepare`."""
+        return not BACKGROUND.isdisjoint(self._methods.values())
+
+    @property
+    def is_fenced(self) -> bool:
+        """Whether something is copied in the background that must not change before."""
+        return CaptureMethod.COPY_LATER in self._methods.values()
+
+    @property
+    def staged(self) -> Staged:
+        return self._places.facts
+
+    def prepare(self) -> None:
+        """Determines what is copied while the caller waits, and what of it is put off."""
+        if self.has_now:
+            deferred = self._planned().deferred
+            self._changes.remember(deferred)
+            self._places.count(drained=sum(item.nbytes for item in deferred))
+
+    def plan(self) -> WritePlan:
+        """Determines the chunks and the order in which they are staged and written."""
+        return self._planned().writes
+
+    def _planned(self) -> StagedPlan:
+        """The plan, which is made once."""
+        with self._planning:
+            if self._abandoned:
+                return StagedPlan()
+            if self._plan is None:
+                self._plan = plan = plan_staging(self._job.plan(), self._capture, self._places)
+                self._wait_for_commit = plan.waits_for_commit
+                self._references = {key(i): i for i in plan.items[CaptureMethod.REFERENCE]}
+                self._changes.watch(plan.items[CaptureMethod.COPY_LATER])
+            return self._plan
+
+    # --- staging -------------------------------------------------------------------------------
+
+    def stage_now(self) -> None:
+        """Copies what must be copied while the caller waits."""
+        if self.has_now:
+            with self.failing():
+                self._copy(CaptureMethod.COPY_NOW)
+        self._places.returns(waits_for_commit=self._wait_for_commit and not self.has_later)
+        if not self.has_later:
+            self._end()
+        elif not self.is_fenced and not self._wait_for_commit:
+            self._safe.set()
+
+    def stage_later(self) -> None:
+        """Copies the rest; errors are raised by `fetch`."""
+        with suppress(BaseException), self.failing():
+            if self._error is not None:
+                raise self._error
+            self._copy(CaptureMethod.COPY_LATER, 1)
+            if not self._wait_for_commit:
+                self._safe.set()
+            self._copy(CaptureMethod.CLONE, 1)
+        self._end()
+
+    def _end(self) -> None:
+        if not self._wait_for_commit:
+            self._safe.set()
+        with self._changed:
+            self._complete.set()
+            self._changed.notify_all()
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """An error here fails the save, and wakes threads that wait for staging."""
+        try:
+            yield
+        except BaseException as error:
+            self._fail(error)
+            self._end()
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def settle(self) -> None:
+        """Checks that lazily copied arrays are as they were when they were described.
+
+        Called by the caller when it waits for the fence, because none of its operations is in
+        progress then; and before the commit, if it never waited. Later changes are allowed.
+
+        Raises:
+            StateChanged: names the array.
+        """
+        try:
+            if self._error is not None:
+                raise self._error
+            self._changes.settle()
+        except BaseException as error:
+            self._fail(error)  # staging may still be copying; it ends itself
+            raise
+
+    def _copy(self, method: CaptureMethod, *threads: int) -> None:
+        plan = self._planned()
+        deferred = frozenset(plan.deferred)
+
+        def find_place(item: WriteItem) -> Place:
+            in_memory = key(item) not in plan.never_in_memory
+            return self._places.find(item, in_memory=in_memory, counted=item in deferred)
+
+        def failed() -> bool:
+            return self._error is not None
+
+        copy_in_order(plan.items[method], find_place, self._keep, failed, *threads)
+
+    def _keep(self, item: WriteItem, place: Place) -> None:
+        if isinstance(place, Slot):
+            if (spilled := self._spill(item, place)) is not None:
+                self._has(item, spilled)
+                self._places.count(spilled=item.nbytes)
+                return
+            # The file could not be written. Waiting for memory might last forever: chunks that are
+            # written after this one may have it.
+            place = self._find_other(item)
+        if place is NoSlot.NOWHERE:
+            self._refer(item)
+        else:
+            self._has(item, self._copied(item))
+            self._places.count(copied=item.nbytes)
+
+    def _find_other(self, item: WriteItem) -> Place:
+        """A place for a chunk for which there is none in a file."""
+        if key(item) in self._planned().never_in_memory:
+            return NoSlot.NOWHERE
+        self._area.reserve_anyway(item.nbytes)
+        return NoSlot.MEMORY
+
+    def _refer(self, item: WriteItem) -> None:
+        """Keeps a spare chunk without a copy: the state may change only after the commit."""
+        self._wait_for_commit = True
+        with self._changed:
+            self._references[key(item)] = item
+            self._changed.notify_all()
+
+    def _has(self, item: WriteItem, found: StagedChunk | SpilledChunk) -> None:
+        with self._changed:
+            self._staged[key(item)] = found
+            self._changed.notify_all()
+
+    def _spill(self, item: WriteItem, slot: Slot) -> SpilledChunk | None:
+        spill = self._places.spill
+        assert spill is not None, "it has the slot"
+        return spill.write(item, slot, self._changes)
+
+    def _copied(self, item: WriteItem) -> StagedChunk:
+        """A copy in memory, which is reserved."""
+        memory, taken = item.fragment.memory, list[Array]()
+
+        def take(nbytes: int) -> Array:
+            taken.append(self._area.take(nbytes, self._budget, memory))
+            return taken[0]
+
+        def release() -> None:
+            for buffer in taken:
+                self._area.give(buffer, memory)
+            taken.clear()
+            self._area.unreserve(item.nbytes)
+
+        try:
+            with self._changes.noticed(item) as compare:
+                data = stage(item.fragment, item.box, item.dtype, take, copied=not memory.on_device)
+                compare(data)
+        except BaseException:
+            release()
+            raise
+        return StagedChunk(data, 0, release)
+
+    # --- for the caller ------------------------------------------------------------------------
+
+    def wait_safe(self, timeout: float | None = None) -> bool:
+        """Waits until the state may change; False if that takes too long.
+
+        Raises:
+            StateChanged: it has already changed.
+        """
+        if not self._safe.wait(timeout):
+            return False
+        self.settle()
+        return True
+
+    def wait_fence(self) -> None:
+        """As `wait_safe`; errors are raised by `PendingSave.result` instead."""
+        with suppress(Exception):
+            self.wait_safe()
+
+    @property
+    def waits_for_commit(self) -> bool:
+        """Whether the state may change only after the commit."""
+        return self._wait_for_commit
+
+    def wait_complete(self) -> float:
+        """Waits until staging needs no more memory.
+
+        Returns:
+            For how many seconds, if that is because not all copies fit into memory.
+        """
+        began = time.perf_counter()
+        self._complete.wait()
+        return time.perf_counter() - began if self.staged.drained_bytes else 0.0
+
+    # --- for the writer ------------------------------------------------------------------------
+
+    def ready(self, items: Sequence[WriteItem]) -> bool:
+        with self._changed:
+            return self._error is not None or all(
+                key(item) in self._staged or key(item) in self._references for item in items
+            )
+
+    def fetch(self, item: WriteItem) -> StagedChunk:
+        if key(item) in self._references:
+            return self._fetch_reference(self._references[key(item)])
+        found, release = self._fetch_copy(item), partial(self._release, key(item))
+        if isinstance(found, SpilledChunk):
+            return self._read_back(found, release)
+        return replace(found, release=release)
+
+    def digest(self, item: WriteItem) -> int:
+        if key(item) in self._references:
+            staged = self._fetch_reference(self._references[key(item)])
+        else:
+            found = self._fetch_copy(item)
+            if not isinstance(found, SpilledChunk):
+                return chunk_store.digest_as_stored(item.entry, found.data)
+            staged = self._read_back(found, lambda: None)
+        try:
+            return chunk_store.digest_as_stored(item.entry, staged.data)
+        finally:
+            staged.release()
+
+    def _read_back(self, found: SpilledChunk, release: Callable[[], None]) -> StagedChunk:
+        try:
+            return found.fetch(release)
+        except StorageError as error:
+            raise StorageError(
+                f"array {found.item.entry.name!r} {found.item.box}: {error}. The checkpoint was "
+                "not saved; use another folder"
+            ) from error
+
+    def _fetch_copy(self, item: WriteItem) -> StagedChunk | SpilledChunk:
+        of = key(item)
+        with self._changed:
+            while not (of in self._staged or self._error is not None or self._complete.is_set()):
+                self._changed.wait()
+            found = self._staged.get(of)
+            if found is not None:
+                return found
+            if self._error is not None:
+                raise self._error
+        raise CoverageError(
+            f"array {item.entry.name!r} {item.box}: by its layout another process holds this "
+            "chunk, but that process lacks the array in its tree, and this one staged only its own "
+            "share. "
+            "Give all processes of a mesh the same arrays, or use unickpt.save, without staging"
+        )
+
+    def _fetch_reference(self, item: WriteItem) -> StagedChunk:
+        staged = self._direct.fetch(item)
+        if not item.fragment.memory.mutable:
+            return staged
+
+        def release() -> None:
+            staged.release()
+            self._changes.check(item)  # in case the caller did not wait
+
+        return replace(staged, release=release)
+
+    def _release(self, of: Key) -> None:
+        with self._changed:
+            staged = self._staged.pop(of, None)
+        if staged is not None:
+            staged.release()
+
+    def close(self) -> None:
+        """Ends the save, written or not, and releases all that it keeps."""
+        self._abandoned = True
+        self._area.wake()
+        self._complete.wait()
+        for of in list(self._staged):
+            self._release(of)
+        self._places.close()
+        self._plan = None
+        self.sources, self._methods = {}, {}
+        self._references = {}
+        self._changes.forget()
+        del self._job, self._capture
+        self._safe.set()
