@@ -57,8 +57,12 @@ def source(leaf: Any, group: Group) -> ArraySource:
     layout, boxes = _layout(leaf.sharding, shape)
     if leaf.is_fully_addressable and jax.process_index() > 0:
         layout, boxes = _of_one_process(layout, boxes)
-    holders = dict(boxes) if layout is None else _local(layout, shape, group.index)
-    fragments = tuple(Fragment(box, holders[box], read, memory) for box in pieces)
+    if layout is None:
+        known_of = dict(boxes)
+        holders: Mapping[Box, tuple[int, ...]] = {box: known_of[box] for box in pieces}
+    else:
+        holders = _local(layout, shape, group.index)  # boxes may span devices; `_gather` joins them
+    fragments = tuple(Fragment(box, of, read, memory) for box, of in holders.items())
     known = None if layout is not None else boxes
     return ArraySource(shape, dtype, fragments, layout, known, identity, prng)
 

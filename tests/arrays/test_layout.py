@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -27,8 +30,37 @@ def test_local_boxes_of_all_processes_are_the_fragments_with_their_replicas(case
         for box, replicas in layout.local(shape, process).items():
             assert process in replicas
             holders.setdefault(box, set()).add(process)
-    expected = {box: set(replicas) for box, replicas in layout.fragments(shape)}
-    assert holders == expected
+            for dim, bounds in enumerate(zip(box.start, box.stop, strict=True)):
+                assert bounds in layout.process_intervals(shape, dim)
+    for box, replicas in layout.fragments(shape):  # each in one local box, of the same processes
+        (within,) = [of for of in holders if of.intersect(box)]
+        assert within.contains(box)
+        assert holders[within] == set(replicas)
+    assert sum(box.size for box in holders) == np.prod(shape, dtype=int)
+    if layout.mesh.has_one_device_each:
+        assert holders.keys() == {box for box, _ in layout.fragments(shape)}
+
+
+@given(laid_out())
+def test_neighbours_of_the_same_processes_are_one_interval(case: tuple) -> None:
+    shape, layout = case
+    owner = np.empty(shape, object)
+    for box, replicas in layout.fragments(shape):
+        owner[box.slices] = frozenset(replicas)
+    if 0 in shape:
+        return
+    for dim in range(len(shape)):
+        intervals = layout.process_intervals(shape, dim)
+        assert [intervals[0][0], intervals[-1][1]] == [0, shape[dim]]
+        for (_, stop), (start, _) in itertools.pairwise(intervals):
+            assert start == stop
+            counts = set(Counter(layout.mesh.processes).values())
+            if len(counts) == 1 and not _replicated(layout):
+                assert (owner.take(start - 1, dim) != owner.take(start, dim)).any()
+
+
+def _replicated(layout: Layout) -> bool:
+    return len([axis for dim in layout.dims for axis in dim]) < len(layout.mesh.axes)
 
 
 @given(laid_out())

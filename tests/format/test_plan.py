@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from support.strategies import laid_out
 
 from unickpt import Box, Layout, Mesh
 from unickpt.commit import chunk_owners
+from unickpt.commit.chunk_owners import Shared
 from unickpt.format import chunk_grid
 from unickpt.format.index import ArrayEntry
 
@@ -26,19 +29,19 @@ def entry_for(
 
 
 @given(laid_out(), st.integers(1, 400), st.data())
-def test_chunks_tile_the_array_and_none_crosses_a_fragment(
+def test_chunks_tile_the_array_and_none_lies_on_two_processes(
     case: tuple, chunk_bytes: int, data: st.DataObject
 ) -> None:
     shape, layout = case
     wanted = data.draw(st.none() | st.tuples(*[st.integers(1, 20) for _ in shape]))
     entry = entry_for(shape, layout, chunk_bytes, wanted)
-    fragments = [box for box, _ in layout.fragments(shape)]
+    held = [box for p in set(layout.mesh.processes) for box in layout.local(shape, p)]
     canvas = np.zeros(shape, int)
     for part in chunk_grid.parts(entry):
         for number in range(part.count):
             box = part.chunk_box(number)
             canvas[box.slices] += 1
-            assert any(fragment.contains(box) for fragment in fragments)
+            assert any(box_of_one.contains(box) for box_of_one in held)
     assert (canvas == 1).all()
 
 
@@ -48,11 +51,21 @@ def test_every_chunk_has_one_writer_and_it_holds_the_chunk(case: tuple, chunk_by
     entry = entry_for(shape, layout, chunk_bytes)
     written: dict[tuple[str, int], list[int]] = {}
     for process in set(layout.mesh.processes):
-        for box, replicas in layout.local(shape, process).items():
-            for part in chunk_grid.parts(entry):
-                numbers = list(part.chunks_in(box))
-                for k in chunk_owners.chunks_of_replica("x", box, process, replicas, len(numbers)):
-                    written.setdefault((part.key, numbers[k]), []).append(process)
+        held = [
+            (part.key, list(part.chunks_in(box)), box, replicas)
+            for part in chunk_grid.parts(entry)
+            for box, replicas in layout.local(shape, process).items()
+        ]
+        held = [of for of in held if of[1]]
+        units = [
+            Shared(key, box.start, replicas, len(numbers), 4 * box.size)
+            for key, numbers, box, replicas in held
+        ]
+        for (key, numbers, _, _), run in zip(
+            held, chunk_owners.shares(units, process), strict=True
+        ):
+            for k in run:
+                written.setdefault((key, numbers[k]), []).append(process)
     expected = {(p.key, n) for p in chunk_grid.parts(entry) for n in range(p.count)}
     assert set(written) == expected
     assert all(len(writers) == 1 for writers in written.values())
@@ -71,28 +84,27 @@ def test_the_chunks_that_serve_a_box_are_those_that_meet_it(
         assert list(part.chunks_in(box)) == meeting
 
 
-@given(st.integers(1, 40), st.integers(0, 100))
-def test_shares_differ_by_one_chunk_at_most(replicas: int, count: int) -> None:
-    holders = tuple(range(3, 3 + replicas))
-    box = Box((0,), (count + 1,))
-    shares = [chunk_owners.chunks_of_replica("x", box, p, holders, count) for p in holders]
-    assert sorted(k for share in shares for k in share) == list(range(count))
-    sizes = [len(share) for share in shares]
-    assert max(sizes) - min(sizes) <= 1
-    for share in shares:
-        assert share == sorted(share)
+@given(laid_out(), st.integers(1, 400))
+def test_devices_of_one_process_share_small_chunks(case: tuple, chunk_bytes: int) -> None:
+    shape, layout = case
+    alone = Layout(replace(layout.mesh, processes=(0,) * len(layout.mesh.processes)), layout.dims)
+    assert list(alone.local(shape, 0)) == ([Box.whole(shape)] if 0 not in shape else [])
+    entry, devices = entry_for(shape, alone, 8 << 20), dict(layout.fragments(shape))
+    assert sum(part.count for part in chunk_grid.parts(entry)) == bool(devices)
 
 
-def test_small_replicated_arrays_spread_over_the_replicas() -> None:
-    box = Box((0,), (1,))
-    writers = [
-        p
-        for i in range(400)
-        for p in range(4)
-        if chunk_owners.chunks_of_replica(f"layer/{i}/bias", box, p, (0, 1, 2, 3), 1)
-    ]
-    assert len(writers) == 400
-    assert all(60 < writers.count(p) < 140 for p in range(4))
+def test_chunks_that_are_large_enough_end_where_a_device_does() -> None:
+    mesh = Mesh(("x",), (8,), (0,) * 8)
+    layout = Layout(mesh, (("x",), ()))
+    for rows, joined in (512, 512), (16, 16), (15, 30), (4, 32):  # 2 KiB each; up to 64 KiB
+        assert chunk_grid.chunk_grid((8 * rows, 512), 4, layout, 8 << 20)[0] == (joined, 512)
+    assert chunk_grid.chunk_grid((8, 2), 4, layout, 8 << 20)[0] == (8, 2)
+    assert chunk_grid.chunk_grid((8, 2), 4, layout, 16)[0] == (2, 2)
+    assert chunk_grid.chunk_grid((8, 2), 4, layout, 8 << 20, (3, 1))[0] == (3, 1)
+    two = Layout(Mesh(("x",), (8,), (0,) * 4 + (1,) * 4), (("x",), ()))
+    assert chunk_grid.chunk_grid((8, 2), 4, two, 8 << 20)[0] == (4, 2)
+    woven = Layout(Mesh(("x",), (8,), (0, 1) * 4), (("x",), ()))
+    assert chunk_grid.chunk_grid((8, 2), 4, woven, 8 << 20)[0] == (1, 2)
 
 
 def test_a_chunk_is_contiguous_rows_near_the_wanted_size() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -51,6 +51,11 @@ class Mesh:
     def grid(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The process of each device, in the shape of the mesh."""
         return np.asarray(self.processes, dtype=np.int64).reshape(self.shape)
+
+    @cached_property
+    def has_one_device_each(self) -> bool:
+        """Whether no process has several devices."""
+        return len(set(self.processes)) == len(self.processes)
 
     def size(self, axis: str) -> int:
         """Number of devices along `axis`."""
@@ -104,6 +109,19 @@ class Layout:
         """The `(start, stop)` of every piece of one dimension, outermost axis slowest."""
         return _intervals(shape[dim], tuple(self.mesh.size(axis) for axis in self.dims[dim]))
 
+    def process_intervals(self, shape: Sequence[int], dim: int) -> tuple[tuple[int, int], ...]:
+        """The non-empty intervals of one dimension between boundaries of *processes*.
+
+        As `intervals`, but neighbours are joined where, along all other dimensions, the same
+        processes hold both. Every box of these intervals is held whole by the same processes.
+
+        Example:
+            >>> layout = Layout(Mesh(("x",), (4,), (0, 0, 1, 1)), (("x",),))
+            >>> layout.process_intervals((12,), 0)
+            ((0, 6), (6, 12))
+        """
+        return _process_intervals(self, tuple(shape))[dim]
+
     def box(self, shape: Sequence[int], coordinate: Coordinate) -> Box:
         """The box of an array of `shape` that the device at `coordinate` holds."""
         if len(shape) != len(self.dims):
@@ -141,12 +159,25 @@ class Layout:
                 yield box, self.replicas(coordinate)
 
     def local(self, shape: Sequence[int], process: int) -> dict[Box, tuple[int, ...]]:
-        """The distinct non-empty boxes of `process`, each with the processes that hold it."""
+        """The distinct non-empty boxes of `process`, each with the processes that hold it.
+
+        They lie between boundaries of processes (`process_intervals`): what neighbouring devices of
+        the same processes hold is one box.
+        """
+        intervals = _process_intervals(self, tuple(shape))
+        starts = [np.array([a for a, _ in of], dtype=np.int64) for of in intervals]
         found: dict[Box, tuple[int, ...]] = {}
         for coordinate in self.mesh.coordinates(process):
             box = self.box(shape, coordinate)
-            if not box.empty and box not in found:
-                found[box] = self.replicas(coordinate)
+            if box.empty:
+                continue
+            within = [
+                of[int(np.searchsorted(at, n, "right")) - 1]
+                for of, at, n in zip(intervals, starts, box.start, strict=True)
+            ]
+            joined = Box(tuple(a for a, _ in within), tuple(b for _, b in within))
+            if joined not in found:
+                found[joined] = self.replicas(coordinate)
         return found
 
     def __str__(self) -> str:
@@ -164,6 +195,48 @@ def _intervals(n: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
             split += list(itertools.pairwise(cuts))
         pieces = split
     return tuple(pieces)
+
+
+@lru_cache(maxsize=256)
+def _process_intervals(
+    layout: Layout, shape: tuple[int, ...]
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """For each dimension the intervals of `Layout.process_intervals`."""
+    pieces = [layout.intervals(shape, dim) for dim in range(len(shape))]
+    filled = [[n for n, (a, b) in enumerate(of) if a < b] for of in pieces]
+    found = [[of[n] for n in which] for of, which in zip(pieces, filled, strict=True)]
+    if all(filled) and not layout.mesh.has_one_device_each:
+        owners = _owners(layout, [len(of) for of in pieces])[np.ix_(*filled)]
+        for dim, of in enumerate(found):
+            low, high = np.delete(owners, -1, dim), np.delete(owners, 0, dim)
+            others = tuple(d for d in range(owners.ndim) if d != dim)
+            of[:] = _joined(of, (low == high).all(axis=others))
+    return tuple(map(tuple, found))
+
+
+def _joined(intervals: Sequence[tuple[int, int]], same: Iterable[bool]) -> list[tuple[int, int]]:
+    """Joins intervals with their predecessors; `same` says for all but the first whether to."""
+    found = list(intervals[:1])
+    for (start, stop), joins in zip(intervals[1:], same, strict=True):
+        if joins:
+            found[-1] = found[-1][0], stop
+        else:
+            found.append((start, stop))
+    return found
+
+
+def _owners(layout: Layout, counts: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The processes that hold each piece, along the last axis, ascending, and again if they do so
+    with several devices.
+
+    Arguments:
+        layout: of rank n.
+        counts: the pieces along each of the n dimensions.
+    """
+    used = [axis for dim in layout.dims for axis in dim]
+    axes = [*used, *(axis for axis in layout.mesh.axes if axis not in used)]
+    grid = layout.mesh.grid.transpose([layout.mesh.axes.index(axis) for axis in axes])
+    return np.sort(grid.reshape(*counts, -1), axis=-1)
 
 
 @lru_cache(maxsize=256)

@@ -25,7 +25,7 @@ from unickpt.commit.merge import Merged, merge_all
 from unickpt.commit.merge_chunks import Requests
 from unickpt.commit.notes import MORE, OK, REQUEST, Announcement, Notes
 from unickpt.commit.outcome import Totals
-from unickpt.commit.record import Record, Records
+from unickpt.commit.record import Record, Records, statistics_of
 from unickpt.commit.replicas import Difference
 from unickpt.commit.root import Root
 from unickpt.errors import CheckpointExists, ProcessFailed, SaveConflict, SaveTimeout, StorageError
@@ -68,6 +68,7 @@ class Attempt:
         self._state = AttemptState.OPEN
         self._found: root.State | None = None
         self._totals: Totals | None = None
+        self._more: Records = ()  # of processes that wrote chunks of others, too
         self.writers: tuple[Mapping[str, float], ...] = ()
         """The statistics in each process's record, once the coordinator has committed."""
         self.differences: Sequence[Difference] = ()
@@ -375,7 +376,7 @@ class Attempt:
         self._write_root(manifest)
         self._become(AttemptState.COMMITTED)
         self._remove_older_attempts(older)
-        self.writers = tuple(record.statistics for _, record in records)
+        self.writers = statistics_of(records, self._more)
         self.differences = merged.differences
         arrays = merged.index.arrays.items()
         self.quantized = {name: entry.errors for name, entry in arrays if entry.quantized}
@@ -400,7 +401,8 @@ class Attempt:
         self._notes.request(requests)
         ours = self.group.index
         own = [(ours, write_more(requests[ours]))] if ours in requests else []
-        return [*own, *self._collect([p for p in requests if p != ours], MORE)]
+        self._more = [*own, *self._collect([p for p in requests if p != ours], MORE)]
+        return self._more
 
     def _described(self, own: Mapping[int, Index], records: Records) -> dict[int, Index]:
         """The processes' descriptions by their digests; equal ones are read once."""

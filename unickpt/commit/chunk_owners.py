@@ -1,37 +1,102 @@
-"""Which process writes which chunk; all processes compute the same answer."""
+"""Which process writes which chunk; all processes compute the same answer.
+
+Nothing is communicated. The processes that hold a chunk are its *replicas*. Each of them computes
+which one writes it, from what all of them know: the arrays that they hold alike. So only chunks of
+the same replicas are balanced with each other, and with those of larger groups that contain them.
+(What other groups write is not known to all of them.)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import xxhash
 
-from unickpt.arrays.box import Box
-
 # Statistics and biases are smaller. Writing all weights in one process would be unbalanced.
 _LITTLE_BYTES = 64 << 10
+# The golden ratio of 2^64: its multiples spread evenly.
+_GOLDEN = 0x9E3779B97F4A7C15
 
 
-def chunks_of_replica(
-    name: str, box: Box, process: int, replicas: Sequence[int], count: int
-) -> list[int]:
-    """The chunks of a replicated fragment, out of `count`, that a process writes.
+class Shared(NamedTuple):
+    """Chunks that the same processes hold: those of a part that lie in one fragment.
 
-    Every replica gets a contiguous run of nearly equal length; a stable hash chooses who begins, so
-    that many small fragments spread over the replicas. All processes compute the same answer
-    without communication.
-
-    Returns:
-        Positions within the fragment's chunks, ascending.
+    Arguments:
+        key: of the part.
+        start: of the fragment's box.
+        replicas: the processes that hold them, ascending.
+        chunks: how many.
+        nbytes: of all of them.
     """
-    n = len(replicas)
-    if n == 1:
-        return list(range(count))
-    first = xxhash.xxh3_64_intdigest(f"{name} {box}".encode()) % n
-    me = replicas.index(process)
-    return [
-        k for k in range(count) if replicas[(first + k * n // max(count, n)) % n] == replicas[me]
-    ]
+
+    key: str
+    start: tuple[int, ...]
+    replicas: tuple[int, ...]
+    chunks: int
+    nbytes: int
+
+
+def shares(held: Sequence[Shared], process: int) -> list[range]:
+    """For each fragment the run of its chunks, by position, that a process writes.
+
+    Each chunk goes to the replica that has the fewest bytes so far, the largest chunks first, so
+    that at the end the bytes of two processes of a group differ by a small chunk. What they write
+    for larger groups counts from the beginning.
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}
+    known: dict[int, list[int]] = {}  # by identity: to hash thousands of processes takes long
+    for at, unit in enumerate(held):
+        group = known.get(id(unit.replicas))
+        if group is None:
+            group = known[id(unit.replicas)] = groups.setdefault(unit.replicas, [])
+        group.append(at)
+    found = [range(unit.chunks) for unit in held]
+    done: list[dict[int, int]] = []  # bytes by process, of groups that were shared out
+    for replicas in sorted(groups, key=lambda group: (-len(group), group)):
+        if len(replicas) == 1:
+            continue
+        larger = [group for group in done if group.keys() >= set(replicas)]
+        written = {p: sum(group[p] for group in larger) for p in replicas}
+        before = dict(written)
+        units = groups[replicas]
+        runs = _share_out([held[at] for at in units], written, process)
+        for at, run in zip(units, runs, strict=True):
+            found[at] = run
+        done.append({p: written[p] - before[p] for p in replicas})
+    return found
+
+
+def shares_of_assumed(held: Sequence[Shared], process: int) -> list[range]:
+    """The same for whole arrays that all processes are assumed to hold, split over all of them.
+
+    Process 0 writes arrays of a single chunk, so that arrays that belong together come from one
+    process even if the processes differ: the smallest first, up to its equal share of all bytes,
+    and all small ones. The rest is shared out, so that all write the same amount.
+    """
+    if not held:
+        return []
+    processes = held[0].replicas
+    total, first = sum(unit.nbytes for unit in held), 0
+    found = [range(unit.chunks) if process == 0 else range(0) for unit in held]
+    single = sorted(
+        (at for at, unit in enumerate(held) if unit.chunks == 1),
+        key=lambda at: (held[at].nbytes, held[at].key),
+    )
+    rest = set(range(len(held)))
+    for at in single:
+        nbytes = held[at].nbytes
+        if not is_little(nbytes) and (first + nbytes) * len(processes) > total:
+            break
+        rest.remove(at)
+        first += nbytes
+    left = sorted(rest)
+    written = dict.fromkeys(processes, 0) | {0: first}
+    runs = _share_out([held[at] for at in left], written, process)
+    for at, run in zip(left, runs, strict=True):
+        found[at] = run
+    return found
 
 
 def is_little(nbytes: int) -> bool:
@@ -39,30 +104,44 @@ def is_little(nbytes: int) -> bool:
     return nbytes <= _LITTLE_BYTES
 
 
-def split_assumed(sizes: Sequence[int], whole: Sequence[bool], processes: int) -> list[int]:
-    """Which process writes each chunk of the arrays that all processes are assumed to hold.
-
-    Process 0 writes arrays of a single chunk, so that arrays that belong together come from one
-    process even if the processes differ: the smallest first, up to its equal share of all bytes,
-    and all small ones. The rest is split into one run of chunks per process, so that all write the
-    same amount.
+def _share_out(units: Sequence[Shared], written: dict[int, int], process: int) -> list[range]:
+    """Shares fragments of one group out; each replica gets a run of a fragment's chunks.
 
     Arguments:
-        sizes: bytes of each chunk.
-        whole: for each chunk whether it is all of its array.
-        processes: the number of processes.
+        units: the fragments.
+        written: bytes of each process so far; the new ones are added.
+        process: whose runs are returned.
     """
-    total, at = sum(sizes), 0
-    first, writers = 0, [-1] * len(sizes)
-    for number in sorted((n for n, is_all in enumerate(whole) if is_all), key=sizes.__getitem__):
-        if not is_little(sizes[number]) and (at + sizes[number]) * processes > total:
-            break
-        writers[number] = 0
-        at += sizes[number]
-    if at * processes >= total and processes > 1:  # process 0 has its share
-        first, processes, total, at = 1, processes - 1, total - at, 0
-    for number, size in enumerate(sizes):
-        if writers[number] < 0:
-            writers[number] = first + (2 * at + size) * processes // (2 * total)
-            at += size
-    return writers
+    found = [range(0)] * len(units)
+    # Those with as few bytes take turns in an order that spreads over any regular smaller group of
+    # them, which can then make up for it, and that begins elsewhere for each group.
+    turn = xxhash.xxh3_64_intdigest(repr(sorted(written)).encode())
+    least = [
+        (nbytes, (n * _GOLDEN + turn) % (1 << 64), p)
+        for n, (p, nbytes) in enumerate(written.items())
+    ]
+    heapq.heapify(least)
+    # By key and start: dicts may have another order on other processes.
+    order = sorted(
+        range(len(units)),
+        key=lambda at: (-(units[at].nbytes // units[at].chunks), units[at].key, units[at].start),
+    )
+    for at in order:
+        unit = units[at]
+        each = -(-unit.nbytes // unit.chunks)
+        counts: dict[int, int] = {}
+        for _ in range(unit.chunks):
+            nbytes, place, p = least[0]
+            heapq.heapreplace(least, (nbytes + each, place, p))
+            counts[p] = counts.get(p, 0) + 1
+        found[at] = _run(counts, process)
+    written.update((p, nbytes) for nbytes, _, p in least)
+    return found
+
+
+def _run(counts: Mapping[int, int], process: int) -> range:
+    """The run of a process, if they follow each other in the order of the processes."""
+    if process not in counts:
+        return range(0)
+    first = sum(count for p, count in counts.items() if p < process)
+    return range(first, first + counts[process])

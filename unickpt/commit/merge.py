@@ -74,7 +74,8 @@ def merge_all(
     if differences:
         winners = {found.name: found.stored for found in differences}
         table, _ = merged_digests(index, records, names, assumed, winners)
-    missing = requests(index, table, names, winners)
+    wrote = {process: record.statistics.get("bytes", 0) for process, record in records}
+    missing = requests(index, table, names, winners, wrote)
     written = records
     if missing:
         written = [*records, *request(missing)]

@@ -5,6 +5,7 @@ Checks that each chunk is written exactly once. Nothing here does I/O.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -233,7 +234,11 @@ def chunk_at(index: Index, position: int) -> tuple[str, Box]:
 
 
 def requests(
-    index: Index, table: digest_table.Table, names: Names, winners: Mapping[str, int] | None = None
+    index: Index,
+    table: digest_table.Table,
+    names: Names,
+    winners: Mapping[str, int] | None = None,
+    written: Mapping[int, float] | None = None,
 ) -> Requests:
     """For chunks that no process wrote: which processes hold them, and so have to write them.
 
@@ -245,6 +250,7 @@ def requests(
         table: what they wrote.
         names: for each process the arrays that it has.
         winners: arrays that one process must write whole, with that process.
+        written: the bytes that each process wrote.
 
     Returns:
         For each process the positions of chunks by array name.
@@ -261,30 +267,46 @@ def requests(
         for name in own:
             having.setdefault(name, []).append(process)
     having |= {name: [process] for name, process in (winners or {}).items()}
+    loads: dict[tuple[int, ...], list[tuple[float, int]]] = {}
     first = 0
     for name, entry in index.arrays.items():
         start = first
         for part in chunk_grid.parts(entry):
             low, high = np.searchsorted(holes, (first, first + part.count))
             for position in holes[low:high].tolist():
-                box = part.chunk_box(position - first)
+                box, processes = part.chunk_box(position - first), having.get(name, [])
+                load: list[tuple[float, int]] = [(0, process) for process in processes]
                 # Spread over the processes that have it; but small arrays come from the first.
-                turn = 0 if chunk_owners.is_little(entry.nbytes) else position
-                chosen = _holder(entry, box, having.get(name, []), turn)
+                if not chunk_owners.is_little(entry.nbytes):
+                    so_far = sorted(((written or {}).get(p, 0), p) for p in processes)
+                    load = loads.setdefault(tuple(processes), so_far)
+                chosen = _holder(entry, box, load)
                 found.setdefault(chosen, {}).setdefault(name, []).append(position - start)
             first += part.count
     return found
 
 
-def _holder(entry: ArrayEntry, box: Box, having: Sequence[int], turn: int) -> int:
-    """A process that holds a box: that of this turn, or the next one that does."""
-    turn %= max(1, len(having))
-    for process in [*having[turn:], *having[:turn]]:
-        if _holds(entry, process, box):
-            return process
+def _holder(entry: ArrayEntry, box: Box, load: list[tuple[float, int]]) -> int:
+    """The process that holds a box, and has the least to write.
+
+    Arguments:
+        entry, box: of the array.
+        load: the bytes that each process writes, a heap; the box's are added.
+    """
+    others = []
+    try:
+        while load:
+            nbytes, process = heapq.heappop(load)
+            if _holds(entry, process, box):
+                others.append((nbytes + box.size * entry.itemsize, process))
+                return process
+            others.append((nbytes, process))
+    finally:
+        for other in others:
+            heapq.heappush(load, other)
     raise CoverageError(
         f"array {entry.name!r} of shape {list(entry.shape)}: no process holds {box}. Its layout is "
-        f"{entry.layout}; processes {some(having)} have it in their tree"
+        f"{entry.layout}; processes {some(sorted(p for _, p in load))} have it in their tree"
     )
 
 

@@ -123,3 +123,12 @@ Records = Sequence[tuple[int, Record]]
 """Processes, and their records."""
 Names = Sequence[Sequence[str]]
 """For each process the arrays that it has."""
+
+
+def statistics_of(records: Records, more: Records) -> tuple[Mapping[str, float], ...]:
+    """The statistics of each process, with what it wrote later counted."""
+    found = [dict(record.statistics) for _, record in records]
+    for process, record in more:
+        for name, value in record.statistics.items():
+            found[process][name] = found[process].get(name, 0) + value
+    return tuple(found)

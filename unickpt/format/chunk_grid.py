@@ -8,15 +8,31 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from unickpt.arrays.box import Box
 from unickpt.arrays.layout import Layout
 from unickpt.format.index import ArrayEntry
 
+Intervals = Sequence[tuple[int, int]]
+
 # Parts replace one grid if the grid would need chunks smaller than wanted by this factor.
 _TOLERANCE = 4
+# Where several chunks of a process's devices fit into this, they are joined. Larger ones are saved
+# as views of a device's memory, and read straight into it: to copy them together takes longer than
+# fewer of them save (measured: benchmarks/devices.py; as `chunk_store.SMALL`).
+_JOINED_BYTES = 64 << 10
+# Replicas share out chunks. An array does not tell how many others like it there are: of a hundred,
+# each replica would write this many chunks.
+_SHARES = 10
+# Large arrays, which may be most of the model, are cut so that the busiest replica has at most so
+# much more than the mean of each: those of which a share is at least a chunk, divided by this.
+_EVEN, _LARGE = 1.05, 4
+# Chunks do not become smaller than wanted by this factor for that. So many sizes are tried, which
+# may be larger than an equal share, for whole rows.
+_FINEST, _TRIES, _LEEWAY = 16, 16, 1.02
 
 
 @dataclass(frozen=True)
@@ -103,6 +119,49 @@ def _balanced(extent: int, limit: int) -> int:
     return -(-extent // -(-extent // limit))
 
 
+@dataclass(frozen=True)
+class _Wanted:
+    """What is wanted of a grid; see `chunk_grid` for the arguments."""
+
+    itemsize: int
+    chunk_bytes: int
+    chunk_shape: tuple[int, ...] | None = None
+    single: int | None = None
+
+    def grid(self, pieces: Sequence[Intervals]) -> _Grid:
+        """The grid that has a line on every boundary of the intervals, if there is one."""
+        extents = [max((b - a for a, b in of), default=1) for of in pieces]
+        units = [math.gcd(*(a for a, _ in of[1:])) if len(of) > 1 else 0 for of in pieces]
+        if self.single is not None:
+            extents[self.single] = 1
+        wanted = (
+            [max(1, min(c, n)) for c, n in zip(self.chunk_shape, extents, strict=True)]
+            if self.chunk_shape is not None
+            else list(free_chunk(extents, self.itemsize, self.chunk_bytes))
+        )
+        chunk, cut = list(wanted), []
+        for dim, (unit, want) in enumerate(zip(units, wanted, strict=True)):
+            if unit:
+                divisor = _near_divisor(unit, want)
+                if divisor * _TOLERANCE < want:
+                    cut.append(dim)
+                else:
+                    chunk[dim] = divisor
+        return _Grid(tuple(chunk), tuple(cut), self.itemsize * math.prod(chunk))
+
+    def near(self, nbytes: float) -> _Wanted:
+        """The same with chunks of about so many bytes, if that is less."""
+        return replace(self, chunk_bytes=max(1, min(self.chunk_bytes, int(nbytes))))
+
+
+class _Grid(NamedTuple):
+    """The extents of a chunk, the dimensions along which there are parts, and a chunk's bytes."""
+
+    chunk: tuple[int, ...]
+    cut: tuple[int, ...]
+    nbytes: int
+
+
 @lru_cache(maxsize=4096)
 def chunk_grid(
     shape: tuple[int, ...],
@@ -117,37 +176,62 @@ def chunk_grid(
     Arguments:
         shape: global shape.
         itemsize: bytes per element.
-        layout: how the array is split; fragment boundaries must lie between chunks.
+        layout: how the array is split; boundaries of what processes hold must lie between chunks.
         chunk_bytes: target size of a chunk in bytes.
-        chunk_shape: target extents instead; upper bounds, lowered to divide the fragment
-            boundaries.
+        chunk_shape: target extents instead; upper bounds, lowered to divide these boundaries.
         single: a dimension along which every chunk has one element.
 
     Returns:
         The chunk extents, and the dimensions along which the array is cut into one part per
         interval, because no reasonable grid has a line on every boundary.
     """
-    units, extents = [], []
-    for dim in range(len(shape)):
-        pieces = [p for p in layout.intervals(shape, dim) if p[0] < p[1]]
-        extents.append(max((b - a for a, b in pieces), default=1))
-        units.append(math.gcd(*(a for a, _ in pieces[1:])) if len(pieces) > 1 else 0)
-    if single is not None:
-        extents[single] = 1
-    wanted = (
-        [max(1, min(c, n)) for c, n in zip(chunk_shape, extents, strict=True)]
-        if chunk_shape is not None
-        else list(free_chunk(extents, itemsize, chunk_bytes))
-    )
-    chunk, cut = list(wanted), []
-    for dim, (unit, want) in enumerate(zip(units, wanted, strict=True)):
-        if unit:
-            divisor = _near_divisor(unit, want)
-            if divisor * _TOLERANCE < want:
-                cut.append(dim)
-            else:
-                chunk[dim] = divisor
-    return tuple(chunk), tuple(cut)
+    dims = range(len(shape))
+    devices = [[p for p in layout.intervals(shape, d) if p[0] < p[1]] for d in dims]
+    processes = [[*layout.process_intervals(shape, d)] for d in dims]
+    wanted = _Wanted(itemsize, chunk_bytes, chunk_shape, single)
+    replicas = len(layout.replicas((0,) * len(layout.mesh.shape)))
+    grid = _for_replicas(wanted, devices, processes, replicas)
+    if 2 * grid.nbytes < _JOINED_BYTES and processes != devices:
+        joined = _for_replicas(wanted.near(_JOINED_BYTES), processes, processes, replicas)
+        if joined.nbytes > grid.nbytes and not joined.cut:
+            grid = joined
+    return grid.chunk, grid.cut
+
+
+def _for_replicas(
+    wanted: _Wanted, pieces: Sequence[Intervals], held: Sequence[Intervals], replicas: int
+) -> _Grid:
+    """A grid whose chunks can be shared out evenly to the processes that hold the same box.
+
+    Arguments:
+        wanted: of the grid.
+        pieces: the intervals between which it has lines.
+        held: the intervals of what a process holds.
+        replicas: how many processes hold the same.
+    """
+    extents = [max((b - a for a, b in of), default=0) for of in held]
+    size = wanted.itemsize * math.prod(extents)
+    if replicas == 1 or wanted.chunk_shape is not None or not size:
+        return wanted.grid(pieces)
+
+    def busiest(grid: _Grid) -> float:
+        count = math.prod(-(-n // c) for n, c in zip(extents, grid.chunk, strict=True))
+        return -(-count // replicas) * grid.nbytes * replicas / size
+
+    least = max(1, wanted.chunk_bytes // _FINEST)
+    is_large = size * _LARGE >= replicas * wanted.chunk_bytes
+    wanted = wanted.near(max(least, _SHARES * size / replicas))
+    best = wanted.grid(pieces)
+    if not is_large:
+        return best
+    first = -(-size // (replicas * wanted.chunk_bytes))
+    for each in range(first, min(first + _TRIES, size // (replicas * least) + 1)):
+        if busiest(best) <= _EVEN:
+            break
+        finer = wanted.near(_LEEWAY * size / (replicas * each)).grid(pieces)
+        if busiest(finer) < busiest(best):
+            best = finer
+    return best
 
 
 def _near_divisor(unit: int, want: int) -> int:
@@ -201,8 +285,3 @@ def box_part(entry: ArrayEntry, box: Box) -> Part:
     )
     suffix = "part_" + "_".join(map(str, box.start))
     return Part(f"{entry.name}/{suffix}" if entry.name else suffix, box, chunk)
-
-
-def is_whole(entry: ArrayEntry, part: Part) -> bool:
-    """Whether the array of this part is a single chunk."""
-    return part.count == 1 and part.box.shape == entry.shape

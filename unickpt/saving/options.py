@@ -221,6 +221,20 @@ class SaveReport:
     budget_wait_s: float = 0.0
 
     @property
+    def busiest_bytes(self) -> int:
+        """On the coordinator, what the process wrote that wrote most, as `written_bytes`; else 0.
+
+        With `mean_bytes` it says how evenly the processes shared the work: replicas of an array
+        each write a part of it.
+        """
+        return int(max((of["bytes"] for of in self.writers), default=0))
+
+    @property
+    def mean_bytes(self) -> float:
+        """On the coordinator, what a process wrote on average; else 0."""
+        return sum(of["bytes"] for of in self.writers) / max(1, len(self.writers))
+
+    @property
     def gb_per_s(self) -> float:
         """Logical gigabytes (1e9 bytes) of the checkpoint per second."""
         return self.bytes / 1e9 / max(self.seconds, 1e-9)

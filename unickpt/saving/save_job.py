@@ -214,6 +214,16 @@ class SaveJob:
             "saved %s: %.3g GB in %.2f s (%.2f GB/s), blocked the caller for %.3f s",
             *(report.url, report.bytes / 1e9, report.seconds, report.gb_per_s, report.blocked_s),
         )
+        if report.processes > 1 and report.writers:
+            _log.info(
+                "%s: the busiest of %d processes wrote %.3g GB, and %.3g GB is the mean",
+                *(
+                    report.url,
+                    report.processes,
+                    report.busiest_bytes / 1e9,
+                    report.mean_bytes / 1e9,
+                ),
+            )
         if self._attempt.differences:
             replicas.warn(self._attempt.differences)
         return report

@@ -10,7 +10,8 @@ from operator import attrgetter
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.commit import chunk_owners
-from unickpt.format import chunk_grid
+from unickpt.commit.chunk_owners import Shared
+from unickpt.format import chunk_grid, chunk_store
 from unickpt.format.chunk_grid import Part
 from unickpt.format.coverage import check_boxes
 from unickpt.format.index import ArrayEntry
@@ -106,27 +107,28 @@ def _held_items(description: Description) -> Iterator[WriteItem]:
 
 def _own_items(held: Sequence[WriteItem], process: int) -> list[WriteItem]:
     """The chunks that a process writes; replicas are split among the processes that hold them."""
-    assumed = [item for item in held if item.assumed]
-    mine = _own_assumed(assumed, process) if assumed else []
-    known = [item for item in held if not item.assumed] if assumed else held
-    for _, run in itertools.groupby(known, lambda i: (i.array, i.part.key, i.fragment.box)):
-        items = list(run)
-        name, fragment = items[0].entry.name, items[0].fragment
-        numbers = chunk_owners.chunks_of_replica(
-            name, fragment.box, process, fragment.replicas, len(items)
-        )
-        mine += [items[k] for k in numbers]
+    if all(len(item.fragment.replicas) == 1 for item in held):
+        return list(held)
+    runs = [
+        list(run)
+        for _, run in itertools.groupby(held, lambda i: (i.array, i.part.key, i.fragment.box))
+    ]
+    mine: list[WriteItem] = []
+    for assumed, share in (False, chunk_owners.shares), (True, chunk_owners.shares_of_assumed):
+        of = [run for run in runs if run[0].assumed is assumed]
+        for run, own in zip(of, share([_shared(run) for run in of], process), strict=True):
+            mine += run[own.start : own.stop]
     return sorted(mine, key=attrgetter("array"))
 
 
-def _own_assumed(held: Sequence[WriteItem], process: int) -> list[WriteItem]:
-    """The same for arrays that all processes are assumed to hold, split over all of them."""
-    # By name: dicts may have another order on other processes.
-    items = sorted(held, key=lambda item: (item.entry.name, item.number))
-    sizes = [item.nbytes for item in items]
-    whole = [chunk_grid.is_whole(item.entry, item.part) for item in items]
-    writers = chunk_owners.split_assumed(sizes, whole, len(items[0].fragment.replicas))
-    return [item for item, writer in zip(items, writers, strict=True) if writer == process]
+def _shared(run: Sequence[WriteItem]) -> Shared:
+    """What decides who writes the chunks of a part that lie in one fragment."""
+    first = run[0]
+    box, replicas = first.fragment.box, first.fragment.replicas
+    nbytes = 0
+    if len(replicas) > 1:
+        nbytes = sum(chunk_store.nbytes_as_stored(first.entry, item.box.shape) for item in run)
+    return Shared(first.part.key, box.start, replicas, len(run), nbytes)
 
 
 def check_alone(description: Description) -> None:

@@ -104,11 +104,17 @@ class Writer:
 
     def write_more(self, items: Sequence[WriteItem]) -> Record:
         """Writes chunks that the coordinator asked for after all had written theirs."""
-        before = self.reused_bytes
+        before, count = self.reused_bytes, self.count
+        nbytes, stored_bytes = self.nbytes, self.stored_bytes
         found = self._take_or_write(items, {})
         return Record(
             description=self._description.digest,
-            statistics={"reused_bytes": self.reused_bytes - before},
+            statistics={
+                "reused_bytes": self.reused_bytes - before,
+                "bytes": self.nbytes - nbytes,
+                "stored_bytes": self.stored_bytes - stored_bytes,
+                "chunks": self.count - count,
+            },
             errors=self._errors,
             **found,
         )

@@ -1,0 +1,156 @@
+"""Chunks that several devices of a process share: saves and loads of JAX arrays over 8 CPU devices.
+
+    python benchmarks/devices.py --dir /tmp/devices-bench
+    python benchmarks/devices.py --dir /tmp/devices-bench --processes 2
+
+Arrays of one size each are split over all devices along their rows, in one process or, with
+jax.distributed, in two. Small chunks are joined with those of the process's other devices, up to a
+size: the ways are these sizes, 0 for chunks that end with every device, 64 KiB for what unickpt
+does; they take turns. "same" is loaded onto the same devices, "whole" into NumPy arrays. Medians;
+files in the page cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from peers import fresh_directory, machine_facts, print_facts
+from rich.console import Console
+from rich.table import Table
+
+DEVICES = 8
+WIDTH = 128
+PORT = "5793"
+Told = dict[str, list[float]]
+"""By the size of an array in KiB, and by the way: chunks, and seconds to save and to load."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--dir", required=True, help="An existing folder on the disk to measure.")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--kib", type=int, nargs="+", default=[64, 128, 256, 512, 1024])
+    parser.add_argument("--joined", type=int, nargs="+", default=[0, 64, 1024], help="KiB.")
+    parser.add_argument("--mib", type=int, default=64, help="Of all arrays of a size.")
+    parser.add_argument("--most", type=int, default=200, help="Arrays of a size.")
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    table = Table(title=f"{DEVICES} devices, {arguments.processes} processes", title_justify="left")
+    for column in (
+        "arrays, KiB",
+        "joined up to, KiB",
+        "chunks",
+        "save, ms",
+        "same, ms",
+        "whole, ms",
+    ):
+        table.add_column(column, justify="right")
+    with fresh_directory(arguments.dir) as folder:
+        print_facts(console, machine_facts(folder))
+        told = measured(folder, arguments)
+    for way, (chunks, *seconds) in told.items():
+        table.add_row(*way.split(), str(int(chunks)), *(f"{1000 * s:.0f}" for s in seconds))
+    console.print(table)
+
+
+def measured(folder: Path, arguments: argparse.Namespace) -> Told:
+    """What process 0 tells."""
+    count = arguments.processes
+    given = json.dumps({**vars(arguments), "dir": str(folder)})
+    flags = f"--xla_force_host_platform_device_count={DEVICES // count}"
+    workers = [
+        subprocess.Popen(
+            [sys.executable, __file__, "--worker", str(index), given],
+            env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(count)
+    ]
+    outputs = [worker.communicate()[0] for worker in workers]
+    if any(worker.returncode for worker in workers):
+        sys.exit(1)
+    found: Told = json.loads(outputs[0].splitlines()[-1])
+    return found
+
+
+def work(index: int, given: dict[str, Any]) -> None:
+    """What each process does."""
+    import jax
+    from jax.experimental.multihost_utils import sync_global_devices
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    if given["processes"] > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(f"127.0.0.1:{PORT}", given["processes"], index)
+
+    import unickpt
+    from unickpt.format import chunk_grid
+
+    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x"))
+    options = unickpt.SaveOptions(fsync=False)
+
+    def timed(do: Callable[[], Any]) -> tuple[float, Any]:
+        if given["processes"] > 1:
+            sync_global_devices("timed")
+        begun = time.perf_counter()
+        found = do()
+        return time.perf_counter() - begun, found
+
+    told: dict[str, list[tuple[float, ...]]] = {}
+    for kib in given["kib"]:
+        shape = (kib * 1024 // 4 // WIDTH, WIDTH)
+        whole = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+        count = min(given["most"], max(1, given["mib"] * 1024 // kib))
+        tree = {
+            f"w{n}": jax.make_array_from_callback(shape, sharding, lambda at, of=whole + n: of[at])
+            for n in range(count)
+        }
+        for _ in range(given["rounds"] + 1):  # the first one warms up
+            for joined in given["joined"]:
+                chunk_grid._JOINED_BYTES = joined * 1024
+                chunk_grid.chunk_grid.cache_clear()
+                path = Path(given["dir"], f"{kib}_{joined}")
+                save, _ = timed(partial(unickpt.save, path, tree, options=options))
+                same, found = timed(partial(unickpt.load, path, tree))
+                alone, _ = timed(partial(unickpt.load, path))
+                assert all(
+                    np.array_equal(a.data, b.data)
+                    for name in ("w0", f"w{count - 1}")
+                    for a, b in zip(
+                        found[name].addressable_shards, tree[name].addressable_shards, strict=True
+                    )
+                )
+                chunks = unickpt.open(path).index.chunks
+                times = told.setdefault(f"{kib} {joined}", [])
+                times.append((chunks, save, same, alone))
+                timed(partial(shutil.rmtree, path) if index == 0 else bool)
+    if index == 0:
+        medians = {
+            way: [statistics.median(of) for of in zip(*times[1:], strict=True)]
+            for way, times in told.items()
+        }
+        print(json.dumps(medians))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        work(int(sys.argv[2]), json.loads(sys.argv[3]))
+    else:
+        main()
