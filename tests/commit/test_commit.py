@@ -123,7 +123,7 @@ def test_a_missing_process_ends_the_wait_of_the_others_at_the_deadline(tmp_path:
     kinds = {type(errors[0]), type(errors[2])}
     assert SaveTimeout in kinds
     assert kinds <= {SaveTimeout, ProcessFailed}
-    assert "process 1 did not finish within 0.5 s" in str(errors[0]) + str(errors[2])
+    assert "process 1 (not begun) did not finish within 0.5 s" in str(errors[0]) + str(errors[2])
     assert absent(tmp_path)
 
 
@@ -134,7 +134,7 @@ def test_a_straggler_learns_that_the_try_is_over(tmp_path: Path) -> None:
         options = SaveOptions(group=ProcessGroup(index, 2, name), timeout_s=timeout_s)
         return unickpt.save(tmp_path, numbers(1), options=options)
 
-    with pytest.raises(SaveTimeout, match="process 1 did not finish"):
+    with pytest.raises(SaveTimeout, match=r"process 1 \(not begun\) did not finish"):
         save(0, 0.2)
     with pytest.raises(ProcessFailed, match=r"process 0 failed: .* did not finish"):
         save(1, 60)
@@ -181,7 +181,7 @@ def test_a_process_that_gave_up_in_time_prevents_the_commit(
     errors = save_in_job(tmp_path, 2, lambda index: numbers(1), timeout_s=0.2)
     assert isinstance(errors[0], ProcessFailed)
     assert isinstance(errors[1], SaveTimeout)
-    assert "process 0 did not commit within 0.2 s" in str(errors[1])
+    assert "process 0 (committing) did not commit within 0.2 s" in str(errors[1])
     assert absent(tmp_path)
 
 

@@ -261,6 +261,7 @@ def test_schema_accepts_real_indexes(name: str, tmp_path: Path) -> None:
         "borrowed_1_2/step_1",
         "quantised_1_2",
         "patched_2_0",
+        "timing_1_3",
     ],
 )
 def test_schema_accepts_the_fixtures(name: str) -> None:
@@ -444,6 +445,17 @@ def test_chunks_of_an_earlier_checkpoint_stay_readable(name: str, step: int) -> 
     index = unickpt.open(path).index
     assert bool(index.reused) == (step > 0)
     assert len(index.bases) == (name == "borrowed_1_2/step_1")
+
+
+def test_the_timing_of_a_save_stays_readable() -> None:
+    path = FIXTURES / "timing_1_3"
+    assert np.array_equal(unickpt.load(path)["w"], np.arange(300.0))
+    assert unickpt.verify(path).ok
+    found = unickpt.open(path).timing
+    assert found is not None
+    assert found.processes == 3
+    assert found.written.sum() == 2400
+    assert 0 < found.done.max() <= found.collected + 1e-3
 
 
 def test_quantised_arrays_stay_readable() -> None:

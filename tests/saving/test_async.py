@@ -156,7 +156,7 @@ def test_what_changes_after_the_call_is_saved_as_it_was(
     report = pending.result(30)
     assert report.staged_bytes > 3 * MIB
     assert report.blocked_s < report.seconds
-    assert set(report.phases) == {"describe", "stage", "queue", "write", "commit"}
+    assert set(report.phases) == {"describe", "plan", "stage", "queue", "write", "commit"}
     assert same(contents(tmp_path / "c"), contents(expected))
     assert unickpt.verify(tmp_path / "c").ok
 

@@ -985,7 +985,7 @@ def test_a_process_that_cannot_write_even_a_note(tmp_path: Path, mount: Mount) -
 
     first, second = in_job(2, work)
     assert isinstance(first, SaveTimeout), first
-    assert "process 1 did not finish" in str(first)
+    assert "process 1 (not begun) did not finish" in str(first)
     assert isinstance(second, StorageError), second
     assert "Read-only file system" in str(second)
     check(root, [])

@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 import unickpt
 from unickpt.cli import clean, convert, diff, export, inspect, ls, merge, presets, verify
 from unickpt.cli.output import fail, warn
+from unickpt.cli.saves import watch
 from unickpt.errors import RuleWarning, UnickptError
 
 
@@ -54,6 +55,7 @@ def unickpt_command(
     \b
     unickpt ls runs/llama                    which checkpoints are there
     unickpt inspect runs/llama/step_100      what is in one
+    unickpt watch runs/llama                 how far its saves are
     unickpt verify s3://bucket/llama/100     whether every byte is undamaged
     unickpt diff runs/a/100 runs/b/100       how two differ
     unickpt convert runs/jax/100 runs/torch --rules my.rules   make one from another
@@ -72,6 +74,7 @@ def unickpt_command(
 COMMANDS = (
     inspect.inspect,
     ls.ls,
+    watch.watch,
     verify.verify,
     diff.diff,
     convert.convert,

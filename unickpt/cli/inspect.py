@@ -32,6 +32,7 @@ from unickpt.cli.output import (
     shape_text,
     size_text,
 )
+from unickpt.cli.saves import timing_table
 from unickpt.format import ocdbt_reader
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
@@ -55,10 +56,16 @@ def inspect(
     everything: Annotated[
         bool, typer.Option("--all", help="One row for every leaf, also for layers that are alike.")
     ] = False,
+    timing: Annotated[
+        bool,
+        typer.Option(
+            "--timing", help="How long the save took: its phases, and the slowest processes."
+        ),
+    ] = False,
     hint: Hints = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a checkpoint's tree, or one array.
+    """Show a checkpoint's tree, or one array, or how long its save took.
 
     Only the index is read, so this is fast for a checkpoint of any size.
 
@@ -67,6 +74,7 @@ def inspect(
     unickpt inspect runs/step_100 opt_state
     unickpt inspect runs/step_100 params/layers/0/mlp/up
     unickpt inspect s3://bucket/runs/step_100 --json | jq .totals
+    unickpt inspect runs/step_100 --timing
 
     Of an array, a map shows its fragments as they were when it was saved: p is the process and d
     the device of the mesh, counted row-major, that held one.
@@ -88,12 +96,22 @@ def inspect(
     per_process {name: [bytes of each process's value]}
     totals      {arrays, elements, bytes, chunks, reused_bytes}
 
+    With --timing, --json prints {url, timing}: null if it was not kept, or {processes, collected,
+    merged, began, at, seconds, done, waited, blocked, written, stored, reused, staged, chunks},
+    with lists that have a number for each process. Times are seconds since process 0 was asked to
+    save; at and seconds have a list for each phase, at with seconds since began.
+
     With NAME of an array, --json prints that array alone, with fragments as
     [{start, stop, processes}] and parts as [{url, start, stop, chunk, grid}].
     """
+    if timing and (name is not None or array is not None):
+        raise typer.BadParameter("--timing is about the whole checkpoint, not about NAME")
     if name is not None and array is not None and name != array:
         raise typer.BadParameter("give NAME or --array, not two different names")
     checkpoint = unickpt.open(path, hints=parsed_hints(hint))
+    if timing:
+        _inspect_timing(checkpoint, everything, as_json)
+        return
     wanted = (name if name is not None else array) or ""
     if wanted or (name is not None and "" in checkpoint):
         _inspect_one(checkpoint, wanted.rstrip("/"), everything, as_json)
@@ -101,6 +119,22 @@ def inspect(
         print_json(_checkpoint_json(checkpoint))
     else:
         _print_checkpoint(checkpoint, everything)
+
+
+def _inspect_timing(checkpoint: Checkpoint, everything: bool, as_json: bool) -> None:
+    found, out = checkpoint.timing, console()
+    if as_json:
+        facts = None if found is None else timing_table.timing_json(found)
+        print_json({"url": checkpoint.url, "timing": facts})
+        return
+    out.print(Text(clean(str(checkpoint.location)), "bold"))
+    if found is None:
+        out.print(
+            f"It does not say how long its save took: its format is "
+            f"{clean(_format(checkpoint))}, and unickpt keeps that since format 1.3."
+        )
+        return
+    timing_table.print_timing(out, found, everything)
 
 
 def _format(checkpoint: Checkpoint) -> str:

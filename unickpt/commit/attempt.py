@@ -17,7 +17,6 @@ from dataclasses import replace
 import tensorstore as ts
 import xxhash
 
-from unickpt import quoting
 from unickpt._version import LIBRARY
 from unickpt.commit import attempt_state, borrowers, outcome, root
 from unickpt.commit.attempt_state import AttemptState
@@ -25,11 +24,15 @@ from unickpt.commit.merge import Merged, merge_all
 from unickpt.commit.merge_chunks import Requests
 from unickpt.commit.notes import MORE, OK, REQUEST, Announcement, Notes
 from unickpt.commit.outcome import Totals
+from unickpt.commit.progress import reports
+from unickpt.commit.progress.arrivals import Arrivals
+from unickpt.commit.progress.reporter import Reporter
+from unickpt.commit.progress.waits import Waits
 from unickpt.commit.record import Record, Records, statistics_of
 from unickpt.commit.replicas import Difference
 from unickpt.commit.root import Root
 from unickpt.errors import CheckpointExists, ProcessFailed, SaveConflict, SaveTimeout, StorageError
-from unickpt.format import index_json, zarr_metadata
+from unickpt.format import index_json, timing, zarr_metadata
 from unickpt.format.index import BORROWED_KEY, DIGESTS_KEY, INDEX_KEY, Index
 from unickpt.frameworks.process_group import Group
 from unickpt.reuse import linked_files
@@ -64,6 +67,8 @@ class Attempt:
         self._folder = location.child(f"processes/{name}")
         self._root = Root(Database(location, context))
         self._notes = Notes(self._folder, group, context, timeout_s)
+        self._waits = Waits(location, self._folder, context, group.index, group.count)
+        self._arrivals, self._timing = Arrivals(group.count), b""
         self._missing = location.count_missing()
         self._state = AttemptState.OPEN
         self._found: root.State | None = None
@@ -139,6 +144,18 @@ class Attempt:
         """The database of what a process writes."""
         return Database(self.folder_of(process), self.context)
 
+    def reporter(self) -> Reporter:
+        """Says now and then, while a save takes long, how far this process is."""
+        records = self._folder.child("records").store(self.context)
+        return Reporter(records, self.group.index, self.group.count)
+
+    @property
+    def phase(self) -> str:
+        """What this process does: one of `reports.WORDS`."""
+        if self._state in (AttemptState.OPEN, AttemptState.WRITING):
+            return reports.WRITE
+        return reports.WAIT if self._arrivals.waiting else reports.COMMIT
+
     def explained(self, error: Exception) -> Exception:
         """The error to raise: the storage's errors as ours, or `SaveConflict` if another job
         committed here meanwhile, which removes the files of attempts that lost."""
@@ -164,6 +181,7 @@ class Attempt:
         is_coordinator = self.group.index == 0
         self._become(AttemptState.MERGING if is_coordinator else AttemptState.PUBLISHED)
         self._notes.publish(replace(record, replaces=self._digest_found), kind)
+        self._arrivals.published()
 
     def publish_error(self, error: BaseException, *, refused: bool = False) -> None:
         """Reports to the others why this process gives up; does nothing in a job of one.
@@ -295,8 +313,11 @@ class Attempt:
         return self._found.digest
 
     def _collect(self, processes: Sequence[int], kind: str) -> Records:
+        late = list(processes)
+
         def all_there(notes: set[str]) -> bool:
-            late = self._notes.late(processes, kind)
+            late[:] = self._notes.late(processes, kind)
+            self._arrivals.looked(late)
             if not late:
                 return True
             if self.group.index in late:
@@ -305,7 +326,7 @@ class Attempt:
                 raise self._conflict("during this save")
             return False
 
-        self._until(all_there, processes, kind)
+        self._until(all_there, processes, kind, late)
         return self._notes.records(processes, kind)
 
     def _wait(self, write_more: WriteMore) -> None:
@@ -318,21 +339,27 @@ class Attempt:
             self._until(lambda notes: self._is_committed(), everyone, OK)
 
     def _until(
-        self, ready: Callable[[set[str]], bool], processes: Sequence[int], kind: str
+        self,
+        ready: Callable[[set[str]], bool],
+        processes: Sequence[int],
+        kind: str,
+        late: Sequence[int] = (),
     ) -> set[str]:
-        """Waits until `ready`; on timeout, names the processes whose records are missing."""
+        """Waits until `ready`, and says now and then for whom.
+
+        Arguments:
+            ready: whether the wait is over.
+            processes, kind: whose records of which kind are awaited.
+            late: for the coordinator, which of them `ready` has found missing.
+
+        Raises:
+            SaveTimeout: it took too long; names the processes whose records are missing.
+        """
         try:
-            return self._notes.wait(ready)
+            return self._notes.wait(self._waits.patiently(ready, late))
         except TimeoutError:
-            late = self._notes.late(processes, kind)
-        what = "process 0 did not commit"
-        if late:
-            what = f"process{'es' * (len(late) > 1)} {quoting.some(late)} did not finish"
-        raise SaveTimeout(
-            f"{self.location}: {what} within {self.timeout_s:g} s (SaveOptions.timeout_s) after "
-            f"process {self.group.index} of {self.group.count} was done; it may have died. No "
-            "checkpoint was written."
-        )
+            missing = self._notes.late(processes, kind)
+        raise self._waits.timeout(missing, self.timeout_s)
 
     def _is_committed(self) -> bool:
         """Whether the root is what the coordinator announced before it wrote it.
@@ -367,6 +394,7 @@ class Attempt:
             if record.replaces != self._digest_found:
                 raise self._conflict(f"between the start of process 0 and of process {process}")
         merged = self._merge(own, records, write_more)
+        self._timing = timing.encode(self._arrivals.timing(records))
         borrowers.mark(self.location, merged.index.bases, self.context)
         manifest = self._build_root(merged)
         totals = Totals.of(merged.index)
@@ -430,6 +458,7 @@ class Attempt:
         extra = {
             **zarr_metadata.zarr_keys(index),
             DIGESTS_KEY: table.tobytes(),
+            timing.TIMING_KEY: self._timing,
             INDEX_KEY: index_json.encode(index),
         }
         if index.bases:

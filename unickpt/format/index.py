@@ -15,8 +15,8 @@ from unickpt.arrays.box import Box
 from unickpt.arrays.layout import Layout
 from unickpt.trees import plain_values
 
-FORMAT = (1, 2)
-PATCHED_FORMAT = (2, 0)
+FORMAT = (1, 3)
+PATCHED_FORMAT = (2, 1)
 """Of a checkpoint with patches (`patches`), which readers of format 1 must not try to read."""
 RESERVED = "unickpt"
 """The metadata key under which `Checkpointer` stores `step`, and process 0's `metrics`."""

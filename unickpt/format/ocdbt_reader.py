@@ -25,6 +25,7 @@ from unickpt.format import (
     chunk_store,
     digest_table,
     index_json,
+    timing,
     zarr_metadata,
 )
 from unickpt.format.chunk_grid import Part
@@ -32,6 +33,7 @@ from unickpt.format.chunk_store import ChunkStore
 from unickpt.format.index import BORROWED_KEY, DIGESTS_KEY, INDEX_KEY, ArrayEntry, BaseEntry, Index
 from unickpt.format.patches import FullChunk
 from unickpt.format.reader import ChunkId, ParallelMap, Reader
+from unickpt.format.timing import TIMING_KEY, Timing
 from unickpt.frameworks.per_process import blob_key
 from unickpt.storage import contexts, errors, ocdbt
 from unickpt.storage.btree.nodes import DataReference
@@ -308,6 +310,18 @@ class OcdbtReader(Reader):
         except digest_table.Mismatch as error:
             raise self.damaged(str(error)) from None
 
+    def timing(self) -> Timing | None:
+        nbytes = self.key_length(TIMING_KEY)
+        if nbytes is None:
+            return None
+        processes = self.index.processes
+        if nbytes > timing.most_bytes(processes):
+            raise self.damaged(f"key {TIMING_KEY!r} has {nbytes} bytes")
+        try:
+            return timing.decode(self.read_key(TIMING_KEY, nbytes), processes)
+        except ValueError as error:
+            raise self.damaged(f"key {TIMING_KEY!r} is damaged: {error}") from None
+
     def check_backed(self, entry: ArrayEntry) -> None:
         self.digests_of(entry.name)
         if math.prod(entry.chunk) * entry.itemsize <= chunk_store.BELIEVED:
@@ -420,7 +434,12 @@ class OcdbtReader(Reader):
             except CheckpointCorrupt as error:
                 yield name, str(error)
         blobs = sum(len(entry.blobs) for entry in index.per_process.values())
-        keys = (INDEX_KEY, DIGESTS_KEY, *((BORROWED_KEY,) if index.bases else ()))
+        keys = [INDEX_KEY, DIGESTS_KEY, *((BORROWED_KEY,) if index.bases else ())]
+        try:
+            keys += [TIMING_KEY] if self.timing() is not None else []
+        except CheckpointCorrupt as error:
+            keys.append(TIMING_KEY)
+            yield "", str(error)
         own = index.chunks - (len(self._borrowed) if index.bases else 0)
         own += sum(entry.patched for entry in index.arrays.values())  # each is two values
         implied = len(expected) + own + blobs + len(keys)

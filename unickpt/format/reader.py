@@ -16,6 +16,7 @@ from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.format.chunk_grid import Part
 from unickpt.format.digest_table import Table
 from unickpt.format.index import ArrayEntry, Index
+from unickpt.format.timing import Timing
 from unickpt.storage.locations import Location
 
 T = TypeVar("T")
@@ -109,6 +110,14 @@ class Reader(Protocol):
     def digests_of(self, name: str) -> Table | None:
         """The digests of an array's chunks, in the order of its parts; None if the format stores
         none, so that what is read cannot be verified."""
+        return None
+
+    def timing(self) -> Timing | None:
+        """How long the save took, by process and phase; None if that was not kept.
+
+        Raises:
+            CheckpointCorrupt: it is damaged.
+        """
         return None
 
     def check_backed(self, entry: ArrayEntry) -> None:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from unickpt.errors import CheckpointNotFound, CheckpointReplaced, UnickptError
 from unickpt.foreign import registry
 from unickpt.format.reader import Reader
+from unickpt.format.timing import Timing
 from unickpt.quoting import shortened
 from unickpt.reading.listing import checkpoints_below
 from unickpt.reading.stored_array import StoredArray
@@ -143,6 +144,16 @@ class Checkpoint(Mapping[str, "StoredArray"]):
     def values(self) -> PlainValues:
         """The plain values by name."""
         return PlainValues(self)
+
+    @property
+    def timing(self) -> Timing | None:
+        """How long the save took, by process and phase; None if that was not kept, as before format
+        1.3 and by other systems. Reads it anew.
+
+        Raises:
+            CheckpointCorrupt: it is damaged; all else may be sound.
+        """
+        return self.reader.timing()
 
     def __getitem__(self, name: str) -> StoredArray:
         target = self.index.aliases.get(name, name)

@@ -177,8 +177,8 @@ class SaveReport:
             `SaveOptions.base` has them; of those that it wrote as patches, all but the patch.
         processes: number of processes that took part.
         seconds: wall time in this process, from the call to the commit.
-        phases: seconds per phase: `describe`, `stage` (in the call), `queue` (waiting for earlier
-            saves), `write` and `commit`, which includes waiting for the other processes.
+        phases: seconds per phase: `describe`, `plan`, `stage` (in the call), `queue` (waiting for
+            earlier saves), `write` and `commit`, which includes waiting for the other processes.
         process: index of this process.
         blocked_s: seconds for which the call blocked the caller.
         staged_bytes: bytes that were copied to host memory, in the call or in the background.
@@ -188,7 +188,9 @@ class SaveReport:
         budget_wait_s: seconds of the call for which it waited because of `budget_bytes`.
         writers: on the coordinator only, the statistics of each process: `bytes` and `chunks`
             written, `reused_bytes`, `stored_bytes`, `seconds` that took, `blocked_s`,
-            `staged_bytes`, `drained_bytes`, `spilled_bytes`, `budget_wait_s`.
+            `staged_bytes`, `drained_bytes`, `spilled_bytes`, `budget_wait_s`; and what
+            `unickpt.open(path).timing` makes of it: when each of its phases began and how long it
+            took, and its host's time when it was asked to save.
         patched_chunks: number of chunks that this process wrote as patches (`SaveOptions.reuse`).
         stored_bytes: of the chunks that this process wrote, before compression: as
             `written_bytes`, but what is stored of quantised ones.

@@ -13,6 +13,8 @@ from typing import Any
 from unickpt.commit import replicas
 from unickpt.commit.attempt import Attempt, WriteMore
 from unickpt.commit.outcome import Totals
+from unickpt.commit.progress.reporter import Reporter
+from unickpt.commit.progress.reports import Report
 from unickpt.commit.record import Record
 from unickpt.errors import (
     CheckpointCorrupt,
@@ -150,8 +152,9 @@ class SaveJob:
         Arguments:
             order: ranks the chunks that it writes; by default as they are described.
         """
-        plan = plan_writes(self.description, self.group.index)
-        return plan if order is None else WritePlan(plan.held, sorted(plan.own, key=order))
+        with self.timings.phase("plan"):
+            plan = plan_writes(self.description, self.group.index)
+            return plan if order is None else WritePlan(plan.held, sorted(plan.own, key=order))
 
     def check_destination(self) -> None:
         """Raises an error if the destination cannot be used; see `save`."""
@@ -202,13 +205,16 @@ class SaveJob:
             before_commit: called by the coordinator right before the commit; likewise.
         """
         timings = self.timings
-        with self.failing():
+        with self.failing(), self._attempt.reporter() as reporter:
             with timings.phase("write"):
-                writer, record = self._write(plan, source)
+                writer, record = self._write(plan, source, reporter)
                 before_publish()
+                if self.group.index > 0:  # the coordinator removes all reports with the records
+                    reporter.close()
                 self._publish(record, writer, source.staged)
             with timings.phase("commit"):
-                totals = self._commit(partial(_write_more, writer, plan.held), before_commit)
+                write_more = partial(_write_more, writer, plan.held)
+                totals = self._commit(write_more, before_commit, reporter)
         report = self._report(totals, writer, source.staged)
         _log.info(
             "saved %s: %.3g GB in %.2f s (%.2f GB/s), blocked the caller for %.3f s",
@@ -228,7 +234,9 @@ class SaveJob:
             replicas.warn(self._attempt.differences)
         return report
 
-    def _write(self, plan: WritePlan, source: ChunkSource) -> tuple[Writer, Record]:
+    def _write(
+        self, plan: WritePlan, source: ChunkSource, reporter: Reporter
+    ) -> tuple[Writer, Record]:
         self.check_destination()
         self._has_begun = True
         base, reuses = self._open_base()
@@ -239,10 +247,17 @@ class SaveJob:
         self._writer = writer = Writer(
             self._attempt, self.description, self.working_bytes, source, base, reuses
         )
+        total = sum(item.nbytes for item in plan.own)
+        reporter.start(partial(self._progress, writer, total))
         record = writer.write_all(plan.own)
         if self.description.selection is not None:
             record = replace(record, experts=self.description.selection.steps)
         return writer, self._with_replicas(record, plan, source)
+
+    def _progress(self, writer: Writer, total: int) -> Report:
+        done = min(total, writer.nbytes + writer.reused_bytes)
+        phase, processes = self._attempt.phase, self.group.count
+        return Report(phase, self.timings.elapsed, done, total, processes)
 
     def _open_base(self) -> tuple[Base | None, bool]:
         """The earlier checkpoint whose chunks are not written again; whether that goes for all
@@ -287,19 +302,22 @@ class SaveJob:
             "chunks": writer.count,
             "reused_bytes": writer.reused_bytes,
             "stored_bytes": writer.stored_bytes,
-            "blocked_s": self.timings.blocked_s,
             **asdict(staged),
+            **self.timings.statistics,
         }
         self._attempt.publish(record.with_statistics(statistics))
         self._become(SaveState.COMMITTING)
 
-    def _commit(self, write_more: WriteMore, before_commit: Callable[[], None]) -> Totals:
+    def _commit(
+        self, write_more: WriteMore, before_commit: Callable[[], None], reporter: Reporter
+    ) -> Totals:
         if self.group.index == 0:
             own = self.description
 
             def check(merged: Index) -> None:
                 check_quantized(self.options, merged.arrays)
                 before_commit()
+                reporter.close()
 
             totals = self._attempt.commit(own.index, own.digest, write_more, check)
         else:

@@ -1,0 +1,474 @@
+"""Who is waited for: by name and phase, in the log of every process while a save is late."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import s3_server
+from support.processes import Processes
+from support.saving import files, numbers, save_in_job
+from typer.testing import CliRunner
+
+import unickpt
+from unickpt.cli.app import app
+from unickpt.commit.progress import reporter, reports, waits
+from unickpt.commit.progress.reporter import Reporter
+from unickpt.commit.progress.reports import Report
+from unickpt.commit.progress.waits import Late, Waits
+from unickpt.saving import writer
+from unickpt.steps.watching import Watch
+from unickpt.storage import contexts, paths
+from unickpt.storage.kvstore import KvStore
+
+# --- real ranks -----------------------------------------------------------------------------------
+
+RANK = """
+import logging, os, sys, time
+import torch
+import torch.distributed as dist
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+import unickpt
+from unickpt.commit.progress import reporter, waits
+from unickpt.saving import writer
+path, slow, late_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+waits._FIRST_S, reporter._FIRST_S = late_s, 0.1
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+real = writer.Writer._write_batch
+def write_batch(self, *arguments):
+    if rank == slow:
+        print("writing", os.getpid(), flush=True)
+        time.sleep(0.5)
+    return real(self, *arguments)
+writer.Writer._write_batch = write_batch
+options = unickpt.SaveOptions(timeout_s=float(sys.argv[4]), fsync=False)
+try:
+    unickpt.save(path, {"w": torch.full((1000,), 1.0), "mine": unickpt.PerProcess(rank)},
+                 options=options)
+except unickpt.SaveTimeout as error:
+    print("SaveTimeout", error, flush=True)
+print("ended", flush=True)
+time.sleep(1)
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def until(found: Callable[[], Any], timeout_s: float = 60) -> Any:
+    """Waits until something is found; returns it."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := found()):
+        assert time.monotonic() < deadline, "it was not found in time"
+        time.sleep(0.05)
+    return value
+
+
+def output(process: Any) -> str:
+    return str(process.communicate(timeout=60)[0])
+
+
+@pytest.mark.parametrize("slow", [0, 2])
+def test_a_stopped_rank_is_named_by_all_others_until_it_goes_on(
+    slow: int, processes: Processes, tmp_path: Path
+) -> None:
+    path = tmp_path / "run" / "step_1"
+    ranks = processes.torch(3, RANK, path, slow, 1.0, 60)
+    stopped = ranks[slow]
+    assert stopped.stdout is not None
+    while not stopped.stdout.readline().startswith("writing"):
+        pass  # it writes
+    until(lambda: list(path.glob(f"processes/*/records/{slow:05d}.at")))  # and has said so
+    os.kill(stopped.pid, signal.SIGSTOP)
+    try:
+        watched = until(lambda: _seen(path.parent, slow))
+        assert watched["processes"] == 3
+        time.sleep(4)
+    finally:
+        os.kill(stopped.pid, signal.SIGCONT)
+    said = [output(rank) for number, rank in enumerate(ranks) if number != slow]
+    for text in said:
+        lines = [line for line in text.splitlines() if " waiting " in line]
+        assert len(lines) >= 2, text
+        assert all(f"s for process {slow} (writing)" in line for line in lines), text
+        assert str(path) in lines[0]
+    assert "ended" in output(stopped)
+    assert unickpt.verify(path).ok
+    assert not list(path.glob("processes/*/records/*")), "what was said is removed"
+    timing = unickpt.open(path).timing
+    assert timing is not None
+    assert timing.slowest[0] == slow
+    assert timing.seconds["write"][slow] > 4
+
+
+def _seen(run: Path, slow: int) -> dict[str, Any] | None:
+    """What `watch` shows when all but one process have written, and that one has told."""
+    result = CliRunner().invoke(app, ["watch", str(run), "--once", "--json"])
+    for found in json.loads(result.output)["under_way"]:
+        if slow in found["phases"].get("writing", ()) and found["total"]:
+            others = found["phases"].get("done", []) + found["phases"].get("waiting", [])
+            if sorted(others) == [p for p in range(3) if p != slow]:
+                return dict(found)
+    return None
+
+
+def test_a_rank_that_never_comes_is_named_in_the_error_and_the_log(
+    processes: Processes, tmp_path: Path
+) -> None:
+    source = RANK.replace("try:", "if rank == 1: time.sleep(4); os._exit(0)\ntry:")
+    ranks = processes.torch(3, source, tmp_path / "c", -1, 0.5, 2)
+    said = [output(rank) for rank in ranks]
+    for rank in (0, 2):
+        assert "s for process 1 (not begun)" in said[rank]
+    assert "SaveTimeout" in said[0] + said[2]
+    assert "process 1 (not begun) did not finish within 2 s" in said[0] + said[2]
+
+
+# --- texts ----------------------------------------------------------------------------------------
+
+
+def test_processes_are_grouped_by_what_they_do() -> None:
+    late = Late(3, {17: "writing", 203: "writing", 5: "not begun"})
+    assert str(late) == "processes 17, 203 (writing), 5 (not begun)"
+    assert str(Late(1, {2: "writing"})) == "process 2 (writing)"
+    assert str(Late(4080, {1: "writing"})) == "processes 1 (writing) and 4079 more"
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> KvStore:
+    return paths.resolve(tmp_path).child("records").store(contexts.context())
+
+
+def of(tmp_path: Path, process: int, count: int = 4) -> Waits:
+    location = paths.resolve(tmp_path)
+    return Waits(location, location, contexts.context(), process, count)
+
+
+def say(records: KvStore, process: int, phase: str) -> None:
+    records.write(reports.name_of(process), Report(phase, 1.0, 5, 10, 4).encode()).result()
+
+
+def test_what_a_process_does_is_seen_by_its_files_if_it_said_nothing(
+    tmp_path: Path, records: KvStore
+) -> None:
+    say(records, 1, "write")
+    (tmp_path / "00002" / "d").mkdir(parents=True)
+    (tmp_path / "00002" / "d" / "x").touch()
+    found = of(tmp_path, 0).of([1, 2, 3])
+    assert str(found) == "processes 1, 2 (writing), 3 (not begun)"
+
+
+class Clock:
+    """The time that a test sets."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(waits, "time", clock)
+    return clock
+
+
+def test_it_is_said_at_growing_intervals(
+    tmp_path: Path, records: KvStore, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    looked = of(tmp_path, 0).patiently(lambda notes: False, [3])
+    said = []
+    for now in range(2000):
+        clock.now = now
+        with caplog.at_level(logging.WARNING, "unickpt"):
+            looked(set())
+        if caplog.records:
+            said.append(now)
+            assert f"waiting {now} s for process 3 (not begun)" in caplog.text
+        caplog.clear()
+    assert said == [30, 90, 210, 450, 930, 1530]
+
+
+def test_a_save_in_time_says_and_stores_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_in_job(tmp_path, 3, lambda index: numbers(1))
+    assert "waiting" not in caplog.text
+    assert not [name for name in files(tmp_path) if ".at" in name or "late" in name]
+
+
+def test_the_others_repeat_the_coordinator_until_it_falls_silent(
+    tmp_path: Path, records: KvStore, clock: Clock
+) -> None:
+    first, other = of(tmp_path, 0), of(tmp_path, 2)
+    assert str(other.as_told()) == "process 0 (not begun)"
+    first._whom([3], 60.0)
+    assert str(other.as_told()) == "process 3 (not begun)"
+    clock.now = 85
+    assert str(other.as_told()) == "process 3 (not begun)"
+    clock.now = 95  # 60 s, and 30 s more
+    say(records, 0, "wait")
+    assert str(other.as_told()) == "process 0 (waiting)"
+    say(records, 3, "write")
+    first._whom([3], 60.0)
+    assert str(other.as_told()) == "process 3 (writing)"
+
+
+def test_a_coordinator_that_is_done_and_silent_commits(tmp_path: Path, records: KvStore) -> None:
+    say(records, 0, "wait")
+    for process in range(3):
+        records.write(f"{process:05d}.ok", b"x").result()
+    assert str(of(tmp_path, 1).as_told()) == "process 3 (not begun)", "not: process 0 (waiting)"
+    records.write("00003.ok", b"x").result()
+    assert str(of(tmp_path, 1).as_told()) == "process 0 (committing)"
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b"7",
+        b'{"count": 1, "phases": [], "again_s": 1}',
+        b'{"count": 1, "phases": [[1, "\\u001b[2J"]], "again_s": 1}',
+        b'{"count": 1, "phases": [[[], {}]], "again_s": 1}',
+        b'{"count": "x", "phases": [[1, "writing"]], "again_s": 1}',
+        b'{"count": 1e400, "phases": [[1, "writing"]], "again_s": 1}',
+        b"[" * 4000,
+        b'{"count": 1, "phases": [[1, "writing"]], "again_s": 1, "x": "' + b"x" * 1000 + b'"}',
+    ],
+)
+def test_a_hostile_note_says_nothing(note: bytes, tmp_path: Path, records: KvStore) -> None:
+    records.write("late", note.ljust(1024)).result()
+    assert str(of(tmp_path, 1).as_told()) == "process 0 (not begun)"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"7",
+        b"{}",
+        b"[" * 4000,
+        Report("x", 1, 1, 1, 1).encode(),
+        Report("write", float("nan"), 1, 1, 1).encode(),
+        Report("write", 1, -1, 1, 1).encode(),
+        Report("write", 1, 1, 1, 1 << 62).encode(),
+        Report("write", 1, True, 1, 1).encode(),
+        b'{"phase": [], "seconds": 1, "nbytes": 1, "total": 1, "processes": 1}',
+        b'{"phase": "write", "seconds": "1", "nbytes": 1, "total": 1, "processes": 1}',
+    ],
+)
+def test_a_hostile_report_is_none(data: bytes) -> None:
+    assert reports.decode(data) is None
+    sound = Report("write", 1.5, 3, 4, 5, 6)
+    assert reports.decode(sound.encode()) == sound
+
+
+# --- the thread that reports ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(reporter, "_FIRST_S", 0.05)
+    yield
+    assert "unickpt report" not in [thread.name for thread in threading.enumerate()]
+
+
+@pytest.mark.usefixtures("quick")
+def test_reports_end_with_the_last_of_them(records: KvStore) -> None:
+    done, asked = [0], threading.Event()
+
+    def now() -> Report:
+        found = Report("write", 1.0, done[0], 100, 1)
+        if reports.read(records, [7]):
+            asked.set()
+            time.sleep(0.3)  # it is under way when the reporter is closed
+        return found
+
+    with Reporter(records, 7, 1) as told:
+        told.start(now)
+        assert asked.wait(60)
+        done[0] = 100
+    last = reports.read(records, [7])[7]
+    assert last.nbytes == 100, "the last report has all bytes"
+    assert last.number >= 2
+    time.sleep(0.5)
+    assert reports.read(records, [7])[7] == last, "it writes no more"
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_report_that_cannot_be_written_does_not_disturb_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[int]()
+
+    def refuse(process: int) -> str:
+        asked.append(process)
+        raise OSError("no")
+
+    monkeypatch.setattr(reports, "name_of", refuse)
+    monkeypatch.setattr(writer.Writer, "write_all", slowly(writer.Writer.write_all, 0.3))
+    unickpt.save(tmp_path, numbers(1))
+    assert asked
+    assert unickpt.verify(tmp_path).ok
+
+
+def slowly(real: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    def slow(*arguments: Any) -> Any:
+        time.sleep(seconds)
+        return real(*arguments)
+
+    return slow
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_left_of_what_was_said(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.4)
+        if fails:
+            raise RuntimeError("no")
+        return real(*arguments)
+
+    real = writer.Writer.write_all
+    monkeypatch.setattr(writer.Writer, "write_all", slow)
+    results = save_in_job(tmp_path / "c", 3, lambda index: numbers(1))
+    assert all(isinstance(result, Exception) for result in results) == fails
+    left = [name for name in files(tmp_path) if "/records/" in name]
+    assert left == []
+    assert (tmp_path / "c").exists() == (not fails)
+
+
+def test_few_requests_are_made_however_many_processes_there_are() -> None:
+    for count in (1, 100, 4096, 100_000):
+        told = Reporter(None, 0, count)  # type: ignore[arg-type]
+        assert count / told._pause_s <= max(200, count / 5)
+        location = paths.resolve("memory://waits")
+        wait = Waits(location, location, contexts.context(), 1, count)
+        assert count / wait._least_s <= max(100, count / 30)
+
+
+@pytest.mark.usefixtures("quick")
+def test_on_object_storage(
+    moto: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    s3_server.use(moto, monkeypatch)
+    bucket = f"waits-{secrets.token_hex(4)}"
+    s3_server.make_bucket(moto, bucket)
+    run = f"s3://{bucket}/run"
+    told, stop = threading.Event(), threading.Event()
+
+    def slow(self: writer.Writer, items: Any) -> Any:
+        if self._attempt.group.index == 1:
+            told.set()
+            assert stop.wait(60)
+        return real(self, items)
+
+    real = writer.Writer.write_all
+    monkeypatch.setattr(writer.Writer, "write_all", slow)
+    monkeypatch.setattr(waits, "_FIRST_S", 0.5)
+    job = f"{run}/step_3", 2, lambda index: numbers(1)
+    saving = threading.Thread(target=save_in_job, args=job, kwargs={"timeout_s": 60})
+    saving.start()
+    assert told.wait(60)
+    try:
+        watch = Watch(run)
+        found = until(lambda: [w for w in watch.look().under_way if w.seconds > 0.5])
+        assert (found[0].name, found[0].processes) == ("step_3", 2)
+        assert 1 in found[0].phases["writing"]
+        until(lambda: "s for process 1 (writing)" in caplog.text)
+    finally:
+        stop.set()
+        saving.join()
+    assert [each.name for each in watch.look().committed] == ["step_3"]
+    assert not watch.look().under_way
+    assert unickpt.verify(f"{run}/step_3").ok
+    timing = unickpt.open(f"{run}/step_3").timing
+    assert timing is not None
+    assert timing.slowest.tolist() == [1, 0]
+
+
+# --- watching -------------------------------------------------------------------------------------
+
+
+def under_way(run: Path, name: str, attempt: str = "a-000000") -> Path:
+    """The folder of an attempt, with records, as a save leaves it."""
+    folder = run / name / "processes" / attempt
+    (folder / "records").mkdir(parents=True)
+    return folder
+
+
+def test_watch_shows_what_is_committed_and_what_is_being_saved(tmp_path: Path) -> None:
+    for step in (1, 2, 10):
+        unickpt.save(tmp_path / f"step_{step}", {"w": np.zeros(1000)})
+    folder = under_way(tmp_path, "step_11")
+    store = paths.resolve(folder).child("records").store(contexts.context())
+    store.write("00000.ok", b"").result()
+    store.write(reports.name_of(0), Report("wait", 4.0, 50, 100, 5).encode()).result()
+    store.write(reports.name_of(3), Report("write", 2.0, 30, 100, 5).encode()).result()
+    store.write("00001.ok", b"").result()
+    (folder / "00002").mkdir()
+    (folder / "00002" / "manifest.ocdbt").touch()
+    clock = Clock()
+    watch = Watch(tmp_path, most=2, clock=clock.monotonic)
+    found = watch.look()
+    assert [each.name for each in found.committed] == ["step_2", "step_10"]
+    assert found.committed[0].new_bytes == 8000
+    (saving,) = found.under_way
+    assert saving.phases == {"waiting": [0], "done": [1], "writing": [2, 3], "not begun": [4]}
+    assert (saving.nbytes, saving.total, saving.seconds, saving.quiet_s) == (80, 200, 4, 0)
+    clock.now = 20
+    assert watch.look().under_way[0].quiet_s == 20
+    text = CliRunner().invoke(app, ["watch", str(tmp_path), "--once"]).output
+    assert "step_10" in text
+    assert "0 waiting, 4 not begun, 2, 3 writing" in text
+    assert "20 bytes/s" in text or "20 B/s" in text
+    (folder / "notes").mkdir()
+    (folder / "notes" / "error-00004").touch()
+    assert watch.look().under_way[0].phases["failed"] == [4]
+    assert watch.look().under_way[0].quiet_s == 0
+
+
+def test_a_checkpoint_that_is_replaced_is_shown_as_both(tmp_path: Path) -> None:
+    unickpt.save(tmp_path / "c", {"w": 1})
+    watch = Watch(tmp_path)
+    assert not watch.look().under_way
+    under_way(tmp_path, "c", "other-000000").joinpath("records", "00000.ok").touch()
+    found = watch.look()
+    assert [each.name for each in found.committed] == ["c"]
+    assert [each.attempt for each in found.under_way] == ["other-000000"]
+    assert Watch(tmp_path / "c").look().under_way[0].name == "."
+    unickpt.save(tmp_path / "c", {"w": np.ones(1000)}, overwrite=True)
+    assert watch.look().committed[0].nbytes == 8000
+
+
+def test_watching_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["watch", str(tmp_path / "run"), "--once"])
+    assert result.exit_code == 0
+    assert "nothing is saved" in result.output
+    assert not (tmp_path / "run").exists()
+
+
+def test_hostile_names_and_numbers_cost_little(tmp_path: Path) -> None:
+    folder = under_way(tmp_path, "step_1")
+    (folder / "records" / "999999999.ok").touch()
+    (folder / "records" / "00001.at").write_bytes(Report("write", 1, 1, 1, (1 << 62) - 1).encode())
+    started = time.monotonic()
+    text = CliRunner().invoke(app, ["watch", str(tmp_path), "--once"]).output
+    assert time.monotonic() - started < 20
+    assert "step_1" in text

@@ -1,0 +1,1 @@
+"""What is shown of saves: how long they took, and how far they are."""

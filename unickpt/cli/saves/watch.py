@@ -1,0 +1,121 @@
+"""watch: the checkpoints of a run, and how far those are that are being saved."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import nullcontext
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from unickpt import quoting
+from unickpt.cli.output import AsJson, clean, console, date_text, new_table, size_text
+from unickpt.steps.watching import FAILED, Committed, Look, UnderWay, Watch
+
+_SHARE = 10
+"""At most one part in so many of the time is spent looking, however slow the storage is."""
+_COLUMNS = ("checkpoint", "state", "processes", "bytes", "rate", "for", "who")
+_QUIET_S = 15.0
+
+
+def watch(
+    run: Annotated[str, typer.Argument(help="A directory, or a URL: file, s3, gs or memory.")],
+    once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
+    every: Annotated[float, typer.Option("--every", help="Seconds between looks.", min=0.1)] = 2.0,
+    last: Annotated[
+        int, typer.Option("--last", help="How many committed checkpoints to show.", min=0)
+    ] = 8,
+    as_json: AsJson = False,
+) -> None:
+    """Show how far the saves of a run are, until Ctrl-C; from the storage alone.
+
+    Processes tell how far they are once a save takes more than a few seconds. Of a shorter one, it
+    is only seen who has written something, and who is done.
+
+    \b
+    unickpt watch runs/llama
+    unickpt watch s3://bucket/runs/llama --every 30
+    unickpt watch runs/llama --once --json
+
+    A save that nobody works on any more looks like one under way in which nothing changes; `unickpt
+    clean` removes what such saves left.
+
+    --json prints an object for each look, one a line: {committed: [{name, created, nbytes,
+    new_bytes, processes, seconds, error}], under_way: [{name, attempt, processes, phases, nbytes,
+    total, seconds, quiet_s}]}. phases has the numbers of the processes by what they do.
+    """
+    watching, out = Watch(run, last), console()
+    with Live(console=out, auto_refresh=False) if out.is_terminal else nullcontext() as live:
+        while True:
+            began = time.monotonic()
+            try:
+                found = watching.look()
+                if as_json:
+                    print(json.dumps(asdict(found)), flush=True)
+                elif live is None:
+                    out.print(_drawn(run, found))
+                else:
+                    live.update(_drawn(run, found), refresh=True)
+                if once:
+                    return
+                time.sleep(max(every, _SHARE * (time.monotonic() - began)))
+            except KeyboardInterrupt:
+                return
+
+
+def _drawn(run: str, found: Look) -> Any:
+    if not found.committed and not found.under_way:
+        return Text(f"nothing is saved in {clean(run)}, and nothing is being saved")
+    table = new_table(*_COLUMNS, right=("processes", "bytes", "rate", "for"))
+    for committed in found.committed:
+        _add(table, _committed_row(committed), "red" if committed.error else "")
+    for under_way in found.under_way:
+        failed = FAILED in under_way.phases
+        _add(table, _under_way_row(under_way), "red" if failed else "bold")
+    return Group(Text(clean(run), "bold"), table)
+
+
+def _add(table: Table, row: list[str], style: str) -> None:
+    table.add_row(*(Text(clean(text), style) for text in row))
+
+
+def _committed_row(found: Committed) -> list[str]:
+    if found.error:
+        return [found.name, "cannot be opened", "", "", "", "", found.error]
+    seconds = found.seconds
+    return [
+        found.name,
+        date_text(found.created),
+        f"{found.processes:,}",
+        size_text(found.new_bytes),
+        "" if not seconds else f"{size_text(int(found.new_bytes / seconds))}/s",
+        "" if seconds is None else f"{seconds:.1f} s",
+        "",
+    ]
+
+
+def _under_way_row(found: UnderWay) -> list[str]:
+    done = len(found.phases.get("done", ()))
+    share = f" of {size_text(found.total)}" if found.total else ""
+    rate = f"{size_text(int(found.nbytes / found.seconds))}/s" if found.seconds else ""
+    quiet = f"; nothing changed for {found.quiet_s:.0f} s" if found.quiet_s > _QUIET_S else ""
+    who = [
+        f"{quoting.some(processes)} {phase}"
+        for phase, processes in sorted(found.phases.items(), key=lambda item: len(item[1]))
+        if phase != "done"
+    ]
+    return [
+        found.name,
+        FAILED if FAILED in found.phases else "saving",
+        f"{done:,}/{found.processes:,}",
+        f"{size_text(found.nbytes)}{share}" if found.total else "",
+        rate,
+        f"{found.seconds:.1f} s" if found.seconds else "",
+        ", ".join(who) + quiet,
+    ]

@@ -1,0 +1,103 @@
+"""What a process says of itself while a save is late: one small object, which it writes again.
+
+It lies beside the records, because only the coordinator, and who watches a run, lists these often.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+from unickpt.storage.errors import Damaged
+from unickpt.storage.kvstore import KvStore
+
+_SUFFIX = ".at"
+_BYTES = 256
+WRITE, WAIT, COMMIT = "write", "wait", "commit"
+WORDS = {WRITE: "writing", WAIT: "waiting", COMMIT: "committing"}
+"""The phases of which a process reports, and what it does then."""
+NOT_BEGUN, DONE = "not begun", "done"
+
+
+@dataclass(frozen=True)
+class Report:
+    """How far a process is.
+
+    Arguments:
+        phase: one of `WORDS`.
+        seconds: since it was asked to save.
+        nbytes: logical bytes that it has written, or taken from an earlier checkpoint.
+        total: how many it has to.
+        processes: how many save together.
+        number: how many reports it has written before.
+    """
+
+    phase: str
+    seconds: float
+    nbytes: int
+    total: int
+    processes: int
+    number: int = 0
+
+    @property
+    def words(self) -> str:
+        """What the process does."""
+        return WORDS[self.phase]
+
+    def encode(self) -> bytes:
+        return padded(json.dumps(asdict(self)).encode(), _BYTES)
+
+
+def decode(data: bytes) -> Report | None:
+    """A stored report, which is untrusted; None if the bytes are not one, as those of a missing
+    object."""
+    try:
+        found = Report(**json.loads(data))
+        whole = (found.nbytes, found.total, found.processes, found.number)
+        if found.phase not in WORDS or not 0 <= found.seconds < 1e9:
+            return None
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return found if all(type(n) is int and 0 <= n < 1 << 62 for n in whole) else None
+
+
+def name_of(process: int) -> str:
+    """The name of a process's report, beside the records."""
+    return f"{process:05d}{_SUFFIX}"
+
+
+def read(records: KvStore, processes: Sequence[int]) -> dict[int, Report]:
+    """The reports of some processes, as far as there are any.
+
+    Raises:
+        Failed: the storage failed.
+    """
+    reads = [(p, reading(records, name_of(p), _BYTES)) for p in processes]
+    found = {process: decode(read()) for process, read in reads}
+    return {process: report for process, report in found.items() if report is not None}
+
+
+def padded(data: bytes, size: int) -> bytes:
+    """JSON of a size at which `reading` reads no more."""
+    assert len(data) <= size, "all that is in it is bounded"
+    return data.ljust(size)
+
+
+def reading(records: KvStore, name: str, size: int) -> Callable[[], bytes]:
+    """Starts to read an object that `padded` made, and no more than that.
+
+    Returns:
+        What waits for it; gives empty bytes if it is missing or shorter, and raises `Failed` if the
+        storage failed.
+    """
+    read = records.read(name, byte_range=slice(0, size))
+
+    def result() -> bytes:
+        try:
+            found: bytes = read.result().value
+        except Damaged:
+            return b""
+        return found
+
+    return result

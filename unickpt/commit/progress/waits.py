@@ -1,0 +1,183 @@
+"""Who is waited for, by name and phase: logged while a save is late, and said when it fails.
+
+The coordinator lists the records anyway. While it waits, it writes now and then who is late. The
+others read that one object; they look for themselves only if it is not there, or out of date.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+
+import tensorstore as ts
+
+from unickpt import quoting
+from unickpt.commit.progress import reports
+from unickpt.commit.progress.reports import COMMIT, NOT_BEGUN, WORDS, WRITE
+from unickpt.errors import SaveTimeout
+from unickpt.storage.kvstore import KvStore
+from unickpt.storage.locations import Location
+
+_log = logging.getLogger("unickpt")
+_FIRST_S = 30.0
+"""A process that waits for less than this says nothing."""
+_GROWTH, _LONGEST_S = 2.0, 600.0
+_LOOKS_PER_S = 100
+"""Of all processes of a job together, at most."""
+_NAMED = 8
+_LATE = "late"
+_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class Late:
+    """The processes that are waited for.
+
+    Arguments:
+        count: how many.
+        phases: what some of them do, in words.
+    """
+
+    count: int
+    phases: Mapping[int, str]
+
+    def __str__(self) -> str:
+        """As "processes 17, 203 (writing), 5 (not begun)"."""
+        by_phase: dict[str, list[int]] = {}
+        for process, phase in self.phases.items():
+            by_phase.setdefault(phase, []).append(process)
+        shown = [f"{quoting.some(found)} ({phase})" for phase, found in by_phase.items()]
+        more = self.count - len(self.phases)
+        rest = f" and {more} more" if more > 0 else ""
+        return f"process{'es' * (self.count > 1)} {', '.join(shown)}{rest}"
+
+
+class Waits:
+    """Says of whom the processes of an attempt wait.
+
+    Arguments:
+        location: the checkpoint's folder.
+        folder: of the attempt.
+        context: for the storage.
+        process: index of this process.
+        count: number of processes.
+    """
+
+    def __init__(
+        self, location: Location, folder: Location, context: ts.Context, process: int, count: int
+    ) -> None:
+        self._location, self._folder, self._context = location, folder, context
+        self._process, self._count = process, count
+        self._least_s = max(_FIRST_S, count / _LOOKS_PER_S)
+        self._told, self._told_at = b"", time.monotonic()
+
+    @cached_property
+    def _records(self) -> KvStore:  # most saves need none
+        return self._folder.child("records").store(self._context)
+
+    def patiently(
+        self, ready: Callable[[set[str]], bool], late: Sequence[int]
+    ) -> Callable[[set[str]], bool]:
+        """`ready`, for `Notes.wait`, which also logs now and then who is waited for.
+
+        Arguments:
+            ready: whether the wait is over.
+            late: for the coordinator, the processes whose records are missing; `ready` changes it.
+        """
+        began, pause = time.monotonic(), self._least_s
+        next_s = pause
+
+        def looked(notes: set[str]) -> bool:
+            nonlocal pause, next_s
+            if ready(notes):
+                return True
+            waited = time.monotonic() - began
+            if waited >= next_s:
+                pause = min(pause * _GROWTH, max(_LONGEST_S, self._least_s))
+                with suppress(Exception):  # what fails here, fails the wait itself if it matters
+                    whom = self._whom(late, pause)
+                    _log.warning("%s: waiting %.0f s for %s", self._location, waited, whom)
+                next_s = time.monotonic() - began + pause
+            return False
+
+        return looked
+
+    def _whom(self, late: Sequence[int], again_s: float) -> Late:
+        if self._process > 0:
+            return self.as_told()
+        found = self.of(late)
+        note = {"count": found.count, "phases": list(found.phases.items()), "again_s": again_s}
+        data = json.dumps({**note, "at": time.monotonic()}).encode()
+        self._records.write(_LATE, reports.padded(data, _BYTES)).result()
+        return found
+
+    def timeout(self, late: Sequence[int], timeout_s: float) -> SaveTimeout:
+        """The error of a wait that took too long.
+
+        Arguments:
+            late: the processes whose records are missing; if there are none, process 0 is late.
+            timeout_s: how long it was.
+        """
+        whom, done = (self.of(late), "finish") if late else (self._coordinator(), "commit")
+        return SaveTimeout(
+            f"{self._location}: {whom} did not {done} within {timeout_s:g} s "
+            f"(SaveOptions.timeout_s) after process {self._process} of {self._count} was done; it "
+            "may have died. No checkpoint was written."
+        )
+
+    def of(self, late: Sequence[int]) -> Late:
+        """What some processes do, whose records are missing.
+
+        Raises:
+            Failed: the storage failed.
+        """
+        named = list(late[:_NAMED])
+        found = reports.read(self._records, named)
+        return Late(len(late), {p: found[p].words if p in found else self._seen(p) for p in named})
+
+    def _coordinator(self) -> Late:
+        """What the coordinator does; if it waits, too, for whom."""
+        there = {key.decode(errors="replace") for key in self._records.list().result()}
+        if "00000.ok" not in there:
+            return self.of([0])
+        late = [process for process in range(self._count) if f"{process:05d}.ok" not in there]
+        return self.of(late) if late else Late(1, {0: WORDS[COMMIT]})
+
+    def _seen(self, process: int) -> str:
+        """What a process does that has not said so: by whether there are files of it."""
+        files = self._folder.child(f"{process:05d}").names(self._context)
+        return WORDS[WRITE] if files else NOT_BEGUN
+
+    def as_told(self) -> Late:
+        """As the coordinator says; what is seen without it, if it should have said more since.
+
+        Raises:
+            Failed: the storage failed.
+        """
+        told = reports.reading(self._records, _LATE, _BYTES)()
+        now = time.monotonic()
+        if told != self._told:
+            self._told, self._told_at = told, now
+        found = _late(told)
+        if found is None or now - self._told_at > found[1] + self._least_s:
+            return self._coordinator()
+        return found[0]
+
+
+def _late(data: bytes) -> tuple[Late, float] | None:
+    """What the coordinator wrote, which is untrusted, and when it will write again; None if that
+    cannot be read."""
+    known = {NOT_BEGUN, *WORDS.values()}
+    try:
+        note = json.loads(data)
+        count, again_s = int(note["count"]), float(note["again_s"])
+        phases = {int(process): str(phase) for process, phase in note["phases"]}
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return None
+    sound = phases and count >= len(phases) and known.issuperset(phases.values())
+    return (Late(count, phases), again_s) if sound else None

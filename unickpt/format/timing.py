@@ -1,0 +1,217 @@
+"""How long a save took, by process and phase, as it is kept in the checkpoint: `unickpt.timing`.
+
+docs/format.md (section 10) is the normative text. Nothing that is loaded depends on it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+TIMING_KEY = "unickpt.timing"
+PHASES = ("describe", "plan", "stage", "queue", "write")
+"""The phases of one process, until it has published what it wrote."""
+_SIZES = ("written", "stored", "reused", "staged", "chunks")
+_F4: np.dtype[Any] = np.dtype("<f4")
+_U8: np.dtype[Any] = np.dtype("<u8")
+_KINDS = {kind.str: kind for kind in (_F4, _U8)}
+_COLUMNS: Mapping[str, np.dtype[Any]] = {
+    "began": _F4,
+    "blocked": _F4,
+    **{f"{phase}_at": _F4 for phase in PHASES},
+    **{f"{phase}_s": _F4 for phase in PHASES},
+    **dict.fromkeys(_SIZES, _U8),
+}
+_KEPT = "write_s"
+"""The column that is always there: it backs the number of processes, which is untrusted."""
+_SEAL_BYTES = 8
+_MOST_COLUMNS, _MOST_HEAD = 64, 1 << 14
+_WIDEST = 8  # bytes of an element of a column
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long a save took. All arrays have an element for each process.
+
+    Times are seconds since the coordinator, process 0, was asked to save. Other processes' clocks
+    are placed in its own by the clocks of the hosts, and corrected where these contradict what it
+    saw: which records were there whenever it looked (docs/format.md).
+
+    Arguments:
+        collected: when process 0 had the records of all processes.
+        merged: when it had merged them. Then it built the root and committed.
+        began: when each process was asked to save.
+        at: for each phase of `PHASES`, by its name, how long after that it began.
+        seconds: how long it took; 0 if there was none.
+        blocked: seconds for which the call blocked the caller; 0 where it returned only after the
+            save.
+        written: logical bytes of the chunks that the process wrote, and the bytes of its patches.
+        stored: the same, but what is stored of quantised ones.
+        reused: logical bytes that it did not write, because an earlier checkpoint has them.
+        staged: bytes that it copied to host memory.
+        chunks: number of chunks that it wrote.
+
+    Example:
+        >>> import numpy as np, unickpt
+        >>> _ = unickpt.save("memory://run/timing", {"w": np.ones(3)})
+        >>> unickpt.open("memory://run/timing").timing.written
+        array([24], dtype=uint64)
+    """
+
+    collected: float
+    merged: float
+    began: NDArray[np.float32]
+    at: Mapping[str, NDArray[np.float32]]
+    seconds: Mapping[str, NDArray[np.float32]]
+    blocked: NDArray[np.float32]
+    written: NDArray[np.uint64]
+    stored: NDArray[np.uint64]
+    reused: NDArray[np.uint64]
+    staged: NDArray[np.uint64]
+    chunks: NDArray[np.uint64]
+
+    @property
+    def processes(self) -> int:
+        """How many there were."""
+        return len(self.began)
+
+    @property
+    def done(self) -> NDArray[np.float32]:
+        """When each process had published what it wrote, and so ended its part."""
+        ended: NDArray[np.float32] = self.began + self.at["write"] + self.seconds["write"]
+        return ended
+
+    @property
+    def waited(self) -> NDArray[np.float32]:
+        """For how long each process then waited until the last one was done."""
+        done = self.done
+        late: NDArray[np.float32] = done.max() - done
+        return late
+
+    @property
+    def slowest(self) -> NDArray[np.intp]:
+        """The processes, the one for which all others waited first."""
+        return np.argsort(-self.done, kind="stable")
+
+
+def dtype_of(column: str) -> np.dtype[Any]:
+    """The dtype of a column in memory."""
+    return _COLUMNS[column].newbyteorder("=")
+
+
+def from_columns(
+    collected: float, merged: float, columns: Mapping[str, NDArray[Any]], processes: int
+) -> Timing:
+    """A timing of columns by their names; those that are missing are 0."""
+    found = {
+        name: np.asarray(columns.get(name, np.zeros(processes)), dtype_of(name))
+        for name in _COLUMNS
+    }
+    return Timing(
+        collected,
+        merged,
+        found["began"],
+        {phase: found[f"{phase}_at"] for phase in PHASES},
+        {phase: found[f"{phase}_s"] for phase in PHASES},
+        found["blocked"],
+        *(found[name] for name in _SIZES),
+    )
+
+
+def encode(timing: Timing) -> bytes:
+    """A line of JSON, the columns that are not 0 throughout, and the xxh3-64 of both."""
+    every: dict[str, NDArray[Any]] = {
+        "began": timing.began,
+        "blocked": timing.blocked,
+        **{f"{phase}_at": column for phase, column in timing.at.items()},
+        **{f"{phase}_s": column for phase, column in timing.seconds.items()},
+        **{name: getattr(timing, name) for name in _SIZES},
+    }
+    kept = {name: column for name, column in every.items() if name == _KEPT or column.any()}
+    head = {
+        "processes": timing.processes,
+        "collected": round(timing.collected, 3),
+        "merged": round(timing.merged, 3),
+        "columns": [[name, _COLUMNS[name].str] for name in kept],
+    }
+    line = json.dumps(head, separators=(",", ":")).encode() + b"\n"
+    body = line + b"".join(column.astype(_COLUMNS[name]).tobytes() for name, column in kept.items())
+    return body + xxhash.xxh3_64_intdigest(body).to_bytes(_SEAL_BYTES, "little")
+
+
+def most_bytes(processes: int) -> int:
+    """The most bytes that the timing of a save of some processes may have."""
+    return _MOST_HEAD + _MOST_COLUMNS * _WIDEST * processes + _SEAL_BYTES
+
+
+def decode(data: bytes, processes: int) -> Timing:
+    """Decodes a stored timing.
+
+    Arguments:
+        data: of at most `most_bytes`; untrusted.
+        processes: how many the index names.
+
+    Raises:
+        ValueError: says what is wrong.
+    """
+    body, seal = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
+    if xxhash.xxh3_64_intdigest(body).to_bytes(_SEAL_BYTES, "little") != seal:
+        raise ValueError("it does not match its checksum")
+    line, _, rest = body.partition(b"\n")
+    if len(line) > _MOST_HEAD:
+        raise ValueError(f"its head has {len(line)} bytes")
+    try:
+        head = json.loads(line)
+        named = [(str(name), _KINDS[kind]) for name, kind in head["columns"]]
+        collected, merged = float(head["collected"]), float(head["merged"])
+        found = head["processes"]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"its head is malformed: {error!r}") from None
+    if type(found) is not int or found != processes:
+        raise ValueError(f"it is of {found!r} processes, but the index names {processes}")
+    if not (_is_moment(collected) and _is_moment(merged)):
+        raise ValueError("its times are not finite")
+    return from_columns(collected, merged, _columns(named, rest, processes), processes)
+
+
+def _columns(
+    named: list[tuple[str, np.dtype[Any]]], data: bytes, processes: int
+) -> dict[str, NDArray[Any]]:
+    """The columns that are known; those of later versions are skipped."""
+    names = {name for name, _ in named}
+    sound = len(names) == len(named) <= _MOST_COLUMNS and _KEPT in names
+    if not sound:
+        raise ValueError("its columns are malformed")
+    if len(data) != processes * sum(kind.itemsize for _, kind in named):
+        raise ValueError(f"its columns have {len(data)} bytes, which is not what its head says")
+    found, at = dict[str, NDArray[Any]](), 0
+    for name, kind in named:
+        column = np.frombuffer(data, kind, processes, at)
+        at += column.nbytes
+        if name not in _COLUMNS:
+            continue
+        if kind != _COLUMNS[name]:
+            raise ValueError(f"its column {name!r} is of another type")
+        if kind == _F4 and not _are_moments(column, signed=name == "began" or name.endswith("_at")):
+            raise ValueError(f"its column {name!r} has times that cannot be")
+        found[name] = column
+    return found
+
+
+_LONGEST_S = 1e9
+
+
+def _is_moment(value: float) -> bool:
+    return math.isfinite(value) and abs(value) <= _LONGEST_S
+
+
+def _are_moments(column: NDArray[Any], *, signed: bool) -> bool:
+    least = -_LONGEST_S if signed else 0
+    return bool(((column >= least) & (column <= _LONGEST_S)).all())  # false for NaN, too

@@ -1,0 +1,249 @@
+"""Watching: which checkpoints of a run are committed, and how far the others are; from the storage
+alone, by what the processes of a save leave there (`commit.progress.reports`)."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import tensorstore as ts
+
+from unickpt.commit import version
+from unickpt.commit.progress import reports
+from unickpt.commit.progress.reports import DONE, NOT_BEGUN, WORDS, WRITE, Report
+from unickpt.errors import CheckpointNotFound, UnickptError
+from unickpt.reading import checkpoint
+from unickpt.reading.listing import Listed, checkpoints_below, natural
+from unickpt.steps.attempt_folders import FOLDER
+from unickpt.storage import contexts, errors, paths
+from unickpt.storage.errors import Failed
+from unickpt.storage.locations import Location
+
+_MOST_READ = 1024
+_MOST_PROCESSES = 1 << 20
+_OF_PROCESS = re.compile(r"(\d{5,9})/.")
+_RECORD = re.compile(r"records/(\d{5,9})\.ok")
+_REPORT = re.compile(r"records/(\d{5,9})\.at")
+_ERROR = re.compile(r"notes/error-(\d{5,9})")
+FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A checkpoint that exists.
+
+    Arguments:
+        name: of its folder; "." for the folder that is watched.
+        created: when it was committed, as in its index.
+        nbytes, new_bytes: of its arrays, and what of them was written.
+        processes: how many saved it.
+        seconds: until all had written their part; None if it does not say.
+        error: why it cannot be opened; else empty.
+    """
+
+    name: str
+    created: str = ""
+    nbytes: int = 0
+    new_bytes: int = 0
+    processes: int = 0
+    seconds: float | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class UnderWay:
+    """An attempt to save a checkpoint that is not committed. It may have failed since.
+
+    Arguments:
+        name: of the checkpoint's folder; "." for the folder that is watched.
+        attempt: its name.
+        processes: how many save, as far as it is known.
+        phases: the processes by what they do; those that are `DONE` have written their part.
+        nbytes, total: bytes written, and to be written, of the processes that have told.
+        seconds: since the first of these was asked to save.
+        quiet_s: for how long nothing of this has changed while it was watched.
+    """
+
+    name: str
+    attempt: str
+    processes: int
+    phases: Mapping[str, Sequence[int]]
+    nbytes: int = 0
+    total: int = 0
+    seconds: float = 0.0
+    quiet_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a look at a run found; the newest checkpoints, in natural order."""
+
+    committed: Sequence[Committed]
+    under_way: Sequence[UnderWay]
+
+
+@dataclass
+class _Signs:
+    """What was found of an attempt, and since when it has not changed."""
+
+    found: UnderWay
+    since: float
+
+
+@dataclass
+class Watch:
+    """Looks at a run again and again; remembers what cannot change.
+
+    Arguments:
+        root: a path or URL of a folder of checkpoints, or of one.
+        most: how many committed checkpoints to show.
+        clock: seconds; for tests.
+    """
+
+    root: paths.Path
+    most: int = 8
+    clock: Callable[[], float] = time.monotonic
+    _opened: dict[str, tuple[str, Committed]] = field(default_factory=dict)
+    _signs: dict[tuple[str, str], _Signs] = field(default_factory=dict)
+
+    def look(self) -> Look:
+        """What is there now.
+
+        Raises:
+            InvalidPath: the root is not a storage location.
+            StorageError: the storage failed.
+        """
+        location, context = paths.resolve(self.root, whole=True), contexts.context()
+        try:
+            # In this order: what is committed meanwhile is found in both, and is committed.
+            attempts = _attempts(location, context)
+            listed = self._listed(location)
+            under_way = [
+                found
+                for name, names in attempts.items()
+                for found in self._under_way(location, name, names, name in listed, context)
+            ]
+            newest = list(listed.values())[-self.most :] if self.most else []
+            committed = [self._committed(each) for each in newest]
+        except Failed as error:
+            raise errors.reading_failed(error, str(location)) from error
+        now = {(found.name, found.attempt) for found in under_way}
+        self._signs = {key: signs for key, signs in self._signs.items() if key in now}
+        return Look(committed, sorted(under_way, key=lambda found: natural(found.name)))
+
+    def _listed(self, location: Location) -> dict[str, Listed]:
+        try:
+            return {listed.name: listed for listed in checkpoints_below(self.root)}
+        except CheckpointNotFound:
+            return {}  # the first save will make it
+
+    def _committed(self, listed: Listed) -> Committed:
+        """The facts of a checkpoint; read anew only if it was replaced."""
+        found = version.version_at(paths.resolve(listed.path))
+        known = self._opened.get(listed.name)
+        if known is not None and found is not None and known[0] == found.digest:
+            return known[1]
+        try:
+            facts = _opened(listed)
+        except UnickptError as error:
+            return Committed(listed.name, error=str(error))
+        if found is not None:
+            self._opened[listed.name] = found.digest, facts
+        return facts
+
+    def _under_way(
+        self,
+        location: Location,
+        name: str,
+        attempts: Iterable[str],
+        is_committed: bool,
+        context: ts.Context,
+    ) -> Iterable[UnderWay]:
+        at = location if name == "." else location.child(name)
+        names = set(attempts)
+        if is_committed and names:
+            found = version.version_at(at)
+            names.discard("" if found is None else found.attempt)
+        for attempt in sorted(names):
+            seen = _attempt(at.child(f"{FOLDER}/{attempt}"), name, attempt, context)
+            if seen is not None:
+                yield self._with_quiet(seen)
+
+    def _with_quiet(self, found: UnderWay) -> UnderWay:
+        key, now = (found.name, found.attempt), self.clock()
+        known = self._signs.get(key)
+        if known is None or known.found != found:
+            known = self._signs[key] = _Signs(found, now)
+        return UnderWay(**{**vars(found), "quiet_s": now - known.since})
+
+
+def _attempts(location: Location, context: ts.Context) -> dict[str, set[str]]:
+    """The attempts in the folder of each checkpoint, committed or not."""
+    found = location.folders_below(FOLDER, context)
+    found["."] = set(location.child(FOLDER).folders(context))
+    return {name: attempts for name, attempts in found.items() if attempts and name != FOLDER}
+
+
+def _opened(listed: Listed) -> Committed:
+    found = checkpoint.open(listed.path)
+    timing = found.timing
+    return Committed(
+        listed.name,
+        found.index.created,
+        found.nbytes,
+        max(0, found.nbytes - found.index.reused),
+        found.index.processes,
+        None if timing is None else timing.collected,
+    )
+
+
+def _attempt(folder: Location, name: str, attempt: str, context: ts.Context) -> UnderWay | None:
+    """How far an attempt is; None if nothing is there any more."""
+    keys = [key.decode(errors="replace") for key in folder.store(context).list().result()]
+    if not keys:
+        return None
+    done, failed = _matching(_RECORD, keys), _matching(_ERROR, keys)
+    begun, told = _matching(_OF_PROCESS, keys), _matching(_REPORT, keys)
+    found = _read(folder, told, done, context)
+    known = [report.processes for report in found.values()]
+    last = max([*known, *(p + 1 for p in done | failed | begun | told)], default=0)
+    processes = min(last, _MOST_PROCESSES)
+    phases: dict[str, list[int]] = {}
+    begun |= told
+    for process in range(processes):
+        report = found.get(process)
+        if process in failed:
+            phase = FAILED
+        elif process in done and (report is None or report.phase == WRITE or process):
+            phase = DONE
+        elif report is not None:
+            phase = report.words
+        else:
+            phase = WORDS[WRITE] if process in begun else NOT_BEGUN
+        phases.setdefault(phase, []).append(process)
+    return UnderWay(
+        name,
+        attempt,
+        processes,
+        phases,
+        sum(report.nbytes for report in found.values()),
+        sum(report.total for report in found.values()),
+        max((report.seconds for report in found.values()), default=0.0),
+    )
+
+
+def _matching(pattern: re.Pattern[str], keys: Iterable[str]) -> set[int]:
+    """The processes whose files match."""
+    matches = (pattern.match(key) for key in keys)
+    found = {int(match[1]) for match in matches if match}
+    return {process for process in found if process < _MOST_PROCESSES}
+
+
+def _read(
+    folder: Location, told: set[int], done: set[int], context: ts.Context
+) -> dict[int, Report]:
+    """Their reports; first of those that are not done, if there are too many."""
+    first = sorted(told, key=lambda process: (process in done, process))[:_MOST_READ]
+    return reports.read(folder.child("records").store(context), first)
