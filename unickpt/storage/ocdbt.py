@@ -102,6 +102,24 @@ class Tree:
             if leaf is not None and not leaf.keys:
                 leaf = None
 
+    def leaves(self) -> Iterator[nodes.Node]:
+        """All leaves, in order.
+
+        Raises:
+            Damaged: as for `find`.
+        """
+        with self._lock:
+            root = self._root()
+            ahead, seen = [] if root is None else [root], set[nodes.Node]()
+            while ahead:
+                node = ahead.pop()
+                if node in seen:  # a few hostile nodes that share children can make many paths
+                    raise Damaged("a node of the B-tree has two parents")
+                seen.add(node)
+                if node.height == 0:
+                    yield node
+                ahead += reversed([self._below(node, at) for at in range(len(node.common))])
+
     def _leaf(self, wanted: bytes) -> nodes.Node | None:
         """The leaf that has a key, if any has it."""
         node = self._root()
