@@ -14,6 +14,7 @@ from unickpt.commit.merge_chunks import Chunks, Requests, merged_chunks, request
 from unickpt.commit.merge_index import per_process, unite, with_boxes, with_errors, with_patches
 from unickpt.commit.record import Records
 from unickpt.commit.replicas import Difference, Replicas
+from unickpt.format import digest_table
 from unickpt.format.index import Index
 from unickpt.reuse.experts import with_steps
 
@@ -74,6 +75,7 @@ def merge_all(
         chunks=len(chunks.table),
         reused=int(sum(record.statistics.get("reused_bytes", 0) for _, record in written)),
         digests_xxh3=f"{xxhash.xxh3_64_intdigest(chunks.table.tobytes()):016x}",
+        digest_blocks=digest_table.blocks(chunks.table),
         bases=chunks.bases,
         borrowed=len(chunks.borrowed),
         borrowed_xxh3=f"{xxhash.xxh3_64_intdigest(lent):016x}" if chunks.bases else "",

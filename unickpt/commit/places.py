@@ -35,21 +35,25 @@ class Places:
     rows: Rows = field(default_factory=lambda: np.zeros(0, PLACE_DTYPE))
     inline: bytes = b""
 
-    def check(self) -> None:
+    def check(self, elsewhere: Rows) -> None:
         """Checks that the rows refer only to what is there, below the process's folder.
+
+        Arguments:
+            elsewhere: the numbers of those rows that refer to nothing, ascending.
 
         Raises:
             ValueError: they do not.
         """
-        file, apart = self.rows["file"], self.rows["file"] == INLINE
-        if len(file) and not (int(file.min()) >= ELSEWHERE and int(file.max()) < len(self.files)):
+        file, within = self.rows["file"], self.rows[self.rows["file"] == INLINE]
+        if not np.array_equal(np.flatnonzero(file == ELSEWHERE), elsewhere):
+            raise ValueError("it does not say where each value is")
+        if len(file) and (int(file.min()) < ELSEWHERE or int(file.max()) >= len(self.files)):
             raise ValueError("a value is in a file that is not listed")
-        ends = self.rows["offset"][apart] + self.rows["length"][apart]
-        if len(ends) and (
-            int(ends.max()) > len(self.inline)
-            or int(self.rows["length"][apart].max()) > len(self.inline)
-        ):
-            raise ValueError("a value ends after all of them")
+        if len(within):
+            size = np.uint64(len(self.inline))
+            offset, length = within["offset"], within["length"]
+            if (length > size).any() or (offset > size - length).any():
+                raise ValueError("a value ends after all of them")
         for path in self.files:
             if path.startswith("/") or "\0" in path or ".." in path.split("/"):
                 raise ValueError(f"{path[:200]!r} is not a file of the process")

@@ -111,8 +111,10 @@ class Record:
             patched = rest.take(head["patched"], np.dtype(np.bool_))
             rows = rest.take(head["places"], PLACE_DTYPE)
             places = Places(tuple(head["files"]), rows, inline)
-            places.check()
-            if len(rows) != len(chunks) + int(patched.sum()) + len(head["blobs"]):
+            places.check(np.flatnonzero(borrowed))
+            if len(patched) not in (0, len(chunks)) or len(rows) != len(chunks) + int(
+                patched.sum()
+            ) + len(head["blobs"]):
                 raise ValueError("it does not say where each value is")
             return cls(
                 head["description"],

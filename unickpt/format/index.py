@@ -15,8 +15,8 @@ from unickpt.arrays.box import Box
 from unickpt.arrays.layout import Layout
 from unickpt.trees import plain_values
 
-FORMAT = (1, 2)
-PATCHED_FORMAT = (2, 0)
+FORMAT = (1, 3)
+PATCHED_FORMAT = (2, 1)
 """Of a checkpoint with patches (`patches`), which readers of format 1 must not try to read."""
 RESERVED = "unickpt"
 """The metadata key under which `Checkpointer` stores `step`, and process 0's `metrics`."""
@@ -94,6 +94,19 @@ class BaseEntry:
 
 
 @dataclass(frozen=True)
+class DigestBlocks:
+    """Digests of the blocks of a digest table, so that a part of it can be read and checked alone.
+
+    Arguments:
+        rows: of a block; the last one may have fewer.
+        digests: of each block, xxh3-64.
+    """
+
+    rows: int
+    digests: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Index:
     """The whole content of `unickpt.json`. `tree` is the JSON of `unickpt.trees.tree`."""
 
@@ -110,6 +123,7 @@ class Index:
     library: str = ""
     chunks: int = 0
     digests_xxh3: str = ""
+    digest_blocks: DigestBlocks | None = None
     reused: int = 0
     bases: tuple[BaseEntry, ...] = ()
     borrowed: int = 0

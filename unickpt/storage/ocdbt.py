@@ -246,6 +246,19 @@ class DatabaseReader:
             raise Damaged(f"{length_of(found)} bytes stored, {length} expected")
         return self._bytes(found) if isinstance(found, DataReference) else found
 
+    def read_range(self, key: str, offset: int, length: int) -> bytes:
+        """Some bytes of a value.
+
+        Raises:
+            Damaged: it is missing or has fewer, or the tree is damaged.
+        """
+        found = self.tree.find(key)
+        if found is None or length_of(found) < offset + length:
+            raise Damaged(f"bytes {offset} to {offset + length} are missing")
+        if not isinstance(found, DataReference):
+            return found[offset : offset + length]
+        return self._bytes(DataReference(found.path, found.offset + offset, length))
+
     def length(self, key: str) -> int | None:
         """The length of a value in bytes according to the tree; None if it is missing."""
         found = self.tree.find(key)
