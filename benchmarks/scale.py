@@ -4,9 +4,10 @@ One process plays a whole job: it writes the records and the databases that the 
 written, with tiny chunks, and is then the coordinator that commits them (`Attempt.commit`), and a
 reader that opens the checkpoint. Arrays are split by rows over all devices (FSDP), so the keys of
 all processes are mixed: the worst case for merging. On a RAM disk, so that it is the work of the
-processor that is measured.
+processor that is measured; of shared machines,
+seconds of the processor (on all threads) say more than those of the clock, which are in brackets.
 
-    python benchmarks/scale.py                     # each of the four doubled in turn
+    python benchmarks/scale.py                     # each of the four numbers doubled in turn
     python benchmarks/scale.py --job 16384 1 201 1 # one job: processes, devices of each, arrays,
                                                    # chunks of each device's rows
 """
@@ -14,19 +15,24 @@ processor that is measured.
 from __future__ import annotations
 
 import argparse
+import math
+import multiprocessing
 import resource
 import secrets
 import shutil
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
 
 import unickpt
 from unickpt.arrays.layout import Layout, Mesh
+from unickpt.commit import places
 from unickpt.commit.attempt import Attempt
 from unickpt.commit.places import Places
 from unickpt.commit.record import CHUNK_DTYPE, Record
@@ -79,6 +85,10 @@ class Job:
         return Index({"dict": [["layers", {"dict": layers}]]}, arrays, processes=self.processes)
 
 
+SMALL = Job(256, 1, 50, 1)
+"""What the others are multiples of."""
+
+
 def write_parts(job: Job, index: Index, folder: Path) -> int:
     """Writes what all processes write before a commit; returns the digest of the description."""
     encoded = index_json.encode(index)
@@ -87,8 +97,8 @@ def write_parts(job: Job, index: Index, folder: Path) -> int:
     chunks = np.zeros(job.arrays * per_process, CHUNK_DTYPE)
     chunks["array"] = np.repeat(np.arange(job.arrays), per_process)
     chunks["digest"] = chunk_store.digest(ROW)
-    places = np.zeros(len(chunks), PLACE_DTYPE)
-    places["length"] = ROW.nbytes
+    rows = np.zeros(len(chunks), PLACE_DTYPE)
+    rows["length"] = ROW.nbytes
     (folder / "records").mkdir(parents=True)
     for process in range(job.processes):
         own = folder / f"{process:05d}"
@@ -104,23 +114,27 @@ def write_parts(job: Job, index: Index, folder: Path) -> int:
         (own / "manifest.ocdbt").write_bytes(manifest)
         (own / data).write_bytes(ROW.tobytes() + (encoded if process == 0 else b""))
         chunks["chunk"] = np.tile(numbers, job.arrays)
-        record = Record(digest, chunks, places=Places((data,), places))
+        record = Record(digest, chunks, places=Places((data,), rows))
         (folder / "records" / f"{process:05d}.ok").write_bytes(record.encode())
     return digest
 
 
 @dataclass(frozen=True)
 class Took:
-    """Seconds, and MiB of memory more than before."""
+    """What a job took; seconds, of the processor if nothing else is said."""
 
+    commit_s: float
+    """Of the clock."""
     commit: float
-    processor: float
-    """Of the commit."""
     memory: float
-    open: float
-    read_one: float
+    """MiB more than before the commit, at most."""
     tree: float
     """MiB of the root's B-tree, with digests and index."""
+    places: float
+    """To look where what one process wrote is."""
+    open: float
+    read: float
+    """To read what one process wrote, from a checkpoint that was just opened."""
 
 
 def run(job: Job, parent: Path) -> Took:
@@ -128,45 +142,119 @@ def run(job: Job, parent: Path) -> Took:
     folder = parent / "ckpt"
     index = job.index()
     digest = write_parts(job, index, folder / "processes" / "job-000000")
-    before = _peak()
-    context = contexts.context(fsync=False)
-    group = ProcessGroup(0, job.processes, "job")
-    attempt = Attempt(paths.resolve(folder), group, "job-000000", context, 60.0)
+    own = Record.decode((folder / "processes/job-000000/records/00000.ok").read_bytes())
+    attempt = Attempt(
+        paths.resolve(folder),
+        ProcessGroup(0, job.processes, "job"),
+        "job-000000",
+        contexts.context(fsync=False),
+        60.0,
+    )
     attempt.check_destination(False)
-    record = Record.decode((folder / "processes/job-000000/records/00000.ok").read_bytes())
-    attempt.publish(record)
-    started, worked = time.perf_counter(), time.process_time()
-    attempt.commit(index, digest, lambda wanted: record)
-    committed, worked = time.perf_counter() - started, time.process_time() - worked
-    memory = _peak() - before
-    del attempt, context
-    size = sum(file.stat().st_size for file in (folder / "processes/job-000000/root").rglob("*"))
-    started = time.perf_counter()
-    opened = unickpt.open(folder)
-    took = time.perf_counter() - started
-    name = next(iter(opened.index.arrays))
-    started = time.perf_counter()
-    found = opened[name][-1:]
-    read = time.perf_counter() - started
-    if found.tobytes() != ROW.tobytes() or len(opened) != job.arrays:
+    numbers = range(job.devices * job.rows)
+    keys = [f"{name}/c/{number}/0" for name in index.arrays for number in numbers]
+    looked, found = timed(lambda: places.find(keys, [("", attempt.database(0))]))
+    attempt.publish(replace(own, places=found))
+    before, started = _peak(), time.perf_counter()
+    commit, _ = timed(lambda: attempt.commit(index, digest, lambda wanted: own))
+    commit_s, memory = time.perf_counter() - started, _peak() - before
+    root = folder / "processes/job-000000/root"
+    size = sum(file.stat().st_size for file in root.iterdir()) / 2**20
+    opening, opened = timed(lambda: unickpt.open(folder))
+    read, rows = timed(lambda: [opened[name][: len(numbers)] for name in index.arrays])
+    if any(row.tobytes() != ROW.tobytes() * len(numbers) for row in rows):
         raise SystemExit(f"{job}: the checkpoint is wrong")
     shutil.rmtree(folder)
-    return Took(committed, worked, memory, took, read, size / 2**20)
+    return Took(commit_s, commit, memory, size, looked, opening, read)
+
+
+def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    """The seconds of the processor that something takes, on all threads, and its result."""
+    started = time.process_time()
+    found = work()
+    return time.process_time() - started, found
 
 
 def _peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+def run_alone(job: Job, folder: Path) -> Took:
+    """Simulates a job in a process of its own, whose memory nothing else has grown."""
+    with tempfile.TemporaryDirectory(dir=folder, prefix="unickpt-scale-") as parent:
+        context = multiprocessing.get_context("spawn")
+        with context.Pool(1) as pool:
+            return pool.apply(run, (job, Path(parent)))
+
+
+# --- table and plot -------------------------------------------------------------------------------
+
+_HEAD = "| processes x devices | arrays | chunks | commit | us per chunk | memory | B-tree | "
+_HEAD += "look | open | read |"
+
+
+def row(job: Job, took: Took) -> str:
+    """A row of the table."""
+    each = 1e6 * took.commit / job.chunks
+    return (
+        f"| {job.processes:,} x {job.devices} | {job.arrays} | {job.chunks:,} "
+        f"| {took.commit:.2f} s ({took.commit_s:.2f} s) | {each:.2f} | {took.memory:.0f} MiB | {took.tree:.1f} MiB | "
+        f"{1e3 * took.places:.1f} ms | {1e3 * took.open:.1f} ms | {took.read:.2f} s |"
+    )
+
+
+def plot(lines: Mapping[str, Sequence[tuple[int, float]]], to: Path) -> None:
+    """Seconds of a commit by the factor by which each number grew, both logarithmic, as SVG."""
+    width, height, edge = 560, 360, 50
+    every = [point for line in lines.values() for point in line]
+    most = math.log2(max(factor for factor, _ in every))
+    low = math.floor(math.log2(min(seconds for _, seconds in every)))
+    high = math.ceil(math.log2(max(seconds for _, seconds in every)))
+
+    def at(factor: float, seconds: float) -> str:
+        x = edge + (width - 3 * edge) * math.log2(factor) / most
+        y = height - edge - (height - 2 * edge) * (math.log2(seconds) - low) / (high - low)
+        return f"{x:.0f},{y:.0f}"
+
+    out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" ']
+    out.append('font-family="sans-serif" font-size="12">')
+    out.append(f'<rect width="{width}" height="{height}" fill="white"/>')
+    for power in range(low, high + 1):
+        (_, _, y) = at(1, 2**power).partition(",")
+        out.append(f'<text x="4" y="{y}">{2.0**power:g} s</text>')
+        out.append(f'<line x1="{edge}" x2="{width - 2 * edge}" y1="{y}" y2="{y}" stroke="#ddd"/>')
+    for factor in sorted({factor for factor, _ in every}):
+        (x, _, _) = at(factor, 1).partition(",")
+        out.append(f'<text x="{x}" y="{height - edge + 20}">x {factor}</text>')
+    for (name, line), colour in zip(lines.items(), ("#06c", "#c30", "#083", "#80a"), strict=True):
+        points = [at(*point) for point in line]
+        out.append(f'<polyline points="{" ".join(points)}" fill="none" stroke="{colour}"/>')
+        x, _, y = points[-1].partition(",")
+        out.append(f'<text x="{int(x) + 6}" y="{y}" fill="{colour}">{name}</text>')
+    to.write_text("\n".join([*out, "</svg>", ""]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--job", type=int, nargs=4, action="append")
+    parser.add_argument("--job", type=int, nargs=4, action="append", default=[])
+    parser.add_argument("--most", type=int, default=16, help="the largest factor")
+    parser.add_argument("--plot", type=Path, help="where to write a plot, as SVG")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     asked = parser.parse_args()
-    jobs = [Job(*each) for each in asked.job]
-    for job in jobs:
-        with tempfile.TemporaryDirectory(dir=asked.folder, prefix="unickpt-scale-") as parent:
-            print(job, job.chunks, run(job, Path(parent)), flush=True)
+    print(_HEAD + "\n" + "|---" * 10 + "|", flush=True)
+    for each in asked.job:
+        print(row(Job(*each), run_alone(Job(*each), asked.folder)), flush=True)
+    if asked.job:
+        return
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for field in ("processes", "devices", "arrays", "rows"):
+        for power in range(asked.most.bit_length()):
+            job = replace(SMALL, **{field: 2**power * getattr(SMALL, field)})
+            took = run_alone(job, asked.folder)
+            print(row(job, took), flush=True)
+            lines.setdefault(field, []).append((2**power, took.commit))
+    if asked.plot is not None:
+        plot(lines, asked.plot)
 
 
 if __name__ == "__main__":
