@@ -15,7 +15,6 @@ seconds of the processor (on all threads) say more than those of the clock, whic
 from __future__ import annotations
 
 import argparse
-import math
 import multiprocessing
 import resource
 import secrets
@@ -189,59 +188,57 @@ def run_alone(job: Job, folder: Path) -> Took:
 
 # --- table and plot -------------------------------------------------------------------------------
 
-_HEAD = "| processes x devices | arrays | chunks | commit | us per chunk | memory | B-tree | "
-_HEAD += "look | open | read |"
+_HEAD = """\
+| processes | devices of each | arrays | rows | chunks | commit | us per chunk | memory | B-tree | look | open | read |
+|---|---|---|---|---|---|---|---|---|---|---|---|"""  # noqa: E501
 
 
 def row(job: Job, took: Took) -> str:
     """A row of the table."""
-    each = 1e6 * took.commit / job.chunks
-    return (
-        f"| {job.processes:,} x {job.devices} | {job.arrays} | {job.chunks:,} "
-        f"| {took.commit:.2f} s ({took.commit_s:.2f} s) | {each:.2f} | {took.memory:.0f} MiB | {took.tree:.1f} MiB | "
-        f"{1e3 * took.places:.1f} ms | {1e3 * took.open:.1f} ms | {took.read:.2f} s |"
-    )
+    cells = [
+        f"{job.processes:,}",
+        f"{job.devices}",
+        f"{job.arrays}",
+        f"{job.rows}",
+        f"{job.chunks:,}",
+        f"{took.commit:.2f} s ({took.commit_s:.2f} s)",
+        f"{1e6 * took.commit / job.chunks:.2f}",
+        f"{took.memory:.0f} MiB",
+        f"{took.tree:.1f} MiB",
+        f"{1e3 * took.places:.1f} ms",
+        f"{1e3 * took.open:.1f} ms",
+        f"{took.read:.2f} s",
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 def plot(lines: Mapping[str, Sequence[tuple[int, float]]], to: Path) -> None:
-    """Seconds of a commit by the factor by which each number grew, both logarithmic, as SVG."""
-    width, height, edge = 560, 360, 50
-    every = [point for line in lines.values() for point in line]
-    most = math.log2(max(factor for factor, _ in every))
-    low = math.floor(math.log2(min(seconds for _, seconds in every)))
-    high = math.ceil(math.log2(max(seconds for _, seconds in every)))
+    """Draws the seconds of commits by the factor by which each number grew."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
 
-    def at(factor: float, seconds: float) -> str:
-        x = edge + (width - 3 * edge) * math.log2(factor) / most
-        y = height - edge - (height - 2 * edge) * (math.log2(seconds) - low) / (high - low)
-        return f"{x:.0f},{y:.0f}"
-
-    out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" ']
-    out.append('font-family="sans-serif" font-size="12">')
-    out.append(f'<rect width="{width}" height="{height}" fill="white"/>')
-    for power in range(low, high + 1):
-        (_, _, y) = at(1, 2**power).partition(",")
-        out.append(f'<text x="4" y="{y}">{2.0**power:g} s</text>')
-        out.append(f'<line x1="{edge}" x2="{width - 2 * edge}" y1="{y}" y2="{y}" stroke="#ddd"/>')
-    for factor in sorted({factor for factor, _ in every}):
-        (x, _, _) = at(factor, 1).partition(",")
-        out.append(f'<text x="{x}" y="{height - edge + 20}">x {factor}</text>')
-    for (name, line), colour in zip(lines.items(), ("#06c", "#c30", "#083", "#80a"), strict=True):
-        points = [at(*point) for point in line]
-        out.append(f'<polyline points="{" ".join(points)}" fill="none" stroke="{colour}"/>')
-        x, _, y = points[-1].partition(",")
-        out.append(f'<text x="{int(x) + 6}" y="{y}" fill="{colour}">{name}</text>')
-    to.write_text("\n".join([*out, "</svg>", ""]))
+    to.parent.mkdir(parents=True, exist_ok=True)
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axis = figure.subplots()
+    for name, line in lines.items():
+        axis.plot(*zip(*line, strict=True), marker="o", label=name)
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log", base=2)
+    axis.set_xlabel(f"factor, of {SMALL}")
+    axis.set_ylabel("seconds of the processor")
+    axis.legend()
+    with rc_context({"svg.hashsalt": "unickpt"}):  # the same file for the same figures
+        figure.savefig(to, metadata={"Date": None})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--job", type=int, nargs=4, action="append", default=[])
     parser.add_argument("--most", type=int, default=16, help="the largest factor")
-    parser.add_argument("--plot", type=Path, help="where to write a plot, as SVG")
+    parser.add_argument("--plot", type=Path, help="where to write a plot, as SVG (bench extra)")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     asked = parser.parse_args()
-    print(_HEAD + "\n" + "|---" * 10 + "|", flush=True)
+    print(_HEAD, flush=True)
     for each in asked.job:
         print(row(Job(*each), run_alone(Job(*each), asked.folder)), flush=True)
     if asked.job:
