@@ -250,11 +250,11 @@ def test_readers_of_format_1_refuse_it(
     pair: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, state = pair
-    assert unickpt.open(path).reader.version == "2.0"
+    assert unickpt.open(path).reader.version == "2.1"
     save(path.with_name("whole"), state, base=path, reuse="digest")
-    assert unickpt.open(path.with_name("whole")).reader.version == "1.2"
-    monkeypatch.setattr(index_json, "PATCHED_FORMAT", (1, 2))
-    with pytest.raises(UnsupportedFormat, match=r"written in format 2\.0"):
+    assert unickpt.open(path.with_name("whole")).reader.version == "1.3"
+    monkeypatch.setattr(index_json, "PATCHED_FORMAT", (1, 3))
+    with pytest.raises(UnsupportedFormat, match=r"written in format 2\.1"):
         unickpt.load(path)
 
 

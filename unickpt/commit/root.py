@@ -73,7 +73,8 @@ class Root:
         Raises:
             StorageError: the number of keys is not that of the index.
         """
-        out = _DataFiles(self._store, folder)
+        store = self._location.store(self._database.context)
+        out = _DataFiles(store, folder)
         places, inline = out.place_all(extra, chunks)
         beside = folder.rstrip("/").rpartition("/")[0]
         paths = [f"{beside}/{process:05d}/{path}" for process, path in chunks.files]
