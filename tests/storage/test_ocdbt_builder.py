@@ -130,3 +130,10 @@ def test_the_checksum_is_the_one_that_is_checked(data: bytes) -> None:
     assert bounded_codecs.crc32c_matches(sealed) == (len(data) > 0)
     if data:
         assert not bounded_codecs.crc32c_matches(sealed[:-1] + bytes([sealed[-1] ^ 1]))
+
+
+def test_keys_that_end_in_zeros_stay_apart() -> None:
+    at = DataReference("a", 1, 2)
+    values = [(b"k" + b"\0" * n, at) for n in range(50)]
+    (leaf,) = found(*builder.build(values, "nodes")).leaves()
+    assert leaf.keys == [key for key, _ in values]
