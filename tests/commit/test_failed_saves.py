@@ -63,7 +63,7 @@ PLACES: list[tuple[Any, str, int, BaseException]] = [
     (chunk_source, "stage", 20, StateChanged("its memory was freed")),
     (Notes, "publish", 1, FULL),
     (attempt.Attempt, "_collect", 1, KeyboardInterrupt()),
-    (merge, "merged_digests", 1, FULL),
+    (merge, "merged_chunks", 1, FULL),
     (root.Root, "build", 1, FULL),
     (attempt.Attempt, "_write_root", 1, SaveConflict("another job")),
 ]

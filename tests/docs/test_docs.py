@@ -262,6 +262,7 @@ def test_schema_accepts_real_indexes(name: str, tmp_path: Path) -> None:
         "quantised_1_2",
         "patched_2_0",
         "timing_1_3",
+        "blocks_1_3",
     ],
 )
 def test_schema_accepts_the_fixtures(name: str) -> None:
@@ -472,6 +473,18 @@ def test_quantised_arrays_stay_readable() -> None:
         assert np.array_equal(found[name], array)
     entries = unickpt.open(path).index.arrays
     assert [entry.quantized for entry in entries.values()] == ["int2", "uint8", None]
+    assert unickpt.verify(path).ok
+
+
+def test_digests_in_blocks_stay_readable() -> None:
+    path = FIXTURES / "blocks_1_3"
+    opened = unickpt.open(path)
+    assert np.array_equal(opened["few"][:], np.arange(60.0).reshape(6, 10))
+    assert np.array_equal(opened["many"][:], np.arange(400, dtype=np.int32).reshape(40, 10))
+    assert opened["one"][()] == np.float32(0.5)
+    blocks = opened.index.digest_blocks
+    assert blocks is not None
+    assert (blocks.rows, len(blocks.digests)) == (8, 6)
     assert unickpt.verify(path).ok
 
 

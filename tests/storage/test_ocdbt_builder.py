@@ -75,6 +75,54 @@ def test_tensorstore_reads_and_copies_it(
     assert sum(file.stat().st_size for file in tmp_path.glob("d/*")) < 40_000  # no values
 
 
+@settings(max_examples=60)
+@given(
+    st.dictionaries(
+        st.one_of(KEYS, st.binary(max_size=3).map(lambda key: key + b"/c/" * 9)),
+        st.one_of(
+            st.binary(max_size=9),
+            st.builds(DataReference, PATHS, st.integers(0, 1 << 62), st.integers(0, 1 << 62)),
+        ),
+        max_size=90,
+    ),
+    st.integers(2, 50),
+    st.integers(1, 40),
+)
+def test_runs_of_values_in_nodes_and_files_are_found(
+    values: dict[bytes, bytes | DataReference], entries: int, size: int
+) -> None:
+    keys, files = (
+        sorted(values),
+        sorted({v.path for v in values.values() if isinstance(v, DataReference)}),
+    )
+    inline, places = b"", np.zeros(len(keys), builder.PLACE_DTYPE)
+    for n, key in enumerate(keys):
+        value = values[key]
+        if isinstance(value, bytes):
+            places[n] = builder.INLINE, len(inline), len(value)
+            inline += value
+        else:
+            places[n] = files.index(value.path), value.offset, value.length
+    starts = range(0, len(keys), size)
+    runs = [builder.Run(keys[at : at + size], places[at : at + size]) for at in starts]
+    out = bytearray()
+
+    def place(node: bytes) -> DataReference:
+        out.extend(node)
+        return DataReference("nodes", len(out) - len(node), len(node))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builder, "_ENTRIES", entries)
+        manifest, count = builder.encode(runs, files, inline, place)
+        if len(runs) > 1:
+            with pytest.raises(ValueError, match="must ascend"):
+                builder.encode(runs[::-1], files, inline, place)
+    assert count == len(values)
+    leaves = list(found(manifest, bytes(out)).leaves())
+    assert {k: leaf.find(n) for leaf in leaves for n, k in enumerate(leaf.keys)} == values
+    assert [key for leaf in leaves for key in leaf.keys] == keys
+
+
 @given(st.binary(max_size=3000))
 @settings(max_examples=60)
 def test_the_checksum_is_the_one_that_is_checked(data: bytes) -> None:
@@ -82,3 +130,10 @@ def test_the_checksum_is_the_one_that_is_checked(data: bytes) -> None:
     assert bounded_codecs.crc32c_matches(sealed) == (len(data) > 0)
     if data:
         assert not bounded_codecs.crc32c_matches(sealed[:-1] + bytes([sealed[-1] ^ 1]))
+
+
+def test_keys_that_end_in_zeros_stay_apart() -> None:
+    at = DataReference("a", 1, 2)
+    values = [(b"k" + b"\0" * n, at) for n in range(50)]
+    (leaf,) = found(*builder.build(values, "nodes")).leaves()
+    assert leaf.keys == [key for key, _ in values]

@@ -454,27 +454,16 @@ class Attempt:
 
     def _build_root(self, merged: Merged) -> bytes:
         """Writes the root's B-tree, which refers to the processes' data; returns its manifest."""
-        index, table = merged.index, merged.table
+        index, chunks = merged.index, merged.chunks
         extra = {
             **zarr_metadata.zarr_keys(index),
-            DIGESTS_KEY: table.tobytes(),
+            DIGESTS_KEY: chunks.table.tobytes(),
             timing.TIMING_KEY: self._timing,
             INDEX_KEY: index_json.encode(index),
         }
         if index.bases:
-            extra[BORROWED_KEY] = merged.borrowed.tobytes()
-        databases = [self.database(process) for process in range(self.group.count)]
-        databases += [
-            linked_files.database(self.folder_of(process), self.context)
-            for process in merged.linking
-        ]
-        writers = [*range(self.group.count), *merged.linking]
-        dropped = {n: _left_out(merged, process) for n, process in enumerate(writers)}
-        blobs = sum(len(entry.blobs) for entry in index.per_process.values())
-        folder = f"processes/{self.name}/root/"
-        count = len(table) - len(merged.borrowed) + blobs
-        count += sum(merged.patched.counts.values())  # a patch and a full chunk each
-        manifest = self._root.build(folder, databases, extra, count, dropped)
+            extra[BORROWED_KEY] = chunks.borrowed.tobytes()
+        manifest = self._root.build(f"processes/{self.name}/root/", index, chunks, extra)
         self._sync(self._folder.child("root"))
         return manifest
 
@@ -527,10 +516,3 @@ class Attempt:
                 if attempt != self.name:
                     self.location.child(f"processes/{attempt}").remove(self.context)
             self._notes.clear_records()
-
-
-def _left_out(merged: Merged, process: int) -> list[root.Range]:
-    """The keys that are not taken from what a process wrote, because another one's count."""
-    arrays, keys = merged.dropped.get(process, ()), merged.patched.unused.get(process, ())
-    chunks = [each for array in arrays for each in root.ranges_of_chunks(array)]
-    return [*chunks, *map(root.range_of, keys)]

@@ -10,19 +10,11 @@ from dataclasses import dataclass, replace
 
 import xxhash
 
-from unickpt.commit.merge_chunks import (
-    Patched,
-    Requests,
-    lost_arrays,
-    merged_borrowed,
-    merged_digests,
-    merged_patched,
-    requests,
-)
+from unickpt.commit.merge_chunks import Chunks, Requests, merged_chunks, requests
 from unickpt.commit.merge_index import per_process, unite, with_boxes, with_errors, with_patches
 from unickpt.commit.record import Records
 from unickpt.commit.replicas import Difference, Replicas
-from unickpt.format import borrowed, digest_table
+from unickpt.format import digest_table
 from unickpt.format.index import Index
 from unickpt.reuse.experts import with_steps
 
@@ -33,21 +25,13 @@ class Merged:
 
     Arguments:
         index: of the checkpoint.
-        table: the digests of its chunks.
-        borrowed: the chunks that are in other checkpoints.
-        linking: the processes that linked files of an earlier checkpoint.
-        dropped: for each process, the arrays whose chunks are not taken from it.
+        chunks: all of its chunks.
         differences: the arrays that were assumed to be replicas but differ.
-        patched: the chunks that are stored as patches.
     """
 
     index: Index
-    table: digest_table.Table
-    borrowed: borrowed.Table
-    linking: Sequence[int]
-    dropped: Mapping[int, Sequence[str]]
+    chunks: Chunks
     differences: Sequence[Difference]
-    patched: Patched
 
 
 def merge_all(
@@ -69,32 +53,32 @@ def merge_all(
     index = with_boxes(unite(records, described), records, names)
     replicas = Replicas(records, names)
     assumed, winners = replicas.names, dict[str, int]()
-    table, contested = merged_digests(index, records, names, assumed)
-    differences = replicas.differences(contested)
+    chunks = merged_chunks(index, records, names, assumed)
+    differences = replicas.differences(chunks.contested)
     if differences:
         winners = {found.name: found.stored for found in differences}
-        table, _ = merged_digests(index, records, names, assumed, winners)
+        chunks = merged_chunks(index, records, names, assumed, winners)
     wrote = {process: record.statistics.get("bytes", 0) for process, record in records}
-    missing = requests(index, table, names, winners, wrote)
+    missing = requests(index, chunks.table, names, winners, wrote)
     written = records
     if missing:
         written = [*records, *request(missing)]
-        table, _ = merged_digests(index, written, names, assumed, winners)
-        requests(index, table, [])
-    bases, there = merged_borrowed(index, written, names, winners)
-    patched = merged_patched(index, written, names, winners)
+        chunks = merged_chunks(index, written, names, assumed, winners)
+        requests(index, chunks.table, [])
+    lent = chunks.borrowed.tobytes()
     index = replace(
         index,
-        arrays=with_patches(with_errors(index, written, names, winners), patched.counts),
+        arrays=with_patches(
+            with_errors(index, written, names, winners), chunks.patched(index.arrays)
+        ),
         metadata=with_steps(index.metadata, [(p, record.experts) for p, record in records]),
         per_process=per_process(index, records),
-        chunks=len(table),
+        chunks=len(chunks.table),
         reused=int(sum(record.statistics.get("reused_bytes", 0) for _, record in written)),
-        digests_xxh3=f"{xxhash.xxh3_64_intdigest(table.tobytes()):016x}",
-        bases=bases,
-        borrowed=len(there),
-        borrowed_xxh3=f"{xxhash.xxh3_64_intdigest(there.tobytes()):016x}" if bases else "",
+        digests_xxh3=f"{xxhash.xxh3_64_intdigest(chunks.table.tobytes()):016x}",
+        digest_blocks=digest_table.blocks(chunks.table),
+        bases=chunks.bases,
+        borrowed=len(chunks.borrowed),
+        borrowed_xxh3=f"{xxhash.xxh3_64_intdigest(lent):016x}" if chunks.bases else "",
     )
-    linking = sorted({process for process, record in written if record.linked})
-    lost = lost_arrays(records, names, winners)
-    return Merged(index, table, there, linking, lost, differences, patched)
+    return Merged(index, chunks, differences)

@@ -1,4 +1,4 @@
-"""The chunks of all processes -> one digest table; and which chunks are still to be written.
+"""The chunks of all processes -> one digest table, and where each is; which ones are missing.
 
 Checks that each chunk is written exactly once. Nothing here does I/O.
 """
@@ -6,8 +6,8 @@ Checks that each chunk is written exactly once. Nothing here does I/O.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,24 +16,76 @@ from unickpt.arrays.box import Box
 from unickpt.commit import chunk_owners
 from unickpt.commit.record import Names, Record, Records
 from unickpt.errors import CoverageError
-from unickpt.format import borrowed, chunk_grid, chunk_store, digest_table, patches
+from unickpt.format import borrowed, chunk_grid, digest_table
 from unickpt.format.index import ArrayEntry, BaseEntry, Index
+from unickpt.frameworks.per_process import blob_key
 from unickpt.quoting import some
+from unickpt.storage.btree.builder import INLINE, PLACE_DTYPE
 
 _NOBODY = np.uint32(0xFFFFFFFF)
+WHOLE, PATCHED, BORROWED, MISSING = range(4)
+"""How a chunk is stored. If two processes wrote it, the first of these counts."""
 
 Requests = dict[int, dict[str, list[int]]]
 """For each process the positions of chunks by array name."""
+Column = np.ndarray[Any, Any]
+Place = tuple[int, int, int]
+"""An element of `PLACE_DTYPE`."""
 
 
-def merged_digests(
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """What the records say of all chunks, each by its row in the digest table.
+
+    Arguments:
+        table: the digests and writers.
+        kinds: how each is stored: `WHOLE`, `PATCHED`, `BORROWED` or `MISSING`.
+        places: where each is (of a patched one, the full chunk); the number of its file is a
+            position in `files`.
+        patches: likewise where each patch is, in the order of the patched chunks.
+        blobs: likewise where each per-process value is, by its key.
+        files: processes, and the paths of files below their folders.
+        inline: the values that are in no file, joined.
+        borrowed: the chunks that are in other checkpoints.
+        bases: these checkpoints.
+        contested: the assumed arrays for which two processes wrote different data for a chunk, with
+            those two.
+    """
+
+    table: digest_table.Table
+    kinds: Column
+    places: Column
+    patches: Column
+    blobs: Mapping[str, Place]
+    files: Sequence[tuple[int, str]]
+    inline: bytes
+    borrowed: borrowed.Table
+    bases: tuple[BaseEntry, ...]
+    contested: Mapping[str, list[int]]
+
+    def patched(self, arrays: Mapping[str, ArrayEntry]) -> dict[str, int]:
+        """How many chunks of each array are stored as patches; only of those that have some."""
+        if not len(self.patches):
+            return {}
+        at, spans = np.flatnonzero(self.kinds == PATCHED), digest_table.spans(arrays)
+        counts = {
+            name: int(np.diff(np.searchsorted(at, (span.start, span.stop)))[0])
+            for name, span in spans.items()
+        }
+        return {name: count for name, count in counts.items() if count}
+
+
+def merged_chunks(
     index: Index,
     records: Records,
     names: Names,
     assumed: Collection[str] = (),
     winners: Mapping[str, int] | None = None,
-) -> tuple[digest_table.Table, dict[str, list[int]]]:
-    """The digest table, as far as the records fill it; no chunk has two writers.
+) -> Chunks:
+    """All chunks, as far as the records have them; no chunk has two writers.
+
+    Replicas that do not know of each other may both write a chunk, one of them as a patch, or both
+    with another full chunk. All that is stored of a chunk is of one process.
 
     Arguments:
         index: of all processes.
@@ -42,178 +94,180 @@ def merged_digests(
         assumed: arrays whose replication is only assumed.
         winners: arrays of which only the chunks of one process count, with that process.
 
-    Returns:
-        The table, and the assumed arrays for which two processes wrote different data for a chunk,
-        with those two.
-
     Raises:
         CoverageError: two processes wrote different data for a chunk of another array.
     """
-    contested: dict[str, list[int]] = {}
-    spans = digest_table.spans(index.arrays)
-    table = np.zeros(max((span.stop for span in spans.values()), default=0), digest_table.DTYPE)
-    table["process"] = _NOBODY
-    starts = {name: span.start for name, span in spans.items()}
-    for process, record in records:
-        if not len(record.chunks):
-            continue
-        where = positions_of(index, starts, names[process], record)
-        rows = record.chunks
-        lost = _lost_rows(record, names[process], process, winners or {})
-        if lost.any():
-            where, rows = where[~lost], rows[~lost]
-        if not len(rows):
-            continue
-        if where.max() >= len(table) or len(np.unique(where)) != len(where):
-            raise CoverageError(f"process {process} lists chunks that do not exist, or one twice")
-        taken = table["process"][where] != _NOBODY
-        if taken.any():
-            again, other = where[taken], rows["digest"][taken]
-            for position in again[table["digest"][again] != other].tolist():
-                name, box = chunk_at(index, position)
-                first = int(table["process"][position])
-                if name not in assumed:
-                    raise _two_writers(name, box, first, process)
-                contested.setdefault(name, [first, process])
-        fresh = where[~taken]
-        table["digest"][fresh] = rows["digest"][~taken]
-        table["process"][fresh] = process
-    return table, contested
+    listed = _Listed(index, records, names, winners or {})
+    # Where an index occurs twice, NumPy keeps what is assigned last: the first process's.
+    chosen = np.full(digest_table.length(index.arrays), -1, np.int64)
+    for kind in (BORROWED, PATCHED, WHOLE):
+        rows = np.flatnonzero(listed.kind == kind)[::-1]
+        chosen[listed.where[rows]] = rows
+    missing = chosen < 0
+    contested = _contested(index, listed, chosen, assumed)
+    # A missing chunk gets what the last one has, at first.
+    table = np.zeros(len(chosen), digest_table.DTYPE)
+    kinds, places = np.full(len(chosen), MISSING, np.uint8), np.zeros(len(chosen), PLACE_DTYPE)
+    if len(listed.where):
+        table["digest"], table["process"] = listed.digest[chosen], listed.process[chosen]
+        kinds, places = listed.kind[chosen], listed.place[chosen]
+    table["digest"][missing], table["process"][missing], kinds[missing] = 0, _NOBODY, MISSING
+    lent, patched = np.flatnonzero(kinds == BORROWED), chosen[kinds == PATCHED]
+    used, base = np.unique(listed.base[chosen[lent]], return_inverse=True)
+    lent_table = np.zeros(len(lent), borrowed.DTYPE)
+    lent_table["row"], lent_table["base"] = lent, base
+    return Chunks(
+        table,
+        kinds,
+        places,
+        np.concatenate(listed.patches)[listed.patch[patched]],
+        listed.blobs,
+        listed.files,
+        b"".join(listed.inline),
+        lent_table,
+        tuple(list(listed.bases)[number] for number in used.tolist()),
+        contested,
+    )
 
 
-def merged_borrowed(
-    index: Index, records: Records, names: Names, winners: Mapping[str, int]
-) -> tuple[tuple[BaseEntry, ...], borrowed.Table]:
-    """The chunks that no process wrote, because a checkpoint beside this one has them.
+class _Listed:
+    """The chunks of all records, one after the other; some perhaps twice.
 
     Arguments:
-        index, records, names, winners: as for `merged_digests`.
+        index, records, names, winners: as for `merged_chunks`.
 
-    Returns:
-        These checkpoints, and the table of the chunks.
+    Raises:
+        CoverageError: a process lists a chunk that does not exist.
     """
-    bases: dict[BaseEntry, int] = {}
-    rows: dict[int, int] = {}
-    written: set[int] = set()
-    starts = {name: span.start for name, span in digest_table.spans(index.arrays).items()}
-    for process, record in records:
-        if not len(record.chunks):
-            continue
-        where = positions_of(index, starts, names[process], record)
-        taken = np.zeros(len(where), np.bool_) if record.base is None else record.borrowed
-        kept = ~_lost_rows(record, names[process], process, winners)
-        written.update(where[kept & ~taken].tolist())
+
+    def __init__(
+        self, index: Index, records: Records, names: Names, winners: Mapping[str, int]
+    ) -> None:
+        count = sum(len(record.chunks) for _, record in records)
+        self.where, self.digest = np.zeros(count, np.int64), np.zeros(count, np.uint64)
+        """Each one's row in the digest table, and its digest."""
+        self.process, self.kind = np.zeros(count, np.uint32), np.full(count, WHOLE, np.uint8)
+        self.place = np.zeros(count, PLACE_DTYPE)
+        self.base, self.patch = np.zeros(count, np.int32), np.zeros(count, np.int64)
+        """If it is borrowed, or patched: of what in `bases`, and with what in `patches`."""
+        self.patches, self.blobs = [np.zeros(0, PLACE_DTYPE)], dict[str, Place]()
+        self.files, self.inline = list[tuple[int, str]](), list[bytes]()
+        self.bases: dict[BaseEntry, int] = {}
+        self._nbytes = self._patch_count = 0
+        positions, at = _Positions(index), 0
+        for process, record in records:
+            own = slice(at, at + len(record.chunks))
+            at = own.stop
+            self.process[own], self.digest[own] = process, record.chunks["digest"]
+            self.where[own] = positions.of(names[process], process, record)
+            self._place(own, process, record)
+            if winners:
+                self.where[own][_lost_rows(record, names[process], process, winners)] = -1
+        if winners:
+            self._keep(self.where >= 0)
+
+    def _keep(self, some: Column) -> None:
+        for name in ("where", "digest", "process", "kind", "place", "base", "patch"):
+            setattr(self, name, getattr(self, name)[some])
+
+    def _place(self, own: slice, process: int, record: Record) -> None:
+        """Fills in how and where a record's chunks are stored."""
+        places, count = record.places.rows.copy(), len(record.chunks)
+        places["file"][places["file"] >= 0] += len(self.files)
+        if record.places.inline:
+            places["offset"][places["file"] == INLINE] += np.uint64(self._nbytes)
+            self.inline.append(record.places.inline)
+            self._nbytes += len(record.places.inline)
+        self.files += [(process, path) for path in record.places.files]
+        self.place[own] = places[:count]
         if record.base is not None:
-            number = bases.setdefault(record.base, len(bases))
-            rows.update(dict.fromkeys(where[kept & taken].tolist(), number))
-    left = sorted((row, base) for row, base in rows.items() if row not in written)
-    used = sorted({base for _, base in left})
-    table = np.array([(row, used.index(base)) for row, base in left], borrowed.DTYPE)
-    every = list(bases)
-    return tuple(every[base] for base in used), table
+            self.kind[own][record.borrowed] = BORROWED
+            self.base[own] = self.bases.setdefault(record.base, len(self.bases))
+        patches = places[count : len(places) - len(record.blobs)]
+        if len(patches):
+            self.kind[own][record.patched] = PATCHED
+            self.patch[own][record.patched] = self._patch_count + np.arange(len(patches))
+            self.patches.append(patches)
+            self._patch_count += len(patches)
+        for name, place in zip(record.blobs, places[count + len(patches) :].tolist(), strict=True):
+            self.blobs[blob_key(name, process)] = place
 
 
-@dataclass(frozen=True)
-class Patched:
-    """The chunks that are stored as patches.
-
-    Arguments:
-        counts: how many each array has; only of those that have some.
-        unused: for each process the keys of the patches and full chunks that are not taken from it,
-            because another process wrote these chunks, too.
-    """
-
-    counts: Mapping[str, int] = field(default_factory=dict)
-    unused: Mapping[int, Sequence[str]] = field(default_factory=dict)
-
-
-def merged_patched(
-    index: Index, records: Records, names: Names, winners: Mapping[str, int]
-) -> Patched:
-    """The chunks that are stored as patches, each from one process.
-
-    Replicas that do not know of each other may both write a chunk, one of them as a patch, or both
-    with another full chunk. Their values must not be mixed.
+class _Positions:
+    """The rows of chunks in the digest table.
 
     Arguments:
-        index, records, names, winners: as for `merged_digests`.
+        index: of all processes.
     """
-    if not any(record.patched.any() for _, record in records):
-        return Patched()
-    starts = {name: span.start for name, span in digest_table.spans(index.arrays).items()}
-    whole: list[Any] = []
-    found: list[tuple[int, Any]] = []
-    for process, record in records:
-        if not len(record.chunks):
-            continue
-        where = positions_of(index, starts, names[process], record)
-        written = ~_lost_rows(record, names[process], process, winners)
-        if record.base is not None:
-            written &= ~record.borrowed
-        is_patch = record.patched if len(record.patched) else np.zeros(len(where), np.bool_)
-        whole.append(where[written & ~is_patch])
-        found.append((process, where[written & is_patch]))
-    taken = np.unique(np.concatenate(whole))
-    unused = dict[int, list[str]]()
-    used = list[Any]()
-    for process, where in found:
-        is_left = np.isin(where, taken)
-        unused.setdefault(process, []).extend(_keys(index, np.sort(where[is_left])))
-        used.append(where[~is_left])
-        taken = np.union1d(taken, where)
-    every = np.concatenate(used)
-    counts = {
-        name: int(count)
-        for name, span in digest_table.spans(index.arrays).items()
-        if (count := ((every >= span.start) & (every < span.stop)).sum())
-    }
-    return Patched(counts, unused)
+
+    def __init__(self, index: Index) -> None:
+        self._index, spans = index, digest_table.spans(index.arrays)
+        self._starts = {name: span.start for name, span in spans.items()}
+        self._stops = {name: span.stop for name, span in spans.items()}
+        self._known: dict[int, tuple[Column, Column]] = {}
+
+    def of(self, names: Sequence[str], process: int, record: Record) -> Column:
+        """Those of a record's chunks. The boxes of all processes must come in the order of these.
+
+        Raises:
+            CoverageError: there is no such chunk.
+        """
+        if record.description not in self._known:
+            self._known[record.description] = (
+                np.array([self._starts[name] for name in names], np.int64),
+                np.array([self._stops[name] for name in names], np.int64),
+            )
+        starts, stops = self._known[record.description]
+        if record.boxes:
+            starts = starts.copy()
+        for number, boxes in record.boxes.items():
+            name = names[number]
+            starts[number] = self._starts[name]
+            entry = self._index.arrays[name]
+            self._starts[name] += sum(chunk_grid.box_part(entry, box).count for box in boxes)
+        numbers, chunks = record.chunks["array"], record.chunks["chunk"]
+        if len(numbers) and int(numbers.max()) < len(names):
+            first = starts[numbers]
+            if (chunks < (stops[numbers] - first).astype(np.uint64)).all():
+                found: Column = first + chunks.astype(np.int64)
+                return found
+        elif not len(numbers):
+            return np.zeros(0, np.int64)
+        raise CoverageError(f"process {process} lists chunks that do not exist")
 
 
-def _keys(index: Index, positions: Any) -> Iterator[str]:
-    """The keys of the full chunks and of the patches at positions of the digest table, which
-    ascend."""
-    first = 0
-    for entry in index.arrays.values() if len(positions) else ():
-        for part in chunk_grid.parts(entry):
-            low, high = np.searchsorted(positions, (first, first + part.count))
-            for number in (positions[low:high] - first).tolist():
-                yield chunk_store.key_of(patches.full_of(part), number)
-                yield chunk_store.key_of(patches.patch_of(part), number)
-            first += part.count
+def _contested(
+    index: Index, listed: _Listed, chosen: Column, assumed: Collection[str]
+) -> dict[str, list[int]]:
+    """The assumed arrays for which two processes wrote different data for a chunk, with those two.
+
+    Raises:
+        CoverageError: it is another array, or a process lists a chunk twice.
+    """
+    is_other = np.ones(len(listed.where), np.bool_)
+    is_other[chosen[chosen >= 0]] = False
+    again = np.flatnonzero(is_other)
+    where, process = listed.where[again], listed.process[again]
+    kept = chosen[where]
+    pairs = set(zip(where.tolist(), process.tolist(), strict=True))
+    if len(pairs) < len(again) or (process == listed.process[kept]).any():
+        raise CoverageError("a process lists a chunk twice")
+    found = dict[str, list[int]]()
+    differs = listed.digest[again] != listed.digest[kept]
+    for row, other in zip(again[differs].tolist(), kept[differs].tolist(), strict=True):
+        name, box = chunk_at(index, int(listed.where[row]))
+        both = sorted(int(listed.process[each]) for each in (row, other))
+        if name not in assumed:
+            raise _two_writers(name, box, *both)
+        found.setdefault(name, both)
+    return found
 
 
 def _lost_rows(
     record: Record, names: Sequence[str], process: int, winners: Mapping[str, int]
-) -> Any:
+) -> Column:
     lost = [n for n, name in enumerate(names) if winners.get(name, process) != process]
     return np.isin(record.chunks["array"], lost)
-
-
-def lost_arrays(records: Records, names: Names, winners: Mapping[str, int]) -> dict[int, list[str]]:
-    """For each process, the arrays that it wrote chunks of, but another process's data counts."""
-    found: dict[int, list[str]] = {}
-    for process, record in records:
-        lost = _lost_rows(record, names[process], process, winners)
-        for number in np.unique(record.chunks["array"][lost]).tolist():
-            found.setdefault(process, []).append(names[process][number])
-    return found
-
-
-def positions_of(index: Index, starts: dict[str, int], names: Sequence[str], record: Record) -> Any:
-    """The positions of a record's chunks in the table; advances `starts` past this process's boxes,
-    which are in the order of the processes."""
-    numbers = record.chunks["array"]
-    base = np.zeros(len(names), np.int64)
-    for number in np.unique(numbers).tolist():
-        name = names[number]
-        base[number] = starts[name]
-        if number in record.boxes:
-            entry = index.arrays[name]
-            starts[name] += sum(
-                chunk_grid.box_part(entry, box).count for box in record.boxes[number]
-            )
-    return base[numbers] + record.chunks["chunk"].astype(np.int64)
 
 
 def _two_writers(name: str, box: Box, first: int, second: int) -> CoverageError:

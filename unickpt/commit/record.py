@@ -11,8 +11,10 @@ import numpy as np
 import xxhash
 
 from unickpt.arrays.box import Box
+from unickpt.commit.places import Places
 from unickpt.format.index import BaseEntry
 from unickpt.reuse.experts import Steps
+from unickpt.storage.btree.builder import PLACE_DTYPE
 
 # `array` is the number of the array in the process's own description, `chunk` that of the chunk in
 # the array's parts, in order (for arrays with boxes instead of a layout: in this process's boxes).
@@ -42,6 +44,8 @@ class Record:
             error (`format.index.ArrayEntry`).
         experts: of which step its experts are, by key, if some may be left out of a save.
         patched: for each of `chunks` whether it is stored as a patch; empty if none is.
+        places: where each of `chunks` is (of a patched one, the full chunk), then each patch, then
+            each of `blobs`.
     """
 
     description: int
@@ -58,13 +62,14 @@ class Record:
     errors: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     experts: Steps = field(default_factory=dict)
     patched: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    places: Places = field(default_factory=Places)
 
     def with_statistics(self, more: Mapping[str, float]) -> Record:
         """The same with more statistics."""
         return replace(self, statistics={**self.statistics, **more})
 
     def encode(self) -> bytes:
-        """A line of JSON, chunks and replicas as they are in memory, and the xxh3-64 of it."""
+        """A line of JSON, the tables as they are in memory, and the xxh3-64 of it all."""
         head = {
             "description": self.description,
             "boxes": [
@@ -80,10 +85,13 @@ class Record:
             "base": None if self.base is None else [self.base.name, self.base.manifest],
             "errors": [[number, *found] for number, found in self.errors.items()],
             "patched": len(self.patched),
+            "files": self.places.files,
+            "places": len(self.places.rows),
+            "inline": len(self.places.inline),
         }
         line = json.dumps(head, separators=(",", ":")).encode() + b"\n"
-        tables = (self.chunks, self.borrowed, self.patched, self.replicas)
-        body = b"".join([line, *(table.tobytes() for table in tables)])
+        tables = (self.chunks, self.borrowed, self.patched, self.places.rows, self.replicas)
+        body = b"".join([line, self.places.inline, *(table.tobytes() for table in tables)])
         return body + xxhash.xxh3_64_intdigest(body).to_bytes(_SEAL_BYTES, "little")
 
     @classmethod
@@ -95,28 +103,59 @@ class Record:
         head_bytes, _, payload = body.partition(b"\n")
         try:
             head = json.loads(head_bytes)
-            end = head["chunks"] * CHUNK_DTYPE.itemsize
             base = None if head["base"] is None else BaseEntry(*head["base"])
-            patched = end + (0 if base is None else head["chunks"])
-            rest = patched + head["patched"]
+            rest = _Payload(payload)
+            inline = bytes(rest.take(head["inline"], np.dtype(np.uint8)))
+            chunks = rest.take(head["chunks"], CHUNK_DTYPE)
+            borrowed = rest.take(0 if base is None else len(chunks), np.dtype(np.bool_))
+            patched = rest.take(head["patched"], np.dtype(np.bool_))
+            rows = rest.take(head["places"], PLACE_DTYPE)
+            places = Places(tuple(head["files"]), rows, inline)
+            places.check(np.flatnonzero(borrowed))
+            if len(patched) not in (0, len(chunks)) or len(rows) != len(chunks) + int(
+                patched.sum()
+            ) + len(head["blobs"]):
+                raise ValueError("it does not say where each value is")
             return cls(
                 head["description"],
-                np.frombuffer(payload[:end], CHUNK_DTYPE),
+                chunks,
                 {n: tuple(Box(tuple(a), tuple(b)) for a, b in bs) for n, bs in head["boxes"]},
                 {name: (size, digest) for name, (size, digest) in head["blobs"].items()},
                 head["statistics"],
                 head["replaces"],
-                np.frombuffer(payload[rest:], REPLICA_DTYPE),
+                rest.rest(REPLICA_DTYPE),
                 head["checked"],
                 head["linked"],
                 base,
-                np.frombuffer(payload[end:patched], np.bool_),
+                borrowed,
                 {number: (absolute, relative) for number, absolute, relative in head["errors"]},
                 {key: {int(n): int(s) for n, s in steps} for key, steps in head["experts"].items()},
-                np.frombuffer(payload[patched:rest], np.bool_),
+                patched,
+                places,
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"the record is malformed: {error!r}") from None
+
+
+class _Payload:
+    """Tables, one after the other.
+
+    Arguments:
+        data: their bytes.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+
+    def take(self, count: int, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+        """The next table; raises ValueError if the bytes end before."""
+        found = np.frombuffer(self._data, dtype, count, self._at) if count else np.zeros(0, dtype)
+        self._at += found.nbytes
+        return found
+
+    def rest(self, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+        """The last table."""
+        return np.frombuffer(self._data, dtype, offset=self._at)
 
 
 Records = Sequence[tuple[int, Record]]

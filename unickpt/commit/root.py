@@ -6,22 +6,26 @@ root's B-tree is built with its manifest in memory, and that manifest is then wr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-import tensorstore as ts
+import numpy as np
 
+from unickpt.commit import root_keys
+from unickpt.commit.merge_chunks import Chunks, Place
 from unickpt.errors import StorageError
-from unickpt.format import patches
-from unickpt.format.zarr_metadata import join_key
-from unickpt.storage.btree import nodes
+from unickpt.format.index import Index
+from unickpt.storage.btree import builder
+from unickpt.storage.btree.builder import Run
+from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.database import Database, digest_of
 from unickpt.storage.errors import Failed
-from unickpt.storage.kvstore import commit
+from unickpt.storage.kvstore import Future, KvStore
 from unickpt.storage.ocdbt import MANIFEST
 
-Range = tuple[str, str]
-"""The first of some keys, and the first one after them."""
+_FILE_BYTES = 64 << 20
+"""About what a file with nodes has at most; two may be in memory."""
 
 
 @dataclass(frozen=True)
@@ -53,47 +57,43 @@ class Root:
         read = self._database.read_manifest()
         return State(digest_of(read.value) if read.state == "value" else "", read.stamp.generation)
 
-    def build(
-        self,
-        folder: str,
-        parts: Sequence[Database],
-        extra: Mapping[str, bytes],
-        count: int,
-        without: Mapping[int, Sequence[Range]] | None = None,
-    ) -> bytes:
-        """Writes a B-tree that refers to the values of other databases; it is not visible yet.
+    def build(self, folder: str, index: Index, chunks: Chunks, extra: Mapping[str, bytes]) -> bytes:
+        """Writes a B-tree that refers to the values that processes wrote; it is not visible yet.
 
         Arguments:
-            folder: where its nodes go, relative to the path, ending with `/`; used only once.
-            parts: the databases.
+            folder: where its nodes go, relative to the path, ending with `/`; used only once. The
+                processes' folders are beside it.
+            index: of the checkpoint.
+            chunks: all of its chunks.
             extra: additional values, by key.
-            count: how many keys the databases must have in total.
-            without: keys that are not taken from a database, by its number in `parts`.
 
         Returns:
             The manifest that makes it the database at the path.
 
         Raises:
-            StorageError: the number of keys differs.
+            StorageError: the number of keys is not that of the index.
         """
-        draft, held = self._database.draft(folder)
-        transaction = ts.Transaction(atomic=True)
-        root = draft.with_transaction(transaction)
-        work = [
-            part.store().experimental_copy_range_to(root, keys)
-            for number, part in enumerate(parts)
-            for keys in _all_but((without or {}).get(number, ()))
-        ]
-        for copied in work:
-            copied.result()
-        for write in [root.write(key, value) for key, value in extra.items()]:
-            write.result()
-        commit(transaction).result()
-        manifest: bytes = held.read(MANIFEST).result().value
-        found = nodes.manifest(manifest).keys - len(extra)
+        store = self._location.store(self._database.context)
+        out = _DataFiles(store, folder)
+        places, inline = out.place_all(extra, chunks)
+        beside = folder.rstrip("/").rpartition("/")[0]
+        paths = [f"{beside}/{process:05d}/{path}" for process, path in chunks.files]
+        paths += out.paths
+        files = sorted(set(paths))
+        known = {path: number for number, path in enumerate(files)}
+        numbers = np.array([*(known[path] for path in paths), builder.INLINE], np.int32)
+        manifest, found = builder.encode(
+            (_numbered(run, numbers) for run in root_keys.runs(index, chunks, places)),
+            files,
+            inline,
+            out.place,
+        )
+        out.close()
+        blobs = sum(len(entry.blobs) for entry in index.per_process.values())
+        count = index.chunks - index.borrowed + len(chunks.patches) + blobs + len(extra)
         if found != count:
             raise StorageError(
-                f"{self._location}: the processes reported {count} keys, but wrote {found}"
+                f"{self._location}: the processes reported {count} values, but {found} were found"
             )
         return manifest
 
@@ -142,18 +142,70 @@ class Root:
                 self._store.write(MANIFEST, None, if_equal=found.stamp.generation).result()
 
 
-def ranges_of_chunks(array: str) -> list[Range]:
-    """The keys of all that is stored of the chunks of a single-part array."""
-    firsts = [join_key(array, below) for below in ("c", patches.FULL, patches.PATCH)]
-    return [(first, first + "0") for first in firsts]  # "0" follows the "/" of a chunk's key
+def _numbered(run: Run, numbers: Any) -> Run:
+    """A run with other numbers of its files; the last is that of `INLINE`."""
+    places = run.places.copy()
+    places["file"] = numbers[places["file"]]
+    return Run(run.keys, places)
 
 
-def range_of(key: str) -> Range:
-    """One key."""
-    return key, key + "\0"
+class _DataFiles:
+    """Writes values and nodes to files, one file at a time.
 
+    Arguments:
+        store: the key-value store of the checkpoint's folder.
+        folder: of the files, relative to it, ending with `/`.
+    """
 
-def _all_but(ranges: Sequence[Range]) -> list[ts.KvStore.KeyRange]:
-    """The keys before, between and after some, which do not overlap."""
-    bounds = ["", *(bound for each in sorted(ranges) for bound in each), ""]
-    return [ts.KvStore.KeyRange(a, b) for a, b in zip(bounds[::2], bounds[1::2], strict=True)]
+    def __init__(self, store: KvStore, folder: str) -> None:
+        self._store, self._folder = store, folder
+        self._ahead, self._nbytes = list[bytes](), 0
+        self._writing: Future[Any] | None = None
+        self.paths = [f"{folder}0"]
+
+    def place(self, data: bytes) -> DataReference:
+        """Writes bytes; returns where they will be."""
+        if self._nbytes >= _FILE_BYTES:
+            self._write()
+            self.paths.append(f"{self._folder}{len(self.paths)}")
+        at = DataReference(self.paths[-1], self._nbytes, len(data))
+        self._ahead.append(data)
+        self._nbytes += len(data)
+        return at
+
+    def place_all(
+        self, values: Mapping[str, bytes], chunks: Chunks
+    ) -> tuple[dict[str, Place], bytes]:
+        """Writes values; returns where each will be by its key, and all that nodes hold themselves.
+
+        Arguments:
+            values: by their keys.
+            chunks: after whose files and values these are numbered.
+        """
+        inline, nbytes = [chunks.inline], len(chunks.inline)
+        placed: dict[bytes, Place] = {}  # arrays of one shape share their metadata
+        for value in values.values():
+            if value in placed:
+                continue
+            if len(value) <= builder.MOST_INLINE:
+                placed[value] = builder.INLINE, nbytes, len(value)
+                inline.append(value)
+                nbytes += len(value)
+            else:
+                at = self.place(value)
+                number = len(chunks.files) + len(self.paths) - 1
+                placed[value] = number, at.offset, at.length
+        return {key: placed[value] for key, value in values.items()}, b"".join(inline)
+
+    def close(self) -> None:
+        """Writes the last file, and waits for all."""
+        if self._ahead:
+            self._write()
+        if self._writing is not None:
+            self._writing.result()
+
+    def _write(self) -> None:
+        if self._writing is not None:
+            self._writing.result()
+        self._writing = self._store.write(self.paths[-1], b"".join(self._ahead))
+        self._ahead, self._nbytes = [], 0

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import xxhash
 
 from unickpt.format import chunk_grid
-from unickpt.format.index import ArrayEntry, Index
+from unickpt.format.index import ArrayEntry, DigestBlocks, Index
 
 DTYPE = np.dtype([("digest", "<u8"), ("process", "<u4")])
 Table = np.ndarray[Any, Any]
+# Of a table of one block, its own digest is enough. 196 KB: about as much as a node of the B-tree.
+_BLOCK_ROWS = 1 << 14
 
 
 def count(entry: ArrayEntry) -> int:
@@ -102,4 +104,69 @@ def decode(data: bytes, index: Index) -> Table:
     """
     if f"{xxhash.xxh3_64_intdigest(data):016x}" != index.digests_xxh3:
         raise Mismatch("the digest table does not match its digest in the index")
-    return np.frombuffer(data, DTYPE)
+    table = np.frombuffer(data, DTYPE)
+    if index.digest_blocks is not None and blocks(table, index.digest_blocks.rows) != (
+        index.digest_blocks
+    ):
+        raise Mismatch("the digest table does not match the digests of its blocks in the index")
+    return table
+
+
+def blocks(table: Table, rows: int = 0) -> DigestBlocks | None:
+    """The digests of a table's blocks; None if there is only one.
+
+    Arguments:
+        table: the table.
+        rows: of a block; 0 for as many as this version writes.
+    """
+    size = rows or _BLOCK_ROWS
+    if not rows and len(table) <= size:
+        return None
+    found = (
+        xxhash.xxh3_64_intdigest(table[at : at + size].tobytes())
+        for at in range(0, len(table), size)
+    )
+    return DigestBlocks(size, tuple(found))
+
+
+class Blocks:
+    """The blocks of a stored table, read when they are needed.
+
+    Arguments:
+        digests: of the blocks.
+        total: number of rows of the table.
+        read: returns bytes of the stored table, by the position of the first and their number.
+    """
+
+    def __init__(
+        self, digests: DigestBlocks, total: int, read: Callable[[int, int], bytes]
+    ) -> None:
+        self._digests, self._total, self._read = digests, total, read
+        self._known: dict[int, Table] = {}
+
+    def rows(self, span: slice) -> Table:
+        """Some rows.
+
+        Raises:
+            Mismatch: a block does not match its digest.
+        """
+        size = self._digests.rows
+        if span.start >= span.stop:
+            return np.zeros(0, DTYPE)
+        wanted = range(span.start // size, -(-span.stop // size))
+        missing = [block for block in wanted if block not in self._known]
+        if missing:
+            first, stop = missing[0] * size, min((missing[-1] + 1) * size, self._total)
+            data = self._read(first * DTYPE.itemsize, (stop - first) * DTYPE.itemsize)
+            table = np.frombuffer(data, DTYPE)
+            for block in range(missing[0], missing[-1] + 1):
+                self._known[block] = self._checked(block, table[block * size - first :][:size])
+        found = [self._known[block] for block in wanted]
+        first = wanted.start * size
+        table = found[0] if len(found) == 1 else np.concatenate(found)
+        return table[span.start - first : span.stop - first]
+
+    def _checked(self, block: int, rows: Table) -> Table:
+        if xxhash.xxh3_64_intdigest(rows.tobytes()) != self._digests.digests[block]:
+            raise Mismatch(f"block {block} of the digest table does not match its digest")
+        return rows

@@ -94,6 +94,19 @@ class BaseEntry:
 
 
 @dataclass(frozen=True)
+class DigestBlocks:
+    """Digests of the blocks of a digest table, so that a part of it can be read and checked alone.
+
+    Arguments:
+        rows: of a block; the last one may have fewer.
+        digests: of each block, xxh3-64.
+    """
+
+    rows: int
+    digests: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Index:
     """The whole content of `unickpt.json`. `tree` is the JSON of `unickpt.trees.tree`."""
 
@@ -110,6 +123,7 @@ class Index:
     library: str = ""
     chunks: int = 0
     digests_xxh3: str = ""
+    digest_blocks: DigestBlocks | None = None
     reused: int = 0
     bases: tuple[BaseEntry, ...] = ()
     borrowed: int = 0

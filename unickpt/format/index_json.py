@@ -20,6 +20,7 @@ from unickpt.format.index import (
     PATCHED_FORMAT,
     ArrayEntry,
     BaseEntry,
+    DigestBlocks,
     Index,
     PerProcessEntry,
 )
@@ -76,6 +77,9 @@ def encode(index: Index) -> bytes:
         "chunks": index.chunks,
         "digests": index.digests_xxh3,
     }
+    if index.digest_blocks is not None:
+        digests = "".join(f"{digest:016x}" for digest in index.digest_blocks.digests)
+        body["digest_blocks"] = [index.digest_blocks.rows, digests]
     if index.reused:
         body["reused"] = index.reused
     if index.bases:
@@ -261,9 +265,22 @@ def _decode(r: _Reader, partial: bool) -> Index:
         library=r.get("library", str),
         chunks=r.get("chunks", int),
         digests_xxh3=r.get("digests", str),
+        digest_blocks=_digest_blocks(r),
         reused=_ints([r.get("reused", int, 0)], 0, "reused")[0],
         **_borrowed(r),
     )
+
+
+def _digest_blocks(r: _Reader) -> DigestBlocks | None:
+    chunks, found = r.get("chunks", int), r.get("digest_blocks", list, [])
+    match found:
+        case []:
+            return None
+        case [int(rows), str(text)] if rows is not True and 0 < rows < _MAX_EXTENT:
+            digests = _DIGEST.findall(text)
+            if len(text) == 16 * len(digests) and len(digests) == -(-chunks // rows):
+                return DigestBlocks(rows, tuple(int(digest, 16) for digest in digests))
+    raise _Bad("'digest_blocks' does not fit the number of chunks")
 
 
 def _borrowed(r: _Reader) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 from urllib.parse import quote
@@ -185,7 +185,7 @@ class OcdbtReader(Reader):
         if not self.index.bases:
             return None
         first = self._first_rows(entry)[part.key]
-        table, row = self._borrowed, self._digests[1][entry.name].start + first + number
+        table, row = self._borrowed, self._spans[entry.name].start + first + number
         at = int(np.searchsorted(table["row"], row))
         is_borrowed = at < len(table) and table["row"][at] == row
         return int(table["base"][at]) if is_borrowed else None
@@ -200,7 +200,7 @@ class OcdbtReader(Reader):
     @cached_property
     def _borrowed(self) -> borrowed.Table:
         nbytes = self.index.borrowed * borrowed.DTYPE.itemsize
-        self.read_digests()  # on its own, the index may claim any number of chunks
+        self._check_digests()  # on its own, the index may claim any number of chunks
         if self.key_length(BORROWED_KEY) != nbytes:
             raise self.damaged(f"key {BORROWED_KEY!r} is missing, or has not {nbytes} bytes")
         try:
@@ -288,12 +288,30 @@ class OcdbtReader(Reader):
         return self._chunks.explained(error, f"{self.location}: array {entry.name!r}")
 
     def digests_of(self, name: str) -> digest_table.Table:
-        table, spans = self._digests
-        return table[spans[name]]
+        try:
+            return self._digests(self._spans[name])
+        except digest_table.Mismatch as error:
+            raise self.damaged(str(error)) from None
 
     @cached_property
-    def _digests(self) -> tuple[digest_table.Table, dict[str, slice]]:
-        return self.read_digests(), digest_table.spans(self.index.arrays)
+    def _spans(self) -> dict[str, slice]:
+        """The rows of each array's chunks in the digest table."""
+        return digest_table.spans(self.index.arrays)
+
+    @cached_property
+    def _digests(self) -> Callable[[slice], digest_table.Table]:
+        """Returns rows of the digest table, which is read at once if it is short."""
+        blocks = self.index.digest_blocks
+        if blocks is None:
+            return self.read_digests().__getitem__
+        self._check_digests()
+        return digest_table.Blocks(blocks, self.index.chunks, self._read_digest_rows).rows
+
+    def _read_digest_rows(self, offset: int, length: int) -> bytes:
+        try:
+            return self._chunks.values.read_range(DIGESTS_KEY, offset, length)
+        except Failed as error:
+            raise self._chunks.explained(error, f"{self.location}: the digest table") from error
 
     def read_digests(self) -> digest_table.Table:
         """The digest table; its length is checked against the index before it is read.
@@ -301,14 +319,26 @@ class OcdbtReader(Reader):
         Raises:
             CheckpointCorrupt: it is missing, or does not belong to the index.
         """
+        nbytes = self._check_digests()
+        try:
+            return digest_table.decode(self.read_key(DIGESTS_KEY, nbytes), self.index)
+        except digest_table.Mismatch as error:
+            raise self.damaged(str(error)) from None
+
+    def _check_digests(self) -> int:
+        """Checks the length of the digest table against the index; returns its bytes.
+
+        Raises:
+            CheckpointCorrupt: it is missing, or has another length.
+        """
         nbytes = self.key_length(DIGESTS_KEY)
         if nbytes is None:
             raise self.damaged(f"key {DIGESTS_KEY!r} is missing")
         try:
             digest_table.check(nbytes, self.index, digest_table.length(self.index.arrays))
-            return digest_table.decode(self.read_key(DIGESTS_KEY, nbytes), self.index)
         except digest_table.Mismatch as error:
             raise self.damaged(str(error)) from None
+        return nbytes
 
     def timing(self) -> Timing | None:
         nbytes = self.key_length(TIMING_KEY)

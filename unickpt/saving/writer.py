@@ -15,12 +15,16 @@ import numpy as np
 import tensorstore as ts
 import xxhash
 
+from unickpt.commit import places
 from unickpt.commit.attempt import Attempt
+from unickpt.commit.places import Places
 from unickpt.commit.record import CHUNK_DTYPE, Record
-from unickpt.format import chunk_store
+from unickpt.format import chunk_store, patches
+from unickpt.format.chunk_grid import Part
 from unickpt.format.chunk_store import ChunkStore
 from unickpt.format.index import INDEX_KEY
 from unickpt.frameworks.per_process import blob_key
+from unickpt.reuse import linked_files
 from unickpt.reuse.base import Base
 from unickpt.saving.chunk_source import ChunkSource, StagedChunk
 from unickpt.saving.describe import Description
@@ -87,7 +91,7 @@ class Writer:
         started = time.perf_counter()
         blobs, sources = self._description.blobs, self._description.sources
         rest = {blob_key(name, self._attempt.group.index): data for name, data in blobs.items()}
-        found = self._take_or_write(items, {**rest, INDEX_KEY: self._description.encoded})
+        found = self._take_or_write(items, rest, {INDEX_KEY: self._description.encoded})
         arrays = self._description.index.arrays.items()
         return Record(
             description=self._description.digest,
@@ -106,7 +110,7 @@ class Writer:
         """Writes chunks that the coordinator asked for after all had written theirs."""
         before, count = self.reused_bytes, self.count
         nbytes, stored_bytes = self.nbytes, self.stored_bytes
-        found = self._take_or_write(items, {})
+        found = self._take_or_write(items, {}, {})
         return Record(
             description=self._description.digest,
             statistics={
@@ -119,10 +123,14 @@ class Writer:
             **found,
         )
 
-    def _take_or_write(self, items: Sequence[WriteItem], rest: dict[str, bytes]) -> dict[str, Any]:
+    def _take_or_write(
+        self, items: Sequence[WriteItem], blobs: dict[str, bytes], rest: dict[str, bytes]
+    ) -> dict[str, Any]:
         """Takes from the base what it has, and writes the rest; returns what a record says."""
         if self._base is None:
-            return {"chunks": self._write(items, rest)}
+            chunks = self._write(items, {**blobs, **rest})
+            own = [chunk_store.key_of(item.part, item.number) for item in items]
+            return {"chunks": chunks, "places": self._places([*own, *blobs])}
         offered = items if self._looked_in else [item for item in items if item.borrowed]
         self._base.offer((item.entry, item.part, item.number) for item in offered)
         if not self._source.behind:  # staged copies come in the order of the plan
@@ -131,20 +139,41 @@ class Writer:
         for item in items:
             is_taken = item.borrowed and self._base.borrow(item.part, item.number)
             (taken if is_taken else others).append(item)
-        written = self._write(others, rest, self._looked_in)
+        written = self._write(others, {**blobs, **rest}, self._looked_in)
         digests = map(self._source.digest, taken)
         found: dict[str, Any] = {"chunks": np.concatenate([written, self._table(taken, digests)])}
+        every = [(item.part, item.number) for item in [*others, *taken]]
         if self._patched:
-            of = [(item.part.key, item.number) in self._patched for item in [*others, *taken]]
-            found["patched"] = np.array(of)
-        share = self._base.share
+            found["patched"] = np.array([(part.key, n) in self._patched for part, n in every])
+        share, elsewhere = self._base.share, set[tuple[str, int]]()
         if share is not None:
             share.publish(self._attempt.context)
             found["linked"] = share.linked
-            for base, chunks in share.borrowed.items():
-                of = [(item.part.key, item.number) in chunks for item in [*others, *taken]]
+            for base, elsewhere in share.borrowed.items():
+                of = [(part.key, number) in elsewhere for part, number in every]
                 found |= {"base": base, "borrowed": np.array(of)}
-        return found
+        keys = [self._key(part, n) if (part.key, n) not in elsewhere else None for part, n in every]
+        patch_keys = [
+            chunk_store.key_of(patches.patch_of(part), n)
+            for part, n in every
+            if (part.key, n) in self._patched
+        ]
+        return {**found, "places": self._places([*keys, *patch_keys, *blobs])}
+
+    def _key(self, part: Part, number: int) -> str:
+        """Of a chunk, or of the full chunk that its patch refers to."""
+        is_patched = (part.key, number) in self._patched
+        return chunk_store.key_of(patches.full_of(part) if is_patched else part, number)
+
+    def _places(self, keys: Sequence[str | None]) -> Places:
+        """Where the values of keys are, as the databases of this process say."""
+        attempt = self._attempt
+        databases = [("", attempt.database(attempt.group.index))]
+        if self._base is not None and self._base.share is not None and self._base.share.linked:
+            folder = attempt.folder_of(attempt.group.index)
+            linked = linked_files.database(folder, attempt.context)
+            databases.append((f"{linked_files.FOLDER}/", linked))
+        return places.find(keys, databases)
 
     @staticmethod
     def _likely_changed_first(items: Sequence[WriteItem], base: Base) -> Sequence[WriteItem]:

@@ -102,6 +102,24 @@ class Tree:
             if leaf is not None and not leaf.keys:
                 leaf = None
 
+    def leaves(self) -> Iterator[nodes.Node]:
+        """All leaves, in order.
+
+        Raises:
+            Damaged: as for `find`.
+        """
+        with self._lock:
+            root = self._root()
+            ahead, seen = [] if root is None else [root], set[nodes.Node]()
+            while ahead:
+                node = ahead.pop()
+                if node in seen:  # a few hostile nodes that share children can make many paths
+                    raise Damaged("a node of the B-tree has two parents")
+                seen.add(node)
+                if node.height == 0:
+                    yield node
+                ahead += reversed([self._below(node, at) for at in range(len(node.common))])
+
     def _leaf(self, wanted: bytes) -> nodes.Node | None:
         """The leaf that has a key, if any has it."""
         node = self._root()
@@ -227,6 +245,19 @@ class DatabaseReader:
         if length is not None and found is not None and length_of(found) != length:
             raise Damaged(f"{length_of(found)} bytes stored, {length} expected")
         return self._bytes(found) if isinstance(found, DataReference) else found
+
+    def read_range(self, key: str, offset: int, length: int) -> bytes:
+        """Some bytes of a value.
+
+        Raises:
+            Damaged: it is missing or has fewer, or the tree is damaged.
+        """
+        found = self.tree.find(key)
+        if found is None or length_of(found) < offset + length:
+            raise Damaged(f"bytes {offset} to {offset + length} are missing")
+        if not isinstance(found, DataReference):
+            return found[offset : offset + length]
+        return self._bytes(DataReference(found.path, found.offset + offset, length))
 
     def length(self, key: str) -> int | None:
         """The length of a value in bytes according to the tree; None if it is missing."""

@@ -1,0 +1,229 @@
+"""The root database: its keys in order, each with its value's place; what records may say."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorstore as ts
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.saving import in_job, save_in_job
+
+import unickpt
+from unickpt import CheckpointCorrupt, SaveOptions
+from unickpt.arrays.layout import Layout, Mesh
+from unickpt.commit import root_keys
+from unickpt.commit.merge_chunks import BORROWED, MISSING, PATCHED, WHOLE, Chunks
+from unickpt.commit.places import Places
+from unickpt.commit.record import CHUNK_DTYPE, Record
+from unickpt.format import borrowed, chunk_grid, chunk_store, digest_table, index_json, patches
+from unickpt.format.index import ArrayEntry, BaseEntry, Index
+from unickpt.format.ocdbt_reader import OcdbtReader
+from unickpt.storage.btree.builder import PLACE_DTYPE
+from unickpt.storage.btree.nodes import DataReference
+
+NAMES = ["w", "w-x", "w.", "w0", "a/w", "a", "b/c", "c", "w!/c"]
+ALONE = Layout(Mesh((), (), (0,)), ())
+
+
+def places(first: int, count: int) -> Any:
+    found = np.zeros(count, PLACE_DTYPE)
+    found["offset"] = np.arange(first, first + count)
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from(NAMES), st.lists(st.integers(1, 13), max_size=3), min_size=1, max_size=6
+    ),
+    st.integers(0, 2**32 - 1),
+)
+def test_keys_ascend_and_each_has_its_own_place(grids: dict[str, list[int]], seed: int) -> None:
+    arrays = {
+        name: ArrayEntry(
+            name, tuple(grid), "uint8", (1,) * len(grid), replace(ALONE, dims=((),) * len(grid))
+        )
+        for name, grid in grids.items()
+    }
+    count, random = digest_table.length(arrays), np.random.default_rng(seed)
+    kinds = random.choice([WHOLE, PATCHED, BORROWED], count).astype(np.uint8)
+    spans = digest_table.spans(arrays)
+    patched = {name: int((kinds[span] == PATCHED).sum()) for name, span in spans.items()}
+    arrays = {name: replace(entry, patched=patched[name]) for name, entry in arrays.items()}
+    index = Index("*", arrays, bases=(BaseEntry("other", "0" * 16),), chunks=count)
+    chunks = Chunks(
+        np.zeros(count, digest_table.DTYPE),
+        kinds,
+        places(0, count),
+        places(1000, int((kinds == PATCHED).sum())),
+        {"p/process_00000": (0, 5000, 1)},
+        [(0, "d/0")],
+        b"",
+        np.zeros(0, borrowed.DTYPE),
+        (),
+        {},
+    )
+    assert MISSING not in kinds
+    found: dict[bytes, int] = {}
+    keys = list[bytes]()
+    for run in root_keys.runs(index, chunks, {"unickpt.json": (0, 6000, 1)}):
+        keys += run.keys
+        found.update(zip(run.keys, run.places["offset"].tolist(), strict=True))
+    assert keys == sorted(set(keys))
+    expected, patch = {b"unickpt.json": 6000, b"p/process_00000": 5000}, 1000
+    row = 0
+    for entry in arrays.values():
+        (part,) = chunk_grid.parts(entry)
+        for number in range(part.count):
+            if kinds[row] == WHOLE:
+                expected[chunk_store.key_of(part, number).encode()] = row
+            elif kinds[row] == PATCHED:
+                expected[chunk_store.key_of(patches.full_of(part), number).encode()] = row
+                expected[chunk_store.key_of(patches.patch_of(part), number).encode()] = patch
+                patch += 1
+            row += 1
+    assert found == expected
+
+
+def test_tensorstore_reads_what_many_processes_wrote_into_large_grids(tmp_path: Path) -> None:
+    rows = np.arange(3 * 1500.0).reshape(1500, 3)
+    wide = np.arange(12 * 11 * 30, dtype=np.int16).reshape(12, 11, 30)
+    tree = {"rows": rows, "wide": wide, "one": np.float32(2.5), "x": {"rows": rows[:7]}}
+
+    def save(group: Any) -> Any:
+        return unickpt.save(
+            tmp_path, tree, options=SaveOptions(group=group, chunk_bytes=24, fsync=False)
+        )
+
+    assert not [r for r in in_job(3, save) if isinstance(r, BaseException)]
+    assert unickpt.verify(tmp_path).ok
+    for name, array in (("rows", rows), ("wide", wide), ("x/rows", rows[:7])):
+        opened = ts.open(f"file://{tmp_path}/|ocdbt:{name}/").result()
+        np.testing.assert_array_equal(opened.read().result(), array)
+    store = ts.KvStore.open(f"file://{tmp_path}/|ocdbt:").result()
+    listed = [key.decode() for key in store.list().result()]
+    assert listed == sorted(listed, key=str.encode)
+    assert len(listed) == unickpt.open(tmp_path).index.chunks + 6 + 2  # zarr.json; ours
+
+
+# --- records ------------------------------------------------------------------------------------
+
+
+def record(**changes: Any) -> Record:
+    chunks = np.zeros(2, CHUNK_DTYPE)
+    found = Places(("d/1",), places(0, 2), b"abcd")
+    return Record(**{"description": 1, "chunks": chunks, "places": found, **changes})
+
+
+def with_places(file: int = 0, offset: int = 0, length: int = 0, path: str = "d/1") -> Record:
+    rows = places(0, 2)
+    rows[1] = file, offset, length
+    return record(places=Places((path,), rows, b"abcd"))
+
+
+def test_a_record_says_where_each_value_is() -> None:
+    found = Record.decode(with_places(-1, 1, 3).encode())
+    assert found.places.files == ("d/1",)
+    assert found.places.inline == b"abcd"
+    assert found.places.rows.tolist() == [(0, 0, 0), (-1, 1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (with_places(1), "not listed"),
+        (with_places(-2), "where each value is"),
+        (with_places(-3), "not listed"),
+        (with_places(-1, 2, 3), "ends after"),
+        (with_places(-1, 2**64 - 1, 2), "ends after"),
+        (with_places(path="../other/d/1"), "not a file of the process"),
+        (with_places(path="/etc/passwd"), "not a file of the process"),
+        (record(places=Places(("d/1",), places(0, 1))), "where each value is"),
+        (record(patched=np.array([True, False])), "where each value is"),
+        (record(blobs={"rng": (3, 4)}), "where each value is"),
+    ],
+)
+def test_a_record_that_contradicts_itself_is_refused(wrong: Record, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        Record.decode(wrong.encode())
+
+
+def test_a_record_that_ends_early_is_refused() -> None:
+    body = record().encode()[:-20]
+    sealed = body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
+    with pytest.raises(ValueError, match="malformed"):
+        Record.decode(sealed)
+
+
+# --- digests by block ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digest_table, "_BLOCK_ROWS", 8)
+
+
+TREE = {f"w{k}": np.arange(k * 100.0, k * 100 + 50).reshape(5, 10) for k in range(9)}
+
+
+def reader_of(path: Path) -> OcdbtReader:
+    reader = unickpt.open(path).reader
+    assert isinstance(reader, OcdbtReader)
+    return reader
+
+
+@pytest.mark.usefixtures("short_blocks")
+def test_only_the_blocks_of_an_array_are_read(tmp_path: Path, monkeypatch: Any) -> None:
+    save_in_job(tmp_path, 2, lambda index: TREE)
+    unickpt.save(tmp_path, TREE, options=SaveOptions(chunk_bytes=80), overwrite=True)
+    read = list[tuple[int, int]]()
+    real = OcdbtReader._read_digest_rows
+
+    def counted(self: OcdbtReader, offset: int, length: int) -> bytes:
+        read.append((offset // 12, length // 12))
+        return real(self, offset, length)
+
+    monkeypatch.setattr(OcdbtReader, "_read_digest_rows", counted)
+    opened = unickpt.open(tmp_path)
+    assert read == []
+    np.testing.assert_array_equal(opened["w2"][:], TREE["w2"])
+    assert read == [(8, 8)]  # rows 10 to 15 of 45
+    np.testing.assert_array_equal(opened["w8"][:], TREE["w8"])
+    assert read == [(8, 8), (40, 5)]
+    assert sorted(unickpt.load(tmp_path)) == sorted(TREE)
+    assert unickpt.verify(tmp_path).ok
+
+
+@pytest.mark.usefixtures("short_blocks")
+def test_a_damaged_block_is_noticed_by_its_arrays(tmp_path: Path) -> None:
+    unickpt.save(tmp_path, TREE, options=SaveOptions(chunk_bytes=80))
+    at = reader_of(tmp_path)._chunks.values.tree.find("unickpt.digests")
+    assert isinstance(at, DataReference)
+    data = bytearray((tmp_path / at.path).read_bytes())
+    data[at.offset + 12 * 12] ^= 1  # row 12: w2
+    (tmp_path / at.path).write_bytes(data)
+    opened = unickpt.open(tmp_path)
+    np.testing.assert_array_equal(opened["w8"][:], TREE["w8"])
+    with pytest.raises(CheckpointCorrupt, match="block 1 of the digest table"):
+        opened["w2"][:]
+    assert not unickpt.verify(tmp_path).ok
+
+
+@pytest.mark.usefixtures("short_blocks")
+@pytest.mark.parametrize("blocks", [[8, "0" * 15], [0, "0" * 96], [8, "0" * 80], [8], [True, ""]])
+def test_an_index_with_other_blocks_is_refused(tmp_path: Path, blocks: list[Any]) -> None:
+    unickpt.save(tmp_path, TREE, options=SaveOptions(chunk_bytes=80))
+    text = json.loads(index_json.encode(reader_of(tmp_path).index))
+    del text["xxh3"]
+    text["digest_blocks"] = blocks
+    body = json.dumps(text, separators=(",", ":")).encode()[:-1]
+    sealed = body + b',"xxh3":"%016x"}' % xxhash.xxh3_64_intdigest(body)
+    with pytest.raises(CheckpointCorrupt, match="digest_blocks"):
+        index_json.decode(sealed, "here")
