@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import os
 import sys
@@ -103,7 +105,7 @@ def test_many_processes_append_whole_lines_to_one_file(forks: Forks, tmp_path: P
             to(SaveReport("memory://x", 1, 1, 1, n, 4, 0.5, phases, process))
     """
     file = tmp_path / "saves.jsonl"
-    running = [forks.start(textwrap.dedent(source), file, n) for n in range(4)]
+    running = [forks.start(textwrap.dedent(source), str(file), n) for n in range(4)]
     assert [forks.wait(job).code for job in running] == [0] * 4
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert sorted((line["process"], line["step"]) for line in lines) == [
@@ -280,6 +282,8 @@ def test_wandb_refers_to_the_checkpoint(tmp_path: Path) -> None:
     entries = artifact.manifest.entries
     references = {entry.ref for entry in entries.values() if entry.ref is not None}
     assert f"file://{path}/manifest.ocdbt" in references
+    manifest = base64.b64encode(hashlib.md5((path / "manifest.ocdbt").read_bytes()).digest())
+    assert manifest.decode() not in {entry.digest for entry in entries.values()}  # nothing is read
     (stored,) = [entry for entry in entries.values() if entry.ref is None]  # all that is uploaded
     assert stored.path == "checkpoint.json"
     assert json.loads(Path(stored.local_path).read_text()) == facts
