@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from itertools import islice
+from itertools import islice, takewhile
 
 from unickpt.arrays.layout import Layout
 from unickpt.display import fragment_grid
@@ -21,6 +21,7 @@ MOST_ROWS = 100
 MOST_FRAGMENTS = 4096
 """Arrays of more are summarised: their map would take seconds, and show no more."""
 _MOST_TEXT = 160
+_INDENT = "\N{NO-BREAK SPACE}"
 _LINE = "1px solid rgba(128,128,128,.35)"
 _CELL = "text-align:left;padding:2px 12px 2px 0"
 _NUMBER = "text-align:right;padding:2px 12px 2px 0;white-space:nowrap"
@@ -86,7 +87,7 @@ def outline(rows: Sequence[Row]) -> str:
 
     def cells(row: Row) -> Sequence[Cell]:
         facts = row.facts
-        name = "\N{NO-BREAK SPACE}" * min(4 * row.depth, 40) + row.label
+        name = _INDENT * min(4 * row.depth, 40) + row.label
         shape = "" if facts is None or facts.shape is None else shape_text(facts.shape)
         count = f"{row.count:,} ×" if row.count > 1 else ""
         kind, layout = ("", "") if facts is None else (facts.dtype, facts.layout)
@@ -158,7 +159,7 @@ def _map_head(text: str) -> str:
 
 
 def _map_row(grid: Grid, row: int) -> str:
-    """A row of the map; a fragment is one cell, however many rows and columns of the grid it has."""
+    """A row of the map; a fragment is one cell, over all its rows and columns of the grid."""
     cells = [] if grid.down is None else [_map_head(fragment_grid.head(grid.rows[row]))]
     for column, owner in enumerate(grid.owner[row]):
         if owner is None:
@@ -167,13 +168,18 @@ def _map_row(grid: Grid, row: int) -> str:
         above = row > 0 and grid.owner[row - 1][column] == owner
         if above or (column > 0 and grid.owner[row][column - 1] == owner):
             continue
-        high = sum(of_row[column] == owner for of_row in grid.owner)
-        wide = sum(other == owner for other in grid.owner[row])
+        high = _run([of_row[column] for of_row in grid.owner[row:]])
+        wide = _run(grid.owner[row][column:])
         span = (f' rowspan="{high}"' if high > 1 else "") + (
             f' colspan="{wide}"' if wide > 1 else ""
         )
         cells.append(_map_cell(grid.labels[owner], span))
     return f"<tr>{''.join(cells)}</tr>"
+
+
+def _run(owners: Sequence[int | None]) -> int:
+    """How many of the first are alike; where cells are left out, a fragment has several runs."""
+    return sum(1 for _ in takewhile(lambda owner: owner == owners[0], owners))
 
 
 def _map_cell(lines: Sequence[str], span: str) -> str:
@@ -193,8 +199,10 @@ def _shown(cell: Cell) -> str:
 
 
 def _text(text: str) -> str:
-    clean = "".join(c if c.isprintable() or c == "\N{NO-BREAK SPACE}" else " " for c in text)
-    return escape(shortened(clean, _MOST_TEXT))
+    short = shortened(text, _MOST_TEXT)
+    return escape(
+        "".join(c if c.isprintable() or c == "\N{NO-BREAK SPACE}" else " " for c in short)
+    )
 
 
 def _more(count: int) -> str:

@@ -7,14 +7,17 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal
 
+from unickpt.display import html
 from unickpt.frameworks.options import CommonOptions, check_group, check_number
 from unickpt.frameworks.process_group import Group
 from unickpt.quantized import choice
 from unickpt.storage import paths
+from unickpt.trees import name_ranges
 
 COMPRESSORS = ("zstd", "gzip", "blosc")
 REUSES = ("digest", "compare", "patch")
 STAGINGS = ("auto", "copy", "reference", "lazy", "device")
+_SLOWEST = 10  # processes that a report shows
 
 
 def _is_shape(value: Any) -> bool:
@@ -134,7 +137,7 @@ class SaveOptions(CommonOptions):
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SaveReport:
     """What a save did.
 
@@ -189,3 +192,39 @@ class SaveReport:
     def gb_per_s(self) -> float:
         """Logical gigabytes (1e9 bytes) of the checkpoint per second."""
         return self.bytes / 1e9 / max(self.seconds, 1e-9)
+
+    def __repr__(self) -> str:
+        size = html.size_text(self.bytes)
+        return f"SaveReport({self.url!r}, {self.arrays} arrays, {size} in {self.seconds:.3g} s)"
+
+    def _repr_html_(self) -> str:
+        """The figures, the phases, and the processes that took the longest, for notebooks."""
+        facts = [
+            f"{self.arrays:,} arrays",
+            html.size_text(self.bytes),
+            f"{self.processes:,} processes",
+            f"{html.seconds_text(self.seconds)} ({self.gb_per_s:.3g} GB/s)",
+            f"blocked the caller for {html.seconds_text(self.blocked_s)}",
+        ]
+        own = {
+            "written": html.size_text(self.written_bytes),
+            "taken from the base": html.size_text(self.reused_bytes),
+            "staged": html.size_text(self.staged_bytes),
+            **{name: html.seconds_text(seconds) for name, seconds in self.phases.items()},
+        }
+        differ = {"differ between processes": name_ranges.listed(self.replicas_differ)}
+        slowest = sorted(enumerate(self.writers), key=lambda of: -of[1].get("seconds", 0.0))
+        rows = [
+            (process, html.seconds_text(of.get("seconds", 0.0)), html.size_text(int(of["bytes"])))
+            for process, of in slowest[:_SLOWEST]
+        ]
+        return html.page(
+            "SaveReport",
+            self.url,
+            facts,
+            html.facts_table({"process": self.process, **own}),
+            html.facts_table(differ) if self.replicas_differ else "",
+            html.table(("slowest process", "wrote for", "bytes"), rows, len(rows))
+            if len(self.writers) > 1
+            else "",
+        )

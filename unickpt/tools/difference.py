@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, cut
 from unickpt.arrays.dtypes import Array
+from unickpt.display import html
 from unickpt.errors import RuleError
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
@@ -21,6 +23,7 @@ from unickpt.reading import checkpoint
 from unickpt.reading.chunk_reader import ChunkReader, read_made
 from unickpt.reading.options import LoadOptions
 from unickpt.rules import Rules
+from unickpt.trees import name_ranges
 
 _MISSING = "missing"
 
@@ -47,7 +50,7 @@ class ArrayDifference:
     max_rel: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DiffReport:
     """What `diff` found; `same` if nothing differs except layouts.
 
@@ -67,6 +70,30 @@ class DiffReport:
     @property
     def same(self) -> bool:
         return all(found.problem == "layout" for found in self.differences)
+
+    def __repr__(self) -> str:
+        return f"DiffReport({self._summary})"
+
+    @property
+    def _summary(self) -> str:
+        found = Counter(row.problem for row in self.differences)
+        counts = ", ".join(f"{count} {problem}" for problem, count in found.items())
+        same = "the same" if self.same else "different"
+        return f"{same}: {self.arrays} arrays compared" + (f", {counts}" if counts else "")
+
+    def _repr_html_(self) -> str:
+        """The differences, those that are alike folded, for notebooks."""
+        alike: dict[tuple[Any, ...], list[str]] = {}
+        for row in self.differences:
+            values = (row.unequal, row.max_abs, row.max_rel)
+            texts = tuple("" if value is None else f"{value:.4g}" for value in values)
+            alike.setdefault((row.problem, row.first, row.second, *texts), []).append(row.name)
+        rows = [
+            (name, *texts) for texts, names in alike.items() for name in name_ranges.fold_all(names)
+        ]
+        headings = ("name", "problem", "first", "second", "unequal", "max abs", "max rel")
+        drawn = html.table(headings, rows, len(rows))
+        return html.page("DiffReport", "", [self._summary], drawn)
 
 
 def diff(
