@@ -10,6 +10,7 @@ from typing import Any, Literal
 from unickpt.display import html
 from unickpt.frameworks.options import CommonOptions, check_group, check_number
 from unickpt.frameworks.process_group import Group
+from unickpt.progress import Progress, check_progress
 from unickpt.quantized import choice
 from unickpt.storage import paths
 from unickpt.trees import name_ranges
@@ -92,8 +93,13 @@ class SaveOptions(CommonOptions):
             at the commit. In a job of several processes, calls that all processes must make in the
             same order belong on one thread. An error that it raises is logged, and does not affect
             the save.
+        progress: True for a progress bar on process 0, in a notebook or on a terminal (needs
+            `unickpt[progress]`); or a function that is called with this process's bytes saved so
+            far and in total, on the saving thread. An error that it raises is logged, and does not
+            affect the save.
 
     Raises:
+        MissingPackage: `progress=True` without tqdm.
         ValueError, TypeError: an option is out of range, or of a wrong type.
     """
 
@@ -110,6 +116,7 @@ class SaveOptions(CommonOptions):
     check_replicas: bool = False
     group: Group | None = None
     metrics: Callable[[SaveReport], None] | None = None
+    progress: Progress = None
 
     def __post_init__(self) -> None:
         if self.staging not in STAGINGS:
@@ -131,6 +138,7 @@ class SaveOptions(CommonOptions):
                 f"metrics is of type {type(self.metrics).__name__}, but is called with each "
                 "SaveReport; pass the metrics of a step to Checkpointer.save"
             )
+        check_progress(self.progress)
         if self.compression is not None and self.compression not in COMPRESSORS:
             raise ValueError(
                 f"compression {self.compression!r} is not one of None, {', '.join(COMPRESSORS)}"

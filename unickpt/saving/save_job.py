@@ -26,6 +26,7 @@ from unickpt.format.index import Index
 from unickpt.frameworks.process_group import within
 from unickpt.frameworks.protocol import ArraySource
 from unickpt.frameworks.registry import adapters, current_group
+from unickpt.progress import Report, reporting
 from unickpt.reuse.base import Base, How, open_base
 from unickpt.reuse.partial_save import PartialSave
 from unickpt.saving import fingerprints
@@ -195,9 +196,10 @@ class SaveJob:
             before_commit: called by the coordinator right before the commit; likewise.
         """
         timings = self.timings
-        with self.failing():
+        process = self.group.index
+        with self.failing(), reporting(self.options.progress, "saving", process) as told:
             with timings.phase("write"):
-                writer, record = self._write(plan, source)
+                writer, record = self._write(plan, source, told)
                 before_publish()
                 staged_bytes = source.staged_bytes
                 self._publish(record, writer, staged_bytes)
@@ -212,7 +214,7 @@ class SaveJob:
             replicas.warn(self._attempt.differences)
         return report
 
-    def _write(self, plan: WritePlan, source: ChunkSource) -> tuple[Writer, Record]:
+    def _write(self, plan: WritePlan, source: ChunkSource, told: Report) -> tuple[Writer, Record]:
         self.check_destination()
         self._has_begun = True
         base, reuses = self._open_base()
@@ -221,7 +223,7 @@ class SaveJob:
         if base is not None:
             source = BorrowingSource(source, base)
         self._writer = writer = Writer(
-            self._attempt, self.description, self.options, source, base, reuses
+            self._attempt, self.description, self.options, source, base, reuses, told
         )
         record = writer.write_all(plan.own)
         if self.description.selection is not None:

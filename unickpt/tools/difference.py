@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
 from unickpt.loading.ruled_view import RuledView, same_digests, stored_facts, through
 from unickpt.loading.views import CheckpointView, StoredView
+from unickpt.progress import Progress, Report, reporting
 from unickpt.reading import checkpoint
 from unickpt.reading.chunk_reader import ChunkReader, read_made
 from unickpt.reading.options import LoadOptions
@@ -104,7 +105,7 @@ def diff(
     layout: bool = False,
     rtol: float = 0.0,
     options: LoadOptions | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress = None,
 ) -> DiffReport:
     """Compares two checkpoints.
 
@@ -117,7 +118,7 @@ def diff(
         rtol: the relative difference up to which elements count as equal, for rules with
             arithmetic; by default bits must be equal.
         options: see `LoadOptions`; `budget_bytes` bounds the memory for both.
-        progress: called with the bytes compared so far and in total.
+        progress: True for a bar, or a function of the bytes compared so far and in total.
 
     Raises:
         CheckpointNotFound, CheckpointCorrupt: of either.
@@ -133,7 +134,20 @@ def diff(
     """
     started = time.perf_counter()
     options = LoadOptions.or_default(options)
-    report = progress or (lambda done, total: None)
+    with reporting(options.progress if progress is None else progress, "comparing") as told:
+        rows, arrays, read = _compared(first, second, rules, layout, rtol, options, told)
+    return DiffReport(rows, arrays, read, time.perf_counter() - started)
+
+
+def _compared(
+    first: checkpoint.Source,
+    second: checkpoint.Source,
+    rules: Rules | None,
+    layout: bool,
+    rtol: float,
+    options: LoadOptions,
+    told: Report,
+) -> tuple[tuple[ArrayDifference, ...], int, int]:
     a, b = checkpoint.opened(first).reader, checkpoint.opened(second).reader
     ours: CheckpointView = StoredView(a) if rules is None else _through(a, rules, b)
     if isinstance(ours, RuledView):
@@ -157,13 +171,13 @@ def diff(
                 if row is not None and not small:
                     rows.append(row)
             done += other.nbytes
-            report(done, total)
+            told(done, total)
     finally:
         for reader in readers:
             reader.close()
     order = {name: at for at, name in enumerate(dict.fromkeys([*_shown(ours), *_shown(theirs)]))}
     rows.sort(key=lambda row: order.get(row.name, -1))
-    return DiffReport(tuple(rows), len(both), read, time.perf_counter() - started)
+    return tuple(rows), len(both), read
 
 
 def unequal(

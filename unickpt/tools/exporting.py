@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from unickpt.frameworks.process_group import Group, within
 from unickpt.frameworks.registry import adapters, current_group
 from unickpt.loading.ruled_view import RuledView
 from unickpt.loading.views import CheckpointView
+from unickpt.progress import reporting
 from unickpt.reading.options import LoadOptions
 from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.storage import paths
@@ -35,7 +36,6 @@ def export(
     *,
     overwrite: bool = False,
     verify: bool = True,
-    progress: Callable[[int, int], None] | None = None,
 ) -> SaveReport:
     """Writes a view of a checkpoint in another format; all processes of a job call it.
 
@@ -46,7 +46,6 @@ def export(
         options: as for `save`; `budget_bytes`, `fsync`, `timeout_s` and `group` count.
         overwrite: whether to replace a checkpoint that is there.
         verify: whether to read what was written, and to compare it with the source.
-        progress: called with this process's bytes written so far and in total.
 
     Raises:
         UnsupportedLeaf: the format cannot hold something; nothing was written.
@@ -77,10 +76,10 @@ def export(
         view.check(LoadOptions(budget_bytes=options.budget_bytes))
     index = replace(view.index, tree=tree.to_json(view.node()))
     plan = writer.plan(index, to.most_bytes(options.budget_bytes), to.file)
-    told = progress or (lambda done, total: None)
-    job = ExportJob(view, plan, to, group, options.budget_bytes, options.timeout_s, told)
-    job.check(options.budget_bytes)
-    job.run(overwrite)
+    with reporting(options.progress, "exporting", group.index) as told:
+        job = ExportJob(view, plan, to, group, options.budget_bytes, options.timeout_s, told)
+        job.check(options.budget_bytes)
+        job.run(overwrite)
     if verify:
         _verify(view, plan, to, group, LoadOptions(budget_bytes=options.budget_bytes))
     return SaveReport(
