@@ -6,6 +6,7 @@ import io
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.saving import in_job
+from support.thread_groups import Threads
 
 import unickpt
 from unickpt import CheckpointExists, LoadOptions, MissingPackage, SaveOptions
@@ -86,12 +88,12 @@ def test_processes_that_load_together_tell_too(tmp_path: Path) -> None:
     unickpt.save(tmp_path / "a", STATE, options=SaveOptions(**SMALL))
     seen: dict[int, Seen] = {0: [], 1: []}
 
-    def load(group: Any) -> None:
-        told = telling(seen[group.index])
-        options = LoadOptions(exchange=True, group=group, budget_bytes=64_000, progress=told)
-        unickpt.load(tmp_path / "a", options=options)
+    def load(process: int, options: LoadOptions) -> Any:
+        told = replace(options, progress=telling(seen[process]))
+        return unickpt.load(tmp_path / "a", options=told)["w2"]
 
-    in_job(2, load)
+    for found in Threads(2).run(load, budget_bytes=64_000):
+        np.testing.assert_array_equal(found, STATE["w2"])
     for of in seen.values():
         check(of, least=3)
 
@@ -154,8 +156,8 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """What is written on a terminal from here on; no fixture, because pytest would undo it."""
     if util.find_spec("tqdm") is None:
         pytest.skip("without tqdm")
     found = Terminal()
@@ -163,7 +165,10 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     return found
 
 
-def test_a_terminal_shows_a_bar_that_ends_at_all_bytes(terminal: Terminal, tmp_path: Path) -> None:
+def test_a_terminal_shows_a_bar_that_ends_at_all_bytes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    terminal = on_terminal(monkeypatch)
     before = threading.active_count()
     unickpt.save(tmp_path / "a", STATE, options=SaveOptions(**SMALL, progress=True))
     assert "saving: 100%" in terminal.getvalue()
@@ -174,19 +179,25 @@ def test_a_terminal_shows_a_bar_that_ends_at_all_bytes(terminal: Terminal, tmp_p
     assert "tqdm_monitor" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_a_bar_is_removed_if_the_work_fails(terminal: Terminal) -> None:
-    with (
-        pytest.raises(ZeroDivisionError),
-        reporting(True, "working") as told,
-    ):
-        told(1, 2)
-        raise ZeroDivisionError
-    assert "working:  50%" in terminal.getvalue()
+def test_a_bar_is_removed_if_the_work_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_terminal(monkeypatch)
+
+    def fail() -> None:
+        with reporting(True, "working") as told:
+            told(1, 2)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert "working:   0%" in terminal.getvalue()
     assert terminal.getvalue().rstrip("\r").endswith(" ")  # overwritten with blanks
     assert not terminal.getvalue().endswith("\n")
 
 
-def test_a_save_that_is_refused_shows_no_bar(terminal: Terminal, tmp_path: Path) -> None:
+def test_a_save_that_is_refused_shows_no_bar(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    terminal = on_terminal(monkeypatch)
     options = SaveOptions(**SMALL, progress=True)
     unickpt.save(tmp_path / "a", STATE, options=SaveOptions(**SMALL))
     with pytest.raises(CheckpointExists):
@@ -194,11 +205,12 @@ def test_a_save_that_is_refused_shows_no_bar(terminal: Terminal, tmp_path: Path)
     assert terminal.getvalue() == ""
 
 
-def test_only_process_0_shows_a_bar(terminal: Terminal, tmp_path: Path) -> None:
+def test_only_process_0_shows_a_bar(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    terminal = on_terminal(monkeypatch)
+
     def save(group: Any) -> None:
-        unickpt.save(
-            tmp_path / "a", STATE, options=SaveOptions(**SMALL, group=group, progress=True)
-        )
+        options = SaveOptions(**SMALL, group=group, progress=True)
+        unickpt.save(tmp_path / "a", STATE, options=options)
 
     in_job(3, save)
     assert terminal.getvalue().count("saving: 100%") == 1
