@@ -61,6 +61,19 @@ def test_what_an_earlier_checkpoint_has_counts(tmp_path: Path) -> None:
     check(seen)
 
 
+def test_experts_that_a_save_leaves_out_count(tmp_path: Path) -> None:
+    seen: Seen = []
+    state = {"experts": {str(n): {"w": np.arange(1000.0) + n} for n in range(4)}}
+    options = SaveOptions(fsync=False, progress=telling(seen))
+    arguments: Any = {"partial": {"**/experts/{x}/**": 1}, "options": options}
+    with unickpt.Checkpointer(tmp_path / "run", **arguments) as run:
+        run.save(1, state, wait=True)
+        check(seen, 32_000, least=2)
+        seen.clear()
+        run.save(2, state, wait=True)
+    check(seen, 32_000, least=2)
+
+
 def test_each_process_counts_its_own_bytes(tmp_path: Path) -> None:
     seen: dict[int, Seen] = {0: [], 1: []}
 
