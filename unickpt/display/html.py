@@ -146,6 +146,16 @@ def size_text(nbytes: int) -> str:
     return f"{number:,.1f} {unit}"
 
 
+def counted(n: int, noun: str, plural: str = "") -> str:
+    """A number of things.
+
+    Example:
+        >>> counted(1, "array"), counted(2000, "array")
+        ('1 array', '2,000 arrays')
+    """
+    return f"{n:,} {noun if n == 1 else plural or noun + 's'}"
+
+
 def shape_text(shape: Sequence[int]) -> str:
     return " × ".join(map(str, shape)) or "scalar"
 

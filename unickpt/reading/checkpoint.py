@@ -180,9 +180,9 @@ class Checkpoint(Mapping[str, "StoredArray"]):
         """The tree with equal layers folded, for notebooks; reads nothing."""
         index = self.index
         facts = [
-            f"{len(index.arrays):,} arrays",
+            html.counted(len(index.arrays), "array"),
             html.size_text(self.nbytes),
-            f"saved by {index.processes:,} processes",
+            f"saved by {html.counted(index.processes, 'process', 'processes')}",
             *([f"created {index.created}"] if index.created else []),
         ]
         rows = tree_table.outline(index, self.url)

@@ -208,9 +208,9 @@ class SaveReport:
     def _repr_html_(self) -> str:
         """The figures, the phases, and the processes that took the longest, for notebooks."""
         facts = [
-            f"{self.arrays:,} arrays",
+            html.counted(self.arrays, "array"),
             html.size_text(self.bytes),
-            f"{self.processes:,} processes",
+            html.counted(self.processes, "process", "processes"),
             f"{html.seconds_text(self.seconds)} ({self.gb_per_s:.3g} GB/s)",
             f"blocked the caller for {html.seconds_text(self.blocked_s)}",
         ]
