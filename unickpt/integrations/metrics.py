@@ -90,11 +90,11 @@ class JsonLines:
         step: tells the step of a checkpoint.
 
     Example:
-        >>> import numpy as np, os, tempfile, unickpt
-        >>> file = os.path.join(tempfile.mkdtemp(), "saves.jsonl")
+        >>> import numpy as np, pathlib, tempfile, unickpt
+        >>> file = pathlib.Path(tempfile.mkdtemp()) / "saves.jsonl"
         >>> options = unickpt.SaveOptions(metrics=JsonLines(file))
         >>> _ = unickpt.save("memory://run/step_3", {"w": np.ones(2)}, options=options)
-        >>> line = json.loads(open(file).read())
+        >>> line = json.loads(file.read_text())
         >>> line["step"], line["bytes"], line["url"]
         (3, 16, 'memory://run/step_3/')
     """
