@@ -55,6 +55,10 @@ class UnsupportedFormat(UnickptError, ValueError):
     """The checkpoint was written in a newer major version of the format."""
 
 
+class MissingPackage(UnickptError, ImportError):
+    """An optional package is not installed; the message says how to install it."""
+
+
 class HintError(UnickptError, ValueError):
     """A hint is of a wrong type or value, or the format of the checkpoint does not take it."""
 

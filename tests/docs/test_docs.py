@@ -26,7 +26,7 @@ from support import TESTS
 import unickpt
 from unickpt import Layout, LocalFragments, Mesh, PerProcess, PerProcessValues, SaveOptions
 from unickpt.arrays import dtypes
-from unickpt.cli import tree_table
+from unickpt.display import tree_table
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.format import chunk_grid, chunk_store, index_json, patches, zarr_metadata
 from unickpt.format.index import INDEX_KEY, ArrayEntry, Index

@@ -19,7 +19,7 @@ import pytest
 
 import unickpt
 from unickpt import LoadMismatch, UnsupportedLeaf
-from unickpt.cli import tree_table
+from unickpt.display import tree_table
 from unickpt.trees import tree
 
 PATH = "memory://plain/c"

@@ -14,7 +14,7 @@ from rich.text import Text
 
 import unickpt
 from unickpt.arrays.layout import Layout, Mesh
-from unickpt.cli import fragment_map, tree_table
+from unickpt.cli import fragment_map
 from unickpt.cli.options import Hints, parsed_hints
 from unickpt.cli.output import (
     AsJson,
@@ -33,6 +33,7 @@ from unickpt.cli.output import (
     size_text,
 )
 from unickpt.cli.saves import timing_table
+from unickpt.display import tree_table
 from unickpt.format import ocdbt_reader
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from unickpt.display import html
 from unickpt.trees.name_ranges import fold_all
 
 _MOST_ROWS = 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LoadReport:
     """What a load did; `str(report)` is a short table with one row for repeated layers.
 
@@ -50,7 +51,8 @@ class LoadReport:
     older_experts: tuple[tuple[str, int, int], ...] = ()
     left_out: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
+    @property
+    def _counts(self) -> str:
         counts = {
             "kept": len(self.kept),
             "left out": len(self.left_out),
@@ -62,7 +64,11 @@ class LoadReport:
         }
         leaves = f"{len(self.loaded)} lea{'f' if len(self.loaded) == 1 else 'ves'}"
         parts = [f"loaded {leaves}", *(f"{kind} {n}" for kind, n in counts.items() if n)]
-        rows = [
+        return ", ".join(parts)
+
+    @property
+    def _table(self) -> list[tuple[str, str, str]]:
+        return [
             *_rows("kept", ((n, "not stored, `like` keeps what it held") for n in self.kept)),
             *_rows("left out", ((n, "not selected, keeps what it held") for n in self.left_out)),
             *_rows("skipped", ((n, "stored, and not asked for") for n in self.skipped)),
@@ -77,12 +83,23 @@ class LoadReport:
             *_rows("renamed", ((old, _rest(old, new)) for old, new in self.renamed)),
             *_rows("older", ((_expert(k, n), f"of step {of}") for k, n, of in self.older_experts)),
         ]
+
+    def __repr__(self) -> str:
+        return f"LoadReport({self.url!r}, {self._counts})"
+
+    def _repr_html_(self) -> str:
+        rows = self._table
+        drawn = html.table(("", "name", ""), rows, len(rows))
+        return html.page("LoadReport", self.url, [self._counts], drawn)
+
+    def __str__(self) -> str:
+        rows = self._table
         widths = [max((len(row[at]) for row in rows), default=0) for at in range(2)]
         lines = [
             "  " + "  ".join([kind.ljust(widths[0]), name.ljust(widths[1]), text]).rstrip()
             for kind, name, text in rows
         ]
-        return "\n".join([f"{self.url}: {', '.join(parts)}", *lines])
+        return "\n".join([f"{self.url}: {self._counts}", *lines])
 
 
 def _expert(key: str, number: int) -> str:

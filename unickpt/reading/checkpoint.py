@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, ValuesView
 from typing import Any, TypeVar
 
+from unickpt.display import html, tree_table
 from unickpt.errors import CheckpointNotFound, CheckpointReplaced, UnickptError
 from unickpt.foreign import registry
 from unickpt.format.reader import Reader
@@ -185,6 +186,18 @@ class Checkpoint(Mapping[str, "StoredArray"]):
 
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.location)!r}, {len(self)} arrays)"
+
+    def _repr_html_(self) -> str:
+        """The tree with equal layers folded, for notebooks; reads nothing."""
+        index = self.index
+        facts = [
+            html.counted(len(index.arrays), "array"),
+            html.size_text(self.nbytes),
+            f"saved by {html.counted(index.processes, 'process', 'processes')}",
+            *([f"created {index.created}"] if index.created else []),
+        ]
+        rows = tree_table.outline(index, self.url)
+        return html.page("Checkpoint", self.url, facts, html.outline(rows))
 
     @property
     def nbytes(self) -> int:

@@ -15,6 +15,7 @@ from unickpt.arrays.dtypes import Array
 from unickpt.arrays.host_memory import Scratch
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
+from unickpt.progress import ProgressFunction, nothing
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.read_plan import (
     ChunkRead,
@@ -50,6 +51,7 @@ def read_arrays(
     jobs: Sequence[Job],
     options: LoadOptions,
     reader: ChunkReader | None = None,
+    filled: Filled | None = None,
 ) -> dict[str, Any]:
     """Reads arrays; reads every chunk that a job needs exactly once.
 
@@ -58,7 +60,9 @@ def read_arrays(
         jobs: what to read.
         options: see `LoadOptions`.
         reader: of this checkpoint, to reuse its threads for several calls.
+        filled: counts the bytes of destinations.
     """
+    filled = filled or Filled(jobs, nothing)
     done: dict[str, Any] = {}
     window = Window(options.working_bytes)
     planner = Planner(stored, options.verify)
@@ -67,7 +71,7 @@ def read_arrays(
         for job in jobs:
             nbytes = job.nbytes
             window.make_room(nbytes)
-            window.add(nbytes, _start(stored, job, planner, own, done))
+            window.add(nbytes, _start(stored, job, planner, own, done, filled))
         window.drain()
     finally:
         if reader is None:
@@ -75,8 +79,36 @@ def read_arrays(
     return done
 
 
+class Filled:
+    """The bytes of the destinations of jobs, as they are filled.
+
+    Arguments:
+        jobs: all jobs.
+        told: called with the bytes that are filled, and those of all.
+    """
+
+    def __init__(self, jobs: Sequence[Job], told: ProgressFunction) -> None:
+        self._total = 0 if told is nothing else sum(job.nbytes for job in jobs)
+        self._done, self._told = 0, told
+        told(0, self._total)
+
+    def part(self, nbytes: int, ended: int, tasks: int) -> None:
+        """Tells that some of the tasks that fill a job have ended."""
+        self._told(self._done + nbytes * ended // tasks, self._total)
+
+    def whole(self, nbytes: int) -> None:
+        """Counts a job."""
+        self._done += nbytes
+        self._told(self._done, self._total)
+
+
 def _start(
-    stored: Reader, job: Job, planner: Planner, reader: ChunkReader, done: dict[str, Any]
+    stored: Reader,
+    job: Job,
+    planner: Planner,
+    reader: ChunkReader,
+    done: dict[str, Any],
+    filled: Filled,
 ) -> Callable[[], None]:
     """Starts to read an array; calling the result waits for it and finishes the leaf."""
     for entry in job.entries:
@@ -84,11 +116,14 @@ def _start(
     buffers = buffers_of(stored, job)
     slots = slots_of(job)
     fill(slots, buffers, planner.verify)
+    nbytes = job.nbytes
     pending = {reader.submit(read) for read in planner.reads(consumers_of(slots, buffers))}
 
     def finish() -> None:
-        for task in pending:
+        for ended, task in enumerate(pending, 1):
             reader.wait(task)
+            filled.part(nbytes, ended, len(pending))
+        filled.whole(nbytes)
         for name, target in job.targets.items():
             done[name] = target.finish(buffers.pop(name))
 

@@ -33,7 +33,8 @@ from unickpt.format.reader import Reader
 from unickpt.frameworks.process_group import Group, tell_all, within
 from unickpt.frameworks.protocol import Adapter
 from unickpt.frameworks.registry import current_group
-from unickpt.reading.chunk_reader import ChunkReader, read_arrays
+from unickpt.progress import ProgressFunction, nothing, reporting
+from unickpt.reading.chunk_reader import ChunkReader, Filled, read_arrays
 from unickpt.reading.fillings import (
     Fillings,
     Wants,
@@ -47,6 +48,7 @@ from unickpt.reading.options import LoadOptions
 from unickpt.reading.read_plan import ChunkRead, Consumer, Job
 from unickpt.reading.recipes import Unchanged
 
+_LOADING = "loading"
 _ALIGN = 16  # bytes, also of a message's header, whose first byte is the status
 _IN_FLIGHT = 4  # buffers in the budget: for two rounds, what is sent and what is received
 
@@ -69,15 +71,27 @@ def reading(options: LoadOptions, among: Sequence[Adapter]) -> Iterator[ReadArra
     group = None if found is None else within(found, options.timeout_s)
     if group is None or group.count == 1:
         alone = read_on_node if options.exchange is None else read_arrays
-        yield lambda stored, jobs: alone(stored, jobs, options)
+        with _telling(options, among) as told:
+            yield lambda stored, jobs: alone(stored, jobs, options, filled=Filled(jobs, told))
         return
     exchange = _Exchange(group, options)
     try:
-        yield exchange.read
+        with reporting(options.progress, _LOADING, group.index) as told:
+            exchange.told = told
+            yield exchange.read
     except Exception as error:
         with suppress(_Unreachable):  # then this error says more
             exchange.fail(error)  # raises if the others do not know yet
         raise
+
+
+@contextmanager
+def _telling(options: LoadOptions, among: Sequence[Adapter]) -> Iterator[ProgressFunction]:
+    """Reports the progress of a process that reads alone, which may still be one of a job."""
+    bar = options.progress is True
+    process = (options.group or current_group(among)).index if bar else 0
+    with reporting(options.progress, _LOADING, process) as told:
+        yield told
 
 
 class _Unreachable(ProcessFailed):
@@ -190,6 +204,7 @@ class _Exchange:
         self._group, self._options = group, options
         self._has_reported = False
         self._error: Exception | None = None
+        self.told: ProgressFunction = nothing
 
     def fail(self, error: Exception) -> None:
         """Tells the others, if they still wait for what this process needs."""
@@ -203,7 +218,8 @@ class _Exchange:
         Raises:
             ProcessFailed: another process failed; has that process's message.
         """
-        self._fillings = Fillings(stored, jobs, self._options.verify)
+        filled = Filled(jobs, self.told)
+        self._fillings = Fillings(stored, jobs, self._options.verify, filled)
         opened = f"{stored.index.attempt} {stored.index.created}"
         wants, least = self._exchange_wants(wants_of(jobs), opened)
         budget = max(1, least // _IN_FLIGHT)

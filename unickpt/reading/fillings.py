@@ -13,6 +13,7 @@ from unickpt.format import chunk_grid
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
+from unickpt.reading.chunk_reader import Filled
 from unickpt.reading.read_plan import (
     Consumer,
     Job,
@@ -89,10 +90,11 @@ class Fillings:
         stored: the checkpoint.
         jobs: the jobs; no two of them read the same stored array.
         verify: whether chunks that functions of rules read are checked.
+        filled: counts the bytes of destinations.
     """
 
-    def __init__(self, stored: Reader, jobs: Sequence[Job], verify: bool) -> None:
-        self._stored, self._verify = stored, verify
+    def __init__(self, stored: Reader, jobs: Sequence[Job], verify: bool, filled: Filled) -> None:
+        self._stored, self._verify, self._filled = stored, verify, filled
         self._all = [_Filling(job) for job in jobs]
         self._by_entry = {entry.name: f for f in self._all for entry in f.job.entries}
 
@@ -138,3 +140,4 @@ class Fillings:
         assert buffers is not None, "it was opened"
         for name, target in filling.job.targets.items():
             done[name] = target.finish(buffers.pop(name))
+        self._filled.whole(filling.job.nbytes)

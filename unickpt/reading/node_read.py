@@ -28,7 +28,8 @@ from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
 from unickpt.frameworks.node_count import launched_on_node
-from unickpt.reading.chunk_reader import ChunkReader, Task, read_arrays
+from unickpt.progress import nothing
+from unickpt.reading.chunk_reader import ChunkReader, Filled, Task, read_arrays
 from unickpt.reading.fillings import (
     Fillings,
     Wants,
@@ -53,9 +54,12 @@ _TIMEOUT_S = 60.0
 _ROUND_BYTES = 128 << 20  # of a process: enough requests in flight
 
 
-def read_on_node(stored: Reader, jobs: Sequence[Job], options: LoadOptions) -> dict[str, Any]:
+def read_on_node(
+    stored: Reader, jobs: Sequence[Job], options: LoadOptions, filled: Filled | None = None
+) -> dict[str, Any]:
     """As `read_arrays`, together with the other processes of this node where that reads less."""
     done: dict[str, Any] = {}
+    filled = filled or Filled(jobs, nothing)
     count = launched_on_node() or 1
     if can_meet(count) and _is_slow(stored) and stored.index.attempt:
         large = [job for job in jobs if _is_spread(stored, job)]
@@ -66,13 +70,13 @@ def read_on_node(stored: Reader, jobs: Sequence[Job], options: LoadOptions) -> d
             timeout_s = min(options.timeout_s, _TIMEOUT_S)
             try:
                 with meeting(purpose, count, _PATIENCE_S, timeout_s) as met:
-                    _NodeRead(stored, large, options, met).read(wants, done)
+                    _NodeRead(stored, large, options, met, filled).read(wants, done)
             except Apart as error:
                 _log.info("%s: this process reads alone: %s", stored.location, error)
             except Exception as error:  # reading alone says better what it is, if it stays
                 _log.warning("%s: this process reads alone: %r", stored.location, error)
     return done | read_arrays(
-        stored, [j for j in jobs if not j.targets.keys() <= done.keys()], options
+        stored, [j for j in jobs if not j.targets.keys() <= done.keys()], options, filled=filled
     )
 
 
@@ -177,10 +181,15 @@ class _NodeRead:
     """
 
     def __init__(
-        self, stored: Reader, jobs: Sequence[Job], options: LoadOptions, met: Meeting
+        self,
+        stored: Reader,
+        jobs: Sequence[Job],
+        options: LoadOptions,
+        met: Meeting,
+        filled: Filled,
     ) -> None:
         self._stored, self._options, self._met = stored, options, met
-        self._fillings = Fillings(stored, jobs, options.verify)
+        self._fillings = Fillings(stored, jobs, options.verify, filled)
         self._names = {entry.name for job in jobs for entry in job.entries}
 
     def read(self, wants: Wants, done: dict[str, Any]) -> None:

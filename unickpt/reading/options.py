@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from unickpt.frameworks.options import CommonOptions, check_group, check_number
 from unickpt.frameworks.process_group import Group
+from unickpt.progress import Progress, check_progress
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,11 @@ class LoadOptions(CommonOptions):
         timeout_s: with `exchange`, how long a process waits for the others, in seconds, each time
             that they exchange data; a `ProcessGroup` waits as long as its own function does.
         group: as in `SaveOptions`; used for `exchange` and for `PerProcess` leaves.
+        progress: as in `SaveOptions`, with the bytes that this process has loaded, on the thread
+            that loads. If the load starts again, it begins again.
 
     Raises:
+        MissingPackage: `progress=True` without tqdm.
         ValueError, TypeError: an option is out of range, or of a wrong type.
     """
 
@@ -38,6 +42,7 @@ class LoadOptions(CommonOptions):
     exchange: bool | None = None
     timeout_s: float = 600.0
     group: Group | None = None
+    progress: Progress = None
 
     def __post_init__(self) -> None:
         if self.budget_bytes is not None:
@@ -46,3 +51,4 @@ class LoadOptions(CommonOptions):
         if not (self.exchange is None or isinstance(self.exchange, bool)):
             raise TypeError(f"exchange={self.exchange!r} must be True, False or None")
         check_group(self.group)
+        check_progress(self.progress)

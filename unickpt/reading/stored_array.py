@@ -13,10 +13,12 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.layout import Layout
+from unickpt.display import html, tree_table
 from unickpt.format import chunk_grid
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
+from unickpt.quantized import codes
 from unickpt.quoting import quoted
 from unickpt.reading.chunk_reader import read_box
 
@@ -136,6 +138,21 @@ class StoredArray:
 
     def __repr__(self) -> str:
         return f"StoredArray({self.name!r}, {self._entry.dtype_and_shape}, {self.layout})"
+
+    def _repr_html_(self) -> str:
+        """What is stored, with a map of the fragments, for notebooks; reads nothing."""
+        entry = self._entry
+        facts = [
+            html.shape_text(self.shape),
+            codes.joined(entry.dtype, entry.quantized),
+            html.size_text(self.nbytes),
+            f"chunks of {html.shape_text(self.chunk)}",
+            "" if self.layout is None else str(self.layout),
+        ]
+        count = tree_table.fragment_count(entry)
+        of = self.fragments if count <= html.MOST_FRAGMENTS else ()
+        drawn = html.fragments(self.shape, count, of, self.layout)
+        return html.page("StoredArray", self.name, filter(None, facts), drawn)
 
 
 def _parse(key: Any, shape: tuple[int, ...], name: str) -> tuple[Box, tuple[Any, ...]]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral
 from pathlib import Path
 
+from unickpt.display import html
 from unickpt.errors import RuleError, RuleWarning
 from unickpt.rules import parser
 from unickpt.rules.ast import (
@@ -164,6 +165,13 @@ class Rules:
     def __repr__(self) -> str:
         own = sum(not rule.lifted for rule in self.rules)
         return f"<Rules: {own} rules, {len(self.rules) - own} more of slots>"
+
+    def _repr_html_(self) -> str:
+        """The rules as they are written, for notebooks."""
+        own = [rule.written for rule in self.rules if not rule.lifted]
+        facts = [f"{len(own):,} rules", f"{len(self.rules) - len(own):,} more of slots"]
+        rows = ((number, text) for number, text in enumerate(own, 1))
+        return html.page("Rules", "", facts, html.table(("", "rule"), rows, len(own)))
 
     def __str__(self) -> str:
         return "\n".join([rule.written for rule in self.rules if not rule.lifted])

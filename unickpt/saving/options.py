@@ -8,14 +8,18 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal
 
+from unickpt.display import html
 from unickpt.frameworks.options import CommonOptions, check_group, check_number
 from unickpt.frameworks.process_group import Group
+from unickpt.progress import Progress, check_progress
 from unickpt.quantized import choice
 from unickpt.storage import paths
+from unickpt.trees import name_ranges
 
 COMPRESSORS = ("zstd", "gzip", "blosc")
 REUSES = ("digest", "compare", "patch")
 STAGINGS = ("auto", "copy", "reference", "lazy", "device")
+_SLOWEST = 10  # processes that a report shows
 
 
 def _is_shape(value: Any) -> bool:
@@ -113,8 +117,13 @@ class SaveOptions(CommonOptions):
             at the commit. In a job of several processes, calls that all processes must make in the
             same order belong on one thread. An error that it raises is logged, and does not affect
             the save.
+        progress: True for a progress bar on process 0, in a notebook or on a terminal (needs
+            `unickpt[progress]`); or a function that is called with this process's bytes saved so
+            far and in total, on the saving thread. An error that it raises is logged, and does not
+            affect the save.
 
     Raises:
+        MissingPackage: `progress=True` without tqdm.
         ValueError, TypeError: an option is out of range, or of a wrong type.
     """
 
@@ -132,6 +141,7 @@ class SaveOptions(CommonOptions):
     check_replicas: bool = False
     group: Group | None = None
     metrics: Callable[[SaveReport], None] | None = None
+    progress: Progress = None
 
     def __post_init__(self) -> None:
         if self.staging not in STAGINGS:
@@ -156,13 +166,14 @@ class SaveOptions(CommonOptions):
                 f"metrics is of type {type(self.metrics).__name__}, but is called with each "
                 "SaveReport; pass the metrics of a step to Checkpointer.save"
             )
+        check_progress(self.progress)
         if self.compression is not None and self.compression not in COMPRESSORS:
             raise ValueError(
                 f"compression {self.compression!r} is not one of None, {', '.join(COMPRESSORS)}"
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SaveReport:
     """What a save did.
 
@@ -240,3 +251,39 @@ class SaveReport:
     def gb_per_s(self) -> float:
         """Logical gigabytes (1e9 bytes) of the checkpoint per second."""
         return self.bytes / 1e9 / max(self.seconds, 1e-9)
+
+    def __repr__(self) -> str:
+        size = html.size_text(self.bytes)
+        return f"SaveReport({self.url!r}, {self.arrays} arrays, {size} in {self.seconds:.3g} s)"
+
+    def _repr_html_(self) -> str:
+        """The figures, the phases, and the processes that took the longest, for notebooks."""
+        facts = [
+            html.counted(self.arrays, "array"),
+            html.size_text(self.bytes),
+            html.counted(self.processes, "process", "processes"),
+            f"{html.seconds_text(self.seconds)} ({self.gb_per_s:.3g} GB/s)",
+            f"blocked the caller for {html.seconds_text(self.blocked_s)}",
+        ]
+        own = {
+            "written": html.size_text(self.written_bytes),
+            "taken from the base": html.size_text(self.reused_bytes),
+            "staged": html.size_text(self.staged_bytes),
+            **{name: html.seconds_text(seconds) for name, seconds in self.phases.items()},
+        }
+        differ = {"differ between processes": name_ranges.listed(self.replicas_differ)}
+        slowest = sorted(enumerate(self.writers), key=lambda of: -of[1].get("seconds", 0.0))
+        rows = [
+            (process, html.seconds_text(of.get("seconds", 0.0)), html.size_text(int(of["bytes"])))
+            for process, of in slowest[:_SLOWEST]
+        ]
+        return html.page(
+            "SaveReport",
+            self.url,
+            facts,
+            html.facts_table({"process": self.process, **own}),
+            html.facts_table(differ) if self.replicas_differ else "",
+            html.table(("slowest process", "wrote for", "bytes"), rows, len(rows))
+            if len(self.writers) > 1
+            else "",
+        )

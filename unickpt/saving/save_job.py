@@ -29,6 +29,7 @@ from unickpt.frameworks.budget import processes_on_node, share
 from unickpt.frameworks.process_group import within
 from unickpt.frameworks.protocol import ArraySource
 from unickpt.frameworks.registry import adapters, current_group
+from unickpt.progress import ProgressFunction, reporting
 from unickpt.reuse.base import Base, How, open_base
 from unickpt.reuse.partial_save import PartialSave
 from unickpt.saving import fingerprints
@@ -205,9 +206,14 @@ class SaveJob:
             before_commit: called by the coordinator right before the commit; likewise.
         """
         timings = self.timings
-        with self.failing(), self._attempt.reporter() as reporter:
+        process = self.group.index
+        with (
+            self.failing(),
+            reporting(self.options.progress, "saving", process) as told,
+            self._attempt.reporter() as reporter,
+        ):
             with timings.phase("write"):
-                writer, record = self._write(plan, source, reporter)
+                writer, record = self._write(plan, source, reporter, told)
                 before_publish()
                 if self.group.index > 0:  # the coordinator removes all reports with the records
                     reporter.close()
@@ -235,7 +241,7 @@ class SaveJob:
         return report
 
     def _write(
-        self, plan: WritePlan, source: ChunkSource, reporter: Reporter
+        self, plan: WritePlan, source: ChunkSource, reporter: Reporter, told: ProgressFunction
     ) -> tuple[Writer, Record]:
         self.check_destination()
         self._has_begun = True
@@ -245,7 +251,7 @@ class SaveJob:
         if base is not None:
             source = BorrowingSource(source, base)
         self._writer = writer = Writer(
-            self._attempt, self.description, self.working_bytes, source, base, reuses
+            self._attempt, self.description, self.working_bytes, source, base, reuses, told
         )
         total = sum(item.nbytes for item in plan.own)
         reporter.start(partial(self._progress, writer, total))

@@ -24,6 +24,7 @@ from unickpt.format.chunk_grid import Part
 from unickpt.format.chunk_store import ChunkStore
 from unickpt.format.index import INDEX_KEY
 from unickpt.frameworks.per_process import blob_key
+from unickpt.progress import ProgressFunction, nothing
 from unickpt.reuse import linked_files
 from unickpt.reuse.base import Base
 from unickpt.saving.chunk_source import ChunkSource, StagedChunk
@@ -54,6 +55,7 @@ class Writer:
         source: provides the chunks.
         base: the earlier checkpoint whose chunks are not written again.
         reuses: whether that goes for all chunks that are equal, or only for those of other experts.
+        told: called with the bytes that are done and those in total.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Writer:
         source: ChunkSource,
         base: Base | None = None,
         reuses: bool = False,
+        told: ProgressFunction = nothing,
     ) -> None:
         self._attempt, self._description, self._budget = attempt, description, budget_bytes
         database = attempt.database(attempt.group.index)
@@ -73,6 +76,7 @@ class Writer:
         self._batch_bytes = min(_TRANSACTION_BYTES, max(1, budget_bytes // 4))
         self._committing: list[Future[None]] = []
         self.nbytes, self.stored_bytes, self.count = 0, 0, 0
+        self._told, self._done, self._total = told, 0, 0
         self._errors: dict[int, tuple[float, float]] = {}
         self._patched: set[tuple[str, int]] = set()
 
@@ -89,6 +93,8 @@ class Writer:
     def write_all(self, items: Sequence[WriteItem]) -> Record:
         """Writes this process's chunks, its per-process values and its description."""
         started = time.perf_counter()
+        self._total = sum(item.nbytes for item in items)
+        self._count(0)
         blobs, sources = self._description.blobs, self._description.sources
         rest = {blob_key(name, self._attempt.group.index): data for name, data in blobs.items()}
         found = self._take_or_write(items, rest, {INDEX_KEY: self._description.encoded})
@@ -139,6 +145,7 @@ class Writer:
         for item in items:
             is_taken = item.borrowed and self._base.borrow(item.part, item.number)
             (taken if is_taken else others).append(item)
+        self._count(sum(item.nbytes for item in taken))
         written = self._write(others, {**blobs, **rest}, self._looked_in)
         digests = map(self._source.digest, taken)
         found: dict[str, Any] = {"chunks": np.concatenate([written, self._table(taken, digests)])}
@@ -214,12 +221,22 @@ class Writer:
                 size = sum(item.nbytes for item in batch)
                 window.make_room(size)
                 extra = rest if batch is batches[0] else {}  # not in the file of an expert
-                window.add(*self._write_batch(batch, extra, pool, digests, base))
+                held, wait = self._write_batch(batch, extra, pool, digests, base)
+                window.add(held, partial(self._end_batch, wait, size))
                 if time.monotonic() - looked > _LOOK_EVERY_S:
                     self._attempt.check_others()
                     looked = time.monotonic()
             window.drain()
             return self._table(items, [result() for result in digests])
+
+    def _end_batch(self, wait: Callable[[], None], nbytes: int) -> None:
+        wait()
+        self._count(nbytes)
+
+    def _count(self, nbytes: int) -> None:
+        """Counts chunks that are written, or need not be; more may be requested than planned."""
+        self._done += nbytes
+        self._told(min(self._done, self._total), self._total)
 
     def _table(self, items: Sequence[WriteItem], digests: Iterable[int]) -> Any:
         table = np.zeros(len(items), CHUNK_DTYPE)

@@ -25,6 +25,7 @@ from unickpt.frameworks.protocol import ArraySource, Memory, whole_source
 from unickpt.frameworks.registry import adapters
 from unickpt.loading.ruled_view import RuledView, request_through, stored_facts, through
 from unickpt.loading.views import CheckpointView, StoredView
+from unickpt.progress import Progress
 from unickpt.quoting import quoted
 from unickpt.reading import checkpoint
 from unickpt.reading.options import LoadOptions
@@ -53,7 +54,7 @@ def convert(
     overwrite: bool = False,
     verify: bool = True,
     options: SaveOptions | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress = None,
     to: str = OWN,
     **format_options: Any,
 ) -> SaveReport:
@@ -74,7 +75,7 @@ def convert(
         verify: whether to read the destination back and check it: against its digests, or, in
             another system's format, which has none, against the source.
         options: as for `save`; `budget_bytes` bounds the memory of the whole conversion.
-        progress: called with this process's bytes converted so far and in total.
+        progress: as `SaveOptions.progress`, which it replaces.
         to: the format: unickpt's own, or "hf", "safetensors", "dcp", "orbax", "torch", "npz" or
             "universal"; see docs/formats/writing.md.
         format_options: of that format, such as `max_shard_size="5GB"` of "hf".
@@ -102,6 +103,8 @@ def convert(
         (5, 3)
     """
     options = SaveOptions.or_default(options)
+    if progress is not None:
+        options = replace(options, progress=progress)
     writer = _writer(to, format_options, options)
     stored = checkpoint.opened(source).reader
     view = convertible(stored, rules, like)
@@ -113,7 +116,6 @@ def convert(
             options,
             overwrite=overwrite,
             verify=verify,
-            progress=progress,
         )
         call_metrics(options, report)
         return report
@@ -128,7 +130,7 @@ def convert(
     plan = job.plan()
     buffers = HostBuffers(held)
     slabs = in_batches(plan.own, None, reading.working_bytes, attrgetter("nbytes"))
-    chunks = SlabSource(slabs, _view_reader(view, reading, buffers), buffers, progress)
+    chunks = SlabSource(slabs, _view_reader(view, reading, buffers), buffers)
     try:
         report = job.run(plan, chunks)
     finally:

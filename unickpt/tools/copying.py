@@ -28,6 +28,7 @@ from unickpt.format import chunk_store, index_json, ocdbt_reader
 from unickpt.format.index import BORROWED_KEY, INDEX_KEY, BaseEntry, Index
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.format.reader import ChunkId
+from unickpt.progress import Progress, ProgressFunction, reporting
 from unickpt.reading import checkpoint
 from unickpt.reuse.held_files import HeldFiles
 from unickpt.storage import contexts, errors, paths
@@ -73,7 +74,7 @@ def copy(
     overwrite: bool = False,
     budget_bytes: int = 1 << 30,
     timeout_s: float = 600.0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress = None,
 ) -> CopyReport:
     """Copies a checkpoint, completely or not at all.
 
@@ -87,7 +88,7 @@ def copy(
         overwrite: replace a checkpoint there.
         budget_bytes: host memory to use; at least the size of the largest file.
         timeout_s: how long to wait for another process that writes there.
-        progress: called with the bytes copied so far and, about, in total.
+        progress: True for a bar, or a function of the bytes copied so far and, about, in total.
 
     Raises:
         CheckpointNotFound: there is no checkpoint at the source.
@@ -117,7 +118,8 @@ def copy(
             raise SaveConflict(f"{where}: the source was removed or replaced during the copy")
         if not found.attempt:
             raise CheckpointCorrupt("its manifest does not say which attempt made it")
-        _copy(reader, found, there, overwrite, budget_bytes, timeout_s, progress)
+        with reporting(progress, "copying") as told:
+            _copy(reader, found, there, overwrite, budget_bytes, timeout_s, told)
     except CheckpointCorrupt as error:
         raise CheckpointCorrupt(f"{where}: {error}") from error
     except Failed as error:
@@ -135,7 +137,7 @@ def _copy(
     overwrite: bool,
     budget_bytes: int,
     timeout_s: float,
-    progress: Callable[[int, int], None] | None,
+    told: ProgressFunction,
 ) -> None:
     context = contexts.context()
     origin, root = reader.location, Root(Database(destination, context))
@@ -159,7 +161,7 @@ def _copy(
     total = sum(entry.nbytes for entry in reader.index.arrays.values())
     manifest, _ = VersionCopy(origin, found, reader, destination, budget_bytes).run(
         resume=True,
-        progress=None if progress is None else lambda done: progress(min(done, total), total),
+        progress=lambda done: told(min(done, total), total),
     )
     if version.version_at(origin) != found:
         raise SaveConflict(f"{origin}: another save replaced it during the copy")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,15 +13,18 @@ import numpy as np
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, cut
 from unickpt.arrays.dtypes import Array
+from unickpt.display import html
 from unickpt.errors import RuleError
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
 from unickpt.loading.ruled_view import RuledView, same_digests, stored_facts, through
 from unickpt.loading.views import CheckpointView, StoredView
+from unickpt.progress import Progress, ProgressFunction, reporting
 from unickpt.reading import checkpoint
 from unickpt.reading.chunk_reader import ChunkReader, read_made
 from unickpt.reading.options import LoadOptions
 from unickpt.rules import Rules
+from unickpt.trees import name_ranges
 
 _MISSING = "missing"
 
@@ -47,7 +51,7 @@ class ArrayDifference:
     max_rel: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DiffReport:
     """What `diff` found; `same` if nothing differs except layouts.
 
@@ -68,6 +72,30 @@ class DiffReport:
     def same(self) -> bool:
         return all(found.problem == "layout" for found in self.differences)
 
+    def __repr__(self) -> str:
+        return f"DiffReport({self._summary})"
+
+    @property
+    def _summary(self) -> str:
+        found = Counter(row.problem for row in self.differences)
+        counts = ", ".join(f"{count} {problem}" for problem, count in found.items())
+        same = "the same" if self.same else "different"
+        return f"{same}: {self.arrays} arrays compared" + (f", {counts}" if counts else "")
+
+    def _repr_html_(self) -> str:
+        """The differences, those that are alike folded, for notebooks."""
+        alike: dict[tuple[Any, ...], list[str]] = {}
+        for row in self.differences:
+            values = (row.unequal, row.max_abs, row.max_rel)
+            texts = tuple("" if value is None else f"{value:.4g}" for value in values)
+            alike.setdefault((row.problem, row.first, row.second, *texts), []).append(row.name)
+        rows = [
+            (name, *texts) for texts, names in alike.items() for name in name_ranges.fold_all(names)
+        ]
+        headings = ("name", "problem", "first", "second", "unequal", "max abs", "max rel")
+        drawn = html.table(headings, rows, len(rows))
+        return html.page("DiffReport", "", [self._summary], drawn)
+
 
 def diff(
     first: checkpoint.Source,
@@ -77,7 +105,7 @@ def diff(
     layout: bool = False,
     rtol: float = 0.0,
     options: LoadOptions | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress = None,
 ) -> DiffReport:
     """Compares two checkpoints.
 
@@ -90,7 +118,7 @@ def diff(
         rtol: the relative difference up to which elements count as equal, for rules with
             arithmetic; by default bits must be equal.
         options: see `LoadOptions`; `budget_bytes` bounds the memory for both.
-        progress: called with the bytes compared so far and in total.
+        progress: True for a bar, or a function of the bytes compared so far and in total.
 
     Raises:
         CheckpointNotFound, CheckpointCorrupt: of either.
@@ -106,7 +134,20 @@ def diff(
     """
     started = time.perf_counter()
     options = LoadOptions.or_default(options)
-    report = progress or (lambda done, total: None)
+    with reporting(options.progress if progress is None else progress, "comparing") as told:
+        rows, arrays, read = _compared(first, second, rules, layout, rtol, options, told)
+    return DiffReport(rows, arrays, read, time.perf_counter() - started)
+
+
+def _compared(
+    first: checkpoint.Source,
+    second: checkpoint.Source,
+    rules: Rules | None,
+    layout: bool,
+    rtol: float,
+    options: LoadOptions,
+    told: ProgressFunction,
+) -> tuple[tuple[ArrayDifference, ...], int, int]:
     a, b = checkpoint.opened(first).reader, checkpoint.opened(second).reader
     ours: CheckpointView = StoredView(a) if rules is None else _through(a, rules, b)
     if isinstance(ours, RuledView):
@@ -130,13 +171,13 @@ def diff(
                 if row is not None and not small:
                     rows.append(row)
             done += other.nbytes
-            report(done, total)
+            told(done, total)
     finally:
         for reader in readers:
             reader.close()
     order = {name: at for at, name in enumerate(dict.fromkeys([*_shown(ours), *_shown(theirs)]))}
     rows.sort(key=lambda row: order.get(row.name, -1))
-    return DiffReport(tuple(rows), len(both), read, time.perf_counter() - started)
+    return tuple(rows), len(both), read
 
 
 def unequal(

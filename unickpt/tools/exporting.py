@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from unickpt.frameworks.process_group import Group, within
 from unickpt.frameworks.registry import adapters, current_group
 from unickpt.loading.ruled_view import RuledView
 from unickpt.loading.views import CheckpointView
+from unickpt.progress import reporting
 from unickpt.reading.options import LoadOptions
 from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.storage import paths
@@ -36,7 +37,6 @@ def export(
     *,
     overwrite: bool = False,
     verify: bool = True,
-    progress: Callable[[int, int], None] | None = None,
 ) -> SaveReport:
     """Writes a view of a checkpoint in another format; all processes of a job call it.
 
@@ -47,7 +47,6 @@ def export(
         options: as for `save`; `budget_bytes`, `fsync`, `timeout_s` and `group` count.
         overwrite: whether to replace a checkpoint that is there.
         verify: whether to read what was written, and to compare it with the source.
-        progress: called with this process's bytes written so far and in total.
 
     Raises:
         UnsupportedLeaf: the format cannot hold something; nothing was written.
@@ -82,10 +81,10 @@ def export(
     # All processes must plan the same files, whatever their nodes have.
     most = to.most_bytes(everywhere(options.budget_bytes, group.count))
     plan = writer.plan(index, most, to.file)
-    told = progress or (lambda done, total: None)
-    job = ExportJob(view, plan, to, group, budget_bytes, options.timeout_s, told)
-    job.check(most, options.budget_bytes)
-    job.run(overwrite)
+    with reporting(options.progress, "exporting", group.index) as told:
+        job = ExportJob(view, plan, to, group, budget_bytes, options.timeout_s, told)
+        job.check(most, options.budget_bytes)
+        job.run(overwrite)
     if verify:
         _verify(view, plan, to, group, reading)
     return SaveReport(

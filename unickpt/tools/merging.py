@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from unickpt.frameworks.budget import ProcessBytes
 from unickpt.frameworks.process_group import Group, new_session, tell_all, within
 from unickpt.frameworks.registry import adapters, current_group
 from unickpt.loading.ruled_view import RuledView
+from unickpt.progress import Progress
 from unickpt.reading import checkpoint
 from unickpt.reading.options import LoadOptions
 from unickpt.saving.options import SaveOptions, SaveReport
@@ -131,7 +132,7 @@ def merge(
     overwrite: bool = False,
     verify: bool = True,
     options: SaveOptions | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress = None,
 ) -> MergeReport:
     """Makes one checkpoint of several, without holding all of any in memory; see docs/merge.md.
 
@@ -161,7 +162,7 @@ def merge(
         overwrite: as for `save`.
         verify: whether to read the destination back and check it against its digests.
         options: as for `save`; `budget_bytes` bounds the memory of the whole merge.
-        progress: called with this process's bytes merged so far and in total.
+        progress: as `SaveOptions.progress`, which it replaces.
 
     Raises:
         MergeError: the sources differ in names, shapes or kinds; they lack a step or a metric, or
@@ -181,6 +182,8 @@ def merge(
         array([1.5, 1.5], dtype=float32)
     """
     options = SaveOptions.or_default(options)
+    if progress is not None:
+        options = replace(options, progress=progress)
     method = method_of(how)
     if allow_nonfinite and not method.is_linear:
         raise ValueError(f"how={method.name!r} cannot merge NaN and infinite elements")
@@ -193,7 +196,7 @@ def merge(
     job = _Job(options, allow_nonfinite)
     if isinstance(method, Search):
         plan = _searched(plan, method, job, to, overwrite)
-    report = job.run(plan, destination, overwrite, progress)
+    report = job.run(plan, destination, overwrite)
     if verify and report.saved.process == 0:
         check_written(destination)
     return report
@@ -215,7 +218,6 @@ class _Job:
         plan: MergePlan,
         destination: paths.Path,
         overwrite: bool,
-        progress: Callable[[int, int], None] | None,
     ) -> MergeReport:
         """Writes what a plan makes."""
         options, view = self.options, plan.last.view
@@ -230,7 +232,7 @@ class _Job:
             merger.measure(job.group)
         planned = job.plan()
         slabs = in_batches(planned.own, None, budget, merger.cost)
-        chunks = SlabSource(slabs, merger.read, merger.buffers, progress)
+        chunks = SlabSource(slabs, merger.read, merger.buffers)
         try:
             saved = job.run(planned, chunks)
         finally:
@@ -261,11 +263,11 @@ def _searched(plan: MergePlan, method: Search, job: _Job, to: str, overwrite: bo
     name = tell_all(group, f"trial-{new_session()}".encode())[0].decode()
     parent, _, last = to.rstrip("/").rpartition("/")
     trials = f"{parent}/{last}.{name}" if method.scratch is None else f"{method.scratch}/{name}"
-    options = replace(job.options, fsync=False, metrics=None, base=None)
+    options = replace(job.options, fsync=False, metrics=None, base=None, progress=None)
     quiet = replace(job, options=options)
 
     def merged(weights: Sequence[float]) -> checkpoint.Checkpoint:
-        quiet.run(replace(plan, weights=tuple(weights)), trials, True, None)
+        quiet.run(replace(plan, weights=tuple(weights)), trials, True)
         return checkpoint.open(trials)
 
     try:

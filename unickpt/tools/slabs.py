@@ -78,7 +78,6 @@ class SlabSource:
         slabs: the chunks that this process writes, in order, split into slabs.
         read: makes the chunks of a slab.
         buffers: which `read` takes memory from.
-        progress: see `convert`.
     """
 
     behind = False
@@ -89,7 +88,6 @@ class SlabSource:
         slabs: Iterable[list[WriteItem]],
         read: ReadSlab,
         buffers: HostBuffers,
-        progress: Callable[[int, int], None] | None,
     ) -> None:
         self._read, self._buffers = read, buffers
         self._slabs = list(slabs)
@@ -97,8 +95,6 @@ class SlabSource:
         self._reading: dict[int, Future[Mapping[WriteItem, Held]]] = {}
         self._ready: dict[WriteItem, Held] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="unickpt-slabs")
-        self._progress = progress or (lambda done, total: None)
-        self._done, self._total = 0, sum(item.nbytes for item in self._slab_of)
 
     def ready(self, items: Sequence[WriteItem]) -> bool:
         return True
@@ -115,8 +111,6 @@ class SlabSource:
                 self._ready.update(self._reading.pop(at).result())
                 self._start(at + 1)
         data, memory = self._ready.pop(item)
-        self._done += item.nbytes
-        self._progress(min(self._done, self._total), self._total)
         return StagedChunk(data, data.nbytes, partial(self._buffers.give, memory))
 
     def close(self) -> None:

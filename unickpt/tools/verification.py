@@ -12,6 +12,7 @@ from unickpt.arrays import dtypes
 from unickpt.errors import CheckpointCorrupt, StorageError
 from unickpt.format import chunk_grid
 from unickpt.format.reader import ChunkId, Reader
+from unickpt.progress import Progress, ProgressFunction, nothing, reporting
 from unickpt.reading import checkpoint
 from unickpt.reading.chunk_reader import ChunkReader, Task
 from unickpt.reading.read_plan import ChunkRead
@@ -78,14 +79,12 @@ U = TypeVar("U")
 _TASKS_AHEAD = 64
 
 
-def verify(
-    path: checkpoint.Source, *, progress: Callable[[int, int], None] | None = None
-) -> VerifyReport:
+def verify(path: checkpoint.Source, *, progress: Progress = None) -> VerifyReport:
     """Reads a whole checkpoint and checks it.
 
     Arguments:
         path: a local path or a URL (file, memory, s3, gs), or what `unickpt.open` returned.
-        progress: called with the bytes checked so far and in total.
+        progress: True for a bar, or a function of the bytes checked so far and in total.
 
     If a save replaces the checkpoint during the call, it starts again with the new one.
 
@@ -110,15 +109,16 @@ def verify(
         if isinstance(path, checkpoint.Checkpoint)
         else paths.resolve(path, or_file=True).url
     )
-    return checkpoint.again(
-        lambda: verify_opened(url, lambda: checkpoint.opened(path).reader, progress)
-    )
+    with reporting(progress, "verifying") as told:
+        return checkpoint.again(
+            lambda: verify_opened(url, lambda: checkpoint.opened(path).reader, told)
+        )
 
 
 def verify_opened(
     url: str,
     opened: Callable[[], Reader],
-    progress: Callable[[int, int], None] | None = None,
+    told: ProgressFunction = nothing,
     *,
     behind: bool = False,
     skips: Callable[[ChunkId], bool] = lambda chunk: False,
@@ -128,12 +128,11 @@ def verify_opened(
     Arguments:
         url: its name in the report.
         opened: opens it.
-        progress: as for `verify`.
+        told: called with the bytes checked so far and in total.
         behind: whether it runs in the background of a training loop; see `threads.step_back`.
         skips: whether a chunk is not read.
     """
     started = time.perf_counter()
-    report = progress or (lambda done, total: None)
     damage: list[Damage] = []
     counted = [0, 0]
     arrays, unverified = 0, ""
@@ -154,7 +153,7 @@ def verify_opened(
                 counted[0] += 1
                 counted[1] += nbytes
                 damage += found
-                report(counted[1], total)
+                told(counted[1], total)
         finally:
             checker.close()
         if damage:  # checked last: a replaced checkpoint is not damaged

@@ -43,6 +43,18 @@ def fold_all(names: Iterable[str]) -> list[str]:
     return [folded for group in groups.values() for folded in fold(group)]
 
 
+def listed(names: Iterable[str], most: int = 5) -> str:
+    """Names, folded, and of many the first few, on one line.
+
+    Example:
+        >>> listed(["h.1.w", "b", "h.0.w"]), listed(["a", "b", "c"], 2)
+        ('b, h.{0..1}.w', 'a, b and 1 more')
+    """
+    folded = fold_all(names)
+    more = len(folded) - most
+    return ", ".join(folded[:most]) + (f" and {more} more" if more > 0 else "")
+
+
 def fold(names: Sequence[str]) -> list[str]:
     """Names of one skeleton as one name, if they are exactly the product of their numbers.
 
