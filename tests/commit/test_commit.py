@@ -730,9 +730,8 @@ def test_jobs_of_many_processes(count: int, tmp_path: Path) -> None:
         attempt = Attempt(location, group, group.next_attempt(), context, 60)
         attempt.check_destination(False)
         jobs = plan_writes(description, index).own
-        attempt.publish(
-            writer.Writer(attempt, description, options, DirectSource(1 << 20)).write_all(jobs)
-        )
+        direct = DirectSource(1 << 20)
+        attempt.publish(writer.Writer(attempt, description, 1 << 20, direct).write_all(jobs))
         held.append((attempt, description))
     attempt, description = held[0]
     totals = attempt.commit(

@@ -110,7 +110,7 @@ def test_tensorstore_reads_what_many_processes_wrote_into_large_grids(tmp_path: 
     store = ts.KvStore.open(f"file://{tmp_path}/|ocdbt:").result()
     listed = [key.decode() for key in store.list().result()]
     assert listed == sorted(listed, key=str.encode)
-    assert len(listed) == unickpt.open(tmp_path).index.chunks + 6 + 2  # zarr.json; ours
+    assert len(listed) == unickpt.open(tmp_path).index.chunks + 6 + 3  # zarr.json; ours
 
 
 # --- records ------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ def draw(
         width: characters in a line; wider drawings omit the middle.
 
     Example:
+        >>> from unickpt.arrays.box import Box
         >>> left, right = Box((0, 0), (2, 3)), Box((0, 3), (2, 6))
         >>> print(*draw((2, 6), [(left, (0,)), (right, (1,))]).lines, sep="\\n")
                          0:3                          3:6

@@ -137,7 +137,8 @@ class StoredArray:
         return layers[0] if len(layers) == 1 else ts.overlay(layers)
 
     def __repr__(self) -> str:
-        return f"StoredArray({self.name!r}, {self._entry.dtype_and_shape}, {self.layout})"
+        layout = "" if self.layout is None or not self.layout.mesh.shape else f", {self.layout}"
+        return f"StoredArray({self.name!r}, {self._entry.dtype_and_shape}{layout})"
 
     def _repr_html_(self) -> str:
         """What is stored, with a map of the fragments, for notebooks; reads nothing."""
