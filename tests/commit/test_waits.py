@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -298,7 +299,7 @@ def test_reports_end_with_the_last_of_them(records: KvStore) -> None:
             time.sleep(0.3)  # it is under way when the reporter is closed
         return found
 
-    with Reporter(records, 7, 1) as told:
+    with closing(Reporter(records, 7, 1)) as told:
         told.start(now)
         assert asked.wait(60)
         done[0] = 100

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from unickpt.display import html
 from unickpt.trees.name_ranges import fold_all
 
 _MOST_ROWS = 20
@@ -88,6 +87,8 @@ class LoadReport:
         return f"LoadReport({self.url!r}, {self._counts})"
 
     def _repr_html_(self) -> str:
+        from unickpt.display import html  # here, so that importing unickpt stays fast
+
         rows = self._table
         drawn = html.table(("", "name", ""), rows, len(rows))
         return html.page("LoadReport", self.url, [self._counts], drawn)

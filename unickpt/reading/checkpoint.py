@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, ValuesView
 from typing import Any, TypeVar
 
-from unickpt.display import html, tree_table
 from unickpt.errors import CheckpointNotFound, CheckpointReplaced, UnickptError
 from unickpt.foreign import registry
 from unickpt.format.reader import Reader
@@ -189,6 +188,8 @@ class Checkpoint(Mapping[str, "StoredArray"]):
 
     def _repr_html_(self) -> str:
         """The tree with equal layers folded, for notebooks; reads nothing."""
+        from unickpt.display import html, tree_table  # here, so that importing unickpt stays fast
+
         index = self.index
         facts = [
             html.counted(len(index.arrays), "array"),

@@ -52,6 +52,7 @@ _LEAST_ARRAY_BYTES = 1 << 20
 _PATIENCE_S = 2.0
 _TIMEOUT_S = 60.0
 _ROUND_BYTES = 128 << 20  # of a process: enough requests in flight
+_ALIGN = 64  # of chunks in shared memory, in bytes
 
 
 def read_on_node(
@@ -90,13 +91,9 @@ def _is_spread(stored: Reader, job: Job) -> bool:
     entries = job.entries
     return (
         all(target.processes > 1 for target in job.targets.values())
-        and sum(map(_nbytes, entries)) >= _LEAST_ARRAY_BYTES
+        and sum(entry.nbytes for entry in entries) >= _LEAST_ARRAY_BYTES
         and not any(stored.reads_boxes(entry) for entry in entries)
     )
-
-
-def _nbytes(entry: ArrayEntry) -> int:
-    return Box.whole(entry.shape).size * dtypes.from_name(entry.dtype).itemsize
 
 
 def _is_worth_meeting(stored: Reader, jobs: Sequence[Job], wants: Wants, count: int) -> bool:
@@ -107,12 +104,11 @@ def _is_worth_meeting(stored: Reader, jobs: Sequence[Job], wants: Wants, count: 
     """
     entries = {entry.name: entry for job in jobs for entry in job.entries}
     spread = max((t.processes for job in jobs for t in job.targets.values()), default=1)
-    whole = sum(map(_nbytes, entries.values()))
+    whole = sum(entry.nbytes for entry in entries.values())
     mine = 0
     for entry in entries.values():
-        itemsize = dtypes.from_name(entry.dtype).itemsize
         for part, number, _, _ in wanted_chunks(entry, [wants]):
-            mine += part.chunk_box(number).size * itemsize
+            mine += part.chunk_box(number).size * entry.itemsize
     return spread * mine >= _LEAST_RATIO * whole and min(count, spread) * mine >= _LEAST_BYTES
 
 
@@ -151,11 +147,10 @@ def rounds_of(
     rounds: list[list[_Chunk]] = [[]]
     largest = saved = 0
     for entry in entries:
-        itemsize = dtypes.from_name(entry.dtype).itemsize
         for part, number, row, wanted in wanted_chunks(entry, wants):
             owner = min(wanted, key=lambda process: (read[process], process))
             box = part.chunk_box(number)
-            nbytes = -(-box.size * itemsize // _ALIGN) * _ALIGN
+            nbytes = -(-box.size * entry.itemsize // _ALIGN) * _ALIGN
             read[owner] += nbytes
             offset = None
             if len(wanted) > 1:
@@ -168,9 +163,6 @@ def rounds_of(
                 largest = max(largest, held[owner])
             rounds[-1].append(_Chunk(entry, part, number, row, box, owner, wanted, offset))
     return rounds, largest, saved
-
-
-_ALIGN = 64
 
 
 class _NodeRead:

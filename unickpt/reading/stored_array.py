@@ -13,7 +13,6 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.layout import Layout
-from unickpt.display import html, tree_table
 from unickpt.format import chunk_grid
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
@@ -142,6 +141,8 @@ class StoredArray:
 
     def _repr_html_(self) -> str:
         """What is stored, with a map of the fragments, for notebooks; reads nothing."""
+        from unickpt.display import html, tree_table  # here, so that importing unickpt stays fast
+
         entry = self._entry
         facts = [
             html.shape_text(self.shape),

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral
 from pathlib import Path
 
-from unickpt.display import html
 from unickpt.errors import RuleError, RuleWarning
 from unickpt.rules import parser
 from unickpt.rules.ast import (
@@ -168,6 +167,8 @@ class Rules:
 
     def _repr_html_(self) -> str:
         """The rules as they are written, for notebooks."""
+        from unickpt.display import html  # here, so that importing unickpt stays fast
+
         own = [rule.written for rule in self.rules if not rule.lifted]
         facts = [f"{len(own):,} rules", f"{len(self.rules) - len(own):,} more of slots"]
         rows = ((number, text) for number, text in enumerate(own, 1))

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal
 
-from unickpt.display import html
 from unickpt.frameworks.options import CommonOptions, check_group, check_number
 from unickpt.frameworks.process_group import Group
 from unickpt.progress import Progress, check_progress
@@ -253,11 +252,15 @@ class SaveReport:
         return self.bytes / 1e9 / max(self.seconds, 1e-9)
 
     def __repr__(self) -> str:
+        from unickpt.display import html  # here, so that importing unickpt stays fast
+
         size = html.size_text(self.bytes)
         return f"SaveReport({self.url!r}, {self.arrays} arrays, {size} in {self.seconds:.3g} s)"
 
     def _repr_html_(self) -> str:
         """The figures, the phases, and the processes that took the longest, for notebooks."""
+        from unickpt.display import html  # here, so that importing unickpt stays fast
+
         facts = [
             html.counted(self.arrays, "array"),
             html.size_text(self.bytes),

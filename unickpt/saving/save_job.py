@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from enum import Enum, auto
 from functools import cached_property, partial
@@ -210,7 +210,7 @@ class SaveJob:
         with (
             self.failing(),
             reporting(self.options.progress, "saving", process) as told,
-            self._attempt.reporter() as reporter,
+            closing(self._attempt.reporter()) as reporter,
         ):
             with timings.phase("write"):
                 writer, record = self._write(plan, source, reporter, told)

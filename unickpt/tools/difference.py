@@ -13,7 +13,6 @@ import numpy as np
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, cut
 from unickpt.arrays.dtypes import Array
-from unickpt.display import html
 from unickpt.errors import RuleError
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
@@ -84,6 +83,8 @@ class DiffReport:
 
     def _repr_html_(self) -> str:
         """The differences, those that are alike folded, for notebooks."""
+        from unickpt.display import html  # here, so that importing unickpt stays fast
+
         alike: dict[tuple[Any, ...], list[str]] = {}
         for row in self.differences:
             values = (row.unequal, row.max_abs, row.max_rel)

@@ -6,8 +6,6 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from types import TracebackType
-from typing import Self
 
 from unickpt import threads
 from unickpt.commit.progress import reports
@@ -22,7 +20,7 @@ _REPORTS_PER_S = 200
 
 
 class Reporter:
-    """Writes what `now` says, at growing intervals, until it is closed; in a `with` block.
+    """Writes what `now` says, at growing intervals, until it is closed.
 
     Arguments:
         records: the folder of the attempt's records.
@@ -65,14 +63,3 @@ class Reporter:
             report = replace(self._now(), number=self._written)
             self._records.write(reports.name_of(self._process), report.encode()).result()
             self._written += 1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
