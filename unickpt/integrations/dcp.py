@@ -4,7 +4,7 @@
 
 No plans are gathered: the processes talk only through the storage, and the checkpoint is an
 ordinary one of unickpt. `StorageWriter` and `StorageReader` are for code that is bound to torch's
-own functions and planners. docs/integrations.md says what differs.
+own functions and planners. docs/integrations/dcp.md says what differs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The examples of docs/integrations.md run as they stand there."""
+"""The examples of docs/integrations/dcp.md run as they stand there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.integration,  # imports torch's distributed checkpoints
     pytest.mark.filterwarnings("ignore:.*single process.*:UserWarning"),
 ]
-PAGE = Path(TESTS).parent.joinpath("docs", "integrations.md").read_text()
+PAGE = Path(TESTS).parent.joinpath("docs", "integrations", "dcp.md").read_text()
 BY_FUNCTION, BY_STORAGE = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 
 
