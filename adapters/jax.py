@@ -67,6 +67,35 @@ def source(leaf: Any, group: Group) -> ArraySource:
     return ArraySource(shape, dtype, fragments, layout, known, identity, prng)
 
 
+def facts(leaves: Sequence[Any]) -> tuple[list[Hashable], list[Hashable]]:
+    said: list[Hashable] = [
+        (leaf.shape, leaf.dtype, leaf.sharding, leaf.is_deleted()) for leaf in leaves
+    ]
+    return said, [id(leaf) for leaf in leaves]
+
+
+def copier(out: Sequence[Array]) -> Callable[[Sequence[Any]], None]:
+    raise NotImplementedError("JAX arrays are not changed")
+
+
+def kept(leaves: Sequence[Any]) -> list[Read]:
+    return [partial(_gather, _views(leaf)) for leaf in leaves]
+
+
+def _views(leaf: Any) -> dict[Box, Array]:
+    """Views of the pieces of an array on the host, not of PRNG keys."""
+    boxes_at = _local_boxes(leaf.sharding, leaf.shape)
+    if len(boxes_at) == 1:
+        (box,) = boxes_at.values()
+        return {} if box.empty else {box: np.asarray(leaf.addressable_data(0))}
+    found: dict[Box, Array] = {}
+    for shard in leaf.addressable_shards:
+        box = boxes_at[shard.device]
+        if not box.empty and box not in found:
+            found[box] = np.asarray(shard.data)
+    return found
+
+
 def _memory(pieces: Mapping[Box, Any], sharding: Sharding) -> Memory:
     """A donated array is deleted. On CPU, JAX does not reuse its memory while a view is held
     (tested); on other devices it does, so the array must be read or cloned before."""

@@ -11,7 +11,7 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.frameworks.process_group import Group
-from unickpt.frameworks.protocol import ArraySource, Fence, Memory, whole_source
+from unickpt.frameworks.protocol import ArraySource, Fence, Memory, Read, whole_source
 from unickpt.trees.tree import Expansion
 
 
@@ -27,6 +27,29 @@ def source(leaf: Any, group: Group) -> ArraySource:
 
     memory = Memory(spans=lambda: [_span(array)])
     return whole_source(array.shape, array.dtype, group, read, _tie(leaf), memory)
+
+
+def facts(leaves: Sequence[Any]) -> tuple[list[Hashable], list[Hashable]]:
+    said: list[Hashable] = [(leaf.shape, leaf.dtype, leaf.strides) for leaf in leaves]
+    return said, [_begin(leaf) or -number for number, leaf in enumerate(leaves)]
+
+
+def _begin(leaf: Any) -> int | None:
+    """Where the elements of an array are."""
+    is_shared = isinstance(leaf, np.ndarray) and leaf.size > 0
+    return leaf.__array_interface__["data"][0] if is_shared else None
+
+
+def copier(out: Sequence[Array]) -> Callable[[Sequence[Any]], None]:
+    def copy(leaves: Sequence[Any]) -> None:
+        for to, leaf in zip(out, leaves, strict=True):
+            np.copyto(to, leaf, casting="equiv")
+
+    return copy
+
+
+def kept(leaves: Sequence[Any]) -> list[Read]:
+    raise NotImplementedError("NumPy arrays may be changed")
 
 
 def target(leaf: Any) -> NumpyTarget:

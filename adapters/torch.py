@@ -15,7 +15,12 @@ import torch.distributed as dist
 
 from unickpt.adapters.torch_dtypes import TO_NUMPY
 from unickpt.adapters.torch_group import group as group
-from unickpt.adapters.torch_layout import LocalShard, is_dtensor, local_shard_of
+from unickpt.adapters.torch_layout import (
+    LocalShard,
+    is_dtensor,
+    local_shard_of,
+    sharding_of,
+)
 from unickpt.adapters.torch_modules import canonical_names, is_wrapped
 from unickpt.adapters.torch_optimizer import (
     NamedOptimizer,
@@ -70,6 +75,54 @@ def source(leaf: Any, group: Group) -> ArraySource:
     shape = tuple(leaf.shape)
     identity = (_tie(local), shape, shard.layout)
     return ArraySource(shape, TO_NUMPY[leaf.dtype], fragments, shard.layout, identity=identity)
+
+
+def facts(leaves: Sequence[Any]) -> tuple[list[Hashable], list[Hashable]]:
+    said: list[Hashable] = []
+    storages: list[Hashable] = []
+    for leaf in leaves:
+        local, spec = leaf, None
+        if type(leaf) not in _PLAIN:
+            local, spec = _plain_local(leaf)
+        storage = local.untyped_storage()
+        storages.append(storage._cdata)
+        said.append(
+            (spec, local.shape, local.dtype, local.device, local.stride(), local.storage_offset(),
+             storage.nbytes(), local.is_conj(), local.is_neg())
+        )  # fmt: skip
+    return said, storages
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _plain_local(leaf: Any) -> tuple[torch.Tensor, Hashable]:
+    """This rank's part of a DTensor, and how it is sharded.
+
+    Raises:
+        TypeError: it is none, or its part is not a plain tensor.
+    """
+    if not is_dtensor(leaf) or type(leaf._local_tensor) not in _PLAIN:
+        raise TypeError(f"a {type(leaf).__name__} is described by `source` only")
+    return leaf._local_tensor, sharding_of(leaf)
+
+
+def copier(out: Sequence[Array]) -> Callable[[Sequence[Any]], None]:
+    to = [_as_torch(array, _FROM_NUMPY[array.dtype]) for array in out]
+
+    def copy(leaves: Sequence[Any]) -> None:
+        plain = [leaf if type(leaf) in _PLAIN else leaf._local_tensor for leaf in leaves]
+        with torch.no_grad():
+            torch._foreach_copy_(to, plain)
+
+    return copy
+
+
+_FROM_NUMPY = {dtype: own for own, dtype in TO_NUMPY.items()}
+
+
+def kept(leaves: Sequence[Any]) -> list[Read]:
+    raise NotImplementedError("tensors may be changed")
 
 
 def _reader(tensor: torch.Tensor, start: tuple[int, ...]) -> Read:

@@ -41,17 +41,22 @@ def local_shard_of(leaf: Any) -> LocalShard:
     Raises:
         TypeError: its placements give no box.
     """
+    return _local_shard(dist.get_rank(), *sharding_of(leaf))
+
+
+def sharding_of(leaf: Any) -> tuple[Any, ...]:
+    """What determines how a DTensor is sharded: all of its global shape, mesh and placements."""
     placements = tuple(leaf.placements)
     # Since torch 2.10 plain Shards may be applied in another order, which only the spec records.
     shard_order = tuple(getattr(leaf._spec, "shard_order", None) or ())
     shape, kinds = tuple(leaf.shape), tuple(map(type, placements))
-    return _local_shard(leaf.device_mesh, dist.get_rank(), shape, placements, kinds, shard_order)
+    return leaf.device_mesh, shape, placements, kinds, shard_order
 
 
 @lru_cache(maxsize=4096)  # a model has few, and a save looks it up for every tensor
 def _local_shard(
-    mesh: Any,
     rank: int,
+    mesh: Any,
     shape: tuple[int, ...],
     placements: tuple[Any, ...],
     kinds: tuple[type, ...],  # because placements of different types can compare equal

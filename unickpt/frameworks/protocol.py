@@ -158,6 +158,25 @@ class Adapter(Protocol):
             TypeError: the dtype or the layout cannot be stored; the message need not name the leaf.
         """
 
+    def facts(self, leaves: Sequence[Any]) -> tuple[list[Hashable], list[Hashable]]:
+        """What `source` says of leaves, in little time.
+
+        Returns:
+            For each leaf what `source` says of it but for its `identity` and its memory's address:
+            where this is equal, that is, too; and the keys of the memory, of which two are equal
+            if two leaves share it. Both are only compared.
+
+        Raises:
+            Exception: `source` has to look at them.
+        """
+
+    def copier(self, out: Sequence[Array]) -> Callable[[Sequence[Any]], None]:
+        """A function that copies leaves, all of mutable host memory, into arrays of their shape and
+        dtype, in native byte order."""
+
+    def kept(self, leaves: Sequence[Any]) -> list[Read]:
+        """As `Memory.keep` of leaves, all of immutable host memory."""
+
     def target(self, leaf: Any) -> ArrayTarget:
         """Describes an array to load into. Raises as `source`."""
 

@@ -149,7 +149,7 @@ def describe(
         aliases=aliases,
         values=plain,
         per_process={name: PerProcessEntry(()) for name in blobs},
-        metadata=_checked_metadata(metadata),
+        metadata=checked_metadata(metadata),
         codecs=zarr_metadata.codecs_for(options.compression),
         processes=group.count,
     )
@@ -213,7 +213,7 @@ def check_mapping(what: str, given: object) -> None:
         raise UnsupportedLeaf(f"{what} must be a dict, not of type {type(given).__name__}")
 
 
-def _checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+def checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     check_mapping("metadata", metadata)
     checked = dict(metadata or {})
     if not _is_json(checked):

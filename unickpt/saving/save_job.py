@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from enum import Enum, auto
@@ -138,6 +138,22 @@ class SaveJob:
                     and not self.description.borrows(name, source.fragments[0].box)
                 }
             self._become(SaveState.DESCRIBED)
+        self.timings.lap("describe")
+
+    def describe_again(self, description: Description, assumed: Iterable[Assumed]) -> None:
+        """As `describe`, of a tree of which all but the data is known.
+
+        Arguments:
+            description: of the tree.
+            assumed: the arrays that are only assumed to be equal on all processes.
+        """
+        self.description = description
+        if not self.options.check_replicas:
+            self._samples = {
+                number: partial(_sample, source) if is_kept else fingerprints.keep_sample(source)
+                for number, source, is_kept in assumed
+            }
+        self._become(SaveState.DESCRIBED)
         self.timings.lap("describe")
 
     def keep(self, sources: Mapping[str, ArraySource], working_bytes: int) -> None:
@@ -360,6 +376,15 @@ class SaveJob:
         else:
             rows = fingerprints.sampled(self._samples)
         return replace(record, replicas=rows, checked=self.options.check_replicas)
+
+
+Assumed = tuple[int, ArraySource, bool]
+"""An array that processes are assumed to have alike: its number, the array, and whether it stays as
+it is until the save has ended."""
+
+
+def _sample(source: ArraySource) -> int:
+    return fingerprints.keep_sample(source)()
 
 
 def call_metrics(options: SaveOptions, report: SaveReport) -> None:

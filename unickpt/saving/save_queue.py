@@ -17,8 +17,10 @@ from unickpt.saving.pending import PendingSave, SaveCallbacks
 from unickpt.saving.save_job import SaveJob
 from unickpt.saving.staging.host_area import HostArea
 from unickpt.saving.staging.kept_state import Staging
+from unickpt.saving.staging.plan_cache import PlanCache, SameTree
 from unickpt.storage import paths
 from unickpt.threads import collection_paused
+from unickpt.trees import tree
 
 _MOST = 2  # saves in flight: one is written while the next is staged
 
@@ -53,7 +55,7 @@ class SaveQueue:
     def __init__(self) -> None:
         self._process = os.getpid()
         self._beginning = threading.RLock()  # `SaveOptions.metrics` may save on another thread
-        self._area = HostArea()
+        self._area, self._plans = HostArea(), PlanCache()
         self._pending: list[PendingSave] = []
         self.errors = BackgroundErrors()
 
@@ -85,7 +87,7 @@ class SaveQueue:
             request.callbacks.begin()
             metadata, partial = request.metadata(), request.partial()
         with collection_paused():
-            job.describe(request.tree, metadata, partial)
+            found = self._describe(job, request.tree, metadata, partial)
         # Early, if that costs the caller no time; and again when it is this save's turn.
         if not job.location.is_remote and job.location.exists():
             with job.failing():
@@ -93,12 +95,34 @@ class SaveQueue:
         previous = self._pending[-1] if self._pending else None
         waited_s = 0.0 if previous is None else previous._staging.wait_complete()
         with job.failing(), collection_paused():
-            staging = Staging(job, self._area, request.owners, waited_s)
+            same = found if isinstance(found, SameTree) else None
+            staging = Staging(job, self._area, request.owners, waited_s, same)
+            if isinstance(found, tree.Node):
+                staging.cached = self._plans.learn(found, job, staging.sources, staging.methods)
             job.keep(staging.sources, staging.working_bytes)
             pending = PendingSave(job, staging, previous, request.callbacks, self.errors)
             pending.begin()
         self._pending = [*(p for p in self._pending if not p._finished.is_set()), pending]
         return pending
+
+    def _describe(
+        self,
+        job: SaveJob,
+        root: Any,
+        metadata: Mapping[str, Any] | None,
+        partial: PartialSave | None,
+    ) -> SameTree | tree.Node | tree.Leaf | None:
+        """Describes a tree; returns what is known of it, else its structure."""
+        if partial is not None:  # what is saved of it differs each time
+            job.describe(root, metadata, partial)
+            return None
+        with job.failing():
+            found = self._plans.find(root, job.options, job.group)
+            if isinstance(found, SameTree):
+                job.describe_again(found.describe(metadata), found.assumed())
+                return found
+        job.describe(found, metadata)
+        return found
 
     def fence(self) -> None:
         """Waits until the state of all saves may change; their errors are reported elsewhere."""

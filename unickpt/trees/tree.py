@@ -133,7 +133,7 @@ def _flatten(
     elif len(stack) >= MAX_DEPTH:
         problem = f"nested deeper than {MAX_DEPTH} levels"
     else:
-        level = _expand_builtin(obj) or expand(obj, name) or _expand_dataclass(obj)
+        level = level_of(obj, name, expand)
         problem = _level_problem(level) if level is not None else _leaf_problem(obj)
     if level is None or problem:
         bad.append(f"{quoted(name) if name else 'the root'}: {problem}")
@@ -144,6 +144,11 @@ def _flatten(
         for child, child_name in zip(level.children, names, strict=True)
     )
     return Node(level.kind, level.keys, children, level.rebuild, level.type_name, obj)
+
+
+def level_of(obj: Any, name: str, expand: Expand) -> Expansion | None:
+    """One level of any container; None if it is none. `expand` is as for `flatten`."""
+    return _expand_builtin(obj) or expand(obj, name) or _expand_dataclass(obj)
 
 
 def _leaf_problem(obj: Any) -> str:

@@ -65,6 +65,8 @@ class Capture:
         self._reads: dict[Memory, Read] = {}
         self.methods: dict[Fragment, CaptureMethod] = {}
         """How each fragment that `keep` returned is kept."""
+        self.used: set[CaptureMethod] = set()
+        """The methods of these fragments."""
         self.copied_bytes = 0
         """Bytes that were copied at once, in fragments too small to defer."""
 
@@ -83,6 +85,7 @@ class Capture:
             else:
                 method, kept = self._decide(fragment, source.dtype)
             self.methods[kept] = method
+            self.used.add(method)
             fragments.append(kept)
         if all(kept is given for kept, given in zip(fragments, source.fragments, strict=True)):
             return source
@@ -102,6 +105,7 @@ class Capture:
             lazy = self._deferred[fragment] = _lazily(fragment)
             if lazy is not None:
                 self.methods[lazy] = CaptureMethod.COPY_LATER
+                self.used.add(CaptureMethod.COPY_LATER)
         return self._deferred[fragment]
 
     def _decide(self, fragment: Fragment, dtype: DType) -> tuple[CaptureMethod, Fragment]:

@@ -13,14 +13,15 @@ from unickpt.arrays.dtypes import Array
 from unickpt.errors import CoverageError, StorageError
 from unickpt.format import chunk_store
 from unickpt.frameworks.host_copy import stage
-from unickpt.frameworks.protocol import ArraySource
+from unickpt.frameworks.protocol import ArraySource, Fragment
 from unickpt.saving.chunk_source import DirectSource, Staged, StagedChunk
-from unickpt.saving.save_job import SaveJob
+from unickpt.saving.save_job import SaveJob, SaveState
 from unickpt.saving.staging.capture import BACKGROUND, Capture, CaptureMethod
 from unickpt.saving.staging.changes import Changes
 from unickpt.saving.staging.host_area import HostArea
 from unickpt.saving.staging.in_order import copy_in_order
 from unickpt.saving.staging.places import NoSlot, Place, Places
+from unickpt.saving.staging.plan_cache import CachedPlan, SameTree
 from unickpt.saving.staging.spill import SpilledChunk
 from unickpt.saving.staging.staged_plan import Key, StagedPlan, key, plan_staging
 from unickpt.saving.write_plan import WriteItem, WritePlan
@@ -35,9 +36,12 @@ class Staging:
         area: memory for copies.
         owners: what the optimizers own whose steps wait for this; None if no steps wait.
         waited_s: for how long this save has already waited for an earlier one's memory.
+        same: its tree, if a plan for it is known.
     """
 
     behind = True
+    cached: CachedPlan | None = None
+    """What may be known of the tree in the next save of it."""
 
     def __init__(
         self,
@@ -45,6 +49,7 @@ class Staging:
         area: HostArea,
         owners: set[Hashable] | None,
         waited_s: float = 0.0,
+        same: SameTree | None = None,
     ) -> None:
         self._job, self._area = job, area
         self.may_write = threading.Event()
@@ -61,27 +66,33 @@ class Staging:
         self._references: dict[Key, WriteItem] = {}
         self._error: BaseException | None = None
         self._safe, self._complete = threading.Event(), threading.Event()
-        sources = job.description.sources.values()
-        self._capture = capture = Capture(job.options, owners, sources, self._budget)
         described = job.description
-        self.sources: Mapping[str, ArraySource] = {
-            name: capture.keep(source, partial(described.borrows, name))
-            for name, source in described.sources.items()
-        }
+        sources = described.sources.values() if same is None else same.others
+        self._capture = capture = Capture(job.options, owners, sources, self._budget)
+        self.sources: Mapping[str, ArraySource]
         """The arrays of the save, as they are kept."""
-        self._methods = capture.methods
+        if same is None:
+            self.sources = {
+                name: capture.keep(source, partial(described.borrows, name))
+                for name, source in described.sources.items()
+            }
+        else:
+            self.sources, self.cached = same.keep(capture), same.plan
+        self.methods: Mapping[Fragment, CaptureMethod] = capture.methods
+        """How each fragment of them is kept."""
         self._places.count(copied=capture.copied_bytes)
-        self.has_now = CaptureMethod.COPY_NOW in self._methods.values()
+        self._used = capture.used
+        self.has_now = CaptureMethod.COPY_NOW in self._used
 
     @property
     def has_later(self) -> bool:
         """Whether something is copied in the background; known after `prepare`."""
-        return not BACKGROUND.isdisjoint(self._methods.values())
+        return not BACKGROUND.isdisjoint(self._used)
 
     @property
     def is_fenced(self) -> bool:
         """Whether something is copied in the background that must not change before."""
-        return CaptureMethod.COPY_LATER in self._methods.values()
+        return CaptureMethod.COPY_LATER in self._used
 
     @property
     def staged(self) -> Staged:
@@ -104,11 +115,19 @@ class Staging:
             if self._abandoned:
                 return StagedPlan()
             if self._plan is None:
-                self._plan = plan = plan_staging(self._job.plan(), self._capture, self._places)
+                writes = self._writes()
+                self._plan = plan = plan_staging(writes, self._capture, self._places)
                 self._wait_for_commit = plan.waits_for_commit
                 self._references = {key(i): i for i in plan.items[CaptureMethod.REFERENCE]}
                 self._changes.watch(plan.items[CaptureMethod.COPY_LATER])
             return self._plan
+
+    def _writes(self) -> WritePlan:
+        if self.cached is None:
+            return self._job.plan()
+        if self.cached.plan is None:
+            self.cached.plan = self._job.plan()
+        return self.cached.plan
 
     # --- staging -------------------------------------------------------------------------------
 
@@ -361,8 +380,10 @@ class Staging:
         for of in list(self._staged):
             self._release(of)
         self._places.close()
-        self._plan = None
-        self.sources, self._methods = {}, {}
+        if self.cached is not None and self._job.state is SaveState.COMMITTED:
+            self.cached.give_back()
+        self._plan = self.cached = None
+        self.sources, self.methods = {}, {}
         self._references = {}
         self._changes.forget()
         del self._job, self._capture

@@ -1,0 +1,374 @@
+"""What a save in the background described and planned, for the next one of the same tree.
+
+A training loop saves the same tree again and again: the same names, shapes, dtypes and layouts,
+with other data. Then only the data are looked at: small arrays are copied all at once, into memory
+that is kept for that, and immutable ones are referred to, without a description of each.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from unickpt.arrays.box import Box
+from unickpt.arrays.dtypes import Array
+from unickpt.frameworks import per_process
+from unickpt.frameworks.leaves import PerProcess, expand, is_leaf
+from unickpt.frameworks.process_group import Group
+from unickpt.frameworks.protocol import Adapter, ArraySource, Fragment, Memory, Read
+from unickpt.frameworks.registry import adapter_of, adapters
+from unickpt.saving.describe import Description, checked_metadata
+from unickpt.saving.options import SaveOptions
+from unickpt.saving.save_job import SaveJob
+from unickpt.saving.staging.capture import Capture, CaptureMethod
+from unickpt.saving.write_plan import WritePlan
+from unickpt.trees import plain_values, tree
+from unickpt.trees.skeleton import Skeleton, leaves_of, skeleton
+
+_MOST = 2  # as many as there are saves in flight
+_PLAIN = {int, float, bool, str, bytes, type(None)}
+_ALIGNMENT = 64
+_PRIVATE = Memory(mutable=False)
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What an adapter says of all arrays of its framework.
+
+    Arguments:
+        adapter: of the framework.
+        at: the arrays' numbers among the leaves.
+        facts: see `Adapter.facts`.
+        first: for each, which is the first in the same memory.
+    """
+
+    adapter: Adapter
+    at: Sequence[int]
+    facts: Sequence[Hashable]
+    first: Sequence[int]
+
+    @classmethod
+    def of(cls, adapter: Adapter, at: Sequence[int], values: Sequence[Any]) -> _Facts:
+        facts, keys = adapter.facts([values[number] for number in at])
+        seen: dict[Hashable, int] = {}
+        first = [seen.setdefault(key, number) for number, key in enumerate(keys)]
+        return cls(adapter, at, facts, first)
+
+
+@dataclass(eq=False)
+class _Together:
+    """Small or immutable arrays of one framework, in the memory of the host: kept all at once.
+
+    Arguments:
+        adapter: of the framework.
+        at: their numbers among the leaves.
+        sources: the arrays as they are kept.
+        copied: whether they are copied; else they are referred to.
+        copy: copies them; None until there is room for the copies.
+    """
+
+    adapter: Adapter
+    copied: bool
+    at: list[int] = field(default_factory=list)
+    sources: list[ArraySource] = field(default_factory=list)
+    copy: Callable[[Sequence[Any]], None] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of their copies."""
+        return sum(map(_nbytes, self.sources)) if self.copied else 0
+
+    def keep(self, values: Sequence[Any]) -> None:
+        """Keeps them as they are now."""
+        leaves = [values[number] for number in self.at]
+        if self.copy is not None:
+            self.copy(leaves)
+            return
+        for source, read in zip(self.sources, self.adapter.kept(leaves), strict=True):
+            for fragment in source.fragments:
+                fragment.read = read
+
+    def let_go(self) -> None:
+        """Refers to no memory of the program; makes room for copies."""
+        if not self.copied:
+            _forget(self.sources)
+        elif self.copy is None:
+            self.copy = self.adapter.copier(list(self._rooms()))
+
+    def _rooms(self) -> Iterator[Array]:
+        size = sum(-(-_nbytes(source) // _ALIGNMENT) * _ALIGNMENT for source in self.sources)
+        rest = np.empty(size, np.uint8)
+        for source in self.sources:
+            (fragment,) = source.fragments
+            nbytes, dtype = _nbytes(source), source.dtype.newbyteorder("=")
+            room = rest[:nbytes].view(dtype).reshape(fragment.box.shape)
+            fragment.read, fragment.memory = _reading(room, fragment.box.start), _PRIVATE
+            rest = rest[-(-nbytes // _ALIGNMENT) * _ALIGNMENT :]
+            yield room
+
+
+def _nbytes(source: ArraySource) -> int:
+    return sum(fragment.box.size for fragment in source.fragments) * source.dtype.itemsize
+
+
+def _reading(room: Array, start: tuple[int, ...]) -> Read:
+    return lambda box, make_buffer: room[box.relative_to(start).slices]
+
+
+def _forget(sources: Sequence[ArraySource]) -> None:
+    for source in sources:
+        for fragment in source.fragments:
+            fragment.read, fragment.memory, fragment.sample = _no_longer, _PRIVATE, None
+
+
+def _no_longer(box: Box, make_buffer: Callable[[], Array]) -> Array:
+    raise AssertionError("the save has ended")
+
+
+@dataclass(eq=False)
+class CachedPlan:
+    """What is known of a tree from a save of it. Only one save at a time uses it.
+
+    Arguments:
+        cache: where it is kept.
+        options, among, group: of that save; on all three a plan depends.
+        skeleton: of the tree.
+        types: of its leaves.
+        names: of its values and values per process, by their numbers among the leaves.
+        facts: of its arrays.
+        description: of the save, with the arrays as they are kept.
+        together: arrays that are kept all at once.
+        others: arrays that are described again, one by one: their numbers, adapters, and how they
+            are kept.
+        plan: of the chunks; None until it is made.
+    """
+
+    cache: PlanCache
+    options: SaveOptions
+    among: Sequence[Adapter]
+    group: tuple[int, int]
+    skeleton: Skeleton
+    types: Sequence[type]
+    names: Mapping[int, str]
+    facts: Sequence[_Facts]
+    description: Description
+    together: Sequence[_Together]
+    others: Sequence[tuple[int, Adapter, ArraySource]]
+    plan: WritePlan | None = None
+
+    def __post_init__(self) -> None:
+        kept = chain.from_iterable(group.sources for group in self.together)
+        fragments = chain.from_iterable(source.fragments for source in kept)
+        self.methods = dict.fromkeys(fragments, CaptureMethod.REFERENCE)
+        self.nbytes = sum(group.nbytes for group in self.together)
+
+    def recognise(self, values: Sequence[Any]) -> bool:
+        """Whether these leaves are described as those were."""
+        if list(map(type, values)) != self.types:
+            return False
+        try:
+            return all(_Facts.of(f.adapter, f.at, values) == f for f in self.facts)
+        except Exception:  # an array was deleted, say: it is for `describe` to say so
+            return False
+
+    def give_back(self) -> None:
+        """For the next save, when the one has ended that used it; refers to no memory of the
+        program, so that that can be freed before."""
+        for group in self.together:
+            group.let_go()
+        _forget([source for _, _, source in self.others])
+        self.cache._give(self)
+
+
+def _is_copied(
+    source: ArraySource,
+    kept: ArraySource,
+    staging: str,
+    methods: Mapping[Fragment, CaptureMethod],
+) -> bool | None:
+    """Whether an array is copied with others; False if it is referred to with others; None if it
+    is described again."""
+    memory = source.fragments[0].memory
+    plain = not memory.on_device and source.prng is None and source.dtype != np.bool_
+    if not plain or any(methods[f] is not CaptureMethod.REFERENCE for f in kept.fragments):
+        return None
+    if memory.mutable:
+        return True if len(kept.fragments) == 1 else None
+    return False if staging != "copy" else None
+
+
+def _may_share(sources: Iterable[ArraySource]) -> bool:
+    """Whether arrays that are not copied could be in memory to which the program writes."""
+    memories = [f.memory for s in sources for f in s.fragments if f.memory.spans is not None]
+    return len({memory.mutable for memory in memories}) == 2
+
+
+class SameTree:
+    """The tree of a save, of which a plan is known.
+
+    Arguments:
+        plan: what is known.
+        values: the leaves.
+        group: the processes.
+    """
+
+    def __init__(self, plan: CachedPlan, values: Sequence[Any], group: Group) -> None:
+        self.plan, self._values = plan, values
+        self.others = [adapter.source(values[at], group) for at, adapter, _ in plan.others]
+
+    def describe(self, metadata: Mapping[str, Any] | None) -> Description:
+        """The description of the save. Raises as `describe.describe`."""
+        plain: dict[str, plain_values.Plain] = {}
+        blobs: dict[str, bytes] = {}
+        for number, name in self.plan.names.items():
+            value = self._values[number]
+            if isinstance(value, PerProcess):
+                blobs[name] = per_process.encode(value.value, self.plan.among)
+            else:
+                plain[name] = value
+        known = self.plan.description
+        index = replace(known.index, values=plain, metadata=checked_metadata(metadata))
+        return Description(index, known.sources, blobs)
+
+    def assumed(self) -> Iterator[tuple[int, ArraySource, bool]]:
+        """The assumed replicas: their numbers, sources, and whether these stay as they are."""
+        now = {
+            id(kept): source
+            for (_, _, kept), source in zip(self.plan.others, self.others, strict=True)
+        }
+        for number, kept in enumerate(self.plan.description.sources.values()):
+            if kept.assumed and kept.fragments:
+                yield number, now.get(id(kept), kept), id(kept) not in now
+
+    def keep(self, capture: Capture) -> Mapping[str, ArraySource]:
+        """Keeps the arrays as they are now."""
+        for (_, _, known), source in zip(self.plan.others, self.others, strict=True):
+            kept = capture.keep(source, lambda box: False)
+            for to, of in zip(known.fragments, kept.fragments, strict=True):
+                assert to.box == of.box, f"{to.box} is now {of.box}"
+                to.read, to.memory, to.sample = of.read, of.memory, of.sample
+                capture.methods[to] = capture.methods.pop(of)
+        for group in self.plan.together:
+            group.keep(self._values)
+        self._values = ()
+        capture.methods.update(self.plan.methods)
+        capture.used.add(CaptureMethod.REFERENCE)
+        capture.copied_bytes += self.plan.nbytes
+        return self.plan.description.sources
+
+
+class PlanCache:
+    """The plans of the last trees that were saved."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: list[CachedPlan] = []
+
+    def find(
+        self, root: Any, options: SaveOptions, group: Group
+    ) -> SameTree | tree.Node | tree.Leaf:
+        """Looks for a tree's plan; who gets it gives it back.
+
+        Returns:
+            The tree, flattened, if there is none.
+
+        Raises:
+            UnsupportedLeaf: it cannot be flattened.
+        """
+        among, seen = adapters(), dict[tuple[str, int], tree.Expansion | None]()
+
+        def expand_once(obj: Any, name: str) -> tree.Expansion | None:
+            # `state_dict` may take long, and may be called by all processes together.
+            if (name, id(obj)) not in seen:
+                seen[name, id(obj)] = expand(obj, name, among)
+            return seen[name, id(obj)]
+
+        def level(obj: Any, name: str) -> tree.Expansion | None:
+            return tree.level_of(obj, name, expand_once)
+
+        key = options, among, (group.index, group.count)
+        for plan in reversed(self._free):
+            if (plan.options, plan.among, plan.group) != key:
+                continue
+            values = leaves_of(root, plan.skeleton, level)
+            if values is not None and plan.recognise(values) and self._take(plan):
+                return SameTree(plan, values, group)
+        return tree.flatten(root, lambda x: is_leaf(x, among), expand_once)
+
+    def _take(self, plan: CachedPlan) -> bool:
+        with self._lock:
+            if plan not in self._free:
+                return False
+            self._free.remove(plan)
+            return True
+
+    def learn(
+        self,
+        root: tree.Node,
+        job: SaveJob,
+        kept: Mapping[str, ArraySource],
+        methods: Mapping[Fragment, CaptureMethod],
+    ) -> CachedPlan | None:
+        """What a save knows of its tree, for the next one; the save gives it back when it ends.
+
+        Arguments:
+            root: the tree, flattened.
+            job: the save; its arrays are described, and not kept yet.
+            kept: the arrays as they are kept.
+            methods: how each fragment of them is kept.
+
+        Returns:
+            None if it is a tree of which every leaf must be described each time.
+        """
+        like, among, described = skeleton(root), adapters(), job.description
+        if like is None or _may_share(described.sources.values()):
+            return None
+        names: dict[int, str] = {}
+        arrays: dict[int, tuple[Adapter, list[int]]] = {}
+        together: dict[tuple[int, bool], _Together] = {}
+        others: list[tuple[int, Adapter, ArraySource]] = []
+        leaves = list(tree.leaves(root))
+        for number, (name, value) in enumerate((leaf.name, leaf.value) for leaf in leaves):
+            if type(value) in _PLAIN or type(value) is PerProcess:
+                names[number] = name
+                continue
+            adapter = adapter_of(value, among)
+            if adapter is None:
+                return None
+            arrays.setdefault(id(adapter), (adapter, []))[1].append(number)
+            if name not in kept or not kept[name].fragments:
+                continue  # it is another name of an array, or has no elements
+            copied = _is_copied(described.sources[name], kept[name], job.options.staging, methods)
+            if copied is None:
+                others.append((number, adapter, kept[name]))
+            else:
+                same = together.setdefault((id(adapter), copied), _Together(adapter, copied))
+                same.at.append(number)
+                same.sources.append(kept[name])
+        values = [leaf.value for leaf in leaves]
+        try:
+            facts = [_Facts.of(adapter, at, values) for adapter, at in arrays.values()]
+        except Exception:  # of these arrays an adapter says nothing in advance
+            return None
+        return CachedPlan(
+            cache=self,
+            options=job.options,
+            among=among,
+            group=(job.group.index, job.group.count),
+            skeleton=like,
+            types=list(map(type, values)),
+            names=names,
+            facts=facts,
+            description=Description(described.index, kept, {}),
+            together=list(together.values()),
+            others=others,
+        )
+
+    def _give(self, plan: CachedPlan) -> None:
+        with self._lock:
+            self._free = [*self._free, plan][-_MOST:]
