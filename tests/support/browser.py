@@ -1,4 +1,7 @@
-"""Headless Chromium, driven through ChromeDriver's HTTP interface (Debian: chromium, chromium-driver)."""
+"""Headless Chromium, driven through ChromeDriver's HTTP interface.
+
+Debian has them in the packages chromium and chromium-driver.
+"""
 
 from __future__ import annotations
 
@@ -104,8 +107,11 @@ class Browser:
 
 
 _COLOURS = """(() => {
-  const c = document.querySelector(a[0]);
-  const d = c.getContext("2d").getImageData(0, 0, c.width, c.height).data;
+  const shown = document.querySelector(a[0]), c = document.createElement("canvas");
+  [c.width, c.height] = [shown.width, shown.height];
+  const context = c.getContext("2d", { willReadFrequently: true });
+  context.drawImage(shown, 0, 0);
+  const d = context.getImageData(0, 0, c.width, c.height).data;
   const found = new Set();
   for (let i = 0; i < d.length; i += 4) found.add(d.slice(i, i + 4).join());
   return [...found].map((text) => text.split(",").map(Number));

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from unickpt._version import __version__
 from unickpt.display import html, tree_table
-from unickpt.errors import CheckpointNotFound, UnickptError
+from unickpt.errors import UnickptError
 from unickpt.reading import checkpoint
 from unickpt.reading.checkpoint import Checkpoint
+from unickpt.reading.listing import natural
 from unickpt.reporting import timing_columns
 from unickpt.reporting.array_facts import array_facts, mesh_facts
 from unickpt.reporting.metric_lines import Lines, LoadedLine, SavedLine
@@ -39,6 +41,7 @@ def page_data(run: RunFacts, lines: Lines, path: paths.Path) -> dict[str, Any]:
     saves, loads, notes = _of_this(run, lines)
     rows = [_stored(step, saves.pop(step.name, ())) for step in run.steps]
     rows += [_gone(name, found) for name, found in saves.items()]
+    rows.sort(key=lambda row: natural(row["name"]))
     details, arrays = _details(run, path)
     return {
         "title": html.plain(run.url.rstrip("/").rpartition("/")[2] or run.url),
@@ -88,7 +91,11 @@ def _of_this(
 
 def _name_in(run: RunFacts, url: str) -> str | None:
     """The name of a checkpoint in this run; None if it is elsewhere."""
-    own, asked = run.url.rstrip("/"), url.rstrip("/")
+    try:
+        asked = paths.resolve(url).url.rstrip("/")  # loads tell the path that they were given
+    except UnickptError:
+        return None
+    own = run.url.rstrip("/")
     if not run.is_run:
         return "." if asked == own else None
     folder, _, name = asked.rpartition("/")
@@ -96,9 +103,15 @@ def _name_in(run: RunFacts, url: str) -> str | None:
 
 
 def _stored(step: StepFacts, lines: Sequence[SavedLine]) -> dict[str, Any]:
-    """The row of a checkpoint that exists; with what was told of its save, not of an earlier one."""
+    """The row of a checkpoint that exists, with what was told of its save, not of earlier ones."""
     created = _time(step.created)
-    told = [line for line in lines if created is not None and line.time >= created]
+    told = [
+        line
+        for line in lines
+        if created is not None
+        and line.time >= created  # whole seconds, so it is compared what was saved, too
+        and (line.nbytes, line.processes) == (step.nbytes, step.processes)
+    ]
     durations = None if step.durations is None else asdict(step.durations)
     return {
         "name": html.plain(step.name),
@@ -148,9 +161,7 @@ def _gone(name: str, lines: Sequence[SavedLine]) -> dict[str, Any]:
     }
 
 
-def _details(
-    run: RunFacts, path: paths.Path
-) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+def _details(run: RunFacts, path: paths.Path) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
     """The timings of the newest steps, newest first; and the arrays of the newest of all."""
     details, left = list[dict[str, Any]](), _MOST_NUMBERS
     arrays: dict[str, Any] | None = None
@@ -160,8 +171,8 @@ def _details(
         if not is_first and (step.durations is None or left < step.processes):
             continue
         try:
-            detail, found = checkpoint.reading(source, lambda opened: _of(opened, is_first))
-        except (CheckpointNotFound, UnickptError):
+            detail, found = checkpoint.reading(source, partial(_of, with_arrays=is_first))
+        except UnickptError:
             continue  # its row says why, or it was removed meanwhile
         name = html.plain(step.name)
         if found is not None:
@@ -176,7 +187,7 @@ def _details(
     return details, arrays
 
 
-def _of(found: Checkpoint, with_arrays: bool) -> Any:
+def _of(found: Checkpoint, *, with_arrays: bool) -> Any:
     """The timing and the meshes of a checkpoint, if it has them; and its arrays, if asked for."""
     arrays = array_facts(found) if with_arrays else None
     if found.index.processes > _MOST_PROCESSES:

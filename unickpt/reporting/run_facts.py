@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, UnickptError
+from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, InvalidPath, UnickptError
 from unickpt.format.index import RESERVED, Index
 from unickpt.format.timing import Timing
 from unickpt.reading import checkpoint
@@ -152,7 +152,7 @@ def _listed(path: paths.Path) -> list[Listed] | None:
     """The checkpoints in a folder; None if it is one itself, or may be another system's."""
     try:
         listed = checkpoints_below(path)
-    except CheckpointNotFound:
+    except (CheckpointNotFound, InvalidPath):  # or a file, which may be another system's
         return None
     return None if not listed or any(one.name == "." for one in listed) else listed
 

@@ -48,7 +48,7 @@ function _balance(save, total, isSorted) {
         context.fillText(bytes(value), left - 6, y);
       }
       shown.forEach((process, bar) => {
-        const w = Math.max(0.6, wide - (wide > 4 ? 1 : 0)), x = left + bar * wide;
+        const x = Math.round(left + bar * wide), w = Math.round(left + (bar + 1) * wide) - x - (wide > 4 ? 1 : 0);
         const high = (_BALANCE_HIGH * total[process]) / most, own = (_BALANCE_HIGH * save.written[process]) / most;
         context.fillStyle = colour("shared");
         context.fillRect(x, 8 + _BALANCE_HIGH - high, w, high - own);

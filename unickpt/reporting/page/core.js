@@ -50,11 +50,11 @@ function bytes(number) {
   return "";
 }
 
-function seconds(number) {
-  const size = Math.abs(number);
-  if (size === 0) return "0 s";
-  if (size < 0.1) return `${(number * 1000).toFixed(size < 0.01 ? 2 : 1)} ms`;
-  return `${size < 10 ? number.toFixed(2) : size < 1000 ? number.toFixed(1) : grouped(number)} s`;
+/** Seconds, in the unit and with the digits that a number like `like` has. */
+function seconds(number, like = Math.abs(number)) {
+  if (number === 0) return "0 s";
+  if (like < 1) return `${(number * 1000).toFixed(like < 0.01 ? 2 : like < 0.1 ? 1 : 0)} ms`;
+  return `${like < 10 ? number.toFixed(2) : like < 1000 ? number.toFixed(1) : grouped(number)} s`;
 }
 
 const rate = (number) => `${bytes(number)}/s`;

@@ -45,96 +45,124 @@ function heatSection(save) {
 
 /** The grids on which the processes can be shown: the meshes, and rows of so many processes. */
 function _arrangements(save) {
-  const found = save.meshes.map((mesh) => {
+  const meshes = save.meshes.map((mesh) => {
+    const axes = mesh.axes.map((axis, i) => `${axis}=${mesh.shape[i]}`);
     const devices = mesh.processes || range(mesh.shape.reduce((a, b) => a * b, 1));
-    return {
-      title: `mesh ${mesh.axes.map((axis, i) => `${axis}=${mesh.shape[i]}`).join(" × ") || "of one device"}`,
-      devices, mesh, ..._split(mesh.shape),
-    };
+    return _grid(`mesh ${axes.join(" × ") || "of one device"}`, mesh, devices, _downward(mesh.shape));
   });
   const square = 2 ** Math.max(0, Math.round(Math.log2(Math.sqrt(save.n * 2))));
   const widths = [...new Set([square, 4, 8, 16, 32, 64])].filter((w) => w < save.n || w === square);
-  for (const width of widths) {
-    const columns = Math.min(width, save.n), rows = Math.ceil(save.n / columns);
-    found.push({
-      title: `rows of ${columns} processes`, devices: range(save.n), rows, columns, after: 1,
-      mesh: { axes: ["row", "column"], shape: [rows, columns] },
-    });
-  }
-  return found;
+  const rows = widths.map((width) => {
+    const columns = Math.min(width, save.n), shape = [Math.ceil(save.n / columns), columns];
+    return _grid(`rows of ${columns} processes`, { axes: ["row", "column"], shape }, range(save.n), [0]);
+  });
+  // A mesh of one long axis is a line in which nobody sees anything.
+  const isFlat = meshes.length && _skew(meshes[0].rows, meshes[0].columns) > Math.log(24);
+  return isFlat ? [...rows, ...meshes] : [...meshes, ...rows];
 }
 
-/** How many of the axes run down, so that the picture is about as wide as high. */
-function _split(shape) {
-  const product = (sizes) => sizes.reduce((a, b) => a * b, 1);
-  const options = range(shape.length + 1).map((after) => ({
-    after, rows: product(shape.slice(0, after)), columns: product(shape.slice(after)),
-  }));
-  const skew = ({ rows, columns }) => Math.abs(Math.log(columns / rows / 1.6));
-  return options.reduce((a, b) => (skew(b) < skew(a) ? b : a));
+const _product = (sizes) => sizes.reduce((a, b) => a * b, 1);
+const _skew = (rows, columns) => Math.abs(Math.log(columns / rows / 1.3));
+
+/** The axes that run down, so that the picture is about as wide as high. */
+function _downward(shape) {
+  const axes = range(Math.min(shape.length, 10));
+  let best = [], least = Infinity;
+  for (const bits of range(2 ** axes.length)) {
+    const down = axes.filter((axis) => bits & (1 << axis));
+    const rows = _product(down.map((axis) => shape[axis]));
+    const skew = _skew(rows, _product(shape) / rows);
+    if (skew < least - 1e-9) [best, least] = [down, skew];
+  }
+  return best;
+}
+
+/** Where each device is drawn. Between the places of outer axes is a gap of `period` rows or columns. */
+function _grid(title, mesh, devices, down) {
+  const across = range(mesh.shape.length).filter((axis) => !down.includes(axis));
+  const place = (at, axes) => axes.reduce((sum, axis) => sum * mesh.shape[axis] + at[axis], 0);
+  const sizes = (axes) => axes.map((axis) => mesh.shape[axis]);
+  const columns = _product(sizes(across)), rows = _product(sizes(down));
+  const cells = new Int32Array(rows * columns).fill(-1), x = [], y = [];
+  devices.forEach((_, device) => {
+    const at = coordinate(mesh, device);
+    x.push(place(at, across));
+    y.push(place(at, down));
+    cells[y[device] * columns + x[device]] = device;
+  });
+  const period = (axes) => (axes.length > 1 ? _product(sizes(axes.slice(1))) : 0);
+  return { title, mesh, devices, down, across, rows, columns, x, y, cells, periods: [period(across), period(down)] };
 }
 
 function _heatmap(save, state, measures, told) {
   let wide = 1, high = 1, values = null;
+  const gap = (n, period) => (period > 1 ? Math.floor(n / period) * 3 : 0);
+  const left = (x) => _LABEL + x * wide + gap(x, state.grid.periods[0]);
+  const top = (y) => _HEAD + y * high + gap(y, state.grid.periods[1]);
   const of = {
     label: "", hint: "Point at a cell, or use the arrow keys.",
     height(width) {
-      const { rows, columns } = state.grid;
-      wide = Math.min(28, (width - _LABEL - _BAR) / columns);
+      const { rows, columns, periods } = state.grid;
+      wide = Math.min(28, Math.max(0.5, (width - _LABEL - _BAR - gap(columns - 1, periods[0])) / columns));
+      if (wide > 3) wide = Math.floor(wide);
       high = Math.min(28, Math.max(1, Math.min(wide * 1.5, _TALLEST / rows)));
-      return _HEAD + rows * high + _BAR + 4;
+      if (high > 3) high = Math.floor(high);
+      return top(rows - 1) + high + _BAR + 4;
     },
     draw(context) {
       const [, title, column, text] = measures.find(([key]) => key === state.measure);
       values = column(save);
       const least = smallest(values), most = largest(values);
       const share = (v) => (most > least ? (v - least) / (most - least) : 0);
-      const { devices, rows, columns } = state.grid;
+      const { devices, x, y } = state.grid;
       of.label = `Heat map of ${save.n} processes: ${title}, from ${text(least)} to ${text(most)}.`;
-      const gap = wide > 5 && high > 5 ? 1 : 0;
+      const line = wide > 5 && high > 5 ? 1 : 0;
       devices.forEach((process, device) => {
-        const x = device % columns, y = Math.floor(device / columns);
         context.fillStyle = heat(share(values[process]));
-        context.fillRect(_LABEL + x * wide, _HEAD + y * high, Math.max(0.5, wide - gap), Math.max(0.5, high - gap));
+        context.fillRect(left(x[device]), top(y[device]), Math.max(0.5, wide - line), Math.max(0.5, high - line));
       });
-      _margins(context, values, state.grid, wide, high, most);
-      _axisTitles(context, state.grid, wide, high, rows);
+      _margins(context, values, state.grid, { wide, high, left, top });
+      _axisTitles(context, state.grid, high, top);
       told(least, most, text);
     },
     at(px, py) {
-      const { devices, rows, columns } = state.grid;
-      const x = Math.floor((px - _LABEL) / wide), y = Math.floor((py - _HEAD) / high);
-      const device = y * columns + x;
-      return x < 0 || y < 0 || x >= columns || y >= rows || device >= devices.length ? -1 : device;
+      const { rows, columns, cells } = state.grid;
+      const x = range(columns).findIndex((n) => px >= left(n) && px < left(n) + wide);
+      const y = range(rows).findIndex((n) => py >= top(n) && py < top(n) + high);
+      return x < 0 || y < 0 ? -1 : cells[y * columns + x];
     },
-    box: (device) => [_LABEL + (device % state.grid.columns) * wide,
-      _HEAD + Math.floor(device / state.grid.columns) * high, wide, high],
+    box: (device) => [left(state.grid.x[device]), top(state.grid.y[device]), wide, high],
     text(device) {
       const [, title, , text] = measures.find(([key]) => key === state.measure);
-      const process = state.grid.devices[device];
-      const at = coordinate(state.grid.mesh, device).map((c, i) => `${state.grid.mesh.axes[i]}=${c}`);
+      const process = state.grid.devices[device], { mesh } = state.grid;
+      const at = coordinate(mesh, device).map((c, i) => `${mesh.axes[i]}=${c}`);
       return [`${title} ${text(values[process])}`, ...(at.length ? [at.join(", ")] : []), ...describeProcess(save, process)];
     },
     move(device, key) {
-      const { devices, columns } = state.grid;
-      if (device < 0 || key === "Home") return 0;
+      const { devices, rows, columns, cells, x, y } = state.grid;
       if (key === "End") return devices.length - 1;
-      const next = device + { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns }[key];
-      return next < 0 || next >= devices.length ? device : next;
+      if (device < 0 || key === "Home") return 0;
+      const nextX = x[device] + ({ ArrowLeft: -1, ArrowRight: 1 }[key] || 0);
+      const nextY = y[device] + ({ ArrowUp: -1, ArrowDown: 1 }[key] || 0);
+      if (nextX < 0 || nextY < 0 || nextX >= columns || nextY >= rows) return device;
+      const next = cells[nextY * columns + nextX];
+      return next < 0 ? device : next;
     },
   };
   return picture(of);
 }
 
 /** The means of rows and of columns, as bars on the right and below. */
-function _margins(context, values, grid, wide, high, most) {
-  const { devices, rows, columns } = grid;
-  const down = _means(devices, values, rows, (device) => Math.floor(device / columns));
-  const across = _means(devices, values, columns, (device) => device % columns);
+function _margins(context, values, grid, { wide, high, left, top }) {
+  const { devices, rows, columns, x, y } = grid;
+  const down = _means(devices, values, rows, (device) => y[device]);
+  const across = _means(devices, values, columns, (device) => x[device]);
+  const full = (_BAR - 8) / (Math.max(largest(down), largest(across)) || 1);
+  const right = left(columns - 1) + wide + 4, below = top(rows - 1) + high + 4;
+  const thin = (size) => Math.max(0.7, size - (size > 3 ? 1 : 0));
   context.fillStyle = colour("soft");
-  const x = _LABEL + columns * wide + 4, y = _HEAD + rows * high + 4, full = most > 0 ? _BAR - 8 : 0;
-  down.forEach((v, n) => context.fillRect(x, _HEAD + n * high, Math.max(0, (full * v) / (most || 1)), Math.max(0.7, high - (high > 3 ? 1 : 0))));
-  across.forEach((v, n) => context.fillRect(_LABEL + n * wide, y, Math.max(0.7, wide - (wide > 3 ? 1 : 0)), Math.max(0, (full * v) / (most || 1))));
+  down.forEach((v, n) => context.fillRect(right, top(n), full * Math.max(0, v), thin(high)));
+  across.forEach((v, n) => context.fillRect(left(n), below, thin(wide), full * Math.max(0, v)));
 }
 
 function _means(devices, values, count, group) {
@@ -146,41 +174,55 @@ function _means(devices, values, count, group) {
   return sums.map((v, n) => (counts[n] ? v / counts[n] : 0));
 }
 
-function _axisTitles(context, grid, wide, high, rows) {
-  const { mesh, after } = grid, cut = (text) => (text.length > 40 ? `${text.slice(0, 39)}…` : text);
-  const title = (axes) => cut(axes.join(" × "));
+function _axisTitles(context, grid, high, top) {
+  const { mesh, rows, down, across } = grid, end = top(rows - 1) + high;
+  const title = (axes) => {
+    const text = axes.map((axis) => mesh.axes[axis]).join(" × ");
+    return text.length > 40 ? `${text.slice(0, 39)}…` : text;
+  };
   context.fillStyle = colour("soft");
   context.textAlign = "left";
-  context.fillText(`${title(mesh.axes.slice(after)) || " "} →`, _LABEL, _HEAD / 2);
-  const most = ticks(rows - 1, Math.min(8, (rows * high) / 24)).map(Math.round);
+  context.fillText(across.length ? `${title(across)} →` : "", _LABEL, _HEAD / 2);
   context.textAlign = "right";
+  const most = ticks(rows - 1, Math.min(8, (end - _HEAD) / 24)).map(Math.round);
   for (const row of new Set(most.filter((row) => row < rows))) {
-    context.fillText(String(row), _LABEL - 6, _HEAD + (row + 0.5) * high);
+    context.fillText(String(row), _LABEL - 6, top(row) + high / 2);
   }
+  if (!down.length || end - _HEAD < 60) return;
   context.save();
-  context.translate(10, _HEAD + Math.max(30, (rows * high) / 2));
+  context.translate(10, (_HEAD + end) / 2);
   context.rotate(-Math.PI / 2);
   context.textAlign = "center";
-  if (rows * high > 60) context.fillText(`← ${title(mesh.axes.slice(0, after))}`, 0, 0);
+  context.fillText(`← ${title(down)}`, 0, 0);
   context.restore();
 }
 
-/** For each axis the place with the largest mean, as a table: which host or stage is slow. */
+/** Where on the mesh the mean is farthest from the others': which host or stage is slow. */
 function _findings(save, state, measures) {
   const [key, title, column, text] = measures.find(([name]) => name === state.measure);
-  const values = column(save), { mesh, devices } = state.grid, isRate = key === "rate";
-  const rows = mesh.axes.map((axis, at) => {
-    const means = _means(devices, values, mesh.shape[at], (device) => coordinate(mesh, device)[at]);
-    const worst = range(means.length).reduce((a, b) => ((isRate ? means[b] < means[a] : means[b] > means[a]) ? b : a), 0);
-    return [axis, worst, means[worst], median(means), mesh.shape[at]];
-  }).filter(([, , , , size]) => size > 1);
-  if (!rows.length) return [];
+  const { mesh, devices } = state.grid, isRate = key === "rate";
+  const worse = (a, b) => (isRate ? a < b : a > b);
+  const at = devices.map((_, device) => coordinate(mesh, device));
+  const axes = range(mesh.axes.length).filter((axis) => mesh.shape[axis] > 1);
+  const pairs = axes.flatMap((a, n) => axes.slice(n + 1).map((b) => [a, b]));
+  const values = column(save), found = [];
+  for (const group of [...axes.map((axis) => [axis]), ...pairs]) {
+    const size = _product(group.map((axis) => mesh.shape[axis]));
+    if (size * 2 > devices.length) continue; // one process is no host
+    const number = (device) => group.reduce((sum, axis) => sum * mesh.shape[axis] + at[device][axis], 0);
+    const means = _means(devices, values, size, number), usual = median(means);
+    const worst = range(size).reduce((a, b) => (worse(means[b], means[a]) ? b : a), 0);
+    const place = at[range(devices.length).find((device) => number(device) === worst)];
+    found.push([group.map((axis) => `${mesh.axes[axis]}=${place[axis]}`).join(", "), means[worst], usual ? means[worst] / usual : 1]);
+  }
+  if (!found.length) return [];
+  found.sort((a, b) => (isRate ? a[2] - b[2] : b[2] - a[2]));
   return [
-    el("h3", {}, isRate ? "The lowest mean along each axis" : "The largest mean along each axis"),
-    el("p", { class: "soft" }, `Of ${title}, against the median of the means.`),
-    el("table", {}, el("tbody", {}, rows.map(([axis, worst, found, usual]) => el("tr", {},
-      el("th", { scope: "row" }, `${axis}=${worst}`),
-      el("td", { class: "number" }, text(found)),
-      el("td", { class: "number" }, usual ? `${(found / usual).toFixed(2)} ×` : ""))))),
+    el("h3", {}, isRate ? "The lowest means" : "The largest means"),
+    el("p", { class: "soft" }, `Of ${title}, by place on the mesh, against the median of such places.`),
+    el("table", {}, el("tbody", {}, found.slice(0, 6).map(([place, value, ratio]) => el("tr", {},
+      el("th", { scope: "row" }, place),
+      el("td", { class: "number" }, text(value)),
+      el("td", { class: "number" }, `${ratio.toFixed(2)} ×`))))),
   ];
 }

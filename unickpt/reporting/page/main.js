@@ -67,7 +67,8 @@ function _detail() {
   const show = (name) => {
     if (!cache.has(name)) cache.set(name, saveOf(data.details[names.indexOf(name)]));
     const save = cache.get(name);
-    box.replaceChildren(timelineSection(save), heatSection(save), balanceSection(save), processesSection(save));
+    const several = save.n > 1 ? [heatSection(save), balanceSection(save)] : [];
+    box.replaceChildren(timelineSection(save), ...several, processesSection(save));
     redrawAll();
   };
   const picker = choice("Processes of", names.map((name) => [name, name]), names[0], show);

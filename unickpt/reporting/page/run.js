@@ -9,7 +9,7 @@ function runSection() {
     box.append(legend([
       ["new", "bytes that the step wrote"], ["shared", "bytes that it shares with earlier ones"],
       ...(steps.some((s) => s.state === "removed") ? [["removed", "removed since"]] : []),
-      ["time", "seconds until all was merged (right scale)"],
+      ["time", "seconds until it was merged, or committed if only that is known (right scale)"],
     ]), _stepsPicture(steps).node);
   }
   box.append(_stepsTable(steps));
@@ -92,7 +92,7 @@ function _axes(context, width, mostBytes, mostTime, high) {
       const y = Math.round(_BAR_TOP + high - (high * value) / most) + 0.5;
       context.fillStyle = colour(isRight ? "time" : "soft");
       context.textAlign = isRight ? "left" : "right";
-      context.fillText(text(value), isRight ? width - _SIDE + 6 : _SIDE - 6, y);
+      context.fillText(text(value, most), isRight ? width - _SIDE + 6 : _SIDE - 6, y);
       if (isRight) continue;
       context.strokeStyle = colour("line");
       context.beginPath();
@@ -132,7 +132,7 @@ function _stepsTable(steps) {
       cell: (s) => (detailed.has(s.name) && data.details.length > 1
         ? el("button", { class: "link", type: "button", title: "show its processes below", onclick: () => showStep(s.name) }, s.name)
         : s.name) },
-    { title: "state", value: (s) => s.state, text: (s) => s.state + (s.saved_times > 1 ? `, saved ${s.saved_times} times` : "") },
+    { title: "state", isNews: (s) => s.state !== "stored" || s.saved_times > 1, value: (s) => s.state, text: (s) => s.state + (s.saved_times > 1 ? `, saved ${s.saved_times} times` : "") },
     { title: "time", value: (s) => s.created, text: (s) => _date(s.created), hint: "when it was committed" },
     size("bytes", "bytes", "of its arrays"),
     size("new", "new", "bytes that its save wrote"),
@@ -153,7 +153,7 @@ function _stepsTable(steps) {
       text: (s) => (Object.hasOwn(s.metrics, name) ? plainNumber(s.metrics[name]) : "") })),
     { title: "remark", name: true, value: (s) => s.error, text: (s) => s.error, cell: (s) => el("span", { class: "bad" }, s.error) },
   ];
-  return table(columns.filter((c, n) => n === 0 || any(c.text)), {
+  return table(columns.filter((c) => any(c.isNews ? (s) => c.isNews(s) || null : c.text)), {
     rows: steps, shown: 20, sort: [0, -1], noun: ["step", "steps"],
     rowClass: (s) => (s.state === "removed" ? "removed" : null),
   });

@@ -4,7 +4,7 @@ const PHASES = ["describe", "plan", "stage", "queue", "write"];
 const _PHASE_TEXTS = {
   describe: "describe", plan: "plan", stage: "stage", queue: "wait for earlier saves", write: "write",
 };
-const _MOST_LINES = 480, _AXIS = 30;
+const _MOST_LINES = 480, _AXIS = 30, _TOP = 18;
 
 /** The columns of a detail in seconds, with what follows from them. */
 function saveOf(detail) {
@@ -102,7 +102,7 @@ function _timeline(save, order, about) {
     label: `Timeline of ${save.n} processes. The last one, process ${save.slowest[0]}, was done after ` +
       `${seconds(save.last)}. The table of processes has the same numbers.`,
     hint: "Point at a line, or use the arrow keys.",
-    height: () => lines * high + _AXIS,
+    height: () => _TOP + lines * high + _AXIS,
     draw(context, width, height) {
       choose();
       left = high >= 8 ? 44 : 8;
@@ -110,7 +110,7 @@ function _timeline(save, order, about) {
       scale = (right - left) / (end - start || 1);
       _timeAxis(context, start, end, x, height - _AXIS);
       shown.forEach((process, line) => {
-        const y = line * high, h = high >= 8 ? high - 2 : high;
+        const y = _TOP + line * high, h = high >= 8 ? high - 2 : high;
         const bar = (from, to, name) => {
           if (to <= from) return;
           context.fillStyle = colour(name);
@@ -129,8 +129,11 @@ function _timeline(save, order, about) {
       });
       _moments(context, [[save.merged, "merged"]], x, height - _AXIS);
     },
-    at: (px, py) => (py < lines * high ? Math.min(lines - 1, Math.max(0, Math.floor(py / high))) : -1),
-    box: (line) => [left, line * high, right - left, high >= 8 ? high - 2 : high],
+    at(px, py) {
+      const line = Math.floor((py - _TOP) / high);
+      return line < 0 || line >= lines ? -1 : line;
+    },
+    box: (line) => [left, _TOP + line * high, right - left, high >= 8 ? high - 2 : high],
     text: (line) => describeProcess(save, shown[line]),
     move: (line, key) => along(line, key, lines),
   });
@@ -144,11 +147,11 @@ function _timeAxis(context, start, end, x, bottom) {
     const at = Math.round(x(time)) + 0.5;
     context.strokeStyle = colour("line");
     context.beginPath();
-    context.moveTo(at, 0);
+    context.moveTo(at, _TOP);
     context.lineTo(at, bottom + 4);
     context.stroke();
     context.fillStyle = colour("soft");
-    context.fillText(seconds(time), Math.max(14, Math.min(at, x(end) - 14)), bottom + 16);
+    context.fillText(seconds(time, end), Math.max(14, Math.min(at, x(end) - 14)), bottom + 16);
   }
 }
 
@@ -158,12 +161,12 @@ function _moments(context, moments, x, bottom) {
     const at = Math.round(x(time)) - 0.5;
     context.strokeStyle = colour("text");
     context.beginPath();
-    context.moveTo(at, 0);
+    context.moveTo(at, 4);
     context.lineTo(at, bottom);
     context.stroke();
     context.fillStyle = colour("text");
     context.textAlign = "right";
-    context.fillText(text, at - 5, Math.max(8, bottom - 9));
+    context.fillText(text, at - 5, _TOP / 2);
   }
   context.setLineDash([]);
 }

@@ -76,10 +76,10 @@ function treemap(top, of) {
         context.fillRect(x + 0.5, y + 0.5, Math.max(0.4, w - 1), Math.max(0.4, h - 1));
         if (w > 60 && h > 18) _inside(context, row.name.split("/").pop(), [x, y, w, h], _ink(of.hue(row)));
       }
-      for (const [node, [x, y, w]] of heads) {
+      for (const [label, size, [x, y, w]] of heads) {
         context.fillStyle = colour("text");
         context.textAlign = "left";
-        context.fillText(_fitting(context, `${node.label || "(no name)"}  ${bytes(node.size)}`, w - 8), x + 4, y + 9);
+        context.fillText(_fitting(context, `${label}  ${bytes(size)}`, w - 8), x + 4, y + 9);
       }
       path();
     },
@@ -131,8 +131,13 @@ function treemap(top, of) {
   }
 
   function _container(node, [x, y, w, h], depth) {
+    let label = node.label;
+    while (node.parts.length === 1 && !node.rows.length && node.parts[0].parts.length) {
+      node = node.parts[0];
+      label += `/${node.label}`;
+    }
     const room = depth < 2 && w > 70 && h > 44 ? 18 : 0, edge = depth < 2 && Math.min(w, h) > 8 ? 2 : 0;
-    if (room) heads.push([node, [x, y, w]]);
+    if (room) heads.push([label || "(no name)", node.size, [x, y, w]]);
     _place(node, [x + edge, y + room, w - 2 * edge, h - room - edge], depth + 1);
   }
 

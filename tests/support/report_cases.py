@@ -1,5 +1,5 @@
-"""Checkpoints of jobs with thousands of processes, of which one process writes index and timing: what
-`unickpt report` and `inspect` read, without the data."""
+"""Checkpoints of jobs with thousands of processes, with index and timing but without data: what
+`unickpt report` and `inspect` read. And one with names that try to become markup."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ import dataclasses
 from pathlib import Path
 
 import numpy as np
-from support.forging import array, forge_index, index_of
 
+from support.forging import array, forge_index, index_of
 from unickpt import Layout, Mesh
 from unickpt.format import timing
 from unickpt.format.index import RESERVED
 from unickpt.format.timing import TIMING_KEY, Timing
 
+EVIL = "</script><img src=x onerror=\"window.pwned='yes'\">\u2028\u202e<!--<script>"
+
 LAYOUTS = {
-    "attention/q": (4096, 4096),
-    "attention/k": (4096, 1024),
-    "attention/v": (4096, 1024),
-    "attention/o": (4096, 4096),
-    "mlp/up": (4096, 14336),
-    "mlp/gate": (4096, 14336),
-    "mlp/down": (14336, 4096),
-    "norm": (4096,),
+    "attention/q": (16384, 16384),
+    "attention/k": (16384, 1024),
+    "attention/v": (16384, 1024),
+    "attention/o": (16384, 16384),
+    "mlp/up": (16384, 53248),
+    "mlp/gate": (16384, 53248),
+    "mlp/down": (53248, 16384),
+    "norm": (16384,),
 }
 """The arrays of a layer."""
 
@@ -39,8 +41,8 @@ def large_timing(
     began[0] = 0
     if late is not None:
         began[late] = 9
-    written = rng.integers(int(1.7e9), int(2.1e9), processes)
-    written[: processes // 16] = int(2.6e9)
+    written = rng.integers(int(5.8e8), int(6.6e8), processes)
+    written[: processes // 16] = int(8.2e8)
     done = float((began + describe + stage + 0.2 + write).max())
     columns = {
         "began": began,
@@ -56,7 +58,7 @@ def large_timing(
         "write_s": write,
         "written": written,
         "stored": written,
-        "reused": np.where(rng.random(processes) < 0.5, int(4e8), 0),
+        "reused": np.where(rng.random(processes) < 0.5, int(1e8), 0),
         "staged": written,
         "chunks": written >> 23,
     }
@@ -101,6 +103,14 @@ def _nested(names: list[str]) -> dict[str, object]:
 
 
 def _tree(node: dict[str, object]) -> dict[str, object]:
-    return {
-        "dict": [[key, _tree(of) if isinstance(of, dict) else "*"] for key, of in node.items()]
-    }
+    return {"dict": [[key, _tree(of) if isinstance(of, dict) else "*"] for key, of in node.items()]}
+
+
+def forge_evil(path: Path) -> None:
+    """A checkpoint with names that try to become markup."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    names = [EVIL, "__proto__", "constructor", "a\x1b[31m", f"{EVIL[::-1]}x"]
+    entries = [array(name, (4, 4)) for name in names]
+    metadata = {RESERVED: {"step": 1, "metrics": {EVIL: 1.5, "__proto__": 2.0}}}
+    index, table = index_of(*entries, metadata=metadata, created="2026-11-22T10:00:00+00:00")
+    forge_index(path, index, table)
