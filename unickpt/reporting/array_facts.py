@@ -17,6 +17,8 @@ _MOST_MAPS = 200
 _MOST_FRAGMENTS = 40_000
 """Of all arrays whose maps are drawn: each takes some 30 us."""
 _MOST_NAME = 300
+MOST_BYTES = 1 << 63
+"""An index may claim any size; the page counts in floats."""
 
 
 def array_facts(found: Checkpoint) -> dict[str, Any]:
@@ -37,7 +39,7 @@ def array_facts(found: Checkpoint) -> dict[str, Any]:
             html.plain(entry.name, _MOST_NAME),
             _dtype(entry),
             html.plain(html.shape_text(entry.shape)),
-            entry.nbytes,
+            min(entry.nbytes, MOST_BYTES),
             layouts.number(html.plain(_layout(entry, several))),
             tree_table.fragment_count(entry),
             maps.number(entry),
@@ -49,7 +51,7 @@ def array_facts(found: Checkpoint) -> dict[str, Any]:
         "layouts": layouts.values,
         "maps": maps.drawn,
         "more": len(entries) - len(shown),
-        "more_bytes": sum(entry.nbytes for entry in entries[_MOST_ARRAYS:]),
+        "more_bytes": min(sum(entry.nbytes for entry in entries[_MOST_ARRAYS:]), MOST_BYTES),
     }
 
 

@@ -15,9 +15,9 @@ from unickpt.reading import checkpoint
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.listing import natural
 from unickpt.reporting import timing_columns
-from unickpt.reporting.array_facts import array_facts, mesh_facts
+from unickpt.reporting.array_facts import MOST_BYTES, array_facts, mesh_facts
 from unickpt.reporting.metric_lines import Lines, LoadedLine, SavedLine
-from unickpt.reporting.run_facts import RunFacts, StepFacts
+from unickpt.reporting.run_facts import MOST_STEPS, RunFacts, StepFacts
 from unickpt.steps.cleanup import Found
 from unickpt.steps.remnants import Remnant
 from unickpt.storage import paths
@@ -40,7 +40,8 @@ def page_data(run: RunFacts, lines: Lines, path: paths.Path) -> dict[str, Any]:
     """
     saves, loads, notes = _of_this(run, lines)
     rows = [_stored(step, saves.pop(step.name, ())) for step in run.steps]
-    rows += [_gone(name, found) for name, found in saves.items()]
+    gone = {name: found for name, found in saves.items() if name not in run.others}
+    rows += [_gone(name, found) for name, found in list(gone.items())[-MOST_STEPS:]]
     rows.sort(key=lambda row: natural(row["name"]))
     details, arrays = _details(run, path)
     return {
@@ -66,6 +67,9 @@ def _of_this(
     """The lines about checkpoints of this run: saves by the name of the folder, and loads."""
     saves, others = dict[str, list[SavedLine]](), dict[str, int]()
     notes = list[str]()
+    if run.others:
+        earlier = html.counted(len(run.others), "earlier checkpoint is", "earlier checkpoints are")
+        notes.append(f"{earlier} not shown")
     for line in lines.saves:
         name = _name_in(run, line.url)
         if name is None:
@@ -117,8 +121,8 @@ def _stored(step: StepFacts, lines: Sequence[SavedLine]) -> dict[str, Any]:
         "name": html.plain(step.name),
         "state": "unreadable" if step.error and not step.created else "stored",
         "created": html.plain(step.created, 40),
-        "bytes": step.nbytes,
-        "new": step.new_bytes,
+        "bytes": min(step.nbytes, MOST_BYTES),
+        "new": min(step.new_bytes, MOST_BYTES),
         "arrays": step.arrays,
         "processes": step.processes,
         "bases": [html.plain(name) for name in step.bases],

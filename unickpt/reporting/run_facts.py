@@ -20,6 +20,7 @@ from unickpt.steps.cleanup import Found
 from unickpt.storage import paths
 
 _OPEN_AT_ONCE = 8
+MOST_STEPS = 2000
 _MOST_METRICS = 6
 
 
@@ -93,13 +94,15 @@ class RunFacts:
     Arguments:
         url: of the folder, or of the one checkpoint.
         is_run: whether it is a folder of checkpoints.
-        steps: the checkpoints.
+        steps: the checkpoints; of more than `MOST_STEPS`, the last ones.
+        others: names of those before, which are not opened.
         left: what failed saves left, and who saves here; None of one checkpoint.
     """
 
     url: str
     is_run: bool
     steps: Sequence[StepFacts]
+    others: frozenset[str] = frozenset()
     left: Found | None = None
 
 
@@ -119,9 +122,11 @@ def look(path: paths.Path) -> RunFacts:
         step = checkpoint.reading(path, lambda found: (found.url, facts_of(".", "", found)))
         return RunFacts(step[0], False, [step[1]])
     with ThreadPoolExecutor(_OPEN_AT_ONCE) as pool:
-        steps = [found for found in pool.map(_step, listed) if found is not None]
+        found = pool.map(_step, listed[-MOST_STEPS:])
+        steps = [step for step in found if step is not None]
     url = paths.resolve(path, whole=True).url
-    return RunFacts(url, True, steps, cleanup.find(path))
+    others = frozenset(one.name for one in listed[:-MOST_STEPS])
+    return RunFacts(url, True, steps, others, cleanup.find(path))
 
 
 def facts_of(name: str, path: str, found: Checkpoint) -> StepFacts:

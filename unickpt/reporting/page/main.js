@@ -39,6 +39,8 @@ function _overview() {
     last.processes ? [grouped(last.processes), last.processes === 1 ? "process" : "processes"] : null,
     last.arrays === null ? null : [grouped(last.arrays), "arrays"],
     took ? [seconds(took.merged), "until all was merged"] : null,
+    last.committed === null || data.is_run ? null : [seconds(last.committed), "from the call to the commit"],
+    last.bases.length && !data.is_run ? [grouped(last.bases.length), `shares with ${last.bases.join(", ")}`] : null,
     took && took.blocked !== null ? [seconds(took.blocked), "the loop waited, at most"] : null,
     took && last.processes > 1 ? [String(took.slowest), `the slowest process: ${seconds(took.done)}, median ${seconds(took.median)}`] : null,
   ]);

@@ -20,7 +20,7 @@ function table(columns, of) {
     type: "search", placeholder: "filter", "aria-label": `filter ${of.noun[1]}`,
     oninput: () => { wanted = filter.value.toLowerCase(); fill(); },
   });
-  const texts = of.rows.map((row) => columns.map((c) => c.text(row)).join("\u0000").toLowerCase());
+  let texts = null; // made when they are first asked for
 
   function sortBy(at) {
     const first = columns[at].number ? -1 : 1;
@@ -29,8 +29,13 @@ function table(columns, of) {
     fill();
   }
 
+  function text(n) {
+    texts ||= of.rows.map((row) => columns.map((c) => c.text(row)).join("\u0000").toLowerCase());
+    return texts[n];
+  }
+
   function order() {
-    const kept = range(of.rows.length).filter((n) => texts[n].includes(wanted));
+    const kept = range(of.rows.length).filter((n) => !wanted || text(n).includes(wanted));
     if (by < 0) return kept;
     const values = of.rows.map(columns[by].value), isMissing = (v) => v === null || v === undefined;
     return kept.sort((a, b) => {
