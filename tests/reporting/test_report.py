@@ -6,12 +6,14 @@ import base64
 import hashlib
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support import s3_server
 from support.forging import array, forge, forge_index, index_of
 from support.report_cases import EVIL, forge_evil, forge_step, large_timing
 from support.saving import save_in_job
@@ -96,6 +98,34 @@ def test_what_was_told_of_an_earlier_save_of_a_step_is_not_said_of_this_one(tmp_
     step = by_name(reported(tmp_path / "run", tmp_path, metrics=[lines]))["step_1"]
     assert (step["saved_times"], step["bytes"]) == (2, 40)
     assert step["committed"] > 0
+
+
+def test_what_was_told_before_a_step_was_committed_is_not_of_it(tmp_path: Path) -> None:
+    lines, path = tmp_path / "saves.jsonl", tmp_path / "run" / "step_1"
+    unickpt.save(path, {"w": np.ones(3)}, options=SaveOptions(metrics=JsonLines(lines)))
+    shutil.rmtree(path)
+    index, table = index_of(array("w", (3,), dtype="float64"), created="2999-01-01T00:00:00+00:00")
+    forge_index(path, index, table)
+    step = by_name(reported(tmp_path / "run", tmp_path, metrics=lines))["step_1"]
+    assert (step["bytes"], step["committed"]) == (24, None)
+
+
+def test_a_run_on_object_storage_is_like_one_on_a_disk(
+    moto: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3_server.use(moto, monkeypatch)
+    s3_server.make_bucket(moto, "reportbucket")
+    lines = tmp_path / "saves.jsonl"
+    options = SaveOptions(metrics=JsonLines(lines))
+    with Checkpointer("s3://reportbucket/run", keep_last=1, options=options) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"w": np.ones(3)}, wait=True)
+    data = reported("s3://reportbucket/run", tmp_path, metrics=lines)
+    states = {name: step["state"] for name, step in by_name(data).items()}
+    assert states == {"step_1": "removed", "step_2": "stored"}
+    assert [detail["name"] for detail in data["details"]] == ["step_2"]
+    data = reported("s3://reportbucket/run/step_2", tmp_path, metrics=lines)
+    assert data["steps"][0]["committed"] > 0
 
 
 def test_lines_of_other_runs_and_broken_ones_are_counted_and_not_shown(tmp_path: Path) -> None:
