@@ -88,7 +88,8 @@ class JsonLines:
     `{process}` in the path.
 
     Arguments:
-        path: of a local file; `{process}` in it stands for the number of the process.
+        path: of a local file; `{process}` in it stands for the number of the process, and for
+            "load" where a load is told of, which has no number.
         step: tells the step of a checkpoint.
 
     Example:

@@ -23,7 +23,7 @@ from unickpt.steps.remnants import Remnant
 from unickpt.storage import paths
 
 _MOST_NUMBERS = 200_000
-"""Of the processes of all steps together: some 1.5 MB. The newest step is always there."""
+"""Of the processes of all steps together: some 2 MB. The newest step is always there."""
 _MOST_PROCESSES = 1 << 16
 _MOST_REMNANTS = 200
 _MOST_PATH, _MOST_ERROR = 400, 400
@@ -39,9 +39,12 @@ def page_data(run: RunFacts, lines: Lines, path: paths.Path) -> dict[str, Any]:
         path: as the user gave it.
     """
     saves, loads, notes = _of_this(run, lines)
-    rows = [_stored(step, saves.pop(step.name, ())) for step in run.steps]
+    rows = [
+        {"id": number, **_stored(step, saves.pop(step.name, ()))}
+        for number, step in enumerate(run.steps)
+    ]
     gone = {name: found for name, found in saves.items() if name not in run.others}
-    rows += [_gone(name, found) for name, found in list(gone.items())[-MOST_STEPS:]]
+    rows += [{"id": None, **_gone(*found)} for found in list(gone.items())[-MOST_STEPS:]]
     rows.sort(key=lambda row: natural(row["name"]))
     details, arrays = _details(run, path)
     return {
@@ -169,13 +172,14 @@ def _details(run: RunFacts, path: paths.Path) -> tuple[list[dict[str, Any]], dic
     """The timings of the newest steps, newest first; and the arrays of the newest of all."""
     details, left = list[dict[str, Any]](), _MOST_NUMBERS
     arrays: dict[str, Any] | None = None
-    for step in reversed(run.steps):
+    for number, step in reversed(list(enumerate(run.steps))):
         source = step.path if run.is_run else path
         is_first = arrays is None
         if not is_first and (step.durations is None or left < step.processes):
             continue
         try:
-            detail, found = checkpoint.reading(source, partial(_of, with_arrays=is_first))
+            read = partial(_of, attempt=step.attempt, with_arrays=is_first)
+            detail, found = checkpoint.reading(source, read)
         except UnickptError:
             continue  # its row says why, or it was removed meanwhile
         name = html.plain(step.name)
@@ -187,12 +191,19 @@ def _details(run: RunFacts, path: paths.Path) -> tuple[list[dict[str, Any]], dic
         if details and used > left:
             break
         left -= used
-        details.append({"name": name, **timing_columns.columns(detail[0]), "meshes": detail[1]})
+        details.append(
+            {"id": number, "name": name, **timing_columns.columns(detail[0]), "meshes": detail[1]}
+        )
     return details, arrays
 
 
-def _of(found: Checkpoint, *, with_arrays: bool) -> Any:
-    """The timing and the meshes of a checkpoint, if it has them; and its arrays, if asked for."""
+def _of(found: Checkpoint, *, attempt: str, with_arrays: bool) -> Any:
+    """The timing and the meshes of a checkpoint, if it has them; and its arrays, if asked for.
+
+    Nothing of one that has replaced what its row is about.
+    """
+    if found.index.attempt != attempt:
+        return None, None
     arrays = array_facts(found) if with_arrays else None
     if found.index.processes > _MOST_PROCESSES:
         return None, arrays

@@ -63,6 +63,7 @@ class StepFacts:
     Arguments:
         name: of its folder; "." for the folder itself.
         path: what `unickpt.open` takes.
+        attempt: the save that committed it.
         created: when it was committed, as in its index.
         nbytes, new_bytes: of its arrays, and what of them its save wrote.
         arrays, processes: number of them.
@@ -75,6 +76,7 @@ class StepFacts:
 
     name: str
     path: str
+    attempt: str = ""
     created: str = ""
     nbytes: int = 0
     new_bytes: int = 0
@@ -140,6 +142,7 @@ def facts_of(name: str, path: str, found: Checkpoint) -> StepFacts:
     return StepFacts(
         name,
         path,
+        index.attempt,
         index.created,
         found.nbytes,
         max(0, found.nbytes - index.reused),

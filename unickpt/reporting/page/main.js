@@ -64,23 +64,23 @@ function _loads() {
 }
 
 function _detail() {
-  const box = el("div", { id: "detail" }), cache = new Map();
-  const names = data.details.map((detail) => detail.name);
-  const show = (name) => {
-    if (!cache.has(name)) cache.set(name, saveOf(data.details[names.indexOf(name)]));
-    const save = cache.get(name);
+  const box = el("div", { id: "detail" });
+  const saves = data.details.map(saveOf), options = saves.map((save, n) => [String(n), save.name]);
+  const show = (number) => {
+    const save = saves[Number(number)];
     const several = save.n > 1 ? [heatSection(save), balanceSection(save)] : [];
-    box.replaceChildren(timelineSection(save), ...several, processesSection(save));
+    box.replaceChildren(timelineSection(save), ...several, processesSection(save, saves));
     redrawAll();
   };
-  const picker = choice("Processes of", names.map((name) => [name, name]), names[0], show);
-  showStep = (name) => {
-    picker.querySelector("select").value = name;
-    show(name);
+  const picker = choice("Processes of", options, "0", show);
+  showStep = (id) => {
+    const number = String(data.details.findIndex((detail) => detail.id === id));
+    picker.querySelector("select").value = number;
+    show(number);
     box.scrollIntoView({ block: "start" });
   };
-  return { node: el("div", {}, names.length > 1 ? el("div", { class: "controls sticky" }, picker) : null, box),
-    start: () => show(names[0]) };
+  return { node: el("div", {}, saves.length > 1 ? el("div", { class: "controls sticky" }, picker) : null, box),
+    start: () => show("0") };
 }
 
 function _start() {

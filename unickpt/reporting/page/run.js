@@ -126,11 +126,11 @@ function _stepsTable(steps) {
     title, hint, number: true, value: (s) => s[key], text: (s) => blank(s[key], bytes),
   });
   const metrics = [...new Set(steps.flatMap((step) => Object.keys(step.metrics)))].slice(0, 6);
-  const detailed = new Set(data.details.map((detail) => detail.name));
+  const detailed = new Set(data.details.map((detail) => detail.id));
   const columns = [
     { title: "step", name: true, value: (s) => s.name, text: (s) => s.name,
-      cell: (s) => (detailed.has(s.name) && data.details.length > 1
-        ? el("button", { class: "link", type: "button", title: "show its processes below", onclick: () => showStep(s.name) }, s.name)
+      cell: (s) => (detailed.has(s.id) && data.details.length > 1
+        ? el("button", { class: "link", type: "button", title: "show its processes below", onclick: () => showStep(s.id) }, s.name)
         : s.name) },
     { title: "state", isNews: (s) => s.state !== "stored" || s.saved_times > 1, value: (s) => s.state, text: (s) => s.state + (s.saved_times > 1 ? `, saved ${s.saved_times} times` : "") },
     { title: "time", value: (s) => s.created, text: (s) => _date(s.created), hint: "when it was committed" },
