@@ -109,6 +109,8 @@ def test_a_run_is_drawn_in_all_its_parts(page: Browser, small: Path) -> None:
         page.run("document.getElementById('found').removeAttribute('id')")
     assert "cast" in page.texts(in_section(page, "Loads", "thead"))[0]
     assert page.run("performance.getEntriesByType('resource').length") == 0
+    titles = page.run("[...document.querySelectorAll('h2')].map((title) => title.id)")
+    assert len(set(titles)) == len(titles), "sections are named by their titles"
 
 
 def test_tables_sort_by_what_is_clicked(page: Browser, small: Path) -> None:

@@ -15,9 +15,11 @@ function el(tag, attributes = {}, ...children) {
   return node;
 }
 
+let _sections = 0;
+
 /** A part of the page with a title; gives what to fill. */
 function section(title, about) {
-  const id = `title-${document.querySelectorAll("section").length}`;
+  const id = `title-${_sections++}`;
   const box = el("section", { "aria-labelledby": id }, el("h2", { id }, title));
   if (about) box.append(el("p", { class: "soft" }, about));
   return box;
@@ -31,11 +33,15 @@ function choice(label, options, chosen, changed) {
 }
 
 function legend(items) {
-  return el("div", { class: "legend" }, items.map(([name, text]) => {
-    const swatch = el("i");
-    swatch.style.background = `var(--${name})`;
-    return el("span", {}, swatch, text);
-  }));
+  return el(
+    "div",
+    { class: "legend" },
+    items.map(([name, text]) => {
+      const swatch = el("i");
+      swatch.style.background = `var(--${name})`;
+      return el("span", {}, swatch, text);
+    }),
+  );
 }
 
 const grouped = (number) => Math.round(number).toLocaleString("en-US");
@@ -65,7 +71,12 @@ const colour = (name) =>
   getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
 const _CIVIDIS = [
-  [0, 34, 78], [36, 60, 110], [87, 93, 109], [124, 123, 120], [165, 156, 116], [208, 190, 100],
+  [0, 34, 78],
+  [36, 60, 110],
+  [87, 93, 109],
+  [124, 123, 120],
+  [165, 156, 116],
+  [208, 190, 100],
   [254, 232, 56],
 ];
 
@@ -73,14 +84,17 @@ const _CIVIDIS = [
 function heat(share) {
   const at = Math.min(1, Math.max(0, share)) * (_CIVIDIS.length - 1);
   const low = Math.min(Math.floor(at), _CIVIDIS.length - 2);
-  const mixed = _CIVIDIS[low].map((c, i) => Math.round(c + (at - low) * (_CIVIDIS[low + 1][i] - c)));
+  const mixed = _CIVIDIS[low].map((c, i) =>
+    Math.round(c + (at - low) * (_CIVIDIS[low + 1][i] - c)),
+  );
   return `rgb(${mixed.join(",")})`;
 }
 
 /** Round numbers for an axis from 0 to `most`. */
 function ticks(most, wanted) {
   if (!(most > 0)) return [0];
-  const rough = most / Math.max(1, wanted), power = 10 ** Math.floor(Math.log10(rough));
+  const rough = most / Math.max(1, wanted),
+    power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough);
   const found = [];
   for (let n = 0; n * step <= most * 1.0001; n++) found.push(n * step);
@@ -92,7 +106,8 @@ const smallest = (numbers) => numbers.reduce((a, b) => (b < a ? b : a), Infinity
 const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
 const mean = (numbers) => (numbers.length ? sum(numbers) / numbers.length : 0);
 function median(numbers) {
-  const sorted = Float64Array.from(numbers).sort(), half = sorted.length >> 1;
+  const sorted = Float64Array.from(numbers).sort(),
+    half = sorted.length >> 1;
   if (!sorted.length) return 0;
   return sorted.length % 2 ? sorted[half] : (sorted[half - 1] + sorted[half]) / 2;
 }

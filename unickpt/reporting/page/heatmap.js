@@ -12,29 +12,57 @@ const _MEASURES = [
   ["reused", "bytes not written again", (save) => save.reused, bytes],
   ["staged", "bytes staged", (save) => save.staged, bytes],
 ];
-const _BAR = 46, _LABEL = 54, _HEAD = 20, _TALLEST = 520;
+const _BAR = 46,
+  _LABEL = 54,
+  _HEAD = 20,
+  _TALLEST = 520;
 
 function heatSection(save) {
-  const box = section("Processes over the mesh",
-    "The bars beside rows and columns are their means: a slow host or stage stands out there.");
+  const box = section(
+    "Processes over the mesh",
+    "The bars beside rows and columns are their means: a slow host or stage stands out there.",
+  );
   const measures = _MEASURES.filter(([, , of]) => of(save).some((v) => v !== 0));
   const state = { measure: measures[0][0], grid: null };
   const grids = _arrangements(save);
   state.grid = grids[0];
   const ramp = el("canvas", { width: 160, height: 12, role: "presentation" });
-  const low = el("span"), high = el("span"), findings = el("div", {});
+  const low = el("span"),
+    high = el("span"),
+    findings = el("div", {});
   const drawn = _heatmap(save, state, measures, (least, most, text) => {
     low.textContent = text(least);
     high.textContent = text(most);
     findings.replaceChildren(..._findings(save, state, measures));
   });
   box.append(
-    el("div", { class: "controls" },
-      choice("Show", measures.map(([key, title]) => [key, title]), state.measure, (value) => { state.measure = value; drawn.redraw(); }),
-      grids.length > 1 ? choice("On", grids.map((grid, n) => [String(n), grid.title]), "0",
-        (value) => { state.grid = grids[Number(value)]; drawn.redraw(); }) : null,
-      el("span", { class: "ramp soft" }, low, ramp, high)),
-    el("div", { class: "two" }, drawn.node, findings));
+    el(
+      "div",
+      { class: "controls" },
+      choice(
+        "Show",
+        measures.map(([key, title]) => [key, title]),
+        state.measure,
+        (value) => {
+          state.measure = value;
+          drawn.redraw();
+        },
+      ),
+      grids.length > 1
+        ? choice(
+            "On",
+            grids.map((grid, n) => [String(n), grid.title]),
+            "0",
+            (value) => {
+              state.grid = grids[Number(value)];
+              drawn.redraw();
+            },
+          )
+        : null,
+      el("span", { class: "ramp soft" }, low, ramp, high),
+    ),
+    el("div", { class: "two" }, drawn.node, findings),
+  );
   const context = ramp.getContext("2d");
   for (const x of range(160)) {
     context.fillStyle = heat(x / 159);
@@ -48,13 +76,24 @@ function _arrangements(save) {
   const meshes = save.meshes.map((mesh) => {
     const axes = mesh.axes.map((axis, i) => `${axis}=${mesh.shape[i]}`);
     const devices = mesh.processes || range(mesh.shape.reduce((a, b) => a * b, 1));
-    return _grid(`mesh ${axes.join(" × ") || "of one device"}`, mesh, devices, _downward(mesh.shape));
+    return _grid(
+      `mesh ${axes.join(" × ") || "of one device"}`,
+      mesh,
+      devices,
+      _downward(mesh.shape),
+    );
   });
   const square = 2 ** Math.max(0, Math.round(Math.log2(Math.sqrt(save.n * 2))));
   const widths = [...new Set([square, 4, 8, 16, 32, 64])].filter((w) => w < save.n || w === square);
   const rows = widths.map((width) => {
-    const columns = Math.min(width, save.n), shape = [Math.ceil(save.n / columns), columns];
-    return _grid(`rows of ${columns} processes`, { axes: ["row", "column"], shape }, range(save.n), [0]);
+    const columns = Math.min(width, save.n),
+      shape = [Math.ceil(save.n / columns), columns];
+    return _grid(
+      `rows of ${columns} processes`,
+      { axes: ["row", "column"], shape },
+      range(save.n),
+      [0],
+    );
   });
   // A mesh of one long axis is a line in which nobody sees anything.
   const isFlat = meshes.length && _skew(meshes[0].rows, meshes[0].columns) > Math.log(24);
@@ -67,7 +106,8 @@ const _skew = (rows, columns) => Math.abs(Math.log(columns / rows / 1.3));
 /** The axes that run down, so that the picture is about as wide as high. */
 function _downward(shape) {
   const axes = range(Math.min(shape.length, 10));
-  let best = [], least = Infinity;
+  let best = [],
+    least = Infinity;
   for (const bits of range(2 ** axes.length)) {
     const down = axes.filter((axis) => bits & (1 << axis));
     const rows = _product(down.map((axis) => shape[axis]));
@@ -82,8 +122,11 @@ function _grid(title, mesh, devices, down) {
   const across = range(mesh.shape.length).filter((axis) => !down.includes(axis));
   const place = (at, axes) => axes.reduce((sum, axis) => sum * mesh.shape[axis] + at[axis], 0);
   const sizes = (axes) => axes.map((axis) => mesh.shape[axis]);
-  const columns = _product(sizes(across)), rows = _product(sizes(down));
-  const cells = new Int32Array(rows * columns).fill(-1), x = [], y = [];
+  const columns = _product(sizes(across)),
+    rows = _product(sizes(down));
+  const cells = new Int32Array(rows * columns).fill(-1),
+    x = [],
+    y = [];
   devices.forEach((_, device) => {
     const at = coordinate(mesh, device);
     x.push(place(at, across));
@@ -91,19 +134,37 @@ function _grid(title, mesh, devices, down) {
     cells[y[device] * columns + x[device]] = device;
   });
   const period = (axes) => (axes.length > 1 ? _product(sizes(axes.slice(1))) : 0);
-  return { title, mesh, devices, down, across, rows, columns, x, y, cells, periods: [period(across), period(down)] };
+  return {
+    title,
+    mesh,
+    devices,
+    down,
+    across,
+    rows,
+    columns,
+    x,
+    y,
+    cells,
+    periods: [period(across), period(down)],
+  };
 }
 
 function _heatmap(save, state, measures, told) {
-  let wide = 1, high = 1, values = null;
+  let wide = 1,
+    high = 1,
+    values = null;
   const gap = (n, period) => (period > 1 ? Math.floor(n / period) * 3 : 0);
   const left = (x) => _LABEL + x * wide + gap(x, state.grid.periods[0]);
   const top = (y) => _HEAD + y * high + gap(y, state.grid.periods[1]);
   const of = {
-    label: "", hint: "Point at a cell, or use the arrow keys.",
+    label: "",
+    hint: "Point at a cell, or use the arrow keys.",
     height(width) {
       const { rows, columns, periods } = state.grid;
-      wide = Math.min(28, Math.max(0.5, (width - _LABEL - _BAR - gap(columns - 1, periods[0])) / columns));
+      wide = Math.min(
+        28,
+        Math.max(0.5, (width - _LABEL - _BAR - gap(columns - 1, periods[0])) / columns),
+      );
       if (wide > 3) wide = Math.floor(wide);
       high = Math.min(28, Math.max(1, Math.min(wide * 1.5, _TALLEST / rows)));
       if (high > 3) high = Math.floor(high);
@@ -112,14 +173,20 @@ function _heatmap(save, state, measures, told) {
     draw(context) {
       const [, title, column, text] = measures.find(([key]) => key === state.measure);
       values = column(save);
-      const least = smallest(values), most = largest(values);
+      const least = smallest(values),
+        most = largest(values);
       const share = (v) => (most > least ? (v - least) / (most - least) : 0);
       const { devices, x, y } = state.grid;
       of.label = `Heat map of ${save.n} processes: ${title}, from ${text(least)} to ${text(most)}.`;
       const line = wide > 5 && high > 5 ? 1 : 0;
       devices.forEach((process, device) => {
         context.fillStyle = heat(share(values[process]));
-        context.fillRect(left(x[device]), top(y[device]), Math.max(0.5, wide - line), Math.max(0.5, high - line));
+        context.fillRect(
+          left(x[device]),
+          top(y[device]),
+          Math.max(0.5, wide - line),
+          Math.max(0.5, high - line),
+        );
       });
       _margins(context, values, state.grid, { wide, high, left, top });
       _axisTitles(context, state.grid, high, top);
@@ -134,9 +201,14 @@ function _heatmap(save, state, measures, told) {
     box: (device) => [left(state.grid.x[device]), top(state.grid.y[device]), wide, high],
     text(device) {
       const [, title, , text] = measures.find(([key]) => key === state.measure);
-      const process = state.grid.devices[device], { mesh } = state.grid;
+      const process = state.grid.devices[device],
+        { mesh } = state.grid;
       const at = coordinate(mesh, device).map((c, i) => `${mesh.axes[i]}=${c}`);
-      return [`${title} ${text(values[process])}`, ...(at.length ? [at.join(", ")] : []), ...describeProcess(save, process)];
+      return [
+        `${title} ${text(values[process])}`,
+        ...(at.length ? [at.join(", ")] : []),
+        ...describeProcess(save, process),
+      ];
     },
     move(device, key) {
       const { devices, rows, columns, cells, x, y } = state.grid;
@@ -158,7 +230,8 @@ function _margins(context, values, grid, { wide, high, left, top }) {
   const down = _means(devices, values, rows, (device) => y[device]);
   const across = _means(devices, values, columns, (device) => x[device]);
   const full = (_BAR - 8) / (Math.max(largest(down), largest(across)) || 1);
-  const right = left(columns - 1) + wide + 4, below = top(rows - 1) + high + 4;
+  const right = left(columns - 1) + wide + 4,
+    below = top(rows - 1) + high + 4;
   const thin = (size) => Math.max(0.7, size - (size > 3 ? 1 : 0));
   context.fillStyle = colour("soft");
   down.forEach((v, n) => context.fillRect(right, top(n), full * Math.max(0, v), thin(high)));
@@ -166,7 +239,8 @@ function _margins(context, values, grid, { wide, high, left, top }) {
 }
 
 function _means(devices, values, count, group) {
-  const sums = new Float64Array(count), counts = new Float64Array(count);
+  const sums = new Float64Array(count),
+    counts = new Float64Array(count);
   devices.forEach((process, device) => {
     sums[group(device)] += values[process];
     counts[group(device)] += 1;
@@ -175,7 +249,8 @@ function _means(devices, values, count, group) {
 }
 
 function _axisTitles(context, grid, high, top) {
-  const { mesh, rows, down, across } = grid, end = top(rows - 1) + high;
+  const { mesh, rows, down, across } = grid,
+    end = top(rows - 1) + high;
   const title = (axes) => {
     const text = axes.map((axis) => mesh.axes[axis]).join(" × ");
     return text.length > 40 ? `${text.slice(0, 39)}…` : text;
@@ -200,29 +275,56 @@ function _axisTitles(context, grid, high, top) {
 /** Where on the mesh the mean is farthest from the others': which host or stage is slow. */
 function _findings(save, state, measures) {
   const [key, title, column, text] = measures.find(([name]) => name === state.measure);
-  const { mesh, devices } = state.grid, isRate = key === "rate";
+  const { mesh, devices } = state.grid,
+    isRate = key === "rate";
   const worse = (a, b) => (isRate ? a < b : a > b);
   const at = devices.map((_, device) => coordinate(mesh, device));
   const axes = range(mesh.axes.length).filter((axis) => mesh.shape[axis] > 1);
   const pairs = axes.flatMap((a, n) => axes.slice(n + 1).map((b) => [a, b]));
-  const values = column(save), found = [];
+  const values = column(save),
+    found = [];
   for (const group of [...axes.map((axis) => [axis]), ...pairs]) {
     const size = _product(group.map((axis) => mesh.shape[axis]));
     if (size * 2 > devices.length) continue; // one process is no host
-    const number = (device) => group.reduce((sum, axis) => sum * mesh.shape[axis] + at[device][axis], 0);
-    const means = _means(devices, values, size, number), usual = median(means);
+    const number = (device) =>
+      group.reduce((sum, axis) => sum * mesh.shape[axis] + at[device][axis], 0);
+    const means = _means(devices, values, size, number),
+      usual = median(means);
     const worst = range(size).reduce((a, b) => (worse(means[b], means[a]) ? b : a), 0);
     const place = at[range(devices.length).find((device) => number(device) === worst)];
-    found.push([group.map((axis) => `${mesh.axes[axis]}=${place[axis]}`).join(", "), means[worst], usual ? means[worst] / usual : 1]);
+    found.push([
+      group.map((axis) => `${mesh.axes[axis]}=${place[axis]}`).join(", "),
+      means[worst],
+      usual ? means[worst] / usual : 1,
+    ]);
   }
   if (!found.length) return [];
   found.sort((a, b) => (isRate ? a[2] - b[2] : b[2] - a[2]));
   return [
     el("h3", {}, isRate ? "The lowest means" : "The largest means"),
-    el("p", { class: "soft" }, `Of ${title}, by place on the mesh, against the median of such places.`),
-    el("table", {}, el("tbody", {}, found.slice(0, 6).map(([place, value, ratio]) => el("tr", {},
-      el("th", { scope: "row" }, place),
-      el("td", { class: "number" }, text(value)),
-      el("td", { class: "number" }, `${ratio.toFixed(2)} ×`))))),
+    el(
+      "p",
+      { class: "soft" },
+      `Of ${title}, by place on the mesh, against the median of such places.`,
+    ),
+    el(
+      "table",
+      {},
+      el(
+        "tbody",
+        {},
+        found
+          .slice(0, 6)
+          .map(([place, value, ratio]) =>
+            el(
+              "tr",
+              {},
+              el("th", { scope: "row" }, place),
+              el("td", { class: "number" }, text(value)),
+              el("td", { class: "number" }, `${ratio.toFixed(2)} ×`),
+            ),
+          ),
+      ),
+    ),
   ];
 }

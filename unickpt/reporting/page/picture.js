@@ -30,7 +30,9 @@ function picture(of) {
   const node = el("div", { class: "picture" }, canvas, readout);
   const base = document.createElement("canvas");
   const self = { node, canvas, redraw, wasShown: false, select: show };
-  let selected = -1, width = 0, height = 0;
+  let selected = -1,
+    width = 0,
+    height = 0;
 
   function redraw() {
     width = node.clientWidth;
@@ -45,7 +47,8 @@ function picture(of) {
     canvas.style.height = `${height}px`;
     const context = base.getContext("2d");
     context.setTransform(scale, 0, 0, scale, 0, 0);
-    context.font = '12px system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif';
+    context.font =
+      '12px system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif';
     context.textBaseline = "middle";
     of.draw(context, width, height);
     canvas.setAttribute("aria-label", of.label);
@@ -53,7 +56,8 @@ function picture(of) {
   }
 
   function paint() {
-    const context = canvas.getContext("2d"), scale = canvas.width / (width || 1);
+    const context = canvas.getContext("2d"),
+      scale = canvas.width / (width || 1);
     context.setTransform(1, 0, 0, 1, 0, 0);
     context.clearRect(0, 0, canvas.width, canvas.height);
     context.drawImage(base, 0, 0);

@@ -1,16 +1,22 @@
 // The steps of a run: how large each is, what is new in it, and how long it took.
 
-const _BAR_TOP = 14, _BAR_BOTTOM = 40, _SIDE = 64;
+const _BAR_TOP = 14,
+  _BAR_BOTTOM = 40,
+  _SIDE = 64;
 
 function runSection() {
   const box = section("Steps", _runAbout());
   const steps = data.steps;
   if (steps.length > 1) {
-    box.append(legend([
-      ["new", "bytes that the step wrote"], ["shared", "bytes that it shares with earlier ones"],
-      ...(steps.some((s) => s.state === "removed") ? [["removed", "removed since"]] : []),
-      ["time", "seconds until it was merged, or committed if only that is known (right scale)"],
-    ]), _stepsPicture(steps).node);
+    box.append(
+      legend([
+        ["new", "bytes that the step wrote"],
+        ["shared", "bytes that it shares with earlier ones"],
+        ...(steps.some((s) => s.state === "removed") ? [["removed", "removed since"]] : []),
+        ["time", "seconds until it was merged, or committed if only that is known (right scale)"],
+      ]),
+      _stepsPicture(steps).node,
+    );
   }
   box.append(_stepsTable(steps));
   if (data.left.length) {
@@ -25,8 +31,10 @@ function _runAbout() {
   const kept = data.steps.length - gone;
   if (gone) return `${counted(kept, "step")} kept, ${grouped(gone)} removed since they were saved.`;
   if (data.has_lines) return `${counted(kept, "step")} kept; none that was told of is removed.`;
-  return "Steps that were removed are shown if the report is made with --metrics: the storage keeps " +
-    "no trace of them.";
+  return (
+    "Steps that were removed are shown if the report is made with --metrics: the storage keeps " +
+    "no trace of them."
+  );
 }
 
 const _took = (step) => (step.durations ? step.durations.merged : step.committed);
@@ -34,7 +42,9 @@ const _took = (step) => (step.durations ? step.durations.merged : step.committed
 function _stepsPicture(steps) {
   const mostBytes = largest(steps.map((s) => s.bytes)) || 1;
   const mostTime = largest(steps.map((s) => _took(s) || 0)) || 1;
-  let left = 0, wide = 1, high = 1;
+  let left = 0,
+    wide = 1,
+    high = 1;
   return picture({
     label: `Bytes and seconds of ${steps.length} steps; the table below has the same numbers.`,
     hint: "Point at a step, or use the arrow keys.",
@@ -46,9 +56,11 @@ function _stepsPicture(steps) {
       _axes(context, width, mostBytes, mostTime, high);
       const gap = wide > 6 ? 2 : wide > 2 ? 0.5 : 0;
       steps.forEach((step, n) => {
-        const x = left + n * wide + gap / 2, w = Math.max(0.5, Math.min(60, wide - gap));
+        const x = left + n * wide + gap / 2,
+          w = Math.max(0.5, Math.min(60, wide - gap));
         const isNew = step.new === null ? step.bytes : step.new;
-        const total = (high * step.bytes) / mostBytes, fresh = (high * isNew) / mostBytes;
+        const total = (high * step.bytes) / mostBytes,
+          fresh = (high * isNew) / mostBytes;
         context.fillStyle = colour("shared");
         context.fillRect(x, _BAR_TOP + high - total, w, total);
         context.fillStyle = colour(step.state === "removed" ? "removed" : "new");
@@ -74,11 +86,14 @@ function _stepsPicture(steps) {
     },
     box: (n) => [left + n * wide, _BAR_TOP, Math.min(62, wide), high],
     text(n) {
-      const step = steps[n], took = _took(step);
+      const step = steps[n],
+        took = _took(step);
       return [
-        `${step.name}${step.state === "stored" ? "" : ` (${step.state})`}`, bytes(step.bytes),
+        `${step.name}${step.state === "stored" ? "" : ` (${step.state})`}`,
+        bytes(step.bytes),
         ...(step.new === null ? [] : [`${bytes(step.new)} new`]),
-        ...(took === null || took === undefined ? [] : [seconds(took)]), ...(step.created ? [_date(step.created)] : []),
+        ...(took === null || took === undefined ? [] : [seconds(took)]),
+        ...(step.created ? [_date(step.created)] : []),
       ];
     },
     move: (n, key) => along(n, key, steps.length),
@@ -87,7 +102,10 @@ function _stepsPicture(steps) {
 
 function _axes(context, width, mostBytes, mostTime, high) {
   context.lineWidth = 1;
-  for (const [most, text, isRight] of [[mostBytes, bytes, false], [mostTime, seconds, true]]) {
+  for (const [most, text, isRight] of [
+    [mostBytes, bytes, false],
+    [mostTime, seconds, true],
+  ]) {
     for (const value of ticks(most, 4)) {
       const y = Math.round(_BAR_TOP + high - (high * value) / most) + 0.5;
       context.fillStyle = colour(isRight ? "time" : "soft");
@@ -119,51 +137,147 @@ const _date = (created) => created.replace("T", " ").replace(/\.\d+/, "").replac
 function _stepsTable(steps) {
   const d = (key) => (s) => s.durations && s.durations[key];
   const timed = (key, hint, title) => ({
-    title, hint, number: true, value: d(key), text: (s) => blank(d(key)(s), seconds),
+    title,
+    hint,
+    number: true,
+    value: d(key),
+    text: (s) => blank(d(key)(s), seconds),
   });
-  const any = (value) => steps.some((step) => { const v = value(step); return v !== null && v !== undefined && v !== ""; });
+  const any = (value) =>
+    steps.some((step) => {
+      const v = value(step);
+      return v !== null && v !== undefined && v !== "";
+    });
   const size = (key, title, hint) => ({
-    title, hint, number: true, value: (s) => s[key], text: (s) => blank(s[key], bytes),
+    title,
+    hint,
+    number: true,
+    value: (s) => s[key],
+    text: (s) => blank(s[key], bytes),
   });
   const metrics = [...new Set(steps.flatMap((step) => Object.keys(step.metrics)))].slice(0, 6);
   const detailed = new Set(data.details.map((detail) => detail.id));
   const columns = [
-    { title: "step", name: true, value: (s) => s.name, text: (s) => s.name,
-      cell: (s) => (detailed.has(s.id) && data.details.length > 1
-        ? el("button", { class: "link", type: "button", title: "show its processes below", onclick: () => showStep(s.id) }, s.name)
-        : s.name) },
-    { title: "state", isNews: (s) => s.state !== "stored" || s.saved_times > 1, value: (s) => s.state, text: (s) => s.state + (s.saved_times > 1 ? `, saved ${s.saved_times} times` : "") },
-    { title: "time", value: (s) => s.created, text: (s) => _date(s.created), hint: "when it was committed" },
+    {
+      title: "step",
+      name: true,
+      value: (s) => s.name,
+      text: (s) => s.name,
+      cell: (s) =>
+        detailed.has(s.id) && data.details.length > 1
+          ? el(
+              "button",
+              {
+                class: "link",
+                type: "button",
+                title: "show its processes below",
+                onclick: () => showStep(s.id),
+              },
+              s.name,
+            )
+          : s.name,
+    },
+    {
+      title: "state",
+      isNews: (s) => s.state !== "stored" || s.saved_times > 1,
+      value: (s) => s.state,
+      text: (s) => s.state + (s.saved_times > 1 ? `, saved ${s.saved_times} times` : ""),
+    },
+    {
+      title: "time",
+      value: (s) => s.created,
+      text: (s) => _date(s.created),
+      hint: "when it was committed",
+    },
     size("bytes", "bytes", "of its arrays"),
     size("new", "new", "bytes that its save wrote"),
-    { title: "shared", number: true, hint: "bytes that an earlier step has",
-      value: (s) => (s.new === null ? null : s.bytes - s.new), text: (s) => blank(s.new, () => bytes(s.bytes - s.new)) },
-    { title: "shares with", value: (s) => s.bases.join(", "), text: (s) => s.bases.join(", "), name: true },
-    { title: "processes", number: true, value: (s) => s.processes, text: (s) => blank(s.processes, grouped) },
+    {
+      title: "shared",
+      number: true,
+      hint: "bytes that an earlier step has",
+      value: (s) => (s.new === null ? null : s.bytes - s.new),
+      text: (s) => blank(s.new, () => bytes(s.bytes - s.new)),
+    },
+    {
+      title: "shares with",
+      value: (s) => s.bases.join(", "),
+      text: (s) => s.bases.join(", "),
+      name: true,
+    },
+    {
+      title: "processes",
+      number: true,
+      value: (s) => s.processes,
+      text: (s) => blank(s.processes, grouped),
+    },
     timed("median", "until half of the processes had written", "median done"),
     timed("done", "until all processes had written", "all done"),
-    { title: "slowest", number: true, hint: "the process for which all waited", value: d("slowest"), text: (s) => blank(d("slowest")(s), String) },
+    {
+      title: "slowest",
+      number: true,
+      hint: "the process for which all waited",
+      value: d("slowest"),
+      text: (s) => blank(d("slowest")(s), String),
+    },
     timed("merged", "until process 0 had merged what all wrote; then it committed", "merged"),
-    { title: "committed", number: true, hint: "from the call to the commit, in process 0 (from --metrics)", value: (s) => s.committed, text: (s) => blank(s.committed, seconds) },
-    { title: "loop waited", number: true, hint: "the longest that a call blocked its caller", value: d("blocked"),
-      text: (s) => (s.durations && s.durations.blocked === null ? "for all of it" : blank(d("blocked")(s), seconds)) },
-    { title: "went on from", number: true, hint: "the step from which its job went on", value: (s) => s.after, text: (s) => blank(s.after, String) },
-    ...metrics.map((name) => ({ title: name, number: true,
+    {
+      title: "committed",
+      number: true,
+      hint: "from the call to the commit, in process 0 (from --metrics)",
+      value: (s) => s.committed,
+      text: (s) => blank(s.committed, seconds),
+    },
+    {
+      title: "loop waited",
+      number: true,
+      hint: "the longest that a call blocked its caller",
+      value: d("blocked"),
+      text: (s) =>
+        s.durations && s.durations.blocked === null
+          ? "for all of it"
+          : blank(d("blocked")(s), seconds),
+    },
+    {
+      title: "went on from",
+      number: true,
+      hint: "the step from which its job went on",
+      value: (s) => s.after,
+      text: (s) => blank(s.after, String),
+    },
+    ...metrics.map((name) => ({
+      title: name,
+      number: true,
       value: (s) => (Object.hasOwn(s.metrics, name) ? s.metrics[name] : null),
-      text: (s) => (Object.hasOwn(s.metrics, name) ? plainNumber(s.metrics[name]) : "") })),
-    { title: "remark", name: true, value: (s) => s.error, text: (s) => s.error, cell: (s) => el("span", { class: "bad" }, s.error) },
+      text: (s) => (Object.hasOwn(s.metrics, name) ? plainNumber(s.metrics[name]) : ""),
+    })),
+    {
+      title: "remark",
+      name: true,
+      value: (s) => s.error,
+      text: (s) => s.error,
+      cell: (s) => el("span", { class: "bad" }, s.error),
+    },
   ];
-  return table(columns.filter((c) => any(c.isNews ? (s) => c.isNews(s) || null : c.text)), {
-    rows: steps, shown: 20, sort: [0, -1], noun: ["step", "steps"],
-    rowClass: (s) => (s.state === "removed" ? "removed" : null),
-  });
+  return table(
+    columns.filter((c) => any(c.isNews ? (s) => c.isNews(s) || null : c.text)),
+    {
+      rows: steps,
+      shown: 20,
+      sort: [0, -1],
+      noun: ["step", "steps"],
+      rowClass: (s) => (s.state === "removed" ? "removed" : null),
+    },
+  );
 }
 
 function _leftTable() {
-  return table([
-    { title: "name", name: true, value: (r) => r.name, text: (r) => r.name },
-    { title: "what", value: (r) => r.what, text: (r) => `${r.what} (${r.kind})` },
-    { title: "files", number: true, value: (r) => r.files, text: (r) => grouped(r.files) },
-    { title: "bytes", number: true, value: (r) => r.bytes, text: (r) => bytes(r.bytes) },
-  ], { rows: data.left, shown: 10, noun: ["remnant", "remnants"] });
+  return table(
+    [
+      { title: "name", name: true, value: (r) => r.name, text: (r) => r.name },
+      { title: "what", value: (r) => r.what, text: (r) => `${r.what} (${r.kind})` },
+      { title: "files", number: true, value: (r) => r.files, text: (r) => grouped(r.files) },
+      { title: "bytes", number: true, value: (r) => r.bytes, text: (r) => bytes(r.bytes) },
+    ],
+    { rows: data.left, shown: 10, noun: ["remnant", "remnants"] },
+  );
 }

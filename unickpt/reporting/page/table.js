@@ -10,15 +10,33 @@
  * of.rowClass(row): optional.
  */
 function table(columns, of) {
-  let [by, direction] = of.sort || [-1, 1], most = of.shown, wanted = "";
-  const body = el("tbody"), status = el("span", { class: "soft", role: "status" });
+  let [by, direction] = of.sort || [-1, 1],
+    most = of.shown,
+    wanted = "";
+  const body = el("tbody"),
+    status = el("span", { class: "soft", role: "status" });
   const heads = columns.map((column, at) =>
-    el("th", { scope: "col", class: column.number ? "number" : null, title: column.hint },
-      el("button", { type: "button", onclick: () => sortBy(at) }, column.title)));
-  const more = el("button", { type: "button", onclick: () => { most += 100; fill(); } });
+    el(
+      "th",
+      { scope: "col", class: column.number ? "number" : null, title: column.hint },
+      el("button", { type: "button", onclick: () => sortBy(at) }, column.title),
+    ),
+  );
+  const more = el("button", {
+    type: "button",
+    onclick: () => {
+      most += 100;
+      fill();
+    },
+  });
   const filter = el("input", {
-    type: "search", placeholder: "filter", "aria-label": `filter ${of.noun[1]}`,
-    oninput: () => { wanted = filter.value.toLowerCase(); fill(); },
+    type: "search",
+    placeholder: "filter",
+    "aria-label": `filter ${of.noun[1]}`,
+    oninput: () => {
+      wanted = filter.value.toLowerCase();
+      fill();
+    },
   });
   let texts = null; // made when they are first asked for
 
@@ -30,16 +48,23 @@ function table(columns, of) {
   }
 
   function text(n) {
-    texts ||= of.rows.map((row) => columns.map((c) => c.text(row)).join("\u0000").toLowerCase());
+    texts ||= of.rows.map((row) =>
+      columns
+        .map((c) => c.text(row))
+        .join("\u0000")
+        .toLowerCase(),
+    );
     return texts[n];
   }
 
   function order() {
     const kept = range(of.rows.length).filter((n) => !wanted || text(n).includes(wanted));
     if (by < 0) return kept;
-    const values = of.rows.map(columns[by].value), isMissing = (v) => v === null || v === undefined;
+    const values = of.rows.map(columns[by].value),
+      isMissing = (v) => v === null || v === undefined;
     return kept.sort((a, b) => {
-      const x = values[a], y = values[b];
+      const x = values[a],
+        y = values[b];
       if (isMissing(x) || isMissing(y)) return isMissing(x) - isMissing(y) || a - b;
       const found = typeof x === "string" ? compare(x, String(y)) : x - y;
       return direction * found || a - b;
@@ -64,18 +89,28 @@ function table(columns, of) {
   }
 
   function line(row) {
-    return el("tr", { class: of.rowClass ? of.rowClass(row) : null }, columns.map((column) => {
-      const kind = column.number ? "number" : column.name ? "name" : null;
-      return el("td", { class: kind }, column.cell ? column.cell(row) : column.text(row));
-    }));
+    return el(
+      "tr",
+      { class: of.rowClass ? of.rowClass(row) : null },
+      columns.map((column) => {
+        const kind = column.number ? "number" : column.name ? "name" : null;
+        return el("td", { class: kind }, column.cell ? column.cell(row) : column.text(row));
+      }),
+    );
   }
 
   fill();
-  return el("div", {},
+  return el(
+    "div",
+    {},
     el("div", { class: "controls" }, filter, status),
-    el("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": of.noun[1] },
-      el("table", {}, el("thead", {}, el("tr", {}, heads)), body)),
-    el("div", { class: "controls" }, more));
+    el(
+      "div",
+      { class: "scroll", tabindex: 0, role: "group", "aria-label": of.noun[1] },
+      el("table", {}, el("thead", {}, el("tr", {}, heads)), body),
+    ),
+    el("div", { class: "controls" }, more),
+  );
 }
 
 const _collator = new Intl.Collator("en", { numeric: true });

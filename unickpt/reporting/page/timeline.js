@@ -2,9 +2,15 @@
 
 const PHASES = ["describe", "plan", "stage", "queue", "write"];
 const _PHASE_TEXTS = {
-  describe: "describe", plan: "plan", stage: "stage", queue: "wait for earlier saves", write: "write",
+  describe: "describe",
+  plan: "plan",
+  stage: "stage",
+  queue: "wait for earlier saves",
+  write: "write",
 };
-const _MOST_LINES = 480, _AXIS = 30, _TOP = 18;
+const _MOST_LINES = 480,
+  _AXIS = 30,
+  _TOP = 18;
 
 /** The columns of a detail in seconds, with what follows from them. */
 function saveOf(detail) {
@@ -12,11 +18,20 @@ function saveOf(detail) {
   const column = (name, unit = detail.unit) =>
     detail[name] ? Float64Array.from(detail[name], (v) => v / unit) : new Float64Array(n);
   const save = {
-    name: detail.name, n, meshes: detail.meshes,
-    collected: detail.collected / detail.unit, merged: detail.merged / detail.unit,
-    began: column("began"), blocked: column("blocked"), at: {}, took: {},
-    written: column("written", 1), stored: column("stored", 1), reused: column("reused", 1),
-    staged: column("staged", 1), chunks: column("chunks", 1),
+    name: detail.name,
+    n,
+    meshes: detail.meshes,
+    collected: detail.collected / detail.unit,
+    merged: detail.merged / detail.unit,
+    began: column("began"),
+    blocked: column("blocked"),
+    at: {},
+    took: {},
+    written: column("written", 1),
+    stored: column("stored", 1),
+    reused: column("reused", 1),
+    staged: column("staged", 1),
+    chunks: column("chunks", 1),
   };
   for (const phase of PHASES) {
     save.at[phase] = column(`${phase}_at`);
@@ -41,7 +56,9 @@ function placeOf(save) {
   devices.forEach((process, device) => first.has(process) || first.set(process, device));
   return (process) => {
     if (!first.has(process)) return "";
-    return coordinate(mesh, first.get(process)).map((c, i) => `${mesh.axes[i]}=${c}`).join(", ");
+    return coordinate(mesh, first.get(process))
+      .map((c, i) => `${mesh.axes[i]}=${c}`)
+      .join(", ");
   };
 }
 
@@ -73,33 +90,64 @@ function timelineSection(save) {
   const drawn = _timeline(save, () => order, about);
   box.append(
     about,
-    el("div", { class: "controls" }, choice("Order", [["number", "by number"], ["done", "the slowest first"]],
-      order, (value) => { order = value; drawn.redraw(); })),
-    legend([...save.phases.map((phase) => [phase, _PHASE_TEXTS[phase]]), ["waited", "done, and waiting for the last one"]]),
-    drawn.node);
+    el(
+      "div",
+      { class: "controls" },
+      choice(
+        "Order",
+        [
+          ["number", "by number"],
+          ["done", "the slowest first"],
+        ],
+        order,
+        (value) => {
+          order = value;
+          drawn.redraw();
+        },
+      ),
+    ),
+    legend([
+      ...save.phases.map((phase) => [phase, _PHASE_TEXTS[phase]]),
+      ["waited", "done, and waiting for the last one"],
+    ]),
+    drawn.node,
+  );
   return box;
 }
 
 function _timeline(save, order, about) {
-  const each = Math.ceil(save.n / _MOST_LINES), lines = Math.ceil(save.n / each);
+  const each = Math.ceil(save.n / _MOST_LINES),
+    lines = Math.ceil(save.n / each);
   const high = save.n <= 24 ? 16 : save.n <= 80 ? 8 : Math.max(1, Math.floor(_MOST_LINES / lines));
-  const start = Math.min(0, smallest(save.began)), end = Math.max(save.last, save.merged) || 1;
-  let shown = [], left = 0, scale = 1, right = 0;
+  const start = Math.min(0, smallest(save.began)),
+    end = Math.max(save.last, save.merged) || 1;
+  let shown = [],
+    left = 0,
+    scale = 1,
+    right = 0;
 
   function choose() {
     const every = order() === "done" ? save.slowest : range(save.n);
-    shown = range(lines).map((line) => every.slice(line * each, (line + 1) * each)
-      .reduce((a, b) => (save.done[b] > save.done[a] ? b : a)));
-    const last = save.slowest[0], others = Math.max(1, save.n - 1);
-    about.textContent = (each > 1
-      ? `${counted(save.n, "process", "processes")}; each line stands for ${each} of them, and shows the one that was done last. `
-      : "") + (save.n > 1
-      ? `All waited for process ${last}, on average ${seconds(sum(save.waited) / others)}.` : "");
+    shown = range(lines).map((line) =>
+      every
+        .slice(line * each, (line + 1) * each)
+        .reduce((a, b) => (save.done[b] > save.done[a] ? b : a)),
+    );
+    const last = save.slowest[0],
+      others = Math.max(1, save.n - 1);
+    about.textContent =
+      (each > 1
+        ? `${counted(save.n, "process", "processes")}; each line stands for ${each} of them, and shows the one that was done last. `
+        : "") +
+      (save.n > 1
+        ? `All waited for process ${last}, on average ${seconds(sum(save.waited) / others)}.`
+        : "");
   }
 
   const x = (time) => left + (time - start) * scale;
   const drawn = picture({
-    label: `Timeline of ${save.n} processes. The last one, process ${save.slowest[0]}, was done after ` +
+    label:
+      `Timeline of ${save.n} processes. The last one, process ${save.slowest[0]}, was done after ` +
       `${seconds(save.last)}. The table of processes has the same numbers.`,
     hint: "Point at a line, or use the arrow keys.",
     height: () => _TOP + lines * high + _AXIS,
@@ -110,7 +158,8 @@ function _timeline(save, order, about) {
       scale = (right - left) / (end - start || 1);
       _timeAxis(context, start, end, x, height - _AXIS);
       shown.forEach((process, line) => {
-        const y = _TOP + line * high, h = high >= 8 ? high - 2 : high;
+        const y = _TOP + line * high,
+          h = high >= 8 ? high - 2 : high;
         const bar = (from, to, name) => {
           if (to <= from) return;
           context.fillStyle = colour(name);
