@@ -178,7 +178,7 @@ def test_thousands_of_processes_open_in_a_moment(page: Browser, large: Path) -> 
     assert large.stat().st_size < 3_000_000
     page.open(large)
     took = page.run("performance.timing.loadEventEnd - performance.timing.navigationStart")
-    assert took < 5000, "ms, of which a machine with time to spare needs 600"
+    assert took < 15_000, "ms, of which a machine with time to spare needs 700"
     status = page.texts("[role=status]")
     assert status == ["3 steps", "4,096 processes, 10 shown", "2,000 arrays, 20 shown"]
     slowest = {int(process) for process in column(page, "Processes, the slowest first", 1)}
