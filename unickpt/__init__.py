@@ -51,6 +51,7 @@ from unickpt.tools.verification import Damage, VerifyReport, verify
 from unickpt.trees.plain_values import Opaque
 
 if _CHECKING:
+    from unickpt.reporting.html_report import report
     from unickpt.tools import merge_methods
     from unickpt.tools.conversion import convert
     from unickpt.tools.difference import ArrayDifference, DiffReport, diff
@@ -114,6 +115,7 @@ __all__ = [
     "merge",
     "merge_methods",
     "open",
+    "report",
     "save",
     "save_async",
     "verify",
@@ -121,13 +123,14 @@ __all__ = [
 
 # Imported when they are first used: training jobs rarely need them.
 _LATER = {
-    "ArrayDifference": "difference",
-    "DiffReport": "difference",
-    "MergeReport": "merging",
-    "convert": "conversion",
-    "diff": "difference",
-    "merge": "merging",
-    "merge_methods": "merge_methods",
+    "ArrayDifference": "tools.difference",
+    "DiffReport": "tools.difference",
+    "MergeReport": "tools.merging",
+    "convert": "tools.conversion",
+    "diff": "tools.difference",
+    "merge": "tools.merging",
+    "merge_methods": "tools.merge_methods",
+    "report": "reporting.html_report",
 }
 
 
@@ -135,8 +138,8 @@ def __getattr__(name: str) -> _Any:
     module = _LATER.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found: _Any = _importlib.import_module(f"unickpt.tools.{module}")
-    globals()[name] = found if name == module else getattr(found, name)
+    found: _Any = _importlib.import_module(f"unickpt.{module}")
+    globals()[name] = found if module.endswith(f".{name}") else getattr(found, name)
     return globals()[name]
 
 

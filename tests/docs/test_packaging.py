@@ -28,6 +28,8 @@ def test_sdist_and_wheel_hold_all_and_work_elsewhere(tmp_path: Path) -> None:
         sources = {p.name for p in (ROOT / folder).glob("*.py")}
         assert sources == {p.name for p in (target / "unickpt" / package).glob("*.py")}
     assert (target / "unickpt" / "py.typed").exists()
+    page = {p.name for p in (ROOT / "unickpt" / "reporting" / "page").iterdir()}
+    assert page == {p.name for p in (target / "unickpt" / "reporting" / "page").iterdir()}
     program = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "import numpy as np, unickpt\n"

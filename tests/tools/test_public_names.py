@@ -12,10 +12,11 @@ import unickpt
 CODE = """
 import sys, unickpt
 names = "merging", "merge_methods", "conversion", "difference"
-late = {f"unickpt.tools.{name}" for name in names}
+late = {f"unickpt.tools.{name}" for name in names} | {"unickpt.reporting.html_report"}
 assert late.isdisjoint(sys.modules)
 assert unickpt.merge.__name__ == "merge"
 assert "unickpt.tools.merging" in sys.modules
+assert unickpt.report.__name__ == "report"
 """
 
 

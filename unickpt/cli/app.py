@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 import unickpt
-from unickpt.cli import clean, convert, diff, export, inspect, ls, merge, presets, verify
+from unickpt.cli import clean, convert, diff, export, inspect, ls, merge, presets, report, verify
 from unickpt.cli.output import fail, warn
 from unickpt.cli.saves import watch
 from unickpt.errors import RuleWarning, UnickptError
@@ -56,6 +56,7 @@ def unickpt_command(
     unickpt ls runs/llama                    which checkpoints are there
     unickpt inspect runs/llama/step_100      what is in one
     unickpt watch runs/llama                 how far its saves are
+    unickpt report runs/llama -o r.html      a page of its steps, and of who was slow
     unickpt verify s3://bucket/llama/100     whether every byte is undamaged
     unickpt diff runs/a/100 runs/b/100       how two differ
     unickpt convert runs/jax/100 runs/torch --rules my.rules   make one from another
@@ -75,6 +76,7 @@ COMMANDS = (
     inspect.inspect,
     ls.ls,
     watch.watch,
+    report.report,
     verify.verify,
     diff.diff,
     convert.convert,

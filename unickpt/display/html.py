@@ -208,11 +208,19 @@ def _shown(cell: Cell) -> str:
     return f"{cell:,}" if isinstance(cell, int) else f"{cell:.4g}"
 
 
+def plain(text: str, most: int = _MOST_TEXT) -> str:
+    """Text from a checkpoint in one line: shortened, and without what would change how it looks.
+
+    Example:
+        >>> plain("a\\nb\\u202e")
+        'a b '
+    """
+    short = shortened(text, most)
+    return "".join(c if c.isprintable() or c == "\N{NO-BREAK SPACE}" else " " for c in short)
+
+
 def _text(text: str) -> str:
-    short = shortened(text, _MOST_TEXT)
-    return escape(
-        "".join(c if c.isprintable() or c == "\N{NO-BREAK SPACE}" else " " for c in short)
-    )
+    return escape(plain(text))
 
 
 def _more(count: int) -> str:

@@ -24,6 +24,7 @@ from typing import Any
 from unickpt._version import __version__
 from unickpt.commit.version import version_at
 from unickpt.errors import MissingPackage, StorageError, UnickptError
+from unickpt.loading.report import LoadReport
 from unickpt.saving.options import SaveReport
 from unickpt.storage import paths
 
@@ -79,14 +80,16 @@ def each(*receivers: Receiver) -> Receiver:
 
 
 class JsonLines:
-    """Appends an object in JSON to a file for each save of each process, one a line.
+    """Appends an object in JSON to a file for each save of each process, one a line; and for each
+    load, if it is called with its report. `unickpt report --metrics` shows them.
 
     Each line is written by one call of the operating system, so that processes of one machine may
     share a file. Over a network file system, processes of several machines may not: write
     `{process}` in the path.
 
     Arguments:
-        path: of a local file; `{process}` in it stands for the number of the process.
+        path: of a local file; `{process}` in it stands for the number of the process, and for
+            "load" where a load is told of, which has no number.
         step: tells the step of a checkpoint.
 
     Example:
@@ -97,20 +100,29 @@ class JsonLines:
         >>> line = json.loads(file.read_text())
         >>> line["step"], line["bytes"], line["url"]
         (3, 16, 'memory://run/step_3/')
+        >>> _, report = unickpt.load("memory://run/step_3", return_report=True)
+        >>> JsonLines(file)(report)
+        >>> line = json.loads(file.read_text().splitlines()[1])
+        >>> line["kind"], line["counts"]
+        ('load', {'loaded': 1})
     """
 
     def __init__(self, path: str | os.PathLike[str], step: StepOf = step_of) -> None:
         self._path, self._step = os.path.abspath(path), step
 
-    def __call__(self, report: SaveReport) -> None:
-        about = {
-            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "url": report.url,
-            "step": self._step(report),
-            "process": report.process,
-        }
-        line = json.dumps({**about, **figures(report)}).encode() + b"\n"
-        path = self._path.replace("{process}", str(report.process))
+    def __call__(self, report: SaveReport | LoadReport) -> None:
+        time = datetime.now(UTC).isoformat(timespec="milliseconds")
+        about: dict[str, Any] = {"time": time, "url": report.url}
+        if isinstance(report, LoadReport):
+            about |= {"kind": "load", "counts": report.counts, "rows": report.rows}
+            self._append(about, "load")
+        else:
+            about |= {"step": self._step(report), "process": report.process}
+            self._append({**about, **figures(report)}, str(report.process))
+
+    def _append(self, of: Mapping[str, Any], process: str) -> None:
+        line = json.dumps(of).encode() + b"\n"
+        path = self._path.replace("{process}", process)
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             written = os.write(file, line)

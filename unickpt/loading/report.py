@@ -51,7 +51,8 @@ class LoadReport:
     left_out: tuple[str, ...] = ()
 
     @property
-    def _counts(self) -> str:
+    def counts(self) -> dict[str, int]:
+        """Numbers of leaves by what happened to them; all but `loaded` only if there are any."""
         counts = {
             "kept": len(self.kept),
             "left out": len(self.left_out),
@@ -61,12 +62,17 @@ class LoadReport:
             "renamed": len(self.renamed),
             "older experts": len(self.older_experts),
         }
-        leaves = f"{len(self.loaded)} lea{'f' if len(self.loaded) == 1 else 'ves'}"
-        parts = [f"loaded {leaves}", *(f"{kind} {n}" for kind, n in counts.items() if n)]
-        return ", ".join(parts)
+        return {"loaded": len(self.loaded), **{kind: n for kind, n in counts.items() if n}}
 
     @property
-    def _table(self) -> list[tuple[str, str, str]]:
+    def _summary(self) -> str:
+        counts = self.counts
+        leaves = f"{counts.pop('loaded')} lea{'f' if len(self.loaded) == 1 else 'ves'}"
+        return ", ".join([f"loaded {leaves}", *(f"{kind} {n}" for kind, n in counts.items())])
+
+    @property
+    def rows(self) -> list[tuple[str, str, str]]:
+        """The table of `str(report)`: what happened, to which leaves, and why."""
         return [
             *_rows("kept", ((n, "not stored, `like` keeps what it held") for n in self.kept)),
             *_rows("left out", ((n, "not selected, keeps what it held") for n in self.left_out)),
@@ -84,23 +90,23 @@ class LoadReport:
         ]
 
     def __repr__(self) -> str:
-        return f"LoadReport({self.url!r}, {self._counts})"
+        return f"LoadReport({self.url!r}, {self._summary})"
 
     def _repr_html_(self) -> str:
         from unickpt.display import html  # here, so that importing unickpt stays fast
 
-        rows = self._table
+        rows = self.rows
         drawn = html.table(("", "name", ""), rows, len(rows))
-        return html.page("LoadReport", self.url, [self._counts], drawn)
+        return html.page("LoadReport", self.url, [self._summary], drawn)
 
     def __str__(self) -> str:
-        rows = self._table
+        rows = self.rows
         widths = [max((len(row[at]) for row in rows), default=0) for at in range(2)]
         lines = [
             "  " + "  ".join([kind.ljust(widths[0]), name.ljust(widths[1]), text]).rstrip()
             for kind, name, text in rows
         ]
-        return "\n".join([f"{self.url}: {self._counts}", *lines])
+        return "\n".join([f"{self.url}: {self._summary}", *lines])
 
 
 def _expert(key: str, number: int) -> str:

@@ -1,0 +1,276 @@
+"""The page of `unickpt report` in headless Chromium: it draws, sorts and filters, in both themes,
+on any width, and what a checkpoint says stays text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.browser import Browser, browser
+from support.report_cases import EVIL, forge_evil, forge_step, large_timing
+from support.saving import save_in_job
+
+import unickpt
+from unickpt import Checkpointer, Mesh, SaveOptions
+from unickpt.integrations.metrics import JsonLines
+
+pytestmark = pytest.mark.integration
+
+PROCESSES, SLOW = 4096, range(296, 304)
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+@pytest.fixture
+def page(chromium: Browser) -> Iterator[Browser]:
+    """A window in its usual state; whatever a test does, nothing is logged as an error."""
+    chromium.width(1200)
+    chromium.prefers("light")
+    chromium.console()
+    yield chromium
+    assert chromium.console() == []
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report of a run of one process, with removed steps and a load."""
+    folder = tmp_path_factory.mktemp("small")
+    lines = JsonLines(folder / "saves.jsonl")
+    state = {"layers": {str(n): np.arange(9000.0) * n for n in range(12)}, "w": np.arange(4000.0)}
+    options = SaveOptions(metrics=lines)
+    with Checkpointer(folder / "run", keep_last=3, reuse=True, options=options) as checkpointer:
+        for step in range(1, 13):
+            state["w"] += 1
+            checkpointer.save(step, state, metrics={"loss": 1 / step}, wait=True)
+    like = {**state, "w": np.zeros(4000, np.float32)}
+    _, report = unickpt.load(folder / "run" / "step_12", like, cast=True, return_report=True)
+    lines(report)
+    return unickpt.report(folder / "run", folder / "report.html", metrics=folder / "saves.jsonl")
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report of a run of 4,096 processes and 2,000 arrays, in which one host is slow."""
+    folder = tmp_path_factory.mktemp("large")
+    mesh = Mesh(("pp", "dp", "tp"), (8, 64, 8), tuple(range(PROCESSES)))
+    (folder / "run").mkdir()
+    for step in (1, 2, 3):
+        timing = large_timing(PROCESSES, SLOW, step)
+        forge_step(folder / "run" / f"step_{step}", timing, 2000, mesh, step=step)
+    return unickpt.report(folder / "run", folder / "report.html")
+
+
+def column(page: Browser, section: str, number: int) -> list[str]:
+    """The cells of a column of the first table below a title."""
+    rows = f"section:has(h2) tbody tr td:nth-child({number})"
+    script = """[...document.querySelectorAll("section")].find(
+        (s) => s.querySelector("h2").textContent === a[0]).querySelectorAll(a[1])"""
+    found: list[str] = page.run(
+        f"[...{script}].map((e) => e.innerText)", section, rows.removeprefix("section:has(h2) ")
+    )
+    return found
+
+
+def in_section(page: Browser, title: str, selector: str) -> str:
+    """Gives a section an id, so that what is in it can be selected."""
+    page.run(
+        """[...document.querySelectorAll("section")].find(
+        (s) => s.querySelector("h2").textContent === a[0]).id = "found" """,
+        title,
+    )
+    return f"#found {selector}"
+
+
+def is_drawn(page: Browser, selector: str) -> bool:
+    return len(page.pixels(selector)) > 2
+
+
+def test_a_run_is_drawn_in_all_its_parts(page: Browser, small: Path) -> None:
+    page.open(small)
+    assert page.texts("h2") == [
+        "Steps",
+        "What each process did, and when",
+        "Processes, the slowest first",
+        "Arrays",
+        "Loads",
+    ]
+    assert page.texts(".tile")[0].split("\n") == ["3", "steps kept, 9 removed"]
+    pictures = page.run("document.querySelectorAll('.picture canvas').length")
+    assert pictures == 3
+    for title in ("Steps", "What each process did, and when", "Arrays"):
+        assert is_drawn(page, in_section(page, title, ".picture canvas")), title
+        page.run("document.getElementById('found').removeAttribute('id')")
+    assert "cast" in page.texts(in_section(page, "Loads", "thead"))[0]
+    assert page.run("performance.getEntriesByType('resource').length") == 0
+    titles = page.run("[...document.querySelectorAll('h2')].map((title) => title.id)")
+    assert len(set(titles)) == len(titles), "sections are named by their titles"
+
+
+def test_tables_sort_by_what_is_clicked(page: Browser, small: Path) -> None:
+    page.open(small)
+    assert column(page, "Steps", 1)[:3] == ["step_12", "step_11", "step_10"]
+    button = in_section(page, "Steps", "th:nth-child(1) button")
+    page.click(button)
+    assert column(page, "Steps", 1)[:3] == ["step_1", "step_2", "step_3"]
+    assert page.run("document.querySelector('#found th').ariaSort") == "ascending"
+    loss = page.texts("#found th").index("loss") + 1
+    page.click(f"#found th:nth-child({loss}) button")
+    assert column(page, "Steps", 1)[:4] == ["step_10", "step_11", "step_12", "step_1"]
+    page.click(f"#found th:nth-child({loss}) button")
+    found = column(page, "Steps", loss)
+    assert found[:3] == ["0.0833333", "0.0909091", "0.1"]
+    assert set(found[3:]) == {""}, "what is unknown comes last in both directions"
+
+
+def test_tables_show_what_the_filter_says(page: Browser, small: Path) -> None:
+    page.open(small)
+    filter_ = in_section(page, "Steps", "input")
+    page.keys(filter_, "REMOVED")
+    assert len(column(page, "Steps", 1)) == 9
+    assert page.texts("#found [role=status]") == ["9 of 12 steps"]
+    page.keys(filter_, " not there")
+    assert column(page, "Steps", 1) == []
+
+
+def test_it_is_light_or_dark_as_the_user_prefers_and_as_the_button_says(
+    page: Browser, small: Path
+) -> None:
+    background = "getComputedStyle(document.body).backgroundColor"
+    ink = in_canvas = {}
+    for scheme in ("light", "dark"):
+        page.prefers(scheme)
+        page.open(small)
+        ink[scheme] = page.run(background)
+        in_canvas[scheme, "drawn"] = page.pixels(".picture canvas")
+    assert ink["light"] == "rgb(246, 247, 249)"
+    assert ink["dark"] == "rgb(18, 22, 28)"
+    assert in_canvas["light", "drawn"] != in_canvas["dark", "drawn"]
+    page.click("#theme")
+    assert page.run(background) == ink["light"]
+    assert page.pixels(".picture canvas") == in_canvas["light", "drawn"]
+    page.click("#theme")
+    assert page.run(background) == ink["dark"]
+
+
+@pytest.mark.parametrize("width", [320, 600])
+def test_a_narrow_window_is_never_wider_than_itself(
+    page: Browser, small: Path, large: Path, width: int
+) -> None:
+    for file in (small, large):
+        page.width(width)
+        page.open(file)
+        assert page.run("document.documentElement.scrollWidth") == width
+        assert is_drawn(page, ".picture canvas")
+    page.width(1200)
+    wide = "document.querySelector('.picture canvas').width"  # its pixels
+    page.run("new Promise((done) => setTimeout(done, 100))")
+    assert page.run(wide) > 1000, "pictures follow the window"
+
+
+def test_thousands_of_processes_open_in_a_moment(page: Browser, large: Path) -> None:
+    assert large.stat().st_size < 3_000_000
+    page.open(large)
+    took = page.run("performance.timing.loadEventEnd - performance.timing.navigationStart")
+    assert took < 15_000, "ms, of which a machine with time to spare needs 700"
+    status = page.texts("[role=status]")
+    assert status == ["3 steps", "4,096 processes, 10 shown", "2,000 arrays, 20 shown"]
+    slowest = {int(process) for process in column(page, "Processes, the slowest first", 1)}
+    assert len(slowest & set(SLOW)) >= 7
+    often = column(page, "Processes, the slowest first", 2)
+    assert often.count("3 of 3") >= 5, "the host is slow in every step"
+    assert "each line stands for 9 of them" in page.texts("section p")[1]
+
+
+def test_the_slow_host_is_found_on_the_mesh(page: Browser, large: Path) -> None:
+    page.open(large)
+    canvas = in_section(page, "Processes over the mesh", ".picture canvas")
+    colours = {tuple(colour[:3]) for colour in page.pixels(canvas)}
+    assert (254, 232, 56) in colours, "the slowest process has the last colour"
+    row = page.texts("#found table tr")[0].split()
+    assert row[:2] == ["pp=0,", "dp=37"]
+    assert float(row[-2]) > 1.8, "times the median"
+    page.keys(canvas, "\ue010")  # End
+    assert "process 4095 (pp=7, dp=63, tp=7)" in page.texts("#found .readout")[0]
+    page.run("document.querySelector('#found select').value = 'rate'")
+    page.run("document.querySelector('#found select').dispatchEvent(new Event('change'))")
+    assert page.texts("#found h3") == ["The lowest means"]
+    assert page.texts("#found table tr")[0].startswith("pp=0, dp=37")
+
+
+def test_another_step_and_another_order_are_a_choice(page: Browser, large: Path) -> None:
+    page.open(large)
+    before = column(page, "Processes, the slowest first", 1)
+    page.click("section tbody button.link")  # the first step of the table, the newest
+    assert column(page, "Processes, the slowest first", 1) == before
+    page.click("section tbody tr:nth-child(3) button.link")
+    assert column(page, "Processes, the slowest first", 1) != before
+    canvas = in_section(page, "What each process did, and when", ".picture canvas")
+    page.run("document.querySelector('#found select').value = 'done'")
+    page.run("document.querySelector('#found select').dispatchEvent(new Event('change'))")
+    page.keys(canvas, "\ue011")  # Home
+    first = column(page, "Processes, the slowest first", 1)[0]
+    assert page.texts("#found .readout")[0].startswith(f"process {first} ")
+
+
+def test_arrays_open_by_containers_and_show_their_fragments(page: Browser, large: Path) -> None:
+    page.open(large)
+    canvas = in_section(page, "Arrays", ".picture canvas")
+    assert page.texts("#found .crumbs")[0].split("\n")[0].startswith("all arrays")
+    page.keys(canvas, "\ue011\ue007")  # Home, Enter
+    assert re.match(r"all arrays */ *(mu|nu)", " ".join(page.texts("#found .crumbs")[0].split()))
+    assert re.search(r"in 66\d arrays", page.texts("#found .crumbs")[0])
+    page.keys(canvas, "\ue003")  # Backspace
+    assert "2,000 arrays" in page.texts("#found .crumbs")[0]
+    page.keys("#found input", "nu/layers/3/mlp/down")
+    page.click("#found tbody button.link")
+    assert page.texts("#found h3") == ["Fragments of nu/layers/3/mlp/down"]
+    assert page.texts("#found .map th")[:2] == ["0:32", "32:64"]
+    assert page.texts("#found .map td")[1] == "p0"
+
+
+def test_names_that_try_to_be_markup_stay_text(page: Browser, tmp_path: Path) -> None:
+    forge_evil(tmp_path / "run" / "step_1")
+    page.open(unickpt.report(tmp_path / "run", tmp_path / "report.html"))
+    assert page.run("window.pwned === undefined")
+    assert page.run("document.querySelectorAll('img, main script').length") == 0
+    shown = column(page, "Arrays", 1)
+    assert EVIL.replace("\u2028\u202e", " ") in shown
+    assert "__proto__" in shown
+    assert "onerror" in page.texts("section thead")[0], "the name of a metric"
+    page.click(in_section(page, "Arrays", "tbody button.link"))
+    assert page.run("document.querySelectorAll('img, main script').length") == 0
+
+
+def test_what_got_into_the_page_nevertheless_would_not_run(chromium: Browser, small: Path) -> None:
+    chromium.open(small)
+    chromium.console()
+    chromium.run("document.body.insertAdjacentHTML('beforeend', a[0])", EVIL)
+    chromium.run(
+        "document.body.append(Object.assign(document.createElement('script'), a[0]))",
+        {"text": "pwned = 1"},
+    )
+    chromium.run("new Promise((done) => setTimeout(done, 100))")
+    assert chromium.run("window.pwned === undefined")
+    refused = chromium.console()
+    assert refused
+    assert all("Content Security Policy" in message for message in refused)
+
+
+def test_one_process_and_few_are_drawn_too(page: Browser, tmp_path: Path) -> None:
+    unickpt.save(tmp_path / "alone", {"step": 3})
+    page.open(unickpt.report(tmp_path / "alone", tmp_path / "report.html"))
+    assert "It has no arrays." in page.texts("section p")
+    save_in_job(tmp_path / "three", 3, lambda index: {"w": np.arange(50_000.0)})
+    page.open(unickpt.report(tmp_path / "three", tmp_path / "report.html"))
+    assert "Processes over the mesh" in page.texts("h2")
+    for number in range(page.run("document.querySelectorAll('.picture canvas').length")):
+        page.run("document.querySelectorAll('.picture canvas')[a[0]].id = 'this'", number)
+        assert is_drawn(page, "#this")
+        page.run("document.getElementById('this').id = ''")

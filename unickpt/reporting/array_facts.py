@@ -1,0 +1,142 @@
+"""The arrays of a checkpoint as rows, the layouts they have, and maps of their fragments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from unickpt.arrays.layout import Mesh
+from unickpt.display import fragment_grid, html, tree_table
+from unickpt.display.fragment_grid import Grid
+from unickpt.format.index import ArrayEntry
+from unickpt.quantized import codes
+from unickpt.reading.checkpoint import Checkpoint
+
+_MOST_ARRAYS = 5000
+_MOST_MAPS = 200
+_MOST_FRAGMENTS = 40_000
+"""Of all arrays whose maps are drawn: each takes some 30 us."""
+_MOST_NAME = 300
+MOST_BYTES = 1 << 63
+"""An index may claim any size; the page counts in floats."""
+
+
+def array_facts(found: Checkpoint) -> dict[str, Any]:
+    """The arrays of a checkpoint for the page, the largest first.
+
+    Returns:
+        `rows`, for each array [name, dtype, shape, bytes, number of its layout, fragments, number
+        of its map or -1]; `layouts`, texts; `maps`, see `_map`; `more` and `more_bytes`, of the
+        arrays that are left out.
+    """
+    index = found.index
+    entries = sorted(index.arrays.values(), key=lambda entry: -entry.nbytes)
+    shown = entries[:_MOST_ARRAYS]
+    layouts, maps = _Numbered(), _Maps(found)
+    several = len(tree_table.meshes_of(index)) > 1
+    rows = [
+        [
+            html.plain(entry.name, _MOST_NAME),
+            _dtype(entry),
+            html.plain(html.shape_text(entry.shape)),
+            min(entry.nbytes, MOST_BYTES),
+            layouts.number(html.plain(_layout(entry, several))),
+            tree_table.fragment_count(entry),
+            maps.number(entry),
+        ]
+        for entry in shown
+    ]
+    return {
+        "rows": rows,
+        "layouts": layouts.values,
+        "maps": maps.drawn,
+        "more": len(entries) - len(shown),
+        "more_bytes": min(sum(entry.nbytes for entry in entries[_MOST_ARRAYS:]), MOST_BYTES),
+    }
+
+
+def mesh_facts(meshes: Iterable[Mesh], processes: int) -> list[dict[str, Any]]:
+    """The meshes on which something of each process can be shown, the largest first."""
+    found = []
+    for mesh in sorted(meshes, key=lambda mesh: -len(mesh.processes)):
+        if max(mesh.processes) >= processes:
+            continue
+        in_order = mesh.processes == tuple(range(len(mesh.processes)))
+        found.append(
+            {
+                "axes": [html.plain(axis, 40) for axis in mesh.axes],
+                "shape": list(mesh.shape),
+                "processes": None if in_order else list(mesh.processes),
+            }
+        )
+    return found
+
+
+class _Numbered:
+    """Texts, each with a number."""
+
+    def __init__(self) -> None:
+        self.values: list[str] = []
+        self._numbers: dict[str, int] = {}
+
+    def number(self, value: str) -> int:
+        """The number of a text."""
+        if value not in self._numbers:
+            self._numbers[value] = len(self.values)
+            self.values.append(value)
+        return self._numbers[value]
+
+
+class _Maps:
+    """The maps of arrays; equal ones are drawn once, and not more than a browser should get."""
+
+    def __init__(self, found: Checkpoint) -> None:
+        self.drawn: list[dict[str, Any]] = []
+        self._found, self._left = found, _MOST_FRAGMENTS
+        self._numbers: dict[Any, int] = {}
+
+    def number(self, entry: ArrayEntry) -> int:
+        """The number of an array's map; -1 if it has none."""
+        key = entry.shape, entry.layout, entry.boxes
+        if key in self._numbers:
+            return self._numbers[key]
+        count = tree_table.fragment_count(entry)
+        self._left -= min(count, html.MOST_FRAGMENTS)
+        if not 0 < count <= html.MOST_FRAGMENTS or self._left < 0 or len(self.drawn) >= _MOST_MAPS:
+            return -1
+        fragments = self._found[entry.name].fragments
+        self.drawn.append(_map(next(fragment_grid.grids(entry.shape, fragments, entry.layout))))
+        self._numbers[key] = len(self.drawn) - 1
+        return self._numbers[key]
+
+
+def _map(grid: Grid) -> dict[str, Any]:
+    """A grid with the labels of those fragments alone that are in it."""
+    used = sorted({owner for row in grid.owner for owner in row if owner is not None})
+    place = {owner: at for at, owner in enumerate(used)}
+    return {
+        "down": None if grid.down is None else _heads(grid.rows),
+        "across": None if grid.across is None else _heads(grid.columns),
+        "owner": [[-1 if o is None else place[o] for o in row] for row in grid.owner],
+        "labels": [list(grid.labels[owner]) for owner in used],
+        "remark": grid.remark,
+    }
+
+
+def _heads(slots: Sequence[fragment_grid.Slot]) -> list[str]:
+    return [fragment_grid.head(slot) for slot in slots]
+
+
+def _layout(entry: ArrayEntry, several: bool) -> str:
+    """The layout, with its mesh if there are several."""
+    text = tree_table.layout_text(entry.layout)
+    if entry.layout is None or not several:
+        return text
+    mesh = entry.layout.mesh
+    axes = ", ".join(f"{axis}={n}" for axis, n in zip(mesh.axes, mesh.shape, strict=True))
+    return f"{text} on ({axes})"
+
+
+def _dtype(entry: ArrayEntry) -> str:
+    dtype = codes.joined(entry.dtype, entry.quantized)
+    return dtype if entry.prng is None else f"{dtype} key"

@@ -1,0 +1,130 @@
+"""report: a run or a checkpoint as one HTML file that needs no network."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Iterable
+from html import escape
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from unickpt.errors import InvalidPath, StorageError
+from unickpt.reporting import metric_lines, run_facts
+from unickpt.reporting.metric_lines import File
+from unickpt.reporting.page_data import page_data
+from unickpt.storage import paths
+
+SCRIPTS = (
+    "core",
+    "picture",
+    "table",
+    "run",
+    "timeline",
+    "heatmap",
+    "balance",
+    "treemap",
+    "arrays",
+    "main",
+)
+"""The parts of the page's script, in `reporting/page/`."""
+
+
+def report(
+    path: paths.Path, out: File = "report.html", *, metrics: File | Iterable[File] = ()
+) -> Path:
+    """Writes a page about a run, or about one checkpoint.
+
+    The page is one file that needs no network. It shows the steps of a run, what each of them
+    shares with others, and how long it took; of the newest steps, when each process did what, and
+    which were slow; and the arrays of the newest step with their layouts. It reads no arrays.
+
+    Arguments:
+        path: of a checkpoint, or of a folder of checkpoints.
+        out: the file to write, on a local disk; it is replaced if it exists.
+        metrics: files that `unickpt.integrations.metrics.JsonLines` wrote. They tell of steps that
+            are removed, of the time to the commit, and of loads.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        CheckpointNotFound: nothing was committed there.
+        CheckpointCorrupt, UnsupportedFormat: it is a checkpoint, and cannot be opened.
+        InvalidPath: `out` is a URL or a folder.
+        StorageError: the storage failed, or `out` cannot be written.
+        UnickptError: a file of metrics cannot be read.
+
+    Example:
+        >>> import numpy as np, tempfile, unickpt
+        >>> _ = unickpt.save("memory://report/step_1", {"w": np.ones(3)})
+        >>> file = unickpt.report("memory://report", tempfile.mkdtemp() + "/report.html")
+        >>> file.read_text().startswith("<!doctype html>")
+        True
+    """
+    target = _target(out)
+    files = [metrics] if isinstance(metrics, str | os.PathLike) else list(metrics)
+    lines = metric_lines.read(files)
+    text = page(page_data(run_facts.look(path), lines, path))
+    try:
+        _replace(target, text)
+    except OSError as error:
+        raise StorageError(f"{target}: the report cannot be written: {error}") from error
+    return target
+
+
+def page(data: dict[str, Any]) -> str:
+    """The page of the data of `page_data`.
+
+    Nothing in the data can become markup or script: it is JSON without `<`, which the script puts
+    into the page as text; and the page's policy allows this script and these styles alone.
+    """
+    folder = resources.files("unickpt.reporting") / "page"
+    parts = [(folder / f"{name}.js").read_text("utf-8") for name in SCRIPTS]
+    script = f'"use strict";\n(() => {{\n{"".join(parts)}}})();\n'
+    style = (folder / "page.css").read_text("utf-8")
+    return Template((folder / "page.html").read_text("utf-8")).substitute(
+        title=escape(data["title"]),
+        data=embedded(data),
+        script=script,
+        style=style,
+        script_hash=_hash(script),
+        style_hash=_hash(style),
+    )
+
+
+def embedded(data: Any) -> str:
+    """Data as JSON in ASCII that can stand in a script element: nothing in it ends the element."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _hash(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _target(out: File) -> Path:
+    text = os.fspath(out)
+    if "://" in text:
+        raise InvalidPath(f"{text!r}: a report is written to a local file; give a path")
+    target = Path(text)
+    if target.is_dir():
+        raise InvalidPath(f"{text!r} is a folder; give the path of a file, such as report.html")
+    return target
+
+
+def _replace(target: Path, text: str) -> None:
+    """Writes a file; nobody sees a part of it."""
+    name = target.parent / f".{target.name}-{secrets.token_hex(4)}"
+    try:
+        with name.open("x", encoding="utf-8") as stream:
+            stream.write(text)
+        os.replace(name, target)
+    except BaseException:
+        name.unlink(missing_ok=True)
+        raise

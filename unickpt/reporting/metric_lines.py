@@ -1,0 +1,151 @@
+"""Reads what `unickpt.integrations.metrics.JsonLines` wrote: lines of saves, and of loads."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from unickpt.errors import UnickptError
+
+File = str | os.PathLike[str]
+
+_MOST_LINE = 1 << 20
+_MOST_LOADS = 1000
+_MOST_TEXT = 400
+
+
+@dataclass(frozen=True)
+class SavedLine:
+    """What process 0 told of a save.
+
+    Arguments:
+        time: when it was over, as ISO 8601.
+        url: of the checkpoint.
+        nbytes: of its arrays.
+        processes: how many saved it.
+        seconds: from the call to the commit.
+        blocked_s: for how long the call blocked its caller.
+    """
+
+    time: datetime
+    url: str
+    nbytes: int
+    processes: int
+    seconds: float
+    blocked_s: float
+
+
+@dataclass(frozen=True)
+class LoadedLine:
+    """What a process told of a load.
+
+    Arguments:
+        time: when it was over.
+        url: of the checkpoint.
+        counts: numbers of leaves by what happened to them, such as `loaded` and `kept`.
+        rows: of a table: what happened, to which leaves, and why.
+    """
+
+    time: datetime
+    url: str
+    counts: Mapping[str, int]
+    rows: Sequence[tuple[str, str, str]]
+
+
+@dataclass(frozen=True)
+class Lines:
+    """What was found in the files.
+
+    Arguments:
+        saves: by process 0, in the order of their times.
+        loads: the newest ones, in the order of their times.
+        unread: number of lines that are not such lines, such as one that was cut off.
+        left_out: number of loads that are older than those.
+    """
+
+    saves: Sequence[SavedLine] = ()
+    loads: Sequence[LoadedLine] = ()
+    unread: int = 0
+    left_out: int = 0
+
+
+def read(files: Iterable[File]) -> Lines:
+    """Reads files of lines.
+
+    Raises:
+        UnickptError: a file cannot be read.
+    """
+    saves, loads, unread = list[SavedLine](), list[LoadedLine](), 0
+    for file in files:
+        for line in _lines(file):
+            try:
+                found = _decoded(line)
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                unread += 1
+                continue
+            if isinstance(found, LoadedLine):
+                loads.append(found)
+            elif found is not None:
+                saves.append(found)
+    saves.sort(key=lambda one: one.time)
+    loads.sort(key=lambda one: one.time)
+    return Lines(saves, loads[-_MOST_LOADS:], unread, max(0, len(loads) - _MOST_LOADS))
+
+
+def _lines(file: File) -> Iterator[bytes]:
+    try:
+        with open(file, "rb") as stream:
+            while line := stream.readline(_MOST_LINE):
+                if line.strip():
+                    yield line
+    except OSError as error:
+        raise UnickptError(
+            f"{os.fspath(file)}: the file of metrics cannot be read: {error.strerror or error}; "
+            "give a file that unickpt.integrations.metrics.JsonLines wrote"
+        ) from error
+
+
+def _decoded(line: bytes) -> SavedLine | LoadedLine | None:
+    """A line; None of a save by another process than 0.
+
+    Raises:
+        ValueError, TypeError, KeyError: it is not such a line.
+    """
+    found = json.loads(line)
+    time, url = datetime.fromisoformat(found["time"]), _text(found["url"])
+    if time.tzinfo is None:
+        raise ValueError("a time without its zone")
+    if found.get("kind") == "load":
+        counts = {_text(name): _count(count) for name, count in found["counts"].items()}
+        rows = [(_text(a), _text(b), _text(c)) for a, b, c in found["rows"]]
+        return LoadedLine(time, url, counts, rows)
+    if found["process"] != 0:
+        return None
+    seconds, blocked_s = _number(found["seconds"]), _number(found["blocked_s"])
+    return SavedLine(
+        time, url, _count(found["bytes"]), _count(found["processes"]), seconds, blocked_s
+    )
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError("not a text")
+    return value[:_MOST_TEXT]
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError("not a count")
+    return value
+
+
+def _number(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError("not a number")
+    return number

@@ -1,0 +1,172 @@
+// The page: what is there, in this order.
+
+let showStep = () => {};
+
+function _theme() {
+  const root = document.documentElement,
+    dark = window.matchMedia("(prefers-color-scheme: dark)");
+  let chosen = null;
+  const button = el("button", {
+    type: "button",
+    id: "theme",
+    onclick: () => {
+      chosen = root.dataset.theme === "dark" ? "light" : "dark";
+      apply();
+    },
+  });
+  function apply() {
+    root.dataset.theme = chosen || (dark.matches ? "dark" : "light");
+    root.style.colorScheme = root.dataset.theme;
+    button.textContent = root.dataset.theme === "dark" ? "Light" : "Dark";
+    button.setAttribute("aria-label", `switch to the ${button.textContent.toLowerCase()} theme`);
+    redrawAll();
+  }
+  dark.addEventListener("change", apply);
+  apply();
+  return button;
+}
+
+function _tiles(tiles) {
+  return el(
+    "div",
+    { class: "tiles" },
+    tiles
+      .filter(Boolean)
+      .map(([number, text]) =>
+        el("div", { class: "tile" }, el("b", {}, number), el("span", {}, text)),
+      ),
+  );
+}
+
+function _overview() {
+  const kept = data.steps.filter((step) => step.state !== "removed");
+  const last = kept[kept.length - 1] || data.steps[data.steps.length - 1];
+  const gone = data.steps.length - kept.length,
+    took = last.durations;
+  const fresh = sum(kept.map((step) => step.new || 0)),
+    all = sum(kept.map((step) => step.bytes));
+  return _tiles([
+    data.is_run
+      ? [grouped(kept.length), gone ? `steps kept, ${grouped(gone)} removed` : "steps"]
+      : null,
+    data.is_run ? [bytes(fresh), `new bytes in all, of ${bytes(all)}`] : null,
+    [bytes(last.bytes), data.is_run ? `the newest, ${last.name}` : "of arrays"],
+    last.new === null || data.is_run ? null : [bytes(last.new), "written by its save"],
+    last.processes
+      ? [grouped(last.processes), last.processes === 1 ? "process" : "processes"]
+      : null,
+    last.arrays === null ? null : [grouped(last.arrays), "arrays"],
+    took ? [seconds(took.merged), "until all was merged"] : null,
+    last.committed === null || data.is_run
+      ? null
+      : [seconds(last.committed), "from the call to the commit"],
+    last.bases.length && !data.is_run
+      ? [grouped(last.bases.length), `shares with ${last.bases.join(", ")}`]
+      : null,
+    took && took.blocked !== null ? [seconds(took.blocked), "the loop waited, at most"] : null,
+    took && last.processes > 1
+      ? [
+          String(took.slowest),
+          `the slowest process: ${seconds(took.done)}, median ${seconds(took.median)}`,
+        ]
+      : null,
+  ]);
+}
+
+function _loads() {
+  const box = section("Loads", "As they were told of in the files of --metrics.");
+  const kinds = [...new Set(data.loads.flatMap((load) => Object.keys(load.counts)))];
+  box.append(
+    table(
+      [
+        { title: "time", value: (l) => l.time, text: (l) => _date(l.time) },
+        { title: "checkpoint", name: true, value: (l) => l.name, text: (l) => l.name },
+        ...kinds.map((kind) => ({
+          title: kind,
+          number: true,
+          value: (l) => (Object.hasOwn(l.counts, kind) ? l.counts[kind] : 0),
+          text: (l) => (Object.hasOwn(l.counts, kind) ? grouped(l.counts[kind]) : ""),
+        })),
+        {
+          title: "what",
+          name: true,
+          value: (l) => l.rows.length,
+          text: (l) => l.rows.flat().join(" "),
+          cell: (l) =>
+            l.rows.length
+              ? el(
+                  "details",
+                  {},
+                  el("summary", {}, counted(l.rows.length, "row")),
+                  l.rows.map((row) =>
+                    el("div", {}, `${row[0]} `, el("code", {}, row[1]), ` ${row[2]}`),
+                  ),
+                )
+              : "",
+        },
+      ],
+      { rows: data.loads, shown: 20, sort: [0, -1], noun: ["load", "loads"] },
+    ),
+  );
+  return box;
+}
+
+function _detail() {
+  const box = el("div", { id: "detail" });
+  const saves = data.details.map(saveOf),
+    options = saves.map((save, n) => [String(n), save.name]);
+  const show = (number) => {
+    const save = saves[Number(number)];
+    const several = save.n > 1 ? [heatSection(save), balanceSection(save)] : [];
+    box.replaceChildren(timelineSection(save), ...several, processesSection(save, saves));
+    redrawAll();
+  };
+  const picker = choice("Processes of", options, "0", show);
+  showStep = (id) => {
+    const number = String(data.details.findIndex((detail) => detail.id === id));
+    picker.querySelector("select").value = number;
+    show(number);
+    box.scrollIntoView({ block: "start" });
+  };
+  return {
+    node: el(
+      "div",
+      {},
+      saves.length > 1 ? el("div", { class: "controls sticky" }, picker) : null,
+      box,
+    ),
+    start: () => show("0"),
+  };
+}
+
+function _start() {
+  document
+    .getElementById("header")
+    .append(
+      el("div", { class: "top" }, el("h1", {}, data.title), _theme()),
+      el("div", { class: "path mono" }, data.url),
+    );
+  const main = document.getElementById("content");
+  main.append(_overview(), ...data.notes.map((note) => el("p", { class: "note" }, note)));
+  if (data.is_run) main.append(runSection());
+  else if (data.steps[0].error) main.append(el("p", { class: "note bad" }, data.steps[0].error));
+  const detail = data.details.length ? _detail() : null;
+  if (detail) main.append(detail.node);
+  else
+    main.append(
+      el(
+        "p",
+        { class: "note" },
+        "How long the save took was not kept: unickpt does so since format 1.3.",
+      ),
+    );
+  if (data.arrays) main.append(arraysSection());
+  if (data.loads.length) main.append(_loads());
+  document
+    .getElementById("footer")
+    .append(`Made ${data.made} by ${data.library}. This page uses no network.`);
+  if (detail) detail.start();
+  redrawAll();
+}
+
+_start();

@@ -1,0 +1,249 @@
+"""What the page shows of a run or a checkpoint, as one JSON object of bounded size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+from unickpt._version import __version__
+from unickpt.display import html, tree_table
+from unickpt.errors import UnickptError
+from unickpt.reading import checkpoint
+from unickpt.reading.checkpoint import Checkpoint
+from unickpt.reading.listing import natural
+from unickpt.reporting import timing_columns
+from unickpt.reporting.array_facts import MOST_BYTES, array_facts, mesh_facts
+from unickpt.reporting.metric_lines import Lines, LoadedLine, SavedLine
+from unickpt.reporting.run_facts import MOST_STEPS, RunFacts, StepFacts
+from unickpt.steps.cleanup import Found
+from unickpt.steps.remnants import Remnant
+from unickpt.storage import paths
+
+_MOST_NUMBERS = 200_000
+"""Of the processes of all steps together: some 2 MB. The newest step is always there."""
+_MOST_PROCESSES = 1 << 16
+_MOST_REMNANTS = 200
+_MOST_PATH, _MOST_ERROR = 400, 400
+_NAMED = 3  # folders in a note
+
+
+def page_data(run: RunFacts, lines: Lines, path: paths.Path) -> dict[str, Any]:
+    """Everything that the page shows; all texts are plain (`html.plain`).
+
+    Arguments:
+        run: what the storage says.
+        lines: what processes told.
+        path: as the user gave it.
+    """
+    saves, loads, notes = _of_this(run, lines)
+    rows = [
+        {"id": number, **_stored(step, saves.pop(step.name, ()))}
+        for number, step in enumerate(run.steps)
+    ]
+    gone = {name: found for name, found in saves.items() if name not in run.others}
+    rows += [{"id": None, **_gone(*found)} for found in list(gone.items())[-MOST_STEPS:]]
+    rows.sort(key=lambda row: natural(row["name"]))
+    details, arrays = _details(run, path)
+    return {
+        "title": html.plain(run.url.rstrip("/").rpartition("/")[2] or run.url),
+        "url": html.plain(run.url, _MOST_PATH),
+        "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "library": f"unickpt {__version__}",
+        "is_run": run.is_run,
+        "has_lines": bool(lines.saves),
+        "steps": rows,
+        "details": details,
+        "arrays": arrays,
+        "left": _left(run.left),
+        "holder": run.left and run.left.holder and html.plain(run.left.holder),
+        "loads": [_load(line) for line in loads],
+        "notes": [html.plain(note, _MOST_PATH) for note in notes],
+    }
+
+
+def _of_this(
+    run: RunFacts, lines: Lines
+) -> tuple[dict[str, list[SavedLine]], list[LoadedLine], list[str]]:
+    """The lines about checkpoints of this run: saves by the name of the folder, and loads."""
+    saves, others = dict[str, list[SavedLine]](), dict[str, int]()
+    notes = list[str]()
+    if run.others:
+        earlier = html.counted(len(run.others), "earlier checkpoint is", "earlier checkpoints are")
+        notes.append(f"{earlier} not shown")
+    for line in lines.saves:
+        name = _name_in(run, line.url)
+        if name is None:
+            folder = line.url.rstrip("/").rpartition("/")[0]
+            others[folder] = others.get(folder, 0) + 1
+        else:
+            saves.setdefault(name, []).append(line)
+    loads = [line for line in lines.loads if _name_in(run, line.url) is not None]
+    if others:
+        named = ", ".join(list(others)[:_NAMED]) + (", ..." if len(others) > _NAMED else "")
+        count = html.counted(sum(others.values()), "line is", "lines are")
+        notes.append(f"{count} of saves elsewhere, and not shown: {named}")
+    if len(loads) < len(lines.loads):
+        count = html.counted(len(lines.loads) - len(loads), "load is", "loads are")
+        notes.append(f"{count} of other checkpoints, and not shown")
+    if lines.left_out:
+        notes.append(f"{html.counted(lines.left_out, 'older load is', 'older loads are')} left out")
+    if lines.unread:
+        count = html.counted(lines.unread, "line", "lines")
+        notes.append(f"{count} of the files of metrics could not be understood")
+    return saves, loads, notes
+
+
+def _name_in(run: RunFacts, url: str) -> str | None:
+    """The name of a checkpoint in this run; None if it is elsewhere."""
+    try:
+        asked = paths.resolve(url).url.rstrip("/")  # loads tell the path that they were given
+    except UnickptError:
+        return None
+    own = run.url.rstrip("/")
+    if not run.is_run:
+        return "." if asked == own else None
+    folder, _, name = asked.rpartition("/")
+    return name if folder == own and name else None
+
+
+def _stored(step: StepFacts, lines: Sequence[SavedLine]) -> dict[str, Any]:
+    """The row of a checkpoint that exists, with what was told of its save, not of earlier ones."""
+    created = _time(step.created)
+    told = [
+        line
+        for line in lines
+        if created is not None
+        and line.time >= created  # whole seconds, so it is compared what was saved, too
+        and (line.nbytes, line.processes) == (step.nbytes, step.processes)
+    ]
+    durations = None if step.durations is None else asdict(step.durations)
+    return {
+        "name": html.plain(step.name),
+        "state": "unreadable" if step.error and not step.created else "stored",
+        "created": html.plain(step.created, 40),
+        "bytes": min(step.nbytes, MOST_BYTES),
+        "new": min(step.new_bytes, MOST_BYTES),
+        "arrays": step.arrays,
+        "processes": step.processes,
+        "bases": [html.plain(name) for name in step.bases],
+        "after": step.after,
+        "metrics": {html.plain(name): value for name, value in step.metrics.items()},
+        "durations": durations,
+        "committed": told[-1].seconds if told else None,
+        "saved_times": max(1, len(lines)),
+        "error": html.plain(step.error, _MOST_ERROR),
+    }
+
+
+def _time(created: str) -> datetime | None:
+    """When a checkpoint was committed, by its index, which is untrusted."""
+    try:
+        found = datetime.fromisoformat(created)
+    except ValueError:
+        return None
+    return None if found.tzinfo is None else found
+
+
+def _gone(name: str, lines: Sequence[SavedLine]) -> dict[str, Any]:
+    """The row of a checkpoint that was saved, and does not exist any more."""
+    last = lines[-1]
+    return {
+        "name": html.plain(name),
+        "state": "removed",
+        "created": last.time.isoformat(timespec="seconds"),
+        "bytes": last.nbytes,
+        "new": None,
+        "arrays": None,
+        "processes": last.processes,
+        "bases": [],
+        "after": None,
+        "metrics": {},
+        "durations": None,
+        "committed": last.seconds,
+        "saved_times": len(lines),
+        "error": "",
+    }
+
+
+def _details(run: RunFacts, path: paths.Path) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    """The timings of the newest steps, newest first; and the arrays of the newest of all."""
+    details, left = list[dict[str, Any]](), _MOST_NUMBERS
+    arrays: dict[str, Any] | None = None
+    for number, step in reversed(list(enumerate(run.steps))):
+        source = step.path if run.is_run else path
+        is_first = arrays is None
+        if not is_first and (step.durations is None or left < step.processes):
+            continue
+        try:
+            read = partial(_of, attempt=step.attempt, with_arrays=is_first)
+            detail, found = checkpoint.reading(source, read)
+        except UnickptError:
+            continue  # its row says why, or it was removed meanwhile
+        name = html.plain(step.name)
+        if found is not None:
+            arrays = {"of": name, **found}
+        if detail is None:
+            continue
+        used = timing_columns.size(detail[0])
+        if details and used > left:
+            break
+        left -= used
+        details.append(
+            {"id": number, "name": name, **timing_columns.columns(detail[0]), "meshes": detail[1]}
+        )
+    return details, arrays
+
+
+def _of(found: Checkpoint, *, attempt: str, with_arrays: bool) -> Any:
+    """The timing and the meshes of a checkpoint, if it has them; and its arrays, if asked for.
+
+    Nothing of one that has replaced what its row is about.
+    """
+    if found.index.attempt != attempt:
+        return None, None
+    arrays = array_facts(found) if with_arrays else None
+    if found.index.processes > _MOST_PROCESSES:
+        return None, arrays
+    try:
+        timing = found.timing
+    except UnickptError:
+        timing = None
+    if timing is None:
+        return None, arrays
+    meshes = mesh_facts(tree_table.meshes_of(found.index), timing.processes)
+    return (timing, meshes), arrays
+
+
+def _left(found: Found | None) -> list[dict[str, Any]]:
+    """What failed saves left, and what is being written."""
+    if found is None:
+        return []
+    kinds: Mapping[str, Sequence[Remnant]] = {
+        "left by a failed save": found.remnants,
+        "may be under way": found.under_way,
+        "of unknown age": found.unknown,
+    }
+    rows = [
+        {
+            "name": html.plain(remnant.name),
+            "what": what,
+            "kind": remnant.kind,
+            "files": remnant.files,
+            "bytes": remnant.nbytes,
+        }
+        for what, remnants in kinds.items()
+        for remnant in remnants
+    ]
+    return rows[:_MOST_REMNANTS]
+
+
+def _load(line: LoadedLine) -> dict[str, Any]:
+    return {
+        "time": line.time.isoformat(timespec="seconds"),
+        "name": html.plain(line.url.rstrip("/").rpartition("/")[2]),
+        "counts": {html.plain(name): count for name, count in line.counts.items()},
+        "rows": [[html.plain(text, _MOST_PATH) for text in row] for row in line.rows],
+    }

@@ -1,0 +1,191 @@
+"""What the storage says of a run: its steps, what each is and how long it took."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, InvalidPath, UnickptError
+from unickpt.format.index import RESERVED, Index
+from unickpt.format.timing import Timing
+from unickpt.reading import checkpoint
+from unickpt.reading.checkpoint import Checkpoint
+from unickpt.reading.listing import Listed, checkpoints_below
+from unickpt.steps import cleanup
+from unickpt.steps.cleanup import Found
+from unickpt.storage import paths
+
+_OPEN_AT_ONCE = 8
+MOST_STEPS = 2000
+_MOST_METRICS = 6
+
+
+@dataclass(frozen=True)
+class Durations:
+    """How long a save took, in seconds since process 0 was asked to save.
+
+    Arguments:
+        done: until every process had written its part.
+        median: until half of them had.
+        merged: until process 0 had merged their records. Then it committed.
+        blocked: the longest that a process's call blocked its caller; None if the calls returned
+            only after the save.
+        slowest: the process for which all others waited.
+    """
+
+    done: float
+    median: float
+    merged: float
+    blocked: float | None
+    slowest: int
+
+    @classmethod
+    def of(cls, timing: Timing) -> Durations:
+        """The durations of a save."""
+        done, blocked = timing.done, float(timing.blocked.max())
+        return cls(
+            float(done.max()),
+            float(np.median(done)),
+            timing.merged,
+            blocked or None,
+            int(timing.slowest[0]),
+        )
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """A committed checkpoint.
+
+    Arguments:
+        name: of its folder; "." for the folder itself.
+        path: what `unickpt.open` takes.
+        attempt: the save that committed it.
+        created: when it was committed, as in its index.
+        nbytes, new_bytes: of its arrays, and what of them its save wrote.
+        arrays, processes: number of them.
+        bases: names of the checkpoints beside it that have chunks of it.
+        after: the step after which its job went on, if it says so.
+        metrics: numbers that it was saved with.
+        durations: None if it does not say.
+        error: why it, or its timing, cannot be read; else empty.
+    """
+
+    name: str
+    path: str
+    attempt: str = ""
+    created: str = ""
+    nbytes: int = 0
+    new_bytes: int = 0
+    arrays: int = 0
+    processes: int = 0
+    bases: tuple[str, ...] = ()
+    after: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    durations: Durations | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """The committed checkpoints of a folder, in natural order, and what else is in it.
+
+    Arguments:
+        url: of the folder, or of the one checkpoint.
+        is_run: whether it is a folder of checkpoints.
+        steps: the checkpoints; of more than `MOST_STEPS`, the last ones.
+        others: names of those before, which are not opened.
+        left: what failed saves left, and who saves here; None of one checkpoint.
+    """
+
+    url: str
+    is_run: bool
+    steps: Sequence[StepFacts]
+    others: frozenset[str] = frozenset()
+    left: Found | None = None
+
+
+def look(path: paths.Path) -> RunFacts:
+    """Reads the facts of a run, or of one checkpoint.
+
+    Arguments:
+        path: of a checkpoint of any format, or of a folder of unickpt's checkpoints.
+
+    Raises:
+        CheckpointNotFound: nothing was committed there.
+        CheckpointCorrupt, UnsupportedFormat: it is a checkpoint, and cannot be opened.
+        StorageError: the storage failed.
+    """
+    listed = _listed(path)
+    if listed is None:
+        step = checkpoint.reading(path, lambda found: (found.url, facts_of(".", "", found)))
+        return RunFacts(step[0], False, [step[1]])
+    with ThreadPoolExecutor(_OPEN_AT_ONCE) as pool:
+        found = pool.map(_step, listed[-MOST_STEPS:])
+        steps = [step for step in found if step is not None]
+    url = paths.resolve(path, whole=True).url
+    others = frozenset(one.name for one in listed[:-MOST_STEPS])
+    return RunFacts(url, True, steps, others, cleanup.find(path))
+
+
+def facts_of(name: str, path: str, found: Checkpoint) -> StepFacts:
+    """The facts of an opened checkpoint."""
+    index = found.index
+    after, metrics = _own(index)
+    try:
+        timing, error = found.timing, ""
+    except CheckpointCorrupt as damage:
+        timing, error = None, str(damage)
+    return StepFacts(
+        name,
+        path,
+        index.attempt,
+        index.created,
+        found.nbytes,
+        max(0, found.nbytes - index.reused),
+        len(index.arrays),
+        index.processes,
+        tuple(base.name for base in index.bases),
+        after,
+        metrics,
+        None if timing is None else Durations.of(timing),
+        error,
+    )
+
+
+def _listed(path: paths.Path) -> list[Listed] | None:
+    """The checkpoints in a folder; None if it is one itself, or may be another system's."""
+    try:
+        listed = checkpoints_below(path)
+    except (CheckpointNotFound, InvalidPath):  # or a file, which may be another system's
+        return None
+    return None if not listed or any(one.name == "." for one in listed) else listed
+
+
+def _step(listed: Listed) -> StepFacts | None:
+    """The facts of a checkpoint; None if it was removed meanwhile."""
+    try:
+        return checkpoint.reading(
+            listed.path, lambda found: facts_of(listed.name, listed.path, found)
+        )
+    except CheckpointNotFound:
+        return None
+    except UnickptError as error:
+        return StepFacts(listed.name, listed.path, error=str(error))
+
+
+def _own(index: Index) -> tuple[int | None, dict[str, float]]:
+    """What the `Checkpointer` put into the metadata, which is untrusted."""
+    own = index.metadata.get(RESERVED)
+    own = own if isinstance(own, dict) else {}
+    after, found = own.get("after"), own.get("metrics")
+    numbers = {
+        str(name): float(value)
+        for name, value in (found.items() if isinstance(found, dict) else ())
+        if isinstance(value, int | float) and abs(value) < 1e300 and math.isfinite(value)
+    }
+    shown = dict(list(numbers.items())[:_MOST_METRICS])
+    return after if type(after) is int else None, shown
