@@ -157,7 +157,7 @@ function _start() {
       el(
         "p",
         { class: "note" },
-        "How long the save took was not kept: unickpt does so since format 1.3.",
+        "What each process did is not shown: it is kept since format 1.3, and shown for up to 65,536 processes.",
       ),
     );
   if (data.arrays) main.append(arraysSection());
