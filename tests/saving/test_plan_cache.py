@@ -134,6 +134,14 @@ def test_values_per_process_and_metadata_are_those_of_each_call(saves: Saves) ->
     assert saves.recognised == [False, True, True]
 
 
+def test_values_that_cannot_be_stored_are_named(saves: Saves) -> None:
+    saves.save({"w": A, "rng": PerProcess(1)})
+    with pytest.raises(UnsupportedLeaf, match=r"(?s)cannot be stored:.*'rng': .*object"):
+        saves.save({"w": A, "rng": PerProcess(object())})
+    with pytest.raises(UnsupportedLeaf, match="metadata must be a dict"):
+        saves.save({"w": A, "rng": PerProcess(1)}, metadata=lambda: 3)
+
+
 def test_memory_that_was_replaced_is_read_where_it_is_now(saves: Saves) -> None:
     tensor = torch.nn.Parameter(torch.zeros(3, 5))
     saves.save({"w": tensor})

@@ -136,7 +136,7 @@ def describe(
         except (TypeError, ValueError) as error:
             bad.append(f"{name!r}: {error}")
     if bad:
-        raise UnsupportedLeaf("these leaves cannot be stored:\n" + _indent(bad))
+        raise unstorable(bad)
     if group.count == 1:
         check_quantized(options, entries)
     try:
@@ -154,6 +154,11 @@ def describe(
         processes=group.count,
     )
     return Description(index, sources, blobs, experts)
+
+
+def unstorable(bad: list[str]) -> UnsupportedLeaf:
+    """The error that lists leaves, each with the reason."""
+    return UnsupportedLeaf("these leaves cannot be stored:\n" + _indent(bad))
 
 
 def _source(value: Any, group: Group, among: Sequence[Adapter]) -> ArraySource:

@@ -22,7 +22,7 @@ from unickpt.frameworks.leaves import PerProcess, expand, is_leaf
 from unickpt.frameworks.process_group import Group
 from unickpt.frameworks.protocol import Adapter, ArraySource, Fragment, Memory, Read
 from unickpt.frameworks.registry import adapter_of, adapters
-from unickpt.saving.describe import Description, checked_metadata
+from unickpt.saving.describe import Description, checked_metadata, unstorable
 from unickpt.saving.options import SaveOptions
 from unickpt.saving.save_job import SaveJob
 from unickpt.saving.staging.capture import Capture, CaptureMethod
@@ -222,15 +222,25 @@ class SameTree:
         self.others = [adapter.source(values[at], group) for at, adapter, _ in plan.others]
 
     def describe(self, metadata: Mapping[str, Any] | None) -> Description:
-        """The description of the save. Raises as `describe.describe`."""
+        """The description of the save.
+
+        Raises:
+            UnsupportedLeaf: a value per process, or the metadata, cannot be stored.
+        """
         plain: dict[str, plain_values.Plain] = {}
         blobs: dict[str, bytes] = {}
+        bad: list[str] = []
         for number, name in self.plan.names.items():
             value = self._values[number]
             if isinstance(value, PerProcess):
-                blobs[name] = per_process.encode(value.value, self.plan.among)
+                try:
+                    blobs[name] = per_process.encode(value.value, self.plan.among)
+                except (TypeError, ValueError) as error:
+                    bad.append(f"{name!r}: {error}")
             else:
                 plain[name] = value
+        if bad:
+            raise unstorable(bad)
         known = self.plan.description
         index = replace(known.index, values=plain, metadata=checked_metadata(metadata))
         return Description(index, known.sources, blobs)
@@ -280,13 +290,14 @@ class PlanCache:
         Raises:
             UnsupportedLeaf: it cannot be flattened.
         """
-        among, seen = adapters(), dict[tuple[str, int], tree.Expansion | None]()
+        among, seen = adapters(), dict[tuple[str, int], tuple[Any, tree.Expansion | None]]()
 
         def expand_once(obj: Any, name: str) -> tree.Expansion | None:
-            # `state_dict` may take long, and may be called by all processes together.
+            # `state_dict` may take long, and may be called by all processes together. The object is
+            # kept with what it gave, so that no other one gets its id.
             if (name, id(obj)) not in seen:
-                seen[name, id(obj)] = expand(obj, name, among)
-            return seen[name, id(obj)]
+                seen[name, id(obj)] = obj, expand(obj, name, among)
+            return seen[name, id(obj)][1]
 
         def level(obj: Any, name: str) -> tree.Expansion | None:
             return tree.level_of(obj, name, expand_once)
