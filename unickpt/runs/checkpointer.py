@@ -53,9 +53,10 @@ class Checkpointer:
         keep_best: keep this many of the best steps by `metric`.
         metric: the name of one of the `metrics` given to `save`.
         best: whether the smallest ("min") or the largest ("max") value is the best.
-        keep: called with a step; returns whether to keep it. A step is kept if any rule keeps it;
-            without rules, all are. The newest step and the step that was just saved are never
-            removed.
+        keep: called with a step; returns whether to keep it.
+        keep_among: called with all steps, ascending, on process 0 in the background; returns those
+            to keep. A step is kept if any rule keeps it; without rules, all are. The newest step
+            and the step that was just saved are never removed.
         after: continue after this step and abandon later steps of earlier jobs: `steps`, `latest`
             and `load` do not see them, and the first `save` removes them. A job that is restarted
             with the same argument sees the steps that it saved itself; to go back to the same step
@@ -133,6 +134,7 @@ class Checkpointer:
         metric: str | None = None,
         best: Literal["min", "max"] = "min",
         keep: Callable[[int], bool] | None = None,
+        keep_among: Callable[[Sequence[int]], Collection[int]] | None = None,
         after: int | None = None,
         save_every: int | None = None,
         save_every_s: float | None = None,
@@ -145,7 +147,7 @@ class Checkpointer:
         optimizers: Sequence[Any] = (),
         options: SaveOptions | None = None,
     ) -> None:
-        retention = Retention(keep_last, keep_every, keep_best, metric, best, keep)
+        retention = Retention(keep_last, keep_every, keep_best, metric, best, keep, keep_among)
         self._policy = Policy(save_every, save_every_s, preemption)
         self._options = SaveOptions.or_default(options)
         self._reuses = reuse is not False

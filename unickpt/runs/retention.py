@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Literal
@@ -23,6 +23,7 @@ class Retention:
         metric: the name of a metric given to `Checkpointer.save`.
         best: whether the smallest or the largest value is the best.
         keep: called with a step; returns whether to keep it.
+        keep_among: called with all steps, ascending; returns those to keep.
 
     Raises:
         ValueError: a rule is invalid.
@@ -38,6 +39,7 @@ class Retention:
     metric: str | None = None
     best: Literal["min", "max"] = "min"
     keep: Callable[[int], bool] | None = None
+    keep_among: Callable[[Sequence[int]], Collection[int]] | None = None
 
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every", "keep_best"):
@@ -52,10 +54,12 @@ class Retention:
             raise ValueError(f"best={self.best!r} must be 'min' or 'max'")
         if self.keep is not None and not callable(self.keep):
             raise ValueError(f"keep={self.keep!r} must be a function of a step; see keep_last=")
+        if self.keep_among is not None and not callable(self.keep_among):
+            raise ValueError(f"keep_among={self.keep_among!r} must be a function of all steps")
 
     @property
     def keeps_all(self) -> bool:
-        rules = (self.keep_last, self.keep_every, self.keep_best, self.keep)
+        rules = (self.keep_last, self.keep_every, self.keep_best, self.keep, self.keep_among)
         return all(rule is None for rule in rules)
 
     def expendable(self, steps: Mapping[int, Metrics], spared: Collection[int] = ()) -> list[int]:
@@ -73,6 +77,8 @@ class Retention:
             kept |= {step for step in ordered if step % self.keep_every == 0}
         if self.keep is not None:
             kept |= {step for step in ordered if self.keep(step)}
+        if self.keep_among is not None:
+            kept |= set(self.keep_among(ordered))
         return [step for step in ordered if step not in kept and step not in spared]
 
     def _best(self, steps: Mapping[int, Metrics]) -> list[int]:

@@ -1,0 +1,292 @@
+"""Items: what `args` describe, as trees to save and as trees to load into."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from unickpt.errors import LoadMismatch, UnsupportedLeaf
+from unickpt.frameworks.leaves import expand, is_leaf
+from unickpt.frameworks.registry import adapters
+from unickpt.integrations.orbax import handlers
+from unickpt.integrations.orbax.described import described, sharding_of
+from unickpt.loading.views import StoredView
+from unickpt.reading.checkpoint import Checkpoint
+from unickpt.trees import tree
+
+FILES = "files"
+PLACEHOLDER = ...
+"""In a tree to restore: leaves that are not restored."""
+
+_HOLE = jax.ShapeDtypeStruct((), np.dtype("bool"))  # what stands for PLACEHOLDER while loading
+_TREES = ("StandardSave", "PyTreeSave", "ArraySave")
+_SAVES = (*_TREES, "JsonSave", "JaxRandomKeySave", "NumpyRandomKeySave")
+_RESTORES = {
+    "StandardRestore": _TREES,
+    "PyTreeRestore": _TREES,
+    "ArrayRestore": _TREES,
+    "JsonRestore": ("JsonSave",),
+    "JaxRandomKeyRestore": ("JaxRandomKeySave",),
+    "NumpyRandomKeyRestore": ("NumpyRandomKeySave",),
+}
+
+
+# --- saving ---------------------------------------------------------------------------------------
+
+
+def to_save(name: str, args: Any, handler: Any = None) -> tuple[str, Any]:
+    """How an item is saved, for `restore`, and the tree to save.
+
+    Arguments:
+        name: of the item, for messages.
+        args: Orbax's or ours.
+        handler: one of the user's own, for this item.
+
+    Raises:
+        TypeError, ValueError: something cannot be honoured; names the item and the field.
+    """
+    kind = kind_of(args)
+    if handler is not None or kind not in _SAVES:
+        handler = handlers.handler_of(name, args, handler)
+        return FILES, handlers.files_of(handler, args)
+    _check_save_args(name, getattr(args, "save_args", None))
+    if kind == "JsonSave":
+        return kind, plain_json(name, args.item)
+    return kind, args.item
+
+
+def kind_of(args: Any) -> str:
+    """The name of a class of arguments, Orbax's or ours; empty for all others."""
+    cls = type(args)
+    if cls.__module__.split(".")[0] not in ("orbax", "unickpt"):
+        return ""
+    return cls.__name__.removesuffix("Args")
+
+
+def plain_json(name: str, value: Any) -> Any:
+    """What JSON makes of a value: keys are texts, tuples are lists.
+
+    Raises:
+        UnsupportedLeaf: it is not JSON.
+    """
+    try:
+        return json.loads(json.dumps(value, default=_number))
+    except (TypeError, ValueError) as error:
+        raise UnsupportedLeaf(f"{name!r} is not JSON: {error}") from error
+
+
+def _number(value: Any) -> Any:
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+def _check_save_args(name: str, save_args: Any) -> None:
+    for each in jax.tree.leaves(save_args):
+        if getattr(each, "dtype", None) is not None:
+            raise ValueError(
+                f"item {name!r}: SaveArgs(dtype={each.dtype}) is not supported; cast the arrays "
+                "before the save"
+            )
+
+
+# --- restoring ------------------------------------------------------------------------------------
+
+Load = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class StoredItem:
+    """An item of an opened checkpoint.
+
+    Arguments:
+        name: of the item, for messages.
+        prefix: of its names; empty if it is all of the checkpoint.
+        found: the checkpoint.
+        kind: how it was saved; empty if that is not known.
+        load: loads from the checkpoint, with the arguments of `unickpt.load`.
+    """
+
+    name: str
+    prefix: str
+    found: Checkpoint
+    kind: str
+    load: Load
+
+    @property
+    def node(self) -> tree.Node | tree.Leaf:
+        """Its structure."""
+        whole = StoredView(self.found.reader).node()
+        if not self.prefix:
+            return whole
+        assert isinstance(whole, tree.Node), "a checkpoint with items is a dict"
+        return whole.children[whole.keys.index(self.prefix)]
+
+    def abstract(self) -> Any:
+        """Its tree, with a `jax.ShapeDtypeStruct` for each array, and its plain values."""
+        return tree.rebuild(self.node, self._abstract_leaf)
+
+    def _abstract_leaf(self, name: str) -> Any:
+        if name in self.found.values:
+            return self.found.values[name]
+        if name not in self.found:  # a PerProcess of somebody's
+            return None
+        array = self.found[name]
+        return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+    def load_as(self, like: Any, *, partial: bool = False) -> Any:
+        """Loads it into a tree like `like`; None for what is stored, as NumPy arrays."""
+        if not self.prefix:
+            selected: dict[str, Any] = {}
+        elif any(tree.leaves(self.node)):
+            selected = {"only": [f"{self.prefix}/**", self.prefix]}
+            selected["only"] = [p for p in selected["only"] if self._names(p)]
+        else:
+            return tree.rebuild(self.node, lambda name: None) if like is None else like
+        if like is None:
+            found = self.load(None, **selected)
+            return found[self.prefix] if self.prefix else found
+        wrapped = {self.prefix: like} if self.prefix else like
+        found = self.load(
+            wrapped,
+            **selected,
+            cast=True,
+            skip=_holes(wrapped),
+            unexpected="skip" if partial else "error",
+        )
+        found = found[self.prefix] if self.prefix else found
+        return jax.tree.map(lambda leaf: PLACEHOLDER if leaf is _HOLE else leaf, found)
+
+    def _names(self, pattern: str) -> bool:
+        alone = pattern == self.prefix
+        return any((leaf.name == self.prefix) == alone for leaf in tree.leaves(self.node))
+
+
+def restore(item: StoredItem, args: Any, handler: Any = None) -> Any:
+    """Restores an item.
+
+    Arguments:
+        args: Orbax's or ours; None restores what is stored, in the way that it was saved.
+        handler: one of the user's own, for this item.
+
+    Raises:
+        TypeError, ValueError: something cannot be honoured; names the item and the field.
+        LoadMismatch: what is stored does not fit; as `unickpt.load`.
+    """
+    kind = kind_of(args)
+    if item.kind == FILES or handler is not None or (args is not None and kind not in _RESTORES):
+        if args is None:
+            raise ValueError(
+                f"item {item.name!r} was saved by a handler; pass the arguments that it takes"
+            )
+        handler = handlers.handler_of(item.name, args, handler)
+        return handlers.restore_files(handler, args, item.load_as(None))
+    if args is not None and item.kind and item.kind not in _RESTORES[kind]:
+        raise LoadMismatch(
+            f"{item.found.location}: item {item.name!r} was saved with {item.kind}, and "
+            f"{kind} was asked for; pass {item.kind.replace('Save', 'Restore')}"
+        )
+    if "RandomKey" in kind and not item.kind:
+        raise LoadMismatch(
+            f"{item.found.location}: the random key {item.name!r} was saved by Orbax, which stores "
+            "it in parts; restore it with Orbax, and save it again"
+        )
+    if "JaxRandomKey" in (item.kind or kind):
+        return _random_key(item)
+    if args is None or kind in ("JsonRestore", "NumpyRandomKeyRestore"):
+        return item.load_as(None)
+    _check_restore(item.name, args)
+    like, partial = _like(item, args)
+    return item.load_as(like, partial=partial)
+
+
+def _like(item: StoredItem, args: Any) -> tuple[Any, bool]:
+    """The tree to load into, and whether what it lacks is left out."""
+    wanted, restore_args = args.item, getattr(args, "restore_args", None)
+    partial = getattr(args, "partial_restore", False) or getattr(args, "transforms", None) == {}
+    wanted = getattr(wanted, "tree", wanted) if type(wanted).__name__ == "TreeMetadata" else wanted
+    if wanted is None and restore_args is None:
+        return None, False
+    if wanted is None:
+        wanted = item.abstract()
+    if restore_args is None:
+        return jax.tree.map(lambda leaf: _target(item.name, leaf, None), wanted), partial
+    return jax.tree.map(
+        lambda leaf, how: _target(item.name, leaf, how), wanted, restore_args
+    ), partial
+
+
+def _target(name: str, leaf: Any, how: Any) -> Any:
+    """What to load a leaf into.
+
+    Arguments:
+        leaf: of the tree to restore.
+        how: None, or its `RestoreArgs`, Orbax's or ours.
+    """
+    if leaf is PLACEHOLDER:
+        return _HOLE
+    leaf = described(leaf)
+    if isinstance(leaf, np.ndarray):
+        leaf = np.empty_like(leaf)  # the user's own stays as it is
+    if how is None or not hasattr(leaf, "shape"):
+        return leaf
+    if not getattr(how, "strict", True):
+        raise ValueError(
+            f"item {name!r}: ArrayRestoreArgs(strict=False) is not supported: arrays are not "
+            "padded or cut"
+        )
+    shape = getattr(how, "global_shape", None) or getattr(how, "shape", None) or leaf.shape
+    dtype = leaf.dtype if how.dtype is None else how.dtype
+    if how.restore_type is np.ndarray:
+        return np.empty(shape, dtype)
+    sharding = sharding_of(how)
+    if sharding is None:
+        sharding = getattr(leaf, "sharding", None)
+    return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=sharding)
+
+
+def _holes(like: Any) -> list[str]:
+    """The names of the leaves that are not restored."""
+    among = adapters()
+    node = tree.flatten(
+        like, lambda obj: is_leaf(obj, among), lambda obj, name: expand(obj, name, among)
+    )
+    return [leaf.name for leaf in tree.leaves(node) if leaf.value is _HOLE]
+
+
+_REFUSED: Mapping[str, tuple[Any, str]] = {
+    "strict": (True, "arrays are not padded or cut"),
+    "support_layout": (False, "layouts on the devices are JAX's"),
+    "fallback_sharding": (None, "give shardings in item"),
+    "legacy_transform_fn": (None, "see unickpt.load(rules=)"),
+    "transforms_default_to_original": (True, "see unickpt.load(rules=)"),
+}
+
+
+def _check_restore(name: str, args: Any) -> None:
+    for field, (default, advice) in _REFUSED.items():
+        value = getattr(args, field, default)
+        if value is not default:
+            raise ValueError(
+                f"item {name!r}: {kind_of(args)}({field}={value!r}) is not supported: {advice}"
+            )
+    if getattr(args, "transforms", None):
+        raise ValueError(
+            f"item {name!r}: PyTreeRestore(transforms=) is not supported: rules do more, see "
+            "unickpt.load(rules=)"
+        )
+
+
+def _random_key(item: StoredItem) -> Any:
+    """A typed JAX key."""
+    names = [leaf.name for leaf in tree.leaves(item.node)]
+    keys = [n for n in names if n in item.found and item.found.index.arrays[n].prng is not None]
+    if len(keys) != 1:
+        raise LoadMismatch(f"{item.found.location}: item {item.name!r} has no JAX random key")
+    data = item.found[keys[0]][...]
+    return jax.random.wrap_key_data(data, impl=item.found.index.arrays[keys[0]].prng)

@@ -1,0 +1,365 @@
+"""`CheckpointManager`, with the surface of Orbax's version 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+from unickpt.errors import CheckpointNotFound
+from unickpt.integrations.orbax import handlers, items, policies
+from unickpt.integrations.orbax import options as manager_options
+from unickpt.integrations.orbax.args import Composite
+from unickpt.integrations.orbax.described import RootMetadata, StepMetadata, TreeMetadata
+from unickpt.integrations.orbax.options import CheckpointManagerOptions
+from unickpt.integrations.orbax.run import ORBAX, Info, Rules, Run, custom_metadata
+from unickpt.integrations.orbax.run import reached_preemption as _reached_preemption
+from unickpt.integrations.orbax.stored import as_path, item_metadata, item_of, items_of
+from unickpt.reading.checkpoint import Checkpoint
+from unickpt.storage import paths
+
+DEFAULT = "default"
+
+
+class CheckpointManager:
+    """The checkpoints of a training run, as `orbax.checkpoint.CheckpointManager`.
+
+    All processes create it with the same arguments and call the same methods. Each step is an
+    ordinary checkpoint of unickpt, `step_<n>` below the directory. Steps that Orbax saved into the
+    same directory are listed and restored as well; they are never removed, and no option counts
+    them.
+
+    Arguments:
+        directory: a local path or a URL (file, memory, s3, gs).
+        checkpointers: None.
+        options: Orbax's `CheckpointManagerOptions` or ours.
+        metadata: JSON about the run; what the newest step has takes precedence.
+        item_names: names of items; then `args` are a `Composite`.
+        item_handlers: a handler, or one for each item; Orbax's own, or with `save(directory,
+            args=)` and `restore(directory, args=)`.
+        logger, handler_registry: None.
+        unickpt: further arguments of `unickpt.Checkpointer`, such as {"reuse": True} or
+            {"options": unickpt.SaveOptions(...)}.
+
+    Raises:
+        ValueError, TypeError: an argument cannot be honoured; names it.
+        CheckpointExists: a step is there twice, saved by Orbax and by unickpt.
+
+    Example:
+        >>> import numpy as np
+        >>> import unickpt.integrations.orbax as ocp
+        >>> options = ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=10)
+        >>> with ocp.CheckpointManager("memory://orbax/run", options=options) as manager:
+        ...     for step in range(31):
+        ...         _ = manager.save(step, args=ocp.args.StandardSave({"w": np.full(2, step)}))
+        ...     manager.wait_until_finished()
+        ...     manager.all_steps(), manager.restore(manager.latest_step())
+        ([20, 30], {'w': array([30, 30])})
+    """
+
+    def __init__(
+        self,
+        directory: paths.Path,
+        checkpointers: Any = None,
+        options: Any = None,
+        metadata: Mapping[str, Any] | None = None,
+        item_names: Sequence[str] | None = None,
+        item_handlers: Any = None,
+        logger: Any = None,
+        handler_registry: Any = None,
+        *,
+        unickpt: Mapping[str, Any] | None = None,
+    ) -> None:
+        _refuse("checkpointers", checkpointers, "pass args= to save and restore")
+        _refuse("logger", logger, "see unickpt.SaveOptions(metrics=)")
+        _refuse("handler_registry", handler_registry, "pass item_handlers=")
+        self._options = CheckpointManagerOptions() if options is None else options
+        manager_options.check(self._options)
+        self._given, self._directory = directory, as_path(directory)
+        self._handlers: dict[str, Any] = {}
+        self._default: bool | None = False if item_names else None
+        if isinstance(item_handlers, Mapping):
+            self._handlers = {name: handlers.of_user(h) for name, h in item_handlers.items()}
+            self._default = False
+        elif item_handlers is not None:
+            self._handlers = {DEFAULT: handlers.of_user(item_handlers)}
+            self._default = True
+        waiting = getattr(self._options, "async_options", None)
+        self._run = Run(
+            directory,
+            _rules(self._options, None if metadata is None else items.plain_json("metadata", metadata)),
+            unickpt or {},
+            None if waiting is None else waiting.timeout_secs,
+        )
+
+    # --- saving ------------------------------------------------------------------------------------
+
+    def should_save(self, step: int) -> bool:
+        """Whether `save` would save this step."""
+        return self._run.should_save(step)
+
+    def reached_preemption(self, step: int) -> bool:
+        """Whether the job is about to be stopped, as `jax.distributed` tells all processes."""
+        return _reached_preemption(step)
+
+    def save(
+        self,
+        step: int,
+        items: Any = None,
+        save_kwargs: Any = None,
+        metrics: Any = None,
+        force: bool | None = False,
+        args: Any = None,
+        custom_metadata: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """Saves a step if the options say so, in the background.
+
+        Arguments:
+            step: its number, above those that exist.
+            items, save_kwargs: None; use `args`.
+            metrics: JSON, for `best_fn`.
+            force: save in any case, except with `read_only`.
+            args: what to save: `args.StandardSave(tree)` and the like, or a `Composite` of them.
+            custom_metadata: JSON about the step.
+
+        Returns:
+            Whether it is saved.
+
+        Raises:
+            StepAlreadyExistsError: the step exists.
+            LaterStepsExist: later steps exist.
+            ValueError, TypeError: an argument cannot be honoured; names it.
+            UnickptError: as `unickpt.Checkpointer.save`, also of the save before.
+        """
+        _refuse("items", items, "pass args=, such as args.StandardSave(tree)")
+        _refuse("save_kwargs", save_kwargs, "pass args=")
+        if args is None:
+            raise ValueError("save: args= is missing, such as args.StandardSave(tree)")
+        self._check_args(args)
+        if self._options.read_only or not (force or self.should_save(step)):
+            return False
+        tree, how = self._described(args)
+        as_json = _json
+        self._run.save(
+            step,
+            tree,
+            how,
+            metrics=None if metrics is None else as_json("metrics", metrics),
+            metadata=as_json("custom_metadata", custom_metadata or {}),
+        )
+        return True
+
+    def _described(self, args: Any) -> tuple[Any, dict[str, Any]]:
+        """The tree to save, and how it is to be restored."""
+        given = {DEFAULT: args} if self._default else dict(args.items())
+        kinds, trees = {}, {}
+        for name, each in given.items():
+            if each is not None:
+                kinds[name], trees[name] = items.to_save(name, each, self._handlers.get(name))
+        own = {n: m for n, e in given.items() if (m := getattr(e, "custom_metadata", None))}
+        how: dict[str, Any] = {"items": kinds, "single": DEFAULT if self._default else None}
+        if own:
+            how["item_metadata"] = _json("custom_metadata", own)
+        return trees[DEFAULT] if self._default else trees, how
+
+    def _check_args(self, args: Any) -> None:
+        composite = items.kind_of(args) == "Composite"
+        if self._default is None:
+            self._default = not composite
+        if composite == self._default:
+            wanted = "one item, not a Composite" if self._default else "a Composite of named items"
+            raise ValueError(f"args= is a {type(args).__name__}; this manager has {wanted}")
+
+    def wait_until_finished(self) -> None:
+        """Waits until the save in progress is committed, and old steps are removed.
+
+        Raises:
+            UnickptError: it failed.
+        """
+        self._run.wait()
+
+    def is_saving_in_progress(self) -> bool:
+        """Whether a save is not committed yet."""
+        return self._run.is_saving
+
+    def check_for_errors(self) -> None:
+        """Raises the error of a save that has failed by now."""
+        self._run.check_for_errors()
+
+    # --- restoring ---------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        step: int | None = None,
+        items: Any = None,
+        restore_kwargs: Any = None,
+        directory: paths.Path | None = None,
+        args: Any = None,
+    ) -> Any:
+        """Restores a step, saved by this manager or by Orbax.
+
+        Arguments:
+            step: its number; None for the newest.
+            items, restore_kwargs: None; use `args`.
+            directory: of another run.
+            args: what to restore: `args.StandardRestore(abstract_tree)` and the like, or a
+                `Composite` of them, in which None restores an item as it was saved. None restores
+                all.
+
+        Returns:
+            The item; a `Composite`, if the items have names.
+
+        Raises:
+            StepNotFoundError: the step does not exist.
+            LoadMismatch: what is stored does not fit; as `unickpt.load`.
+            ValueError, TypeError: an argument cannot be honoured; names it.
+        """
+        _refuse("items", items, "pass args=, such as args.StandardRestore(tree)")
+        _refuse("restore_kwargs", restore_kwargs, "pass args=")
+        if directory is not None:
+            return self._restore_other(step, directory, args)
+        info, found = self._run.opened(step)
+        if self._default is None:
+            self._default = DEFAULT in items_of(info, found, None)
+        if args is not None:
+            self._check_args(args)
+        names = items_of(info, found, DEFAULT if self._default else None)
+        if self._default:
+            return self._restored(info, found, DEFAULT, args)
+        wanted: dict[str, Any] = dict.fromkeys(names) if args is None else dict(args.items())
+        restored = {n: self._restored(info, found, n, each) for n, each in wanted.items()}
+        return Composite(**restored)
+
+    def _restored(self, info: Info, found: Checkpoint, name: str, args: Any) -> Any:
+        single = DEFAULT if self._default else None
+        item = item_of(info, found, name, single, partial(self._run.load, info))
+        return items.restore(item, args, self._handlers.get(name))
+
+    def _restore_other(self, step: int | None, directory: paths.Path, args: Any) -> Any:
+        only_read = CheckpointManagerOptions(read_only=True, create=False)
+        with CheckpointManager(
+            directory, options=only_read, item_handlers=self._handlers or None
+        ) as other:
+            return other.restore(step, args=args)
+
+    # --- what there is -----------------------------------------------------------------------------
+
+    @property
+    def directory(self) -> Any:
+        """As given: an `epath.Path` if that is installed."""
+        return self._directory
+
+    def all_steps(self, read: bool = False) -> list[int]:
+        """The steps, ascending, also one that is being saved.
+
+        Arguments:
+            read: list the storage anew, as `reload`.
+        """
+        if read:
+            self.reload()
+        return [info.step for info in self._run.infos]
+
+    def latest_step(self) -> int | None:
+        """The newest step; None if there is none."""
+        return None if self._run.latest is None else self._run.latest.step
+
+    def best_step(self) -> int | None:
+        """The best step by `best_fn`; without it the newest. None if there is none."""
+        best_fn = self._options.best_fn
+        if best_fn is None:
+            return self.latest_step()
+        infos = self._run.infos
+        ranked = policies.ranking(infos, best_fn, self._options.best_mode == "min")
+        return infos[ranked[-1]].step if ranked else None
+
+    def reload(self) -> None:
+        """Lists the storage anew, after somebody else has changed it."""
+        self._run.reload()
+
+    def delete(self, step: int) -> None:
+        """Removes a step; with `read_only`, does nothing.
+
+        Raises:
+            StepNotFoundError: it does not exist.
+            CheckpointExists: Orbax wrote it; remove the folder.
+        """
+        if not self._options.read_only:
+            self._run.delete(step)
+
+    def metrics(self, step: int) -> Any:
+        """The metrics of a step; None if it has none."""
+        return self._run.info(step).metrics
+
+    def item_metadata(self, step: int) -> Any:
+        """The trees of a step: a `TreeMetadata`, or a `Composite` of them."""
+        return self.metadata(step).item_metadata
+
+    def metadata(self, step: int | None = None) -> Any:
+        """The `StepMetadata` of a step; the `RootMetadata` of the run, if no step is given."""
+        if step is None:
+            return RootMetadata(self._run.root_metadata, self.directory)
+        info, found = self._run.opened(step)
+        if self._default is None:
+            self._default = DEFAULT in items_of(info, found, None)
+        single = DEFAULT if self._default else None
+        kinds = items_of(info, found, single)
+        own = found.metadata.get(ORBAX, {}).get("item_metadata", {}) if not info.foreign else {}
+        trees = {
+            name: TreeMetadata(item_metadata(item_of(info, found, name, single)), own.get(name))
+            for name in kinds
+        }
+        return StepMetadata(
+            kinds,
+            trees[DEFAULT] if self._default else Composite(**trees),
+            info.metrics or {},
+            int(info.time.timestamp() * 1e9),
+            custom_metadata(info, found),
+        )
+
+    # --- closing -----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Waits as `wait_until_finished`, then releases the directory.
+
+        Raises:
+            UnickptError: as `wait_until_finished`.
+        """
+        self._run.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except Exception as failed:
+            if error is None:
+                raise
+            error.add_note(f"unickpt: {type(failed).__name__} in the background: {failed}")
+
+
+_json = items.plain_json  # within `save`, `items` is an argument
+
+
+def _rules(options: Any, metadata: Mapping[str, Any] | None) -> Rules:
+    return Rules(
+        manager_options.save_policy(options),
+        manager_options.preservation_policy(options),
+        options.read_only,
+        options.create or options.read_only,
+        options.enable_async_checkpointing,
+        not options.prevent_write_metrics,
+        metadata if options.save_root_metadata else None,
+        options.enable_should_save_is_saving_in_progress_check,
+    )
+
+
+def _refuse(name: str, value: Any, advice: str) -> None:
+    if value is not None:
+        raise ValueError(f"{name}={type(value).__name__} is not supported: {advice}")

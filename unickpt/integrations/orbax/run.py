@@ -1,0 +1,387 @@
+"""The steps of a run as Orbax's managers show them, over `unickpt.Checkpointer`.
+
+Both managers, of version 0 and 1, are made of it. Steps that Orbax itself wrote into the same
+folder are listed and loaded as well, and never changed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import cached_property
+from typing import Any
+
+from unickpt.errors import CheckpointExists, CheckpointNotFound, LaterStepsExist
+from unickpt.format.index import RESERVED
+from unickpt.frameworks.process_group import Group, within
+from unickpt.frameworks.registry import adapters, current_group
+from unickpt.integrations.orbax.policies import (
+    DecisionContext,
+    PreservationContext,
+    PreservationPolicy,
+    SaveDecisionPolicy,
+)
+from unickpt.loading.loader import load
+from unickpt.reading.checkpoint import Checkpoint, open
+from unickpt.reading.listing import other_folders
+from unickpt.runs.arguments import step_number
+from unickpt.runs.checkpointer import Checkpointer
+from unickpt.saving.options import SaveOptions
+from unickpt.saving.pending import PendingSave
+from unickpt.storage import paths
+
+_FOREIGN = re.compile(r"(?:.*_)?0*([0-9]{1,18})")
+ORBAX = "orbax"
+"""Orbax's format; and the key of our metadata that says how the step was saved."""
+
+
+class StepAlreadyExistsError(CheckpointExists, ValueError):
+    """The step to save exists."""
+
+
+class StepNotFoundError(CheckpointNotFound):
+    """The step does not exist."""
+
+
+@dataclass(frozen=True)
+class Info:
+    """A step, as policies see it; reads what it was not told.
+
+    Arguments:
+        step: its number.
+        path: where it is.
+        foreign: whether Orbax wrote it.
+        told: its time and metrics, if this process saved it.
+    """
+
+    step: int
+    path: str
+    foreign: bool = False
+    told: tuple[datetime, Any] | None = None
+
+    @cached_property
+    def _read(self) -> tuple[datetime, Any]:
+        found = open(self.path)
+        created = found.index.created
+        when = datetime.fromisoformat(created) if created else datetime.min.replace(tzinfo=UTC)
+        return when, found.metadata.get("metrics")
+
+    @property
+    def time(self) -> datetime:
+        return (self.told or self._read)[0]
+
+    @property
+    def metrics(self) -> Any:
+        return (self.told or self._read)[1]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a run saves and keeps.
+
+    Arguments:
+        save, keep: the policies.
+        read_only: save and delete nothing.
+        create: whether the folder may be created.
+        asynchronous: whether saves run in the background.
+        store_metrics: whether metrics are stored.
+        metadata: of the run, stored with each step; None for none.
+        considers_pending: whether policies are told that a save is in progress.
+    """
+
+    save: SaveDecisionPolicy
+    keep: PreservationPolicy
+    read_only: bool = False
+    create: bool = True
+    asynchronous: bool = True
+    store_metrics: bool = True
+    metadata: Mapping[str, Any] | None = None
+    considers_pending: bool = True
+
+
+class Run:
+    """The steps below a folder.
+
+    Arguments:
+        directory: a local path or a URL (file, memory, s3, gs).
+        rules: how to save and keep.
+        arguments: further ones of `unickpt.Checkpointer`.
+        timeout_s: how long processes wait for each other; None for unickpt's default.
+
+    Raises:
+        CheckpointExists: a step is there twice, saved by Orbax and by unickpt.
+    """
+
+    def __init__(
+        self,
+        directory: paths.Path,
+        rules: Rules,
+        arguments: Mapping[str, Any],
+        timeout_s: float | None = None,
+    ) -> None:
+        self.rules = rules
+        self.directory = paths.resolve(directory)
+        if rules.create and not rules.read_only:
+            self.directory.make()
+        self._options = SaveOptions.or_default(arguments.get("options"))
+        if timeout_s is not None:
+            self._options = replace(self._options, timeout_s=float(timeout_s))
+        given = {**arguments, "options": self._options, "keep_among": self._kept}
+        self.checkpointer = Checkpointer(directory, **given)
+        self._infos: dict[int, Info] = {}
+        self._pending: PendingSave | None = None
+        self._saving: int | None = None
+        self._root: Mapping[str, Any] | None = None
+        self.reload()
+
+    # --- which steps there are ---------------------------------------------------------------------
+
+    def reload(self) -> None:
+        """Lists the steps anew; a save in progress counts."""
+        steps = self.checkpointer.steps()
+        ours = {step: Info(step, self.checkpointer.path(step)) for step in steps}
+        if self._saving is not None:
+            ours[self._saving] = self._infos[self._saving]
+        foreign = {info.step: info for info in self._foreign()}
+        for step in sorted(ours.keys() & foreign.keys()):
+            raise CheckpointExists(
+                f"step {step} is there twice, saved by Orbax at {foreign[step].path} and by "
+                f"unickpt at {ours[step].path}; remove one of them"
+            )
+        known = {s: i for s, i in self._infos.items() if s in ours}
+        self._infos = {**foreign, **ours, **known}
+
+    def _foreign(self) -> list[Info]:
+        """The committed steps that Orbax wrote."""
+        found: list[Info] = []
+        if not self.directory.exists():
+            return found
+        for listed in other_folders(str(self.directory)):
+            number = _FOREIGN.fullmatch(listed.name)
+            if number is None:
+                continue
+            try:
+                reader = open(listed.path).reader
+            except CheckpointNotFound:
+                continue  # it was not committed
+            if reader.format == ORBAX:
+                found.append(Info(int(number[1]), listed.path, foreign=True))
+        return found
+
+    @property
+    def infos(self) -> list[Info]:
+        """The steps, ascending, as of the last save or `reload`; one in progress counts."""
+        return [self._infos[step] for step in sorted(self._infos)]
+
+    @property
+    def latest(self) -> Info | None:
+        return self.infos[-1] if self._infos else None
+
+    def info(self, step: int | None) -> Info:
+        """A step, or the newest.
+
+        Raises:
+            StepNotFoundError: it does not exist, or none does.
+        """
+        if step is None:
+            if self.latest is None:
+                raise StepNotFoundError(f"no steps in {self.directory}")
+            return self.latest
+        found = self._infos.get(step_number(step))
+        if found is None:
+            there = ", ".join(map(str, sorted(self._infos))) or "none"
+            raise StepNotFoundError(f"no step {step} in {self.directory}; there are {there}")
+        return found
+
+    def opened(self, step: int | None) -> tuple[Info, Checkpoint]:
+        """A step, committed; waits if it is being saved."""
+        info = self.info(step)
+        if info.step == self._saving:
+            self.wait()
+        return info, open(info.path)
+
+    def load(self, info: Info, like: Any, **arguments: Any) -> Any:
+        """Loads from a step, with the arguments of `unickpt.load`."""
+        if info.foreign:
+            return load(info.path, like, **arguments)
+        return self.checkpointer.load(like, step=info.step, **arguments)
+
+    # --- saving ------------------------------------------------------------------------------------
+
+    def should_save(self, step: int) -> bool:
+        """Whether the policy wants to save now; all processes call this."""
+        step = step_number(step)
+        if self.rules.read_only or (self.latest is not None and self.latest.step >= step):
+            return False
+        context = DecisionContext(
+            is_saving_in_progress=self.rules.considers_pending and self.is_saving,
+            reached_preemption=reached_preemption(step),
+            agree=self._agree,
+        )
+        now = Info(step, "", told=(datetime.now(UTC), None))
+        return bool(self.rules.save.should_save(now, self.infos, context=context))
+
+    def _agree(self, value: bool) -> bool:
+        group = self._group()
+        if group.count == 1:
+            return value
+        return group.agree(int(value and group.index == 0)) > 0
+
+    def _group(self) -> Group:
+        return within(self._options.group or current_group(adapters()), self._options.timeout_s)
+
+    def save(
+        self,
+        step: int,
+        tree: Any,
+        how: Mapping[str, Any],
+        *,
+        metrics: Any = None,
+        metadata: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+    ) -> PendingSave:
+        """Saves a step, after the one before is committed.
+
+        Arguments:
+            tree: what to save.
+            how: stored, for `restore`.
+            metrics, metadata: JSON.
+
+        Raises:
+            StepAlreadyExistsError: the step exists, and `overwrite` is False; or Orbax saved it.
+            UnickptError: as `Checkpointer.save`, also of the save before.
+        """
+        step = step_number(step)
+        self.wait_saved()
+        self._check_new(step, overwrite)
+        stored: dict[str, Any] = {"custom_metadata": dict(metadata or {}), ORBAX: dict(how)}
+        if metrics is not None and self.rules.store_metrics:
+            stored["metrics"] = metrics
+        if self.rules.metadata is not None:
+            stored[ORBAX]["root"] = dict(self.root_metadata)
+        info = Info(step, self.checkpointer.path(step), told=(datetime.now(UTC), metrics))
+        after = {**self._infos, step: info}
+        kept = self._preserved([after[s] for s in sorted(after)])  # may raise, so before the save
+        self._pending = self.checkpointer.save(
+            step, tree, metadata=stored, overwrite=overwrite, wait=not self.rules.asynchronous
+        )
+        self._saving = step
+        self._infos = {s: i for s, i in after.items() if i.foreign or s in kept or s == step}
+        return self._pending
+
+    def _check_new(self, step: int, overwrite: bool) -> None:
+        if not (self.rules.create or self.directory.exists()):
+            raise CheckpointNotFound(
+                f"options: create=False, and there is no folder {self.directory}"
+            )
+        there = self._infos.get(step)
+        if there is not None and (there.foreign or not overwrite):
+            by = "Orbax" if there.foreign else "unickpt"
+            raise StepAlreadyExistsError(f"step {step} exists at {there.path}, saved by {by}")
+        later = [s for s, info in self._infos.items() if info.foreign and s > step]
+        if later:
+            raise LaterStepsExist(
+                f"step {step} is before steps {min(later)} to {max(later)} in {self.directory}, "
+                "which Orbax saved; to go back, remove their folders first"
+            )
+
+    def _preserved(self, infos: Sequence[Info]) -> set[int]:
+        """Those of our steps that the policy keeps."""
+        ours = [info for info in infos if not info.foreign]
+        flags = self.rules.keep.should_preserve(ours, context=PreservationContext())
+        return {info.step for info, flag in zip(ours, flags, strict=True) if flag}
+
+    def _kept(self, steps: Sequence[int]) -> Collection[int]:
+        """The committed steps to keep; called in the background."""
+        known = self._infos
+        return self._preserved(
+            [known.get(step) or Info(step, self.checkpointer.path(step)) for step in steps]
+        )
+
+    @property
+    def is_saving(self) -> bool:
+        return self._pending is not None and not self._pending.done()
+
+    def wait_saved(self) -> None:
+        """Waits for the save in progress.
+
+        Raises:
+            UnickptError: it failed; the step does not count.
+        """
+        pending, step = self._pending, self._saving
+        if pending is None or step is None:
+            return
+        self._pending = self._saving = None
+        try:
+            pending.result()
+        except Exception:
+            del self._infos[step]
+            self.reload()  # what it would have removed is still there
+            raise
+
+    def wait(self) -> None:
+        """Waits for the save in progress, and until old steps are removed.
+
+        Raises:
+            UnickptError: it failed; the step does not count.
+        """
+        self.wait_saved()
+        self.checkpointer.wait()
+
+    def check_for_errors(self) -> None:
+        """Raises the error of a save that has failed by now."""
+        if self._pending is not None and self._pending.done():
+            self.wait_saved()
+
+    # --- the rest ----------------------------------------------------------------------------------
+
+    def delete(self, step: int) -> None:
+        """Removes a step; all processes call this.
+
+        Raises:
+            StepNotFoundError: it does not exist.
+            CheckpointExists: Orbax wrote it.
+        """
+        info = self.info(step)
+        if info.foreign:
+            raise CheckpointExists(f"{info.path} was written by Orbax; remove the folder yourself")
+        self.wait()
+        self.checkpointer.delete(info.step)
+        self._infos.pop(info.step, None)
+
+    @property
+    def root_metadata(self) -> Mapping[str, Any]:
+        """What is stored of the run, else what was given."""
+        if self._root is None:
+            saved = (info for info in reversed(self.infos) if not info.foreign)
+            newest = next((info for info in saved if info.step != self._saving), None)
+            stored = newest and open(newest.path).metadata.get(ORBAX, {}).get("root")
+            self._root = dict(stored or self.rules.metadata or {})
+        return self._root
+
+    def close(self) -> None:
+        """Waits for everything, then releases the folder."""
+        try:
+            self.wait_saved()
+        finally:
+            self.checkpointer.close()
+
+
+def reached_preemption(step: int) -> bool:
+    """Whether the job is about to be stopped, as all processes of JAX agree at this step."""
+    from jax.experimental import multihost_utils  # here, because it takes a while
+
+    try:
+        reached: bool = multihost_utils.reached_preemption_sync_point(step)
+    except RuntimeError:  # there is no service that watches for it
+        return False
+    return reached
+
+
+def custom_metadata(info: Info, found: Checkpoint) -> dict[str, Any]:
+    """What the user gave with a step."""
+    if not info.foreign:
+        return dict(found.metadata.get("custom_metadata", {}))
+    return {k: v for k, v in found.metadata.items() if k not in ("metrics", RESERVED)}

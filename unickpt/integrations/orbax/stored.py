@@ -1,0 +1,104 @@
+"""The items of a stored step, saved by us or by Orbax."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from unickpt.errors import LoadMismatch
+from unickpt.integrations.orbax.described import ArrayMetadata, ScalarMetadata, StringMetadata
+from unickpt.integrations.orbax.items import StoredItem
+from unickpt.integrations.orbax.run import ORBAX, Info
+from unickpt.reading.checkpoint import Checkpoint
+from unickpt.storage import contexts, paths
+from unickpt.storage.errors import Failed, reading_failed
+from unickpt.trees import tree
+
+SINGLES = ("default", "state", "pytree")
+"""Items that are opened without their name, if they are the only one."""
+
+
+def items_of(info: Info, found: Checkpoint, single: str | None) -> dict[str, str]:
+    """The items of a step, each with how it was saved ("" if that is not known).
+
+    Arguments:
+        single: the name of the only item, if the caller has but one.
+    """
+    if not info.foreign:
+        kinds = found.metadata.get(ORBAX, {}).get("items")
+        if isinstance(kinds, dict):
+            return {str(name): str(kind) for name, kind in kinds.items()}
+    below = [name for name in _folders(info.path) if name not in (".", "metrics")]
+    if info.foreign and below:
+        return dict.fromkeys(below, "")
+    return {single or SINGLES[0]: ""}
+
+
+def item_of(
+    info: Info,
+    found: Checkpoint,
+    name: str,
+    single: str | None,
+    load: Callable[..., Any] | None = None,
+) -> StoredItem:
+    """An item of a step.
+
+    Arguments:
+        single: as for `items_of`.
+        load: loads from the step.
+
+    Raises:
+        LoadMismatch: the step has no such item.
+    """
+    kinds = items_of(info, found, single)
+    if name not in kinds:
+        raise LoadMismatch(
+            f"{found.location} has no item {name!r}; there are {', '.join(kinds) or 'none'}"
+        )
+    if info.foreign:
+        alone = len(kinds) == 1 and name in SINGLES
+    else:
+        stored = found.metadata.get(ORBAX, {})
+        alone = stored.get("single") == name if "items" in stored else True
+    return StoredItem(name, "" if alone else name, found, kinds[name], load or _cannot)
+
+
+def _cannot(*_: Any, **__: Any) -> Any:
+    raise AssertionError("only described")
+
+
+def item_metadata(item: StoredItem) -> Any:
+    """The tree of an item, with metadata for its leaves; JSON as it is."""
+
+    def leaf(name: str) -> Any:
+        own = name[len(item.prefix) + 1 :] if item.prefix else name
+        if name in item.found.values:
+            value = item.found.values[name]
+            if isinstance(value, str):
+                return StringMetadata(own)
+            return ScalarMetadata(own, type(value)) if isinstance(value, int | float) else value
+        if name not in item.found:
+            return None
+        array = item.found[name]
+        return ArrayMetadata(own, tuple(array.shape), array.dtype)
+
+    return tree.rebuild(item.node, leaf)
+
+
+def as_path(directory: paths.Path) -> Any:
+    """A directory as Orbax's managers show it: an `epath.Path`, if that was imported."""
+    epath = sys.modules.get("etils.epath")
+    if epath is not None:
+        return epath.Path(directory)
+    return directory if "://" in str(directory) else Path(directory)
+
+
+def _folders(path: str) -> list[str]:
+    """The folders in the folder of a step."""
+    location = paths.resolve(path)
+    try:
+        return sorted(location.folders(contexts.context()))
+    except Failed as error:
+        raise reading_failed(error, str(location)) from error
