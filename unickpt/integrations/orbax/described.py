@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+abstract_array: Any = jax.ShapeDtypeStruct  # which has no types
+
 
 @dataclass(frozen=True)
 class ArrayMetadata:
@@ -81,7 +83,8 @@ def described(leaf: Any) -> Any:
     if cls == "ScalarMetadata":
         return np.dtype(leaf.dtype).type(0).item()
     if cls == "ArrayMetadata":
-        return jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype, sharding=_jax(leaf.sharding))
+        sharding = getattr(leaf, "sharding", None) or getattr(leaf, "sharding_metadata", None)
+        return abstract_array(tuple(leaf.shape), leaf.dtype, sharding=_jax(sharding))
     return leaf
 
 

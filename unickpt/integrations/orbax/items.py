@@ -14,7 +14,7 @@ from unickpt.errors import LoadMismatch, UnsupportedLeaf
 from unickpt.frameworks.leaves import expand, is_leaf
 from unickpt.frameworks.registry import adapters
 from unickpt.integrations.orbax import handlers
-from unickpt.integrations.orbax.described import described, sharding_of
+from unickpt.integrations.orbax.described import abstract_array, described, sharding_of
 from unickpt.loading.views import StoredView
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.trees import tree
@@ -23,7 +23,7 @@ FILES = "files"
 PLACEHOLDER = ...
 """In a tree to restore: leaves that are not restored."""
 
-_HOLE = jax.ShapeDtypeStruct((), np.dtype("bool"))  # what stands for PLACEHOLDER while loading
+_HOLE = abstract_array((), np.dtype("bool"))  # what stands for PLACEHOLDER while loading
 _TREES = ("StandardSave", "PyTreeSave", "ArraySave")
 _SAVES = (*_TREES, "JsonSave", "JaxRandomKeySave", "NumpyRandomKeySave")
 _RESTORES = {
@@ -36,7 +36,7 @@ _RESTORES = {
 }
 
 
-# --- saving ---------------------------------------------------------------------------------------
+# --- saving --------------------------------------------------------------------------------------
 
 
 def to_save(name: str, args: Any, handler: Any = None) -> tuple[str, Any]:
@@ -95,7 +95,7 @@ def _check_save_args(name: str, save_args: Any) -> None:
             )
 
 
-# --- restoring ------------------------------------------------------------------------------------
+# --- restoring -----------------------------------------------------------------------------------
 
 Load = Callable[..., Any]
 
@@ -137,7 +137,7 @@ class StoredItem:
         if name not in self.found:  # a PerProcess of somebody's
             return None
         array = self.found[name]
-        return jax.ShapeDtypeStruct(array.shape, array.dtype)
+        return abstract_array(array.shape, array.dtype)
 
     def load_as(self, like: Any, *, partial: bool = False) -> Any:
         """Loads it into a tree like `like`; None for what is stored, as NumPy arrays."""
@@ -247,7 +247,7 @@ def _target(name: str, leaf: Any, how: Any) -> Any:
     sharding = sharding_of(how)
     if sharding is None:
         sharding = getattr(leaf, "sharding", None)
-    return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=sharding)
+    return abstract_array(tuple(shape), dtype, sharding=sharding)
 
 
 def _holes(like: Any) -> list[str]:
@@ -288,5 +288,5 @@ def _random_key(item: StoredItem) -> Any:
     keys = [n for n in names if n in item.found and item.found.index.arrays[n].prng is not None]
     if len(keys) != 1:
         raise LoadMismatch(f"{item.found.location}: item {item.name!r} has no JAX random key")
-    data = item.found[keys[0]][...]
+    data = jax.numpy.asarray(item.found[keys[0]][...])
     return jax.random.wrap_key_data(data, impl=item.found.index.arrays[keys[0]].prng)

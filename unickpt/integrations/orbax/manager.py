@@ -7,7 +7,6 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from unickpt.errors import CheckpointNotFound
 from unickpt.integrations.orbax import handlers, items, policies
 from unickpt.integrations.orbax import options as manager_options
 from unickpt.integrations.orbax.args import Composite
@@ -85,15 +84,16 @@ class CheckpointManager:
         elif item_handlers is not None:
             self._handlers = {DEFAULT: handlers.of_user(item_handlers)}
             self._default = True
-        waiting = getattr(self._options, "async_options", None)
+        waiting = self._options.async_options
+        root = None if metadata is None else items.plain_json("metadata", metadata)
         self._run = Run(
             directory,
-            _rules(self._options, None if metadata is None else items.plain_json("metadata", metadata)),
+            _rules(self._options, root),
             unickpt or {},
             None if waiting is None else waiting.timeout_secs,
         )
 
-    # --- saving ------------------------------------------------------------------------------------
+    # --- saving ----------------------------------------------------------------------------------
 
     def should_save(self, step: int) -> bool:
         """Whether `save` would save this step."""
@@ -187,7 +187,7 @@ class CheckpointManager:
         """Raises the error of a save that has failed by now."""
         self._run.check_for_errors()
 
-    # --- restoring ---------------------------------------------------------------------------------
+    # --- restoring -------------------------------------------------------------------------------
 
     def restore(
         self,
@@ -243,7 +243,7 @@ class CheckpointManager:
         ) as other:
             return other.restore(step, args=args)
 
-    # --- what there is -----------------------------------------------------------------------------
+    # --- what there is ---------------------------------------------------------------------------
 
     @property
     def directory(self) -> Any:
@@ -317,7 +317,7 @@ class CheckpointManager:
             custom_metadata(info, found),
         )
 
-    # --- closing -----------------------------------------------------------------------------------
+    # --- closing ---------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Waits as `wait_until_finished`, then releases the directory.

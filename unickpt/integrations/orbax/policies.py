@@ -75,7 +75,7 @@ class PreservationPolicy(Protocol):
     ) -> Sequence[bool]: ...
 
 
-# --- when to save ---------------------------------------------------------------------------------
+# --- when to save --------------------------------------------------------------------------------
 
 Steps = Sequence[CheckpointInfo]
 
@@ -168,7 +168,7 @@ class AnySavePolicy:
         return any(p.should_save(step, previous_steps, context=context) for p in self.policies)
 
 
-# --- which steps to keep --------------------------------------------------------------------------
+# --- which steps to keep -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ class Run:
         self._root: Mapping[str, Any] | None = None
         self.reload()
 
-    # --- which steps there are ---------------------------------------------------------------------
+    # --- which steps there are -------------------------------------------------------------------
 
     def reload(self) -> None:
         """Lists the steps anew; a save in progress counts."""
@@ -208,7 +208,7 @@ class Run:
             return load(info.path, like, **arguments)
         return self.checkpointer.load(like, step=info.step, **arguments)
 
-    # --- saving ------------------------------------------------------------------------------------
+    # --- saving ----------------------------------------------------------------------------------
 
     def should_save(self, step: int) -> bool:
         """Whether the policy wants to save now; all processes call this."""
@@ -335,7 +335,7 @@ class Run:
         if self._pending is not None and self._pending.done():
             self.wait_saved()
 
-    # --- the rest ----------------------------------------------------------------------------------
+    # --- the rest --------------------------------------------------------------------------------
 
     def delete(self, step: int) -> None:
         """Removes a step; all processes call this.

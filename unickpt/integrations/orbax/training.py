@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,9 +9,8 @@ from types import SimpleNamespace, TracebackType
 from typing import Any, Self
 
 from unickpt.integrations.orbax import items, policies
-from unickpt.integrations.orbax.described import RootMetadata, TreeMetadata
+from unickpt.integrations.orbax.described import RootMetadata
 from unickpt.integrations.orbax.run import (
-    ORBAX,
     Info,
     Rules,
     Run,
@@ -160,7 +158,7 @@ class Checkpointer:
         self._run = Run(directory, rules, unickpt or {})
         self._directory = as_path(directory)
 
-    # --- what there is -----------------------------------------------------------------------------
+    # --- what there is ---------------------------------------------------------------------------
 
     @property
     def directory(self) -> Any:
@@ -181,7 +179,7 @@ class Checkpointer:
         """Lists the storage anew, after somebody else has changed it."""
         self._run.reload()
 
-    # --- saving ------------------------------------------------------------------------------------
+    # --- saving ----------------------------------------------------------------------------------
 
     def should_save(self, step: int) -> bool:
         """Whether `save` would save this step."""
@@ -281,7 +279,7 @@ class Checkpointer:
         """Waits until the save in progress is committed, and old steps are removed."""
         self._run.wait()
 
-    # --- loading -----------------------------------------------------------------------------------
+    # --- loading ---------------------------------------------------------------------------------
 
     def load(
         self, step: Any = None, abstract_state: Any = None, *, checkpointable_name: str = STATE
@@ -314,7 +312,7 @@ class Checkpointer:
             for name, abstract in wanted.items()
         }
 
-    # --- metadata ----------------------------------------------------------------------------------
+    # --- metadata --------------------------------------------------------------------------------
 
     def metadata(self, step: Any = None) -> CheckpointMetadata:
         """What is stored in a step, as a tree."""
@@ -334,7 +332,7 @@ class Checkpointer:
         """What is known of the run."""
         return RootMetadata(self._run.root_metadata, self.directory)
 
-    # --- removing, closing -------------------------------------------------------------------------
+    # --- removing, closing -----------------------------------------------------------------------
 
     def delete(
         self, step: Any, *, checkpointable_name: None = None, missing_ok: bool = False
