@@ -9,7 +9,14 @@ from typing import Any
 import jax
 import numpy as np
 
-abstract_array: Any = jax.ShapeDtypeStruct  # which has no types
+_ShapeDtypeStruct: Any = jax.ShapeDtypeStruct  # which has no types
+
+
+def abstract_array(shape: Any, dtype: Any, sharding: Any = None) -> Any:
+    """What to load an array into; a NumPy array, if JAX would truncate it to 32 bits."""
+    if sharding is None and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        return np.empty(tuple(shape), dtype)
+    return _ShapeDtypeStruct(tuple(shape), dtype, sharding=sharding)
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,7 @@ def described(leaf: Any) -> Any:
         return np.dtype(leaf.dtype).type(0).item()
     if cls == "ArrayMetadata":
         sharding = getattr(leaf, "sharding", None) or getattr(leaf, "sharding_metadata", None)
-        return abstract_array(tuple(leaf.shape), leaf.dtype, sharding=_jax(sharding))
+        return abstract_array(leaf.shape, leaf.dtype, _jax(sharding))
     return leaf
 
 

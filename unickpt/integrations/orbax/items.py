@@ -23,7 +23,7 @@ FILES = "files"
 PLACEHOLDER = ...
 """In a tree to restore: leaves that are not restored."""
 
-_HOLE = abstract_array((), np.dtype("bool"))  # what stands for PLACEHOLDER while loading
+_HOLE: Any = abstract_array((), np.dtype("bool"))  # what stands for PLACEHOLDER while loading
 _TREES = ("StandardSave", "PyTreeSave", "ArraySave")
 _SAVES = (*_TREES, "JsonSave", "JaxRandomKeySave", "NumpyRandomKeySave")
 _RESTORES = {
