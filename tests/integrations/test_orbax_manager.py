@@ -133,7 +133,7 @@ def test_items_with_names(ocp: Any, tmp_path: Path) -> None:
         found = manager.restore(
             1,
             args=ocp.args.Composite(
-                state=ocp.args.StandardRestore(tree(0)),
+                state=ocp.args.PyTreeRestore(tree(0)),
                 extra=ocp.args.JsonRestore(),
                 key=ocp.args.JaxRandomKeyRestore(),
                 rng=ocp.args.NumpyRandomKeyRestore(),
@@ -170,8 +170,8 @@ def test_restore_args_say_dtype_sharding_and_type(ocp: Any, tmp_path: Path) -> N
         assert list(found) == ["w"]
         assert found["w"].dtype == jnp.float32
         assert (np.asarray(found["w"]) == 7).all()
-        with pytest.raises(ValueError, match="structure|unexpected"):
-            manager.restore(1, args=ocp.args.StandardRestore({"w": like["w"]}))
+        with pytest.raises(ValueError, match=r"structure|unexpected"):
+            manager.restore(1, args=ocp.args.PyTreeRestore({"w": like["w"]}))
 
 
 @BOTH
