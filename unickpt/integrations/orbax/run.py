@@ -210,10 +210,15 @@ class Run:
 
     # --- saving ----------------------------------------------------------------------------------
 
-    def should_save(self, step: int) -> bool:
-        """Whether the policy wants to save now; all processes call this."""
+    def should_save(self, step: int, replace: bool = False) -> bool:
+        """Whether the policy wants to save now; all processes call this.
+
+        Arguments:
+            replace: as if this step did not exist yet.
+        """
         step = step_number(step)
-        if self.rules.read_only or (self.latest is not None and self.latest.step >= step):
+        before = [info for info in self.infos if not (replace and info.step == step)]
+        if self.rules.read_only or (before and before[-1].step >= step):
             return False
         context = DecisionContext(
             is_saving_in_progress=self.rules.considers_pending and self.is_saving,
@@ -221,7 +226,7 @@ class Run:
             agree=self._agree,
         )
         now = Info(step, "", told=(datetime.now(UTC), None))
-        return bool(self.rules.save.should_save(now, self.infos, context=context))
+        return bool(self.rules.save.should_save(now, before, context=context))
 
     def _agree(self, value: bool) -> bool:
         group = self._group()
@@ -330,10 +335,15 @@ class Run:
         self.wait_saved()
         self.checkpointer.wait()
 
+    def settle(self, pending: PendingSave) -> None:
+        """Notices that a save has ended, if it has, and is the newest."""
+        if pending is self._pending and pending.done():
+            self.wait_saved()
+
     def check_for_errors(self) -> None:
         """Raises the error of a save that has failed by now."""
-        if self._pending is not None and self._pending.done():
-            self.wait_saved()
+        if self._pending is not None:
+            self.settle(self._pending)
 
     # --- the rest --------------------------------------------------------------------------------
 

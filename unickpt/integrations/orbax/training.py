@@ -72,8 +72,8 @@ class CheckpointMetadata:
 class SaveResponse:
     """A save in the background."""
 
-    def __init__(self, pending: PendingSave, wait: Callable[[], None]) -> None:
-        self._pending, self._wait = pending, wait
+    def __init__(self, pending: PendingSave, run: Run | None = None) -> None:
+        self._pending, self._run = pending, run
 
     def result(self, timeout: float | None = None) -> bool:
         """Waits for the commit.
@@ -82,8 +82,11 @@ class SaveResponse:
             SaveTimeout: it takes longer; the save continues.
             UnickptError: the save failed.
         """
-        self._pending.result(timeout)
-        self._wait()
+        try:
+            self._pending.result(timeout)
+        finally:
+            if self._run is not None:
+                self._run.settle(self._pending)
         return True
 
     def on_complete(self, callback: Callable[[bool], None]) -> None:
@@ -219,7 +222,7 @@ class Checkpointer:
         Arguments:
             checkpointable_name: the name of the state among others.
             force: save in any case.
-            overwrite: replace the step if it exists.
+            overwrite: replace the step if it exists, atomically.
             metrics: JSON, for policies.
             custom_metadata: JSON about the step.
 
@@ -258,7 +261,7 @@ class Checkpointer:
         existing = next((info for info in self._run.infos if info.step == number), None)
         if existing is not None and not overwrite:
             raise StepAlreadyExistsError(f"step {number} exists at {existing.path}")
-        if not force and not (existing is not None and overwrite) and not self.should_save(number):
+        if not force and not self._run.should_save(number, overwrite):
             return None
         tree, how = described_values(checkpointables)
         pending = self._run.save(
@@ -269,7 +272,7 @@ class Checkpointer:
             metadata=items.plain_json("custom_metadata", custom_metadata or {}),
             overwrite=overwrite,
         )
-        return SaveResponse(pending, self._run.wait_saved)
+        return SaveResponse(pending, self._run)
 
     def is_saving_in_progress(self) -> bool:
         """Whether a save is not committed yet."""

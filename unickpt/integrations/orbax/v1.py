@@ -98,7 +98,7 @@ def save_checkpointables_async(
         ORBAX: how,
     }
     pending = saver.save_async(path, tree, overwrite=overwrite, metadata=metadata)
-    return SaveResponse(pending, lambda: None)
+    return SaveResponse(pending)
 
 
 def load(
