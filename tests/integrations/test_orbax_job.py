@@ -66,3 +66,84 @@ def kill(job: list[subprocess.Popen[str]], run: Path) -> None:
 
 def losses(output: str) -> dict[int, float]:
     return {int(s): float(x) for s, x in re.findall(r"^step (\d+) loss (\S+)$", output, re.M)}
+
+
+SEVERAL = """
+import sys, time
+import jax, jax.numpy as jnp, numpy as np
+import grain.python as grain
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+import unickpt.integrations.orbax as ocp
+from unickpt.integrations.orbax import v1
+
+root, count = sys.argv[1], jax.process_count()
+index = jax.process_index()
+mesh = jax.make_mesh((jax.device_count(),), ("a",), axis_types=(AxisType.Auto,))
+w = jax.device_put(jnp.arange(16.0), NamedSharding(mesh, P("a")))
+args, state = ocp.args, ocp.args.StandardSave({"w": w})
+
+def loader():
+    shard = grain.ShardOptions(shard_index=index, shard_count=count)
+    sampler = grain.IndexSampler(40, shard, shuffle=True, seed=1, num_epochs=1)
+    return iter(grain.DataLoader(data_source=range(40), sampler=sampler, worker_count=0))
+
+# Each process's part of the data goes on.
+data = loader()
+for _ in range(index + 3):
+    next(data)
+with ocp.CheckpointManager(f"{root}/data") as run:
+    run.save(3, args=args.Composite(state=state, data=grain.PyGrainCheckpointSave(data)))
+    run.wait_until_finished()
+    rest, again = next(data), loader()
+    run.restore(3, args=args.Composite(data=grain.PyGrainCheckpointRestore(again)))
+    assert next(again) == rest
+
+# Processes agree on what depends on time, and see the same steps.
+keep = v1.training.preservation_policies.LatestN(2)
+with v1.training.Checkpointer(f"{root}/free", preservation_policy=keep) as run:
+    saved = []
+    for step in range(1, 30):
+        if run.save_async(step, {"w": w}) is not None:
+            saved.append(step)
+        time.sleep(0.01 * index)
+    run.wait()
+    print("saved", saved, [each.step for each in run.checkpoints])
+
+# A save that fails on one process fails on all, and does not count.
+class Bad:
+    def state_dict(self):
+        raise OSError("the disk is full")
+    def load_state_dict(self, state):
+        pass
+
+with ocp.CheckpointManager(f"{root}/bad") as run:
+    run.save(1, args=state)
+    try:
+        run.save(2, args=args.StandardSave({"w": w, "x": Bad() if index else 3}))
+        run.wait_until_finished()
+    except Exception as error:
+        print("failed", type(error).__name__, run.all_steps())
+    run.save(2, args=state)
+    run.wait_until_finished()
+    run.delete(1)
+    print("then", run.all_steps(), run.reached_preemption(9))
+"""
+
+
+def test_several_processes(processes: Processes, tmp_path: Path) -> None:
+    pytest.importorskip("grain")
+    pytest.importorskip("orbax.checkpoint")
+    outputs = processes.finish(processes.jax(2, 2, SEVERAL, tmp_path))
+    lines = [
+        [line for line in output.splitlines() if line.split()[:1] in (["saved"], ["then"])]
+        for output in outputs
+    ]
+    assert lines[0] == lines[1], outputs
+    saved, steps = re.findall(r"\[(.*?)\]", lines[0][0])
+    assert saved.startswith("1")
+    assert saved.endswith(steps)
+    assert lines[0][1] == "then [2] False"
+    assert all("failed" in output and "[1]" in output for output in outputs), outputs
+    assert sorted(unickpt.load(tmp_path / "data" / "step_3")["data"]) == [
+        "process_0-of-2.json", "process_1-of-2.json",
+    ]  # fmt: skip
