@@ -275,6 +275,23 @@ def test_a_step_of_orbax_that_was_not_committed_does_not_count(tmp_path: Path) -
         assert manager.all_steps() == []
 
 
+def test_steps_of_orbax_with_our_names_stay(tmp_path: Path) -> None:
+    options = theirs.CheckpointManagerOptions(step_prefix="step")
+    with theirs.CheckpointManager(tmp_path, options=options) as manager:
+        for step in (1, 2):
+            manager.save(step, args=theirs.args.StandardSave(tree(step)))
+    keep = theirs.CheckpointManagerOptions(step_prefix="step", max_to_keep=1)
+    before = sorted(tmp_path.glob("step_[12]/**/*"))
+    with ours.CheckpointManager(tmp_path, options=keep) as manager:
+        for step in (3, 4):
+            manager.save(step, args=ours.args.StandardSave(tree(step)))
+            manager.wait_until_finished()
+        assert manager.all_steps() == [1, 2, 4]
+        assert equal(manager.restore(2, args=ours.args.StandardRestore(tree(0))), tree(2))
+    assert sorted(tmp_path.glob("step_[12]/**/*")) == before
+    assert not (tmp_path / "step_3").exists()
+
+
 def test_a_step_that_is_there_twice_is_an_error(tmp_path: Path) -> None:
     for ocp in (ours, theirs):
         with ocp.CheckpointManager(tmp_path) as manager:
@@ -398,6 +415,10 @@ def test_arguments_of_save_that_are_refused(tmp_path: Path) -> None:
             manager.save(1, args=theirs.args.ProtoSave(None))
         assert manager.all_steps() == []
     with ours.CheckpointManager(tmp_path) as manager:
+        with pytest.raises(TypeError, match="'x': NoneType"):
+            manager.save(1, args=ours.args.Composite(x=None))
+        with pytest.raises(ValueError, match=r"the item 'a/b' needs a name"):
+            manager.save(1, args=ours.args.Composite(**{"a/b": ours.args.StandardSave([1])}))
         bad = ours.args.Composite(x=ours.args.JsonSave({"f": object()}))
         with pytest.raises(UnsupportedLeaf, match="'x' is not JSON"):
             manager.save(1, args=bad)

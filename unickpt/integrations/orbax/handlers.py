@@ -73,13 +73,13 @@ def handler_of(name: str, args: Any, given: Any) -> Any:
     cls = getattr(type(args), "unickpt_handler", None)
     registry = sys.modules.get("orbax.checkpoint.checkpoint_args")
     if cls is None and registry is not None:
-        with suppress(ValueError):  # it is not registered
+        with suppress(TypeError, ValueError):  # it is not registered
             cls = registry.get_registered_handler_cls(args)
     if cls is None or cls.__name__ in ("ProtoCheckpointHandler", *_KNOWN):
         raise TypeError(
             f"item {name!r}: {type(args).__name__} is not supported; pass StandardSave, "
-            "PyTreeSave, JsonSave, ArraySave or a random key, or give a handler for the item: "
-            f"item_handlers={{{name!r}: ...}}"
+            "PyTreeSave, JsonSave, ArraySave or a random key (to restore: StandardRestore, ...), "
+            f"or give a handler for the item: item_handlers={{{name!r}: ...}}"
         )
     return cls()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ PLACEHOLDER = ...
 """In a tree to restore: leaves that are not restored."""
 
 _HOLE: Any = abstract_array((), np.dtype("bool"))  # what stands for PLACEHOLDER while loading
+_NAME = re.compile(r"[\w.-]+")
 _TREES = ("StandardSave", "PyTreeSave", "ArraySave")
 _SAVES = (*_TREES, "JsonSave", "JaxRandomKeySave", "NumpyRandomKeySave")
 _RESTORES = {
@@ -50,6 +52,8 @@ def to_save(name: str, args: Any, handler: Any = None) -> tuple[str, Any]:
     Raises:
         TypeError, ValueError: something cannot be honoured; names the item and the field.
     """
+    if _NAME.fullmatch(name) is None:
+        raise ValueError(f"the item {name!r} needs a name of letters, digits, '_', '-' and '.'")
     kind = kind_of(args)
     if handler is not None or kind not in _SAVES:
         handler = handlers.handler_of(name, args, handler)

@@ -155,8 +155,7 @@ class CheckpointManager:
         given = {DEFAULT: args} if self._default else dict(args.items())
         kinds, trees = {}, {}
         for name, each in given.items():
-            if each is not None:
-                kinds[name], trees[name] = items.to_save(name, each, self._handlers.get(name))
+            kinds[name], trees[name] = items.to_save(name, each, self._handlers.get(name))
         own = {n: m for n, e in given.items() if (m := getattr(e, "custom_metadata", None))}
         how: dict[str, Any] = {"items": kinds, "single": DEFAULT if self._default else None}
         if own:

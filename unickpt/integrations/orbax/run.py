@@ -150,8 +150,7 @@ class Run:
                 f"step {step} is there twice, saved by Orbax at {foreign[step].path} and by "
                 f"unickpt at {ours[step].path}; remove one of them"
             )
-        known = {s: i for s, i in self._infos.items() if s in ours}
-        self._infos = {**foreign, **ours, **known}
+        self._infos = {**foreign, **ours}
 
     def _foreign(self) -> list[Info]:
         """The committed steps that Orbax wrote."""
