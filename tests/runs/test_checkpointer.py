@@ -199,9 +199,26 @@ def test_retention(
     assert left == reasons
 
 
+@given(st.sets(st.integers(0, 60)), st.none() | st.integers(1, 3), st.sets(st.integers(0, 60)))
+def test_retention_by_a_function_of_all_steps(
+    found: set[int], last: int | None, wanted: set[int]
+) -> None:
+    seen: list[Any] = []
+
+    def keep(steps: Any) -> set[int]:
+        seen.append(list(steps))
+        return wanted
+
+    gone = Retention(keep_last=last, keep_among=keep).expendable(dict.fromkeys(found, {}), {3})
+    assert seen == [sorted(found)]
+    kept = set(sorted(found)[-(last or 1) :]) | wanted | {3}
+    assert gone == sorted(found - kept)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"keep_among": 3}, "keep_among=3 must be a function of all steps"),
         ({"keep_last": 0}, "keep_last=0 must be an integer, at least 1"),
         ({"keep_best": 2}, "give both keep_best and metric"),
         ({"metric": "loss"}, "give both keep_best and metric"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,8 @@ def as_path(directory: paths.Path) -> Any:
     """A directory as Orbax's managers show it: an `epath.Path`, if that was imported."""
     epath = sys.modules.get("etils.epath")
     if epath is not None:
-        return epath.Path(directory)
+        with suppress(KeyError):  # a storage that it does not know
+            return epath.Path(directory)
     return directory if "://" in str(directory) else Path(directory)
 
 
