@@ -109,6 +109,15 @@ with v1.training.Checkpointer(f"{root}/free", preservation_policy=keep) as run:
     run.wait()
     print("saved", saved, [each.step for each in run.checkpoints])
 
+# Processes must have the same JSON.
+with ocp.CheckpointManager(f"{root}/json") as run:
+    try:
+        run.save(1, args=args.Composite(state=state, who=args.JsonSave({"host": index})))
+        run.wait_until_finished()
+    except Exception as error:
+        print("json", index, type(error).__name__, str(error)[:400].replace("\\n", " "))
+    print("then", run.all_steps())
+
 # A save that fails on one process fails on all, and does not count.
 class Bad:
     def state_dict(self):
@@ -118,6 +127,11 @@ class Bad:
 
 with ocp.CheckpointManager(f"{root}/bad") as run:
     run.save(1, args=state)
+    try:
+        run.save(2, args=args.Composite(state=state, who=args.JsonSave({"host": index})))
+        raise SystemExit("one item became several")
+    except ValueError:
+        pass
     try:
         run.save(2, args=args.StandardSave({"w": w, "x": Bad() if index else 3}))
         run.wait_until_finished()
@@ -142,8 +156,51 @@ def test_several_processes(processes: Processes, tmp_path: Path) -> None:
     saved, steps = re.findall(r"\[(.*?)\]", lines[0][0])
     assert saved.startswith("1")
     assert saved.endswith(steps)
-    assert lines[0][1] == "then [2] False"
+    assert lines[0][1:] == ["then []", "then [2] False"]
+    assert "'who/host'" in outputs[0] or "who/host" in outputs[1], outputs
     assert all("failed" in output and "[1]" in output for output in outputs), outputs
     assert sorted(unickpt.load(tmp_path / "data" / "step_3")["data"]) == [
         "process_0-of-2.json", "process_1-of-2.json",
     ]  # fmt: skip
+
+
+PREEMPTED = """
+import os, signal, sys, time
+import jax, jax.numpy as jnp
+import unickpt.integrations.orbax as ocp
+
+options = ocp.CheckpointManagerOptions(save_interval_steps=10**6)
+with ocp.CheckpointManager(sys.argv[1], options=options) as run:
+    run.save(1, args=ocp.args.StandardSave({"step": 1}))
+    for step in range(2, 3000):
+        if step == 20 and jax.process_index() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if run.save(step, args=ocp.args.StandardSave({"step": step})):
+            print("saved", step, run.reached_preemption(step), flush=True)
+            break
+        time.sleep(0.01)
+"""
+
+
+def test_a_job_that_is_told_to_stop_saves_once_more(processes: Processes, tmp_path: Path) -> None:
+    outputs = processes.finish(processes.jax(2, 1, PREEMPTED, tmp_path / "run"))
+    assert outputs[0] == outputs[1]
+    found = re.fullmatch(r"saved (\d+) True\n", outputs[0])
+    assert found, outputs
+    assert unickpt.Checkpointer(tmp_path / "run").steps() == [1, int(found[1])]
+
+
+def test_orbax_is_not_imported(processes: Processes) -> None:
+    source = """
+import sys
+sys.modules["orbax"] = None  # as if it was not installed
+import numpy as np
+import unickpt.integrations.orbax as ocp
+from unickpt.integrations.orbax import v1
+
+with ocp.CheckpointManager("memory://without/orbax") as run:
+    run.save(1, args=ocp.args.Composite(a=ocp.args.StandardSave({"w": np.ones(2)})))
+    print(run.restore(1).a["w"].tolist(), run.directory)
+"""
+    (output,) = processes.finish([processes.start(source)])
+    assert output == "[1.0, 1.0] memory://without/orbax\n"
