@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import s3_server
 
 import unickpt
 from unickpt import CheckpointExists, LaterStepsExist, LoadMismatch, UnsupportedLeaf
+from unickpt.storage import contexts, paths
 
 jax = pytest.importorskip("jax")
 theirs = pytest.importorskip("orbax.checkpoint")
@@ -301,6 +303,37 @@ def test_a_step_that_is_there_twice_is_an_error(tmp_path: Path) -> None:
                 manager.save(1, args=ocp.args.StandardSave(tree(2)))
     with pytest.raises(CheckpointExists, match="step 1 is there twice"):
         ours.CheckpointManager(tmp_path)
+
+
+def test_object_storage(tmp_path: Path, moto: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    s3_server.use(moto, monkeypatch)
+    s3_server.make_bucket(moto, "orbax-run")
+    with theirs.CheckpointManager(tmp_path) as manager:
+        args = theirs.args.Composite(
+            state=theirs.args.StandardSave(tree(1)), extra=theirs.args.JsonSave({"s": 1})
+        )
+        manager.save(1, args=args)
+    store = paths.resolve("s3://orbax-run/run/").store(contexts.context())
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            store.write(str(path.relative_to(tmp_path)), path.read_bytes()).result()
+    keep = ours.CheckpointManagerOptions(max_to_keep=2)
+    with ours.CheckpointManager("s3://orbax-run/run", options=keep) as manager:
+        assert manager.all_steps() == [1]
+        restore = ours.args.Composite(
+            state=ours.args.StandardRestore(tree(0)), extra=ours.args.JsonRestore()
+        )
+        found = manager.restore(None, args=restore)
+        assert equal(found.state, tree(1))
+        assert found.extra == {"s": 1}
+        for step in (2, 3, 4):
+            manager.save(step, args=_composite(step))
+        manager.wait_until_finished()
+    with ours.CheckpointManager("s3://orbax-run/run") as manager:
+        assert manager.all_steps() == [1, 3, 4]
+        assert str(manager.directory) == "s3://orbax-run/run"
+        wanted = ours.args.Composite(state=ours.args.StandardRestore(tree(0)))
+        assert equal(manager.restore(4, args=wanted).state, tree(4))
 
 
 # --- ours ---------------------------------------------------------------------------------------
