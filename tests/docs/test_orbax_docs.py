@@ -16,7 +16,7 @@ grain = pytest.importorskip("grain.python")
 pytest.importorskip("orbax.checkpoint")  # else Grain has no arguments for it
 pytestmark = pytest.mark.integration  # imports Orbax and Grain
 PAGE = Path(TESTS).parent.joinpath("docs", "integrations", "orbax.md").read_text()
-MANAGER, VERSION_1, LOADERS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+MANAGER, VERSION_1, LOADERS, PART = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 
 
 def test_coming_from_orbax(tmp_path: Path) -> None:
@@ -37,6 +37,19 @@ def test_coming_from_orbax(tmp_path: Path) -> None:
     assert unickpt.Checkpointer(tmp_path / "run").steps() == [8, 10, 20]
     exec("import unickpt.integrations.orbax as ocp\n" + LOADERS, names)
     assert unickpt.Checkpointer(tmp_path / "run").latest() == 30
+
+
+def test_a_part_of_orbaxs_own_step(tmp_path: Path) -> None:
+    state = {"w": jax.numpy.ones(3)}
+    names: dict[str, Any] = {
+        "orbax": pytest.importorskip("orbax.checkpoint.experimental.v1"),
+        "path": tmp_path,
+        "state": state,
+        "abstract_state": jax.eval_shape(lambda: state),
+    }
+    exec(PART, names)
+    assert names["state"]["w"].tolist() == [1, 1, 1]
+    assert unickpt.load(tmp_path / "1" / "model" / "unickpt")["w"].tolist() == [1, 1, 1]
 
 
 def test_every_option_has_a_row() -> None:

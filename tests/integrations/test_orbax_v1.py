@@ -178,3 +178,21 @@ def test_what_is_refused(tmp_path: Path) -> None:
             run.delete(1, checkpointable_name="state")  # type: ignore[arg-type]
         with pytest.raises(LoadMismatch, match="w"):
             run.load(1, {"w": tree(0)["w"], "extra": tree(0)["b"]})
+
+
+def test_a_part_of_orbaxs_own_step(tmp_path: Path) -> None:
+    with theirs.training.Checkpointer(tmp_path) as run:
+        state = {"w": np.arange(6.0), "n": 3}
+        response = run.save_checkpointables_async(
+            1, {"ours": ours.UnickptCheckpointable(state), "theirs": tree(1)}
+        )
+        state["w"][:] = -1  # it was copied
+        assert response.result()
+        like = ours.UnickptCheckpointable({"w": np.zeros(6), "n": 0})
+        found = run.load_checkpointables(1, {"ours": like, "theirs": tree(0)})
+        assert same(found["theirs"], tree(1))
+    assert like.state["n"] == 3
+    assert like.state["w"].tolist() == list(range(6))
+    path = tmp_path / "1" / "ours" / "unickpt"
+    assert unickpt.load(path)["n"] == 3
+    unickpt.verify(path)

@@ -321,7 +321,6 @@ class Run:
         try:
             pending.result()
         except Exception:
-            del self._infos[step]
             self.reload()  # what it would have removed is still there
             raise
 

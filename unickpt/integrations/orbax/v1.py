@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from unickpt.integrations.orbax import items, training
+from unickpt.integrations.orbax.checkpointable import UnickptCheckpointable
 from unickpt.integrations.orbax.items import PLACEHOLDER
 from unickpt.integrations.orbax.run import ORBAX, Info
 from unickpt.integrations.orbax.stored import item_of, items_of
@@ -23,6 +24,7 @@ from unickpt.storage import paths
 __all__ = [
     "PLACEHOLDER",
     "CheckpointMetadata",
+    "UnickptCheckpointable",
     "load",
     "load_checkpointables",
     "load_pytree",
