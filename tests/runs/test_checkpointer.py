@@ -209,7 +209,7 @@ def test_retention_by_a_function_of_all_steps(
         seen.append(list(steps))
         return wanted
 
-    gone = Retention(keep_last=last, keep_among=keep).expendable(dict.fromkeys(found, {}), {3})
+    gone = Retention(keep_last=last, keep_among=keep).expendable({key: {} for key in found}, {3})
     assert seen == [sorted(found)]
     kept = set(sorted(found)[-(last or 1) :]) | wanted | {3}
     assert gone == sorted(found - kept)
