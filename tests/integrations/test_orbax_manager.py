@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -457,33 +456,6 @@ def test_arguments_of_save_that_are_refused(tmp_path: Path) -> None:
             manager.save(1, args=bad)
     with pytest.raises(ValueError, match="handler_registry"):
         ours.CheckpointManager(tmp_path, handler_registry=object())
-
-
-class Notes:
-    """A handler of somebody's own."""
-
-    def save(self, directory: Any, args: Any) -> None:
-        (directory / "deep").mkdir()
-        (directory / "deep" / "notes.json").write_text(json.dumps(args.item))
-
-    def restore(self, directory: Any, args: Any) -> Any:
-        return json.loads((directory / "deep" / "notes.json").read_text())
-
-
-@ours.args.register_with_handler(Notes, for_save=True, for_restore=True)
-class NotesArgs(ours.args.CheckpointArgs):
-    def __init__(self, item: Any = None) -> None:
-        self.item = item
-
-
-def test_handlers_of_somebodys_own(tmp_path: Path) -> None:
-    with ours.CheckpointManager(tmp_path) as manager:
-        args = ours.args.Composite(notes=NotesArgs(["x"]), state=ours.args.StandardSave(tree(1)))
-        manager.save(1, args=args)
-    with ours.CheckpointManager(tmp_path, item_handlers={"notes": Notes()}) as manager:
-        assert manager.restore(1, args=ours.args.Composite(notes=NotesArgs())).notes == ["x"]
-        with pytest.raises(ValueError, match="'notes' was saved by a handler"):
-            manager.restore(1)
 
 
 def test_another_run_is_restored_from(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from unickpt.errors import LoadMismatch, UnsupportedLeaf
+from unickpt.errors import CheckpointCorrupt, LoadMismatch, UnsupportedLeaf
 from unickpt.frameworks.leaves import expand, is_leaf
 from unickpt.frameworks.registry import adapters
 from unickpt.integrations.orbax import handlers
@@ -128,7 +128,10 @@ class StoredItem:
         whole = StoredView(self.found.reader).node()
         if not self.prefix:
             return whole
-        assert isinstance(whole, tree.Node), "a checkpoint with items is a dict"
+        if not isinstance(whole, tree.Node) or self.prefix not in whole.keys:
+            raise CheckpointCorrupt(
+                f"{self.found.location}: its metadata names an item {self.name!r}, which it lacks"
+            )
         return whole.children[whole.keys.index(self.prefix)]
 
     def abstract(self) -> Any:

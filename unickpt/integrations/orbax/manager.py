@@ -12,7 +12,7 @@ from unickpt.integrations.orbax import options as manager_options
 from unickpt.integrations.orbax.args import Composite
 from unickpt.integrations.orbax.described import RootMetadata, StepMetadata, TreeMetadata
 from unickpt.integrations.orbax.options import CheckpointManagerOptions
-from unickpt.integrations.orbax.run import ORBAX, Info, Rules, Run, custom_metadata
+from unickpt.integrations.orbax.run import Info, Rules, Run, custom_metadata, how_saved
 from unickpt.integrations.orbax.run import reached_preemption as _reached_preemption
 from unickpt.integrations.orbax.stored import as_path, item_metadata, item_of, items_of
 from unickpt.reading.checkpoint import Checkpoint
@@ -303,7 +303,7 @@ class CheckpointManager:
             self._default = DEFAULT in items_of(info, found, None)
         single = DEFAULT if self._default else None
         kinds = items_of(info, found, single)
-        own = found.metadata.get(ORBAX, {}).get("item_metadata", {}) if not info.foreign else {}
+        own = how_saved(found).get("item_metadata", {})
         trees = {
             name: TreeMetadata(item_metadata(item_of(info, found, name, single)), own.get(name))
             for name in kinds

@@ -365,8 +365,8 @@ class Run:
         if self._root is None:
             saved = (info for info in reversed(self.infos) if not info.foreign)
             newest = next((info for info in saved if info.step != self._saving), None)
-            stored = newest and open(newest.path).metadata.get(ORBAX, {}).get("root")
-            self._root = dict(stored or self.rules.metadata or {})
+            stored = None if newest is None else how_saved(open(newest.path)).get("root")
+            self._root = dict(stored if isinstance(stored, Mapping) else self.rules.metadata or {})
         return self._root
 
     def close(self) -> None:
@@ -388,8 +388,17 @@ def reached_preemption(step: int) -> bool:
     return reached
 
 
+def how_saved(found: Checkpoint) -> Mapping[str, Any]:
+    """What `Run.save` was told of a step; empty if somebody else saved it."""
+    how = found.metadata.get(ORBAX)
+    if isinstance(how, Mapping) and isinstance(how.get("items"), Mapping):
+        return how
+    return {}
+
+
 def custom_metadata(info: Info, found: Checkpoint) -> dict[str, Any]:
     """What the user gave with a step."""
     if not info.foreign:
-        return dict(found.metadata.get("custom_metadata", {}))
+        given = found.metadata.get("custom_metadata")
+        return dict(given) if isinstance(given, Mapping) else {}
     return {k: v for k, v in found.metadata.items() if k not in ("metrics", RESERVED)}

@@ -11,7 +11,7 @@ from typing import Any
 from unickpt.errors import LoadMismatch
 from unickpt.integrations.orbax.described import ArrayMetadata, ScalarMetadata, StringMetadata
 from unickpt.integrations.orbax.items import StoredItem
-from unickpt.integrations.orbax.run import ORBAX, Info
+from unickpt.integrations.orbax.run import Info, how_saved
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.storage import contexts, paths
 from unickpt.storage.errors import Failed, reading_failed
@@ -28,8 +28,8 @@ def items_of(info: Info, found: Checkpoint, single: str | None) -> dict[str, str
         single: the name of the only item, if the caller has but one.
     """
     if not info.foreign:
-        kinds = found.metadata.get(ORBAX, {}).get("items")
-        if isinstance(kinds, dict):
+        kinds = how_saved(found).get("items")
+        if kinds is not None:
             return {str(name): str(kind) for name, kind in kinds.items()}
     below = [name for name in _folders(info.path) if name not in (".", "metrics")]
     if info.foreign and below:
@@ -61,7 +61,7 @@ def item_of(
     if info.foreign:
         alone = len(kinds) == 1 and name in SINGLES
     else:
-        stored = found.metadata.get(ORBAX, {})
+        stored = how_saved(found)
         alone = stored.get("single") == name if "items" in stored else True
     return StoredItem(name, "" if alone else name, found, kinds[name], load or _cannot)
 
