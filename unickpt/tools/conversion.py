@@ -92,7 +92,7 @@ def convert(
         ValueError, TypeError: `like` without rules; there is no such format, or it has no such
             option.
         UnsupportedLeaf: the format cannot hold something; nothing was written.
-        All that `save` raises.
+        UnickptError: all that `save` raises.
 
     Example:
         >>> import numpy as np, unickpt

@@ -171,7 +171,7 @@ def merge(
         CheckpointNotFound, CheckpointCorrupt: of a source.
         RuleError, LoadMismatch: as `convert`.
         ValueError, TypeError: the arguments do not fit the method.
-        All that `save` raises.
+        UnickptError: all that `save` raises.
 
     Example:
         >>> import numpy as np, unickpt

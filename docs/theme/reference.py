@@ -1,0 +1,158 @@
+"""The pages that come from the code: the API from its docstrings, the commands from their help."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+import unickpt
+import unickpt.integrations
+from unickpt.cli.app import app
+
+# The page of a public name follows from the wing that defines it.
+PAGES = {
+    "saving": "Saving",
+    "runs": "Runs",
+    "loading": "Loading",
+    "reading": "Loading",
+    "frameworks": "Leaves and layouts",
+    "trees": "Leaves and layouts",
+    "arrays": "Leaves and layouts",
+    "rules": "Rules in Python",
+    "tools": "Tools",
+    "errors": "Errors",
+}
+# How the command line calls the types of its options.
+KINDS = {"str": "TEXT", "int": "NUMBER", "float": "NUMBER", "Path": "PATH"}
+# What users import of other modules than `unickpt` and its integrations.
+OTHERS = {"Leaves and layouts": ["unickpt.adapters.torch.NamedOptimizer"]}
+
+
+def pages() -> dict[str, str]:
+    """The pages to be made: their paths in the site, and what is in them."""
+    return {**api_pages(), "cli.md": cli_page()}
+
+
+# --- the API -------------------------------------------------------------------------------------
+
+
+def public_names() -> dict[str, list[str]]:
+    """The titles of the pages of `unickpt`, with the names on each, as they are imported."""
+    found: dict[str, list[str]] = {title: [] for title in PAGES.values()}
+    for name in unickpt.__all__:
+        thing = getattr(unickpt, name)
+        if not isinstance(thing, str):  # its version
+            module = thing.__name__ if inspect.ismodule(thing) else thing.__module__
+            found[PAGES[module.split(".")[1]]].append(f"unickpt.{name}")
+    # Functions first.
+    return {
+        title: sorted(names, key=_last) + OTHERS.get(title, []) for title, names in found.items()
+    }
+
+
+def _last(name: str) -> tuple[bool, str]:
+    last = name.rpartition(".")[2]
+    return last[0].isupper(), last
+
+
+def public_modules() -> dict[str, list[str]]:
+    """The modules of `unickpt.integrations` with what they offer, without importing trainers.
+
+    A module whose name goes on from that of another, as `dcp_storage` does, is a part of that.
+    """
+    folder = Path(unickpt.integrations.__path__[0])
+    modules = sorted(module.name for module in pkgutil.iter_modules([str(folder)]))
+    return {
+        f"unickpt.integrations.{name}": _offered((folder / f"{name}.py").read_text())
+        for name in modules
+        if not name.startswith("_") and not any(name.startswith(f"{m}_") for m in modules)
+        if (folder / f"{name}.py").exists()
+    }
+
+
+def _offered(source: str) -> list[str]:
+    """What `__all__` of a module says, else its own classes and functions."""
+    own = []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return sorted(ast.literal_eval(node.value), key=_last)
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+            own.append(node.name)
+    return own
+
+
+def api_pages() -> dict[str, str]:
+    made = {}
+    for title, names in public_names().items():
+        path = title.split(" ")[0].lower()
+        made[f"api/{path}.md"] = _page(title, names)
+    for module, names in public_modules().items():
+        entries = [f"{module}.{name}" for name in names]
+        about = f"::: {module}\n    options: {{members: false, show_root_heading: false}}\n"
+        made[f"api/{module.removeprefix('unickpt.')}.md"] = _page(f"`{module}`", entries, about)
+    return made
+
+
+def _page(title: str, names: list[str], about: str = "") -> str:
+    return f"# {title}\n\n{about}\n" + "\n".join(f"::: {name}\n" for name in names)
+
+
+# --- the commands --------------------------------------------------------------------------------
+
+
+def cli_page() -> str:
+    """The commands, as `unickpt COMMAND --help` has them."""
+    group: Any = typer.main.get_command(app)
+    about = _help(group.help)
+    commands = [_command(name, command) for name, command in group.commands.items()]
+    return "\n".join(["# Command line", "", about, *commands])
+
+
+def _command(name: str, command: Any) -> str:
+    context = command.make_context(name, [], resilient_parsing=True)
+    arguments = " ".join(_argument(p) for p in command.params if _is_argument(p))
+    rows = [_row(parameter, context) for parameter in command.params]
+    usage = " ".join(f"unickpt {name} [OPTIONS] {arguments}".split())
+    table = ["| | |", "|---|---|", *rows, ""] if rows else []
+    return "\n".join([f"## {name}", "", "```text", usage, "```", "", _help(command.help), *table])
+
+
+def _is_argument(parameter: Any) -> bool:
+    return not parameter.opts[0].startswith("-")
+
+
+def _argument(parameter: Any) -> str:
+    name = (parameter.metavar or parameter.name).upper().strip("{}[]")
+    name += "..." if parameter.nargs == -1 else ""
+    return name if parameter.required else f"[{name}]"
+
+
+def _row(parameter: Any, context: Any) -> str:
+    if _is_argument(parameter):
+        names, told = _argument(parameter).strip("[]"), parameter.help or ""
+    else:
+        names, told = parameter.get_help_record(context)
+        names = re.sub(r"<(?:list\[)?(\w+)\]?>", lambda kind: KINDS[kind[1]], names)
+        names = names.replace(" / ", "`, `")
+    told = told.replace("|", "\\|").replace("*", "\\*").replace("[", "\\[").replace("<", "&lt;")
+    return f"| `{names}` | {told} |"
+
+
+def _help(text: str | None) -> str:
+    """Help as Markdown; paragraphs that a terminal shows as they are become code."""
+    return "\n".join(_paragraphs(text or ""))
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    for paragraph in inspect.cleandoc(text).split("\n\n"):
+        if paragraph.startswith("\b"):
+            yield f"```text\n{paragraph[1:].strip(chr(10))}\n```\n"
+        else:
+            yield paragraph.replace("*", "\\*").replace("<", "&lt;") + "\n"
