@@ -16,6 +16,16 @@ def make_bucket(endpoint: str, name: str) -> None:
     urllib.request.urlopen(request, timeout=60).close()
 
 
+def remove_bucket(endpoint: str, name: str) -> None:
+    """Removes a bucket and what is in it."""
+    import boto3  # which moto needs, too
+
+    keys = {"aws_access_key_id": "anyone", "aws_secret_access_key": "anything"}
+    storage = boto3.resource("s3", endpoint_url=endpoint, region_name="us-east-1", **keys)
+    storage.Bucket(name).objects.all().delete()
+    storage.Bucket(name).delete()
+
+
 def use(endpoint: str, patch: pytest.MonkeyPatch) -> None:
     """Has TensorStore talk to this server."""
     patch.setenv("AWS_ACCESS_KEY_ID", "anyone")

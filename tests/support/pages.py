@@ -1,0 +1,203 @@
+"""Pages of documentation as programs: their snippets, run one after the other.
+
+A page is run in an empty folder; its Python snippets share their names, as cells of a notebook do.
+What a page's reader need not see stands in comments of its source:
+
+    <!-- setup            Python that runs at this place: what the snippets take for granted
+    state = {"w": ...}
+    -->
+    <!-- not run: why -->    above a snippet that cannot be run
+
+A snippet with a title (```python title="save.py") is a file, which a later shell snippet runs. What
+stands directly below a snippet or a setup, in a block without language, is what it prints, with
+"..." for what differs each time; if it raises, that is the last line: `LoadMismatch: ...`. A bucket of S3 is there
+for a page that uses `s3://bucket`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner
+
+from support import TESTS
+from unickpt import Rules
+from unickpt.cli.app import app
+
+ROOT = Path(TESTS).parent
+DOCS = ROOT / "docs"
+RUN = {"python", "sh", "setup", "rules", "json"}
+SHOWN = {"", "text", "ebnf"}  # nothing to run
+
+_START = re.compile(r"^(?P<indent> *)```(?P<language>[\w+-]*)(?: title=\"(?P<title>[^\"]+)\")?$")
+_NOT_RUN = re.compile(r"^<!-- not run: (.*) -->$")
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """A block of a page.
+
+    Arguments:
+        page: the page's path in the repository.
+        line: the number of its first line, after the fence.
+        language: that of the fence, or "setup".
+        text: what stands in it.
+        title: the file that it is.
+        not_run: why it is not run.
+        prints: what stands below it as its output.
+    """
+
+    page: str
+    line: int
+    language: str
+    text: str
+    title: str | None = None
+    not_run: str | None = None
+    prints: str | None = None
+
+
+def pages() -> list[str]:
+    """The README and all pages of docs/, by their paths in the repository."""
+    found = sorted(path.relative_to(ROOT).as_posix() for path in DOCS.rglob("*.md"))
+    return ["README.md", *found]
+
+
+def own_test(page: str) -> Path | None:
+    """The module that runs a page of a trainer, whose jobs need more than a page's source says."""
+    if not page.startswith("docs/integrations/"):
+        return None
+    module = Path(TESTS) / "docs" / f"test_{Path(page).stem}_docs.py"
+    return module if module.exists() else None
+
+
+def snippets(page: str) -> list[Snippet]:
+    """The snippets of a page, in their order, and what its comments say to them."""
+    lines = (ROOT / page).read_text().splitlines()
+    found: list[Snippet] = []
+    reason: str | None = None
+    at = 0
+    while at < len(lines):
+        line = lines[at]
+        if line == "<!-- setup":
+            stop = lines.index("-->", at)
+            found.append(Snippet(page, at + 2, "setup", _text(lines[at + 1 : stop])))
+        elif (start := _START.match(line)) is not None:
+            indent = start["indent"]
+            stop = lines.index(f"{indent}```", at + 1)
+            text = _text([line.removeprefix(indent) for line in lines[at + 1 : stop]])
+            if _is_output(start["language"], lines[at - 1], found):
+                found[-1] = _with_output(found[-1], text)
+            else:
+                found.append(
+                    Snippet(page, at + 2, start["language"], text, start["title"], reason)
+                )
+            reason = None
+        elif (told := _NOT_RUN.match(line)) is not None:
+            reason, stop = told[1], at
+        else:
+            stop = at
+        at = stop + 1
+    return found
+
+
+def _text(lines: list[str]) -> str:
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _is_output(language: str, before: str, found: list[Snippet]) -> bool:
+    below = {"```": ("python", "sh"), "-->": ("setup",)}.get(before.strip(), ())
+    return not language and bool(found) and found[-1].language in below
+
+
+def _with_output(snippet: Snippet, text: str) -> Snippet:
+    return Snippet(**{**snippet.__dict__, "prints": text})
+
+
+class Reader:
+    """Follows a page: runs its snippets in the current folder."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, Any] = {"__name__": "page"}
+
+    def follow(self, snippet: Snippet) -> None:
+        """Runs a snippet.
+
+        Raises:
+            AssertionError: it printed something else than the page says.
+            Exception: it failed; the traceback has the line of the page.
+        """
+        if snippet.not_run is not None or snippet.language in SHOWN:
+            return
+        if snippet.title is not None:
+            Path(snippet.title).write_text(snippet.text)
+            return
+        printed = getattr(self, f"_{snippet.language}")(snippet)
+        where = f"{snippet.page}:{snippet.line}"
+        flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+        if snippet.prints is not None:
+            same = doctest.OutputChecker().check_output(snippet.prints, printed, flags)
+            assert same, f"{where} prints\n{printed}\nthe page says\n{snippet.prints}"
+
+    def _setup(self, snippet: Snippet) -> str:
+        return self._python(snippet)
+
+    def _python(self, snippet: Snippet) -> str:
+        code = compile("\n" * (snippet.line - 1) + snippet.text, snippet.page, "exec")
+        out = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(out):
+                exec(code, self.names)
+        except Exception as error:
+            if snippet.prints is None:
+                raise
+            print(f"{type(error).__name__}: {error}", file=out)
+        return out.getvalue()
+
+    def _rules(self, snippet: Snippet) -> str:
+        Rules.parse(snippet.text)
+        return ""
+
+    def _json(self, snippet: Snippet) -> str:
+        json.loads(snippet.text)
+        return ""
+
+    def _sh(self, snippet: Snippet) -> str:
+        text = snippet.text.replace("\\\n", " ")
+        return "".join(self._command(line, snippet) for line in text.splitlines())
+
+    def _command(self, line: str, snippet: Snippet) -> str:
+        words = shlex.split(line, comments=True)
+        settings = {}
+        while words and re.match(r"[A-Z_]+=", words[0]):
+            name, _, value = words.pop(0).partition("=")
+            settings[name] = value
+        if not words:
+            return ""
+        if words[0] == "unickpt":
+            result = CliRunner().invoke(app, words[1:])
+            failed, printed = result.exit_code, result.output
+        else:
+            programs = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}
+            assert words[0] in programs, f"{snippet.page}:{snippet.line}: what is {words[0]!r}?"
+            done = subprocess.run(
+                [sys.executable, *programs[words[0]], *words[1:]],
+                env={**os.environ, "PYTHONPATH": str(ROOT), **settings},
+                capture_output=True,
+                text=True,
+                timeout=120,
+            )
+            failed, printed = done.returncode, done.stdout
+            assert not failed or snippet.prints is not None, done.stderr
+        assert not failed or snippet.prints is not None, f"{line}: exit code {failed}\n{printed}"
+        return printed
