@@ -4,7 +4,7 @@ BIN := .venv/bin
 # torch's CPU build: a plain "torch" would bring gigabytes of CUDA libraries along.
 TORCH := torch==2.13.0
 
-.PHONY: demo test test-fast lint soak bench clean
+.PHONY: demo test test-fast lint docs soak bench clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -20,6 +20,10 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache --no-logo
+
+# The pages of docs/ as a site, without a network: open site/index.html.
+docs: .venv/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 test: lint
 	$(BIN)/python -m pytest -n 2 -m 'not slow'
@@ -40,4 +44,4 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/results.py
 
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv build dist site *.egg-info

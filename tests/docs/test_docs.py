@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import copy
 import doctest
 import importlib
@@ -166,18 +165,6 @@ def test_dtypes_of_the_format() -> None:
         for name in dtypes.supported()
     }
     assert set(told) == set(SCHEMA["$defs"]["dtype"]["anyOf"][0]["enum"])
-
-
-def test_tensorstore_alone_opens_an_array(tmp_path: Path) -> None:
-    array = np.arange(12, dtype=np.float32).reshape(4, 3)
-    unickpt.save(tmp_path / "step_100", {"params": {"w": array}})
-    source = after_mark("tensorstore").replace("/runs", str(tmp_path))
-    *body, last = ast.parse(source).body
-    assert isinstance(last, ast.Expr)
-    names: dict[str, Any] = {}
-    exec(compile(ast.Module(list(body), []), "format.md", "exec"), names)
-    found = eval(compile(ast.Expression(last.value), "format.md", "eval"), names)
-    assert np.array_equal(found, array[1:3])
 
 
 def test_index_of_the_format() -> None:

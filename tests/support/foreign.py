@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import tarfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,6 +33,16 @@ def unpacked(case: str, into: Path) -> Path:
     with tarfile.open(FOLDER / case / "ckpt.tar.xz") as packed:
         packed.extractall(into, filter="data")
     return into / "ckpt"
+
+
+def copied(case: str, to: str) -> None:
+    """Copies a case's file of the name of `to`, or, if it has none, its folder."""
+    source = folder(case) / Path(to).name
+    Path(to).parent.mkdir(parents=True, exist_ok=True)
+    if source.is_file():
+        shutil.copy(source, to)
+    else:
+        shutil.copytree(folder(case), to)
 
 
 def opened(path: Path | str, format: Any) -> unickpt.Checkpoint | None:

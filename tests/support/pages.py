@@ -10,8 +10,8 @@ What a page's reader need not see stands in comments of its source:
 
 A snippet with a title (```python title="save.py") is a file, which a later shell snippet runs. What
 stands directly below a snippet or a setup, in a block without language, is what it prints, with
-"..." for what differs each time; if it raises, that is the last line: `LoadMismatch: ...`. A bucket of S3 is there
-for a page that uses `s3://bucket`.
+"..." for what differs each time; if it raises, that is the last line: `LoadMismatch: ...`. A bucket
+of S3 is there for a page that uses `s3://bucket`.
 """
 
 from __future__ import annotations
@@ -99,9 +99,7 @@ def snippets(page: str) -> list[Snippet]:
             if _is_output(start["language"], lines[at - 1], found):
                 found[-1] = _with_output(found[-1], text)
             else:
-                found.append(
-                    Snippet(page, at + 2, start["language"], text, start["title"], reason)
-                )
+                found.append(Snippet(page, at + 2, start["language"], text, start["title"], reason))
             reason = None
         elif (told := _NOT_RUN.match(line)) is not None:
             reason, stop = told[1], at
@@ -186,7 +184,8 @@ class Reader:
             return ""
         if words[0] == "unickpt":
             result = CliRunner().invoke(app, words[1:])
-            failed, printed = result.exit_code, result.output
+            found_some = words[1] == "diff" and result.exit_code == 1
+            failed, printed = 0 if found_some else result.exit_code, result.output
         else:
             programs = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}
             assert words[0] in programs, f"{snippet.page}:{snippet.line}: what is {words[0]!r}?"
