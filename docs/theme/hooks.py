@@ -27,6 +27,8 @@ import reference  # noqa: E402
 # [text](target) and ![text](target), but no links to other hosts, and none within the page.
 LINK = re.compile(r"(\]\()(?!#|[a-z]+:)([^)#\s]+)")
 COMMENT = re.compile(r"^<!--.*?-->\n", re.MULTILINE | re.DOTALL)
+# What a snippet prints stands directly below it.
+OUTPUT = re.compile(r"^```\n```$\n", re.MULTILINE)
 FENCE = re.compile(r"^( *```.*?^ *```)", re.MULTILINE | re.DOTALL)
 LANGUAGES = {".py": "python", ".rules": "text", ".json": "json", ".toml": "toml"}
 
@@ -55,6 +57,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
             return match[0]
         return match[1] + posixpath.relpath(_page_of(target[3:]), posixpath.dirname(at) or ".")
 
+    markdown = OUTPUT.sub("```\n\n```{.text .output}\n", markdown)
     parts = FENCE.split(markdown)  # links are in the even ones, code in the odd ones
     parts[::2] = [LINK.sub(linked, COMMENT.sub("", part)) for part in parts[::2]]
     return "".join(parts)

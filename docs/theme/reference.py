@@ -120,7 +120,7 @@ def _command(name: str, command: Any) -> str:
     arguments = " ".join(_argument(p) for p in command.params if _is_argument(p))
     rows = [_row(parameter, context) for parameter in command.params]
     usage = " ".join(f"unickpt {name} [OPTIONS] {arguments}".split())
-    table = ["| | |", "|---|---|", *rows, ""] if rows else []
+    table = ["| argument, option | what it does |", "|---|---|", *rows, ""] if rows else []
     return "\n".join([f"## {name}", "", "```text", usage, "```", "", _help(command.help), *table])
 
 
