@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,22 +64,28 @@ def _last(name: str) -> tuple[bool, str]:
 def public_modules() -> dict[str, list[str]]:
     """The modules of `unickpt.integrations` with what they offer, without importing trainers.
 
-    A module whose name goes on from that of another, as `dcp_storage` does, is a part of that.
+    A module whose name goes on from that of another, as `dcp_storage` does, is a part of that; so
+    are the modules in a package, unless they say what they offer, by `__all__`.
     """
     folder = Path(unickpt.integrations.__path__[0])
-    modules = sorted(module.name for module in pkgutil.iter_modules([str(folder)]))
-    return {
-        f"unickpt.integrations.{name}": _offered((folder / f"{name}.py").read_text())
-        for name in modules
-        if not name.startswith("_") and not any(name.startswith(f"{m}_") for m in modules)
-        if (folder / f"{name}.py").exists()
-    }
+    files = {path.stem: path for path in folder.glob("*.py")}
+    files |= {path.parent.name: path for path in folder.glob("*/__init__.py")}
+    found = {}
+    for name, file in sorted(files.items()):
+        if name.startswith("_") or any(name.startswith(f"{other}_") for other in files):
+            continue
+        found[f"unickpt.integrations.{name}"] = _offered(file)
+        inner = sorted(file.parent.glob("[!_]*.py")) if file.parent != folder else []
+        for part in inner:
+            if "\n__all__ = " in part.read_text():
+                found[f"unickpt.integrations.{name}.{part.stem}"] = _offered(part)
+    return found
 
 
-def _offered(source: str) -> list[str]:
+def _offered(file: Path) -> list[str]:
     """What `__all__` of a module says, else its own classes and functions."""
     own = []
-    for node in ast.parse(source).body:
+    for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return sorted(ast.literal_eval(node.value), key=_last)
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(TESTS).parent / "docs" / "theme"))
 import reference  # of docs/theme
 
 ROOT = Path(TESTS).parent
+pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(scope="module")
