@@ -86,6 +86,16 @@ def test_arguments_and_errors_are_tables_and_examples_code(site: Path) -> None:
     assert '<span class="gp">&gt;&gt;&gt; </span>' in entry
 
 
+def test_pages_that_docstrings_name_are_links_to_them(site: Path) -> None:
+    links = {
+        (page.parent / link).resolve()
+        for page in site.glob("api/*.html")
+        for link in re.findall(r'<a href="([^"#:]+)"', page.read_text())
+    }
+    assert (site / "reuse.html").resolve() in links
+    assert [link for link in links if not link.exists()] == []
+
+
 def test_every_command_and_option_is_described(site: Path) -> None:
     page = (site / "cli.html").read_text()
     for command in ("inspect", "verify", "convert", "import", "merge", "clean"):
