@@ -54,10 +54,3 @@ def test_all_code_is_in_fences(page: str) -> None:
     assert re.findall(rf"^ {{4,}}(?:{'|'.join(COMMANDS[1:])}) .*", text, re.M) == []
     assert "~~~" not in text
     assert "<pre>" not in text
-
-
-@pytest.mark.parametrize("page", [p for p in PAGES if pages.own_test(p) is not None])
-def test_a_module_that_runs_a_page_reads_it(page: str) -> None:
-    module = pages.own_test(page)
-    assert module is not None
-    assert Path(page).name in module.read_text()

@@ -16,6 +16,7 @@ of S3 is there for a page that uses `s3://bucket`.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import doctest
 import io
@@ -74,11 +75,18 @@ def pages() -> list[str]:
 
 
 def own_test(page: str) -> Path | None:
-    """The module that runs a page of a trainer, whose jobs need more than a page's source says."""
-    if not page.startswith("docs/integrations/"):
+    """The module that runs a page of a trainer, whose jobs need more than a page's source says.
+
+    Its docstring names the page: "docs/integrations/ray.md", "docs/integrations/{keras,flax}.md".
+    """
+    folder, _, name = page.rpartition("/")
+    if folder != "docs/integrations":
         return None
-    module = Path(TESTS) / "docs" / f"test_{Path(page).stem}_docs.py"
-    return module if module.exists() else None
+    stem = name.removesuffix(".md")
+    named = re.compile(rf"docs/integrations/(?:{stem}|{{[^}}]*\b{stem}\b[^}}]*}})\.md")
+    modules = sorted((Path(TESTS) / "docs").glob("test_*.py"))
+    found = [m for m in modules if named.search(ast.get_docstring(ast.parse(m.read_text())) or "")]
+    return found[0] if found else None
 
 
 def snippets(page: str) -> list[Snippet]:
