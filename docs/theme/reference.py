@@ -15,7 +15,7 @@ import unickpt
 import unickpt.integrations
 from unickpt.cli.app import app
 
-# The page of a public name follows from the wing that defines it.
+# The page of a public name follows from the wing that defines it; those of other wings are tools.
 PAGES = {
     "saving": "Saving",
     "runs": "Runs",
@@ -25,7 +25,6 @@ PAGES = {
     "trees": "Leaves and layouts",
     "arrays": "Leaves and layouts",
     "rules": "Rules in Python",
-    "tools": "Tools",
     "errors": "Errors",
 }
 # How the command line calls the types of its options.
@@ -44,12 +43,12 @@ def pages() -> dict[str, str]:
 
 def public_names() -> dict[str, list[str]]:
     """The titles of the pages of `unickpt`, with the names on each, as they are imported."""
-    found: dict[str, list[str]] = {title: [] for title in PAGES.values()}
+    found: dict[str, list[str]] = {title: [] for title in [*PAGES.values(), "Tools"]}
     for name in unickpt.__all__:
         thing = getattr(unickpt, name)
         if not isinstance(thing, str):  # its version
             module = thing.__name__ if inspect.ismodule(thing) else thing.__module__
-            found[PAGES[module.split(".")[1]]].append(f"unickpt.{name}")
+            found[PAGES.get(module.split(".")[1], "Tools")].append(f"unickpt.{name}")
     # Functions first.
     return {
         title: sorted(names, key=_last) + OTHERS.get(title, []) for title, names in found.items()
