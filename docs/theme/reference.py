@@ -64,7 +64,7 @@ def public_modules() -> dict[str, list[str]]:
     """The modules of `unickpt.integrations` with what they offer, without importing trainers.
 
     A module whose name goes on from that of another, as `dcp_storage` does, is a part of that; so
-    are the modules in a package, unless they say what they offer, by `__all__`.
+    are the modules in a package, unless it offers them, or they say what they offer, by `__all__`.
     """
     folder = Path(unickpt.integrations.__path__[0])
     files = {path.stem: path for path in folder.glob("*.py")}
@@ -73,11 +73,13 @@ def public_modules() -> dict[str, list[str]]:
     for name, file in sorted(files.items()):
         if name.startswith("_") or any(name.startswith(f"{other}_") for other in files):
             continue
-        found[f"unickpt.integrations.{name}"] = _offered(file)
-        inner = sorted(file.parent.glob("[!_]*.py")) if file.parent != folder else []
-        for part in inner:
-            if "\n__all__ = " in part.read_text():
-                found[f"unickpt.integrations.{name}.{part.stem}"] = _offered(part)
+        offered = _offered(file)
+        inner = file.parent.glob("[!_]*.py") if file.parent != folder else ()
+        parts = {part.stem: part for part in sorted(inner)}
+        found[f"unickpt.integrations.{name}"] = [n for n in offered if n not in parts]
+        for stem, part in parts.items():
+            if stem in offered or "\n__all__ = " in part.read_text():
+                found[f"unickpt.integrations.{name}.{stem}"] = _offered(part)
     return found
 
 
