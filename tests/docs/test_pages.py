@@ -49,6 +49,15 @@ def test_no_snippet_is_left_out_without_a_reason(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
+def test_a_snippet_that_is_a_file_is_run_by_a_command_below(page: str) -> None:
+    found = snippets(page)
+    for at, snippet in enumerate(found):
+        if snippet.title is not None and snippet.not_run is None:
+            below = [s for s in found[at:] if s.language == "sh" and s.not_run is None]
+            assert any(snippet.title in s.text.split() for s in below), f"{page}:{snippet.line}"
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_all_code_is_in_fences(page: str) -> None:
     text = re.sub(r"^( *)```.*?^\1```$", "", (ROOT / page).read_text(), flags=re.M | re.S)
     assert re.findall(rf"^ {{4,}}(?:{'|'.join(COMMANDS[1:])}) .*", text, re.M) == []
