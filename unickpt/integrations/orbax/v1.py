@@ -143,4 +143,6 @@ def _info(path: paths.Path) -> Info:
     return Info(0, str(path), foreign=open(path).reader.format == ORBAX)
 
 
-save_pytree, save_pytree_async, load_pytree = save, save_async, load
+save_pytree = save
+save_pytree_async = save_async
+load_pytree = load
