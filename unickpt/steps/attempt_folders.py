@@ -11,6 +11,8 @@ import tensorstore as ts
 
 from unickpt.errors import UnickptError
 from unickpt.reading import checkpoint
+from unickpt.storage import errors
+from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
 
@@ -43,3 +45,37 @@ def remove_attempts(location: Location, attempts: Iterable[str], context: ts.Con
     for attempt in attempts:
         location.child(f"{FOLDER}/{attempt}").remove(context)
     location.remove_empty()
+
+
+def remove_checkpoint(location: Location, context: ts.Context) -> None:
+    """Removes a checkpoint: first its manifest, atomically, then its files.
+
+    Does not touch other attempts to save there, which may be in progress. Does not follow symbolic
+    links: only removes the link itself.
+
+    Raises:
+        StorageError: it could not be removed; what remains has no manifest.
+    """
+    try:
+        if location.link is not None:
+            location.unlink()
+            return
+        attempts = attempts_of_checkpoint(location, context)
+        location.store(context).write(MANIFEST, None).result()
+        location.sync(location)
+        _remove_data(location.child(FOLDER), attempts, context)
+        location.remove_empty()
+    except Failed as error:
+        raise errors.writing_failed(error, str(location)) from error
+
+
+def _remove_data(folder: Location, attempts: Iterable[str], context: ts.Context) -> None:
+    """Removes attempts, or the symbolic links in their place."""
+    if folder.link is not None:
+        folder.unlink()
+        return
+    for name in folder.links():
+        folder.child(name).unlink()
+    for attempt in attempts:
+        if "/" not in attempt and attempt not in ("", ".", ".."):  # an index is untrusted
+            folder.child(attempt).remove(context)

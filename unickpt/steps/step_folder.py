@@ -24,7 +24,6 @@ from unickpt.steps.lineage import Lineage
 from unickpt.storage import contexts, errors, paths
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
-from unickpt.storage.ocdbt import MANIFEST
 
 _log = logging.getLogger("unickpt")
 _LISTINGS = 50
@@ -195,18 +194,7 @@ class Steps:
         Raises:
             StorageError: it could not be removed; `remove_remnants` recognises the rest.
         """
-        location = self.at(step)
-        try:
-            if location.link is not None:
-                location.unlink()
-                return
-            attempts = self._attempts(step)
-            location.store(self._context).write(MANIFEST, None).result()
-            location.sync(location)
-            self._remove_attempts(location.child("processes"), attempts)
-            location.remove_empty()
-        except Failed as error:
-            raise errors.writing_failed(error, str(location)) from error
+        attempt_folders.remove_checkpoint(self.at(step), self._context)
 
     def borrowers(self, step: int) -> list[str]:
         """The names of the steps that have chunks in this one, and so need it.
@@ -216,17 +204,6 @@ class Steps:
         """
         with self._asking(step):
             return borrowers.of(self.at(step), self._context)
-
-    def _remove_attempts(self, folder: Location, attempts: Iterable[str]) -> None:
-        """Removes attempts, or the symbolic links in their place."""
-        if folder.link is not None:
-            folder.unlink()
-            return
-        for name in folder.links():
-            folder.child(name).unlink()
-        for attempt in attempts:
-            if "/" not in attempt and attempt not in ("", ".", ".."):  # an index is untrusted
-                folder.child(attempt).remove(self._context)
 
     def _attempts(self, step: int) -> list[str]:
         """The attempt that made a step; all attempts if it is too damaged to tell."""

@@ -1,0 +1,308 @@
+"""The `CheckpointIO` of unickpt.integrations.lightning: its values, its order, its refusals."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import threading
+import warnings
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import s3_server
+
+import unickpt
+
+pytest.importorskip("lightning")
+pytestmark = pytest.mark.integration
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from support import lightning_jobs
+
+import torch
+
+from unickpt.integrations.lightning import UnickptCheckpointIO, last_checkpoint
+
+assert lightning_jobs
+Point = namedtuple("Point", "x y")
+VALUES = {
+    "state_dict": OrderedDict(
+        w=torch.arange(6.0).reshape(2, 3), b=torch.tensor([1.5, float("nan")], dtype=torch.bfloat16)
+    ),
+    "callbacks": {"A{'monitor': 'x/y'}": {"dirpath": Path("/a/b"), "best": {"/a": torch.ones(())}}},
+    "hyper_parameters": {
+        "sizes": {3, 1},
+        "frozen": frozenset({"a"}),
+        "queue": deque([1, torch.ones(2)], maxlen=4),
+        "milestones": Counter({5: 2}),
+        "by_pair": {(1, "a"): [Path("c")], None: 2, 1.5: True},
+        "counts": defaultdict(int, x=3),
+        "namespace": argparse.Namespace(lr=0.1, root=Path("d")),
+        "when": datetime.datetime(2026, 11, 22, 1, 2, 3, 4),
+        "interval": datetime.timedelta(1, 2, 3),
+        "complex": 1 - 2j,
+        "point": Point(1, (2.5, None)),
+        "dtype": torch.bfloat16,
+        "device": torch.device("cuda", 1),
+        "size": torch.Size([2, 3]),
+        "array": np.arange(3, dtype=np.int16),
+        "scalar": np.float32(0.1),
+        "number": 1 << 70,
+        "nothing": [],
+        "raw": b"\0\xff",
+    },
+    "epoch": 3,
+}
+
+
+def assert_same(found: Any, wanted: Any, at: str = "") -> None:
+    assert type(found).__name__ == type(wanted).__name__, at
+    if isinstance(wanted, torch.Tensor):
+        assert found.dtype == wanted.dtype, at
+        assert found.reshape(-1).view(torch.uint8).equal(wanted.reshape(-1).view(torch.uint8)), at
+    elif isinstance(wanted, np.ndarray | np.generic):
+        assert (found.dtype, found.tobytes()) == (wanted.dtype, wanted.tobytes()), at
+    elif isinstance(wanted, dict):
+        assert list(found) == list(wanted), at
+        for key in wanted:
+            assert_same(found[key], wanted[key], f"{at}/{key}")
+        assert getattr(found, "default_factory", 0) == getattr(wanted, "default_factory", 0)
+    elif isinstance(wanted, list | tuple | deque):
+        assert len(found) == len(wanted), at
+        assert getattr(found, "maxlen", None) == getattr(wanted, "maxlen", None), at
+        for number, pair in enumerate(zip(found, wanted, strict=True)):
+            assert_same(*pair, f"{at}/{number}")
+    else:
+        assert found == wanted, at
+
+
+def checkpoint(step: int) -> dict[str, Any]:
+    return {"state_dict": {"w": torch.full((4,), float(step))}, "global_step": step}
+
+
+def step_of(path: Path | str) -> Any:
+    return unickpt.open(path).values["global_step"]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@contextmanager
+def held_back() -> Iterator[tuple[UnickptCheckpointIO, Callable[[], None]]]:
+    """A plugin whose saves write nothing more until the returned function is called."""
+    writes, go = threading.Event(), threading.Event()
+
+    def progress(done: int, total: int) -> None:
+        writes.set()
+        assert go.wait(60)
+
+    io = UnickptCheckpointIO(unickpt.SaveOptions(progress=progress, fsync=False))
+    try:
+        yield io, go.set
+    finally:
+        go.set()
+        io._saves.wait()
+
+
+def test_values_of_many_types_come_back_as_they_were(tmp_path: Path) -> None:
+    io = UnickptCheckpointIO()
+    io.save_checkpoint(VALUES, tmp_path / "a.ckpt")
+    assert_same(io.load_checkpoint(tmp_path / "a.ckpt"), VALUES)
+    stored = unickpt.open(tmp_path / "a.ckpt")
+    assert stored.values["callbacks/A{'monitor': 'x%2Fy'}/dirpath"] == "/a/b"
+    assert stored["state_dict/w"].shape == (2, 3)
+
+
+def test_what_needs_pickle_is_refused_by_name_with_what_to_do(tmp_path: Path) -> None:
+    @dataclasses.dataclass
+    class Config:
+        lr: float = 0.1
+
+    class Sub(dict[str, int]):
+        pass
+
+    bad = {
+        "hyper_parameters": {"loss": torch.nn.MSELoss(), "ok": 1},
+        "callbacks": {"C": {"config": Config(), "function": print}},
+        "data": {"sub": Sub(a=1), "made": defaultdict(lambda: 3), "module": torch.nn.Linear(1, 1)},
+    }
+    with pytest.raises(unickpt.UnsupportedLeaf) as caught:
+        UnickptCheckpointIO().save_checkpoint(bad, tmp_path / "a.ckpt")
+    message = str(caught.value)
+    for words in (
+        "hyper_parameters/loss: torch.nn.modules.loss.MSELoss; leave it out: "
+        "self.save_hyperparameters(ignore=['loss'])",
+        "callbacks/C/config: ",
+        "store dataclasses.asdict(x)",
+        "callbacks/C/function: builtins.builtin_function_or_method; leave it out: code",
+        "data/sub: ",
+        "store dict(x)",
+        "data/made: collections.defaultdict",
+        "data/module: torch.nn.modules.linear.Linear; store x.state_dict()",
+    ):
+        assert words in message, message
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("types", "error", "words"),
+    [
+        ('{"x": ["path"]}', unickpt.CheckpointCorrupt, "'x' is not a path"),
+        ('{"x": ["os.system"]}', unickpt.UnsupportedFormat, "os.system"),
+        ('{"x": "path"}', unickpt.CheckpointCorrupt, "unickpt_types"),
+        ("[", unickpt.CheckpointCorrupt, "unickpt_types"),
+    ],
+)
+def test_forged_types_are_an_error(
+    tmp_path: Path, types: str, error: type[Exception], words: str
+) -> None:
+    unickpt.save(tmp_path / "a", {"x": 3, "unickpt_types": types})
+    with pytest.raises(error, match=words):
+        UnickptCheckpointIO().load_checkpoint(tmp_path / "a")
+
+
+def test_a_checkpoint_has_its_name_when_it_is_complete(tmp_path: Path) -> None:
+    with held_back() as (io, go):
+        state = checkpoint(1)
+        io.save_checkpoint(state, tmp_path / "new.ckpt")
+        state["state_dict"]["w"].zero_()  # it was copied
+        assert names(tmp_path) in ([], [".new.ckpt.saving"])
+        assert last_checkpoint(tmp_path) is None
+        go()
+        io.teardown()
+    assert names(tmp_path) == ["new.ckpt"]
+    assert UnickptCheckpointIO().load_checkpoint(tmp_path / "new.ckpt")["state_dict"]["w"][0] == 1
+
+
+def test_the_last_checkpoint_is_removed_when_the_next_is_committed(tmp_path: Path) -> None:
+    UnickptCheckpointIO(background=False).save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
+    with held_back() as (io, go):
+        io.save_checkpoint(checkpoint(2), tmp_path / "2.ckpt")
+        io.remove_checkpoint(tmp_path / "1.ckpt")
+        assert step_of(tmp_path / "1.ckpt") == 1
+        go()
+        io.teardown()
+    assert names(tmp_path) == ["2.ckpt"]
+    io.remove_checkpoint(tmp_path / "2.ckpt")  # nothing is in flight
+    io.remove_checkpoint(tmp_path / "2.ckpt")  # nor there
+    assert names(tmp_path) == []
+
+
+def test_a_checkpoint_stays_if_the_save_after_it_fails(tmp_path: Path) -> None:
+    UnickptCheckpointIO(background=False).save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
+    with held_back() as (io, go):
+        io.save_checkpoint(checkpoint(2), tmp_path / "2.ckpt")
+        io.remove_checkpoint(tmp_path / "1.ckpt")
+        tmp_path.joinpath("2.ckpt", "of others").mkdir(parents=True)  # takes the name
+        go()
+        io._saves.wait()
+        with pytest.raises(OSError, match="2.ckpt"):
+            io.save_checkpoint(checkpoint(3), tmp_path / "3.ckpt")
+        io.teardown()  # raised once
+    assert step_of(tmp_path / "1.ckpt") == 1
+    assert step_of(tmp_path / ".2.ckpt.saving") == 2
+
+
+def test_an_error_in_the_background_is_raised_by_teardown(tmp_path: Path) -> None:
+    with held_back() as (io, go):
+        io.save_checkpoint(checkpoint(2), tmp_path / "2.ckpt")
+        tmp_path.joinpath("2.ckpt", "of others").mkdir(parents=True)
+        go()
+        with pytest.raises(OSError, match="2.ckpt") as caught:
+            io.teardown()
+        assert "in the background" in "".join(caught.value.__notes__)
+        io.teardown()
+
+
+def test_a_path_may_be_saved_removed_and_saved_again_at_once(tmp_path: Path) -> None:
+    io, path = UnickptCheckpointIO(unickpt.SaveOptions(fsync=False)), tmp_path / "a.ckpt"
+    for step in range(1, 6):
+        io.save_checkpoint(checkpoint(step), path)
+    io.save_checkpoint(checkpoint(6), tmp_path / "b.ckpt")
+    io.remove_checkpoint(path)
+    io.save_checkpoint(checkpoint(7), path)
+    assert io.load_checkpoint(path)["global_step"] == 7  # waits for it
+    io.teardown()
+    assert names(tmp_path) == ["a.ckpt", "b.ckpt"]
+
+
+def test_a_link_is_replaced_and_what_it_points_to_stays(tmp_path: Path) -> None:
+    io = UnickptCheckpointIO(background=False)
+    io.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
+    tmp_path.joinpath("last.ckpt").symlink_to("1.ckpt")
+    io.save_checkpoint(checkpoint(2), tmp_path / "last.ckpt")
+    assert (step_of(tmp_path / "1.ckpt"), step_of(tmp_path / "last.ckpt")) == (1, 2)
+    tmp_path.joinpath("link.ckpt").symlink_to("1.ckpt")
+    io.remove_checkpoint(tmp_path / "link.ckpt")
+    assert names(tmp_path) == ["1.ckpt", "last.ckpt"]
+
+
+def test_files_of_lightnings_own_are_loaded_removed_and_never_overwritten(tmp_path: Path) -> None:
+    from lightning.fabric.plugins.io import TorchCheckpointIO
+
+    path = tmp_path / "last.ckpt"
+    TorchCheckpointIO().save_checkpoint(checkpoint(4), path)
+    io = UnickptCheckpointIO()
+    assert io.load_checkpoint(path)["global_step"] == 4
+    with pytest.raises(unickpt.InvalidPath, match=r"last\.ckpt"):
+        io.save_checkpoint(checkpoint(5), path)
+    assert io.load_checkpoint(path)["global_step"] == 4
+    io.remove_checkpoint(path)
+    assert names(tmp_path) == []
+
+
+def test_the_newest_checkpoint_is_found(tmp_path: Path) -> None:
+    io = UnickptCheckpointIO(background=False)
+    assert last_checkpoint(tmp_path / "none") is None
+    for step in (9, 1, 5):
+        io.save_checkpoint(checkpoint(step), tmp_path / f"step={step}.ckpt")
+    found = last_checkpoint(tmp_path)
+    assert found is not None
+    assert step_of(found) == 5
+
+
+def test_metrics_are_told_where_the_checkpoint_is(tmp_path: Path) -> None:
+    told: list[unickpt.SaveReport] = []
+    io = UnickptCheckpointIO(unickpt.SaveOptions(metrics=told.append), background=False)
+    io.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
+    assert [step_of(report.url) for report in told] == [1]
+
+
+def test_arguments_that_cannot_be_honoured_are_refused(tmp_path: Path) -> None:
+    io = UnickptCheckpointIO(background=False)
+    with pytest.raises(TypeError, match="storage_options="):
+        io.save_checkpoint(checkpoint(1), tmp_path / "a.ckpt", storage_options={})
+    io.save_checkpoint(checkpoint(1), tmp_path / "a.ckpt")
+    with pytest.raises(TypeError, match="map_location= is a dict"):
+        io.load_checkpoint(tmp_path / "a.ckpt", {"cuda:0": "cpu"})
+    with pytest.raises(TypeError, match="state="):
+        io.load_checkpoint(tmp_path / "a.ckpt", state={})  # type: ignore[arg-type]
+    with pytest.raises(FileNotFoundError):
+        io.load_checkpoint(tmp_path / "b.ckpt")
+    meta = io.load_checkpoint(tmp_path / "a.ckpt", map_location="cpu", weights_only=True)
+    assert meta["state_dict"]["w"].device.type == "cpu"
+
+
+def test_checkpoints_in_object_storage(moto: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    s3_server.use(moto, monkeypatch)
+    s3_server.make_bucket(moto, "lightning")
+    io, run = UnickptCheckpointIO(), "s3://lightning/run"
+    for step in (1, 2):
+        io.save_checkpoint(VALUES | checkpoint(step), f"{run}/{step}.ckpt")
+        io.save_checkpoint(checkpoint(step), f"{run}/last.ckpt")
+    io.remove_checkpoint(f"{run}/1.ckpt")
+    assert io.load_checkpoint(f"{run}/last.ckpt")["global_step"] == 2
+    with pytest.raises(FileNotFoundError):
+        io.load_checkpoint(f"{run}/1.ckpt")
+    found = last_checkpoint(run)
+    assert found is not None
+    assert found.rstrip("/").endswith("last.ckpt")
+    assert_same(io.load_checkpoint(f"{run}/2.ckpt")["callbacks"], VALUES["callbacks"])

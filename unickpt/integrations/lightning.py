@@ -1,0 +1,353 @@
+"""Lightning's checkpoints in unickpt's format: a `CheckpointIO`, and a mixin for strategies.
+
+    trainer = Trainer(plugins=[UnickptCheckpointIO()])
+
+    class Strategy(ShardedCheckpoints, ModelParallelStrategy): ...  # or FSDPStrategy
+    trainer = Trainer(strategy=Strategy())
+
+The training waits until the state is copied; the rest is done in the background. Works with
+`lightning` and with `pytorch_lightning`. docs/integrations/lightning.md says what differs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint import state_dict as torch_state
+
+from unickpt.errors import CheckpointNotFound
+from unickpt.frameworks.process_group import alone
+from unickpt.integrations.lightning_saves import Destination, Saves
+from unickpt.integrations.lightning_values import ToSave, read, with_fragments
+from unickpt.loading import loader
+from unickpt.reading import checkpoint
+from unickpt.reading.checkpoint import Checkpoint
+from unickpt.reading.listing import checkpoints_below
+from unickpt.reading.options import LoadOptions
+from unickpt.saving.options import SaveOptions
+from unickpt.storage import paths
+
+_SHARDED = ("state_dict", "optimizer_states")
+"""What all ranks save and load; all else is as rank 0 has it."""
+
+
+def _fabric() -> list[str]:
+    """The packages, of those that have Lightning's plugins, that the program has imported."""
+    both = ("lightning.fabric", "lightning_fabric")
+    return [name for name in both if name in sys.modules] or ["lightning.fabric"]
+
+
+def _of_fabric(name: str) -> list[Any]:
+    """A class of Lightning's plugins, as each of these packages has it."""
+    return [getattr(importlib.import_module(f"{at}.plugins.io"), name) for at in _fabric()]
+
+
+if TYPE_CHECKING:
+    _CheckpointIO = Any
+else:
+    _CheckpointIO = type("_CheckpointIO", tuple(_of_fabric("CheckpointIO")), {})
+
+
+class UnickptCheckpointIO(_CheckpointIO):
+    """Saves Lightning's checkpoints in the background, as folders in unickpt's format.
+
+    A save that fails does so in the next `save_checkpoint` or at the end of the training, whichever
+    comes first; until then, nothing is removed that it was to replace.
+
+    Arguments:
+        options: how to save; see `unickpt.SaveOptions`.
+        load_options: how to load; see `unickpt.LoadOptions`.
+        background: False waits until each checkpoint is committed.
+
+    Example:
+        >>> from lightning import Trainer
+        >>> trainer = Trainer(plugins=[UnickptCheckpointIO()], logger=False)
+    """
+
+    def __init__(
+        self,
+        options: SaveOptions | None = None,
+        load_options: LoadOptions | None = None,
+        *,
+        background: bool = True,
+    ) -> None:
+        super().__init__()
+        self.options = SaveOptions.or_default(options)
+        self.load_options = load_options
+        self.background = background
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For processes that are spawned; what is in flight stays here."""
+        arguments = {"background": self.background}
+        return _made_anew, (type(self), self.options, self.load_options, arguments)
+
+    @cached_property
+    def _saves(self) -> Saves:
+        return Saves()
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: paths.Path, storage_options: Any = None
+    ) -> None:
+        """Saves what one process holds; returns when it may change.
+
+        Arguments:
+            checkpoint: as Lightning's trainer makes it.
+            path: a local path or a URL; a checkpoint there is replaced, atomically.
+            storage_options: None.
+
+        Raises:
+            TypeError: `storage_options` are given.
+            UnsupportedLeaf: lists the values that cannot be stored without pickle.
+            UnickptError: as `unickpt.save_async`; also the error of an earlier save.
+        """
+        _check_storage_options(storage_options)
+        options = replace(self.options, group=alone())
+        self._begin(checkpoint, self._saves.destination(path), options, 0, 1)
+
+    def _begin(
+        self,
+        checkpoint: Mapping[str, Any],
+        destination: Destination,
+        options: SaveOptions,
+        rank: int,
+        ranks: int,
+    ) -> None:
+        self._saves.begin(ToSave(checkpoint), destination, options, rank, ranks)
+        if not self.background:
+            self._saves.close()
+
+    def load_checkpoint(
+        self,
+        path: paths.Path,
+        map_location: Any = None,
+        weights_only: bool | None = None,
+        *,
+        state: None = None,
+    ) -> dict[str, Any]:
+        """Loads what was saved, whole; files that Lightning itself saved as Lightning does.
+
+        Arguments:
+            path: a local path or a URL.
+            map_location: None for host memory, or a device.
+            weights_only: of no effect on our checkpoints, from which nothing is ever unpickled.
+            state: None.
+
+        Raises:
+            TypeError: an argument cannot be honoured; names it.
+            UnickptError: as `unickpt.load`.
+        """
+        if state is not None:
+            raise TypeError(
+                "state= is not supported: the whole checkpoint is returned; for sharded models "
+                "use the mixin unickpt.integrations.lightning.ShardedCheckpoints"
+            )
+        self._saves.wait()
+        if _is_file(path):
+            io = _of_fabric("TorchCheckpointIO")[0]()
+            found: dict[str, Any] = io.load_checkpoint(path, map_location, weights_only)
+            return found
+        if not isinstance(map_location, str | torch.device | None):
+            raise TypeError(
+                f"map_location= is a {type(map_location).__name__}; give a device, or leave it "
+                "out: tensors are loaded into host memory, wherever they were"
+            )
+        return checkpoint.reading(
+            path, lambda stored: read(stored, device=map_location, options=self.load_options)
+        )
+
+    def remove_checkpoint(self, path: paths.Path) -> None:
+        """Removes a checkpoint, when the saves in flight are committed; it stays if they fail."""
+        self._saves.remove(path)
+
+    def teardown(self) -> None:
+        """Waits until all is saved.
+
+        Raises:
+            UnickptError: the error of a save or removal that was not raised before.
+        """
+        self._saves.close()
+
+
+class ShardedCheckpoints:
+    """A mixin for `FSDPStrategy` and `ModelParallelStrategy`: every rank saves and loads its own
+    part of the model and the optimizers, and nothing is gathered.
+
+    Checkpoints are loaded onto any number of ranks. How is an `UnickptCheckpointIO` of
+    `Trainer(plugins=...)`.
+
+    Example:
+        >>> from lightning.pytorch.strategies import ModelParallelStrategy
+        >>> class Strategy(ShardedCheckpoints, ModelParallelStrategy):
+        ...     pass
+        >>> strategy = Strategy(data_parallel_size=4, tensor_parallel_size=1)
+    """
+
+    _checkpoint_io: Any
+    model: Any
+    optimizers: Any
+    lightning_module: Any
+    is_global_zero: bool
+    global_rank: int
+    world_size: int
+
+    @property
+    def checkpoint_io(self) -> UnickptCheckpointIO:
+        """How to save and load."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = UnickptCheckpointIO()
+        if not isinstance(self._checkpoint_io, UnickptCheckpointIO):
+            raise TypeError(
+                f"the plugin {type(self._checkpoint_io).__name__} cannot save with "
+                f"{type(self).__name__}: pass an UnickptCheckpointIO, or leave it out"
+            )
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: Any) -> None:
+        self._checkpoint_io = io
+
+    def setup_environment(self) -> None:
+        if not getattr(self, "_save_distributed_checkpoint", True):
+            raise ValueError(
+                "save_distributed_checkpoint=False is not supported: every rank saves its part; "
+                "`unickpt export` makes one file of a checkpoint"
+            )
+        super().setup_environment()  # type: ignore[misc]
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The model's state; of what is sharded the part of this rank."""
+        return torch_state.get_model_state_dict(self.model)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The state of an optimizer by the names of the parameters, likewise."""
+        return self._optimizer_state(getattr(optimizer, "optimizer", optimizer))
+
+    def _optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        found: dict[str, Any] = torch_state.get_optimizer_state_dict(self.model, optimizer)
+        return found
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: paths.Path, storage_options: Any = None
+    ) -> None:
+        """Saves the parts of all ranks; returns when they may change.
+
+        Raises:
+            TypeError: `storage_options` are given.
+            UnickptError: as `unickpt.save_async`; also the error of an earlier save.
+        """
+        _check_storage_options(storage_options)
+        io = self.checkpoint_io
+        found = io._saves.destination(filepath) if self.is_global_zero else None
+        destination: Destination = self.broadcast(found)  # type: ignore[attr-defined]
+        if not self.is_global_zero:
+            checkpoint = {key: checkpoint[key] for key in _SHARDED if key in checkpoint}
+        io._begin(checkpoint, destination, io.options, self.global_rank, self.world_size)
+
+    def load_checkpoint(
+        self, checkpoint_path: paths.Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Loads into the model and the optimizers; also what Lightning itself saved.
+
+        Returns:
+            What else is in the checkpoint.
+
+        Raises:
+            UnickptError: as `unickpt.load`.
+        """
+        path = self.broadcast(checkpoint_path)  # type: ignore[attr-defined]
+        self.checkpoint_io._saves.wait()
+        if _is_file(path) or _is_file(os.path.join(path, "meta.pt")):
+            found: dict[str, Any] = super().load_checkpoint(path, weights_only)  # type: ignore[misc]
+            return found
+        fits = self.lightning_module.trainer.state.fn == "fit"
+        # First, because it makes the state of new optimizers, by a step.
+        states = [self._optimizer_state(x) for x in self.optimizers] if fits else []
+        model = self.lightning_module_state_dict()
+        state: dict[str, Any] = {"state_dict": model, "optimizer_states": states}
+        rest = checkpoint.reading(path, lambda stored: self._load(stored, state))
+        strict = torch_state.StateDictOptions(strict=self.lightning_module.strict_loading)
+        torch_state.set_model_state_dict(self.model, state["state_dict"], options=strict)
+        for optimizer, given in zip(self.optimizers, state["optimizer_states"], strict=False):
+            torch_state.set_optimizer_state_dict(self.model, optimizer, given)
+        return rest
+
+    def _load(self, stored: Checkpoint, state: dict[str, Any]) -> dict[str, Any]:
+        """Loads into the tensors of a state dict, and returns what is not in it."""
+        io = self.checkpoint_io
+        rest: dict[str, Any] = read(stored, skip={*_SHARDED}, options=io.load_options)
+        wanted = [key for key in _SHARDED if state[key]]
+        found = loader.load(
+            stored,
+            {key: with_fragments(state[key]) for key in wanted},
+            only=[f"{key}/**" for key in wanted],
+            strict=self.lightning_module.strict_loading,
+            options=io.load_options,
+        )
+        for key in wanted:
+            state[key] = _with_values(state[key], found[key])
+        return rest
+
+    def teardown(self) -> None:
+        """Waits until all is saved."""
+        try:
+            self.checkpoint_io.teardown()
+        finally:
+            super().teardown()  # type: ignore[misc]
+
+
+def last_checkpoint(folder: paths.Path) -> str | None:
+    """The path of the newest complete checkpoint in a folder of a local disk or an object storage.
+
+    Unlike `ckpt_path="last"` it also finds those that are not called so, and those at URLs.
+
+    Arguments:
+        folder: as `ModelCheckpoint(dirpath=...)`.
+
+    Returns:
+        None if there is none, so that `trainer.fit(model, ckpt_path=last_checkpoint(folder))`
+        starts from the beginning.
+
+    Raises:
+        UnickptError: one cannot be read.
+
+    Example:
+        >>> last_checkpoint("memory://runs/none")
+    """
+    try:
+        listed = [found for found in checkpoints_below(folder) if found.name[0] != "."]
+    except CheckpointNotFound:
+        return None
+    newest = [(checkpoint.open(x.path).index.created, x.path) for x in listed]
+    return max(newest)[1] if newest else None
+
+
+def _made_anew(cls: Any, options: Any, load_options: Any, arguments: Any) -> Any:
+    return cls(options, load_options, **arguments)
+
+
+def _check_storage_options(storage_options: object) -> None:
+    if storage_options is not None:
+        raise TypeError(
+            "storage_options= is not supported: pass UnickptCheckpointIO(options="
+            "unickpt.SaveOptions(...)) to the Trainer"
+        )
+
+
+def _is_file(path: paths.Path) -> bool:
+    return "://" not in os.fspath(path) and os.path.isfile(path)
+
+
+def _with_values(given: Any, found: Any) -> Any:
+    """A state dict with what was loaded: its tensors, which are filled, and new values."""
+    if isinstance(given, dict):
+        return type(given)((key, _with_values(x, found[key])) for key, x in given.items())
+    if type(given) is list:
+        return [_with_values(*pair) for pair in zip(given, found, strict=True)]
+    return given if isinstance(given, torch.Tensor) else found

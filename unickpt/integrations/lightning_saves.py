@@ -1,0 +1,246 @@
+"""The saves of a Lightning job that are in flight: what becomes of their paths, and what waits.
+
+Lightning takes any file or folder of a checkpoint's name for a checkpoint, and removes the last one
+as soon as `save_checkpoint` has returned. So a new checkpoint on a local disk gets its name when it
+is complete, and nothing is removed before the saves that were begun before are committed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from unickpt.errors import SaveTimeout, UnickptError
+from unickpt.saving.options import SaveOptions, SaveReport
+from unickpt.saving.pending import SaveCallbacks
+from unickpt.saving.save_queue import SaveQueue, SaveRequest
+from unickpt.steps import attempt_folders
+from unickpt.storage import contexts, paths
+
+_log = logging.getLogger("unickpt")
+_PAUSE_S = 0.01
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where a checkpoint is saved.
+
+    Arguments:
+        path: where it will be.
+        hidden: the folder beside it that has it until it is complete; None if it is saved at its
+            path: in object storage, where no folder is seen before its manifest, or in place of
+            a checkpoint, which stays readable until then.
+    """
+
+    path: str
+    hidden: str | None
+
+    @classmethod
+    def of(cls, path: paths.Path) -> Destination:
+        """Looks what is at a path."""
+        text = os.fspath(path)
+        if "://" in text or (os.path.lexists(text) and not os.path.islink(text)):
+            return cls(text, None)
+        folder, name = os.path.split(os.path.abspath(text))
+        return cls(text, os.path.join(folder, f".{name}.saving"))
+
+
+@dataclass
+class _Save:
+    """A save in flight.
+
+    Arguments:
+        destination: of the checkpoint.
+        rank, ranks: of this process, and how many save together.
+        attempt: its name.
+        to_remove: the checkpoints to remove when it is committed.
+        over: whether it is committed, or has failed.
+    """
+
+    destination: Destination
+    rank: int
+    ranks: int
+    attempt: str = ""
+    to_remove: list[str] = field(default_factory=list)
+    over: bool = False
+
+    def prepare(self, attempt: str) -> None:
+        self.attempt = attempt
+
+    def reveal(self, timeout_s: float, fsync: bool) -> None:
+        """Gives the committed checkpoint its name, when no rank looks at the hidden one any more.
+
+        Raises:
+            SaveTimeout: a rank has not seen the commit in time.
+            OSError: it could not be renamed.
+        """
+        hidden, path = self.destination.hidden, self.destination.path
+        if hidden is None:
+            return
+        if self.rank:
+            Path(self._seen(hidden, self.rank)).touch()
+            return
+        self._wait_seen(hidden, timeout_s)
+        if os.path.islink(path):  # such as `save_last="link"` makes; what it points to stays
+            os.unlink(path)
+        os.rename(hidden, path)
+        if fsync:
+            _sync(os.path.dirname(hidden))
+
+    def _seen(self, hidden: str, rank: int) -> str:
+        return f"{hidden}.{self.attempt}-{rank}"
+
+    def _wait_seen(self, hidden: str, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        for rank in range(1, self.ranks):
+            seen = self._seen(hidden, rank)
+            while not os.path.exists(seen):
+                if time.monotonic() > deadline:
+                    raise SaveTimeout(
+                        f"{self.destination.path}: committed, but rank {rank} has not seen that "
+                        f"within {timeout_s:g} s; it is at {hidden}, from which it can be loaded"
+                    )
+                time.sleep(_PAUSE_S)
+            with suppress(FileNotFoundError):
+                os.unlink(seen)
+
+
+class Saves:
+    """Begins saves, one written after the other, and removes checkpoints in their order."""
+
+    def __init__(self) -> None:
+        self._queue = SaveQueue()
+        self._lock = threading.Lock()
+        self._saves: list[_Save] = []
+
+    def destination(self, path: paths.Path) -> Destination:
+        """Where to save; waits if a save or a removal of the same path is in flight."""
+        with self._lock:
+            named = {name for save in self._unfinished() for name in self._names(save)}
+        if os.fspath(path) in named:
+            self.wait()
+        return Destination.of(path)
+
+    def begin(
+        self, tree: Any, destination: Destination, options: SaveOptions, rank: int, ranks: int
+    ) -> None:
+        """Begins a save; returns when the state may change.
+
+        Arguments:
+            tree: to save.
+            destination: the same on all ranks.
+            options: with the processes that save together.
+            rank, ranks: of this process, and how many save together.
+
+        Raises:
+            UnickptError: as `unickpt.save_async`; also the error of an earlier save.
+        """
+        save = _Save(destination, rank, ranks)
+        callbacks = SaveCallbacks(
+            prepare=save.prepare,
+            committed=lambda: self._committed(save, options),
+            failed=lambda error: self._failed(save),
+            ended=lambda: self._ended(save),
+        )
+        with self._lock:
+            self._saves = [*self._unfinished(), save]
+        at = destination.hidden or destination.path
+        named = _with_path(options, destination.path)
+        self._queue.save(SaveRequest(at, tree, named, overwrite=True, callbacks=callbacks))
+
+    def remove(self, path: paths.Path) -> None:
+        """Removes a checkpoint, after the saves that are in flight; it stays if they fail."""
+        with self._lock:
+            unfinished = self._unfinished()
+            if unfinished:
+                unfinished[-1].to_remove.append(os.fspath(path))
+                return
+        remove(path)
+
+    def wait(self) -> None:
+        """Waits until nothing is in flight; raises nothing."""
+        self._queue.wait()
+
+    def close(self) -> None:
+        """Waits until nothing is in flight.
+
+        Raises:
+            Exception: the error of a save or removal that was not raised before.
+        """
+        self.wait()
+        self._queue.errors.raise_first()
+
+    def _unfinished(self) -> list[_Save]:
+        return [save for save in self._saves if not save.over]
+
+    def _names(self, save: _Save) -> Iterable[str]:
+        return (save.destination.path, *save.to_remove)
+
+    # --- on the thread that saves -------------------------------------------------------------
+
+    def _committed(self, save: _Save, options: SaveOptions) -> None:
+        try:
+            save.reveal(options.timeout_s, options.fsync)
+        except (OSError, UnickptError) as error:
+            self._queue.errors.add(f"giving {save.destination.path} its name", error)
+            self._failed(save)
+            return
+        for path in self._close(save):
+            try:
+                remove(path)
+            except (OSError, UnickptError) as error:
+                self._queue.errors.add(f"the removal of {path}", error)
+
+    def _failed(self, save: _Save) -> None:
+        for path in self._close(save):
+            _log.warning("%s is kept: the save after it failed", path)
+
+    def _ended(self, save: _Save) -> None:
+        self._failed(save)  # if it never started
+
+    def _close(self, save: _Save) -> list[str]:
+        with self._lock:
+            save.over, found, save.to_remove = True, save.to_remove, []
+        return found
+
+
+def remove(path: paths.Path) -> None:
+    """Removes a checkpoint, or a file of Lightning's own; of a symbolic link only the link.
+
+    Raises:
+        UnickptError, OSError: it could not be removed.
+    """
+    text = os.fspath(path)
+    if "://" not in text and (os.path.islink(text) or os.path.isfile(text)):
+        os.unlink(text)
+        return
+    location = paths.resolve(path)
+    if location.exists():
+        attempt_folders.remove_checkpoint(location, contexts.context())
+
+
+def _with_path(options: SaveOptions, path: str) -> SaveOptions:
+    """Options whose `metrics` is told where the checkpoint will be, not where it is hidden."""
+    metrics = options.metrics
+    if metrics is None:
+        return options
+
+    def call(report: SaveReport) -> None:
+        metrics(replace(report, url=str(paths.resolve(path))))
+
+    return replace(options, metrics=call)
+
+
+def _sync(folder: str) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

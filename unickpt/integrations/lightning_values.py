@@ -1,0 +1,349 @@
+"""What is in a Lightning checkpoint besides arrays: stored without pickle, and restored exactly.
+
+Types that the format does not know are stored as what they consist of. Which value was of which
+type is kept beside them, under `TYPES`, as names of this module's list: no class is looked up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
+from pathlib import Path, PosixPath, WindowsPath
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+
+from unickpt.arrays.box import Box
+from unickpt.errors import CheckpointCorrupt, UnsupportedFormat, UnsupportedLeaf
+from unickpt.frameworks.leaves import LocalFragments
+from unickpt.loading import loader
+from unickpt.loading.views import StoredView
+from unickpt.quoting import quoted
+from unickpt.reading.checkpoint import Checkpoint
+from unickpt.reading.options import LoadOptions
+from unickpt.trees import plain_values, tree
+from unickpt.trees.tree import Leaf, Node
+
+TYPES = "unickpt_types"
+"""The key under which the types are stored, beside Lightning's own keys."""
+
+_FACTORIES: dict[str, Any] = {
+    kind.__name__: kind for kind in (int, float, str, bool, list, dict, set)
+}
+
+
+@dataclass(frozen=True)
+class _Type:
+    """How values of a type are stored.
+
+    Arguments:
+        name: stored.
+        kinds: the classes; their subclasses do not count.
+        store: what a value consists of.
+        restore: the reverse; checks what it is given.
+    """
+
+    name: str
+    kinds: tuple[type, ...]
+    store: Callable[[Any], Any]
+    restore: Callable[[Any], Any]
+
+
+def _defaultdict(stored: Any) -> Any:
+    factory, found = stored
+    return defaultdict(None if factory is None else _FACTORIES[factory], found)
+
+
+_TYPES = (
+    _Type("path", (PosixPath, WindowsPath), str, Path),
+    _Type("set", (set,), lambda x: sorted(x, key=repr), set),
+    _Type("frozenset", (frozenset,), lambda x: sorted(x, key=repr), frozenset),
+    _Type("deque", (deque,), lambda x: [list(x), x.maxlen], lambda x: deque(x[0], x[1])),
+    _Type("counter", (Counter,), dict, Counter),
+    _Type(
+        "defaultdict",
+        (defaultdict,),
+        lambda x: [x.default_factory and x.default_factory.__name__, dict(x)],
+        _defaultdict,
+    ),
+    _Type("namespace", (argparse.Namespace,), vars, lambda x: argparse.Namespace(**x)),
+    _Type("complex", (complex,), lambda x: [x.real, x.imag], lambda x: complex(*x)),
+    _Type(
+        "timedelta",
+        (datetime.timedelta,),
+        lambda x: [x.days, x.seconds, x.microseconds],
+        lambda x: datetime.timedelta(*x),
+    ),
+    _Type(
+        "datetime",
+        (datetime.datetime,),
+        datetime.datetime.isoformat,
+        datetime.datetime.fromisoformat,
+    ),
+    _Type("torch.Size", (torch.Size,), list, torch.Size),
+    _Type("torch.device", (torch.device,), str, torch.device),
+    _Type(
+        "torch.dtype",
+        (torch.dtype,),
+        lambda x: str(x).removeprefix("torch."),
+        lambda x: _torch_dtype(x),
+    ),
+    _Type("numpy", (), lambda x: x, np.asarray),
+    _Type("numpy scalar", (), np.asarray, lambda x: x[()]),
+    _Type("items", (), lambda x: [list(pair) for pair in x.items()], dict),
+)
+_BY_NAME = {kind.name: kind for kind in _TYPES}
+_BY_CLASS = {cls: kind for kind in _TYPES for cls in kind.kinds}
+
+
+class ToSave:
+    """A Lightning checkpoint to save; taken apart within the save, so that the save fails on all
+    ranks if something cannot be stored on one.
+
+    Arguments:
+        checkpoint: as Lightning's trainer makes it, or the part that this rank saves.
+    """
+
+    def __init__(self, checkpoint: Mapping[str, Any]) -> None:
+        self._checkpoint = checkpoint
+
+    def state_dict(self) -> dict[str, Any]:
+        return stored_form(self._checkpoint)
+
+    def load_state_dict(self, state: object) -> None:
+        raise NotImplementedError("it is only saved")
+
+
+def stored_form(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint as it is stored, with the types of what is stored as something else.
+
+    Raises:
+        UnsupportedLeaf: lists all values that cannot be stored, with what to do about each.
+
+    Example:
+        >>> stored_form({"dirpath": Path("/runs"), "step": 3})
+        {'dirpath': '/runs', 'step': 3, 'unickpt_types': '{"dirpath": ["path"]}'}
+    """
+    taken = _TakenApart()
+    found = {key: taken.form(x, tree.component(key)) for key, x in checkpoint.items()}
+    if taken.refused:
+        raise UnsupportedLeaf(
+            "these values of the Lightning checkpoint cannot be stored without pickle:\n"
+            + "\n".join(f"  {line}" for line in taken.refused)
+        )
+    if TYPES in checkpoint:
+        raise UnsupportedLeaf(f"the checkpoint has a key {TYPES!r} already; give it another name")
+    return found | ({TYPES: json.dumps(taken.types)} if taken.types else {})
+
+
+class _TakenApart:
+    """The types of what was taken apart, by name and outermost first; and what was refused."""
+
+    def __init__(self) -> None:
+        self.types: dict[str, list[str]] = {}
+        self.refused: list[str] = []
+
+    def form(self, value: Any, name: str) -> Any:
+        """What is stored of a value."""
+        if isinstance(value, torch.Tensor):
+            return fragments(value)
+        if plain_values.is_plain(value) or isinstance(value, LocalFragments):
+            return value
+        if type(value) in (dict, OrderedDict):
+            return self._dict(value, name)
+        if type(value) in (list, tuple) or (isinstance(value, tuple) and _is_namedtuple(value)):
+            children = [self.form(x, tree.join(name, str(n))) for n, x in enumerate(value)]
+            return type(value)(*children) if _is_namedtuple(value) else type(value)(children)
+        if isinstance(value, np.ndarray):
+            return self._typed("numpy", value, name)
+        if isinstance(value, np.generic):
+            return self._typed("numpy scalar", value, name)
+        kind = _BY_CLASS.get(type(value))
+        if kind is None or not _has_known_factory(value):
+            self.refused.append(f"{name}: {_class_name(value)}; {_hint(value, name)}")
+            return None
+        self.types.setdefault(name, []).append(kind.name)
+        return self.form(kind.store(value), name)
+
+    def _typed(self, kind: str, value: Any, name: str) -> Any:
+        self.types.setdefault(name, []).append(kind)
+        return _BY_NAME[kind].store(value)
+
+    def _dict(self, value: dict[Any, Any], name: str) -> Any:
+        if not all(type(key) in (str, int) for key in value):
+            return self.form(self._typed("items", value, name), name)
+        names = tree.child_names("dict", tuple(value), name)
+        pairs = zip(value.items(), names, strict=True)
+        return type(value)((key, self.form(x, below)) for (key, x), below in pairs)
+
+
+def fragments(value: Any) -> Any:
+    """A tensor as unickpt takes it: FSDP1's `ShardedTensor`s as fragments, all others unchanged.
+
+    A load fills the fragments, which are the memory of the tensor.
+    """
+    if not isinstance(value, ShardedTensor):
+        return value
+    local = []
+    for shard in value.local_shards():
+        start = tuple(shard.metadata.shard_offsets)
+        stop = tuple(a + n for a, n in zip(start, shard.metadata.shard_sizes, strict=True))
+        local.append((Box(start, stop), shard.tensor.detach()))
+    return LocalFragments(tuple(value.size()), local, str(value.dtype).removeprefix("torch."))
+
+
+def with_fragments(state: Any) -> Any:
+    """A state dict in which all tensors are as `fragments` returns them."""
+    if type(state) in (dict, OrderedDict):
+        return type(state)((key, with_fragments(x)) for key, x in state.items())
+    if type(state) is list:
+        return [with_fragments(x) for x in state]
+    return fragments(state)
+
+
+def read(
+    stored: Checkpoint,
+    *,
+    device: Any = None,
+    skip: Set[str] = frozenset(),
+    options: LoadOptions | None = None,
+) -> Any:
+    """A stored Lightning checkpoint, as it was given to be saved.
+
+    Arguments:
+        stored: opened.
+        device: where its tensors come to lie; by default in host memory.
+        skip: keys to leave out.
+        options: how to load.
+
+    Returns:
+        What Lightning's trainer takes: arrays are tensors, except those that were NumPy's.
+
+    Raises:
+        CheckpointCorrupt: what it holds does not fit the types that it names.
+        UnickptError: as `unickpt.load`.
+    """
+    node = _unwrapped(StoredView(stored.reader).node())
+    types = _types(stored)
+    index, made = stored.index, dict[str, Any]()
+    top = _children(node)
+    wanted = {key: x for key, x in top.items() if key not in skip and key != TYPES}
+    for leaf in (leaf for below in wanted.values() for leaf in tree.leaves(below)):
+        if leaf.name in index.values:
+            made[leaf.name] = index.values[leaf.name]
+        else:
+            made[leaf.name] = _empty(stored, leaf.name, types.get(leaf.name, []), device)
+    like = {key: tree.rebuild(below, made.__getitem__) for key, below in wanted.items()}
+    loader.load(stored, like, unexpected="skip", options=options)
+    restored = _Restored(made, types, str(stored.location))
+    return {key: restored.value(below, tree.component(key)) for key, below in wanted.items()}
+
+
+def _unwrapped(node: Node | Leaf) -> Node | Leaf:
+    while isinstance(node, Node) and node.kind == "wrapper":
+        (node,) = node.children
+    return node
+
+
+def _children(node: Node | Leaf) -> dict[Any, Node | Leaf]:
+    if not isinstance(node, Node) or node.kind not in ("dict", "ordereddict"):
+        raise UnsupportedFormat(
+            "the checkpoint is not one of Lightning: it holds no dict; load it with unickpt.load"
+        )
+    return dict(zip(node.keys, node.children, strict=True))
+
+
+def _types(stored: Checkpoint) -> dict[str, list[str]]:
+    text = stored.index.values.get(TYPES, "{}")
+    try:
+        found = json.loads(text) if isinstance(text, str) else None
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not all(isinstance(x, list) for x in found.values()):
+        raise CheckpointCorrupt(f"{stored.location}: {TYPES!r} is {quoted(text)}")
+    strange = [x for kinds in found.values() for x in kinds if x not in _BY_NAME]
+    if strange:
+        raise UnsupportedFormat(
+            f"{stored.location} has values of type {quoted(strange[0])}, which this version of "
+            "unickpt does not know; install a newer one"
+        )
+    return found
+
+
+def _empty(stored: Checkpoint, name: str, types: list[str], device: Any) -> Any:
+    """What to load an array into."""
+    entry = stored[name]
+    if types[-1:] in (["numpy"], ["numpy scalar"]):
+        return np.empty(entry.shape, entry.dtype)
+    return torch.empty(tuple(entry.shape), dtype=_torch_dtype(str(entry.dtype)), device=device)
+
+
+class _Restored:
+    """Puts values together again.
+
+    Arguments:
+        made: the leaves, by name.
+        types: as stored.
+        where: for errors.
+    """
+
+    def __init__(self, made: Mapping[str, Any], types: Mapping[str, list[str]], where: str) -> None:
+        self._made, self._types, self._where = made, types, where
+
+    def value(self, node: Node | Leaf, name: str) -> Any:
+        """A value as it was before it was taken apart."""
+        if isinstance(node, Leaf):
+            found = self._made[node.name]
+        else:
+            names = tree.child_names(node.kind, node.keys, name)
+            pairs = zip(node.children, names, strict=True)
+            found = node.rebuild([self.value(child, below) for child, below in pairs])
+        for kind in reversed(self._types.get(name, [])):
+            try:
+                found = _BY_NAME[kind].restore(found)
+            except Exception as error:
+                raise CheckpointCorrupt(
+                    f"{self._where}: {name!r} is not a {kind}, which it is said to be: {error}"
+                ) from None
+        return found
+
+
+def _torch_dtype(name: Any) -> torch.dtype:
+    found = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(found, torch.dtype):
+        raise CheckpointCorrupt(f"torch has no dtype {quoted(name)}")
+    return found
+
+
+def _is_namedtuple(value: Any) -> bool:
+    return type(value) is not tuple and hasattr(value, "_fields")
+
+
+def _has_known_factory(value: Any) -> bool:
+    factory = value.default_factory if type(value) is defaultdict else None
+    return factory is None or _FACTORIES.get(getattr(factory, "__name__", "")) is factory
+
+
+def _class_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _hint(value: Any, name: str) -> str:
+    """What to do about a value that cannot be stored."""
+    top, _, rest = name.partition("/")
+    if top in ("hyper_parameters", "datamodule_hyper_parameters"):
+        argument = rest.partition("/")[0]
+        return f"leave it out: self.save_hyperparameters(ignore=[{argument!r}])"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return "store dataclasses.asdict(x)"
+    if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
+        return "store x.state_dict()"
+    hint = plain_values.hint(value)
+    return f"{hint}, in the state_dict() of the callback" if top == "callbacks" else hint
