@@ -176,9 +176,11 @@ for io in (TorchCheckpointIO(), l.UnickptCheckpointIO(background=ARGS[1])):
         facts += [os.path.basename(os.path.realpath(f"{folder}/last.ckpt"))]
         facts += [str(callback.best_model_score), os.path.basename(callback.last_model_path)]
         if number < 3:  # goes on from a path, and retention goes on with what it was
-            trainer = l.fit("single", folder, 14, saving=saving, io=io, ckpt_path=callback.best_model_path)
+            best = callback.best_model_path
+            trainer = l.fit("single", folder, 14, saving=saving, io=io, ckpt_path=best)
             facts += [trainer.global_step, sorted(os.listdir(folder))]
-            facts += [sorted(os.path.basename(x) for x in trainer.checkpoint_callback.best_k_models)]
+            best_k = trainer.checkpoint_callback.best_k_models
+            facts += [sorted(os.path.basename(x) for x in best_k)]
         found.setdefault(number, []).append(facts)
 print(json.dumps(found))
 """
