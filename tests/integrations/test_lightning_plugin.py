@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import datetime
 import threading
+import time
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator
@@ -229,6 +230,20 @@ def test_a_path_may_be_saved_removed_and_saved_again_at_once(tmp_path: Path) -> 
     assert names(tmp_path) == ["a.ckpt", "b.ckpt"]
 
 
+def test_a_save_before_slurm_starts_the_job_again_is_waited_for(tmp_path: Path) -> None:
+    with held_back() as (io, go):
+        timer = threading.Timer(0.5, go)
+        timer.start()
+        io.save_checkpoint(checkpoint(1), tmp_path / "hpc_ckpt_1.ckpt")
+        assert names(tmp_path) == ["hpc_ckpt_1.ckpt"]
+        timer.join()
+    with held_back() as (io, go):
+        io.save_checkpoint(checkpoint(1), tmp_path / "not_hpc_ckpt_2.ckpt")
+        assert "hpc_ckpt_" not in "".join(set(names(tmp_path)) - {"hpc_ckpt_1.ckpt"})
+        go()
+        io.teardown()
+
+
 def test_a_link_is_replaced_and_what_it_points_to_stays(tmp_path: Path) -> None:
     io = UnickptCheckpointIO(background=False)
     io.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
@@ -257,11 +272,16 @@ def test_files_of_lightnings_own_are_loaded_removed_and_never_overwritten(tmp_pa
 def test_the_newest_checkpoint_is_found(tmp_path: Path) -> None:
     io = UnickptCheckpointIO(background=False)
     assert last_checkpoint(tmp_path / "none") is None
-    for step in (9, 1, 5):
+    for step in (9, 11, 10):  # within a second, the step decides
         io.save_checkpoint(checkpoint(step), tmp_path / f"step={step}.ckpt")
     found = last_checkpoint(tmp_path)
     assert found is not None
-    assert step_of(found) == 5
+    assert step_of(found) == 11
+    time.sleep(1.1)
+    io.save_checkpoint(checkpoint(2), tmp_path / "a.ckpt")
+    found = last_checkpoint(tmp_path)
+    assert found is not None
+    assert step_of(found) == 2
 
 
 def test_metrics_are_told_where_the_checkpoint_is(tmp_path: Path) -> None:

@@ -64,7 +64,8 @@ class UnickptCheckpointIO(_CheckpointIO):
     Arguments:
         options: how to save; see `unickpt.SaveOptions`.
         load_options: how to load; see `unickpt.LoadOptions`.
-        background: False waits until each checkpoint is committed.
+        background: False waits until each checkpoint is committed, as is always done before SLURM
+            starts the job again.
 
     Example:
         >>> from lightning import Trainer
@@ -120,7 +121,8 @@ class UnickptCheckpointIO(_CheckpointIO):
         ranks: int,
     ) -> None:
         self._saves.begin(ToSave(checkpoint), destination, options, rank, ranks)
-        if not self.background:
+        # After a save for SLURM, Lightning has the job killed and started again.
+        if not self.background or os.path.basename(destination.path).startswith("hpc_ckpt_"):
             self._saves.close()
 
     def load_checkpoint(
@@ -324,8 +326,14 @@ def last_checkpoint(folder: paths.Path) -> str | None:
         listed = [found for found in checkpoints_below(folder) if found.name[0] != "."]
     except CheckpointNotFound:
         return None
-    newest = [(checkpoint.open(x.path).index.created, x.path) for x in listed]
-    return max(newest)[1] if newest else None
+    newest = [(*_time_of(checkpoint.open(found.path)), found.path) for found in listed]
+    return max(newest)[-1] if newest else None
+
+
+def _time_of(stored: Checkpoint) -> tuple[str, int]:
+    """When a checkpoint was saved, to the second, and at which step."""
+    step = stored.index.values.get("global_step")
+    return stored.index.created, step if type(step) is int else -1
 
 
 def _made_anew(cls: Any, options: Any, load_options: Any, arguments: Any) -> Any:

@@ -49,7 +49,8 @@ class Destination:
         if "://" in text or (os.path.lexists(text) and not os.path.islink(text)):
             return cls(text, None)
         folder, name = os.path.split(os.path.abspath(text))
-        return cls(text, os.path.join(folder, f".{name}.saving"))
+        # With SLURM, Lightning looks for the text "hpc_ckpt_" anywhere in the names of a folder.
+        return cls(text, os.path.join(folder, f".{name.replace('_', '__')}.saving"))
 
 
 @dataclass
@@ -117,7 +118,7 @@ class Saves:
 
     def __init__(self) -> None:
         self._queue = SaveQueue()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler of Lightning may save
         self._saves: list[_Save] = []
 
     def destination(self, path: paths.Path) -> Destination:
