@@ -10,11 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import TESTS
+from support import TESTS, s3_server
 from support.forks import Forks
 from support.processes import Processes, free_port
 
 import unickpt
+from unickpt.reading.listing import checkpoints_below
 
 pytest.importorskip("lightning")
 pytestmark = pytest.mark.integration
@@ -260,6 +261,25 @@ l.fit(*ARGS, io=TorchCheckpointIO(), ckpt_path=None)
         go_on = f"from support import lightning_jobs as l; l.fit(*ARGS, ckpt_path={path!r})"
         found = losses(jobs.run(ranks, go_on, kind, ours, 5))
         assert found == pytest.approx({step: wanted[step] for step in (4, 5)}, rel=1e-3)
+
+
+def test_model_checkpoint_in_object_storage(
+    jobs: Jobs, moto: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("s3fs")  # for what Lightning itself looks at
+    s3_server.use(moto, monkeypatch)
+    s3_server.make_bucket(moto, "run")
+    source = """
+from support import lightning_jobs as l
+saving = lambda: l.ModelCheckpoint(ARGS[0], monitor="loss", save_top_k=2, every_n_train_steps=1)
+l.fit("single", *ARGS, saving=saving, ckpt_path=l.last_checkpoint(ARGS[0]))
+"""
+    wanted = losses(jobs.run(1, source, "s3://run/a", 6))
+    first = losses(jobs.run(1, source, "s3://run/b", 3))
+    found = losses(jobs.run(1, source, "s3://run/b", 6))
+    assert first | found == wanted
+    assert list(found) in ([2, 3, 4, 5, 6], [3, 4, 5, 6], [4, 5, 6])  # after the last of the best
+    assert len(checkpoints_below("s3://run/b")) <= 3
 
 
 def test_the_package_pytorch_lightning_takes_the_plugin(processes: Processes) -> None:

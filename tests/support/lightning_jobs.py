@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import lightning_utilities.core.imports as lightning_imports
@@ -35,6 +33,8 @@ from unickpt.integrations.lightning import (  # noqa: E402
     UnickptCheckpointIO,
     last_checkpoint,
 )
+
+__all__ = ["ModelCheckpoint", "UnickptCheckpointIO", "fit", "last_checkpoint", "torch"]
 
 CPU = torch.device("cpu")
 
@@ -131,11 +131,3 @@ def fit(
     model = Model(kind, pause_s)
     trainer.fit(model, torch.utils.data.DataLoader(range(10**6)), ckpt_path=ckpt_path)
     return trainer
-
-
-def newest(folder: str | Path) -> str | None:
-    return last_checkpoint(folder)
-
-
-if __name__ == "__main__":
-    fit(sys.argv[1], sys.argv[2], int(sys.argv[3]))
