@@ -263,6 +263,40 @@ l.fit(*ARGS, io=TorchCheckpointIO(), ckpt_path=None)
         assert found == pytest.approx({step: wanted[step] for step in (4, 5)}, rel=1e-3)
 
 
+def test_a_sharded_model_is_validated_and_what_does_not_fit_is_named(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    source = """
+import os, pytest, unickpt
+from support import lightning_jobs as l
+
+def validate(model):
+    os.environ["WORLD_SIZE"] = "2"  # Lightning removes it when a trainer ends
+    l.trainer_of("sharded", ARGS[0], 1).validate(model, data, ckpt_path=path)
+
+path = ARGS[0] + "/last.ckpt"
+data = l.torch.utils.data.DataLoader(range(1))
+
+class Model(l.Model):
+    def validation_step(self, number):
+        whole = self.net[0].weight.full_tensor().detach().numpy()
+        stored = unickpt.load(path)["state_dict"]["net.0.weight"]
+        assert (whole == stored).all() and stored.any()
+        print("validated", flush=True)
+
+validate(Model("sharded"))
+larger = Model("sharded")
+larger.more = l.torch.nn.Linear(2, 2)
+with pytest.raises(unickpt.LoadMismatch, match="state_dict/more.weight"):
+    validate(larger)
+larger.strict_loading = False
+validate(larger)
+"""
+    jobs.run(1, FIT, "sharded", tmp_path, 2)
+    for output in jobs.run(2, source, tmp_path):
+        assert output.count("validated") == 2
+
+
 def test_model_checkpoint_in_object_storage(
     jobs: Jobs, moto: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

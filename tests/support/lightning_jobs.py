@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -51,10 +50,10 @@ class Sharded1(ShardedCheckpoints, FSDPStrategy):
 class Model(lightning.LightningModule):
     """Its batches depend on the step alone, so that a run that goes on has the same losses."""
 
-    def __init__(self, kind: str, pause_s: float = 0.0) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.kind, self.pause_s, self.losses = kind, pause_s, list[float]()
+        self.kind = kind
         torch.manual_seed(0)
         self.net = torch.nn.Sequential(
             torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)
@@ -76,7 +75,6 @@ class Model(lightning.LightningModule):
         loss = self.net(data.chunk(parts)[part]).square().mean()
         self.log("loss", loss.detach(), sync_dist=True)
         print(f"step {self.global_step + 1} {loss.item().hex()}", flush=True)
-        time.sleep(self.pause_s)
         return loss
 
     def configure_optimizers(self) -> Any:
@@ -90,21 +88,38 @@ def fit(
     folder: str,
     steps: int,
     *,
-    pause_s: float = 0.0,
-    tensor_parallel: int = 1,
     ckpt_path: str | None = "last",
+    **given: Any,
+) -> Any:
+    """Trains until a step; returns the trainer.
+
+    Arguments:
+        kind, folder, steps: as for `trainer_of`.
+        ckpt_path: as Lightning's.
+        given: further arguments of `trainer_of`.
+    """
+    trainer = trainer_of(kind, folder, steps, **given)
+    data = torch.utils.data.DataLoader(range(10**6))
+    trainer.fit(Model(kind), data, ckpt_path=ckpt_path)
+    return trainer
+
+
+def trainer_of(
+    kind: str,
+    folder: str,
+    steps: int,
+    *,
+    tensor_parallel: int = 1,
     saving: Callable[[], Any] | None = None,
     io: Any = None,
 ) -> Any:
-    """Trains until a step; returns the trainer.
+    """A trainer with unickpt's plugin.
 
     Arguments:
         kind: "single", "ddp", "sharded" (FSDP2 and TP) or "sharded1" (FSDP1).
         folder: of the checkpoints.
         steps: until which to train.
-        pause_s: seconds to sleep in each step.
         tensor_parallel: ranks that have parts of a matrix.
-        ckpt_path: as Lightning's.
         saving: makes the `ModelCheckpoint`.
         io: the plugin.
     """
@@ -116,7 +131,7 @@ def fit(
         "sharded1": Sharded1,
     }
     make = saving or (lambda: ModelCheckpoint(folder, save_last=True, every_n_train_steps=1))
-    trainer = lightning.Trainer(
+    return lightning.Trainer(
         strategy=strategies[kind](),
         devices=ranks,
         accelerator="cpu",
@@ -128,6 +143,3 @@ def fit(
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
-    model = Model(kind, pause_s)
-    trainer.fit(model, torch.utils.data.DataLoader(range(10**6)), ckpt_path=ckpt_path)
-    return trainer
