@@ -500,7 +500,12 @@ def modules() -> list[str]:
 
 @pytest.mark.parametrize("name", modules())
 def test_docstrings(name: str) -> None:
-    module = importlib.import_module(name)
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as missing:  # a large trainer, which `make test` does not install
+        if not name.startswith("unickpt.integrations."):
+            raise
+        pytest.skip(f"{missing.name} is not installed")
     result = doctest.testmod(module, verbose=False)
     assert result.failed == 0, f"{result.failed} examples of {name} fail; see above"
     assert sys.modules[name] is module

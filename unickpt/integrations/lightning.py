@@ -23,7 +23,7 @@ import torch
 from torch.distributed.checkpoint import state_dict as torch_state
 
 from unickpt.errors import CheckpointNotFound
-from unickpt.frameworks.process_group import alone
+from unickpt.frameworks.process_group import Group, alone
 from unickpt.integrations.lightning_saves import Destination, Saves
 from unickpt.integrations.lightning_values import ToSave, read, with_fragments
 from unickpt.loading import loader
@@ -93,6 +93,10 @@ class UnickptCheckpointIO(_CheckpointIO):
     def _saves(self) -> Saves:
         return Saves()
 
+    @cached_property
+    def _alone(self) -> Group:
+        return alone()  # the same for all saves, so that what is known of the state is used again
+
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: paths.Path, storage_options: Any = None
     ) -> None:
@@ -109,7 +113,7 @@ class UnickptCheckpointIO(_CheckpointIO):
             UnickptError: as `unickpt.save_async`; also the error of an earlier save.
         """
         _check_storage_options(storage_options)
-        options = replace(self.options, group=alone())
+        options = replace(self.options, group=self._alone)
         self._begin(checkpoint, self._saves.destination(path), options, 0, 1)
 
     def _begin(

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from unickpt.errors import SaveTimeout, UnickptError
+from unickpt.errors import SaveTimeout, StorageError, UnickptError
 from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.saving.pending import SaveCallbacks
 from unickpt.saving.save_queue import SaveQueue, SaveRequest
@@ -49,6 +49,8 @@ class Destination:
         if "://" in text or (os.path.lexists(text) and not os.path.islink(text)):
             return cls(text, None)
         folder, name = os.path.split(os.path.abspath(text))
+        with suppress(OSError):  # else the save says what is wrong
+            os.makedirs(folder, exist_ok=True)  # at once, because Lightning may make links in it
         # With SLURM, Lightning looks for the text "hpc_ckpt_" anywhere in the names of a folder.
         return cls(text, os.path.join(folder, f".{name.replace('_', '__')}.saving"))
 
@@ -80,7 +82,7 @@ class _Save:
 
         Raises:
             SaveTimeout: a rank has not seen the commit in time.
-            OSError: it could not be renamed.
+            StorageError: it could not be renamed.
         """
         hidden, path = self.destination.hidden, self.destination.path
         if hidden is None:
@@ -89,11 +91,17 @@ class _Save:
             Path(self._seen(hidden, self.rank)).touch()
             return
         self._wait_seen(hidden, timeout_s)
-        if os.path.islink(path):  # such as `save_last="link"` makes; what it points to stays
-            os.unlink(path)
-        os.rename(hidden, path)
-        if fsync:
-            _sync(os.path.dirname(hidden))
+        try:
+            if os.path.islink(path):  # such as `save_last="link"` makes; what it points to stays
+                os.unlink(path)
+            os.rename(hidden, path)
+            if fsync:
+                _sync(os.path.dirname(hidden))
+        except OSError as error:
+            raise StorageError(
+                f"{path}: committed, but it could not be given its name: {error}; it is at "
+                f"{hidden}, from which it can be loaded and moved"
+            ) from error
 
     def _seen(self, hidden: str, rank: int) -> str:
         return f"{hidden}.{self.attempt}-{rank}"
@@ -196,7 +204,7 @@ class Saves:
         for path in self._close(save):
             try:
                 remove(path)
-            except (OSError, UnickptError) as error:
+            except UnickptError as error:
                 self._queue.errors.add(f"the removal of {path}", error)
 
     def _failed(self, save: _Save) -> None:
@@ -216,11 +224,14 @@ def remove(path: paths.Path) -> None:
     """Removes a checkpoint, or a file of Lightning's own; of a symbolic link only the link.
 
     Raises:
-        UnickptError, OSError: it could not be removed.
+        UnickptError: it could not be removed.
     """
     text = os.fspath(path)
     if "://" not in text and (os.path.islink(text) or os.path.isfile(text)):
-        os.unlink(text)
+        try:
+            os.unlink(text)
+        except OSError as error:
+            raise StorageError(f"{text}: it could not be removed: {error}") from error
         return
     location = paths.resolve(path)
     if location.exists():
