@@ -80,7 +80,7 @@ def save(
     writer = _writer(checkpoint_id, storage_writer)
     _check_save(planner, process_group)
     options = replace(writer.options, group=_group(no_dist, writer.options.group))
-    state, overwrite = _resolved(state_dict), writer.overwrite
+    state, overwrite = to_save(state_dict), writer.overwrite
     return saver.save(writer.checkpoint_id, state, overwrite=overwrite, options=options)
 
 
@@ -127,9 +127,9 @@ def async_save(
     options = replace(writer.options, group=_group(no_dist, writer.options.group))
     if later:
         options = replace(options, staging="lazy")
-    state, overwrite = _resolved(state_dict), writer.overwrite
+    state, overwrite = to_save(state_dict), writer.overwrite
     pending = saver.save_async(writer.checkpoint_id, state, overwrite=overwrite, options=options)
-    upload = _SaveFuture(pending)
+    upload = SaveFuture(pending)
     if not later:
         return upload
     staged: Future[None] = Future()
@@ -168,7 +168,7 @@ def load(
     partial = _allows_partial(planner)
     options = replace(reader.options, group=_group(no_dist, reader.options.group))
 
-    request = _Request(state_dict)
+    request = Request(state_dict)
 
     def read(stored: Checkpoint) -> None:
         request.view = StoredView(stored.reader)
@@ -182,14 +182,10 @@ def load(
         )
 
     checkpoint.reading(reader.checkpoint_id, read)
-    for key, found in request.resolved.items():
-        if _is_stateful(state_dict[key]):
-            state_dict[key].load_state_dict(found)
-        else:
-            state_dict[key] = found
+    request.give_back()
 
 
-class _Request:
+class Request:
     """What a state dict asks for; made within the load, so that it fails on all ranks if an object
     fails on one.
 
@@ -198,6 +194,7 @@ class _Request:
     """
 
     view: StoredView
+    """What is stored; set before the load."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         self._given = given
@@ -213,6 +210,14 @@ class _Request:
     def load_state_dict(self, found: dict[str, Any]) -> None:
         filled(self.resolved, found)
 
+    def give_back(self) -> None:
+        """Gives what was loaded to the objects; called after the load."""
+        for key, found in self.resolved.items():
+            if _is_stateful(self._given[key]):
+                self._given[key].load_state_dict(found)
+            else:
+                self._given[key] = found
+
 
 class Stateful:
     """An object's state to save; asked for within the save, for the same reason."""
@@ -227,12 +232,12 @@ class Stateful:
         raise NotImplementedError("it is only saved")
 
 
-def _resolved(state_dict: dict[str, Any]) -> dict[str, Any]:
+def to_save(state_dict: dict[str, Any]) -> dict[str, Any]:
     """What to save of a state dict."""
     return {k: Stateful(v) if _is_stateful(v) else portable(v) for k, v in state_dict.items()}
 
 
-class _SaveFuture(Future[Any]):
+class SaveFuture(Future[Any]):
     """The future of a pending save: whoever asks it for the error has been told of it."""
 
     def __init__(self, pending: PendingSave) -> None:
