@@ -95,7 +95,7 @@ def make_assets(folder: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     folder.joinpath("data").mkdir(parents=True)
-    names = ["<s>", "</s>", "?", *map(chr, range(32, 127))]
+    names = ["<s>", "</s>", "?", *(chr(n) for n in range(32, 127))]
     words = {name: number for number, name in enumerate(names)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -120,6 +120,7 @@ def made_config(assets: Path, folder: str, settings: dict[str, Any]) -> Any:
     config.debug.seed, config.debug.enable_structured_logging = 1, False
     config.validator.enable = config.compile.enable = False
     config.activation_checkpoint = None
+    config.lr_scheduler.total_steps = 20  # whenever a training ends
     set_all(
         config.training,
         {
@@ -153,28 +154,34 @@ def set_all(config: Any, settings: dict[str, Any]) -> None:
         setattr(config, name, value)
 
 
-def main() -> None:
-    assets, folder, settings = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
-    init_logger()
+def made_trainer(assets: Path, folder: str, settings: dict[str, Any]) -> Any:
+    """A trainer; its `losses` are those of each step, its `waited_s` what the loop waited."""
     trainer = made_config(assets, folder, settings).build()
-
     for part in trainer.model_parts:
         for module in part.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale
+    trainer.losses, trainer.waited_s = {}, []
 
     def log(step: int, loss: float, *_: Any, **__: Any) -> None:
+        trainer.losses[step] = loss
         print(f"step {step} {loss!r}", flush=True)
 
     trainer.metrics_processor.log = log
-    waited: list[float] = []
     for name in ("save", "maybe_wait_for_staging"):
-        setattr(trainer.checkpointer, name, timed(getattr(trainer.checkpointer, name), waited))
+        call = getattr(trainer.checkpointer, name)
+        setattr(trainer.checkpointer, name, timed(call, trainer.waited_s))
+    return trainer
+
+
+def main() -> None:
+    init_logger()
+    trainer = made_trainer(Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]))
     try:
         trainer.train()
     finally:
         trainer.close()
-    print(f"waited {sum(waited)!r}", flush=True)
+    print(f"waited {sum(trainer.waited_s)!r}", flush=True)
     dist.destroy_process_group()
 
 
