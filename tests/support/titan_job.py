@@ -39,11 +39,12 @@ for name, value in {
 if not hasattr(dist, "set_timeout"):
     dist.set_timeout = lambda *_: None  # type: ignore[attr-defined]
 
-from torchtitan.components.checkpointer import CheckpointManager as TheirManager
-from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
-from torchtitan.models.llama3.config_registry import llama3_debugmodel
-from torchtitan.tools.logging import init_logger
+from torchtitan.components.checkpointer import CheckpointManager as TheirManager  # noqa: E402
+from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
+from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention  # noqa: E402
+from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
+from torchtitan.tools.logging import init_logger  # noqa: E402
+from torchtitan.trainer import Trainer  # noqa: E402
 
 
 class Batches(BaseDataLoader):
@@ -74,7 +75,9 @@ class Batches(BaseDataLoader):
             self.samples += self.world * self.size
             self.history.append(self.samples)
             rows = [
-                torch.randint(3, 99, (self.seq_len + 1,), generator=torch.Generator().manual_seed(n))
+                torch.randint(
+                    3, 99, (self.seq_len + 1,), generator=torch.Generator().manual_seed(n)
+                )
                 for n in range(first, first + self.size)
             ]
             tokens = torch.stack(rows)
@@ -107,33 +110,33 @@ def make_assets(folder: Path) -> None:
     folder.joinpath("data", "train.jsonl").write_text(lines)
 
 
-def made_config(assets: Path, folder: str, settings: dict[str, Any]) -> Any:
+def small_config(assets: Path, loader: str) -> Any:
+    """The configuration of torchtitan's debug model, smaller, and for CPUs."""
     config = llama3_debugmodel()
     model = config.model_spec.model
     model.layers = model.layers[:2]
     for _, _, parent, name in list(model.traverse(FlexAttention.Config)):
         setattr(parent, name, ScaledDotProductAttention.Config())
-    config.hf_assets_path, config.dump_folder = str(assets), folder
+    config.hf_assets_path = str(assets)
     config.dataloader.dataset_path = str(assets / "data")
-    if settings.get("loader") == "own":
+    if loader == "own":
         config.dataloader = Batches.Config()
     config.debug.seed, config.debug.enable_structured_logging = 1, False
     config.validator.enable = config.compile.enable = False
     config.activation_checkpoint = None
     config.lr_scheduler.total_steps = 20  # whenever a training ends
-    set_all(
-        config.training,
-        {
-            "seq_len": 32,
-            "local_batch_size": 2,
-            "global_batch_size": 8,
-            "disable_cuda_graphs": True,
-            "mixed_precision_param": "float32",
-            **settings.get("training", {}),
-        },
-    )
+    training = config.training
+    training.seq_len, training.local_batch_size, training.global_batch_size = 32, 2, 8
+    training.disable_cuda_graphs, training.mixed_precision_param = True, "float32"
     # Of the other backends, parts work on accelerators only.
     config.parallelism.spmd_backend = "partial_dtensor"
+    return config
+
+
+def made_config(assets: Path, folder: str, settings: dict[str, Any]) -> Any:
+    config = small_config(assets, settings.get("loader", "hf"))
+    config.dump_folder = folder
+    set_all(config.training, settings.get("training", {}))
     set_all(config.parallelism, settings.get("parallelism", {}))
     given = {"enable": True, "interval": 2, "last_save_model_only": False}
     given |= settings.get("checkpoint", {})
@@ -154,9 +157,8 @@ def set_all(config: Any, settings: dict[str, Any]) -> None:
         setattr(config, name, value)
 
 
-def made_trainer(assets: Path, folder: str, settings: dict[str, Any]) -> Any:
-    """A trainer; its `losses` are those of each step, its `waited_s` what the loop waited."""
-    trainer = made_config(assets, folder, settings).build()
+def watch(trainer: Any) -> None:
+    """Keeps each step's loss in `losses`, and in `waited_s` what the loop waits for its manager."""
     for part in trainer.model_parts:
         for module in part.modules():
             if isinstance(module, FSDPModule):
@@ -171,18 +173,6 @@ def made_trainer(assets: Path, folder: str, settings: dict[str, Any]) -> Any:
     for name in ("save", "maybe_wait_for_staging"):
         call = getattr(trainer.checkpointer, name)
         setattr(trainer.checkpointer, name, timed(call, trainer.waited_s))
-    return trainer
-
-
-def main() -> None:
-    init_logger()
-    trainer = made_trainer(Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]))
-    try:
-        trainer.train()
-    finally:
-        trainer.close()
-    print(f"waited {sum(trainer.waited_s)!r}", flush=True)
-    dist.destroy_process_group()
 
 
 def timed(call: Any, waited: list[float]) -> Any:
@@ -194,6 +184,29 @@ def timed(call: Any, waited: list[float]) -> Any:
             waited.append(time.perf_counter() - begin)
 
     return timed_call
+
+
+_made = Trainer.__init__
+
+
+def _init(self: Any, config: Any) -> None:
+    _made(self, config)
+    watch(self)
+
+
+Trainer.__init__ = _init
+
+
+def main() -> None:
+    init_logger()
+    config = made_config(Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]))
+    trainer = config.build()
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
+    print(f"waited {sum(trainer.waited_s)!r}", flush=True)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
