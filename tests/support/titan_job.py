@@ -110,11 +110,11 @@ def make_assets(folder: Path) -> None:
     folder.joinpath("data", "train.jsonl").write_text(lines)
 
 
-def small_config(assets: Path, loader: str) -> Any:
+def small_config(assets: Path, loader: str, layers: int = 2) -> Any:
     """The configuration of torchtitan's debug model, smaller, and for CPUs."""
     config = llama3_debugmodel()
     model = config.model_spec.model
-    model.layers = model.layers[:2]
+    model.layers = model.layers[:layers]
     for _, _, parent, name in list(model.traverse(FlexAttention.Config)):
         setattr(parent, name, ScaledDotProductAttention.Config())
     config.hf_assets_path = str(assets)
