@@ -98,15 +98,12 @@ def test_a_job_that_is_killed_goes_on_with_other_ranks(
     again = processes.torch(2, ON_CPUS + EXAMPLE, *given, tmp_path / "run", last + 3, python=python)
     found = losses(finish(again)[0])
     assert list(found) == [last + 1, last + 2, last + 3]
-    whole = processes.torch(
-        2, ON_CPUS + EXAMPLE, *given, tmp_path / "whole", last + 3, python=python
-    )
-    wanted = losses(finish(whole)[0])
-    # Four ranks add the gradients in another order.
-    for step in range(1, last + 1):
-        assert killed[step] == pytest.approx(wanted[step], rel=1e-3)
-    for step, loss in found.items():
-        assert loss == pytest.approx(wanted[step], rel=1e-3)
+    whole = tmp_path / "whole"  # on four again: the weights at the start depend on their number
+    job = processes.torch(4, ON_CPUS + EXAMPLE, *given, whole, last + 3, python=python)
+    wanted = losses(finish(job)[0])
+    assert wanted.items() >= {step: killed[step] for step in range(1, last + 1)}.items()
+    for step, loss in found.items():  # two ranks add the gradients in another order
+        assert loss == pytest.approx(wanted[step], rel=1e-4)
     for step in (last, last + 3):
         unickpt.verify(run / f"step_{step}")
     stored = unickpt.load(run / f"step_{last + 3}")

@@ -4,7 +4,8 @@
 
 Without this file, torchtitan 0.3.0 needs an accelerator, and a torch that is newer than 2.13.
 SETTINGS is JSON: "checkpoint" are settings of its checkpoint manager, "manager" says whose ("ours",
-"theirs", or "override"), "training" and "parallelism" are settings of the trainer's, "dim" is the
+"theirs", or "override"), "training", "parallelism" and
+"dataloader" are settings of the trainer's, "dim" is the
 model's width, and "loader" is "hf" (torchtitan's, which is bound to the number of data-parallel
 ranks) or "own" (which is not). Prints each step with its loss, and the seconds for which the loop
 waited for the manager.
@@ -138,6 +139,7 @@ def made_config(assets: Path, folder: str, settings: dict[str, Any]) -> Any:
     config.dump_folder = folder
     set_all(config.training, settings.get("training", {}))
     set_all(config.parallelism, settings.get("parallelism", {}))
+    set_all(config.dataloader, settings.get("dataloader", {}))
     given = {"enable": True, "interval": 2, "last_save_model_only": False}
     given |= settings.get("checkpoint", {})
     if settings.get("manager", "ours") == "ours":

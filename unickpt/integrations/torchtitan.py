@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.components.checkpointer.base import (
     DATALOADER,
@@ -133,6 +134,7 @@ class CheckpointManager(BaseCheckpointManager):
             DATALOADER: dataloader,
             LR_SCHEDULER: lr_schedulers,
         }
+        self._has_data = _is_first(getattr(dataloader, "dp_rank", None))
         self._check_excluded(config.exclude_from_loading)
         self.save_future: dcp.SaveFuture | None = None
         self._staging: PendingSave | None = None
@@ -166,6 +168,8 @@ class CheckpointManager(BaseCheckpointManager):
             self._save_model(curr_step)
             return
         states = {key: state for key, state in self.states.items() if state is not None}
+        if not self._has_data:
+            states.pop(DATALOADER, None)
         waits = last_step or self.config.async_mode == "disabled"
         pending = self._checkpointer.save(curr_step, dcp.to_save(states), wait=waits)
         if not waits:
@@ -361,6 +365,18 @@ def _keys(stored: Checkpoint) -> set[Any]:
     """The keys at the top of a checkpoint's tree."""
     node = StoredView(stored.reader).node()
     return set(getattr(node, "keys", ()))
+
+
+def _is_first(dp_rank: int | None) -> bool:
+    """Whether this is the first of the processes that read the same data.
+
+    The state of their loaders may differ in what does not matter, such as the seed of workers.
+    """
+    if dp_rank is None or not dist.is_initialized():
+        return True
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, dp_rank)
+    return ranks.index(dp_rank) == dist.get_rank()
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
