@@ -3,9 +3,10 @@
     torchrun --nproc-per-node 2 benchmarks/titan_wait.py --rounds 5
 
 torchtitan's trainer with its debug model (76 MB of parameters and AdamW's state) on CPUs, gloo,
-FSDP2; see tests/support/titan_job.py for what that takes. In each round all contenders take a turn,
-in an order shuffled anew; a turn ends with its checkpoint committed, loaded and removed. A figure
-is that of the slowest rank; the table gives medians. Round 0 warms up, and is not counted.
+FSDP2; see tests/support/titan_job.py for what that takes. In each round all contenders save a step,
+in an order shuffled anew, each into its own run, of which two steps are kept; at the end each loads
+its last one, three times. A figure is that of the slowest rank; the table gives medians. Round 0
+warms up, and is not counted.
 
 The third mode, "async_with_pinned_mem", needs an accelerator, and is not measured.
 
@@ -22,6 +23,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -56,32 +58,43 @@ def main() -> None:
     config.checkpoint.enable = False
     trainer = config.build()
     trainer.train()
-    times: dict[tuple[str, str], list[list[float]]] = {}
-    contenders = [
-        (who, mode) for who in ("torchtitan", "unickpt") for mode in ("disabled", "async")
-    ]
+    modes = ("disabled", "async")
+    contenders = [(who, mode) for who in ("torchtitan", "unickpt") for mode in modes]
+    managers = {name: made(trainer, *name, folder) for name in contenders}
+    saves: dict[tuple[str, str], list[list[float]]] = {name: [] for name in contenders}
+    loads: dict[tuple[str, str], list[float]] = {name: [] for name in contenders}
     for number in range(options.rounds + 1):
-        for who, mode in random.Random(number).sample(contenders, len(contenders)):
-            seconds = turn(trainer, who, mode, folder / f"{who}_{mode}_{number}")
+        for name in random.Random(number).sample(contenders, len(contenders)):
+            seconds = saved(managers[name], number + 1)
             if number:
-                times.setdefault((who, mode), []).append(seconds)
+                saves[name].append(seconds)
+    for number in range(3):
+        for name in random.Random(number).sample(contenders, len(contenders)):
+            loads[name].append(timed(managers[name].load))
+    for manager in managers.values():
+        manager.close()
+    timed(lambda: None)
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
-        report(times)
+        report(saves, loads)
     dist.destroy_process_group()
 
 
-def turn(trainer: Any, who: str, mode: str, folder: Path) -> list[float]:
-    """The times of one contender, in the order of the columns."""
-    import torch.distributed as dist
+def made(trainer: Any, who: str, mode: str, folder: Path) -> Any:
+    """A contender."""
     from torchtitan.components.checkpointer import CheckpointManager as Theirs
 
     from unickpt.integrations.torchtitan import CheckpointManager as Ours
 
-    made = (Theirs if who == "torchtitan" else Ours).Config(
-        enable=True, interval=1, async_mode=mode, folder=str(folder), last_save_model_only=False
+    config = (Theirs if who == "torchtitan" else Ours).Config(
+        enable=True,
+        interval=1,
+        keep_latest_k=2,
+        async_mode=mode,
+        folder=str(folder / f"{who}_{mode}"),
+        last_save_model_only=False,
     )
-    manager = made.build(
+    return config.build(
         dataloader=trainer.dataloader,
         model_parts=trainer.model_parts,
         optimizers=trainer.optimizers,
@@ -89,23 +102,30 @@ def turn(trainer: Any, who: str, mode: str, folder: Path) -> list[float]:
         states={"train_state": trainer},
         sd_adapter=None,
     )
-    slowest(0.0)
+
+
+def saved(manager: Any, step: int) -> list[float]:
+    """How long the loop waits for a save, and how long until it is committed."""
     began = perf_counter()
-    manager.save(1)
-    manager.maybe_wait_for_staging()
-    waits = slowest(perf_counter() - began)
+
+    def call() -> None:
+        manager.save(step)
+        manager.maybe_wait_for_staging()
+
+    waits = timed(call)
     manager.maybe_wait_for_saving()
     committed = slowest(perf_counter() - began)
+    os.sync()
+    timed(lambda: None)
+    return [waits, committed]
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Of the slowest rank; all begin together."""
+    slowest(0.0)
     began = perf_counter()
-    assert manager.load()
-    load = slowest(perf_counter() - began)
-    manager.close()
-    slowest(0.0)
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder)
-        os.sync()
-    slowest(0.0)
-    return [waits, committed, load]
+    call()
+    return slowest(perf_counter() - began)
 
 
 def slowest(seconds: float) -> float:
@@ -118,11 +138,14 @@ def slowest(seconds: float) -> float:
     return float(most)
 
 
-def report(times: dict[tuple[str, str], list[list[float]]]) -> None:
+def report(
+    saves: dict[tuple[str, str], list[list[float]]], loads: dict[tuple[str, str], list[float]]
+) -> None:
     print(f"{'':30}" + "".join(f"{name:>12}" for name in COLUMNS))
-    for (who, mode), rows in sorted(times.items()):
-        medians = map(statistics.median, zip(*rows, strict=True))
-        print(f"{who + ', ' + mode:30}" + "".join(f"{seconds:12.3f}" for seconds in medians))
+    for name, rows in saves.items():
+        columns = [*zip(*rows, strict=True), loads[name]]
+        medians = "".join(f"{statistics.median(column):12.3f}" for column in columns)
+        print(f"{', '.join(name):30}{medians}")
 
 
 if __name__ == "__main__":
