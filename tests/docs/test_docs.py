@@ -506,10 +506,6 @@ def test_docstrings(name: str) -> None:
         if not name.startswith("unickpt.integrations."):
             raise
         pytest.skip(f"{missing.name} is not installed")
-    except ModuleNotFoundError as error:
-        if error.name == "torchtitan" and name == "unickpt.integrations.torchtitan":
-            pytest.skip("torchtitan is not installed")
-        raise
     result = doctest.testmod(module, verbose=False)
     assert result.failed == 0, f"{result.failed} examples of {name} fail; see above"
     assert sys.modules[name] is module
