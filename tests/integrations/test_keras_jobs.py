@@ -54,15 +54,17 @@ def test_a_killed_fit_goes_on_with_the_same_losses(
     first = killed_after(processes.start(script, tmp_path / "run", 4, env=env), iteration)
     last = newest(tmp_path / "run")
     assert 0 < last <= iteration
-    [wanted, rest] = map(losses, processes.finish([
-        whole, processes.start(script, tmp_path / "run", 4, env=env)
-    ]))
+    [wanted, rest] = map(
+        losses, processes.finish([whole, processes.start(script, tmp_path / "run", 4, env=env)])
+    )
     rest = {i: x for i, x in rest.items() if i > last}
     assert sorted(rest) == list(range(last + 1, 41))
     assert first == {i: wanted[i] for i in first}
     assert rest == {i: wanted[i] for i in rest}
-    found, same = (unickpt.load(tmp_path / name / f"step_{newest(tmp_path / name)}")
-                   for name in ("run", "whole"))
+    found, same = (
+        unickpt.load(tmp_path / name / f"step_{newest(tmp_path / name)}")
+        for name in ("run", "whole")
+    )
     for group in ("model", "optimizer", "metrics"):
         assert_same(found[group], same[group])
 

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
 from keras.src.callbacks.monitor_callback import MonitorCallback
 
-from unickpt.errors import CheckpointNotFound
+from unickpt.errors import CheckpointNotFound, LoadMismatch
 from unickpt.frameworks.leaves import PerProcess
 from unickpt.frameworks.registry import adapters, current_group
 from unickpt.integrations.keras_state import ModelState, random_state, set_random_state
@@ -102,13 +103,26 @@ def load(
         wanted = ["model/**"]
         if not weights_only:
             wanted += ["optimizer/**", *sorted(state.names("metrics") & set(stored))]
-        found, report = loader.load(
-            stored, state.like(), rules=rules, only=wanted, return_report=True, options=options
-        )
+        with _explained():
+            found, report = loader.load(
+                stored, state.like(), rules=rules, only=wanted, return_report=True, options=options
+            )
         state.assign(found)
         return report
 
     return read(path) if isinstance(path, checkpoint.Checkpoint) else checkpoint.reading(path, read)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except LoadMismatch as error:
+        error.add_note(
+            "Keras counts the names of layers and optimizers within a process (dense, dense_1): "
+            "call keras.utils.clear_session() before the model is built, or give them names"
+        )
+        raise
 
 
 @dataclass(frozen=True)
@@ -206,10 +220,20 @@ class UnickptCheckpoint(MonitorCallback):
         if self._checkpointer is not None:
             self._checkpointer.wait()
 
+    def close(self) -> None:
+        """Waits as `wait_until_finished`, and lets others save into the directory.
+
+        `fit` does this at its end. Call it after a `fit` that raised an error, before another
+        callback of this process saves there.
+        """
+        if self._checkpointer is not None:
+            closing, self._checkpointer = self._checkpointer, None
+            closing.close()
+
     # --- called by Keras -------------------------------------------------------------------------
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        self._close()  # the last `fit` may have failed
+        self.close()  # the last `fit` may have failed
         self._checkpointer = Checkpointer(
             self.directory, keep_last=self.max_to_keep, options=self.options
         )
@@ -252,7 +276,7 @@ class UnickptCheckpoint(MonitorCallback):
     def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
         if self._resumed is not None:  # all epochs were done
             self.model._initial_epoch = self._resumed = None
-        self._close()
+        self.close()
 
     # --- saving ----------------------------------------------------------------------------------
 
@@ -294,11 +318,6 @@ class UnickptCheckpoint(MonitorCallback):
         steps = (self.params or {}).get("steps")
         return -1 if steps is None else int(steps)
 
-    def _close(self) -> None:
-        if self._checkpointer is not None:
-            closing, self._checkpointer = self._checkpointer, None
-            closing.close()
-
     # --- resuming --------------------------------------------------------------------------------
 
     def _load(self, checkpointer: Checkpointer) -> None:
@@ -306,7 +325,8 @@ class UnickptCheckpoint(MonitorCallback):
         state = ModelState(model)
         fit = {**asdict(Position(0, 0, 0, math.nan)), "random": PerProcess(redistribute=_shared)}
         try:
-            found = checkpointer.load({**state.like(), "fit": fit})
+            with _explained():
+                found = checkpointer.load({**state.like(), "fit": fit})
         except CheckpointNotFound:
             if checkpointer.latest() is not None:
                 raise
