@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,9 @@ def make(
     **settings: Any,
 ) -> Any:
     """A model with weights of three kinds; its names are the same each time."""
-    keras.utils.clear_session()
+    distribution = keras.distribution.distribution()
+    keras.utils.clear_session()  # clears this, too
+    keras.distribution.set_distribution(distribution)
     keras.utils.set_random_seed(seed)
     model = keras.Sequential(
         [
@@ -341,8 +343,11 @@ def tells_of_errors(folder: Path) -> None:
                 (folder / "full").rename(folder / "moved")
                 (folder / "full").write_text("")
 
+    callback = ours.UnickptCheckpoint(folder / "full")
     with pytest.raises((unickpt.UnickptError, OSError)):
-        fit(make(), ours.UnickptCheckpoint(folder / "full"), Full(), epochs=3)
+        fit(make(), callback, Full(), epochs=3)
+    with suppress(unickpt.UnickptError, OSError):
+        callback.close()
 
 
 # --- from one to the other ------------------------------------------------------------------------
@@ -368,7 +373,7 @@ def goes_on(folder: Path) -> None:
         fit(model)
         ours.load(folder / name, model)
         ours.save(folder / f"{name}_again", model)
-        assert unickpt.diff(folder / name, folder / f"{name}_again").equal
+        assert unickpt.diff(folder / name, folder / f"{name}_again").same
     model, losses = make(1), Losses()
     fit(model, ours.UnickptCheckpoint(folder / "run", save_freq=3, resume=True), losses, epochs=2)
     assert int(model.optimizer.iterations) == 2 * BATCHES
@@ -384,10 +389,10 @@ def distributions() -> dict[str, Any]:
     devices = d.list_devices()
     grid = d.DeviceMesh((2, 4), ("batch", "model"), devices)
     layouts = d.LayoutMap(grid)
-    layouts["dense/kernel"] = (None, "model")
-    layouts["dense/bias"] = ("model",)
+    layouts[".*dense/kernel"] = (None, "model")
+    layouts[".*dense/bias"] = ("model",)
     other = d.LayoutMap(d.DeviceMesh((4, 2), ("batch", "model"), devices))
-    other["dense/kernel"] = ("model", None)
+    other[".*dense/kernel"] = ("model", None)
     return {
         "none": None,
         "data": d.DataParallel(devices=devices),
