@@ -9,7 +9,8 @@ save every few batches. Round 0 warms up and is not counted. The table gives med
 not flush to disk here, because ModelCheckpoint does not either; `unickpt, flushed` does, as always.
 
 waits: seconds that the loop spends in the callback, for each save. The time between two saves is
-long enough for one to be written. all: the whole fit, until the last checkpoint is committed.
+long enough for one to be written. all: the whole fit, until the last checkpoint is committed,
+without these pauses, in which whoever saves in the background writes.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def turn(callback: Any, model: Any, options: argparse.Namespace) -> tuple[float,
         sleep(options.pause)
 
     callback.on_train_batch_end = timed
-    x = np.zeros((options.saves, 1024), np.float32)
+    x = np.random.default_rng(0).normal(size=(options.saves, 1024)).astype(np.float32)
     start = perf_counter()
     model.optimizer.iterations.assign(0)
     model.fit(x, x, batch_size=1, verbose=0, callbacks=[callback])

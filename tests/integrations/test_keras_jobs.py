@@ -42,8 +42,8 @@ def killed_after(process: subprocess.Popen[str], iteration: int) -> dict[int, st
     return losses("".join(lines))
 
 
-@pytest.mark.parametrize("backend", ["jax", "torch"])
-@pytest.mark.parametrize("iteration", [8, 20, 25])  # in the middle, or at the end, of an epoch
+# In the middle of an epoch, and after its last batch, before Keras ends it.
+@pytest.mark.parametrize(("backend", "iteration"), [("jax", 8), ("torch", 25), ("jax", 20)])
 def test_a_killed_fit_goes_on_with_the_same_losses(
     processes: Processes, tmp_path: Path, backend: str, iteration: int
 ) -> None:
@@ -67,6 +67,52 @@ def test_a_killed_fit_goes_on_with_the_same_losses(
     )
     for group in ("model", "optimizer", "metrics"):
         assert_same(found[group], same[group])
+
+
+MESH = """
+import os
+os.environ["KERAS_BACKEND"] = "jax"
+import jax, keras
+devices = keras.distribution.list_devices()
+layouts = keras.distribution.LayoutMap(
+    keras.distribution.DeviceMesh((2, 4), ("batch", "model"), devices)
+)
+layouts[".*dense/kernel"] = (None, "model")
+keras.distribution.set_distribution(keras.distribution.ModelParallel(
+    layout_map=layouts, batch_dim_name="batch", auto_shard_dataset=False
+))
+"""
+# Each process has its part of each batch.
+PART = """
+x = x.reshape(10, jax.process_count(), -1, 16)[:, jax.process_index()].reshape(-1, 16)
+"""
+
+
+def test_processes_of_a_distribution_that_are_killed(processes: Processes, tmp_path: Path) -> None:
+    """Two processes of four devices go on, with the same losses; and one process of eight."""
+    script = MESH + SLOW.replace("model.fit(", PART + "model.fit(").replace(
+        "epochs=", "shuffle=False, batch_size=32 // jax.process_count(), epochs="
+    )
+    whole = processes.jax(2, 4, script, tmp_path / "whole", 3)
+    job = processes.jax(2, 4, script, tmp_path / "run", 3)
+    first = killed_after(job[0], 15)
+    job[1].send_signal(signal.SIGKILL)
+    job[1].wait()
+    last = newest(tmp_path / "run")
+    assert 0 < last <= 15
+    kernel = unickpt.open(tmp_path / "run" / f"step_{last}")["model/sequential/dense/kernel"]
+    assert kernel.layout is not None
+    unickpt.copy(tmp_path / "run" / f"step_{last}", tmp_path / "one" / f"step_{last}")
+    env = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    one = processes.start(script, tmp_path / "one", 3, env=env)
+    going = processes.jax(2, 4, script, tmp_path / "run", 3)
+    outputs = processes.finish([*whole, *going, one])
+    wanted, _, rest, _, other = map(losses, outputs)
+    rest, other = ({i: x for i, x in found.items() if i > last} for found in (rest, other))
+    assert sorted(rest) == sorted(other) == list(range(last + 1, 31))
+    assert {**first, **rest} == {i: wanted[i] for i in {**first, **rest}}
+    floats = [[float.fromhex(found[i]) for i in rest] for found in (wanted, other)]
+    np.testing.assert_allclose(*floats, rtol=1e-3)
 
 
 def newest(run: Path) -> int:
