@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -229,9 +229,50 @@ def resumes_with_several_batches_in_an_execution(folder: Path) -> None:
     other = model(1)
     fit(other, callback_of(folder / "e", 4), epochs=2)
     assert bits(other) == bits(whole)
+    # After the last execution of an epoch, which has 2 of 4 batches.
+    whole = make(0, steps_per_execution=4)
+    fit(whole, epochs=2)
+    stopped(make(0, steps_per_execution=4), callback_of(folder / "p", 12), 1, 3, epochs=2)
+    other = make(1, steps_per_execution=4)
+    fit(other, callback_of(folder / "p", 12), epochs=2)
+    assert bits(other) == bits(whole)
     stopped(make(), callback_of(folder / "o", 3), 0, 4)
     with pytest.raises(ValueError, match="steps_per_execution=2"):
         fit(model(0), callback_of(folder / "o", 3))
+
+
+def resumes_with_data_that_begins_anew_in_each_epoch(folder: Path) -> None:
+    import grain
+    import torch
+
+    class Rows(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return BATCHES
+
+        def __getitem__(self, number: int) -> Any:
+            rows = slice(number * SIZE, (number + 1) * SIZE)
+            return X[rows], Y[rows]
+
+    pairs = list(zip(X, Y, strict=True))
+    tensors = torch.utils.data.TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
+    for name, data in {
+        "dataset": Rows,
+        "threads": lambda: Rows(workers=2),  # which draw the order of an epoch before it begins
+        "loader": lambda: torch.utils.data.DataLoader(tensors, SIZE, shuffle=True),
+        "grain": lambda: grain.MapDataset.source(pairs).seed(3).shuffle().batch(SIZE),
+    }.items():
+        settings = {"epochs": 2, "verbose": 0, "shuffle": name != "threads"}
+        whole = make()
+        torch.manual_seed(0)  # which Keras does only with its torch backend
+        whole.fit(data(), **settings)
+        callback = callback_of(folder / name, 3)
+        torch.manual_seed(0)
+        with pytest.raises(Stopped):
+            make().fit(data(), callbacks=[callback, Stop(1, 6)], **settings)
+        callback.close()
+        other = make(1)
+        other.fit(data(), callbacks=[callback_of(folder / name, 3)], **settings)
+        assert bits(other) == bits(whole), name
 
 
 def refuses_to_go_on_with_other_batches(folder: Path) -> None:
@@ -380,77 +421,6 @@ def goes_on(folder: Path) -> None:
     assert sorted(losses.seen) == list(range(15, 21))
 
 
-# --- sharded --------------------------------------------------------------------------------------
-
-
-def distributions() -> dict[str, Any]:
-    from keras import distribution as d
-
-    devices = d.list_devices()
-    grid = d.DeviceMesh((2, 4), ("batch", "model"), devices)
-    layouts = d.LayoutMap(grid)
-    layouts[".*dense/kernel"] = (None, "model")
-    layouts[".*dense/bias"] = ("model",)
-    other = d.LayoutMap(d.DeviceMesh((4, 2), ("batch", "model"), devices))
-    other[".*dense/kernel"] = ("model", None)
-    return {
-        "none": None,
-        "data": d.DataParallel(devices=devices),
-        "model": d.ModelParallel(layout_map=layouts, batch_dim_name="batch"),
-        "other": d.ModelParallel(layout_map=other, batch_dim_name="batch"),
-    }
-
-
-@contextmanager
-def distributed(one: Any) -> Iterator[None]:
-    keras.distribution.set_distribution(one)
-    try:
-        yield
-    finally:
-        keras.distribution.set_distribution(None)
-
-
-def moves_between_distributions(folder: Path) -> None:
-    written = {}
-    for name, one in distributions().items():
-        with distributed(one):
-            model = make()
-            fit(model)
-            ours.save(folder / name, model)
-            written[name] = bits(model)
-            if name == "model":
-                kernel = model.get_layer("dense").kernel.value
-                assert len({str(s.index) for s in kernel.addressable_shards}) == 4
-                stored = unickpt.open(folder / name)["model/model/dense/kernel"]
-                assert stored.layout is not None
-    for one in distributions().values():
-        with distributed(one):
-            for source, wanted in written.items():
-                model = make(1)
-                fit(model)
-                before = [v.value.sharding for v in model.variables]
-                ours.load(folder / source, model)
-                assert bits(model) == wanted
-                assert [v.value.sharding for v in model.variables] == before
-            fit(model)  # it is jitted for these shardings
-
-
-def resumes_on_another_distribution(folder: Path) -> None:
-    names = distributions()
-    with distributed(names["model"]):
-        stopped(make(), callback_of(folder / "d", 3), 1, 5, epochs=3)
-    whole, reference = make(), Losses()
-    fit(whole, reference, epochs=3)
-    for name in ("model", "other", "data"):
-        with distributed(names[name]):
-            model, losses = make(1), Losses()
-            copied = folder / f"d_{name}"
-            unickpt.copy(folder / "d" / "step_15", copied / "step_15")
-            fit(model, ours.UnickptCheckpoint(copied, save_freq=3, resume=True), losses, epochs=3)
-            seen = [losses.seen[n] for n in range(16, 31)]
-            np.testing.assert_allclose(seen, [reference.seen[n] for n in range(16, 31)], rtol=0.02)
-
-
 CASES: dict[str, list[Callable[[Path], None]]] = {
     "functions": [
         saves_and_loads,
@@ -462,19 +432,28 @@ CASES: dict[str, list[Callable[[Path], None]]] = {
     "callback": [
         resumes_within_an_epoch,
         resumes_with_several_batches_in_an_execution,
+        resumes_with_data_that_begins_anew_in_each_epoch,
         refuses_to_go_on_with_other_batches,
         skipping_ends_with_its_fit,
         keeps_what_is_asked,
         saves_the_best,
         tells_of_errors,
     ],
+    "data": [
+        resumes_with_data_that_begins_anew_in_each_epoch,
+        resumes_with_several_batches_in_an_execution,
+    ],
     "writes": [writes],
     "goes_on": [goes_on],
-    "sharded": [moves_between_distributions, resumes_on_another_distribution],
+    "sharded": [],  # in keras_sharded.py
 }
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "sharded":
+        from support import keras_sharded
+
+        CASES["sharded"] = keras_sharded.CASES
     for case in CASES[sys.argv[1]]:
         place = Path(sys.argv[2])
         if len(CASES[sys.argv[1]]) > 1:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -34,7 +34,7 @@ from unickpt.saving import saver
 from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.storage import paths
 
-__all__ = ["Position", "UnickptCheckpoint", "load", "save"]
+__all__ = ["UnickptCheckpoint", "load", "save"]
 
 
 def save(
@@ -213,6 +213,7 @@ class UnickptCheckpoint(MonitorCallback):
         self._checkpointer: Checkpointer | None = None
         self._resumed: _Resumed | None = None
         self._random_at_begin: dict[str, Any] | None = None
+        self._end_skipping: Callable[[], None] = _nothing
         self._epoch = self._unsaved = self._seen = self._batches_seen = 0
 
     def wait_until_finished(self) -> None:
@@ -237,7 +238,7 @@ class UnickptCheckpoint(MonitorCallback):
         self._checkpointer = Checkpointer(
             self.directory, keep_last=self.max_to_keep, options=self.options
         )
-        self._resumed = None
+        self._resumed, self._end_skipping = None, _nothing
         if self.resume:
             self._load(self._checkpointer)
         self._unsaved = self._seen = 0
@@ -251,7 +252,8 @@ class UnickptCheckpoint(MonitorCallback):
         if self._resumed is not None:
             resumed, self._resumed = self._resumed, None
             self.model._initial_epoch = None  # for the next `fit`
-            self._seen = resumed.begin(self.model, epoch, self._batches_per_epoch())
+            self._end_skipping = resumed.begin(self.model, epoch, self._batches_per_epoch())
+            self._seen = resumed.position.batch
             self._random_at_begin = resumed.at_begin()
         else:
             self._seen = 0
@@ -270,6 +272,7 @@ class UnickptCheckpoint(MonitorCallback):
                 self._save(self._batches_seen, self._position(self._epoch, self._seen))
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        self._end_skipping()  # the last execution may have had fewer batches than the others
         if self.save_freq == "epoch" and self._is_wanted(logs, f"epoch {epoch}"):
             self._save(epoch, self._position(epoch + 1, 0))
 
@@ -334,6 +337,8 @@ class UnickptCheckpoint(MonitorCallback):
         stored = dict(found["fit"])
         randoms = stored.pop("random").value
         position = Position(**stored)
+        if min(position.epoch, position.batch) < 0:
+            raise LoadMismatch(f"{self.directory}: a position that cannot be: {position}")
         metrics = found.pop("metrics")
         state.assign(found)
         if not math.isnan(position.best):
@@ -359,8 +364,8 @@ class _Resumed:
     state: ModelState
     metrics: dict[str, Any]
 
-    def begin(self, model: Any, epoch: int, batches: int) -> int:
-        """Makes the epoch begin where the save was; returns how many batches are skipped.
+    def begin(self, model: Any, epoch: int, batches: int) -> Callable[[], None]:
+        """Makes the epoch begin where the save was; returns what ends the skipping.
 
         Raises:
             ValueError: `fit` is called with other arguments, so that it cannot go on there.
@@ -375,7 +380,7 @@ class _Resumed:
         if not done:
             if now:
                 set_random_state(now)
-            return 0
+            return _nothing
         if -1 not in (batches, self.position.batches) and batches != self.position.batches:
             raise ValueError(
                 f"the checkpoint is after batch {done} of {self.position.batches} of an epoch, "
@@ -390,8 +395,7 @@ class _Resumed:
         if self.randoms:
             set_random_state(self.randoms["begin"])
         self.state.assign({"metrics": self.metrics})
-        _skip(model, done, now)
-        return done
+        return _skip(model, done, now)
 
     def at_begin(self) -> dict[str, Any]:
         """The states of random generators when the epoch began; called after `begin`."""
@@ -399,7 +403,11 @@ class _Resumed:
         return begin or random_state()
 
 
-def _skip(model: Any, batches: int, randoms: dict[str, Any] | None) -> None:
+def _nothing() -> None:
+    pass
+
+
+def _skip(model: Any, batches: int, randoms: dict[str, Any] | None) -> Callable[[], None]:
     """Lets the epoch that begins draw some batches without training on them.
 
     `fit` calls `train_function` for each execution: with JAX it draws the batches itself, with
@@ -408,10 +416,19 @@ def _skip(model: Any, batches: int, randoms: dict[str, Any] | None) -> None:
     Arguments:
         batches: how many.
         randoms: the states of random generators after them.
+
+    Returns:
+        A function that ends the skipping, if it has not ended.
     """
     train, logs = model.train_function, model.get_metrics_result()
     fit = getattr(model, "history", None)  # another one in each call of `fit`
     done = 0
+
+    def end() -> None:
+        if model.train_function is skip:
+            model.train_function = train
+            if randoms:
+                set_random_state(randoms)
 
     def skip(*given: Any) -> Any:
         nonlocal done
@@ -421,12 +438,11 @@ def _skip(model: Any, batches: int, randoms: dict[str, Any] | None) -> None:
         with_state = len(given) == 2
         done += _draw(given[1], model.steps_per_execution) if with_state else len(given[0])
         if done >= batches:
-            model.train_function = train
-            if randoms:
-                set_random_state(randoms)
+            end()
         return (logs, given[0]) if with_state else logs
 
     model.train_function = skip
+    return end
 
 
 def _draw(iterator: Any, most: int) -> int:
