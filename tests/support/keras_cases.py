@@ -295,6 +295,11 @@ def skipping_ends_with_its_fit(folder: Path) -> None:
     assert int(model.optimizer.iterations) == 8
     fit(model)
     assert int(model.optimizer.iterations) == 8 + BATCHES
+    # Nor does one that has gone on with a later epoch.
+    stopped(make(), callback_of(folder / "l", 3), 1, 8, epochs=2)
+    fit(model, callback_of(folder / "l", 3), epochs=2)
+    fit(model)
+    assert int(model.optimizer.iterations) == 3 * BATCHES
 
 
 def keeps_what_is_asked(folder: Path) -> None:
