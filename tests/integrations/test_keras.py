@@ -32,7 +32,7 @@ def run(processes: Processes, backend: str, cases: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("backend", ["jax", "torch"])
-@pytest.mark.parametrize("cases", ["functions", "callback"])
+@pytest.mark.parametrize("cases", ["functions", "callback", "resuming", "data"])
 def test_models_and_fits(processes: Processes, tmp_path: Path, backend: str, cases: str) -> None:
     run(processes, backend, cases, tmp_path)
 
