@@ -17,6 +17,7 @@ from support.processes import Processes
 # Eight CPU devices for the tests that run JAX in this process; set before JAX starts.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("KERAS_BACKEND", "jax")  # TensorFlow is not installed
 
 # Examples take as long as the machine's load makes them take. The same ones in each run, so that
 # what fails was changed; `make soak` looks for others.

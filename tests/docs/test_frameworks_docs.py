@@ -1,0 +1,110 @@
+"""The examples of docs/integrations/{keras,equinox,flax,data}.md run as they stand there."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import TESTS
+from support.processes import Processes
+
+import unickpt
+
+pytestmark = pytest.mark.integration
+PAGES = Path(TESTS).parent / "docs" / "integrations"
+
+
+def blocks(name: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (PAGES / f"{name}.md").read_text(), re.S)
+
+
+KERAS = """
+import keras, numpy as np
+import unickpt
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+model.compile("adam", "mse")
+x, y, path = np.ones((800, 3)), np.ones((800, 1)), {run!r}
+{by_callback}
+assert callback.resume
+with unickpt.Checkpointer(path) as run:
+    assert run.steps() == [100, 200], run.steps()
+path = {path!r}
+{by_functions}
+assert report.loaded
+"""
+
+
+@pytest.mark.skipif(find_spec("keras") is None, reason="needs keras")
+def test_keras(processes: Processes, tmp_path: Path) -> None:
+    by_callback, by_functions = blocks("keras")
+    script = KERAS.format(
+        by_callback=by_callback,
+        by_functions=by_functions,
+        run=str(tmp_path / "run"),
+        path=str(tmp_path / "c"),
+    )
+    processes.finish([processes.start(script, env={"KERAS_BACKEND": "jax"})])
+    assert set(unickpt.load(tmp_path / "c")) == {"model", "optimizer", "metrics"}
+
+
+def test_equinox(tmp_path: Path) -> None:
+    eqx, jax = pytest.importorskip("equinox"), pytest.importorskip("jax")
+
+    def make(key: Any) -> Any:
+        return eqx.nn.MLP(4, 8, 8, 1, key=key)
+
+    key = jax.random.key(0)
+    names: dict[str, Any] = {"eqx": eqx, "jax": jax, "unickpt": unickpt, "make": make, "key": key}
+    names |= {"model": make(key), "path": tmp_path / "c", "folder": tmp_path / "run"}
+    names |= {"NamedSharding": jax.sharding.NamedSharding, "P": jax.sharding.PartitionSpec}
+    for block in blocks("equinox"):
+        exec(block, names)
+        assert bool(eqx.tree_equal(names["model"], make(key)))
+
+
+def test_flax(tmp_path: Path) -> None:
+    nnx, optax = pytest.importorskip("flax.nnx"), pytest.importorskip("optax")
+
+    def make() -> Any:
+        model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+
+    names: dict[str, Any] = {"nnx": nnx, "unickpt": unickpt, "make": make, "path": tmp_path / "c"}
+    names["model"], names["optimizer"] = model, _ = make()
+    first, check = blocks("flax")
+    exec(first + check, names)
+    assert names["model"] is not model
+    assert bool((names["model"].kernel[...] == model.kernel[...]).all())
+    assert "0/kernel" in unickpt.open(tmp_path / "c")
+
+
+def test_data(tmp_path: Path) -> None:
+    class Loader:
+        def __init__(self, at: int) -> None:
+            self.at = at
+
+        def state_dict(self) -> dict[str, int]:
+            return {"at": self.at}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.at = state["at"]
+
+    import numpy as np
+
+    position, deal, go_on = blocks("data")
+    names: dict[str, Any] = {"unickpt": unickpt, "path": tmp_path / "c", "loader": Loader(7)}
+    save, load = position.split("found = ")
+    exec(save, names | {"model": {"w": np.ones(2)}})
+    names["loader"].at = 0
+    exec("found = " + load, names | {"model": {"w": np.zeros(2)}})
+    assert names["loader"].at == 7
+    exec(deal, names)
+    saved = [[[0, "a"], [2, "c"]], [[1, "b"], [3, "d"]]]
+    assert names["deal"](saved, 1, 2) == [[1, "b"], [3, "d"]]
+    assert names["deal"](saved, 0, 1) == [[0, "a"], [1, "b"], [2, "c"], [3, "d"]]
+    exec(go_on, names)
+    saved_turns = [{"start": 10, "seen": 8, "loader": {}}] * 2
+    assert names["go_on"](saved_turns, 0, 1) == {"start": 26, "seen": 0, "loader": {}}

@@ -1,0 +1,49 @@
+"""unickpt.integrations.keras with each backend, in processes that run support/keras_cases.py."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from support import TESTS
+from support.processes import Processes
+
+# Not imported here: it would look for TensorFlow.
+pytestmark = pytest.mark.skipif(find_spec("keras") is None, reason="needs keras")
+
+SCRIPT = """
+import runpy, sys
+sys.path.insert(0, sys.argv[1])
+sys.argv = sys.argv[1:]
+runpy.run_module("support.keras_cases", run_name="__main__")
+"""
+
+
+def run(processes: Processes, backend: str, cases: str, folder: Path) -> str:
+    env = {
+        "KERAS_BACKEND": backend,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "OMP_NUM_THREADS": "1",
+    }
+    (output,) = processes.finish([processes.start(SCRIPT, TESTS, cases, folder, env=env)])
+    assert output.rstrip().endswith(" cases")
+    return output
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+@pytest.mark.parametrize("cases", ["functions", "callback", "resuming", "data"])
+def test_models_and_fits(processes: Processes, tmp_path: Path, backend: str, cases: str) -> None:
+    run(processes, backend, cases, tmp_path)
+
+
+@pytest.mark.parametrize(("one", "other"), [("jax", "torch"), ("torch", "jax")])
+def test_the_other_backend_loads_every_bit_and_goes_on(
+    processes: Processes, tmp_path: Path, one: str, other: str
+) -> None:
+    run(processes, one, "writes", tmp_path)
+    run(processes, other, "goes_on", tmp_path)
+
+
+def test_sharded_models_move_between_distributions(processes: Processes, tmp_path: Path) -> None:
+    run(processes, "jax", "sharded", tmp_path)

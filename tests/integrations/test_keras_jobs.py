@@ -1,0 +1,131 @@
+"""Jobs of Keras that are killed and go on: examples/keras_fit.py, and variants of it."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import TESTS
+from support.processes import Processes
+
+import unickpt
+
+# Not imported here: it would look for TensorFlow.
+pytestmark = pytest.mark.skipif(find_spec("keras") is None, reason="needs keras")
+
+EXAMPLE = Path(TESTS).parent.joinpath("examples", "keras_fit.py").read_text()
+# Slow enough that saves in the background are committed before the job is killed.
+SLOW = EXAMPLE.replace("print(line, flush=True)", "print(line, flush=True), time.sleep(0.05)")
+SLOW = SLOW.replace("import sys", "import sys, time")
+
+
+def losses(output: str) -> dict[int, str]:
+    """The loss after each iteration, in hexadecimal."""
+    return {int(i): x for i, x in re.findall(r"iteration (\d+) loss (\S+)", output)}
+
+
+def killed_after(process: subprocess.Popen[str], iteration: int) -> dict[int, str]:
+    """Kills a job as soon as it has printed an iteration; what it printed until then."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if f"iteration {iteration} " in line:
+            process.send_signal(signal.SIGKILL)
+            break
+    assert process.wait() == -signal.SIGKILL, process.communicate()
+    return losses("".join(lines))
+
+
+# In the middle of an epoch, and after its last batch, before Keras ends it.
+@pytest.mark.parametrize(("backend", "iteration"), [("jax", 8), ("torch", 25), ("jax", 20)])
+def test_a_killed_fit_goes_on_with_the_same_losses(
+    processes: Processes, tmp_path: Path, backend: str, iteration: int
+) -> None:
+    assert len(EXAMPLE.splitlines()) <= 40
+    env = {"KERAS_BACKEND": backend}
+    script = SLOW if iteration != 20 else SLOW.replace("save_freq=3", "save_freq=10")
+    whole = processes.start(script, tmp_path / "whole", 4, env=env)
+    first = killed_after(processes.start(script, tmp_path / "run", 4, env=env), iteration)
+    last = newest(tmp_path / "run")
+    assert 0 < last <= iteration
+    [wanted, rest] = map(
+        losses, processes.finish([whole, processes.start(script, tmp_path / "run", 4, env=env)])
+    )
+    rest = {i: x for i, x in rest.items() if i > last}
+    assert sorted(rest) == list(range(last + 1, 41))
+    assert first == {i: wanted[i] for i in first}
+    assert rest == {i: wanted[i] for i in rest}
+    found, same = (
+        unickpt.load(tmp_path / name / f"step_{newest(tmp_path / name)}")
+        for name in ("run", "whole")
+    )
+    for group in ("model", "optimizer", "metrics"):
+        assert_same(found[group], same[group])
+
+
+MESH = """
+import os
+os.environ["KERAS_BACKEND"] = "jax"
+import jax, keras
+devices = keras.distribution.list_devices()
+layouts = keras.distribution.LayoutMap(
+    keras.distribution.DeviceMesh((2, 4), ("batch", "model"), devices)
+)
+layouts[".*dense/kernel"] = (None, "model")
+keras.distribution.set_distribution(keras.distribution.ModelParallel(
+    layout_map=layouts, batch_dim_name="batch", auto_shard_dataset=False
+))
+"""
+# Each process has its part of each batch.
+PART = """
+x = x.reshape(10, jax.process_count(), -1, 16)[:, jax.process_index()].reshape(-1, 16)
+"""
+
+
+def test_processes_of_a_distribution_that_are_killed(processes: Processes, tmp_path: Path) -> None:
+    """Two processes of four devices go on, with the same losses; and one process of eight."""
+    script = MESH + SLOW.replace("model.fit(", PART + "model.fit(").replace(
+        "epochs=", "shuffle=False, batch_size=32 // jax.process_count(), epochs="
+    )
+    whole = processes.jax(2, 4, script, tmp_path / "whole", 3)
+    job = processes.jax(2, 4, script, tmp_path / "run", 3)
+    first = killed_after(job[0], 15)
+    job[1].send_signal(signal.SIGKILL)
+    job[1].wait()
+    last = newest(tmp_path / "run")
+    assert 0 < last <= 15
+    kernel = unickpt.open(tmp_path / "run" / f"step_{last}")["model/sequential/dense/kernel"]
+    assert kernel.layout is not None
+    unickpt.copy(tmp_path / "run" / f"step_{last}", tmp_path / "one" / f"step_{last}")
+    env = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    one = processes.start(script, tmp_path / "one", 3, env=env)
+    going = processes.jax(2, 4, script, tmp_path / "run", 3)
+    outputs = processes.finish([*whole, *going, one])
+    wanted, _, rest, _, other = map(losses, outputs)
+    rest, other = ({i: x for i, x in found.items() if i > last} for found in (rest, other))
+    assert sorted(rest) == sorted(other) == list(range(last + 1, 31))
+    assert {**first, **rest} == {i: wanted[i] for i in {**first, **rest}}
+    floats = [[float.fromhex(found[i]) for i in rest] for found in (wanted, other)]
+    np.testing.assert_allclose(*floats, rtol=1e-3)
+
+
+def newest(run: Path) -> int:
+    with unickpt.Checkpointer(run) as checkpointer:
+        return checkpointer.latest() or 0
+
+
+def assert_same(a: object, b: object) -> None:
+    if isinstance(a, dict) and isinstance(b, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_same(a[key], b[key])
+    else:
+        assert isinstance(a, np.ndarray)
+        assert isinstance(b, np.ndarray)
+        assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())

@@ -1,0 +1,204 @@
+"""Checkpoints of Equinox models, and of all pytrees with arrays and other things in them.
+
+    from unickpt.integrations import equinox as checkpoint
+
+    checkpoint.save("runs/a/model", model)
+    model = checkpoint.load("runs/a/model", eqx.filter_eval_shape(make_model, key))
+
+The checkpoint holds the arrays, under the names of the fields, and `unickpt.load` reads it, too.
+Settings are noted in its metadata, and compared by `load`: models with another number of heads can
+have the same shapes. Functions stay those of the program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import numpy as np
+
+from unickpt.errors import LoadMismatch
+from unickpt.loading import loader
+from unickpt.quoting import some
+from unickpt.reading import checkpoint
+from unickpt.reading.checkpoint import Checkpoint
+from unickpt.reading.options import LoadOptions
+from unickpt.saving import saver
+from unickpt.saving.options import SaveOptions, SaveReport
+from unickpt.saving.pending import PendingSave
+from unickpt.storage import paths
+
+__all__ = ["arrays", "load", "metadata", "save", "save_async"]
+
+_KEY = "equinox"
+
+
+def save(
+    path: paths.Path, model: Any, *, overwrite: bool = False, options: SaveOptions | None = None
+) -> SaveReport:
+    """Saves the arrays of a model, and notes its settings.
+
+    Arguments:
+        path: a local path or a URL (file, memory, s3, gs).
+        model: an `eqx.Module`, or any pytree.
+        overwrite: replace a checkpoint that exists, atomically.
+        options: see `SaveOptions`.
+
+    Raises:
+        UnickptError: as `unickpt.save`.
+
+    Example:
+        >>> import equinox as eqx, jax
+        >>> from unickpt.integrations import equinox as checkpoint
+        >>> model = eqx.nn.MLP(2, 1, 8, 2, key=jax.random.key(0))
+        >>> _ = checkpoint.save("memory://equinox/docs", model)
+        >>> bool(eqx.tree_equal(checkpoint.load("memory://equinox/docs", model), model))
+        True
+    """
+    return saver.save(
+        path, arrays(model), overwrite=overwrite, metadata=metadata(model), options=options
+    )
+
+
+def save_async(
+    path: paths.Path, model: Any, *, overwrite: bool = False, options: SaveOptions | None = None
+) -> PendingSave:
+    """As `save`, in the background; see `unickpt.save_async`."""
+    return saver.save_async(
+        path, arrays(model), overwrite=overwrite, metadata=metadata(model), options=options
+    )
+
+
+def load(
+    path: checkpoint.Source,
+    model: Any,
+    *,
+    shardings: Any = None,
+    static: Literal["error", "keep"] = "error",
+    cast: bool = False,
+    options: LoadOptions | None = None,
+) -> Any:
+    """Loads a model; the one that is given stays as it is.
+
+    Arguments:
+        path: a checkpoint, or what `unickpt.open` returned.
+        model: a model, or what `eqx.filter_eval_shape` makes of it. Arrays get the shardings that
+            they have there.
+        shardings: instead: a sharding for all arrays, or a pytree that has one for each array, such
+            as `jax.tree.map(choose, eqx.filter(model, eqx.is_array))`; None leaves one as it is.
+        static: what to do if a setting (a static field, or a number, text or flag in the tree) is
+            not the noted one: "error", or "keep" that of the given model. Functions and other
+            objects are always those of the given model.
+        cast: as for `unickpt.load`.
+        options: see `LoadOptions`.
+
+    Returns:
+        A model with the arrays of the checkpoint and everything else of the given model.
+
+    Raises:
+        LoadMismatch: arrays or settings differ; lists all.
+        UnickptError: as `unickpt.load`.
+    """
+    if static not in ("error", "keep"):
+        raise ValueError(f"static={static!r} must be 'error' or 'keep'")
+    wanted, others = eqx.partition(model, _is_saved)
+    wanted = jax.tree.map(_new, wanted)
+    if shardings is not None:
+        wanted = _sharded(wanted, shardings)
+
+    def read(stored: Checkpoint) -> Any:
+        if static == "error":
+            _compare(stored, model)
+        return loader.load(stored, wanted, cast=cast, options=options)
+
+    found = read(path) if isinstance(path, Checkpoint) else checkpoint.reading(path, read)
+    return eqx.combine(found, others)
+
+
+def arrays(model: Any) -> Any:
+    """The arrays of a model, as `save` stores them: for `Checkpointer.save`."""
+    return eqx.filter(model, _is_saved)
+
+
+def metadata(model: Any) -> dict[str, Any]:
+    """The settings of a model, as `save` notes them: for `Checkpointer.save(metadata=)`.
+
+    Example:
+        >>> import equinox as eqx, jax
+        >>> found = metadata(eqx.nn.Linear(2, 3, key=jax.random.key(0)))
+        >>> found["equinox"]["use_bias"]
+        'True'
+    """
+    return {_KEY: dict(_settings(model, ()))}
+
+
+def _is_saved(leaf: Any) -> bool:
+    return eqx.is_array(leaf) or isinstance(leaf, np.ndarray | np.generic | jax.ShapeDtypeStruct)
+
+
+def _new(leaf: Any) -> Any:
+    """What to load into, so that the given leaf is not changed."""
+    return np.empty_like(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
+
+
+def _sharded(wanted: Any, shardings: Any) -> Any:
+    if isinstance(shardings, jax.sharding.Sharding):
+        one = shardings
+        shardings = jax.tree.map(lambda _: one, wanted)
+
+    def abstract(sharding: Any, leaf: Any) -> Any:
+        if sharding is None or leaf is None:
+            return leaf
+        return jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
+            leaf.shape, leaf.dtype, sharding=sharding
+        )
+
+    def is_end(leaf: Any) -> bool:
+        return leaf is None or isinstance(leaf, jax.sharding.Sharding)
+
+    return jax.tree.map(abstract, shardings, wanted, is_leaf=is_end)
+
+
+def _settings(part: Any, path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Names and texts of all settings of a part of a model."""
+    if isinstance(part, eqx.Module):
+        for field in dataclasses.fields(part):
+            value = getattr(part, field.name, None)
+            if not field.metadata.get("static", False):
+                yield from _settings(value, (*path, field.name))
+            elif _is_plain(value):
+                yield "/".join((*path, field.name)), repr(value)
+    elif isinstance(part, dict):
+        for key, value in part.items():
+            yield from _settings(value, (*path, str(key)))
+    elif isinstance(part, list | tuple):
+        for number, value in enumerate(part):
+            yield from _settings(value, (*path, str(number)))
+    elif part is not None and _is_plain(part):
+        yield "/".join(path), repr(part)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value's text says all about it."""
+    if type(value) in (tuple, list):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, complex, str)
+
+
+def _compare(stored: Checkpoint, model: Any) -> None:
+    noted, wanted = stored.metadata.get(_KEY), metadata(model)[_KEY]
+    if not isinstance(noted, dict):
+        return  # was not saved by this module
+    differences = [
+        f"{name}: stored {noted.get(name, 'nothing')}, asked {wanted.get(name, 'nothing')}"
+        for name in sorted(noted.keys() | wanted.keys())
+        if noted.get(name) != wanted.get(name)
+    ]
+    if differences:
+        raise LoadMismatch(
+            f"{stored.url}: settings of the model differ: {some(differences)}. Build the model as "
+            "it was saved, or pass static='keep' to load the arrays into this one"
+        )
