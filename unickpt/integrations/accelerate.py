@@ -159,13 +159,12 @@ def load_state(
     path, iteration = _found(accelerator, input_dir)
     stored = checkpoint.open(path).metadata.get(_COUNTS)
     _check_counts(path, stored, _metadata(accelerator)[_COUNTS])
-    rest = loader.load(path, only=("process/**", "custom/**"))
+    rest = loader.load(path, only="values/**")["values"]
     mine = _of_this(accelerator, path, rest["process"])
-    custom = rest.get("custom", {})
     loader.load(path, _state(accelerator), unexpected="skip")
     for number, registered in enumerate(accelerator._custom_objects):
         if not _is_own_kind(registered):
-            registered.load_state_dict(_unpacked(custom[str(number)]))
+            registered.load_state_dict(_unpacked(rest["registered"][str(number)]))
     positions = zip(accelerator._dataloaders, mine["dataloaders"], strict=True)
     for number, (dataloader, state) in enumerate(positions):
         _set_position(dataloader, _unpacked(state), number)
@@ -175,7 +174,7 @@ def load_state(
     rng.restore(mine["rng"])
 
 
-# --- what is stored --------------------------------------------------------------------------------
+# --- what is stored -------------------------------------------------------------------------------
 
 
 def _state(accelerator: Accelerator) -> dict[str, Any]:
@@ -187,26 +186,25 @@ def _state(accelerator: Accelerator) -> dict[str, Any]:
         "optimizers": [_named(accelerator, each) for each in accelerator._optimizers],
         "schedulers": list(accelerator._schedulers),
         **({} if scaler is None else {"scaler": scaler}),
-        **({"custom": own} if own else {}),
+        **({"registered": own} if own else {}),
     }
 
 
 def _tree(accelerator: Accelerator) -> dict[str, Any]:
     """What is saved."""
-    state = _state(accelerator)
-    others = {
+    registered = {
         str(number): _packed(each.state_dict(), f"registered object {number}")
         for number, each in enumerate(accelerator._custom_objects)
         if not _is_own_kind(each)
     }
-    if others:
-        state["custom"] = {**state.get("custom", {}), **others}
     loaders = [
         _packed(_position(each), f"data loader {number}")
         for number, each in enumerate(accelerator._dataloaders)
     ]
     process = {"step": accelerator.step, "dataloaders": loaders, "rng": rng.states().value}
-    return {**state, "process": PerProcess(process)}
+    # Loaded as they were saved, whatever the objects have now.
+    values = {"process": PerProcess(process), "registered": registered}
+    return {**_state(accelerator), "values": values}
 
 
 def _metadata(accelerator: Accelerator) -> dict[str, Any]:
@@ -233,12 +231,14 @@ def _is_own_kind(registered: object) -> bool:
 def _position(dataloader: Any) -> dict[str, Any]:
     """Where a data loader stands."""
     sampler = dataloader.get_sampler() if hasattr(dataloader, "get_sampler") else None
-    seeded = isinstance(sampler, SeedableRandomSampler)
+    seeded: Any = sampler if isinstance(sampler, SeedableRandomSampler) else None
     stateful = getattr(dataloader, "use_stateful_dataloader", False)
     return {
         "iteration": getattr(dataloader, "iteration", None),
         "sampler": (
-            {"epoch": sampler.epoch, "initial_seed": sampler.initial_seed} if seeded else None
+            {"epoch": seeded.epoch, "initial_seed": seeded.initial_seed}
+            if seeded is not None
+            else None
         ),
         "state": dataloader.state_dict() if stateful else None,
     }
@@ -263,7 +263,9 @@ def _set_position(dataloader: Any, found: Mapping[str, Any], number: int) -> Non
         dataloader.load_state_dict(found["state"])
 
 
-def _of_this(accelerator: Accelerator, path: str, stored: PerProcessValues) -> dict[str, Any]:
+def _of_this(
+    accelerator: Accelerator, path: paths.Path, stored: PerProcessValues
+) -> dict[str, Any]:
     """What this process goes on with, of what each process saved."""
     values, index = stored.values, accelerator.process_index
     if len(values) == accelerator.num_processes:

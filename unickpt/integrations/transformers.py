@@ -30,6 +30,7 @@ from transformers.trainer_utils import SaveStrategy
 from unickpt.adapters.torch_optimizer import NamedOptimizer
 from unickpt.errors import CheckpointExists, CheckpointNotFound, LaterStepsExist, LoadMismatch
 from unickpt.integrations import rng
+from unickpt.loading import loader
 from unickpt.reading import checkpoint
 from unickpt.runs.checkpointer import Checkpointer
 
@@ -87,6 +88,7 @@ class UnickptMixin:
     _given: Checkpointer | None = None
     _hf_files = False
     _resumed: _Resumed | None = None
+    _saved: set[int]
 
     def __init__(
         self,
@@ -124,6 +126,7 @@ class UnickptMixin:
             UnickptError: a save failed.
         """
         _check(self, trial)
+        self._saved = set()  # by this call
         with self._run() as run, self._found(run, resume_from_checkpoint) as folder:
             return super().train(folder, trial, *args, **kwargs)  # type: ignore[misc]
 
@@ -191,8 +194,9 @@ class UnickptMixin:
         self.store_flos()  # type: ignore[attr-defined]
         state, step = self.state, self.state.global_step
         by_metric = (SaveStrategy.STEPS, SaveStrategy.EPOCH, SaveStrategy.BEST)
-        if self.args.save_strategy in by_metric and state.best_global_step:
-            state.best_model_checkpoint = run.path(state.best_global_step)
+        best = state.best_global_step
+        if best and self.args.save_strategy in by_metric and self._has(run, best, step):
+            state.best_model_checkpoint = run.path(best)
         callbacks = [*self.callback_handler.callbacks, self.control]
         exported = [each for each in callbacks if isinstance(each, ExportableState)]
         state.stateful_callbacks = TrainerState(stateful_callbacks=exported).stateful_callbacks
@@ -201,9 +205,9 @@ class UnickptMixin:
             _BATCH: _total_batch(self),
         }
         # The Trainer may ask twice at the end of an epoch; its state is newer then.
-        again = step == getattr(self, "_last_saved", None)
+        again = step in self._saved
         run.save(step, _tree(self, rng.states()), metadata=metadata, overwrite=again)
-        self._last_saved = step
+        self._saved.add(step)
         if self._hf_files:
             _export(self, run, step)
 
@@ -238,16 +242,22 @@ class UnickptMixin:
         run, best = self._checkpointer, self.state.best_model_checkpoint
         assert run is not None
         run.wait()
-        if os.path.isfile(os.path.join(best, TRAINER_STATE_NAME)):
+        if self.state.best_global_step in run.steps():  # the folder may have been moved
+            best = run.path(self.state.best_global_step)
+        elif os.path.isfile(os.path.join(best, TRAINER_STATE_NAME)):
             super()._load_best_model()  # type: ignore[misc]
             return
         _load(best, {"model": self.model})
+
+    def _has(self, run: Checkpointer, best: int, step: int) -> bool:
+        """Whether the best step exists, or is being saved."""
+        return best in {step, *self._saved} or best in run.steps()
 
     def _is_ours(self, folder: str | None) -> bool:
         return self._resumed is not None and folder == self._resumed.folder
 
 
-class UnickptCallback(TrainerCallback):  # type: ignore[misc]
+class UnickptCallback(TrainerCallback):
     """Saves the steps of a Trainer into a run of its own, with `save_strategy="no"`.
 
     Call `callback.train(trainer)` instead of `trainer.train()`: it goes on from the newest step, if
@@ -317,7 +327,7 @@ class UnickptCallback(TrainerCallback):  # type: ignore[misc]
             control.should_save = True
 
 
-# --- what is stored --------------------------------------------------------------------------------
+# --- what is stored -------------------------------------------------------------------------------
 
 
 def _tree(trainer: Any, generators: Any) -> dict[str, Any]:
@@ -335,9 +345,7 @@ def _tree(trainer: Any, generators: Any) -> dict[str, Any]:
 
 def _load(path: str, tree: dict[str, Any]) -> Any:
     """Loads a part of a checkpoint."""
-    from unickpt.loading.loader import load
-
-    return load(path, tree, unexpected="skip")
+    return loader.load(path, tree, unexpected="skip")
 
 
 def _total_batch(trainer: Any) -> int:
@@ -361,9 +369,11 @@ class _Limit:
             return True
         # The best one as the newest step knows it: a run that goes on from there looks for it.
         state = json.loads(checkpoint.open(self.run.path(steps[-1])).metadata[_STATE])
-        best = state["best_model_checkpoint"]
-        others = [each for each in steps if self.run.path(each) != best]
-        return step not in others[: -max(1, limit - (len(others) < len(steps)))]
+        best = state["best_global_step"]
+        others = [each for each in steps if each != best]
+        least = 0 if best == steps[-1] else 1
+        count = max(least, limit - (best in steps))
+        return step not in others[: max(0, len(others) - count)]
 
 
 def _export(trainer: Any, run: Checkpointer, step: int) -> None:
@@ -422,7 +432,7 @@ def _check(trainer: Any, trial: Any) -> None:
         "enable_jit_checkpoint=True: use a UnickptCallback, and Checkpointer(preemption=True)": (
             getattr(args, "enable_jit_checkpoint", False)
         ),
-        "push_to_hub=True with hub_strategy other than 'end': steps are written in the background": (
+        "push_to_hub=True with hub_strategy other than 'end': steps are saved in the background": (
             args.push_to_hub and args.hub_strategy != "end"
         ),
         "save_total_limit: the given Checkpointer says what is kept": (
