@@ -77,7 +77,9 @@ class Job:
     def __init__(self, accelerator: Any) -> None:
         torch.manual_seed(3)
         self.accelerator = accelerator
-        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(), torch.nn.Linear(8, 1))
+        model = torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.Dropout(), torch.nn.Linear(8, 1)
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5], 0.5)
         data = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
@@ -135,9 +137,8 @@ def test_a_job_goes_on_as_if_it_had_not_stopped(
     unickpt.verify(tmp_path / "c")
 
 
-def test_a_scaler_and_a_stateful_loader_are_saved(
-    make: Callable[..., Any], tmp_path: Path
-) -> None:
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # of torchdata
+def test_a_scaler_and_a_stateful_loader_are_saved(make: Callable[..., Any], tmp_path: Path) -> None:
     config = DataLoaderConfiguration(use_stateful_dataloader=True)
     accelerator = make(dataloader_config=config)
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -162,6 +163,9 @@ def test_automatic_names_go_on_and_the_oldest_are_removed(
         save_state(job.accelerator)
     save_state_async(job.accelerator).result()
     folder = tmp_path / "checkpoints"
+    late = time.monotonic() + 20  # it is removed when the save has ended
+    while (folder / "checkpoint_1").exists() and time.monotonic() < late:
+        time.sleep(0.02)
     assert sorted(each.name for each in folder.iterdir()) == ["checkpoint_2", "checkpoint_3"]
     names = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, iteration=3)
     job = Job(make(project_config=names))

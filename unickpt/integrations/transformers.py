@@ -128,7 +128,9 @@ class UnickptMixin:
         _check(self, trial)
         self._saved = set()  # by this call
         with self._run() as run, self._found(run, resume_from_checkpoint) as folder:
-            return super().train(folder, trial, *args, **kwargs)  # type: ignore[misc]
+            result = super().train(folder, trial, *args, **kwargs)  # type: ignore[misc]
+        _remove_exports(self, run)
+        return result
 
     @contextmanager
     def _run(self) -> Iterator[Checkpointer]:
@@ -377,7 +379,7 @@ class _Limit:
 
 
 def _export(trainer: Any, run: Checkpointer, step: int) -> None:
-    """Writes the model as HF files, all or none, and removes those of removed steps."""
+    """Writes the model as HF files, all or none."""
     folder = Path(trainer.args.output_dir)
     there, new = folder / f"checkpoint-{step}", folder / f".checkpoint-{step}"
     if trainer.args.should_save:
@@ -393,13 +395,20 @@ def _export(trainer: Any, run: Checkpointer, step: int) -> None:
         (new / _EXPORT).write_text(f"{step}\n")
         shutil.rmtree(there, ignore_errors=True)
         new.rename(there)
-        kept = {*run.steps(), step}
-        for other in folder.glob("checkpoint-*"):
-            # Steps in flight are newer than all that are committed.
-            number = other.name.rpartition("-")[2]
-            old = number.isdigit() and int(number) < min(kept) and int(number) not in kept
-            if old and (other / _EXPORT).exists():
-                shutil.rmtree(other, ignore_errors=True)
+    _remove_exports(trainer, run)
+
+
+def _remove_exports(trainer: Any, run: Checkpointer) -> None:
+    """Removes the HF files of steps that were removed."""
+    steps = run.steps()
+    if not (trainer.args.should_save and trainer._hf_files and steps):
+        return
+    for folder in Path(trainer.args.output_dir).glob("checkpoint-*"):
+        number = folder.name.rpartition("-")[2]
+        # Those that are being saved are newer than all that are committed.
+        is_gone = number.isdigit() and int(number) < steps[-1] and int(number) not in steps
+        if is_gone and (folder / _EXPORT).exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _foreign(output_dir: str) -> str:
