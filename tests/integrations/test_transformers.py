@@ -45,7 +45,9 @@ SHARDED = RANKS.replace(
         state = self.accelerator.state
         state.distributed_type = DistributedType.FSDP
         state.fsdp_plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["GPT2Block"],
         )
         self.is_fsdp_enabled = True
 """,
@@ -227,7 +229,7 @@ def test_a_resume_that_would_go_wrong_is_refused(tmp_path: Path) -> None:
         make(tmp_path).train()
     with pytest.raises(unickpt.LaterStepsExist, match="drop_later_steps"):
         make(tmp_path).train(resume_from_checkpoint=str(tmp_path / "step_2"))
-    with pytest.raises(unickpt.LoadMismatch, match="4 samples .* 8 now"):
+    with pytest.raises(unickpt.LoadMismatch, match=r"4 samples .* 8 now"):
         make(tmp_path, per_device_train_batch_size=4).train(resume_from_checkpoint=True)
     unickpt.save(tmp_path / "other", {"w": torch.ones(2)})
     with pytest.raises(unickpt.LoadMismatch, match="no state of a Trainer"):

@@ -29,6 +29,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from unickpt.adapters.torch_optimizer import NamedOptimizer
 from unickpt.errors import CheckpointExists, CheckpointNotFound, LaterStepsExist, LoadMismatch
+from unickpt.frameworks.leaves import PerProcess
 from unickpt.integrations import rng
 from unickpt.loading import loader
 from unickpt.reading import checkpoint
@@ -38,7 +39,7 @@ __all__ = ["UnickptCallback", "UnickptMixin"]
 
 _log = logging.getLogger("unickpt")
 _STATE = "trainer_state"
-_BATCH = "total_train_batch_size"
+_BATCH = "total_train_batch_size"  # in the metadata
 _EXPORT = ".unickpt-step"
 """In a folder of HF files: of which step they are. Others are left alone."""
 
@@ -171,11 +172,11 @@ class UnickptMixin:
                 raise
             yield path  # the Trainer saved it
             return
-        if _STATE not in opened.metadata:
+        if _BATCH not in opened.metadata:
             raise LoadMismatch(
                 f"{path} has no state of a Trainer: it was not saved by this integration"
             )
-        text = str(opened.metadata[_STATE])
+        text = _state_text(path)
         state = json.loads(text)
         _check_order(run, step, state["global_step"])
         _check_batches(self, path, opened.metadata.get(_BATCH))
@@ -202,13 +203,12 @@ class UnickptMixin:
         callbacks = [*self.callback_handler.callbacks, self.control]
         exported = [each for each in callbacks if isinstance(each, ExportableState)]
         state.stateful_callbacks = TrainerState(stateful_callbacks=exported).stateful_callbacks
-        metadata = {
-            _STATE: json.dumps(dataclasses.asdict(state)),
-            _BATCH: _total_batch(self),
-        }
+        # Those of the other processes differ from it, in what process they are and in times.
+        text = json.dumps(dataclasses.asdict(state)) if state.is_world_process_zero else None
+        tree = _tree(self) | {_STATE: PerProcess(text), "rng": rng.states()}
         # The Trainer may ask twice at the end of an epoch; its state is newer then.
         again = step in self._saved
-        run.save(step, _tree(self, rng.states()), metadata=metadata, overwrite=again)
+        run.save(step, tree, metadata={_BATCH: _total_batch(self)}, overwrite=again)
         self._saved.add(step)
         if self._hf_files:
             _export(self, run, step)
@@ -225,7 +225,7 @@ class UnickptMixin:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
         assert self._resumed is not None
-        tree = _tree(self, None)
+        tree = _tree(self)
         del tree["model"]
         _load(self._resumed.path, tree)
 
@@ -332,8 +332,8 @@ class UnickptCallback(TrainerCallback):
 # --- what is stored -------------------------------------------------------------------------------
 
 
-def _tree(trainer: Any, generators: Any) -> dict[str, Any]:
-    """What is saved of a Trainer, and loaded into it."""
+def _tree(trainer: Any) -> dict[str, Any]:
+    """What is saved of a Trainer, and loaded into it in place."""
     tree = {
         "model": trainer.model,
         "optimizer": NamedOptimizer(trainer.optimizer, trainer.model),
@@ -342,12 +342,17 @@ def _tree(trainer: Any, generators: Any) -> dict[str, Any]:
     scaler = getattr(trainer.accelerator, "scaler", None)
     if scaler is not None:
         tree["scaler"] = scaler
-    return tree if generators is None else {**tree, "rng": generators}
+    return tree
 
 
 def _load(path: str, tree: dict[str, Any]) -> Any:
     """Loads a part of a checkpoint."""
     return loader.load(path, tree, unexpected="skip")
+
+
+def _state_text(path: str) -> str:
+    """The state of the Trainer in a checkpoint, as its JSON."""
+    return str(loader.load(path, only=_STATE)[_STATE].values[0])
 
 
 def _total_batch(trainer: Any) -> int:
@@ -370,7 +375,7 @@ class _Limit:
         if not steps:
             return True
         # The best one as the newest step knows it: a run that goes on from there looks for it.
-        state = json.loads(checkpoint.open(self.run.path(steps[-1])).metadata[_STATE])
+        state = json.loads(_state_text(self.run.path(steps[-1])))
         best = state["best_global_step"]
         others = [each for each in steps if each != best]
         least = 0 if best == steps[-1] else 1
