@@ -1,14 +1,13 @@
-"""How long a training waits for the Trainer's and accelerate's saving, and for unickpt in its place.
+"""How long a training waits for the saving of Trainer and accelerate, and for unickpt in its place.
 
     python benchmarks/hf_wait.py                    # one process, a GPT-2 of 25 million parameters
     python benchmarks/hf_wait.py --width 128 --rounds 3
 
 In each round both take a turn, in an order shuffled anew; a turn ends with its checkpoint complete
-on the disk and removed. Medians of seconds. Round 0 warms up and is not counted. Theirs do not
-flush their files, and ours do.
+on the disk and removed. Medians of seconds. Round 0 warms up and is not counted.
 
 Trainer: `_save_checkpoint`. accelerate: `save_state`; ours also as `save_state_async`.
-all: until the checkpoint is complete.
+all: until the checkpoint is complete and its files are flushed, which theirs leave to the system.
 """
 
 from __future__ import annotations
@@ -82,21 +81,21 @@ def make_turns(width: int, folder: Path) -> dict[str, Callable[[int], tuple[floa
         return trainer
 
     theirs, mine = trained(Trainer, "theirs"), trained(MyTrainer, "ours")
+    run = unickpt.Checkpointer(folder / "run", keep_last=1)
+    mine._checkpointer = run
     accelerator = theirs.accelerator
 
     def trainer_saves(trainer: Any) -> Callable[[int], tuple[float, float]]:
         def turn(number: int) -> tuple[float, float]:
             trainer.state.global_step = number + 1
-            run = None
-            if trainer is mine:
-                mine._checkpointer = run = unickpt.Checkpointer(folder / f"run_{number}")
             began = perf_counter()
             trainer._save_checkpoint(trainer.model, None)
             waits = perf_counter() - began
-            if run is not None:
-                run.close()
+            if trainer is mine:
+                run.wait()
+            else:
+                flush(folder / "theirs")
             everything = perf_counter() - began
-            shutil.rmtree(folder / f"run_{number}", ignore_errors=True)
             shutil.rmtree(folder / "theirs", ignore_errors=True)
             return waits, everything
 
@@ -110,6 +109,8 @@ def make_turns(width: int, folder: Path) -> dict[str, Callable[[int], tuple[floa
             waits = perf_counter() - began
             if isinstance(saved, unickpt.PendingSave):
                 saved.result()
+            elif not isinstance(saved, unickpt.SaveReport):
+                flush(Path(path))
             everything = perf_counter() - began
             shutil.rmtree(path)
             return waits, everything
@@ -123,6 +124,14 @@ def make_turns(width: int, folder: Path) -> dict[str, Callable[[int], tuple[floa
         "accelerate, unickpt": accelerate_saves(lambda p: ours.save_state(accelerator, p)),
         "accelerate, async": accelerate_saves(lambda p: ours.save_state_async(accelerator, p)),
     }
+
+
+def flush(folder: Path) -> None:
+    """Waits until the files in a folder are on the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
 
 
 if __name__ == "__main__":
