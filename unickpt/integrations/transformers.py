@@ -176,13 +176,14 @@ class UnickptMixin:
             raise LoadMismatch(
                 f"{path} has no state of a Trainer: it was not saved by this integration"
             )
-        text = _state_text(path)
-        state = json.loads(text)
+        state = json.loads(_state_text(path))
         _check_order(run, step, state["global_step"])
         _check_batches(self, path, opened.metadata.get(_BATCH))
         found = _load(path, {"rng": rng.like()})["rng"].value
         with tempfile.TemporaryDirectory(prefix="unickpt-") as folder:
-            Path(folder, TRAINER_STATE_NAME).write_text(text)
+            # Else the Trainer goes on with the batches of a process then; see _check_batches.
+            state["train_batch_size"] = self.args.train_batch_size
+            Path(folder, TRAINER_STATE_NAME).write_text(json.dumps(state))
             self._resumed = _Resumed(path, folder, found)
             try:
                 yield folder
