@@ -21,9 +21,9 @@ import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.data_loader import SeedableRandomSampler
 from accelerate.utils import broadcast_object_list
+from torch.distributed.tensor import DTensor
 from torch.utils.data import RandomSampler
 
-from unickpt.adapters.torch_layout import is_dtensor
 from unickpt.adapters.torch_optimizer import NamedOptimizer
 from unickpt.errors import (
     CheckpointExists,
@@ -284,7 +284,7 @@ def _of_this(
 def _packed(state: Any, what: str) -> Any:
     """A state in which tensors say that they are."""
     if isinstance(state, torch.Tensor):
-        if is_dtensor(state):
+        if isinstance(state, DTensor):
             raise UnsupportedLeaf(
                 f"the state_dict of {what} holds a DTensor: register its module or optimizer"
             )
