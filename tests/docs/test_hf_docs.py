@@ -1,4 +1,4 @@
-"""The examples of docs/integrations/transformers.md and accelerate.md run as they stand there."""
+"""The examples of docs/integrations/{transformers,accelerate}.md run as they stand there."""
 
 from __future__ import annotations
 
