@@ -1,0 +1,246 @@
+"""unickpt.integrations.accelerate in place of Accelerator.save_state and load_state."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import TESTS
+from support.processes import Processes
+
+import unickpt
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("accelerate")
+pytestmark = pytest.mark.integration  # imports accelerate
+
+from accelerate import Accelerator, DistributedType  # noqa: E402
+from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration  # noqa: E402
+
+from unickpt.integrations.accelerate import (  # noqa: E402
+    load_state,
+    save_state,
+    save_state_async,
+)
+
+EXAMPLE = Path(TESTS).parent.joinpath("examples", "hf_accelerate.py").read_text()
+
+# accelerate itself makes no FSDP2 on the CPU; torch does.
+SHARDED = EXAMPLE.replace(
+    "torch.manual_seed(0)\n",
+    """torch.manual_seed(0)
+from accelerate import DistributedType, FullyShardedDataParallelPlugin
+accelerator.state.distributed_type = DistributedType.FSDP
+accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+    fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1
+)
+""",
+)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Any]]:
+    """Makes accelerators; their states are shared by all of a process."""
+
+    def made(**arguments: Any) -> Any:
+        forget()
+        return Accelerator(cpu=True, **arguments)
+
+    def forget() -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        PartialState._reset_state()
+
+    yield made
+    forget()
+
+
+class Registered:
+    def __init__(self, seen: list[Any]) -> None:
+        self.seen = seen
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+class Job:
+    """A training with all that an accelerator saves."""
+
+    def __init__(self, accelerator: Any) -> None:
+        torch.manual_seed(3)
+        self.accelerator = accelerator
+        model = torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.Dropout(), torch.nn.Linear(8, 1)
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5], 0.5)
+        data = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
+        own = torch.Generator().manual_seed(2)  # else iterating draws from the global one
+        batches = torch.utils.data.DataLoader(data, 4, shuffle=True, generator=own)
+        prepared = accelerator.prepare(model, optimizer, schedule, batches)
+        self.model, self.optimizer, self.schedule, self.batches = prepared
+        self.ema = torch.nn.Linear(2, 2)
+        self.registered = Registered([])
+        accelerator.register_for_checkpointing(self.registered, self.ema)
+
+    def train(self, begin: int, end: int) -> list[float]:
+        """The losses of steps of the epoch in which the loader is."""
+        losses = []
+        for number, batch in enumerate(self.accelerator.skip_first_batches(self.batches, begin)):
+            if begin + number == end:
+                break
+            with self.accelerator.accumulate(self.model):
+                loss = self.model(batch).square().mean()
+                self.accelerator.backward(loss)
+                self.optimizer.step()
+                self.schedule.step()
+                self.optimizer.zero_grad()
+            losses.append(loss.item())
+            self.registered.seen.append(torch.tensor(loss.item(), dtype=torch.bfloat16))
+            torch.nn.init.constant_(self.ema.weight, loss.item())
+        return losses
+
+
+def seeded() -> Any:
+    return DataLoaderConfiguration(use_seedable_sampler=True, data_seed=7)
+
+
+@pytest.mark.parametrize("save", [save_state, save_state_async])
+def test_a_job_goes_on_as_if_it_had_not_stopped(
+    make: Callable[..., Any], tmp_path: Path, save: Callable[..., Any]
+) -> None:
+    arguments = {"dataloader_config": seeded(), "gradient_accumulation_steps": 2}
+    job = Job(make(**arguments))
+    job.batches.set_epoch(3)
+    job.train(0, 4)
+    saved = save(job.accelerator, tmp_path / "c")
+    expected = job.train(4, 8)
+    if save is save_state_async:
+        saved.result()
+    other = Job(make(**arguments))
+    other.train(0, 2)  # what it has is replaced
+    load_state(other.accelerator, tmp_path / "c")
+    assert other.batches.iteration == 3
+    assert [each.dtype for each in other.registered.seen] == [torch.bfloat16] * 4
+    assert other.train(4, 8) == expected
+    assert other.schedule.get_last_lr() == job.schedule.get_last_lr()
+    assert torch.equal(other.ema.weight, job.ema.weight)
+    assert all(map(torch.equal, other.registered.seen, job.registered.seen))
+    unickpt.verify(tmp_path / "c")
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # of torchdata
+def test_a_scaler_and_a_stateful_loader_are_saved(make: Callable[..., Any], tmp_path: Path) -> None:
+    config = DataLoaderConfiguration(use_stateful_dataloader=True)
+    accelerator = make(dataloader_config=config)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    batches = accelerator.prepare(torch.utils.data.DataLoader(list(range(8))))
+    first = iter(batches)
+    assert [next(first).item() for _ in range(3)] == [0, 1, 2]
+    save_state(accelerator, tmp_path / "c")
+    accelerator = make(dataloader_config=config)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    batches = accelerator.prepare(torch.utils.data.DataLoader(list(range(8))))
+    load_state(accelerator, tmp_path / "c")
+    assert accelerator.scaler.get_scale() == 8.0
+    assert next(iter(batches)).item() == 3
+
+
+def test_automatic_names_go_on_and_the_oldest_are_removed(
+    make: Callable[..., Any], tmp_path: Path
+) -> None:
+    names = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
+    job = Job(make(project_config=names))
+    for _ in range(3):
+        save_state(job.accelerator)
+    save_state_async(job.accelerator).result()
+    folder = tmp_path / "checkpoints"
+    late = time.monotonic() + 20  # it is removed when the save has ended
+    while (folder / "checkpoint_1").exists() and time.monotonic() < late:
+        time.sleep(0.02)
+    assert sorted(each.name for each in folder.iterdir()) == ["checkpoint_2", "checkpoint_3"]
+    names = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, iteration=3)
+    job = Job(make(project_config=names))
+    with pytest.raises(FileExistsError, match=r"checkpoint_3 exists.*iteration"):
+        save_state(job.accelerator)
+    # What was killed while it saved is no checkpoint.
+    (folder / "checkpoint_7" / "processes" / "x").mkdir(parents=True)
+    load_state(job.accelerator)
+    assert job.accelerator.save_iteration == 4
+
+
+def test_other_objects_than_saved_are_refused_before_anything_changes(
+    make: Callable[..., Any], tmp_path: Path
+) -> None:
+    job = Job(make())
+    save_state(job.accelerator, tmp_path / "c")
+    other = make()
+    model = other.prepare(torch.nn.Linear(4, 8))
+    before = model.weight.clone()
+    with pytest.raises(unickpt.LoadMismatch, match="1 optimizers, not 0"):
+        load_state(other, tmp_path / "c")
+    assert torch.equal(model.weight, before)
+    unickpt.save(tmp_path / "other", {"w": torch.ones(2)})
+    with pytest.raises(unickpt.LoadMismatch, match="not saved by"):
+        load_state(other, tmp_path / "other")
+
+
+def test_what_cannot_be_honoured_is_refused_by_name(
+    make: Callable[..., Any], tmp_path: Path
+) -> None:
+    accelerator = make()
+    with pytest.raises(ValueError, match="safe_serialization"):
+        save_state(accelerator, tmp_path, safe_serialization=False)
+    with pytest.raises(TypeError, match="exclude_frozen"):
+        save_state(accelerator, tmp_path, exclude_frozen=True)
+    with pytest.raises(TypeError, match="weights_only"):
+        load_state(accelerator, tmp_path, {"weights_only": False})
+    with pytest.raises(ValueError, match="output_dir"):
+        save_state(accelerator)
+    accelerator.register_save_state_pre_hook(print)
+    with pytest.raises(ValueError, match="register_save_state_pre_hook"):
+        save_state(accelerator, tmp_path)
+    accelerator.state.distributed_type = DistributedType.DEEPSPEED
+    with pytest.raises(ValueError, match="DEEPSPEED"):
+        load_state(accelerator, tmp_path)
+
+
+@pytest.mark.parametrize("source", [EXAMPLE, SHARDED], ids=["ddp", "fsdp2"])
+def test_a_killed_job_goes_on_with_another_number_of_ranks(
+    processes: Processes, tmp_path: Path, source: str
+) -> None:
+    assert len(EXAMPLE.splitlines()) <= 40
+    folder = tmp_path / "run"
+    job = processes.torch(2, source, folder, 10**6)
+    while newest(folder) < 5:
+        assert all(process.poll() is None for process in job)
+        time.sleep(0.05)
+    for process in job:
+        process.send_signal(signal.SIGKILL)
+    for process in job:
+        process.wait()
+    last = newest(folder) + 1  # the first one is number 0
+    reference = processes.start(EXAMPLE, tmp_path / "reference", last + 4)
+    found = losses(processes.finish([processes.start(EXAMPLE, folder, last + 4)])[0])
+    expected = losses(processes.finish([reference])[0])
+    assert list(found) == list(range(last + 1, last + 5))
+    for step, loss in found.items():  # ranks add gradients in another order
+        assert loss == pytest.approx(expected[step], rel=0.02, abs=1e-4)
+
+
+def newest(folder: Path) -> int:
+    found = (folder / "checkpoints").glob("checkpoint_*/manifest.ocdbt")
+    return max((int(each.parent.name.split("_")[1]) for each in found), default=-1)
+
+
+def losses(output: str) -> dict[int, float]:
+    lines = [line.split() for line in output.splitlines() if line.startswith("step ")]
+    return {int(step): float(loss) for _, step, loss in lines}

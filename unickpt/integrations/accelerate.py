@@ -1,0 +1,440 @@
+"""What `Accelerator.save_state` and `load_state` do, as one checkpoint, on any number of processes.
+
+    from unickpt.integrations.accelerate import load_state, save_state, save_state_async
+
+    save_state(accelerator, "runs/latest")  # instead of accelerator.save_state("runs/latest")
+    load_state(accelerator, "runs/latest")
+
+docs/integrations/accelerate.md says what differs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator, DistributedType
+from accelerate.data_loader import SeedableRandomSampler
+from accelerate.utils import broadcast_object_list
+from torch.distributed.tensor import DTensor
+from torch.utils.data import RandomSampler
+
+from unickpt.adapters.torch_optimizer import NamedOptimizer
+from unickpt.errors import (
+    CheckpointExists,
+    CheckpointNotFound,
+    LoadMismatch,
+    UnsupportedLeaf,
+)
+from unickpt.frameworks.leaves import PerProcess, PerProcessValues
+from unickpt.integrations import rng
+from unickpt.loading import loader
+from unickpt.reading import checkpoint
+from unickpt.reading.listing import checkpoints_below
+from unickpt.saving import saver
+from unickpt.saving.options import SaveOptions, SaveReport
+from unickpt.saving.pending import PendingSave
+from unickpt.storage import contexts, paths
+from unickpt.storage.ocdbt import MANIFEST
+
+__all__ = ["load_state", "save_state", "save_state_async"]
+
+_log = logging.getLogger("unickpt")
+_COUNTS = "accelerate"
+_PREFIX = "checkpoint_"
+_TENSOR, _DTYPE = "torch.Tensor", "dtype"
+_LISTS = ("models", "optimizers", "schedulers", "custom_objects", "dataloaders")
+
+
+def save_state(
+    accelerator: Accelerator,
+    output_dir: paths.Path | None = None,
+    safe_serialization: bool = True,
+    *,
+    options: SaveOptions | None = None,
+    **save_model_func_kwargs: Any,
+) -> SaveReport:
+    """Saves what `Accelerator.save_state` does: models, optimizers, schedulers, data loaders, the
+    generators of each process, the gradient scaler, registered objects and the step.
+
+    All processes call this.
+
+    Arguments:
+        accelerator: has prepared them.
+        output_dir: a local path or a URL; a checkpoint there is replaced, atomically. None with
+            `ProjectConfiguration(automatic_checkpoint_naming=True)`: the next name below
+            `project_dir/checkpoints`; when it is committed, the oldest beyond `total_limit` are
+            removed.
+        safe_serialization: True; nothing is pickled.
+        options: see `unickpt.SaveOptions`.
+        save_model_func_kwargs: none.
+
+    Returns:
+        What was saved.
+
+    Raises:
+        ValueError, TypeError: an argument or a setting cannot be honoured; names it.
+        CheckpointExists: the next automatic name is in use.
+        UnickptError: as `unickpt.save`.
+
+    Example:
+        >>> import torch, accelerate
+        >>> accelerator = accelerate.Accelerator(cpu=True)
+        >>> model = accelerator.prepare(torch.nn.Linear(2, 3))
+        >>> report = save_state(accelerator, "memory://accelerate/docs")
+        >>> load_state(accelerator, "memory://accelerate/docs")
+    """
+    _check_save(accelerator, safe_serialization, save_model_func_kwargs)
+    path = _next_path(accelerator, output_dir)
+    tree, metadata = _tree(accelerator), _metadata(accelerator)
+    overwrite = output_dir is not None
+    report = saver.save(path, tree, overwrite=overwrite, metadata=metadata, options=options)
+    accelerator.project_configuration.iteration += 1
+    _Excess(accelerator, path)()
+    return report
+
+
+def save_state_async(
+    accelerator: Accelerator,
+    output_dir: paths.Path | None = None,
+    safe_serialization: bool = True,
+    *,
+    options: SaveOptions | None = None,
+    **save_model_func_kwargs: Any,
+) -> PendingSave:
+    """As `save_state`, but writes in the background: the training goes on when this returns.
+
+    Arguments:
+        accelerator, output_dir, safe_serialization, options, save_model_func_kwargs: as there.
+
+    Returns:
+        The pending save. An error that nobody asks its `result` for is raised by the next call,
+        else the program exits with status 1.
+
+    Raises:
+        ValueError, TypeError, CheckpointExists: as `save_state`.
+        UnickptError: as `unickpt.save_async`.
+    """
+    _check_save(accelerator, safe_serialization, save_model_func_kwargs)
+    path = _next_path(accelerator, output_dir)
+    tree, metadata = _tree(accelerator), _metadata(accelerator)
+    overwrite = output_dir is not None
+    pending = saver.save_async(path, tree, overwrite=overwrite, metadata=metadata, options=options)
+    accelerator.project_configuration.iteration += 1
+    pending.add_done_callback(_Excess(accelerator, path))
+    return pending
+
+
+def load_state(
+    accelerator: Accelerator,
+    input_dir: paths.Path | None = None,
+    load_kwargs: dict[str, Any] | None = None,
+    **load_model_func_kwargs: Any,
+) -> None:
+    """Loads what `save_state` saved into the objects of an accelerator, on any number of processes.
+
+    All processes call this. The generators of a process without a counterpart stay as they are.
+
+    Arguments:
+        accelerator: has prepared as many models, optimizers, ..., in the same order.
+        input_dir: a path or URL; None with automatic naming: the newest, and the next save gets the
+            name after it.
+        load_kwargs, load_model_func_kwargs: none; nothing is unpickled.
+
+    Raises:
+        ValueError, TypeError: an argument or a setting cannot be honoured; names it.
+        CheckpointNotFound: there is none.
+        LoadMismatch: it is of other models, optimizers, ..., or a stateful data loader's position
+            is asked for on another number of processes; nothing was changed.
+        UnickptError: as `unickpt.load`.
+    """
+    _check(accelerator, {**(load_kwargs or {}), **load_model_func_kwargs})
+    if accelerator._load_model_state_pre_hook:
+        raise ValueError(_HOOKS.format("register_load_state_pre_hook"))
+    path, iteration = _found(accelerator, input_dir)
+    stored = checkpoint.open(path).metadata.get(_COUNTS)
+    _check_counts(path, stored, _metadata(accelerator)[_COUNTS])
+    rest = loader.load(path, only="values/**")["values"]
+    mine = _of_this(accelerator, path, rest["process"])
+    loader.load(path, _state(accelerator), unexpected="skip")
+    for number, registered in enumerate(accelerator._custom_objects):
+        if not _is_own_kind(registered):
+            registered.load_state_dict(_unpacked(rest["registered"][str(number)]))
+    positions = zip(accelerator._dataloaders, mine["dataloaders"], strict=True)
+    for number, (dataloader, state) in enumerate(positions):
+        _set_position(dataloader, _unpacked(state), number)
+    accelerator.step = mine["step"]
+    if iteration is not None:
+        accelerator.project_configuration.iteration = iteration + 1
+    rng.restore(mine["rng"])
+
+
+# --- what is stored -------------------------------------------------------------------------------
+
+
+def _state(accelerator: Accelerator) -> dict[str, Any]:
+    """What is loaded in place."""
+    own = {str(n): each for n, each in enumerate(accelerator._custom_objects) if _is_own_kind(each)}
+    scaler = accelerator.scaler
+    return {
+        "models": list(accelerator._models),
+        "optimizers": [_named(accelerator, each) for each in accelerator._optimizers],
+        "schedulers": list(accelerator._schedulers),
+        **({} if scaler is None else {"scaler": scaler}),
+        **({"registered": own} if own else {}),
+    }
+
+
+def _tree(accelerator: Accelerator) -> dict[str, Any]:
+    """What is saved."""
+    registered = {
+        str(number): _packed(each.state_dict(), f"registered object {number}")
+        for number, each in enumerate(accelerator._custom_objects)
+        if not _is_own_kind(each)
+    }
+    loaders = [
+        _packed(_position(each), f"data loader {number}")
+        for number, each in enumerate(accelerator._dataloaders)
+    ]
+    process = {"step": accelerator.step, "dataloaders": loaders, "rng": rng.states().value}
+    # Loaded as they were saved, whatever the objects have now.
+    values = {"process": PerProcess(process), "registered": registered}
+    return {**_state(accelerator), "values": values}
+
+
+def _metadata(accelerator: Accelerator) -> dict[str, Any]:
+    """How many of each there are: those that are missing must not stay as they are unnoticed."""
+    counts = {name: len(getattr(accelerator, f"_{name}")) for name in _LISTS}
+    return {_COUNTS: {**counts, "scaler": int(accelerator.scaler is not None)}}
+
+
+def _named(accelerator: Accelerator, optimizer: Any) -> Any:
+    """An optimizer by the names of its model's parameters, if one model has them all."""
+    for model in accelerator._models:
+        try:
+            return NamedOptimizer(optimizer, model)
+        except ValueError:
+            continue
+    return optimizer
+
+
+def _is_own_kind(registered: object) -> bool:
+    """Whether unickpt knows an object better than its `state_dict` tells."""
+    return isinstance(registered, torch.nn.Module | torch.optim.Optimizer)
+
+
+def _position(dataloader: Any) -> dict[str, Any]:
+    """Where a data loader stands."""
+    sampler = dataloader.get_sampler() if hasattr(dataloader, "get_sampler") else None
+    seeded: Any = sampler if isinstance(sampler, SeedableRandomSampler) else None
+    stateful = getattr(dataloader, "use_stateful_dataloader", False)
+    return {
+        "iteration": getattr(dataloader, "iteration", None),
+        "sampler": (
+            {"epoch": seeded.epoch, "initial_seed": seeded.initial_seed}
+            if seeded is not None
+            else None
+        ),
+        "state": dataloader.state_dict() if stateful else None,
+    }
+
+
+def _set_position(dataloader: Any, found: Mapping[str, Any], number: int) -> None:
+    if found["iteration"] is not None:
+        dataloader.iteration = found["iteration"]
+    sampler = dataloader.get_sampler() if hasattr(dataloader, "get_sampler") else None
+    if found["sampler"] is not None and isinstance(sampler, SeedableRandomSampler):
+        sampler.epoch, sampler.initial_seed = (
+            found["sampler"]["epoch"],
+            found["sampler"]["initial_seed"],
+        )
+    elif found["state"] is None and isinstance(sampler, RandomSampler):
+        _log.warning(
+            "data loader %d shuffles with torch's generator: in the middle of an epoch it goes on "
+            "in another order; use DataLoaderConfiguration(use_seedable_sampler=True)",
+            number,
+        )
+    if found["state"] is not None:
+        dataloader.load_state_dict(found["state"])
+
+
+def _of_this(
+    accelerator: Accelerator, path: paths.Path, stored: PerProcessValues
+) -> dict[str, Any]:
+    """What this process goes on with, of what each process saved."""
+    values, index = stored.values, accelerator.process_index
+    if len(values) == accelerator.num_processes:
+        return dict(values[index])
+    for number, position in enumerate(values[0]["dataloaders"]):
+        if position["state"] is not None:
+            raise LoadMismatch(
+                f"{path}: data loader {number} is stateful, and the positions of {len(values)} "
+                f"processes cannot be shared out to {accelerator.num_processes}: prepare one "
+                "without use_stateful_dataloader, and use accelerator.skip_first_batches"
+            )
+    generators = values[index]["rng"] if index < len(values) else None
+    return {**values[0], "rng": generators}
+
+
+def _packed(state: Any, what: str) -> Any:
+    """A state in which tensors say that they are."""
+    if isinstance(state, torch.Tensor):
+        if isinstance(state, DTensor):
+            raise UnsupportedLeaf(
+                f"the state_dict of {what} holds a DTensor: register its module or optimizer"
+            )
+        return {_TENSOR: state.detach().cpu(), _DTYPE: str(state.dtype).removeprefix("torch.")}
+    if isinstance(state, dict):
+        return type(state)((key, _packed(value, what)) for key, value in state.items())
+    if type(state) in (list, tuple):
+        return type(state)(_packed(value, what) for value in state)
+    return state
+
+
+def _unpacked(state: Any) -> Any:
+    """What `_packed` was given."""
+    if isinstance(state, dict):
+        if state.keys() == {_TENSOR, _DTYPE}:
+            array, dtype = np.asarray(state[_TENSOR]), getattr(torch, state[_DTYPE])
+            if not array.size:
+                return torch.empty(array.shape, dtype=dtype)
+            return torch.frombuffer(bytearray(array.tobytes()), dtype=dtype).reshape(array.shape)
+        return type(state)((key, _unpacked(value)) for key, value in state.items())
+    if type(state) in (list, tuple):
+        return type(state)(_unpacked(value) for value in state)
+    return state
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def _folder(accelerator: Accelerator) -> str:
+    if accelerator.project_dir is None:
+        raise ValueError("automatic_checkpoint_naming=True needs project_dir=")
+    return os.path.join(accelerator.project_dir, "checkpoints")
+
+
+def _next_path(accelerator: Accelerator, output_dir: paths.Path | None) -> paths.Path:
+    automatic = accelerator.project_configuration.automatic_checkpoint_naming
+    if not automatic and output_dir is None:
+        raise ValueError("output_dir= is missing: say where to save")
+    if not automatic:
+        assert output_dir is not None
+        return output_dir
+    if output_dir is not None:
+        raise ValueError(
+            "output_dir= is given, and automatic_checkpoint_naming=True names checkpoints itself: "
+            "leave one of them out"
+        )
+    folder, iteration = _folder(accelerator), accelerator.save_iteration
+    path = os.path.join(folder, f"{_PREFIX}{iteration}")
+    there = _broadcast(iteration in _names(folder) if accelerator.is_main_process else None)
+    if there:
+        raise CheckpointExists(
+            f"{path} exists: go on from it with load_state(accelerator), or set "
+            "accelerator.project_configuration.iteration"
+        )
+    return path
+
+
+def _found(accelerator: Accelerator, input_dir: paths.Path | None) -> tuple[paths.Path, int | None]:
+    """What to load, and its number if it was named automatically."""
+    if input_dir is not None:
+        return input_dir, None
+    if not accelerator.project_configuration.automatic_checkpoint_naming:
+        raise ValueError("input_dir= is missing: say what to load")
+    folder = _folder(accelerator)
+    newest = max(_names(folder), default=None) if accelerator.is_main_process else None
+    newest = _broadcast(newest)
+    if newest is None:
+        raise CheckpointNotFound(f"{folder} has no checkpoint")
+    return os.path.join(folder, f"{_PREFIX}{newest}"), newest
+
+
+def _names(folder: str) -> list[int]:
+    """The numbers of the complete checkpoints in a folder, ascending."""
+    if not Path(folder).is_dir():
+        return []
+    names = [listed.name for listed in checkpoints_below(folder)]
+    numbers = [name.removeprefix(_PREFIX) for name in names if name.startswith(_PREFIX)]
+    return sorted(int(number) for number in numbers if number.isdigit())
+
+
+class _Excess:
+    """Removes the oldest checkpoints beyond `total_limit`, once another one is committed."""
+
+    def __init__(self, accelerator: Accelerator, path: paths.Path) -> None:
+        configuration = accelerator.project_configuration
+        self._limit = configuration.total_limit
+        self._path = path
+        self._works = (
+            configuration.automatic_checkpoint_naming
+            and self._limit is not None
+            and accelerator.is_main_process
+        )
+
+    def __call__(self) -> None:
+        if not self._works:
+            return
+        folder, name = os.path.split(self._path)
+        there = _names(folder)
+        if int(name.removeprefix(_PREFIX)) not in there:
+            return  # the save failed; the others are all there is
+        for number in there[: -max(1, self._limit)]:
+            location = paths.resolve(os.path.join(folder, f"{_PREFIX}{number}"))
+            context = contexts.context()
+            location.remove_file(MANIFEST, context)  # first: a part of a checkpoint is none
+            location.remove(context)
+
+
+def _broadcast(value: Any) -> Any:
+    """The value of process 0."""
+    values = [value]
+    broadcast_object_list(values, from_process=0)
+    return values[0]
+
+
+# --- arguments: what cannot be honoured is refused by its name ------------------------------------
+
+_HOOKS = (
+    "{} hooks exist: they are for files, and are not called; save or load what they do beside this"
+)
+
+
+def _check_save(accelerator: Accelerator, safe: bool, given: Mapping[str, Any]) -> None:
+    _check(accelerator, given)
+    if not safe:
+        raise ValueError("safe_serialization=False is not supported: nothing is pickled")
+    if accelerator.project_configuration.save_on_each_node:
+        raise ValueError("save_on_each_node=True is not supported: all save into one storage")
+    if accelerator._save_model_state_pre_hook:
+        raise ValueError(_HOOKS.format("register_save_state_pre_hook"))
+
+
+def _check(accelerator: Accelerator, given: Mapping[str, Any]) -> None:
+    if given:
+        raise TypeError(
+            f"{', '.join(given)}: not supported; no function of a model or of torch is called. "
+            "unickpt.load has missing=, unexpected= and cast="
+        )
+    kind = accelerator.distributed_type
+    engines = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
+    if kind in engines:
+        raise ValueError(f"distributed_type={kind.value} is not supported: it saves itself")
+    if kind is DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise ValueError(
+            "fsdp_version=1 is not supported: use fsdp_version=2, whose parameters are DTensors"
+        )
+
+
+def _check_counts(path: paths.Path, stored: Any, here: dict[str, int]) -> None:
+    if not isinstance(stored, dict):
+        raise LoadMismatch(f"{path} was not saved by unickpt.integrations.accelerate")
+    wrong = [f"{stored.get(k)} {k}, not {n}" for k, n in here.items() if stored.get(k) != n]
+    if wrong:
+        raise LoadMismatch(f"{path} has {'; '.join(wrong)}: prepare the same objects first")

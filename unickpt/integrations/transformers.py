@@ -1,0 +1,499 @@
+"""The Trainer of Hugging Face transformers, saving into unickpt.
+
+    class MyTrainer(UnickptMixin, Trainer): ...
+
+saves all that the Trainer saves, at the same steps, as one checkpoint, in the background, and
+`trainer.train(resume_from_checkpoint=True)` goes on, on any number of processes. With a
+`UnickptCallback` the steps are those of a `Checkpointer`, and any Trainer is used as it is.
+docs/integrations/transformers.md says what differs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from transformers import Trainer, TrainerCallback, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import SaveStrategy
+
+from unickpt.adapters.torch_optimizer import NamedOptimizer
+from unickpt.errors import CheckpointExists, CheckpointNotFound, LaterStepsExist, LoadMismatch
+from unickpt.frameworks.leaves import PerProcess
+from unickpt.integrations import rng
+from unickpt.loading import loader
+from unickpt.reading import checkpoint
+from unickpt.runs.checkpointer import Checkpointer
+
+__all__ = ["UnickptCallback", "UnickptMixin"]
+
+_log = logging.getLogger("unickpt")
+_STATE = "trainer_state"
+_BATCH = "total_train_batch_size"  # in the metadata
+_EXPORT = ".unickpt-step"
+"""In a folder of HF files: of which step they are. Others are left alone."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Resumed:
+    """The step from which a call of `train` goes on.
+
+    Arguments:
+        path: of the checkpoint.
+        folder: has the Trainer's own state, as a file; the Trainer passes it around.
+        rng: this process's random number generators.
+    """
+
+    path: str
+    folder: str
+    rng: Any
+
+
+class UnickptMixin:
+    """Replaces what a Trainer saves and loads: `class MyTrainer(UnickptMixin, Trainer)`.
+
+    Model, optimizer, scheduler, gradient scaler, the generators of each process and the Trainer's
+    state are one checkpoint, `output_dir/step_<n>`, written in the background.
+
+    Arguments:
+        checkpointer: where to save, and what to keep; it is not closed. By default one of
+            `output_dir`, which keeps what `save_total_limit` says.
+        hf_files: also write the model as `save_pretrained` does, to `output_dir/checkpoint-<n>`;
+            the training waits for it.
+        args, kwargs: the Trainer's.
+
+    Raises:
+        ValueError: an argument of the Trainer cannot be honoured; names it.
+    """
+
+    args: Any
+    state: Any
+    model: Any
+    model_wrapped: Any
+    optimizer: Any
+    lr_scheduler: Any
+    accelerator: Any
+    callback_handler: Any
+    control: Any
+    _checkpointer: Checkpointer | None = None
+    _given: Checkpointer | None = None
+    _hf_files = False
+    _resumed: _Resumed | None = None
+    _saved: set[int]
+
+    def __init__(
+        self,
+        *args: Any,
+        checkpointer: Checkpointer | None = None,
+        hf_files: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self._given, self._hf_files = checkpointer, hf_files
+        super().__init__(*args, **kwargs)
+        _check(self, None)
+
+    # --- a run ---------------------------------------------------------------------------------
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """As `Trainer.train`; returns when all steps are committed.
+
+        Arguments:
+            resume_from_checkpoint: True: the newest step in the run's folder; a path of a
+                checkpoint that such a Trainer saved; or one that the Trainer itself saved.
+            trial: None.
+            args, kwargs: as there.
+
+        Raises:
+            ValueError: an argument cannot be honoured, or there is no step; names it.
+            CheckpointExists: the folder has steps, and they are not gone on from.
+            LaterStepsExist: steps after the one to go on from exist; says how to remove them.
+            LoadMismatch: the batches had another size, so that steps have other data.
+            UnickptError: a save failed.
+        """
+        _check(self, trial)
+        self._saved = set()  # by this call
+        with self._run() as run, self._found(run, resume_from_checkpoint) as folder:
+            result = super().train(folder, trial, *args, **kwargs)  # type: ignore[misc]
+        _remove_exports(self, run)
+        return result
+
+    @contextmanager
+    def _run(self) -> Iterator[Checkpointer]:
+        """The Checkpointer of a call of `train`."""
+        if self._given is not None:
+            self._checkpointer = self._given
+            yield self._given
+            self._given.wait()
+            return
+        limit = self.args.save_total_limit
+        keep = _Limit(self) if limit is not None and limit > 0 else None
+        with Checkpointer(self.args.output_dir, keep=keep) as run:
+            self._checkpointer = run
+            if keep is not None:
+                keep.run = run
+            yield run
+
+    @contextmanager
+    def _found(self, run: Checkpointer, asked: str | bool | None) -> Iterator[str | bool | None]:
+        """What the Trainer resumes from: a folder that has its state, if the rest is ours."""
+        step = _agreed(run.latest())
+        if not asked:
+            if step is not None:
+                raise CheckpointExists(
+                    f"{run.path(step)} exists, and this training would begin at step 0: pass "
+                    "resume_from_checkpoint=True to go on, or save somewhere else"
+                )
+            yield None
+            return
+        if asked is True and step is None:
+            yield _foreign(self.args.output_dir)  # of the Trainer itself, which says if none is
+            return
+        path = run.path(step) if asked is True and step is not None else str(asked)
+        try:
+            opened = checkpoint.open(path)
+        except (CheckpointNotFound, ValueError):
+            if not os.path.isfile(os.path.join(path, TRAINER_STATE_NAME)):
+                raise
+            yield path  # the Trainer saved it
+            return
+        if _BATCH not in opened.metadata:
+            raise LoadMismatch(
+                f"{path} has no state of a Trainer: it was not saved by this integration"
+            )
+        state = json.loads(_state_text(path))
+        _check_order(run, step, state["global_step"])
+        _check_batches(self, path, opened.metadata.get(_BATCH))
+        found = _load(path, {"rng": rng.like()})["rng"].value
+        with tempfile.TemporaryDirectory(prefix="unickpt-") as folder:
+            # Else the Trainer goes on with the batches of a process then; see _check_batches.
+            state["train_batch_size"] = self.args.train_batch_size
+            Path(folder, TRAINER_STATE_NAME).write_text(json.dumps(state))
+            self._resumed = _Resumed(path, folder, found)
+            try:
+                yield folder
+            finally:
+                self._resumed = None
+
+    # --- what the Trainer calls ----------------------------------------------------------------
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        run = self._checkpointer
+        assert run is not None
+        self.store_flos()  # type: ignore[attr-defined]
+        state, step = self.state, self.state.global_step
+        by_metric = (SaveStrategy.STEPS, SaveStrategy.EPOCH, SaveStrategy.BEST)
+        best = state.best_global_step
+        if best and self.args.save_strategy in by_metric and self._has(run, best, step):
+            state.best_model_checkpoint = run.path(best)
+        callbacks = [*self.callback_handler.callbacks, self.control]
+        exported = [each for each in callbacks if isinstance(each, ExportableState)]
+        state.stateful_callbacks = TrainerState(stateful_callbacks=exported).stateful_callbacks
+        # Those of the other processes differ from it, in what process they are and in times.
+        text = json.dumps(dataclasses.asdict(state)) if state.is_world_process_zero else None
+        tree = _tree(self) | {_STATE: PerProcess(text), "rng": rng.states()}
+        # The Trainer may ask twice at the end of an epoch; its state is newer then.
+        again = step in self._saved
+        run.save(step, tree, metadata={_BATCH: _total_batch(self)}, overwrite=again)
+        self._saved.add(step)
+        if self._hf_files:
+            _export(self, run, step)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not self._is_ours(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+            return
+        assert self._resumed is not None
+        _load(self._resumed.path, {"model": self.model if model is None else model})
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if not self._is_ours(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        assert self._resumed is not None
+        tree = _tree(self)
+        del tree["model"]
+        _load(self._resumed.path, tree)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if not self._is_ours(checkpoint):  # else loaded with the optimizer
+            super()._load_scaler(checkpoint)  # type: ignore[misc]
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if not self._is_ours(checkpoint):
+            super()._load_rng_state(checkpoint)  # type: ignore[misc]
+            return
+        assert self._resumed is not None
+        rng.restore(self._resumed.rng)
+
+    def _load_best_model(self) -> None:
+        run, best = self._checkpointer, self.state.best_model_checkpoint
+        assert run is not None
+        run.wait()
+        if self.state.best_global_step in run.steps():  # the folder may have been moved
+            best = run.path(self.state.best_global_step)
+        elif os.path.isfile(os.path.join(best, TRAINER_STATE_NAME)):
+            super()._load_best_model()  # type: ignore[misc]
+            return
+        _load(best, {"model": self.model})
+
+    def _has(self, run: Checkpointer, best: int, step: int) -> bool:
+        """Whether the best step exists, or is being saved."""
+        return best in {step, *self._saved} or best in run.steps()
+
+    def _is_ours(self, folder: str | None) -> bool:
+        return self._resumed is not None and folder == self._resumed.folder
+
+
+class UnickptCallback(TrainerCallback):
+    """Saves the steps of a Trainer into a run of its own, with `save_strategy="no"`.
+
+    Call `callback.train(trainer)` instead of `trainer.train()`: it goes on from the newest step, if
+    there is one.
+
+    Arguments:
+        checkpointer: says where to save, when (`save_every`, `save_every_s`, `preemption`) and what
+            to keep. It is not closed.
+        save_epochs: also save at the ends of epochs that are multiples of this.
+
+    Raises:
+        ValueError: an argument is invalid.
+
+    Example:
+        >>> import unickpt
+        >>> callback = UnickptCallback(unickpt.Checkpointer("memory://hf/run", save_every=100))
+    """
+
+    def __init__(self, checkpointer: Checkpointer, save_epochs: int | None = None) -> None:
+        if save_epochs is not None and save_epochs < 1:
+            raise ValueError(f"save_epochs={save_epochs!r} must be an integer, at least 1")
+        self.checkpointer, self.save_epochs = checkpointer, save_epochs
+        self._trainer: Any = None
+
+    def train(self, trainer: Trainer, **kwargs: Any) -> Any:
+        """Trains, from the newest step on if there is one.
+
+        Arguments:
+            trainer: has this callback, and `save_strategy="no"`.
+            kwargs: of `trainer.train`.
+
+        Returns:
+            As `trainer.train`.
+
+        Raises:
+            ValueError: the trainer lacks the callback, or an argument cannot be honoured.
+            UnickptError: as `UnickptMixin.train`.
+        """
+        if self not in trainer.callback_handler.callbacks:
+            raise ValueError("the trainer lacks this callback: Trainer(..., callbacks=[callback])")
+        if trainer.args.save_strategy != SaveStrategy.NO:
+            raise ValueError(
+                f"save_strategy={str(trainer.args.save_strategy.value)!r}: the Checkpointer says "
+                "when to save; pass save_strategy='no'"
+            )
+        if not isinstance(trainer, UnickptMixin):
+            # What the Trainer saves and loads are methods of it, and it is already made.
+            kind = type(trainer)
+            trainer.__class__ = type(f"Unickpt{kind.__name__}", (UnickptMixin, kind), {})
+        trainer._given, self._trainer = self.checkpointer, trainer
+        kwargs.setdefault("resume_from_checkpoint", _agreed(self.checkpointer.latest()) is not None)
+        return trainer.train(**kwargs)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._trainer is None:
+            raise ValueError("call callback.train(trainer) instead of trainer.train()")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # The Trainer saves when this step has been logged and evaluated.
+        if self.checkpointer.should_save(state.global_step):
+            control.should_save = True
+        if self.checkpointer.preempted:
+            control.should_training_stop = True
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.save_epochs is not None and round(state.epoch) % self.save_epochs == 0:
+            control.should_save = True
+
+
+# --- what is stored -------------------------------------------------------------------------------
+
+
+def _tree(trainer: Any) -> dict[str, Any]:
+    """What is saved of a Trainer, and loaded into it in place."""
+    tree = {
+        "model": trainer.model,
+        "optimizer": NamedOptimizer(trainer.optimizer, trainer.model),
+        "scheduler": trainer.lr_scheduler,
+    }
+    scaler = getattr(trainer.accelerator, "scaler", None)
+    if scaler is not None:
+        tree["scaler"] = scaler
+    return tree
+
+
+def _load(path: str, tree: dict[str, Any]) -> Any:
+    """Loads a part of a checkpoint."""
+    return loader.load(path, tree, unexpected="skip")
+
+
+def _state_text(path: str) -> str:
+    """The state of the Trainer in a checkpoint, as its JSON."""
+    return str(loader.load(path, only=_STATE)[_STATE].values[0])
+
+
+def _total_batch(trainer: Any) -> int:
+    """How many samples an update has."""
+    args = trainer.args
+    return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
+
+
+class _Limit:
+    """Keeps what `save_total_limit` keeps: the newest steps and the best one, together so many; two
+    if only one is asked for and the best is not the newest."""
+
+    run: Checkpointer
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def __call__(self, step: int) -> bool:
+        limit, steps = self._trainer.args.save_total_limit, self.run.steps()
+        if not steps:
+            return True
+        # The best one as the newest step knows it: a run that goes on from there looks for it.
+        state = json.loads(_state_text(self.run.path(steps[-1])))
+        best = state["best_global_step"]
+        others = [each for each in steps if each != best]
+        least = 0 if best == steps[-1] else 1
+        count = max(least, limit - (best in steps))
+        return step not in others[: max(0, len(others) - count)]
+
+
+def _export(trainer: Any, run: Checkpointer, step: int) -> None:
+    """Writes the model as HF files, all or none."""
+    folder = Path(trainer.args.output_dir)
+    there, new = folder / f"checkpoint-{step}", folder / f".checkpoint-{step}"
+    if trainer.args.should_save:
+        if there.exists() and not (there / _EXPORT).exists():
+            raise CheckpointExists(
+                f"{there} was not saved by this integration; remove it, or use another output_dir"
+            )
+        shutil.rmtree(new, ignore_errors=True)
+    _agreed(0)  # nobody writes before it is removed
+    trainer.save_model(str(new), _internal_call=True)
+    _agreed(0)
+    if trainer.args.should_save:
+        (new / _EXPORT).write_text(f"{step}\n")
+        shutil.rmtree(there, ignore_errors=True)
+        new.rename(there)
+    _remove_exports(trainer, run)
+
+
+def _remove_exports(trainer: Any, run: Checkpointer) -> None:
+    """Removes the HF files of steps that were removed."""
+    steps = run.steps()
+    if not (trainer.args.should_save and trainer._hf_files and steps):
+        return
+    for folder in Path(trainer.args.output_dir).glob("checkpoint-*"):
+        number = folder.name.rpartition("-")[2]
+        # Those that are being saved are newer than all that are committed.
+        is_gone = number.isdigit() and int(number) < steps[-1] and int(number) not in steps
+        if is_gone and (folder / _EXPORT).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _foreign(output_dir: str) -> str:
+    """The newest checkpoint that the Trainer itself saved.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = [
+        (int(folder.name.rpartition("-")[2]), folder)
+        for folder in Path(output_dir).glob("checkpoint-*")
+        if folder.name.rpartition("-")[2].isdigit() and (folder / TRAINER_STATE_NAME).is_file()
+    ]
+    if not found:
+        raise ValueError(f"resume_from_checkpoint=True: no checkpoint is in {output_dir!r}")
+    return str(max(found)[1])
+
+
+# --- arguments: what cannot be honoured is refused by its name ------------------------------------
+
+
+def _check(trainer: Any, trial: Any) -> None:
+    args, given = trainer.args, trainer._given is not None
+    accelerator = trainer.accelerator
+    refused = {
+        "trial: hyperparameter search saves into folders of its own": trial is not None,
+        "save_only_model=True: a checkpoint is one thing; use hf_files=True": args.save_only_model,
+        "save_on_each_node=True: all processes save into one storage": args.save_on_each_node,
+        "auto_find_batch_size=True: it begins anew in the same folder": args.auto_find_batch_size,
+        "enable_jit_checkpoint=True: use a UnickptCallback, and Checkpointer(preemption=True)": (
+            getattr(args, "enable_jit_checkpoint", False)
+        ),
+        "push_to_hub=True with hub_strategy other than 'end': steps are saved in the background": (
+            args.push_to_hub and args.hub_strategy != "end"
+        ),
+        "save_total_limit: the given Checkpointer says what is kept": (
+            given and args.save_total_limit is not None
+        ),
+        "load_best_model_at_end=True with a Checkpointer of your own, which may remove it": (
+            given and args.load_best_model_at_end
+        ),
+        "deepspeed: its engine saves itself": trainer.is_deepspeed_enabled,
+        "fsdp with fsdp_config={'version': 1}: use version 2, whose parameters are DTensors": (
+            trainer.is_fsdp_enabled and not accelerator.is_fsdp2
+        ),
+        "hf_files=True with FSDP's SHARDED_STATE_DICT: use FULL_STATE_DICT": (
+            trainer._hf_files
+            and trainer.is_fsdp_enabled
+            and "FULL_STATE_DICT" not in str(accelerator.state.fsdp_plugin.state_dict_type)
+        ),
+    }
+    wrong = [text for text, is_so in refused.items() if is_so]
+    if wrong:
+        raise ValueError(f"not supported: {'; '.join(wrong)}")
+
+
+def _check_order(run: Checkpointer, newest: int | None, step: int) -> None:
+    if newest is not None and newest > step:
+        raise LaterStepsExist(
+            f"{run.path(newest)} is later than step {step}, from which to go on: remove the later "
+            f"steps with unickpt.Checkpointer(...).drop_later_steps({step}), or save somewhere else"
+        )
+
+
+def _check_batches(trainer: Any, path: str, saved: object) -> None:
+    now = _total_batch(trainer)
+    if saved != now and not trainer.args.ignore_data_skip:
+        raise LoadMismatch(
+            f"{path}: updates had {saved} samples when it was saved, and have {now} now, so that "
+            "as many steps skip other data: choose per_device_train_batch_size and "
+            "gradient_accumulation_steps so that they are as many on this number of processes, or "
+            "pass ignore_data_skip=True"
+        )
+
+
+def _agreed(value: Any) -> Any:
+    """The value of process 0; all call this."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
