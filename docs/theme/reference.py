@@ -63,15 +63,15 @@ def _last(name: str) -> tuple[bool, str]:
 def public_modules() -> dict[str, list[str]]:
     """The modules of `unickpt.integrations` with what they offer, without importing trainers.
 
-    A module whose name goes on from that of another, as `dcp_storage` does, is a part of that; so
-    are the modules in a package, unless it offers them, or they say what they offer, by `__all__`.
+    The modules in a package are parts of it, unless it offers them, or they say what they offer, by
+    `__all__`.
     """
     folder = Path(unickpt.integrations.__path__[0])
     files = {path.stem: path for path in folder.glob("*.py")}
     files |= {path.parent.name: path for path in folder.glob("*/__init__.py")}
     found = {}
     for name, file in sorted(files.items()):
-        if name.startswith("_") or any(name.startswith(f"{other}_") for other in files):
+        if name.startswith("_"):
             continue
         offered = _offered(file)
         inner = file.parent.glob("[!_]*.py") if file.parent != folder else ()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from unickpt.errors import CheckpointNotFound, LaterStepsExist, UnickptError
-from unickpt.integrations.fsspec_folder import StepsFolder
+from unickpt.integrations.fsspec.folder import StepsFolder
 from unickpt.runs.agreement import barrier, on_process_0
 from unickpt.runs.checkpointer import Checkpointer
 from unickpt.runs.retention import Retention

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint import state_dict as torch_state
 
 from unickpt.errors import CheckpointNotFound
 from unickpt.frameworks.process_group import Group, alone
-from unickpt.integrations.lightning_saves import Destination, Saves
-from unickpt.integrations.lightning_values import ToSave, read, with_fragments
+from unickpt.integrations.lightning.saves import Destination, Saves
+from unickpt.integrations.lightning.values import ToSave, read, with_fragments
 from unickpt.loading import loader
 from unickpt.reading import checkpoint
 from unickpt.reading.checkpoint import Checkpoint

@@ -23,7 +23,7 @@ from keras.src.callbacks.monitor_callback import MonitorCallback
 from unickpt.errors import CheckpointNotFound, LoadMismatch
 from unickpt.frameworks.leaves import PerProcess
 from unickpt.frameworks.registry import adapters, current_group
-from unickpt.integrations.keras_state import ModelState, random_state, set_random_state
+from unickpt.integrations.keras.state import ModelState, random_state, set_random_state
 from unickpt.loading import loader
 from unickpt.loading.report import LoadReport
 from unickpt.reading import checkpoint

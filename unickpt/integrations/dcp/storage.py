@@ -35,7 +35,7 @@ from unickpt.arrays.box import Box
 from unickpt.errors import CheckpointReplaced, InvalidPath, LoadMismatch, UnsupportedLeaf
 from unickpt.frameworks.leaves import LocalFragments
 from unickpt.frameworks.process_group import ProcessGroup, new_session
-from unickpt.integrations.dcp_values import BYTES, Path, Values, items, value_of
+from unickpt.integrations.dcp.values import BYTES, Path, Values, items, value_of
 from unickpt.loading.views import StoredView, jobs_of
 from unickpt.reading import checkpoint
 from unickpt.reading.checkpoint import Checkpoint

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 from unickpt.frameworks.process_group import Group, alone
-from unickpt.integrations.dcp_storage import StorageReader, StorageWriter
-from unickpt.integrations.dcp_values import filled, portable, with_stored_lists
+from unickpt.integrations.dcp.storage import StorageReader, StorageWriter
+from unickpt.integrations.dcp.values import filled, portable, with_stored_lists
 from unickpt.loading import loader
 from unickpt.loading.views import StoredView
 from unickpt.reading import checkpoint
