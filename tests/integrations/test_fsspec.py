@@ -21,6 +21,7 @@ fsspec = pytest.importorskip("fsspec")
 
 from unickpt.integrations.fsspec import MirroredCheckpointer  # noqa: E402
 from unickpt.integrations.fsspec.folder import StepsFolder  # noqa: E402
+from unickpt.saving.pending import PendingSave  # noqa: E402
 
 STORAGES = ("memory", "file", "s3", "abfs")
 
@@ -109,6 +110,58 @@ def test_a_replaced_step_is_copied_again(tmp_path: Path) -> None:
     with checkpointer(tmp_path / "b", mirror) as ckpt:
         assert ckpt.restore() == 3
         assert_state(ckpt.load(), 4)
+
+
+def test_a_step_that_is_replaced_while_it_is_copied_is_copied_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror, real = in_memory(), StepsFolder.put
+
+    def slow(self: StepsFolder, step: int, source: Any) -> bool:
+        put = real(self, step, source)
+        if not replaced:
+            replaced.append(4)
+            ckpt.save(3, state(4), overwrite=True).result()
+        return put
+
+    replaced: list[int] = []
+    with checkpointer(tmp_path / "a", mirror) as ckpt:
+        monkeypatch.setattr(StepsFolder, "put", slow)
+        ckpt.save(3, state(3))
+        ckpt.wait()
+    with checkpointer(tmp_path / "b", mirror) as ckpt:
+        assert ckpt.restore() == 3
+        assert_state(ckpt.load(), 4)
+
+
+def test_wait_waits_for_copies_of_saves_that_have_just_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = PendingSave._call
+
+    def late(self: PendingSave, function: Any) -> None:
+        time.sleep(0.3)
+        call(self, function)
+
+    monkeypatch.setattr(PendingSave, "_call", late)
+    mirror = in_memory()
+    with checkpointer(tmp_path, mirror) as ckpt:
+        ckpt.save(3, state(3))
+        ckpt.wait()
+        assert StepsFolder(*mirror).steps() == [3]
+
+
+ENDS = """
+import sys, numpy as np
+from unickpt.integrations.fsspec import MirroredCheckpointer
+ckpt = MirroredCheckpointer(sys.argv[1], "file://" + sys.argv[2])
+ckpt.save(3, {"w": np.arange(1000.0) + 3, "b": np.full((3, 5), 3), "step": 3})
+"""
+
+
+def test_a_program_that_ends_copies_its_steps_first(processes: Processes, tmp_path: Path) -> None:
+    processes.finish([processes.start(ENDS, tmp_path / "a", tmp_path / "there")])
+    assert StepsFolder(f"file://{tmp_path}/there", {}).steps() == [3]
 
 
 def test_steps_that_a_job_left_are_copied_by_the_next(tmp_path: Path) -> None:

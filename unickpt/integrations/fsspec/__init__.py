@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from unickpt.commit.version import Version
 from unickpt.errors import CheckpointNotFound, LaterStepsExist, UnickptError
 from unickpt.integrations.fsspec.folder import StepsFolder
 from unickpt.runs.agreement import barrier, on_process_0
@@ -83,8 +84,8 @@ class MirroredCheckpointer(Checkpointer):
             raise ValueError(f"root={str(root)!r} must be a local path; its steps are copied")
         self._there = StepsFolder(mirror, storage_options or {})
         self._there_keeps = Retention(mirror_keep_last, mirror_keep_every)
-        self._settled: set[int] = set()
-        """Steps that are copied, or that the mirror need not have."""
+        self._settled: dict[int, Version] = {}
+        """The versions of steps that are copied, or that the mirror need not have."""
         if any(arguments.get(rule) is not None for rule in _RULES):
             arguments["keep"] = self._keep(arguments.get("keep"))
         super().__init__(root, **arguments)
@@ -93,11 +94,11 @@ class MirroredCheckpointer(Checkpointer):
 
     def save(self, step: int, tree: Any, **arguments: Any) -> PendingSave:
         """As `Checkpointer.save`; the step is copied after its commit."""
-        self._settled.discard(step)
         waits = arguments.pop("wait", False)
         pending = super().save(step, tree, **arguments)
         if self._group().index == 0:
-            pending.add_done_callback(lambda: self._copies.add(self._copy))
+            # Now, so that whoever waits for the save waits for its copy.
+            self._copies.add(partial(self._copy_after, pending))
         if waits:
             pending.result()
         return pending
@@ -169,6 +170,10 @@ class MirroredCheckpointer(Checkpointer):
 
     # --- on process 0 --------------------------------------------------------------------------
 
+    def _copy_after(self, pending: PendingSave) -> None:
+        pending._ended.wait()
+        self._copy()
+
     def _copy(self) -> None:
         """Copies what the mirror lacks, then removes there what no rule keeps."""
         root, there = self._tiers.root, self._there.steps()
@@ -183,12 +188,12 @@ class MirroredCheckpointer(Checkpointer):
         spare = self._there_keeps.expendable({step: {} for step in {*here, *there}})
         failures: list[Exception] = []
         for step in here:
-            if step in self._settled or step in spare:
-                self._settled.add(step)
+            found = root.version(step)  # it may be replaced while it is copied
+            if found is None or self._settled.get(step) == found:
                 continue
             try:
-                if self._there.put(step, root):
-                    self._settled.add(step)
+                if step in spare or self._there.put(step, root):
+                    self._settled[step] = found
             except UnickptError as error:  # others may succeed
                 failures.append(error)
         if failures:
@@ -197,7 +202,11 @@ class MirroredCheckpointer(Checkpointer):
             self._there.remove(step)
 
     def _keep(self, keep: Callable[[int], bool] | None) -> Callable[[int], bool]:
-        return lambda step: step not in self._settled or (keep is not None and keep(step))
+        def stays(step: int) -> bool:
+            found = self._tiers.root.version(step)
+            return found != self._settled.get(step) or (keep is not None and keep(step))
+
+        return stays
 
     def _remove_there(self, which: Callable[[int], bool]) -> None:
         def remove() -> None:

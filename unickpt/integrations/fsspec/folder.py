@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from unickpt.errors import (
 from unickpt.quoting import quoted
 from unickpt.steps.step_folder import Steps
 from unickpt.storage.ocdbt import MANIFEST
+from unickpt.threads import Pool
 from unickpt.tools.verification import verify
 
 try:
@@ -188,7 +188,7 @@ class StepsFolder:
             self._fs.put_file(str(names[name]), there)
             self._compare(names[name], there)
 
-        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="unickpt-mirror") as pool:
+        with Pool(_AT_ONCE, thread_name_prefix="unickpt-mirror") as pool:
             list(pool.map(send, names))
         return {name: path.stat().st_size for name, path in names.items()}
 
@@ -228,7 +228,7 @@ class StepsFolder:
         def fetch(name: str) -> None:
             self._fs.get_file(f"{self._at(step)}/{name}", str(to / name))
 
-        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="unickpt-mirror") as pool:
+        with Pool(_AT_ONCE, thread_name_prefix="unickpt-mirror") as pool:
             list(pool.map(fetch, names))
 
     @contextmanager
