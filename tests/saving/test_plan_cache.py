@@ -236,6 +236,16 @@ def test_other_options_are_not_mixed_up(saves: Saves) -> None:
     assert saves.recognised == [False, False, True]
 
 
+def test_functions_that_are_new_in_each_call_do_not_matter(saves: Saves) -> None:
+    tree, seen = {"w": jnp.arange(12.0)}, []
+    for n in range(2):
+        group = ProcessGroup(0, 1, f"session{n}")
+        given = {"group": group, "metrics": lambda report: seen.append(report.url)}
+        saves.save(tree, SaveOptions(fsync=False, progress=lambda *_: None, **given))
+    assert saves.recognised == [False, True]
+    assert len(seen) == 2
+
+
 def test_two_trees_in_turn_are_both_recognised(saves: Saves) -> None:
     for n in range(3):
         for tree in ({"a": np.full(3, n)}, {"b": np.full(5, n)}):

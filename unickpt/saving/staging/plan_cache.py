@@ -112,6 +112,11 @@ class _Together:
             yield room
 
 
+def _without_calls(options: SaveOptions) -> SaveOptions:
+    """Options without those on which no plan depends and that may be new objects in each call."""
+    return replace(options, group=None, metrics=None, progress=None, base=None)
+
+
 def _nbytes(source: ArraySource) -> int:
     return sum(fragment.box.size for fragment in source.fragments) * source.dtype.itemsize
 
@@ -302,7 +307,7 @@ class PlanCache:
         def level(obj: Any, name: str) -> tree.Expansion | None:
             return tree.level_of(obj, name, expand_once)
 
-        key = options, among, (group.index, group.count)
+        key = _without_calls(options), among, (group.index, group.count)
         for plan in reversed(self._free):
             if (plan.options, plan.among, plan.group) != key:
                 continue
@@ -368,7 +373,7 @@ class PlanCache:
             return None
         return CachedPlan(
             cache=self,
-            options=job.options,
+            options=_without_calls(job.options),
             among=among,
             group=(job.group.index, job.group.count),
             skeleton=like,
