@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 import shutil
 from html.parser import HTMLParser
@@ -285,10 +286,23 @@ def test_an_existing_report_is_replaced_whole_or_not_at_all(
     assert out.read_text().startswith("<!doctype html>")
 
 
+def test_a_report_is_written_where_a_link_leads(tmp_path: Path) -> None:
+    unickpt.save(tmp_path / "step", {"w": np.ones(3)})
+    (tmp_path / "link.html").symlink_to(tmp_path / "report.html")
+    for _ in range(2):
+        assert unickpt.report(tmp_path / "step", tmp_path / "link.html") == tmp_path / "link.html"
+        assert (tmp_path / "link.html").is_symlink()
+        assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
+
+
 def test_what_cannot_be_done_is_said(tmp_path: Path) -> None:
     unickpt.save(tmp_path / "step", {"w": np.ones(3)})
     with pytest.raises(InvalidPath, match="is a folder"):
         unickpt.report(tmp_path / "step", tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InvalidPath, match="is a device, pipe or socket"):
+        unickpt.report(tmp_path / "step", tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()
     with pytest.raises(InvalidPath, match="local file"):
         unickpt.report(tmp_path / "step", "s3://bucket/report.html")
     with pytest.raises(StorageError, match="cannot be written"):

@@ -115,11 +115,14 @@ def _target(out: File) -> Path:
     target = Path(text)
     if target.is_dir():
         raise InvalidPath(f"{text!r} is a folder; give the path of a file, such as report.html")
+    if target.exists() and not target.is_file():  # it would be replaced, not written to
+        raise InvalidPath(f"{text!r} is a device, pipe or socket; give the path of a file")
     return target
 
 
 def _replace(target: Path, text: str) -> None:
-    """Writes a file; nobody sees a part of it."""
+    """Writes a file, or where a link leads; nobody sees a part of it."""
+    target = Path(os.path.realpath(target))
     name = target.parent / f".{target.name}-{secrets.token_hex(4)}"
     try:
         with name.open("x", encoding="utf-8") as stream:
