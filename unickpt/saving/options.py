@@ -76,7 +76,8 @@ class SaveOptions(CommonOptions):
             at the first save; without staging, 1 GiB for each process suffices. What of a state
             does not fit is copied later, behind the steps of `Checkpointer(optimizers=...)`, where
             that is safe (see `staging`); else written to `spill`; else the call waits for the
-            storage. `SaveReport` says which.
+            storage. `SaveReport` says which. The memory of the copies of small arrays, at most a
+            sixteenth of the share, is kept for the next save of the same tree.
         spill: a folder on a local disk for copies that have no room in memory. Nothing remains of
             them when the process ends. If the disk is full (a twentieth of it is left free, and,
             if it is also the checkpoint's, room for the checkpoint) or fails, or the folder is in
