@@ -38,3 +38,15 @@ def test_sdist_and_wheel_hold_all_and_work_elsewhere(tmp_path: Path) -> None:
         "assert unickpt.load('c')['x'].tolist() == [0, 1, 2]\n"
     )
     subprocess.run([sys.executable, "-c", program, str(target)], check=True, cwd=tmp_path)
+
+
+def test_importing_unickpt_imports_little() -> None:
+    """Training jobs start often; what shows, exports or belongs to others is imported when used."""
+    program = "import sys, unickpt; print(*sorted(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    modules = found.stdout.split()
+    assert "unickpt.saving.saver" in modules, found.stderr
+    later = ("display", "reporting", "integrations", "cli", "backends", "adapters")
+    assert [m for m in modules if m.startswith(tuple(f"unickpt.{part}" for part in later))] == []
+    others = {"jax", "torch", "rich", "typer", "tqdm", "scipy", "h5py", "zstandard", "fsspec"}
+    assert others.isdisjoint(modules)
