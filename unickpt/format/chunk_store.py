@@ -82,6 +82,27 @@ def quantized(entry: ArrayEntry, chunk: Array) -> values.Encoded:
         ) from None
 
 
+def stored(entry: ArrayEntry, part: Part, chunk: Array) -> tuple[memoryview, ...]:
+    """A chunk as Zarr stores it without compression, in parts: its elements, or more.
+
+    A chunk at the end of a part is stored as long as the others: the rest is zero.
+
+    Arguments:
+        entry: the array.
+        part: the part of the array.
+        chunk: its elements; of a quantised array, what `quantized` made of them.
+    """
+    own = _bytes_of(chunk).data
+    if entry.quantized is not None or chunk.shape == part.chunk:
+        return (own,)
+    if chunk.shape[1:] == part.chunk[1:]:
+        rest = math.prod(part.chunk) * chunk.itemsize - chunk.nbytes
+        return own, memoryview(bytes(rest))
+    whole = np.zeros(part.chunk, chunk.dtype)
+    whole[tuple(slice(size) for size in chunk.shape)] = chunk
+    return _bytes_of(whole).data, memoryview(b"")
+
+
 def _bytes_of(chunk: Array) -> Array:
     return np.ascontiguousarray(chunk).reshape(-1).view(np.uint8)
 
@@ -152,13 +173,6 @@ class ChunkStore:
         stored = _as_stored(chunk, entry.dtype)
         with asking():
             return Future(target.write(stored, can_reference_source_data_indefinitely=True).copy)
-
-    def write_patch(
-        self, part: Part, number: int, patch: bytes, transaction: ts.Transaction
-    ) -> Future[Any]:
-        """Adds the patch of a chunk to a transaction."""
-        store = self.store.with_transaction(transaction)
-        return store.write(key_of(patches.patch_of(part), number), patch)
 
     def request(self, chunks: Sequence[ChunkId]) -> Sequence[Any]:
         """Starts to read the small ones among chunks, whose bytes TensorStore need not decode; None

@@ -6,13 +6,11 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
-import tensorstore as ts
 import xxhash
 
 from unickpt.commit import places
@@ -27,21 +25,14 @@ from unickpt.frameworks.per_process import blob_key
 from unickpt.progress import ProgressFunction, nothing
 from unickpt.reuse import linked_files
 from unickpt.reuse.base import Base
+from unickpt.saving.batches import WRITE_THREADS, Batch, Digest, batches_for
 from unickpt.saving.chunk_source import ChunkSource, StagedChunk
 from unickpt.saving.describe import Description
 from unickpt.saving.write_plan import WriteItem
-from unickpt.storage.kvstore import Future, commit
 from unickpt.threads import Window, Workers, in_batches
 
-# Measured: smaller transactions cost an fsync each, larger ones leave too little overlap.
-_TRANSACTION_BYTES = 256 << 20
-_TRANSACTION_CHUNKS = 16384
-_TRANSACTIONS = 4  # at once
-# In the background of a training loop (measured too): each keeps a CPU busy, which it may need.
-_TRANSACTIONS_BEHIND = max(1, min(_TRANSACTIONS, (os.cpu_count() or 1) // 4))
-_HASH_THREADS = 2
+_MOST_CHUNKS = 16384  # of a batch
 _MOST_THREADS = 16  # which also quantise, or compare with the base
-_HASH_HERE_BYTES = 256 << 10  # handing less to a thread costs more than hashing it
 _LOOK_EVERY_S = 0.5
 
 
@@ -73,8 +64,7 @@ class Writer:
         self._store = ChunkStore(database, description.index.codecs)
         self._source = source
         self._base, self._looked_in = base, base if reuses else None
-        self._batch_bytes = min(_TRANSACTION_BYTES, max(1, budget_bytes // 4))
-        self._committing: list[Future[None]] = []
+        self._batches = batches_for(self._store, behind=source.behind)
         self.nbytes, self.stored_bytes, self.count = 0, 0, 0
         self._told, self._done, self._total = told, 0, 0
         self._errors: dict[int, tuple[float, float]] = {}
@@ -194,25 +184,23 @@ class Writer:
 
     def settle(self) -> None:
         """Waits, after a failure, until all writes in progress have ended."""
-        for committed in self._committing:
-            with suppress(Exception):
-                committed.result()
+        self._batches.settle()
 
     def _write(
         self, items: Sequence[WriteItem], rest: dict[str, bytes], base: Base | None = None
     ) -> Any:
-        # The rest of the budget is for what TensorStore needs besides the data.
-        beside = self._source.behind and self._store.location.is_local
-        most = _TRANSACTIONS_BEHIND if beside else _TRANSACTIONS
-        window = Window(self._budget - self._batch_bytes, most)
-        digests: list[Callable[[], int]] = []
-        looked = time.monotonic()
         size_of = attrgetter("nbytes")
-        # A transaction makes a file: one expert's, so that a later save needs all of it or nothing.
+        most_bytes = self._batches.most_bytes(sum(map(size_of, items)))
+        most_bytes = min(most_bytes, max(1, self._budget // 4))
+        # The rest of the budget is for what TensorStore needs besides the data.
+        window = Window(self._budget - most_bytes, self._batches.at_once)
+        digests: list[Digest] = []
+        looked = time.monotonic()
+        # Each makes a file: one expert's, so that a later save needs all of it or nothing.
         batches = [
             batch
             for _, run in itertools.groupby(items, attrgetter("expert"))
-            for batch in in_batches(run, _TRANSACTION_CHUNKS, self._batch_bytes, size_of)
+            for batch in in_batches(run, _MOST_CHUNKS, most_bytes, size_of)
         ] or [[]]
         with Workers(self._threads(items), behind=self._source.behind) as pool:
             for batch in batches:
@@ -220,13 +208,17 @@ class Writer:
                     pass  # the chunks staged next may need the memory that this releases
                 size = sum(item.nbytes for item in batch)
                 window.make_room(size)
-                extra = rest if batch is batches[0] else {}  # not in the file of an expert
-                held, wait = self._write_batch(batch, extra, pool, digests, base)
+                begun = self._batches.begin(pool, last=batch is batches[-1])
+                if batch is batches[0]:  # not in the file of an expert
+                    for key, data in rest.items():
+                        begun.put(key, data)
+                held, wait = self._write_batch(batch, begun, pool, digests, base)
                 window.add(held, partial(self._end_batch, wait, size))
                 if time.monotonic() - looked > _LOOK_EVERY_S:
                     self._attempt.check_others()
                     looked = time.monotonic()
             window.drain()
+            self._batches.finish()
             return self._table(items, [result() for result in digests])
 
     def _end_batch(self, wait: Callable[[], None], nbytes: int) -> None:
@@ -249,9 +241,9 @@ class Writer:
         """How many threads hash, quantise and compare."""
         compared = [item.nbytes for item in items if self._patches(item)]
         if not compared and not any(item.entry.quantized for item in items):
-            return _HASH_THREADS
+            return WRITE_THREADS
         cpus = os.cpu_count() or 1
-        wanted = max(_HASH_THREADS, cpus // 4 if self._source.behind else min(cpus, _MOST_THREADS))
+        wanted = max(WRITE_THREADS, cpus // 4 if self._source.behind else min(cpus, _MOST_THREADS))
         if compared and self._base is not None:
             wanted = min(wanted, max(1, self._base.comparable_at_once(max(compared))))
         return wanted
@@ -262,72 +254,64 @@ class Writer:
 
     def _write_batch(
         self,
-        batch: Sequence[WriteItem],
-        rest: dict[str, bytes],
+        items: Sequence[WriteItem],
+        batch: Batch,
         pool: Workers,
-        digests: list[Callable[[], int]],
+        digests: list[Digest],
         base: Base | None,
     ) -> tuple[int, Callable[[], None]]:
-        """Starts to write a batch; returns the memory it holds and a function that waits for it."""
-        transaction = ts.Transaction(atomic=True)
-        store = self._store.store.with_transaction(transaction)
-        writes: list[Any] = [store.write(key, data) for key, data in rest.items()]
-        # Files are written from staged memory and views of the user's memory, without a copy.
-        by_reference = self._store.location.is_local and not self._store.codecs
+        """Starts to write chunks; returns the memory they hold and a function that waits."""
         staged: list[StagedChunk] = []
         held, begin = 0, len(digests)
-        hashed = self._hashed(batch, pool, digests, base)
+        prepared = self._prepared(items, pool, base)
         # A chunk that may be in the base, or is quantised, is hashed before it is written; others
         # meanwhile.
-        waits = base is not None or any(item.entry.quantized for item in batch)
-        for at, (item, chunk, digest) in enumerate(list(hashed) if waits else hashed):
+        waits = base is not None or any(item.entry.quantized for item in items)
+        for item, chunk, found in list(prepared) if waits else prepared:
+            digest: Digest | None = found
             if item.entry.quantized is not None:
-                chunk, digest = self._quantized(item, chunk, digest)
-                digests[begin + at] = digest
+                chunk, digest = self._quantized(item, chunk, found)
             elif base is not None and base.patches(item.entry):
-                compared = digest()
-                digests[begin + at] = digest = partial(int, compared.digest)
-                if self._write_patch(item, compared.patch, transaction):
+                compared = found()
+                digest = partial(int, compared.digest)
+                if self._write_patch(item, compared.patch, batch):
                     held += len(compared.patch)
                     chunk.release()
+                    digests.append(digest)
                     continue
-            host = chunk.data
-            if base is not None and base.takes(item.part, item.number, digest, host):
+            if (
+                digest is not None
+                and base is not None
+                and base.takes(item.part, item.number, digest, chunk.data)
+            ):
                 chunk.release()
+                digests.append(digest)
                 continue
             if item.entry.quantized is None:
                 staged.append(chunk)
-            copied = not by_reference or host.nbytes <= chunk_store.SMALL
-            held += host.nbytes if copied else chunk.nbytes
-            writes.append(self._store.write(item.entry, item.part, item.number, host, transaction))
+            digests.append(batch.put_chunk(item, chunk, digest))
             self.nbytes += item.nbytes
-            self.stored_bytes += host.nbytes
+            self.stored_bytes += chunk.data.nbytes
             self.count += 1
-        for write in writes:
-            write.result()
-        committed = commit(transaction)
-        self._committing.append(committed)
+        ended = batch.end()
         hashing = digests[begin:]
 
         def wait() -> None:
-            committed.result()
-            self._committing.remove(committed)
+            ended()
             for result in hashing:
                 result()  # before the memory is reused for the next chunks
-            for chunk in staged:  # TensorStore refers to this memory until the commit
+            for chunk in staged:  # which was written from this memory
                 chunk.release()
             staged.clear()
 
-        return held, wait
+        return held + batch.held, wait
 
-    def _write_patch(
-        self, item: WriteItem, patch: bytes | None, transaction: ts.Transaction
-    ) -> bool:
+    def _write_patch(self, item: WriteItem, patch: bytes | None, batch: Batch) -> bool:
         """Writes a chunk as a patch, if there is one, and its full chunk can be taken."""
         assert self._base is not None
         if patch is None or not self._base.take_full(item.part, item.number, patch):
             return False
-        self._store.write_patch(item.part, item.number, patch, transaction).result()
+        batch.put(chunk_store.key_of(patches.patch_of(item.part), item.number), patch)
         self._patched.add((item.part.key, item.number))
         self.nbytes += len(patch)
         self.stored_bytes += len(patch)
@@ -344,25 +328,19 @@ class Writer:
         digest = partial(int, chunk_store.digest(found.data))
         return StagedChunk(found.data, found.data.nbytes, lambda: None), digest
 
-    def _hashed(
-        self,
-        batch: Sequence[WriteItem],
-        pool: Workers,
-        digests: list[Callable[[], int]],
-        base: Base | None,
-    ) -> Iterator[tuple[WriteItem, StagedChunk, Callable[[], Any]]]:
-        """The chunks of a batch as they are staged, and what returns their digests; of quantised
-        ones, what returns them encoded, and of those that may be patches, compared."""
-        for item in batch:
+    def _prepared(
+        self, items: Sequence[WriteItem], pool: Workers, base: Base | None
+    ) -> Iterator[tuple[WriteItem, StagedChunk, Any]]:
+        """Chunks as they are staged, and what returns their digests, if these are needed before
+        they are written; of quantised ones, what returns them encoded, and of those that may be
+        patches, compared."""
+        for item in items:
             chunk = self._source.fetch(item)
+            found: Callable[[], Any] | None = None
             if item.entry.quantized is not None:
-                quantized = partial(chunk_store.quantized, item.entry, chunk.data)
-                digest: Callable[[], Any] = pool.submit(quantized)
+                found = pool.submit(partial(chunk_store.quantized, item.entry, chunk.data))
             elif base is not None and base.patches(item.entry):
-                digest = pool.submit(partial(base.compared, item.part, item.number, chunk.data))
-            elif chunk.data.nbytes > _HASH_HERE_BYTES:
-                digest = pool.submit(partial(chunk_store.digest, chunk.data))
-            else:
-                digest = partial(int, chunk_store.digest(chunk.data))
-            digests.append(digest)
-            yield item, chunk, digest
+                found = pool.submit(partial(base.compared, item.part, item.number, chunk.data))
+            elif base is not None:
+                found = pool.submit(partial(chunk_store.digest, chunk.data))
+            yield item, chunk, found

@@ -23,6 +23,11 @@ def context(*, fsync: bool = True) -> ts.Context:
     )
 
 
+def is_durable(context: ts.Context) -> bool:
+    """Whether what is written with a context is flushed to the disk."""
+    return bool(context["file_io_sync"].to_json())
+
+
 @cache
 def root_context() -> ts.Context:
     """The parent of all contexts; TensorStore keeps memory:// in it."""
