@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from unickpt.format import chunk_store
 from unickpt.saving import chunk_source, save_job, writer
 from unickpt.saving.staging import kept_state
 from unickpt.storage.errors import Failed
+from unickpt.storage.local_database_writer import DataFile, LocalDatabaseWriter
 
 STATE = {f"w{i}": np.arange(100_000.0) + i for i in range(4)}
 # Several transactions, so that some are under way when a later one fails.
@@ -57,7 +59,11 @@ FULL = Failed("RESOURCE_EXHAUSTED: no space left")
 PLACES: list[tuple[Any, str, int, BaseException]] = [
     (save_job, "describe", 1, FULL),
     (save_job.SaveJob, "plan", 1, FULL),
-    (chunk_store.ChunkStore, "write", 1, FULL),
+    (DataFile, "add", 1, FULL),
+    (DataFile, "add", 25, FULL),
+    (LocalDatabaseWriter, "finish", 1, FULL),
+    (LocalDatabaseWriter, "finish", 1, KeyboardInterrupt()),
+    (chunk_store.ChunkStore, "write", 1, FULL),  # compressed
     (chunk_store.ChunkStore, "write", 25, FULL),
     (chunk_store.ChunkStore, "write", 25, KeyboardInterrupt()),
     (chunk_source, "stage", 20, StateChanged("its memory was freed")),
@@ -87,8 +93,10 @@ def test_one_process_leaves_nothing(
         unickpt.save(path, {"old": 1})
     before = everything(tmp_path)
     monkeypatch.setattr(module, name, failing_at(calls, error, getattr(module, name)))
+    compression = "zstd" if module is chunk_store.ChunkStore else None
+    options = replace(OPTIONS, compression=compression)
     with pytest.raises((UnickptError, KeyboardInterrupt)):
-        unickpt.save(path, STATE, overwrite=True, options=OPTIONS)
+        unickpt.save(path, STATE, overwrite=True, options=options)
     assert everything(tmp_path) == before
     monkeypatch.undo()
     unickpt.save(path, STATE, overwrite=True, options=OPTIONS)

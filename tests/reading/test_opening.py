@@ -29,6 +29,7 @@ from unickpt.runs.checkpointer import Checkpointer
 from unickpt.storage import contexts, paths
 from unickpt.storage.btree import nodes
 from unickpt.storage.database import Database
+from unickpt.storage.local_database_writer import DataFile
 
 # --- overwriting --------------------------------------------------------------------------------
 
@@ -301,7 +302,7 @@ def test_a_bug_is_never_told_as_damage(
         assert found is bug, name
     saving: list[tuple[Any, str]] = [
         (Attempt, "_merge"), (Attempt, "_build_root"), (chunk_store, "_bytes_of"),
-        (chunk_store, "digest"), (chunk_store.ChunkStore, "write"), (index_json, "encode"),
+        (chunk_store, "stored"), (DataFile, "add"), (index_json, "encode"),
     ]  # fmt: skip
     other = {"w": np.ones(20_000)}
     for holder, name in saving:

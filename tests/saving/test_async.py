@@ -37,13 +37,13 @@ from unickpt import (
 from unickpt.adapters import jax as jax_adapter
 from unickpt.adapters import torch as torch_adapter
 from unickpt.arrays import host_memory
-from unickpt.format import chunk_store
 from unickpt.frameworks import host_copy
 from unickpt.saving.pending import SaveCallbacks
 from unickpt.saving.save_queue import SaveQueue, SaveRequest
 from unickpt.saving.staging import kept_state
 from unickpt.saving.staging.capture import Capture, CaptureMethod
 from unickpt.saving.staging.host_area import HostArea
+from unickpt.storage.local_database_writer import DataFile
 
 MIB = 1 << 20
 COPY, LAZY = SaveOptions(staging="copy", fsync=False), SaveOptions(staging="lazy", fsync=False)
@@ -75,7 +75,7 @@ def gate() -> Iterator[Gate]:
 @pytest.fixture
 def writing(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Gate:
     """Nothing is written before it is opened."""
-    monkeypatch.setattr(chunk_store.ChunkStore, "write", gate.before(chunk_store.ChunkStore.write))
+    monkeypatch.setattr(DataFile, "add", gate.before(DataFile.add))
     return gate
 
 
@@ -648,13 +648,13 @@ def test_the_training_has_the_processors_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    real = chunk_store.digest
+    real = DataFile.add
 
-    def look(chunk: Any) -> int:
+    def look(self: DataFile, *arguments: Any) -> None:
         seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-        return real(chunk)
+        real(self, *arguments)
 
-    monkeypatch.setattr(chunk_store, "digest", look)
+    monkeypatch.setattr(DataFile, "add", look)
     before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     tree = {"w": np.ones(MIB)}
     unickpt.save_async(tmp_path / "behind", tree, options=COPY).result(30)

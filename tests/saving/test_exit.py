@@ -18,8 +18,8 @@ import os, sys, time
 import numpy as np
 import threading
 import unickpt
-from unickpt.format import chunk_store as chunks
 from unickpt.storage import kvstore
+from unickpt.storage.local_database_writer import DataFile
 
 start = threading.Thread.start
 
@@ -30,7 +30,7 @@ def start_unless_ending(thread):
 
 threading.Thread.start = start_unless_ending
 root = sys.argv[1]
-real = chunks.ChunkStore.write
+real = DataFile.add
 
 def slow(*arguments):
     time.sleep(0.5)
@@ -41,7 +41,7 @@ def broken(*arguments):
     raise kvstore.Failed("RESOURCE_EXHAUSTED: the disk is full")
 
 def work(outcome="slow", ask=False):
-    chunks.ChunkStore.write = globals()[outcome]
+    DataFile.add = globals()[outcome]
     pending = unickpt.save_async(root + "/c", {"w": np.arange(50_000)})
     if ask:
         try:
@@ -133,7 +133,7 @@ def test_a_checkpointer_that_is_not_closed_loses_nothing(
     processes: Processes, tmp_path: Path
 ) -> None:
     text = f"""{HEAD}
-chunks.ChunkStore.write = slow
+DataFile.add = slow
 checkpointer = unickpt.Checkpointer(root, local=root + "/local", keep_last=1)
 for step in range(3):
     checkpointer.save(step, {{"w": np.arange(50_000) + step}})
@@ -169,7 +169,7 @@ def test_a_child_that_forked_waits_for_no_save_of_its_parent(
     processes: Processes, tmp_path: Path
 ) -> None:
     text = f"""{HEAD}
-chunks.ChunkStore.write = slow
+DataFile.add = slow
 checkpointer = unickpt.Checkpointer(root)
 checkpointer.save(0, {{"w": np.arange(9)}}, wait=True)
 pending = checkpointer.save(1, {{"w": np.arange(50_000)}})

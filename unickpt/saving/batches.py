@@ -59,10 +59,11 @@ class Batch(Protocol):
 class Batches(Protocol):
     """Makes batches, of which several may be under way, and then a database of them.
 
-    `at_once` says how many there should be.
+    `at_once` says how many there should be, `threads` how many threads they need.
     """
 
     at_once: int
+    threads: int
 
     def most_bytes(self, total: int) -> int:
         """How large a batch should be.
@@ -86,6 +87,9 @@ class Batches(Protocol):
             Failed: the storage failed.
         """
 
+    def stop(self) -> None:
+        """After a failure: what has not begun does not begin."""
+
     def settle(self) -> None:
         """Waits, after a failure, until all writes in progress have ended."""
 
@@ -105,9 +109,10 @@ def batches_for(store: ChunkStore, *, behind: bool) -> Batches:
 
 # --- files of a local disk -------------------------------------------------------------------
 
-# Measured: with more threads than CPUs each piece falls out of the cache. One that waits for the
-# disk is idle, so there are never fewer than two.
-WRITE_THREADS = max(2, min(8, os.cpu_count() or 1))
+# Measured: with more threads than CPUs pieces fall out of the cache; but those that wait for the
+# disk are idle.
+_THREADS = max(2, min(8, os.cpu_count() or 1))
+_MORE_IF_DURABLE = 2
 _FILE_BYTES = 256 << 20  # of a file at most, unless one chunk is larger
 _LEAST_FILE_BYTES = 8 << 20
 _FILES_EACH = 8  # so many for each thread, so that they end together
@@ -121,11 +126,12 @@ class _Files:
     def __init__(self, writer: LocalDatabaseWriter, behind: bool) -> None:
         self.writer = writer
         self.piece_bytes = _PIECE_BEHIND if behind else PIECE_BYTES
-        self.at_once = WRITE_THREADS + 1  # so that none waits while the next batch is staged
-        self.is_settled = False
+        self.threads = _THREADS + (_MORE_IF_DURABLE if writer.is_durable else 0)
+        self.at_once = self.threads + 1  # so that none waits while the next batch is staged
+        self.is_stopped = False
 
     def most_bytes(self, total: int) -> int:
-        each = total // (WRITE_THREADS * _FILES_EACH)
+        each = total // (self.threads * _FILES_EACH)
         return min(max(each, _LEAST_FILE_BYTES), _FILE_BYTES)
 
     def begin(self, pool: Workers, *, last: bool) -> Batch:
@@ -134,8 +140,10 @@ class _Files:
     def finish(self) -> None:
         self.writer.finish()
 
-    def settle(self) -> None:
-        self.is_settled = True  # the threads end when they see it
+    def stop(self) -> None:
+        self.is_stopped = True
+
+    def settle(self) -> None:  # the threads have ended with the pool
         self.writer.abandon()
 
 
@@ -170,7 +178,7 @@ class _FileBatch:
         file = writer.new_file(self._batches.piece_bytes)
         try:
             for key, value, is_hashed in self._values:
-                if self._batches.is_settled:
+                if self._batches.is_stopped:
                     break
                 if is_hashed:
                     hasher = xxhash.xxh3_64()
@@ -195,6 +203,7 @@ _TRANSACTION_BYTES = 256 << 20
 _TRANSACTIONS = 4  # at once
 # In the background of a training loop (measured too): each keeps a CPU busy, which it may need.
 _TRANSACTIONS_BEHIND = max(1, min(_TRANSACTIONS, (os.cpu_count() or 1) // 4))
+_HASH_THREADS = 2
 _HASH_HERE_BYTES = 256 << 10  # handing less to a thread costs more than hashing it
 
 
@@ -202,7 +211,7 @@ class _Transactions:
     """Each batch is a transaction, which makes a file or an object."""
 
     def __init__(self, store: ChunkStore, behind: bool) -> None:
-        self.store = store
+        self.store, self.threads = store, _HASH_THREADS
         beside = behind and store.location.is_local
         self.at_once = _TRANSACTIONS_BEHIND if beside else _TRANSACTIONS
         self.committing: list[Future[None]] = []
@@ -215,6 +224,9 @@ class _Transactions:
 
     def finish(self) -> None:
         """Each transaction has made its values readable."""
+
+    def stop(self) -> None:
+        """TensorStore has begun everything."""
 
     def settle(self) -> None:
         for committed in self.committing:

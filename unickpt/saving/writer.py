@@ -6,6 +6,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -25,7 +26,7 @@ from unickpt.frameworks.per_process import blob_key
 from unickpt.progress import ProgressFunction, nothing
 from unickpt.reuse import linked_files
 from unickpt.reuse.base import Base
-from unickpt.saving.batches import WRITE_THREADS, Batch, Digest, batches_for
+from unickpt.saving.batches import Batch, Digest, batches_for
 from unickpt.saving.chunk_source import ChunkSource, StagedChunk
 from unickpt.saving.describe import Description
 from unickpt.saving.write_plan import WriteItem
@@ -192,7 +193,7 @@ class Writer:
         size_of = attrgetter("nbytes")
         most_bytes = self._batches.most_bytes(sum(map(size_of, items)))
         most_bytes = min(most_bytes, max(1, self._budget // 4))
-        # The rest of the budget is for what TensorStore needs besides the data.
+        # The rest of the budget is for what is needed besides the data.
         window = Window(self._budget - most_bytes, self._batches.at_once)
         digests: list[Digest] = []
         looked = time.monotonic()
@@ -202,7 +203,8 @@ class Writer:
             for _, run in itertools.groupby(items, attrgetter("expert"))
             for batch in in_batches(run, _MOST_CHUNKS, most_bytes, size_of)
         ] or [[]]
-        with Workers(self._threads(items), behind=self._source.behind) as pool:
+        workers = Workers(self._threads(items), behind=self._source.behind)
+        with workers as pool, self._stopping():
             for batch in batches:
                 while not self._source.ready(batch) and window.wait_oldest():
                     pass  # the chunks staged next may need the memory that this releases
@@ -220,6 +222,15 @@ class Writer:
             window.drain()
             self._batches.finish()
             return self._table(items, [result() for result in digests])
+
+    @contextmanager
+    def _stopping(self) -> Iterator[None]:
+        """A failure is told when what was begun has ended, not all that waits for its turn."""
+        try:
+            yield
+        except BaseException:
+            self._batches.stop()
+            raise
 
     def _end_batch(self, wait: Callable[[], None], nbytes: int) -> None:
         wait()
@@ -239,11 +250,12 @@ class Writer:
 
     def _threads(self, items: Sequence[WriteItem]) -> int:
         """How many threads hash, quantise and compare."""
+        threads = self._batches.threads
         compared = [item.nbytes for item in items if self._patches(item)]
         if not compared and not any(item.entry.quantized for item in items):
-            return WRITE_THREADS
+            return threads
         cpus = os.cpu_count() or 1
-        wanted = max(WRITE_THREADS, cpus // 4 if self._source.behind else min(cpus, _MOST_THREADS))
+        wanted = max(threads, cpus // 4 if self._source.behind else min(cpus, _MOST_THREADS))
         if compared and self._base is not None:
             wanted = min(wanted, max(1, self._base.comparable_at_once(max(compared))))
         return wanted
