@@ -110,9 +110,10 @@ def batches_for(store: ChunkStore, *, behind: bool) -> Batches:
 # --- files of a local disk -------------------------------------------------------------------
 
 # Measured: with more threads than CPUs pieces fall out of the cache; but those that wait for the
-# disk are idle.
+# disk are idle, so that durable saves have twice as many.
 _THREADS = max(2, min(8, os.cpu_count() or 1))
-_MORE_IF_DURABLE = 2
+# In the background of a training loop each keeps a CPU busy, which it may need (measured, too).
+_THREADS_BEHIND = max(1, min(8, (os.cpu_count() or 1) // 4))
 _FILE_BYTES = 256 << 20  # of a file at most, unless one chunk is larger
 _LEAST_FILE_BYTES = 8 << 20
 _FILES_EACH = 8  # so many for each thread, so that they end together
@@ -126,7 +127,9 @@ class _Files:
     def __init__(self, writer: LocalDatabaseWriter, behind: bool) -> None:
         self.writer = writer
         self.piece_bytes = _PIECE_BEHIND if behind else PIECE_BYTES
-        self.threads = _THREADS + (_MORE_IF_DURABLE if writer.is_durable else 0)
+        self.threads = _THREADS_BEHIND if behind else _THREADS
+        if writer.is_durable:
+            self.threads *= 2
         self.at_once = self.threads + 1  # so that none waits while the next batch is staged
         self.is_stopped = False
 
