@@ -177,10 +177,10 @@ def test_a_short_write_goes_on_where_it_ended(
 def test_a_file_that_is_there_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_database_writer.secrets, "token_hex", lambda _: "same")
+    monkeypatch.setattr(os, "urandom", lambda count: b"\xab" * count)
     (tmp_path / "d").mkdir()
     (tmp_path / "target").write_bytes(b"mine")
-    (tmp_path / "d/same").symlink_to(tmp_path / "target")
+    (tmp_path / "d" / ("ab" * 16)).symlink_to(tmp_path / "target")
     with pytest.raises(Failed):
         writer_of(tmp_path).new_file()
     assert (tmp_path / "target").read_bytes() == b"mine"

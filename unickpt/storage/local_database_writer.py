@@ -8,7 +8,6 @@ quarter and more (docs/benchmarks.md). The result is a database that TensorStore
 from __future__ import annotations
 
 import os
-import secrets
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -60,7 +59,7 @@ class DataFile:
     """
 
     def __init__(self, folder: str, piece_bytes: int) -> None:
-        self.written = Written(f"{_FOLDER}{secrets.token_hex(16)}")
+        self.written = Written(f"{_FOLDER}{os.urandom(16).hex()}")
         self._most, self._end = piece_bytes, 0
         self._waiting: list[memoryview] = []  # small values, to be written together
         self._waiting_bytes = 0
