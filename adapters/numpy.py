@@ -97,7 +97,8 @@ class NumpyTarget:
 
 
 def _checked(leaf: Any) -> Array:
-    if isinstance(leaf, np.ma.MaskedArray):
+    is_plain = type(leaf) is np.ndarray or isinstance(leaf, np.generic)
+    if not is_plain and isinstance(leaf, np.ma.MaskedArray):  # its module takes 10 ms to import
         raise TypeError("a masked array would lose its mask; save .data and .mask")
     array: Array = np.asarray(leaf)
     dtypes.name_of(array.dtype)

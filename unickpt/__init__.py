@@ -41,21 +41,22 @@ from unickpt.loading.report import LoadReport
 from unickpt.reading.checkpoint import Checkpoint, open
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.stored_array import StoredArray
-from unickpt.rules import Function, Rules
-from unickpt.runs.checkpointer import Checkpointer
 from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.saving.pending import PendingSave
 from unickpt.saving.saver import save, save_async
-from unickpt.tools.copying import CopyReport, copy
-from unickpt.tools.verification import Damage, VerifyReport, verify
 from unickpt.trees.plain_values import Opaque
 
 if _CHECKING:
     from unickpt.reporting.html_report import report
+    from unickpt.rules.functions import Function
+    from unickpt.rules.rule_set import Rules
+    from unickpt.runs.checkpointer import Checkpointer
     from unickpt.tools import merge_methods
     from unickpt.tools.conversion import convert
+    from unickpt.tools.copying import CopyReport, copy
     from unickpt.tools.difference import ArrayDifference, DiffReport, diff
     from unickpt.tools.merging import MergeReport, merge
+    from unickpt.tools.verification import Damage, VerifyReport, verify
 
 __all__ = [
     "ArrayDifference",
@@ -121,16 +122,25 @@ __all__ = [
     "verify",
 ]
 
-# Imported when they are first used: training jobs rarely need them.
+# Imported when they are first used: many programs do without. What `save`, `save_async` and `load`
+# need is imported above, so that their first call is as fast as the next.
 _LATER = {
     "ArrayDifference": "tools.difference",
+    "Checkpointer": "runs.checkpointer",
+    "CopyReport": "tools.copying",
+    "Damage": "tools.verification",
     "DiffReport": "tools.difference",
+    "Function": "rules.functions",
     "MergeReport": "tools.merging",
+    "Rules": "rules.rule_set",
+    "VerifyReport": "tools.verification",
     "convert": "tools.conversion",
+    "copy": "tools.copying",
     "diff": "tools.difference",
     "merge": "tools.merging",
     "merge_methods": "tools.merge_methods",
     "report": "reporting.html_report",
+    "verify": "tools.verification",
 }
 
 

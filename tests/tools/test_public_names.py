@@ -1,30 +1,109 @@
-"""The names of `unickpt`: all are there, and what training jobs rarely need is imported later."""
+"""The names of `unickpt`: all are there, and many are imported when they are first used."""
 
 from __future__ import annotations
 
+import ast
+import importlib.metadata
+import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import unickpt
 
-CODE = """
+LATE = """
 import sys, unickpt
-names = "merging", "merge_methods", "conversion", "difference"
-late = {f"unickpt.tools.{name}" for name in names} | {"unickpt.reporting.html_report"}
+tools = "merging", "merge_methods", "conversion", "difference", "copying", "verification"
+late = {f"unickpt.tools.{name}" for name in tools}
+late |= {"unickpt.reporting.html_report", "unickpt.runs.checkpointer", "unickpt.rules.rule_set"}
 assert late.isdisjoint(sys.modules)
+assert {*unickpt.__all__} <= {*dir(unickpt)}
+assert late.isdisjoint(sys.modules), "dir() imports nothing"
 assert unickpt.merge.__name__ == "merge"
 assert "unickpt.tools.merging" in sys.modules
 assert unickpt.report.__name__ == "report"
+import unickpt.runs.checkpointer
+assert unickpt.Checkpointer is unickpt.runs.checkpointer.Checkpointer
 """
+
+STAR = """
+from unickpt import *
+from unickpt import Checkpointer, Rules, verify
+import unickpt
+assert all(globals()[name] is getattr(unickpt, name) for name in unickpt.__all__)
+"""
+
+# Each name is first used by several threads at once, all names in a different order.
+THREADS = """
+import random, sys, threading
+import unickpt
+sys.setswitchinterval(1e-6)
+names, failed, seen = sorted(unickpt._LATER), [], []
+start = threading.Barrier(4)
+def use(seed):
+    mine = random.Random(seed).sample(names, len(names))
+    start.wait()
+    try:
+        seen.append({name: getattr(unickpt, name) for name in mine})
+    except BaseException as error:
+        failed.append(error)
+threads = [threading.Thread(target=use, args=(seed,)) for seed in range(4)]
+[t.start() for t in threads], [t.join() for t in threads]
+assert not failed, failed
+assert all(one == seen[0] for one in seen)
+"""
+
+
+def run(program: str) -> None:
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_every_public_name_is_there() -> None:
     assert {name: getattr(unickpt, name) for name in unickpt.__all__}.keys() <= {*dir(unickpt)}
-    with pytest.raises(AttributeError, match="module 'unickpt' has no attribute 'marge'"):
+    with pytest.raises(AttributeError, match=r"^module 'unickpt' has no attribute 'marge'$"):
         unickpt.marge  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'marge' from 'unickpt'"):
+        from unickpt import marge  # noqa: F401
 
 
-def test_tools_are_imported_when_they_are_used() -> None:
-    subprocess.run([sys.executable, "-c", CODE], check=True)
+def test_type_checkers_see_what_is_imported_later() -> None:
+    """Each late name is imported from the same module under `if _CHECKING`, and nothing else is."""
+    source = ast.parse(Path(unickpt.__file__).read_text())
+    (checking,) = (
+        node for node in source.body if isinstance(node, ast.If) and isinstance(node.test, ast.Name)
+    )
+    seen = {
+        alias.name: f"{node.module}.{alias.name}"
+        for node in checking.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    told = {
+        name: f"unickpt.{module}" if module.endswith(f".{name}") else f"unickpt.{module}.{name}"
+        for name, module in unickpt._LATER.items()
+    }
+    assert seen == told
+    assert told.keys() <= {*unickpt.__all__}
+
+
+def test_names_are_imported_when_they_are_used() -> None:
+    run(LATE)
+
+
+def test_a_star_import_brings_all_names() -> None:
+    run(STAR)
+
+
+def test_threads_may_use_a_name_first_at_the_same_time() -> None:
+    run(THREADS)
+
+
+def test_late_names_pickle() -> None:
+    for late in (unickpt.Checkpointer, unickpt.verify):
+        assert pickle.loads(pickle.dumps(late)) is late
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert unickpt.__version__ == importlib.metadata.version("unickpt")

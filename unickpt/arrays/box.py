@@ -224,7 +224,7 @@ def _sweep(starts: _Positions, stops: _Positions) -> tuple[int, int] | None:
     if len(differ) < 2:
         return _sweep_line(starts, stops)
     # Sweep the dimension with the most different starts, so that few boxes are open at once.
-    dim = max(range(len(differ)), key=lambda d: len(np.unique(starts[:, d])))
+    dim = max(range(len(differ)), key=lambda d: len({*starts[:, d].tolist()}))
     if len(differ) == 2:
         return _sweep_plane(starts[:, [dim, 1 - dim]].tolist(), stops[:, [dim, 1 - dim]].tolist())
     sweep = np.argsort(starts[:, dim], kind="stable")

@@ -144,7 +144,7 @@ class Layout:
             c if axis in used else slice(None)
             for axis, c in zip(self.mesh.axes, coordinate, strict=True)
         )
-        return tuple(int(p) for p in np.unique(self.mesh.grid[pick]))
+        return tuple(sorted({*self.mesh.grid[pick].ravel().tolist()}))
 
     def fragments(self, shape: Sequence[int]) -> Iterator[tuple[Box, tuple[int, ...]]]:
         """Every distinct non-empty box with the processes that hold it."""

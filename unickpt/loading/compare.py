@@ -15,9 +15,8 @@ from unickpt.loading import mismatch
 from unickpt.loading.mismatch import Difference
 from unickpt.loading.report import LoadReport
 from unickpt.loading.request import Request
-from unickpt.loading.ruled_view import same_digests
 from unickpt.loading.selection import ALL, Selection
-from unickpt.loading.views import CheckpointView, leaf_text, stored_leaf
+from unickpt.loading.views import CheckpointView, leaf_text, same_digests, stored_leaf
 from unickpt.trees import plain_values, tree
 from unickpt.trees.name_ranges import natural
 

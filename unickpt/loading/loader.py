@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from unickpt.errors import LoadMismatch
 from unickpt.format.index import Index
@@ -17,7 +17,6 @@ from unickpt.frameworks.registry import adapters, current_group
 from unickpt.loading.compare import Policy, compare, is_number
 from unickpt.loading.report import LoadReport
 from unickpt.loading.request import Request
-from unickpt.loading.ruled_view import RuledView, request_through, through
 from unickpt.loading.selection import Patterns, Selection
 from unickpt.loading.views import CheckpointView, StoredView, jobs_of
 from unickpt.quoting import some
@@ -26,10 +25,12 @@ from unickpt.reading.collective_read import ReadArrays, reading
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.targets import NewTarget, NumberTarget
 from unickpt.reuse import experts
-from unickpt.rules import Rules
 from unickpt.threads import collection_paused
 from unickpt.trees import plain_values, tree
 from unickpt.trees.name_ranges import natural
+
+if TYPE_CHECKING:
+    from unickpt.rules.rule_set import Rules
 
 _log = logging.getLogger("unickpt")
 
@@ -202,16 +203,16 @@ class _Load:
         return found
 
     def _load_all(self, stored: Reader, read: ReadArrays) -> tuple[Any, LoadReport]:
-        view: StoredView | RuledView = StoredView(stored)
+        view: CheckpointView = StoredView(stored)
         if self.rules is not None:
+            from unickpt.loading.ruled_view import through  # here: a load without rules needs none
+
             view = through(stored, self.rules, strict=self.policy.is_strict)
         index, selection = view.index, self.policy.selection
         left_out = selection.left_out(index.names)
         selection.check(str(stored.location), index.names, ())
-        skipped: Sequence[str] = ()
-        if isinstance(view, RuledView):
-            view.check(self.options)
-            skipped = view.unused
+        view.check(self.options)
+        skipped: Sequence[str] = () if self.rules is None else view.unused
         done: dict[str, Any] = {}
         for name in (n for n in index.per_process if n not in left_out):
             values = (_decode(view, name, b, None, self.among) for b in view.per_process(name))
@@ -236,12 +237,13 @@ class _Load:
             asked = Request.of(like, self.among, known, policy.selection)
             view = StoredView(stored, asked.facts)
         else:
+            from unickpt.loading.ruled_view import request_through, through  # as in _load_all
+
             asked = request_through(like, stored, self.rules, self.among, policy.selection)
             keep, strict = policy.keep_mismatched, policy.is_strict
             view = through(stored, self.rules, asked.facts, strict=strict, keep_misfits=keep)
         report = compare(view, asked, policy)
-        if isinstance(view, RuledView):
-            view.check(self.options)
+        view.check(self.options)
         return self._read_like(view, asked, report, read), report
 
     def _read_like(

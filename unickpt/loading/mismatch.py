@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from unickpt.loading.suggestions import Cause, causes
 from unickpt.trees.name_ranges import fold, natural, skeleton
+
+if TYPE_CHECKING:
+    from unickpt.loading.suggestions import Cause
 
 _MOST_LINES, _FEWEST_ROWS = 40, 10
 _ADVICE = {
@@ -67,6 +70,8 @@ def nothing_fits(where: str, rows: Sequence[Difference]) -> str:
 
 
 def _text(head: str, rows: Sequence[Difference], advice: Mapping[str, str]) -> str:
+    from unickpt.loading.suggestions import causes  # here, so that importing unickpt stays fast
+
     rows = sorted(rows, key=lambda row: (natural(row.name), row.problem))
     likely = causes(
         {row.name: row.asked for row in rows if row.problem == "missing"},

@@ -14,8 +14,8 @@ from typing import Any
 from unickpt.errors import CheckpointCorrupt, RuleError
 from unickpt.format.index import RESERVED
 from unickpt.reading.recipes import MappedSource
-from unickpt.rules import Rules
 from unickpt.rules.plan import Made, RulePlan
+from unickpt.rules.rule_set import Rules
 
 _KEY = "conversion"
 

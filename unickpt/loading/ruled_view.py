@@ -20,13 +20,20 @@ from unickpt.frameworks.protocol import Adapter
 from unickpt.loading.provenance import Provenance
 from unickpt.loading.request import Request
 from unickpt.loading.selection import ALL, Selection
-from unickpt.loading.views import as_array_entry, leaf_text, number_recipe, stored_leaf
+from unickpt.loading.views import (
+    as_array_entry,
+    leaf_text,
+    number_recipe,
+    same_digests,
+    stored_leaf,
+)
 from unickpt.reading.chunk_reader import read_box, read_made
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.recipes import Recipe, Unchanged
-from unickpt.rules import Function, Rules
+from unickpt.rules.functions import Function
 from unickpt.rules.plan import Constant, Fact, Made, RulePlan, Same, Stored
 from unickpt.rules.planner import make_plan, offers
+from unickpt.rules.rule_set import Rules
 from unickpt.trees import plain_values, tree
 
 
@@ -209,19 +216,6 @@ class _Function:
                 f"{made.rule}"
             )
         return cast
-
-
-def same_digests(a: Reader, mine: ArrayEntry, b: Reader, other: ArrayEntry) -> bool:
-    """Whether digests alone prove that two stored arrays are equal; reads nothing else."""
-    grids = [(x.shape, x.dtype, x.quantized, x.chunk, x.cut, x.boxes) for x in (mine, other)]
-    if grids[0] != grids[1] or (mine.cut and mine.layout != other.layout):
-        return False
-    ours, theirs = a.digests_of(mine.name), b.digests_of(other.name)
-    return (
-        ours is not None
-        and theirs is not None
-        and bool(np.array_equal(ours["digest"], theirs["digest"]))
-    )
 
 
 def through(

@@ -3,8 +3,3 @@
 Parse (`parser`, `rule`, `rule_set`) -> plan (`matching`, `conflicts`, `planner`) -> apply
 (`unickpt.reading.recipes`, while reading).
 """
-
-from unickpt.rules.functions import Function
-from unickpt.rules.rule_set import PRESETS, Rules, preset_text
-
-__all__ = ["PRESETS", "Function", "Rules", "preset_text"]

@@ -17,7 +17,7 @@ from unickpt.loading.selection import Patterns
 from unickpt.reading.options import LoadOptions
 from unickpt.reuse.experts import Choose
 from unickpt.reuse.partial_save import PartialSave
-from unickpt.rules import Rules
+from unickpt.rules.rule_set import Rules
 from unickpt.runs.agreement import barrier, check_same_step, check_shared, on_process_0
 from unickpt.runs.arguments import fences_of, step_metadata, step_number
 from unickpt.runs.housekeeping import Housekeeping

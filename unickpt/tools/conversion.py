@@ -29,8 +29,8 @@ from unickpt.progress import Progress
 from unickpt.quoting import quoted
 from unickpt.reading import checkpoint
 from unickpt.reading.options import LoadOptions
-from unickpt.rules import Rules
 from unickpt.rules.plan import Fact
+from unickpt.rules.rule_set import Rules
 from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.saving.save_job import SaveJob, call_metrics
 from unickpt.saving.write_plan import WriteItem

@@ -9,9 +9,9 @@ from typing import Any
 
 from unickpt.loading.ruled_view import RuledView, stored_facts
 from unickpt.reading import checkpoint
-from unickpt.rules import Rules
 from unickpt.rules.lint import questionable_numbers
 from unickpt.rules.plan import Constant, Fact, Made
+from unickpt.rules.rule_set import Rules
 from unickpt.tools.conversion import convertible
 from unickpt.trees.name_ranges import fold, skeleton
 

@@ -19,13 +19,13 @@ from unickpt.errors import CheckpointNotFound, MergeError
 from unickpt.format.index import RESERVED, ArrayEntry
 from unickpt.frameworks.budget import ProcessBytes
 from unickpt.loading.provenance import Provenance
-from unickpt.loading.ruled_view import RuledView, same_digests
-from unickpt.loading.views import CheckpointView, leaf_text, stored_leaf
+from unickpt.loading.ruled_view import RuledView
+from unickpt.loading.views import CheckpointView, leaf_text, same_digests, stored_leaf
 from unickpt.reading import checkpoint
 from unickpt.reading.chunk_reader import read_made
 from unickpt.reading.listing import checkpoints_below
 from unickpt.reading.options import LoadOptions
-from unickpt.rules import Rules
+from unickpt.rules.rule_set import Rules
 from unickpt.storage import paths
 from unickpt.tools.conversion import convertible
 from unickpt.tools.merge_methods import Method, SourceFacts, weights_of

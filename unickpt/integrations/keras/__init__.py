@@ -28,7 +28,7 @@ from unickpt.loading import loader
 from unickpt.loading.report import LoadReport
 from unickpt.reading import checkpoint
 from unickpt.reading.options import LoadOptions
-from unickpt.rules import Rules
+from unickpt.rules.rule_set import Rules
 from unickpt.runs.checkpointer import Checkpointer
 from unickpt.saving import saver
 from unickpt.saving.options import SaveOptions, SaveReport
