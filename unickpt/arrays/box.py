@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import secrets
+import os
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -287,7 +287,7 @@ def fill_exactly(whole: Box, boxes: Sequence[Box]) -> bool:
         for known, start, stop in zip(sums, box.start, box.stop, strict=True):
             for at in (start, stop):
                 if at not in known:
-                    known[at] = secrets.randbelow(_PRIME)
+                    known[at] = int.from_bytes(os.urandom(16)) % _PRIME
             out = out * (known[stop] - known[start]) % _PRIME
         return out
 

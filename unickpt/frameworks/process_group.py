@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import secrets
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -184,7 +184,7 @@ def _is_integer(value: object) -> bool:
 
 def new_session() -> str:
     """A session name that is unique."""
-    return secrets.token_hex(8)
+    return os.urandom(8).hex()
 
 
 def alone() -> ProcessGroup:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from unickpt.errors import CheckpointNotFound, SaveConflict
 from unickpt.frameworks.process_group import Group, within
@@ -17,7 +17,6 @@ from unickpt.loading.selection import Patterns
 from unickpt.reading.options import LoadOptions
 from unickpt.reuse.experts import Choose
 from unickpt.reuse.partial_save import PartialSave
-from unickpt.rules.rule_set import Rules
 from unickpt.runs.agreement import barrier, check_same_step, check_shared, on_process_0
 from unickpt.runs.arguments import fences_of, step_metadata, step_number
 from unickpt.runs.housekeeping import Housekeeping
@@ -32,6 +31,9 @@ from unickpt.steps.branch import Branch
 from unickpt.steps.tier import Tier
 from unickpt.steps.tiers import Tiers
 from unickpt.storage import paths
+
+if TYPE_CHECKING:
+    from unickpt.rules.rule_set import Rules
 
 
 class Checkpointer:
