@@ -24,7 +24,7 @@ ROWS, CHUNK = 96, 2048
 PROCESS = f"""
 import json, sys
 sys.path.insert(0, {TESTS!r})
-import unickpt
+import unickpt.runs.checkpointer
 from support.dying import die_at
 from unickpt.commit import attempt as commit
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -34,7 +34,7 @@ root, local, index, count, session, first, many, reuse, step, when = ARGS
 commit._GRACE_S = 0.3
 if local and count > 1:
     unickpt.runs.checkpointer.check_shared = lambda *_: None  # they cannot agree
-    unickpt.Checkpointer._remove_abandoned = lambda *_: None
+    unickpt.runs.removal.Removal._remove_abandoned = lambda *_: None
 group = unickpt.ProcessGroup(index, count, session)
 options = unickpt.SaveOptions(group=group, timeout_s=5, chunk_bytes=2048, fsync=False)
 try:

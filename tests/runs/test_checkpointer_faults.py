@@ -20,7 +20,7 @@ from unickpt import Checkpointer, SaveOptions
 PROCESS = f"""
 import json, sys, time
 sys.path.insert(0, {TESTS!r})
-import unickpt
+import unickpt.runs.checkpointer
 from support.dying import die_at
 from support.saving import numbers
 from unickpt.commit import attempt as commit
@@ -33,7 +33,7 @@ options = unickpt.SaveOptions(group=group, timeout_s=timeout_s, chunk_bytes=4096
 arguments = {{"keep_last": 2, "keep_every": 5, "options": options, "local": local}}
 if local and count > 1:
     unickpt.runs.checkpointer.check_shared = lambda *_: None  # they cannot agree
-    unickpt.Checkpointer._remove_abandoned = lambda *_: None
+    unickpt.runs.removal.Removal._remove_abandoned = lambda *_: None
 try:
     with unickpt.Checkpointer(root, **arguments) as checkpointer:
         pending = {{}}

@@ -9,7 +9,6 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
-from unickpt.errors import CheckpointNotFound, SaveConflict
 from unickpt.frameworks.process_group import Group, within
 from unickpt.frameworks.registry import adapters, current_group
 from unickpt.loading.report import LoadReport
@@ -17,10 +16,11 @@ from unickpt.loading.selection import Patterns
 from unickpt.reading.options import LoadOptions
 from unickpt.reuse.experts import Choose
 from unickpt.reuse.partial_save import PartialSave
-from unickpt.runs.agreement import barrier, check_same_step, check_shared, on_process_0
+from unickpt.runs.agreement import check_shared
 from unickpt.runs.arguments import fences_of, step_metadata, step_number
 from unickpt.runs.housekeeping import Housekeeping
 from unickpt.runs.partial_saves import PartialSaves, without_tokens
+from unickpt.runs.removal import Removal
 from unickpt.runs.retention import Retention
 from unickpt.runs.save_triggers import Policy, SigtermHandler
 from unickpt.runs.step_loader import StepLoader
@@ -168,9 +168,8 @@ class Checkpointer:
         self._housekeeping = Housekeeping(
             self._tiers, retention, self._options, self._branch, self._queue.errors.add
         )
-        self._closed = self._is_shared = self._has_removed_steps_after = (
-            self._has_removed_abandoned
-        ) = False
+        self._removal = Removal(self._tiers, self._branch, self._housekeeping)
+        self._closed = self._is_shared = False
         self._closing = threading.Lock()
         self.loaded_step: int | None = None
         """The step that `load` returned."""
@@ -243,8 +242,7 @@ class Checkpointer:
         owners = None
         if self._fences:
             owners = {owner for fence in self._fences for owner in fence.owners()}
-        self._remove_abandoned(group)
-        self._remove_steps_after(group)
+        self._removal.before_save(group)
         hooks = (
             self._housekeeping.hooks(step, metrics or {}, overwrite)
             if group.index == 0
@@ -367,22 +365,7 @@ class Checkpointer:
             raise ValueError("no step was loaded; give the step: drop_later_steps(step)")
         kept = step_number(self.loaded_step if step is None else step)
         group = self._group()
-        check_same_step(group, self._tiers.root.location, "drop_later_steps", kept)
-        self._drain()
-        self._remove_abandoned(group)
-        barrier(group)
-        there = self._tiers.committed()
-        later = [s for s in there if s > kept]
-        if kept not in there:
-            raise self._tiers.not_found(kept, there)
-        on_process_0(
-            group,
-            self._tiers.root.location,
-            f"remove the steps after {kept}",
-            partial(self._remove, later),
-        )
-        self._has_removed(later)
-        return later
+        return self._forgotten(self._removal.drop_later(kept, group, self._drain))
 
     def delete(self, step: int) -> None:
         """Removes a step, even if a rule such as `keep_last` keeps it.
@@ -400,65 +383,14 @@ class Checkpointer:
             StorageError: the storage failed.
         """
         self._check_open()
-        step, group = step_number(step), self._group()
-        check_same_step(group, self._tiers.root.location, "delete", step)
-        is_in_flight = self._housekeeping.is_in_flight(step)
-        if group.count > 1:  # a save does not end at one moment on all of them
-            is_in_flight = group.agree(int(is_in_flight)) > 0
-        if is_in_flight:
-            raise SaveConflict(f"{self.path(step)} is being saved; call wait() first")
-        self._drain()
-        self._remove_abandoned(group)
-        barrier(group)
-        there = self._tiers.committed()
-        if step not in there:
-            raise self._tiers.not_found(step, there)
-        on_process_0(
-            group, self._tiers.root.location, f"remove step {step}", partial(self._remove, [step])
-        )
-        self._has_removed([step])
+        self._removal.delete(step_number(step), self._group(), self._drain)
+        self._forgotten([step])
 
-    def _remove(self, steps: Collection[int]) -> None:
-        self._housekeeping.remove(steps)
-
-    def _has_removed(self, steps: Collection[int]) -> None:
+    def _forgotten(self, removed: list[int]) -> list[int]:
+        """The steps that were removed; no later save refers to them."""
         if self._partial is not None:
-            self._partial.removed(steps)
-
-    def _remove_abandoned(self, group: Group) -> None:
-        """Removes steps of the local tier that another run abandoned, before the first change."""
-        if self._tiers.local is None or self._has_removed_abandoned:
-            return
-        on_process_0(
-            group,
-            self._tiers.root.location,
-            f"remove stale steps from {self._tiers.local.location}",
-            self._housekeeping.remove_abandoned,
-        )
-        self._has_removed_abandoned = True
-
-    def _remove_steps_after(self, group: Group) -> None:
-        """Removes the steps that `after` abandons, before the first save."""
-        if self._branch.after is None or self._has_removed_steps_after:
-            return
-        self._check_after()
-        gone = {step for tier in self._tiers.all for step in self._branch.abandoned(tier)}
-        after = self._branch.after
-        on_process_0(
-            group,
-            self._tiers.root.location,
-            f"remove the steps after {after}",
-            partial(self._remove, gone),
-        )
-        self._has_removed_steps_after = True
-
-    def _check_after(self) -> None:
-        """Raises CheckpointNotFound if the step `after` does not exist."""
-        after = self._branch.after
-        if after is not None and not any(step >= after for step in self.steps()):
-            raise CheckpointNotFound(
-                f"after={after}: {self._tiers.not_found(after, self._tiers.committed())}"
-            )
+            self._partial.removed(removed)
+        return removed
 
     # --- finding and loading -------------------------------------------------------------------
 
@@ -555,7 +487,7 @@ class Checkpointer:
             CheckpointNotFound: the step does not exist, or no step does.
             CheckpointCorrupt: it is damaged; the message names the next older one.
         """
-        self._check_after()
+        self._removal.check_after()
         options = LoadOptions.or_default(options)
         group = self._group(options)
         options = replace(options, group=group)
