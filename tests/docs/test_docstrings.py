@@ -1,0 +1,30 @@
+"""The examples in docstrings do what they say."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import sys
+
+import pytest
+
+import unickpt
+
+
+def modules() -> list[str]:
+    found = pkgutil.walk_packages(unickpt.__path__, "unickpt.")
+    return ["unickpt", *sorted(m.name for m in found)]
+
+
+@pytest.mark.parametrize("name", modules())
+def test_docstrings(name: str) -> None:
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as missing:  # a large trainer, which `make test` does not install
+        if not name.startswith("unickpt.integrations."):
+            raise
+        pytest.skip(f"{missing.name} is not installed")
+    result = doctest.testmod(module, verbose=False)
+    assert result.failed == 0, f"{result.failed} examples of {name} fail; see above"
+    assert sys.modules[name] is module
