@@ -21,6 +21,14 @@ from pathlib import Path
 from typing import Any
 
 LIMIT_S = 60.0
+# unickpt, and what it imports at the first use of `Checkpointer`, `verify`, `copy` and rules.
+IMPORTS = (
+    "unickpt",
+    "unickpt.loading.ruled_view",
+    "unickpt.runs.checkpointer",
+    "unickpt.tools.copying",
+    "unickpt.tools.verification",
+)
 
 
 @dataclass(frozen=True)
@@ -114,7 +122,7 @@ class Forks:
 
 
 def _serve() -> None:
-    for module in ("unickpt", *sys.argv[1:]):
+    for module in (*IMPORTS, *sys.argv[1:]):
         importlib.import_module(module)
     for line in sys.stdin:
         command = json.loads(line)
