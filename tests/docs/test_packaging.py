@@ -50,7 +50,7 @@ def test_importing_unickpt_imports_little() -> None:
     later += ("runs", "steps", "tools", "rules.parser", "rules.rule", "rules.planner")
     assert [m for m in modules if m.startswith(tuple(f"unickpt.{part}" for part in later))] == []
     others = {"jax", "torch", "rich", "typer", "tqdm", "scipy", "h5py", "zstandard", "fsspec"}
-    slow = {"importlib.metadata", "email", "numpy.ma", "difflib", "multiprocessing"}
+    slow = {"importlib.metadata", "email", "numpy.ma", "difflib", "multiprocessing", "secrets"}
     assert (others | slow).isdisjoint(modules)
 
 
