@@ -219,7 +219,8 @@ class _Load:
         aliases = {name: of for name, of in index.aliases.items() if name not in left_out}
         arrays = {n: e for n, e in index.arrays.items() if n not in left_out - {*aliases.values()}}
         targets = {name: {name: NewTarget(entry)} for name, entry in arrays.items()}
-        done |= {**read(view.checkpoint, jobs_of(view, targets)), **index.values}
+        found = read(view.checkpoint, jobs_of(view, targets))
+        done |= {**{name: found[name] for name in targets}, **index.values}
         done |= {alias: done[name] for alias, name in aliases.items()}
         loaded = tuple(name for name in done if name not in left_out)
         skipped = [*skipped, *sorted(left_out, key=natural)]
