@@ -343,9 +343,10 @@ class TorchTarget:
     def buffer(self, position: int) -> Array:
         self._materialise()
         shape = self.boxes[position].shape
-        return (
-            _as_numpy(self._local).reshape(shape) if self._in_place else np.empty(shape, self.dtype)
-        )
+        if not self._in_place:
+            return np.empty(shape, self.dtype)
+        memory = _as_numpy(self._local)
+        return memory if memory.shape == shape else memory.reshape(shape)
 
     def finish(self, buffers: Sequence[Array]) -> Any:
         self._materialise()
@@ -453,15 +454,17 @@ class _HostMemory:
     """
 
     def __init__(self, tensor: torch.Tensor, bits: str) -> None:
-        size = tensor.dtype.itemsize
         self.tensor = tensor
-        self.__array_interface__ = {
+        found: dict[str, Any] = {
             "version": 3,
             "typestr": bits,
-            "shape": tuple(tensor.shape),
-            "strides": tuple(stride * size for stride in tensor.stride()),
+            "shape": tensor.shape,
             "data": (tensor.data_ptr(), False),
         }
+        if not tensor.is_contiguous():
+            size = tensor.dtype.itemsize
+            found["strides"] = tuple(stride * size for stride in tensor.stride())
+        self.__array_interface__ = found
 
 
 def _as_numpy(tensor: torch.Tensor) -> Array:
@@ -476,8 +479,9 @@ def _as_numpy(tensor: torch.Tensor) -> Array:
     if tensor.untyped_storage().nbytes() < _reach(tensor):
         raise StateChanged("its memory was freed or made smaller")
     # Unsigned integers stand for dtypes that NumPy does not know.
-    bits = dtype.str if dtype.isbuiltin == 1 else f"<u{dtype.itemsize}"
-    return np.asarray(_HostMemory(tensor, bits)).view(dtype)
+    if dtype.isbuiltin == 1:
+        return np.asarray(_HostMemory(tensor, dtype.str))
+    return np.asarray(_HostMemory(tensor, f"<u{dtype.itemsize}")).view(dtype)
 
 
 def _reach(tensor: torch.Tensor) -> int:
@@ -512,6 +516,8 @@ def _tie(tensor: torch.Tensor) -> Hashable:
 
 def _may_overlap(tensor: torch.Tensor) -> bool:
     """Whether elements share memory; also True for some strides that interleave dimensions."""
+    if tensor.is_contiguous():
+        return False
     reach = 0
     for stride, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if n > 1 and stride <= reach:

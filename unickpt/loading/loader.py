@@ -239,7 +239,7 @@ class _Load:
         else:
             asked = request_through(like, stored, self.rules, self.among, policy.selection)
             keep, strict = policy.keep_mismatched, policy.is_strict
-            view = through(stored, self.rules, asked.facts, strict=strict, keep_misfits=keep)
+            view = through(stored, self.rules, dict(asked.facts), strict=strict, keep_misfits=keep)
         report = compare(view, asked, policy)
         if isinstance(view, RuledView):
             view.check(self.options)
@@ -257,7 +257,8 @@ class _Load:
         targets |= {
             name: NumberTarget(stored[name])
             for name, value in leaves.items()
-            if name in stored and name not in done and is_number(value, stored[name])
+            if name not in targets and name in stored and name not in done
+            if is_number(value, stored[name])
         }
         by_array, same = _by_array(targets, stored, leaves)
         found = read(view.checkpoint, jobs_of(view, by_array))
