@@ -156,15 +156,19 @@ class Blocks:
         if isinstance(which, slice):
             if which.start >= which.stop:
                 return np.zeros(0, DTYPE)
-            wanted = list(range(which.start // size, -(-which.stop // size)))
-            table, first = self._blocks(wanted), wanted[0] * size
+            wanted = range(which.start // size, -(-which.stop // size))
+            found = self._blocks(wanted)
+            table = found[0] if len(found) == 1 else np.concatenate(found)
+            first = wanted.start * size
             return table[which.start - first : which.stop - first]
+        table = np.empty(len(which), DTYPE)
         blocks, of = np.unique(which // size, return_inverse=True)
-        # All blocks but the last of the table have as many rows, and that is the last here too.
-        return self._blocks(blocks.tolist())[of * size + which % size]
+        for at, rows in enumerate(self._blocks(blocks.tolist())):
+            table[of == at] = rows[which[of == at] % size]
+        return table
 
-    def _blocks(self, wanted: Sequence[int]) -> Table:
-        """Some blocks, one after the other; ascending."""
+    def _blocks(self, wanted: Sequence[int]) -> list[Table]:
+        """Some blocks, ascending."""
         missing = [block for block in wanted if block not in self._known]
         if missing:
             size = self._digests.rows
@@ -173,8 +177,7 @@ class Blocks:
             table = np.frombuffer(data, DTYPE)
             for block in range(missing[0], missing[-1] + 1):
                 self._known[block] = self._checked(block, table[block * size - first :][:size])
-        found = [self._known[block] for block in wanted]
-        return found[0] if len(found) == 1 else np.concatenate(found)
+        return [self._known[block] for block in wanted]
 
     def _checked(self, block: int, rows: Table) -> Table:
         if xxhash.xxh3_64_intdigest(rows.tobytes()) != self._digests.digests[block]:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import compress
 from operator import mul
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from unickpt.arrays import dtypes, strided_copy
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.host_memory import Scratch
+from unickpt.format.digest_table import Table
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
 from unickpt.progress import ProgressFunction, nothing
@@ -149,11 +151,14 @@ class _Reads:
         """
         nbytes = sum(each.nbytes for each in batch)
         self.window.make_room(nbytes)
-        self.stored.rows_of([each.entry for each in batch])  # before memory is allocated
+        rows = self.stored.rows_of([each.entry for each in batch])  # before memory is allocated
         there = [(each, buffer_of(self.stored, each.name, each.target, 0)) for each in batch]
-        whole = [(each, to) for each, to in there if to.flags.c_contiguous]
+        plain = [to.flags.c_contiguous for _, to in there]
+        whole = list(compress(there, plain))
         ended = self.reader.submit_whole(
-            [each.entry for each, _ in whole], [to for _, to in whole], self.planner.verify
+            [each.entry for each, _ in whole],
+            rows[plain] if self.planner.verify else None,
+            [to for _, to in whole],
         )
 
         def finish() -> None:
@@ -163,7 +168,7 @@ class _Reads:
                 self.done[each.name] = each.target.finish([to])
 
         self.window.add(nbytes, finish)
-        return [each.job for each, to in there if not to.flags.c_contiguous]
+        return [each.job for (each, _), is_plain in zip(there, plain, strict=True) if not is_plain]
 
 
 class Task:
@@ -192,21 +197,16 @@ class ChunkReader:
         return task
 
     def submit_whole(
-        self, entries: Sequence[ArrayEntry], out: Sequence[Array], verify: bool
+        self, entries: Sequence[ArrayEntry], rows: Table | None, out: Sequence[Array]
     ) -> Future[None]:
-        """Reads arrays of which `Reader.reads_whole` says that they are read together.
+        """Reads arrays on a thread; the arguments are those of `Reader.read_whole`."""
+        return self._pool.submit(self._run_whole, entries, rows, out)
 
-        Arguments:
-            entries: the arrays.
-            out: contiguous memory of each array's shape and dtype.
-            verify: whether they are checked against their digests.
-        """
-        return self._pool.submit(self._run_whole, entries, out, verify)
-
-    def _run_whole(self, entries: Sequence[ArrayEntry], out: Sequence[Array], verify: bool) -> None:
-        rows = self._stored.rows_of(entries) if verify else None
+    def _run_whole(
+        self, entries: Sequence[ArrayEntry], rows: Table | None, out: Sequence[Array]
+    ) -> None:
         for at in self._stored.read_whole(entries, rows, out):
-            assert rows is not None, "only what is verified differs"
+            assert rows is not None, "only what is verified can differ"
             raise self._mismatch(entries[at], Box.whole(entries[at].shape), rows[at])
 
     def wait(self, task: Task) -> Any:

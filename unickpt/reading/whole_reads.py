@@ -42,6 +42,7 @@ def whole_jobs(stored: Reader, jobs: Sequence[Job]) -> tuple[list[Whole], list[J
             others.append(job)
         else:
             small.append(found)
+    small.sort(key=lambda each: each.entry.name)  # as in the database: neighbours are in one file
     return small, others
 
 
