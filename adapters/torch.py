@@ -336,7 +336,7 @@ class TorchTarget:
         GIL, for which they compete."""
         local = self._local
         plain = not (local.is_conj() or local.is_neg())
-        self._in_place = plain and local.device.type == "cpu" and local.is_contiguous()
+        self._in_place = plain and local.is_cpu and local.is_contiguous()
         self._is_inference = local.is_inference()
         self._has_version = self._filled is not None and not self._filled.is_inference()
 
@@ -403,7 +403,8 @@ def _memory(leaf: torch.Tensor) -> torch.Tensor:
         raise TypeError(f"a {kind} wraps other tensors; save those")
     try:
         storage = leaf.untyped_storage()
-        if storage.device.type != leaf.device.type or storage.nbytes() < _reach(leaf):
+        elsewhere = type(leaf) not in _PLAIN and storage.device.type != leaf.device.type
+        if elsewhere or storage.nbytes() < _reach(leaf):
             raise TypeError(f"a {kind} has no data (it is fake, or its storage was freed)")
         storage.data_ptr()
     except RuntimeError:

@@ -230,9 +230,7 @@ def test_plans_of_equal_arrays_are_kept_within_a_bound(
     monkeypatch.setattr(read_plan.Planner, "reads", counted)
     shapes = [(3, 5), (4,), (6,), (2, 3, 4)]  # of several chunks, or they are read whole
     state = {f"{n:02}": np.random.default_rng(n).random(shapes[n % 4]) for n in range(12)}
-    unickpt.save(
-        tmp_path / "c", state, options=unickpt.SaveOptions(fsync=False, chunk_bytes=16)
-    )
+    unickpt.save(tmp_path / "c", state, options=unickpt.SaveOptions(fsync=False, chunk_bytes=16))
     found = unickpt.load(tmp_path / "c")
     assert all(found[name].tobytes() == array.tobytes() for name, array in state.items())
     assert max(bound) == min(kept, len(shapes))
