@@ -30,6 +30,9 @@ from unickpt.frameworks.protocol import (
 from unickpt.trees.tree import Expansion
 
 _ALIGNMENT = 64  # XLA uses host memory of at least this alignment without a copy
+_COPIED = (
+    64 << 10
+)  # up to so many bytes, a copy takes no longer than to align memory and refer to it
 
 
 def is_array(leaf: Any) -> bool:
@@ -271,27 +274,35 @@ class JaxTarget:
     def buffer(self, position: int) -> Array:
         box = self.boxes[position]
         nbytes = box.size * self.dtype.itemsize
+        if nbytes <= _COPIED:
+            return np.empty(box.shape, self.dtype)
         raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
-        offset = -raw.ctypes.data % _ALIGNMENT
-        aligned: Array = raw[offset : offset + nbytes].view(self.dtype).reshape(box.shape)
-        return aligned
+        return np.ndarray(box.shape, self.dtype, raw, -raw.ctypes.data % _ALIGNMENT)
 
     def finish(self, buffers: Sequence[Array]) -> Any:
-        filled = dict(zip(self.boxes, buffers, strict=True))
-        if self.sharding is None:
-            array = jax.device_put(filled[Box.whole(self.shape)])
-        else:
-            kind = self.sharding.memory_kind
-            pieces = jax.device_put(
-                [filled[box] for box in self._index.values()],
-                [SingleDeviceSharding(device, memory_kind=kind) for device in self._index],
-            )
-            array = jax.make_array_from_single_device_arrays(
-                self.shape, self.sharding, pieces, dtype=self.dtype
-            )
+        array = self._made(buffers)
         if self._weak:
             array = _weakener(self.sharding)(array)
         return array if self._impl is None else jax.random.wrap_key_data(array, impl=self._impl)
+
+    def _made(self, buffers: Sequence[Array]) -> Any:
+        if self.sharding is None:
+            (filled,) = buffers
+            # For a small array `device_put` takes half as long again.
+            is_small = filled.nbytes <= _COPIED
+            return jax.numpy.array(filled) if is_small else jax.device_put(filled)
+        if len(buffers) == 1 and self._index:
+            (filled,) = buffers  # all devices of this process have the same box
+            return jax.make_array_from_callback(self.shape, self.sharding, lambda _: filled)
+        at = dict(zip(self.boxes, buffers, strict=True))
+        kind = self.sharding.memory_kind
+        pieces = jax.device_put(
+            [at[box] for box in self._index.values()],
+            [SingleDeviceSharding(device, memory_kind=kind) for device in self._index],
+        )
+        return jax.make_array_from_single_device_arrays(
+            self.shape, self.sharding, pieces, dtype=self.dtype
+        )
 
 
 def _wanted_sharding(leaf: Any) -> Sharding | None:

@@ -117,4 +117,4 @@ def _tie(leaf: Any) -> Hashable:
     if not isinstance(leaf, np.ndarray) or leaf.size == 0:
         return None
     pointer = leaf.__array_interface__["data"][0]
-    return ("host", pointer, leaf.shape, leaf.strides, leaf.dtype.str, leaf.dtype.name)
+    return ("host", pointer, leaf.shape, leaf.strides, leaf.dtype)

@@ -336,16 +336,17 @@ class TorchTarget:
         GIL, for which they compete."""
         local = self._local
         plain = not (local.is_conj() or local.is_neg())
-        self._in_place = plain and local.device.type == "cpu" and local.is_contiguous()
+        self._in_place = plain and local.is_cpu and local.is_contiguous()
         self._is_inference = local.is_inference()
         self._has_version = self._filled is not None and not self._filled.is_inference()
 
     def buffer(self, position: int) -> Array:
         self._materialise()
         shape = self.boxes[position].shape
-        return (
-            _as_numpy(self._local).reshape(shape) if self._in_place else np.empty(shape, self.dtype)
-        )
+        if not self._in_place:
+            return np.empty(shape, self.dtype)
+        memory = _as_numpy(self._local)
+        return memory if memory.shape == shape else memory.reshape(shape)
 
     def finish(self, buffers: Sequence[Array]) -> Any:
         self._materialise()
@@ -402,7 +403,8 @@ def _memory(leaf: torch.Tensor) -> torch.Tensor:
         raise TypeError(f"a {kind} wraps other tensors; save those")
     try:
         storage = leaf.untyped_storage()
-        if storage.device.type != leaf.device.type or storage.nbytes() < _reach(leaf):
+        elsewhere = type(leaf) not in _PLAIN and storage.device.type != leaf.device.type
+        if elsewhere or storage.nbytes() < _reach(leaf):
             raise TypeError(f"a {kind} has no data (it is fake, or its storage was freed)")
         storage.data_ptr()
     except RuntimeError:
@@ -453,15 +455,17 @@ class _HostMemory:
     """
 
     def __init__(self, tensor: torch.Tensor, bits: str) -> None:
-        size = tensor.dtype.itemsize
         self.tensor = tensor
-        self.__array_interface__ = {
+        found: dict[str, Any] = {
             "version": 3,
             "typestr": bits,
-            "shape": tuple(tensor.shape),
-            "strides": tuple(stride * size for stride in tensor.stride()),
+            "shape": tensor.shape,
             "data": (tensor.data_ptr(), False),
         }
+        if not tensor.is_contiguous():
+            size = tensor.dtype.itemsize
+            found["strides"] = tuple(stride * size for stride in tensor.stride())
+        self.__array_interface__ = found
 
 
 def _as_numpy(tensor: torch.Tensor) -> Array:
@@ -476,8 +480,9 @@ def _as_numpy(tensor: torch.Tensor) -> Array:
     if tensor.untyped_storage().nbytes() < _reach(tensor):
         raise StateChanged("its memory was freed or made smaller")
     # Unsigned integers stand for dtypes that NumPy does not know.
-    bits = dtype.str if dtype.isbuiltin == 1 else f"<u{dtype.itemsize}"
-    return np.asarray(_HostMemory(tensor, bits)).view(dtype)
+    if dtype.isbuiltin == 1:
+        return np.asarray(_HostMemory(tensor, dtype.str))
+    return np.asarray(_HostMemory(tensor, f"<u{dtype.itemsize}")).view(dtype)
 
 
 def _reach(tensor: torch.Tensor) -> int:
@@ -512,6 +517,8 @@ def _tie(tensor: torch.Tensor) -> Hashable:
 
 def _may_overlap(tensor: torch.Tensor) -> bool:
     """Whether elements share memory; also True for some strides that interleave dimensions."""
+    if tensor.is_contiguous():
+        return False
     reach = 0
     for stride, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if n > 1 and stride <= reach:

@@ -47,7 +47,7 @@ def test_only_a_part_is_loaded_and_the_rest_stays_as_it_is(make: Callable[[Any],
     assert type(got["params"]["w"]) is type(like["params"]["w"])
     assert report == LoadReport(
         PATH,
-        loaded=("params/b", "params/w"),
+        loaded=("params/w", "params/b"),
         skipped=("opt/m",),
         left_out=("opt/v", "step"),
     )
@@ -174,7 +174,7 @@ def test_objects_that_are_left_out_are_not_loaded() -> None:
     assert other.state_dict()["state"] == {}
     assert other.param_groups[0]["lr"] == 7.0
     assert (got["optim"], got["loader"]) == (other, like["loader"])
-    assert report.loaded == ("model/bias", "model/weight")
+    assert report.loaded == ("model/weight", "model/bias")
 
 
 def test_leaves_that_cannot_be_loaded_into_may_be_left_out() -> None:

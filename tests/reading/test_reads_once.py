@@ -228,9 +228,9 @@ def test_plans_of_equal_arrays_are_kept_within_a_bound(
 
     monkeypatch.setattr(read_plan, "_plan", lambda *a: planned.append(a) or plan(*a))
     monkeypatch.setattr(read_plan.Planner, "reads", counted)
-    shapes = [(3, 5), (4,), (), (2, 3, 4)]
+    shapes = [(3, 5), (4,), (6,), (2, 3, 4)]  # of several chunks, or they are read whole
     state = {f"{n:02}": np.random.default_rng(n).random(shapes[n % 4]) for n in range(12)}
-    unickpt.save(tmp_path / "c", state, options=unickpt.SaveOptions(fsync=False))
+    unickpt.save(tmp_path / "c", state, options=unickpt.SaveOptions(fsync=False, chunk_bytes=16))
     found = unickpt.load(tmp_path / "c")
     assert all(found[name].tobytes() == array.tobytes() for name, array in state.items())
     assert max(bound) == min(kept, len(shapes))

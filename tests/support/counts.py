@@ -36,7 +36,16 @@ def chunks_read() -> Iterator[list[ChunkRead]]:
         seen.append(ChunkRead(part.key, number, out.nbytes))
         return read(self, entry, part, number, row, out, *rest)
 
-    with mock.patch.object(OcdbtReader, "read_chunk", counted):
+    together = OcdbtReader.read_whole
+
+    def all_counted(self: OcdbtReader, entries: Any, rows: Any, out: Any) -> Any:
+        seen.extend(ChunkRead(e.name, 0, to.nbytes) for e, to in zip(entries, out, strict=True))
+        return together(self, entries, rows, out)
+
+    with (
+        mock.patch.object(OcdbtReader, "read_chunk", counted),
+        mock.patch.object(OcdbtReader, "read_whole", all_counted),
+    ):
         yield seen
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from unickpt.format.index import ArrayEntry, DigestBlocks, Index
 
 DTYPE = np.dtype([("digest", "<u8"), ("process", "<u4")])
 Table = np.ndarray[Any, Any]
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
 # Of a table of one block, its own digest is enough. 196 KB: about as much as a node of the B-tree.
 _BLOCK_ROWS = 1 << 14
 
@@ -63,11 +64,12 @@ def length(arrays: Mapping[str, ArrayEntry]) -> int:
 
 def spans(arrays: Mapping[str, ArrayEntry]) -> dict[str, slice]:
     """The rows of each array's chunks."""
-    at, first = {}, 0
+    found, first = {}, 0
     for name, entry in arrays.items():
-        at[name] = slice(first, first + count(entry))
-        first = at[name].stop
-    return at
+        after = first + count(entry)
+        found[name] = slice(first, after)
+        first = after
+    return found
 
 
 class Mismatch(ValueError):
@@ -144,27 +146,38 @@ class Blocks:
         self._digests, self._total, self._read = digests, total, read
         self._known: dict[int, Table] = {}
 
-    def rows(self, span: slice) -> Table:
-        """Some rows.
+    def rows(self, which: slice | Numbers) -> Table:
+        """Some rows: those of a range, or of any numbers.
 
         Raises:
             Mismatch: a block does not match its digest.
         """
         size = self._digests.rows
-        if span.start >= span.stop:
-            return np.zeros(0, DTYPE)
-        wanted = range(span.start // size, -(-span.stop // size))
+        if isinstance(which, slice):
+            if which.start >= which.stop:
+                return np.zeros(0, DTYPE)
+            wanted = range(which.start // size, -(-which.stop // size))
+            found = self._blocks(wanted)
+            table = found[0] if len(found) == 1 else np.concatenate(found)
+            first = wanted.start * size
+            return table[which.start - first : which.stop - first]
+        table = np.empty(len(which), DTYPE)
+        blocks, of = np.unique(which // size, return_inverse=True)
+        for at, rows in enumerate(self._blocks(blocks.tolist())):
+            table[of == at] = rows[which[of == at] % size]
+        return table
+
+    def _blocks(self, wanted: Sequence[int]) -> list[Table]:
+        """Some blocks, ascending."""
         missing = [block for block in wanted if block not in self._known]
         if missing:
+            size = self._digests.rows
             first, stop = missing[0] * size, min((missing[-1] + 1) * size, self._total)
             data = self._read(first * DTYPE.itemsize, (stop - first) * DTYPE.itemsize)
             table = np.frombuffer(data, DTYPE)
             for block in range(missing[0], missing[-1] + 1):
                 self._known[block] = self._checked(block, table[block * size - first :][:size])
-        found = [self._known[block] for block in wanted]
-        first = wanted.start * size
-        table = found[0] if len(found) == 1 else np.concatenate(found)
-        return table[span.start - first : span.stop - first]
+        return [self._known[block] for block in wanted]
 
     def _checked(self, block: int, rows: Table) -> Table:
         if xxhash.xxh3_64_intdigest(rows.tobytes()) != self._digests.digests[block]:

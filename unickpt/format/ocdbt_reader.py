@@ -26,6 +26,7 @@ from unickpt.format import (
     digest_table,
     index_json,
     timing,
+    whole_arrays,
     zarr_metadata,
 )
 from unickpt.format.chunk_grid import Part
@@ -227,6 +228,30 @@ class OcdbtReader(Reader):
         digest = store.read(entry, part, number, out, requested, hashed=hashed)
         return not hashed or digest == row["digest"]
 
+    def reads_whole(self, entry: ArrayEntry) -> bool:
+        return not (self._bases or self.index.codecs) and whole_arrays.is_one_chunk(entry)
+
+    def rows_of(self, entries: Sequence[ArrayEntry]) -> digest_table.Table:
+        spans = self._spans
+        return self._rows(np.array([spans[entry.name].start for entry in entries], np.int64))
+
+    def read_whole(
+        self, entries: Sequence[ArrayEntry], rows: digest_table.Table | None, out: Sequence[Array]
+    ) -> Sequence[int]:
+        different = []
+        found = whole_arrays.read(self._chunks.values, entries, out)
+        digests = [None] * len(out) if rows is None else rows["digest"].tolist()
+        for at, (has_read, digest) in enumerate(zip(found, digests, strict=True)):
+            if has_read:
+                matches = digest is None or chunk_store.digest(out[at]) == digest
+            else:  # or this says why not
+                (part,) = chunk_grid.parts(entries[at])
+                row = None if rows is None else rows[at]
+                matches = self.read_chunk(entries[at], part, 0, row, out[at])
+            if not matches:
+                different.append(at)
+        return different
+
     def has_bytes(self, entry: ArrayEntry, part: Part, number: int, stored: Array) -> bool:
         """Whether a chunk of a quantised array is stored as these bytes.
 
@@ -288,8 +313,11 @@ class OcdbtReader(Reader):
         return self._chunks.explained(error, f"{self.location}: array {entry.name!r}")
 
     def digests_of(self, name: str) -> digest_table.Table:
+        return self._rows(self._spans[name])
+
+    def _rows(self, which: slice | digest_table.Numbers) -> digest_table.Table:
         try:
-            return self._digests(self._spans[name])
+            return self._digests(which)
         except digest_table.Mismatch as error:
             raise self.damaged(str(error)) from None
 
@@ -298,8 +326,13 @@ class OcdbtReader(Reader):
         """The rows of each array's chunks in the digest table."""
         return digest_table.spans(self.index.arrays)
 
+    @property
+    def _chunk_count(self) -> int:
+        """How many chunks the arrays of the index have."""
+        return next((rows.stop for rows in reversed(self._spans.values())), 0)
+
     @cached_property
-    def _digests(self) -> Callable[[slice], digest_table.Table]:
+    def _digests(self) -> Callable[[slice | digest_table.Numbers], digest_table.Table]:
         """Returns rows of the digest table, which is read at once if it is short."""
         blocks = self.index.digest_blocks
         if blocks is None:
@@ -335,7 +368,7 @@ class OcdbtReader(Reader):
         if nbytes is None:
             raise self.damaged(f"key {DIGESTS_KEY!r} is missing")
         try:
-            digest_table.check(nbytes, self.index, digest_table.length(self.index.arrays))
+            digest_table.check(nbytes, self.index, self._chunk_count)
         except digest_table.Mismatch as error:
             raise self.damaged(str(error)) from None
         return nbytes

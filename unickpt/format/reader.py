@@ -103,6 +103,36 @@ class Reader(Protocol):
         """
         raise AssertionError(f"{self.format}: array {entry.name!r} is read in whole chunks")
 
+    def reads_whole(self, entry: ArrayEntry) -> bool:
+        """Whether an array is one small chunk, and `read_whole` reads it with others."""
+        return False
+
+    def rows_of(self, entries: Sequence[ArrayEntry]) -> Table:
+        """The rows of `digests_of` of arrays for which `reads_whole` is true, one each.
+
+        Raises:
+            CheckpointCorrupt: the digests contradict the arrays.
+        """
+        raise AssertionError(f"{self.format}: arrays are not read together")
+
+    def read_whole(
+        self, entries: Sequence[ArrayEntry], rows: Table | None, out: Sequence[Array]
+    ) -> Sequence[int]:
+        """Reads arrays for which `reads_whole` is true: less work for each than `read_chunk`.
+
+        Arguments:
+            entries: the arrays.
+            rows: theirs, from `rows_of`; None if they are not to be verified.
+            out: contiguous memory of each array's shape and dtype.
+
+        Returns:
+            The positions of those that do not match their digests.
+
+        Raises:
+            CheckpointCorrupt, StorageError: as `read_chunk`.
+        """
+        raise AssertionError(f"{self.format}: arrays are not read together")
+
     def request_chunks(self, chunks: Sequence[ChunkId]) -> Sequence[Any]:
         """Starts to read chunks, where that makes several reads faster; None for the others."""
         return [None] * len(chunks)

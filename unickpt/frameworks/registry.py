@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 from unickpt.frameworks.budget import processes_on_node
 from unickpt.frameworks.process_group import Group, alone
 from unickpt.frameworks.protocol import Adapter
 
+T = TypeVar("T")
 _FRAMEWORKS = ("jax", "torch")
 
 
@@ -27,6 +28,19 @@ def adapter_of(leaf: Any, among: Sequence[Adapter]) -> Adapter | None:
         if adapter.is_array(leaf):
             return adapter
     return None
+
+
+def by_type(find: Callable[[Any], T]) -> Callable[[Any], T]:
+    """A function that decides by an object's type alone, called once for each type."""
+    known: dict[type, T] = {}
+
+    def found(leaf: Any) -> T:
+        kind = type(leaf)
+        if kind not in known:
+            known[kind] = find(leaf)
+        return known[kind]
+
+    return found
 
 
 def current_group(among: Sequence[Adapter]) -> Group:

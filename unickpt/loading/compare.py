@@ -91,6 +91,9 @@ class _Comparison:
 
     def _add_array(self, name: str, entry: ArrayEntry, target: ArrayTarget, keep: bool) -> None:
         have, want = dtypes.from_name(entry.dtype), target.dtype
+        if entry.shape == target.shape and have == want and target.prng is None:
+            self.loaded.append(name)  # as nearly all
+            return
         shapes = _shape(entry), _shape(target)
         if shapes[0] != shapes[1] and keep:
             self.mismatched.append((name, *shapes))
@@ -144,8 +147,9 @@ def compare(view: CheckpointView, asked: Request, policy: Policy) -> LoadReport:
     names = [*asked.leaves, *asked.left_out]
     selection.check(where, names, (*view.index.names, *view.unused))
     found = _Comparison(view, asked, policy, view.index.names)
-    for name in sorted(asked.leaves, key=natural):
+    for name in asked.leaves:
         found.add(name)
+    found.rows.sort(key=lambda row: natural(row.name))
     # Orbax stores None for an empty namedtuple, such as a state of optax without arrays.
     nothing = {name for name in view.unused if _is_none(view, name)}
     if nothing:
@@ -166,13 +170,17 @@ def compare(view: CheckpointView, asked: Request, policy: Policy) -> LoadReport:
     return LoadReport(
         where,
         tuple(found.loaded),
-        tuple(found.kept),
+        tuple(sorted(found.kept, key=natural)),
         tuple(skipped),
-        tuple(found.mismatched),
-        tuple(found.cast),
+        tuple(sorted(found.mismatched, key=_natural_first)),
+        tuple(sorted(found.cast, key=_natural_first)),
         tuple((stored, name) for name, stored in sorted(view.renamed.items())),
         left_out=tuple(sorted(asked.left_out, key=natural)),
     )
+
+
+def _natural_first(row: tuple[str, Any, Any]) -> Any:
+    return natural(row[0])
 
 
 def _is_none(view: CheckpointView, name: str) -> bool:
@@ -218,8 +226,10 @@ def _shared_memory(view: CheckpointView, targets: Mapping[str, ArrayTarget]) -> 
     rows = []
     for name, target in targets.items():
         other = first.setdefault(target.identity, name) if target.identity is not None else name
+        if other == name:
+            continue
         entry, one = (stored_leaf(view.index, n) for n in (name, other))
-        if other == name or not (isinstance(entry, ArrayEntry) and isinstance(one, ArrayEntry)):
+        if not (isinstance(entry, ArrayEntry) and isinstance(one, ArrayEntry)):
             continue
         if entry.name != one.name and not _is_same_data(view, entry, one):
             rows.append(

@@ -220,7 +220,8 @@ class _Load:
         aliases = {name: of for name, of in index.aliases.items() if name not in left_out}
         arrays = {n: e for n, e in index.arrays.items() if n not in left_out - {*aliases.values()}}
         targets = {name: {name: NewTarget(entry)} for name, entry in arrays.items()}
-        done |= {**read(view.checkpoint, jobs_of(view, targets)), **index.values}
+        found = read(view.checkpoint, jobs_of(view, targets))
+        done |= {**{name: found[name] for name in targets}, **index.values}
         done |= {alias: done[name] for alias, name in aliases.items()}
         loaded = tuple(name for name in done if name not in left_out)
         skipped = [*skipped, *sorted(left_out, key=natural)]
@@ -241,7 +242,7 @@ class _Load:
 
             asked = request_through(like, stored, self.rules, self.among, policy.selection)
             keep, strict = policy.keep_mismatched, policy.is_strict
-            view = through(stored, self.rules, asked.facts, strict=strict, keep_misfits=keep)
+            view = through(stored, self.rules, dict(asked.facts), strict=strict, keep_misfits=keep)
         report = compare(view, asked, policy)
         view.check(self.options)
         return self._read_like(view, asked, report, read), report
@@ -258,7 +259,8 @@ class _Load:
         targets |= {
             name: NumberTarget(stored[name])
             for name, value in leaves.items()
-            if name in stored and name not in done and is_number(value, stored[name])
+            if name not in targets and name in stored and name not in done
+            if is_number(value, stored[name])
         }
         by_array, same = _by_array(targets, stored, leaves)
         found = read(view.checkpoint, jobs_of(view, by_array))

@@ -16,7 +16,7 @@ class LoadReport:
 
     Arguments:
         url: the checkpoint.
-        loaded: the names of loaded leaves, in terms of `like` if given.
+        loaded: the names of loaded leaves, in terms of `like` and in its order, if given.
         kept: leaves of `like` that are not stored; they keep what `like` held.
         skipped: stored leaves that were not asked for: by `like`, or by `only=` and `skip=`.
         mismatched: leaves whose shape differs from the stored one and that keep what `like` held

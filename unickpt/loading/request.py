@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from unickpt.arrays import dtypes
 from unickpt.errors import UnsupportedLeaf
 from unickpt.frameworks.leaves import LocalFragments, PerProcess, expand, is_leaf
 from unickpt.frameworks.protocol import Adapter, ArrayTarget
-from unickpt.frameworks.registry import adapter_of
+from unickpt.frameworks.registry import adapter_of, by_type
 from unickpt.loading.selection import ALL, Selection
 from unickpt.rules.plan import Fact
 from unickpt.trees import tree
@@ -53,7 +53,7 @@ class Request:
         known = selection.among(known)
         node = tree.flatten(
             like,
-            lambda x: is_leaf(x, among),
+            by_type(lambda x: is_leaf(x, among)),
             lambda obj, name: expand(obj, name, among, known),
             "`like` cannot be loaded into",
         )
@@ -62,17 +62,33 @@ class Request:
         return cls(node, leaves, _targets_of(leaves, among), left_out)
 
     @property
-    def facts(self) -> dict[str, Fact]:
+    def facts(self) -> Mapping[str, Fact]:
         """The leaves as rules see them."""
-        return {name: self._fact(name, value) for name, value in self.leaves.items()}
+        return _Facts(self)
 
-    def _fact(self, name: str, value: Any) -> Fact:
-        target = self.targets.get(name)
+
+class _Facts(Mapping[str, Fact]):
+    """Made when they are looked at: without rules, only those of plain numbers are."""
+
+    def __init__(self, asked: Request) -> None:
+        self._asked = asked
+
+    def __getitem__(self, name: str) -> Fact:
+        value, target = self._asked.leaves[name], self._asked.targets.get(name)
         if target is not None:
             return Fact("array", tuple(target.shape), dtypes.name_of(target.dtype))
         if isinstance(value, PerProcess):
             return Fact("process")
         return Fact("value", (), _NUMBERS.get(type(value), ""))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._asked.leaves
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._asked.leaves)
+
+    def __len__(self) -> int:
+        return len(self._asked.leaves)
 
 
 def _targets_of(leaves: Mapping[str, Any], among: Sequence[Adapter]) -> dict[str, ArrayTarget]:
@@ -83,8 +99,9 @@ def _targets_of(leaves: Mapping[str, Any], among: Sequence[Adapter]) -> dict[str
     """
     targets: dict[str, ArrayTarget] = {}
     bad: list[str] = []
+    find_adapter = by_type(lambda value: adapter_of(value, among))
     for name, value in leaves.items():
-        adapter = adapter_of(value, among)
+        adapter = find_adapter(value)
         try:
             if isinstance(value, LocalFragments):
                 targets[name] = value.target()

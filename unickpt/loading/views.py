@@ -242,17 +242,17 @@ def jobs_of(
     for name, targets in targets_by_array.items():
         recipe = view.recipe(name)
         used = {source.entry.name for source in recipe.sources}
-        joined = sorted({at[entry] for entry in used if entry in at})
-        if not joined:
-            joined = [len(jobs)]
-            jobs.append({})
-        first, *others = joined
-        for other in others:
-            jobs[first] |= jobs[other]
-            jobs[other] = {}
-            at.update({entry: first for entry, job in at.items() if job == other})
-        at.update(dict.fromkeys(used, first))
-        jobs[first] |= dict.fromkeys(targets, recipe)
+        job = len(jobs)
+        if at.keys().isdisjoint(used):
+            jobs.append(dict.fromkeys(targets, recipe))
+        else:
+            job, *others = sorted({at[entry] for entry in used if entry in at})
+            for other in others:
+                jobs[job] |= jobs[other]
+                jobs[other] = {}
+                at.update({entry: job for entry, of in at.items() if of == other})
+            jobs[job] |= dict.fromkeys(targets, recipe)
+        at.update(dict.fromkeys(used, job))
     all_targets = {
         name: target for targets in targets_by_array.values() for name, target in targets.items()
     }

@@ -6,6 +6,8 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import compress
 from operator import mul
 from typing import Any, TypeVar
 
@@ -13,6 +15,7 @@ from unickpt.arrays import dtypes, strided_copy
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.host_memory import Scratch
+from unickpt.format.digest_table import Table
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
 from unickpt.progress import ProgressFunction, nothing
@@ -21,6 +24,7 @@ from unickpt.reading.read_plan import (
     ChunkRead,
     Job,
     Planner,
+    buffer_of,
     buffers_of,
     consumers_of,
     fill,
@@ -29,7 +33,8 @@ from unickpt.reading.read_plan import (
 )
 from unickpt.reading.recipes import Copy, Recipe, Unchanged
 from unickpt.reading.targets import NewTarget
-from unickpt.threads import Pool, Window, step_back
+from unickpt.reading.whole_reads import Whole, whole_jobs
+from unickpt.threads import Pool, Window, in_batches, step_back
 
 T = TypeVar("T")
 
@@ -64,14 +69,15 @@ def read_arrays(
     """
     filled = filled or Filled(jobs, nothing)
     done: dict[str, Any] = {}
-    window = Window(options.working_bytes)
-    planner = Planner(stored, options.verify)
     own = reader or ChunkReader(stored)
+    window = Window(options.working_bytes)
+    work = _Reads(stored, Planner(stored, options.verify), own, window, filled, done)
     try:
-        for job in jobs:
-            nbytes = job.nbytes
-            window.make_room(nbytes)
-            window.add(nbytes, _start(stored, job, planner, own, done, filled))
+        small, others = whole_jobs(stored, jobs)
+        for batch in in_batches(small, TASK_CHUNKS, TASK_BYTES, lambda each: each.nbytes):
+            others += work.start_whole(batch)
+        for job in others:
+            work.start(job)
         window.drain()
     finally:
         if reader is None:
@@ -102,32 +108,67 @@ class Filled:
         self._told(self._done, self._total)
 
 
-def _start(
-    stored: Reader,
-    job: Job,
-    planner: Planner,
-    reader: ChunkReader,
-    done: dict[str, Any],
-    filled: Filled,
-) -> Callable[[], None]:
-    """Starts to read an array; calling the result waits for it and finishes the leaf."""
-    for entry in job.entries:
-        stored.check_backed(entry)
-    buffers = buffers_of(stored, job)
-    slots = slots_of(job)
-    fill(slots, buffers, planner.verify)
-    nbytes = job.nbytes
-    pending = {reader.submit(read) for read in planner.reads(consumers_of(slots, buffers))}
+@dataclass
+class _Reads:
+    """What a call of `read_arrays` has; see there."""
 
-    def finish() -> None:
-        for ended, task in enumerate(pending, 1):
-            reader.wait(task)
-            filled.part(nbytes, ended, len(pending))
-        filled.whole(nbytes)
-        for name, target in job.targets.items():
-            done[name] = target.finish(buffers.pop(name))
+    stored: Reader
+    planner: Planner
+    reader: ChunkReader
+    window: Window
+    filled: Filled
+    done: dict[str, Any]
 
-    return finish
+    def start(self, job: Job) -> None:
+        """Starts to read an array, when there is room; the window waits for it and finishes the
+        leaf."""
+        nbytes = job.nbytes
+        self.window.make_room(nbytes)
+        for entry in job.entries:
+            self.stored.check_backed(entry)
+        buffers = buffers_of(self.stored, job)
+        slots = slots_of(job)
+        fill(slots, buffers, self.planner.verify)
+        reads = self.planner.reads(consumers_of(slots, buffers))
+        pending = {self.reader.submit(read) for read in reads}
+
+        def finish() -> None:
+            for ended, task in enumerate(pending, 1):
+                self.reader.wait(task)
+                self.filled.part(nbytes, ended, len(pending))
+            self.filled.whole(nbytes)
+            for name, target in job.targets.items():
+                self.done[name] = target.finish(buffers.pop(name))
+
+        self.window.add(nbytes, finish)
+
+    def start_whole(self, batch: Sequence[Whole]) -> list[Job]:
+        """As `start`, for arrays that are read whole, on one thread.
+
+        Returns:
+            The jobs of those that have to be read otherwise, because their memory is not
+            contiguous.
+        """
+        nbytes = sum(each.nbytes for each in batch)
+        self.window.make_room(nbytes)
+        rows = self.stored.rows_of([each.entry for each in batch])  # before memory is allocated
+        there = [(each, buffer_of(self.stored, each.name, each.target, 0)) for each in batch]
+        plain = [to.flags.c_contiguous for _, to in there]
+        whole = list(compress(there, plain))
+        ended = self.reader.submit_whole(
+            [each.entry for each, _ in whole],
+            rows[plain] if self.planner.verify else None,
+            [to for _, to in whole],
+        )
+
+        def finish() -> None:
+            ended.result()
+            self.filled.whole(sum(each.nbytes for each, _ in whole))
+            for each, to in whole:
+                self.done[each.name] = each.target.finish([to])
+
+        self.window.add(nbytes, finish)
+        return [each.job for (each, _), is_plain in zip(there, plain, strict=True) if not is_plain]
 
 
 class Task:
@@ -154,6 +195,19 @@ class ChunkReader:
         if task.nbytes >= TASK_BYTES or len(task.reads) == TASK_CHUNKS:
             self._flush()
         return task
+
+    def submit_whole(
+        self, entries: Sequence[ArrayEntry], rows: Table | None, out: Sequence[Array]
+    ) -> Future[None]:
+        """Reads arrays on a thread; the arguments are those of `Reader.read_whole`."""
+        return self._pool.submit(self._run_whole, entries, rows, out)
+
+    def _run_whole(
+        self, entries: Sequence[ArrayEntry], rows: Table | None, out: Sequence[Array]
+    ) -> None:
+        for at in self._stored.read_whole(entries, rows, out):
+            assert rows is not None, "only what is verified can differ"
+            raise self._mismatch(entries[at], Box.whole(entries[at].shape), rows[at])
 
     def wait(self, task: Task) -> Any:
         """Waits for a task; returns its result or raises its error."""
@@ -195,10 +249,13 @@ class ChunkReader:
         if stored.reads_boxes(read.entry):
             stored.read_box(read.entry, read.part, read.box, out)
         elif not stored.read_chunk(read.entry, read.part, read.number, row, out, requested):
-            raise stored.damaged(
-                f"array {read.entry.name!r} {read.box}, written by process {row['process']}: "
-                "the stored bytes do not match their digest"
-            )
+            raise self._mismatch(read.entry, read.box, row)
+
+    def _mismatch(self, entry: ArrayEntry, box: Box, row: Any) -> Exception:
+        return self._stored.damaged(
+            f"array {entry.name!r} {box}, written by process {row['process']}: "
+            "the stored bytes do not match their digest"
+        )
 
 
 def _direct(read: ChunkRead) -> Array | None:

@@ -119,16 +119,21 @@ def buffers_of(stored: Reader, job: Job) -> dict[str, list[Array]]:
     """
     buffers = {}
     for name, target in job.targets.items():
-        try:
-            buffers[name] = [target.buffer(i) for i in range(len(target.boxes))]
-            for buffer in buffers[name]:
-                prefer_huge_pages(buffer)
-        except MemoryError as error:
-            raise MemoryError(
-                f"{stored.location}: no memory for array {name!r}, "
-                f"{dtypes.with_shape(dtypes.name_of(target.dtype), target.shape)}: {error}"
-            ) from None
+        buffers[name] = [buffer_of(stored, name, target, i) for i in range(len(target.boxes))]
+        for buffer in buffers[name]:
+            prefer_huge_pages(buffer)
     return buffers
+
+
+def buffer_of(stored: Reader, name: str, target: ArrayTarget, position: int) -> Array:
+    """Memory for a box of a target. Raises as `buffers_of`."""
+    try:
+        return target.buffer(position)
+    except MemoryError as error:
+        raise MemoryError(
+            f"{stored.location}: no memory for array {name!r}, "
+            f"{dtypes.with_shape(dtypes.name_of(target.dtype), target.shape)}: {error}"
+        ) from None
 
 
 def slots_of(job: Job) -> list[TargetBox]:

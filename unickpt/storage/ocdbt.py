@@ -90,17 +90,34 @@ class Tree:
             leaf = self._leaf(key.encode())
         return _value(leaf, key.encode())
 
-    def find_all(self, keys: Iterable[str]) -> Iterator[tuple[str, bytes | DataReference | None]]:
-        """As `find`, for keys of which neighbours are often in one leaf."""
-        leaf: nodes.Node | None = None
-        for key in keys:
-            wanted = key.encode()
-            if leaf is None or not leaf.keys[0] <= wanted <= leaf.keys[-1]:
-                with self._lock:
-                    leaf = self._leaf(wanted)
-            yield key, _value(leaf, wanted)
-            if leaf is not None and not leaf.keys:
-                leaf = None
+    def find_all(self, keys: Iterable[str]) -> Iterator[tuple[nodes.Node, list[str], list[int]]]:
+        """The leaves that have some of the keys, each with these keys and their positions in it;
+        leaves out keys that are missing.
+
+        Raises:
+            Damaged, Failed: as for `find`.
+        """
+        wanted = sorted({key.encode(): key for key in keys}.items())
+        ahead = 0
+        while ahead < len(wanted):
+            first, at = ahead, 0
+            names: list[str] = []
+            positions: list[int] = []
+            with self._lock:
+                leaf = self._leaf(wanted[first][0])
+            while leaf is not None and ahead < len(wanted):
+                encoded, key = wanted[ahead]
+                at = bisect_left(leaf.keys, encoded, at)
+                if at == len(leaf.keys):
+                    break  # it may be in a later leaf
+                if leaf.keys[at] == encoded:
+                    names.append(key)
+                    positions.append(at)
+                ahead += 1
+            if leaf is not None and names:
+                yield leaf, names, positions
+            if ahead == first:  # no leaf has it
+                ahead += 1
 
     def leaves(self) -> Iterator[nodes.Node]:
         """All leaves, in order.
