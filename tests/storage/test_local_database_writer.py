@@ -195,5 +195,8 @@ def test_files_are_closed_after_a_failure(tmp_path: Path) -> None:
     file.abandon()
     write(writer, {"b": b"2" * 300}, last=True)
     writer.abandon()
+    write(full := writer_of(tmp_path / "full"), {str(n): b"3" * 200 for n in range(600)}, last=True)
+    with files_of_at_most(121_000), pytest.raises(Failed):
+        full.finish()
     assert isinstance(file, DataFile)
     assert len(os.listdir("/proc/self/fd")) == before

@@ -203,8 +203,12 @@ class LocalDatabaseWriter:
             Failed: it cannot be written.
         """
         file, self._last = self._last or self.new_file(), None
-        manifest = self._build(file)
-        file.close(fsync=self.is_durable)
+        try:
+            manifest = self._build(file)
+            file.close(fsync=self.is_durable)
+        except BaseException:
+            file.abandon()
+            raise
         if self.is_durable:
             local_folders.sync_folder(self._folder + _FOLDER)
         self._store.write(MANIFEST, manifest).result()
