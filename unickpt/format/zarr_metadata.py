@@ -77,7 +77,7 @@ def zarr_keys(index: Index) -> dict[str, bytes]:
     of_kind: dict[tuple[Any, ...], bytes] = {}  # arrays of one shape share it
     for name, entry in index.arrays.items():
         stored = chunk_grid.parts(entry) or [
-            chunk_grid.Part(name, Box.whole(entry.shape), entry.chunk)
+            Part.whole(name, entry.shape, entry.chunk)
         ]
         for part in stored:
             is_patched = entry.patched > 0
