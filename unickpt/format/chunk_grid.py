@@ -79,7 +79,7 @@ class Part:
     def chunk_key(self, number: int) -> str:
         """The key of a chunk below the part's own: zarr v3's default encoding."""
         if self.count == 1:
-            return "/".join(["c", *"0" * len(self.chunk)])
+            return _only_key(len(self.chunk))
         at = []
         for n in reversed(self.grid):
             number, index = divmod(number, n)
@@ -102,6 +102,12 @@ class Part:
         strides = [math.prod(self.grid[d + 1 :]) for d in range(len(self.grid))]
         for at in itertools.product(*ranges):
             yield sum(i * s for i, s in zip(at, strides, strict=True))
+
+
+@lru_cache(maxsize=64)
+def _only_key(rank: int) -> str:
+    """The key of the only chunk of a part."""
+    return "/".join(["c", *"0" * rank])
 
 
 @lru_cache(maxsize=4096)
