@@ -111,9 +111,8 @@ def copier(out: Sequence[Array]) -> Callable[[Sequence[Any]], None]:
     to = [_as_torch(array, _FROM_NUMPY[array.dtype]) for array in out]
 
     def copy(leaves: Sequence[Any]) -> None:
-        plain = [leaf if type(leaf) in _PLAIN else leaf._local_tensor for leaf in leaves]
         with torch.no_grad():
-            torch._foreach_copy_(to, plain)
+            torch._foreach_copy_(to, list(map(_own, leaves)))
 
     return copy
 
@@ -122,7 +121,13 @@ _FROM_NUMPY = {dtype: own for own, dtype in TO_NUMPY.items()}
 
 
 def kept(leaves: Sequence[Any]) -> list[Read]:
-    raise NotImplementedError("tensors may be changed")
+    return [_reader(_Held(_own(leaf).detach()), (0,) * leaf.ndim) for leaf in leaves]
+
+
+def _own(leaf: Any) -> torch.Tensor:
+    """This rank's part of a tensor for which there are `facts`."""
+    own: torch.Tensor = leaf if type(leaf) in _PLAIN else leaf._local_tensor
+    return own
 
 
 class _Held:

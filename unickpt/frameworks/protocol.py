@@ -176,7 +176,8 @@ class Adapter(Protocol):
         dtype, in native byte order."""
 
     def kept(self, leaves: Sequence[Any]) -> list[Read]:
-        """As `Memory.keep` of leaves, all of immutable host memory."""
+        """Functions that read leaves where they are, all whole or immutable and in the memory of
+        the host, and unchanged until the save has ended; what `facts` says of them is known."""
 
     def target(self, leaf: Any) -> ArrayTarget:
         """Describes an array to load into. Raises as `source`."""
@@ -209,9 +210,7 @@ def whole_source(
     """An array that every process of the job holds whole, if it has it in its tree."""
     box, holders, layout = _held_whole(shape, group.count)
     fragments = () if 0 in shape else (Fragment(box, holders, read, memory, sample),)
-    return ArraySource(
-        shape, dtype, fragments, layout, identity=identity, assumed=len(holders) > 1
-    )
+    return ArraySource(shape, dtype, fragments, layout, identity=identity, assumed=len(holders) > 1)
 
 
 @lru_cache(maxsize=4096)
