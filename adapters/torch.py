@@ -50,7 +50,7 @@ def is_array(leaf: Any) -> bool:
 
 def source(leaf: Any, group: Group) -> ArraySource:
     _check(leaf)
-    if leaf.device.type == "meta":
+    if leaf.is_meta:
         raise TypeError("a tensor on the meta device has no data; it can only be loaded into")
     if type(leaf) in _PLAIN or not is_dtensor(leaf):
         held = _Held(_memory(leaf))
@@ -144,7 +144,7 @@ class _Held:
         storage = tensor.untyped_storage()
         self.tensor, self.shape = tensor, tuple(tensor.shape)
         self.owner, self.where = storage._cdata, (storage.data_ptr(), storage.nbytes())
-        self.on_host = tensor.device.type == "cpu"
+        self.on_host = tensor.is_cpu
 
 
 def _reader(held: _Held, start: tuple[int, ...]) -> Read:

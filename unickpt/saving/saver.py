@@ -127,7 +127,7 @@ def _save(job: SaveJob, root: Any, metadata: Mapping[str, Any] | None) -> SaveRe
             found.refer()
         elif isinstance(found, Node) and plans.is_repeated(job.description.sources):
             known = plans.learn(found, job, job.description.sources, None)
-    plan = known.plan if known is not None and known.plan is not None else job.plan()
+    plan = job.plan(None if known is None else known.plan)
     report = job.run(plan, DirectSource(job.working_bytes))
     if known is not None:  # else it is lost, with what a failed save refers to
         known.plan = plan
