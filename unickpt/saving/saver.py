@@ -137,5 +137,6 @@ def _save(job: SaveJob, root: Any, metadata: Mapping[str, Any] | None) -> SaveRe
 
 @cache
 def _plans(process: int) -> PlanCache:
-    """The plans of `save` in this process; those of `save_async` keep copies."""
+    """The plans of `save` in this process, about 1 KB for each array; those of `save_async` have
+    copies, too."""
     return PlanCache()
