@@ -21,10 +21,7 @@ def is_array(leaf: Any) -> bool:
 
 def source(leaf: Any, group: Group) -> ArraySource:
     array = _checked(leaf)
-
-    def read(box: Box, make_buffer: Any) -> Array:
-        return array[box.slices]
-
+    read = _reader(array)
     memory = Memory(spans=lambda: [_span(array)])
     return whole_source(array.shape, array.dtype, group, read, _tie(leaf), memory)
 
@@ -49,7 +46,11 @@ def copier(out: Sequence[Array]) -> Callable[[Sequence[Any]], None]:
 
 
 def kept(leaves: Sequence[Any]) -> list[Read]:
-    raise NotImplementedError("NumPy arrays may be changed")
+    return [_reader(np.asarray(leaf)) for leaf in leaves]
+
+
+def _reader(array: Array) -> Read:
+    return lambda box, make_buffer: array[box.slices]
 
 
 def target(leaf: Any) -> NumpyTarget:

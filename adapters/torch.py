@@ -50,30 +50,30 @@ def is_array(leaf: Any) -> bool:
 
 def source(leaf: Any, group: Group) -> ArraySource:
     _check(leaf)
-    if leaf.device.type == "meta":
+    if leaf.is_meta:
         raise TypeError("a tensor on the meta device has no data; it can only be loaded into")
-    if not is_dtensor(leaf):
-        tensor = _memory(leaf)
-        shape, start = tuple(leaf.shape), (0,) * leaf.ndim
-        read, memory = _reader(tensor, start), _facts(tensor, start, _changed(tensor))
-        dtype, identity = TO_NUMPY[leaf.dtype], _tie(tensor)
-        sample = None if tensor.device.type == "cpu" else _sampler(tensor)
-        return whole_source(shape, dtype, group, read, identity, memory, sample)
+    if type(leaf) in _PLAIN or not is_dtensor(leaf):
+        held = _Held(_memory(leaf))
+        tensor, shape = held.tensor, held.shape
+        memory = _facts(held, (0,) * len(shape), _changed(tensor))
+        sample = None if held.on_host else _sampler(tensor)
+        dtype, read = TO_NUMPY[tensor.dtype], _reader(held, (0,) * len(shape))
+        return whole_source(shape, dtype, group, read, _tie(held), memory, sample)
     if (group.index, group.count) != (dist.get_rank(), dist.get_world_size()):
         raise TypeError(
             f"a DTensor's mesh spans the {dist.get_world_size()} ranks of torch.distributed, but "
             f"{group.count} processes save here; save its full_tensor() or to_local()"
         )
     shard = local_shard_of(leaf)
-    local = _local(leaf, shard)
+    held = _Held(_local(leaf, shard))
     fragments: tuple[Fragment, ...] = ()
     if shard.box is not None and not shard.box.empty:
         # Optimizers change local tensors without incrementing any version counter.
-        memory = _facts(local, shard.box.start, None)
-        read = _reader(local, shard.box.start)
+        memory = _facts(held, shard.box.start, None)
+        read = _reader(held, shard.box.start)
         fragments = (Fragment(shard.box, shard.replicas, read, memory),)
     shape = tuple(leaf.shape)
-    identity = (_tie(local), shape, shard.layout)
+    identity = (_tie(held), shape, shard.layout)
     return ArraySource(shape, TO_NUMPY[leaf.dtype], fragments, shard.layout, identity=identity)
 
 
@@ -111,9 +111,8 @@ def copier(out: Sequence[Array]) -> Callable[[Sequence[Any]], None]:
     to = [_as_torch(array, _FROM_NUMPY[array.dtype]) for array in out]
 
     def copy(leaves: Sequence[Any]) -> None:
-        plain = [leaf if type(leaf) in _PLAIN else leaf._local_tensor for leaf in leaves]
         with torch.no_grad():
-            torch._foreach_copy_(to, plain)
+            torch._foreach_copy_(to, list(map(_own, leaves)))
 
     return copy
 
@@ -122,23 +121,45 @@ _FROM_NUMPY = {dtype: own for own, dtype in TO_NUMPY.items()}
 
 
 def kept(leaves: Sequence[Any]) -> list[Read]:
-    raise NotImplementedError("tensors may be changed")
+    return [_reader(_Held(_own(leaf).detach()), (0,) * leaf.ndim) for leaf in leaves]
 
 
-def _reader(tensor: torch.Tensor, start: tuple[int, ...]) -> Read:
+def _own(leaf: Any) -> torch.Tensor:
+    """This rank's part of a tensor for which there are `facts`."""
+    own: torch.Tensor = leaf if type(leaf) in _PLAIN else leaf._local_tensor
+    return own
+
+
+class _Held:
+    """A tensor with its own memory, and what torch says of it: asked for once, because that takes
+    most of the time in which a small tensor is described.
+
+    Arguments:
+        tensor: from `_memory`.
+    """
+
+    __slots__ = ("on_host", "owner", "shape", "tensor", "where")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.tensor, self.shape = tensor, tuple(tensor.shape)
+        self.owner, self.where = storage._cdata, (storage.data_ptr(), storage.nbytes())
+        self.on_host = tensor.is_cpu
+
+
+def _reader(held: _Held, start: tuple[int, ...]) -> Read:
     """A function that reads a tensor whose first element is at `start` of the global array."""
-    then = _moment(tensor.device)
-
-    held = _where(tensor)
+    tensor, shape, where, on_host = held.tensor, held.shape, held.where, held.on_host
+    then = nullcontext if on_host else _moment(tensor.device)
 
     def read(wanted: Box, make_buffer: Callable[[], Array]) -> Array:
-        if _where(tensor) != held:
+        if _where(tensor) != where:
             raise StateChanged("its memory was freed, resized or replaced")
-        whole = wanted.shape == tensor.shape  # the fast path, used while a caller waits
+        whole = wanted.shape == shape  # the fast path, used while a caller waits
         found = _host(
             tensor if whole else tensor[wanted.relative_to(start).slices], make_buffer, then
         )
-        if tensor.device.type != "cpu" and _where(tensor) != held:
+        if not on_host and _where(tensor) != where:
             raise StateChanged("its memory was freed, resized or replaced")
         return found
 
@@ -169,16 +190,14 @@ def _sampler(tensor: torch.Tensor) -> Sample:
     return sample
 
 
-def _facts(
-    tensor: torch.Tensor, start: tuple[int, ...], changed: Callable[[], bool] | None
-) -> Memory:
-    owner = tensor.untyped_storage()._cdata
-    if tensor.device.type == "cpu":
+def _facts(held: _Held, start: tuple[int, ...], changed: Callable[[], bool] | None) -> Memory:
+    tensor, owner = held.tensor, held.owner
+    if held.on_host:
         return Memory(changed=changed, owner=owner, spans=lambda: [_span(tensor)])
 
     def clone() -> Read:
         try:
-            return _reader(tensor.clone(), start)
+            return _reader(_Held(tensor.clone()), start)
         except torch.OutOfMemoryError as error:
             raise MemoryError(str(error)) from error
 
@@ -314,7 +333,7 @@ class TorchTarget:
                 "cannot be filled; make it contiguous first"
             )
         self.boxes: Sequence[Box] = () if box is None else (box,)
-        self.identity: Hashable = None if self.abstract else _tie(local)
+        self.identity: Hashable = None if self.abstract else _tie(_Held(local))
         self._filled: Any = None if self.abstract else leaf
         self._local = local
         self._inspect()
@@ -365,6 +384,10 @@ class TorchTarget:
 
 
 def _check(leaf: Any) -> None:
+    if type(leaf) in _PLAIN and leaf.layout is torch.strided and leaf.dtype in TO_NUMPY:
+        if leaf.is_nested:
+            raise TypeError(_dense("nested"))
+        return
     if _is_sharded_tensor(leaf):
         raise TypeError(
             "a ShardedTensor, as in FSDP1's sharded state_dicts, has no layout that unickpt can "
@@ -376,7 +399,7 @@ def _check(leaf: Any) -> None:
         raise TypeError("an uninitialized (lazy) parameter has no shape; run the module once")
     if leaf.is_nested or leaf.layout != torch.strided:
         kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
-        raise TypeError(f"a {kind} tensor cannot be stored; save the dense tensors it is made of")
+        raise TypeError(_dense(kind))
     if leaf.is_quantized:
         raise TypeError(
             f"a quantized tensor ({leaf.dtype}) cannot be stored; save its int_repr(), scale and "
@@ -385,6 +408,10 @@ def _check(leaf: Any) -> None:
     if leaf.dtype not in TO_NUMPY:
         names = ", ".join(str(d).removeprefix("torch.") for d in TO_NUMPY)
         raise TypeError(f"dtype {leaf.dtype} has no framework-neutral form; supported are {names}")
+
+
+def _dense(kind: str) -> str:
+    return f"a {kind} tensor cannot be stored; save the dense tensors it is made of"
 
 
 def _is_sharded_tensor(leaf: Any) -> bool:
@@ -501,14 +528,15 @@ def _as_torch(array: Array, dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def _tie(tensor: torch.Tensor) -> Hashable:
+def _tie(held: _Held) -> Hashable:
     # By its storage, not its address: empty tensors have none, and must agree across ranks too.
+    tensor = held.tensor
     return (
         "torch",
-        tensor.untyped_storage()._cdata,
+        held.owner,
         tensor.storage_offset(),
-        tuple(tensor.shape),
-        tuple(tensor.stride()),
+        held.shape,
+        tensor.stride(),
         tensor.dtype,
         tensor.is_conj(),
         tensor.is_neg(),

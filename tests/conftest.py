@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType
@@ -24,6 +25,14 @@ os.environ.setdefault("KERAS_BACKEND", "jax")  # TensorFlow is not installed
 settings.register_profile("same", deadline=None, derandomize=True)
 settings.register_profile("others", deadline=None)
 settings.load_profile("same")
+
+
+@pytest.fixture(autouse=True)
+def _forgetful_saves() -> Iterator[None]:
+    """What `save` knows of the trees of one test does not change what it does in the next."""
+    yield
+    if (saver := sys.modules.get("unickpt.saving.saver")) is not None:
+        saver._plans.cache_clear()
 
 
 # A test that uses one of these, as a fixture or in its own body, starts processes or a server.

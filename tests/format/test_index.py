@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from support.strategies import laid_out, plain, shapes
 
 from unickpt import Box, CheckpointCorrupt, UnsupportedFormat
+from unickpt.arrays.layout import Layout, Mesh
 from unickpt.format import chunk_grid, index_json
 from unickpt.format.index import ArrayEntry, Index, PerProcessEntry
 
@@ -50,6 +52,53 @@ def test_round_trip(index: Index) -> None:
     again = index_json.decode(index_json.encode(index), "here")
     assert repr(again) == repr(index)  # repr, because NaN values differ from themselves
     assert list(again.arrays) == list(index.arrays)
+
+
+def test_arrays_that_differ_in_one_thing_only_are_not_mixed_up() -> None:
+    mesh = Mesh(("x",), (2,), (0, 1))
+    rows, columns = Layout(mesh, (("x",), ())), Layout(mesh, ((), ("x",)))
+    like = ArrayEntry("", (4, 6), "uint32", (2, 3), rows)
+    boxes = ((Box((0, 0), (4, 6)), (0,)),)
+    different = [
+        like,
+        replace(like, shape=(6, 6)),
+        replace(like, dtype="int32"),
+        replace(like, chunk=(2, 6)),
+        replace(like, layout=columns),
+        replace(like, layout=Layout(Mesh(("x",), (2,), (1, 0)), rows.dims)),
+        replace(like, cut=(0,)),
+        replace(like, layout=None, boxes=boxes),
+        replace(like, layout=None, boxes=((boxes[0][0], (1,)),)),
+        replace(like, prng="threefry2x32"),
+        replace(like, dtype="float32", quantized="uint8", errors=(0.5, 0.25)),
+        replace(like, dtype="float32", quantized="uint8", errors=(0.5, 0.125)),
+        replace(like, patched=1),
+    ]
+    twice = [*different, *(replace(entry) for entry in different)]
+    arrays = {str(n): replace(entry, name=str(n)) for n, entry in enumerate(twice)}
+    index = Index(tree="*", arrays=arrays, processes=2)
+    encoded = index_json.encode(index)
+    assert index_json.decode(encoded, "here").arrays == arrays
+    assert len(json.loads(encoded)["layouts"]) == 3
+    alone = json.loads(index_json.encode(Index(tree="*", arrays={"9": arrays["9"]}, processes=2)))
+    assert json.loads(encoded)["arrays"]["9"] == alone["arrays"]["9"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("shape", [True]), ("shape", [1.0]), ("chunk", [True]), ("layout", False), ("layout", 0.0)],
+)
+def test_what_only_compares_equal_to_a_valid_entry_is_refused(key: str, value: Any) -> None:
+    valid = {"shape": [1], "dtype": "float32", "chunk": [1], "layout": 0}
+    layout = {
+        "meshes": [{"axes": [], "shape": [], "processes": [0]}],
+        "layouts": [{"mesh": 0, "dims": [[]]}],
+    }
+    arrays = {"v": valid, "w": {**valid, key: value}}
+    assert arrays["v"] == arrays["w"]
+    with pytest.raises(CheckpointCorrupt, match=f"'w': '{key}'"):
+        index_json.decode(sealed(arrays=arrays, **layout), "here")
+    index_json.decode(sealed(arrays={"v": valid, "w": {**valid}}, **layout), "here")
 
 
 SMALL = Index(tree="*", arrays={"w": ArrayEntry("w", (2, 3), "float32", (2, 3), boxes=(

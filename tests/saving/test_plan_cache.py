@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from support.saving import in_job
 
 import unickpt
 from unickpt import PerProcess, ProcessGroup, SaveOptions, StateChanged, UnsupportedLeaf
+from unickpt.saving import saver
 from unickpt.saving.save_queue import SaveQueue, SaveRequest
 from unickpt.saving.staging import plan_cache
 from unickpt.trees import tree as trees
@@ -31,37 +33,62 @@ Pair = namedtuple("Pair", "a b")
 
 
 class Saves:
-    """Saves one after another, and says which recognised their tree."""
+    """Saves one after another, and says which recognised their tree.
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Arguments:
+        folder: for the checkpoints.
+        monkeypatch: pytest's.
+        waits: whether by `save`, which waits for each, or by a queue.
+    """
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, waits: bool = False) -> None:
         self.folder, self.queue, self.recognised = folder, SaveQueue(), list[bool]()
-        find = plan_cache.PlanCache.find
+        self.waits, plans = waits, plan_cache.PlanCache()
+        find, mine = plan_cache.PlanCache.find, plans if waits else self.queue._plans
 
-        def noted(*arguments: Any) -> Any:
-            found = find(*arguments)
-            self.recognised.append(isinstance(found, plan_cache.SameTree))
+        def noted(cache: plan_cache.PlanCache, *arguments: Any) -> Any:
+            found = find(cache, *arguments)
+            if cache is mine:
+                self.recognised.append(isinstance(found, plan_cache.SameTree))
             return found
 
         monkeypatch.setattr(plan_cache.PlanCache, "find", noted)
+        if waits:
+            monkeypatch.setattr(saver, "_plans", lambda process: plans)
+            monkeypatch.setattr(plans, "is_repeated", lambda sources: True)
 
     def save(self, tree: Any, options: SaveOptions = FAST, **named: Any) -> Any:
         """Saves a tree; returns what is stored."""
         return self.pending(tree, options, **named)()
 
-    def pending(self, tree: Any, options: SaveOptions = FAST, **named: Any) -> Callable[[], Any]:
+    def pending(
+        self,
+        tree: Any,
+        options: SaveOptions = FAST,
+        metadata: Callable[[], Any] = lambda: None,
+    ) -> Callable[[], Any]:
         path = self.folder / str(len(self.recognised))
-        pending = self.queue.save(SaveRequest(path, tree, options, **named))
+        if self.waits:
+            wait: Callable[[], object] = list
+            unickpt.save(path, tree, options=options, metadata=metadata())
+        else:
+            wait = self.queue.save(SaveRequest(path, tree, options, metadata=metadata)).result
 
         def result() -> Any:
-            pending.result()
+            wait()
             assert unickpt.verify(path).ok
             return unickpt.load(path)
 
         return result
 
 
+@pytest.fixture(params=["async", "waits"])
+def saves(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Saves:
+    return Saves(tmp_path, monkeypatch, request.param == "waits")
+
+
 @pytest.fixture
-def saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Saves:
+def queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Saves:
     return Saves(tmp_path, monkeypatch)
 
 
@@ -210,7 +237,7 @@ def test_another_tree_is_not_recognised(case: str, saves: Saves) -> None:
     for tree in (before, after):
         found, path = saves.save(tree), saves.folder / str(len(saves.recognised) - 1)
         expected = path.parent / f"expected {path.name}"
-        unickpt.save(expected, tree)
+        SaveQueue().save(SaveRequest(expected, tree, FAST)).result()
         assert bits(found) == bits(unickpt.load(expected))
         index, wanted = (unickpt.open(p).index for p in (path, expected))
         assert (index.tree, index.arrays, index.aliases, index.values) == (
@@ -383,18 +410,45 @@ def test_modules_and_optimizers_are_recognised(saves: Saves) -> None:
     assert saves.recognised == [False, True, True, True]
 
 
-def test_a_save_that_failed_leaves_no_plan(saves: Saves) -> None:
+def test_a_save_that_failed_leaves_no_plan(queued: Saves) -> None:
     tree = {"w": torch.ones(1 << 19)}
     lazy = SaveOptions(staging="lazy", fsync=False)
-    pending = saves.queue.save(SaveRequest(saves.folder / "0", tree, lazy))
+    pending = queued.queue.save(SaveRequest(queued.folder / "0", tree, lazy))
     tree["w"] += 1
     with pytest.raises(StateChanged):
         pending.result()
-    assert bits(saves.save(tree, lazy)) == bits(tree)
-    assert saves.recognised == [False, False]
+    assert bits(queued.save(tree, lazy)) == bits(tree)
+    assert queued.recognised == [False, False]
 
 
-def test_replicas_that_begin_to_differ_are_noticed(tmp_path: Path) -> None:
+def test_a_save_that_failed_while_its_caller_waited_leaves_no_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves, tree = Saves(tmp_path, monkeypatch, waits=True), {"w": torch.ones(3), "v": np.ones(3)}
+    saves.save(tree)
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "in the way").touch()
+    with pytest.raises(unickpt.CheckpointExists):
+        saves.save(tree)
+    tree["w"] += 1
+    assert bits(saves.save(tree)) == bits(tree)
+    assert saves.recognised == [False, True, False]
+
+
+def test_of_trees_that_are_saved_once_nothing_is_kept(tmp_path: Path) -> None:
+    saver._plans.cache_clear()
+    plans, kept = saver._plans(os.getpid()), []
+    for step in range(4):
+        for name in ("a", "b") if step else ("a", "b", "c"):
+            tree = {name: np.full(3, step)}
+            unickpt.save(tmp_path / f"{name}{step}", tree, options=FAST)
+            kept.append(len(plans._free))
+            assert bits(unickpt.load(tmp_path / f"{name}{step}")) == bits(tree)
+    assert kept == [0, 0, 0, 0, 0, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_replicas_that_begin_to_differ_are_noticed(waits: bool, tmp_path: Path) -> None:
     """Small ones are copied together, large ones described one by one."""
     trees = [{"s": torch.ones(5), "l": torch.ones(300, 301)} for _ in range(2)]
 
@@ -405,8 +459,11 @@ def test_replicas_that_begin_to_differ_are_noticed(tmp_path: Path) -> None:
         for step, name in enumerate(("", "", "s", "l")):
             if name and group.index:
                 tree[name] += 1
-            pending = queue.save(SaveRequest(tmp_path / str(step), tree, options))
-            found.append(pending.result().replicas_differ)
+            if waits:
+                report = unickpt.save(tmp_path / str(step), tree, options=options)
+            else:
+                report = queue.save(SaveRequest(tmp_path / str(step), tree, options)).result()
+            found.append(report.replicas_differ)
         return found
 
     with pytest.warns(unickpt.ReplicasDiffer):
@@ -430,7 +487,8 @@ ARRAYS = [
 
 @settings(max_examples=30)
 @given(st.lists(st.lists(st.integers(0, len(ARRAYS) - 1), max_size=4), min_size=2, max_size=5))
-def test_what_is_saved_is_what_was_there(steps: list[list[int]]) -> None:
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_is_saved_is_what_was_there(waits: bool, steps: list[list[int]]) -> None:
     queue = SaveQueue()
     kept = [{number: make(0) for number, make in enumerate(ARRAYS)}]
     for n, numbers in enumerate(steps):
@@ -440,11 +498,15 @@ def test_what_is_saved_is_what_was_there(steps: list[list[int]]) -> None:
                 array += number
         expected = bits(tree)
         path = f"memory://plan_cache/{id(queue)}/{n}"
-        pending = queue.save(SaveRequest(path, tree, FAST, overwrite=True))
+        if waits:
+            unickpt.save(path, tree, options=FAST, overwrite=True)
+        else:
+            pending = queue.save(SaveRequest(path, tree, FAST, overwrite=True))
         for array in kept[0].values():
             if isinstance(array, np.ndarray):
                 array += 1
-        pending.result()
+        if not waits:
+            pending.result()
         assert bits(unickpt.load(path)) == expected
 
 

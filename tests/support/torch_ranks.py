@@ -8,6 +8,7 @@ element by element with a global tensor of unique values.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 import traceback
@@ -33,6 +34,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import unickpt
+from unickpt.saving import saver
 
 Case = Callable[[Path], None]
 CASES: dict[int, list[Case]] = {}
@@ -193,6 +195,24 @@ def random_layouts_of_another_world(folder: Path) -> None:
     among = meshes()
     load_fuzzed(six, 200, among, meta=False)
     load_fuzzed(six, 201, among, meta=True)
+
+
+@ranks(4)
+def a_tree_that_is_saved_again_and_again(folder: Path) -> None:
+    """From the third save on it is recognised, and only its data are looked at."""
+    line = init_device_mesh("cpu", (4,))
+    placements = {"rows": [Shard(0)], "columns": [Shard(1)], "all": [Replicate()]}
+    tree = {name: spread(numbers(5, 7), line, how) for name, how in placements.items()}
+    plain = numbers(5, 7)
+    for step in range(4):
+        save(folder / str(step), {**tree, "plain": plain, "step": step})
+        for name in (*tree, "plain"):
+            check(folder / str(step), name, numbers(5, 7) + step)
+        for tensor in (*tree.values(), plain):
+            tensor += 1
+    known = saver._plans(os.getpid())._free[-1]
+    kept = sum(len(group.at) for group in known.together), len(known.others)
+    assert kept == (2, 1 if dist.get_rank() == 3 else 2), kept
 
 
 @ranks(4, 6)

@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 from unickpt.arrays.box import Box
@@ -35,22 +35,33 @@ _EVEN, _LARGE = 1.05, 4
 _FINEST, _TRIES, _LEEWAY = 16, 16, 1.02
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, unsafe_hash=True)  # not frozen: there is one for each array, see `protocol`
 class Part:
-    """One stored zarr array that carries `box` of a global array in chunks of extent `chunk`."""
+    """One stored zarr array that carries `box` of a global array; never modified.
+
+    Arguments:
+        key: its name.
+        box: what it carries.
+        chunk: extents of a chunk.
+        grid: number of chunks along each dimension.
+        count: of all chunks.
+    """
 
     key: str
     box: Box
     chunk: tuple[int, ...]
+    grid: tuple[int, ...]
+    count: int
 
-    @cached_property
-    def grid(self) -> tuple[int, ...]:
-        """Number of chunks along each dimension."""
-        return grid_of(self.box.shape, self.chunk)[0]
+    @classmethod
+    def of(cls, key: str, box: Box, chunk: tuple[int, ...]) -> Part:
+        """The part that carries a box in chunks of some extents."""
+        return cls(key, box, chunk, *grid_of(box.shape, chunk))
 
-    @cached_property
-    def count(self) -> int:
-        return grid_of(self.box.shape, self.chunk)[1]
+    @classmethod
+    def whole(cls, key: str, shape: tuple[int, ...], chunk: tuple[int, ...]) -> Part:
+        """The part that carries a whole array."""
+        return cls(key, Box.whole(shape), chunk, *grid_of(shape, chunk))
 
     def chunk_box(self, number: int) -> Box:
         """The box, in global coordinates, of the chunk with a row-major number."""
@@ -68,7 +79,7 @@ class Part:
     def chunk_key(self, number: int) -> str:
         """The key of a chunk below the part's own: zarr v3's default encoding."""
         if self.count == 1:
-            return "/".join(["c", *"0" * len(self.chunk)])
+            return _only_key(len(self.chunk))
         at = []
         for n in reversed(self.grid):
             number, index = divmod(number, n)
@@ -91,6 +102,12 @@ class Part:
         strides = [math.prod(self.grid[d + 1 :]) for d in range(len(self.grid))]
         for at in itertools.product(*ranges):
             yield sum(i * s for i, s in zip(at, strides, strict=True))
+
+
+@lru_cache(maxsize=64)
+def _only_key(rank: int) -> str:
+    """The key of the only chunk of a part."""
+    return "/".join(["c", *"0" * rank])
 
 
 @lru_cache(maxsize=4096)
@@ -252,7 +269,7 @@ def parts(entry: ArrayEntry) -> list[Part]:
     if entry.boxes is not None:
         return [box_part(entry, box) for box, _ in entry.boxes]
     if not entry.cut:
-        return [Part(entry.name, Box.whole(entry.shape), entry.chunk)]
+        return [Part.whole(entry.name, entry.shape, entry.chunk)]
     layout = entry.layout
     assert layout is not None
     ranges = [
@@ -284,4 +301,4 @@ def box_part(entry: ArrayEntry, box: Box) -> Part:
         for a, b, n, c in zip(box.start, box.stop, entry.shape, entry.chunk, strict=True)
     )
     suffix = "part_" + "_".join(map(str, box.start))
-    return Part(f"{entry.name}/{suffix}" if entry.name else suffix, box, chunk)
+    return Part.of(f"{entry.name}/{suffix}" if entry.name else suffix, box, chunk)

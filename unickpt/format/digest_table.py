@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -25,12 +26,12 @@ def count(entry: ArrayEntry) -> int:
 
     Its time does not depend on the number of chunks, because the index is untrusted.
     """
+    if entry.boxes is None and not entry.cut:
+        return chunk_grid.grid_of(entry.shape, entry.chunk)[1]
     if math.prod(entry.shape) == 0:
         return 0
     if entry.boxes is not None:
         return sum(chunk_grid.box_part(entry, box).count for box, _ in entry.boxes)
-    if not entry.cut:
-        return chunk_grid.grid_of(entry.shape, entry.chunk)[1]
     return math.prod(_count_along(entry, dim) for dim in range(len(entry.shape)))
 
 
@@ -64,12 +65,8 @@ def length(arrays: Mapping[str, ArrayEntry]) -> int:
 
 def spans(arrays: Mapping[str, ArrayEntry]) -> dict[str, slice]:
     """The rows of each array's chunks."""
-    found, first = {}, 0
-    for name, entry in arrays.items():
-        after = first + count(entry)
-        found[name] = slice(first, after)
-        first = after
-    return found
+    stops = list(accumulate(map(count, arrays.values())))
+    return dict(zip(arrays, map(slice, [0, *stops], stops), strict=True))
 
 
 class Mismatch(ValueError):

@@ -25,9 +25,9 @@ DIGESTS_KEY = "unickpt.digests"
 BORROWED_KEY = "unickpt.borrowed"
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, unsafe_hash=True)  # not frozen: there is one for each array, see `protocol`
 class ArrayEntry:
-    """The index's entry of one array.
+    """The index's entry of one array; never modified.
 
     Arguments:
         name: the array's name.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import marshal
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -42,21 +43,19 @@ _FOLDER = re.compile(r"[^/\\\0]+")
 _SEAL = re.compile(rb',"xxh3":"([0-9a-f]{16})"}\Z')
 _CODEC_FIELDS = ("name", "configuration")
 _DIGEST = re.compile(r"[0-9a-f]{16}")
+# The version of marshal in which equal bytes mean equal values of equal types (1 is not True, nor
+# 1.0), and that refers to no value that it has written before.
+_EXACT = 2
 
 
 def encode(index: Index) -> bytes:
     """The index as JSON, sealed by the xxh3-64 of all bytes before the seal."""
     meshes: dict[Mesh, int] = {}
     layouts: dict[Layout, int] = {}
-    arrays = {}
-    for entry in index.arrays.values():
-        if entry.layout is not None:
-            meshes.setdefault(entry.layout.mesh, len(meshes))
-            layouts.setdefault(entry.layout, len(layouts))
-        arrays[entry.name] = _array_to_json(entry, layouts)
+    arrays = _arrays_to_json(index.arrays.values(), meshes, layouts)
     is_patched = any(entry.patched for entry in index.arrays.values())
     version = PATCHED_FORMAT if is_patched else FORMAT
-    body = {
+    head = {
         "format": f"{version[0]}.{version[1]}",
         "library": index.library,
         "created": index.created,
@@ -66,7 +65,8 @@ def encode(index: Index) -> bytes:
         "tree": index.tree,
         "meshes": [{"axes": m.axes, "shape": m.shape, "processes": m.processes} for m in meshes],
         "layouts": [{"mesh": meshes[x.mesh], "dims": x.dims} for x in layouts],
-        "arrays": arrays,
+    }
+    body = {
         "aliases": dict(index.aliases),
         "values": {name: plain_values.to_json(v) for name, v in index.values.items()},
         "per_process": {
@@ -85,12 +85,43 @@ def encode(index: Index) -> bytes:
     if index.bases:
         body["bases"] = [{"name": base.name, "manifest": base.manifest} for base in index.bases]
         body["borrowed"] = [index.borrowed, index.borrowed_xxh3]
-    text = json.dumps(body, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+    text = f'{_text(head)[:-1]},"arrays":{arrays},{_text(body)[1:]}'
     unsealed = text.encode()[:-1]
     return unsealed + b',"xxh3":"%016x"}' % xxhash.xxh3_64_intdigest(unsealed)
 
 
-def _array_to_json(entry: ArrayEntry, layouts: dict[Layout, int]) -> dict[str, Any]:
+_TEXT = json.JSONEncoder(separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+_text = _TEXT.encode
+
+
+def _arrays_to_json(
+    entries: Iterable[ArrayEntry], meshes: dict[Mesh, int], layouts: dict[Layout, int]
+) -> str:
+    """The JSON of all arrays; that of many with equal entries, as layers of a model are, is made
+    once. Numbers the meshes and layouts."""
+    known: dict[Any, str] = {}
+    texts = []
+    for entry in entries:
+        layout, kind = entry.layout, None
+        if entry.boxes is None and entry.quantized is None:
+            # Layouts are equal only if they are the same: comparing them takes longer.
+            kind = (
+                entry.shape, entry.dtype, entry.chunk, id(layout), entry.cut, entry.prng,
+                entry.patched,
+            )  # fmt: skip
+        text = known.get(kind)
+        if text is None:
+            if layout is not None:
+                meshes.setdefault(layout.mesh, len(meshes))
+                layouts.setdefault(layout, len(layouts))
+            text = _text(_array_to_json(entry, layouts))
+            if kind is not None:
+                known[kind] = text
+        texts.append(f"{_text(entry.name)}:{text}")
+    return f"{{{','.join(texts)}}}"
+
+
+def _array_to_json(entry: ArrayEntry, layouts: Mapping[Layout, int]) -> dict[str, Any]:
     dtype = codes.joined(entry.dtype, entry.quantized)
     out: dict[str, Any] = {"shape": entry.shape, "dtype": dtype, "chunk": entry.chunk}
     if entry.quantized is not None:
@@ -374,31 +405,23 @@ def _arrays(
     bodies: Mapping[str, Any], layouts: list[Layout], partial: bool
 ) -> dict[str, ArrayEntry]:
     """The entries of all arrays; what many say, as layers of a model do, is checked once."""
-    known: dict[Any, ArrayEntry] = {}
+    known: dict[bytes, ArrayEntry] = {}
     arrays = {}
     for name, body in bodies.items():
-        kind = _kind(body)
+        try:
+            kind = marshal.dumps(body, _EXACT)
+        except ValueError:  # nested too deeply
+            kind = b""
         same = known.get(kind)
-        if same is not None:
-            arrays[name] = ArrayEntry(name, same.shape, same.dtype, same.chunk, same.layout)
-            continue
-        arrays[name] = _array(name, _Reader(body, "array", name), layouts, partial)
-        if kind is not None:
-            known[kind] = arrays[name]
+        if same is None:
+            same = _array(name, _Reader(body, "array", name), layouts, partial)
+            if kind:
+                known[kind] = same
+        arrays[name] = ArrayEntry(
+            name, same.shape, same.dtype, same.chunk, same.layout, same.cut, same.boxes,
+            same.prng, same.quantized, same.errors, same.patched,
+        )  # fmt: skip
     return arrays
-
-
-def _kind(body: Any) -> tuple[Any, ...] | None:
-    """What the entry of an array says that has a layout and nothing out of the ordinary."""
-    try:
-        if body.keys() != {"shape", "dtype", "chunk", "layout"}:
-            return None
-        kind = tuple(body["shape"]), tuple(body["chunk"]), body["dtype"], body["layout"]
-        hash(kind)
-    except (TypeError, AttributeError):
-        return None
-    # JSON's true equals 1, and 1.0 does.
-    return kind if {*map(type, kind[0] + kind[1]), type(kind[3])} == {int} else None
 
 
 def _array(name: str, r: _Reader, layouts: list[Layout], partial: bool) -> ArrayEntry:

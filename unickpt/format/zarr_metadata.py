@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unickpt.arrays import dtypes
-from unickpt.arrays.box import Box
 from unickpt.format import chunk_grid
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, Index
@@ -73,25 +72,23 @@ GROUP_JSON = zarr_json({"zarr_format": 3, "node_type": "group", "attributes": {}
 
 def zarr_keys(index: Index) -> dict[str, bytes]:
     """The zarr metadata of all groups and parts, by key."""
-    groups, out = {""}, {}
+    groups, out = {""}, dict[str, bytes]()
     of_kind: dict[tuple[Any, ...], bytes] = {}  # arrays of one shape share it
     for name, entry in index.arrays.items():
-        stored = chunk_grid.parts(entry) or [
-            chunk_grid.Part(name, Box.whole(entry.shape), entry.chunk)
-        ]
-        for part in stored:
-            is_patched = entry.patched > 0
-            kind = part.box.shape, part.chunk, entry.dtype, entry.quantized, is_patched
-            if kind not in of_kind:
+        is_patched = entry.patched > 0
+        for part in chunk_grid.parts(entry) or [Part.whole(name, entry.shape, entry.chunk)]:
+            kind = part.box, part.chunk, entry.dtype, entry.quantized, is_patched
+            found = of_kind.get(kind)
+            if found is None:
                 metadata = zarr_metadata(entry, part, index.codecs)
                 if is_patched:  # a name that TensorStore does not know, and so refuses
                     metadata["codecs"].append({"name": PATCHED})
-                of_kind[kind] = zarr_json(metadata)
-            out[join_key(part.key, "zarr.json")] = of_kind[kind]
-            parent = part.key
-            while parent:
-                parent = parent.rpartition("/")[0]
+                found = of_kind[kind] = zarr_json(metadata)
+            out[join_key(part.key, "zarr.json")] = found
+            parent = part.key.rpartition("/")[0]
+            while parent not in groups:
                 groups.add(parent)
+                parent = parent.rpartition("/")[0]
     for group in groups:
         out.setdefault(join_key(group, "zarr.json"), GROUP_JSON)
     return out

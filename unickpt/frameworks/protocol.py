@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol
 
 from unickpt.arrays import dtypes
@@ -175,7 +176,8 @@ class Adapter(Protocol):
         dtype, in native byte order."""
 
     def kept(self, leaves: Sequence[Any]) -> list[Read]:
-        """As `Memory.keep` of leaves, all of immutable host memory."""
+        """Functions that read leaves where they are, all whole or immutable and in the memory of
+        the host, and unchanged until the save has ended; what `facts` says of them is known."""
 
     def target(self, leaf: Any) -> ArrayTarget:
         """Describes an array to load into. Raises as `source`."""
@@ -206,9 +208,13 @@ def whole_source(
     sample: Sample | None = None,
 ) -> ArraySource:
     """An array that every process of the job holds whole, if it has it in its tree."""
-    box = Box.whole(shape)
-    holders = tuple(range(group.count))
+    box, holders, layout = _held_whole(shape, group.count)
     fragments = () if 0 in shape else (Fragment(box, holders, read, memory, sample),)
-    layout = Layout.replicated(len(shape), group.count)
-    assumed = group.count > 1
-    return ArraySource(shape, dtype, fragments, layout, identity=identity, assumed=assumed)
+    return ArraySource(shape, dtype, fragments, layout, identity=identity, assumed=len(holders) > 1)
+
+
+@lru_cache(maxsize=4096)
+def _held_whole(shape: tuple[int, ...], processes: int) -> tuple[Box, tuple[int, ...], Layout]:
+    """The box of an array, all processes, and the layout that says that each holds it."""
+    holders = tuple(range(processes))
+    return Box.whole(shape), holders, Layout.replicated(len(shape), processes)

@@ -73,7 +73,7 @@ class StoredArray:
         """The URL with which TensorStore opens it, if it has a single part; empty if it cannot."""
         if self._entry.quantized is not None or self._entry.patched:
             return ""
-        whole = Part(self._entry.name, Box.whole(self.shape), self.chunk)
+        whole = Part.whole(self._entry.name, self.shape, self.chunk)
         return self._reader.part_url(self.parts[0] if len(self.parts) == 1 else whole)
 
     def read(self, box: Box, *, verify: bool = True) -> Array:

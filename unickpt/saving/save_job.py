@@ -163,15 +163,14 @@ class SaveJob:
         self.description = replace(self.description, sources=sources)
         self.working_bytes = working_bytes
 
-    def plan(self, order: Callable[[WriteItem], int] | None = None) -> WritePlan:
+    def plan(self, known: WritePlan | None = None) -> WritePlan:
         """Determines which chunks this process holds, and which it writes.
 
         Arguments:
-            order: ranks the chunks that it writes; by default as they are described.
+            known: the plan of an earlier save of the same tree.
         """
         with self.timings.phase("plan"):
-            plan = plan_writes(self.description, self.group.index)
-            return plan if order is None else WritePlan(plan.held, sorted(plan.own, key=order))
+            return plan_writes(self.description, self.group.index) if known is None else known
 
     def check_destination(self) -> None:
         """Raises an error if the destination cannot be used; see `save`."""

@@ -116,13 +116,7 @@ class SaveQueue:
         if partial is not None:  # what is saved of it differs each time
             job.describe(root, metadata, partial)
             return None
-        with job.failing():
-            found = self._plans.find(root, job.options, job.group)
-            if isinstance(found, SameTree):
-                job.describe_again(found.describe(metadata), found.assumed())
-                return found
-        job.describe(found, metadata)
-        return found
+        return self._plans.describe(job, root, metadata)
 
     def fence(self) -> None:
         """Waits until the state of all saves may change; their errors are reported elsewhere."""

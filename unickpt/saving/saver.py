@@ -12,8 +12,10 @@ from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.saving.pending import PendingSave
 from unickpt.saving.save_job import SaveJob, call_metrics
 from unickpt.saving.save_queue import SaveQueue, SaveRequest
+from unickpt.saving.staging.plan_cache import PlanCache, SameTree
 from unickpt.storage import paths
 from unickpt.threads import collection_paused
+from unickpt.trees.tree import Node
 
 
 def save_async(
@@ -115,7 +117,26 @@ def save(
     return report
 
 
-def _save(job: SaveJob, tree: Any, metadata: Mapping[str, Any] | None) -> SaveReport:
+def _save(job: SaveJob, root: Any, metadata: Mapping[str, Any] | None) -> SaveReport:
     """Saves; what it needs is freed when it returns, before Python looks for cycles again."""
-    job.describe(tree, metadata)
-    return job.run(job.plan(), DirectSource(job.working_bytes))
+    plans = _plans(os.getpid())
+    found, known = plans.describe(job, root, metadata), None
+    with job.failing():
+        if isinstance(found, SameTree):
+            known = found.plan
+            found.refer()
+        elif isinstance(found, Node) and plans.is_repeated(job.description.sources):
+            known = plans.learn(found, job, job.description.sources, None)
+    plan = job.plan(None if known is None else known.plan)
+    report = job.run(plan, DirectSource(job.working_bytes))
+    if known is not None:  # else it is lost, with what a failed save refers to
+        known.plan = plan
+        known.give_back()
+    return report
+
+
+@cache
+def _plans(process: int) -> PlanCache:
+    """The plans of `save` in this process, about 1 KB for each array; those of `save_async` have
+    copies, too."""
+    return PlanCache()

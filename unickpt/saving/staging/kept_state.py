@@ -125,8 +125,7 @@ class Staging:
     def _writes(self) -> WritePlan:
         if self.cached is None:
             return self._job.plan()
-        if self.cached.plan is None:
-            self.cached.plan = self._job.plan()
+        self.cached.plan = self._job.plan(self.cached.plan)
         return self.cached.plan
 
     # --- staging -------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
-"""What a save in the background described and planned, for the next one of the same tree.
+"""What a save described and planned, for the next one of the same tree.
 
 A training loop saves the same tree again and again: the same names, shapes, dtypes and layouts,
 with other data. Then only the data are looked at: small arrays are copied all at once, into memory
-that is kept for that, and immutable ones are referred to, without a description of each.
+that is kept for that, and immutable ones are referred to, without a description of each. A save for
+which the caller waits copies nothing, and refers to all arrays in the memory of the host.
 """
 
 from __future__ import annotations
@@ -194,12 +195,15 @@ def _is_copied(
     source: ArraySource,
     kept: ArraySource,
     staging: str,
-    methods: Mapping[Fragment, CaptureMethod],
+    methods: Mapping[Fragment, CaptureMethod] | None,
 ) -> bool | None:
     """Whether an array is copied with others; False if it is referred to with others; None if it
     is described again."""
     memory = source.fragments[0].memory
     plain = not memory.on_device and source.prng is None and source.dtype != np.bool_
+    if methods is None:
+        is_whole = source.fragments[0].box == Box.whole(source.shape)
+        return False if plain and (is_whole or not memory.mutable) else None
     if not plain or any(methods[f] is not CaptureMethod.REFERENCE for f in kept.fragments):
         return None
     if memory.mutable:
@@ -262,19 +266,38 @@ class SameTree:
 
     def keep(self, capture: Capture) -> Mapping[str, ArraySource]:
         """Keeps the arrays as they are now."""
-        for (_, _, known), source in zip(self.plan.others, self.others, strict=True):
-            kept = capture.keep(source, lambda box: False)
-            for to, of in zip(known.fragments, kept.fragments, strict=True):
-                assert to.box == of.box, f"{to.box} is now {of.box}"
-                to.read, to.memory, to.sample = of.read, of.memory, of.sample
-                capture.methods[to] = capture.methods.pop(of)
-        for group in self.plan.together:
-            group.keep(self._values)
-        self._values = ()
+        for to, of in self._fill(lambda source: capture.keep(source, lambda box: False)):
+            capture.methods[to] = capture.methods.pop(of)
         capture.methods.update(self.plan.methods)
         capture.used.add(CaptureMethod.REFERENCE)
         capture.copied_bytes += self.plan.nbytes
         return self.plan.description.sources
+
+    def refer(self) -> None:
+        """Refers to the arrays where they are now: they do not change before the save has ended."""
+        self._fill(lambda source: source)
+
+    def _fill(
+        self, keep: Callable[[ArraySource], ArraySource]
+    ) -> Sequence[tuple[Fragment, Fragment]]:
+        """Lets the known fragments read the arrays as they are now.
+
+        Arguments:
+            keep: how an array is kept that is described again.
+
+        Returns:
+            The fragments of these, each with that of the array as it is kept.
+        """
+        pairs = []
+        for (_, _, known), source in zip(self.plan.others, self.others, strict=True):
+            for to, of in zip(known.fragments, keep(source).fragments, strict=True):
+                assert to.box == of.box, f"{to.box} is now {of.box}"
+                to.read, to.memory, to.sample = of.read, of.memory, of.sample
+                pairs.append((to, of))
+        for group in self.plan.together:
+            group.keep(self._values)
+        self._values = ()
+        return pairs
 
 
 class PlanCache:
@@ -283,6 +306,31 @@ class PlanCache:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free: list[CachedPlan] = []
+        self._names: list[int] = []
+
+    def describe(
+        self, job: SaveJob, root: Any, metadata: Mapping[str, Any] | None
+    ) -> SameTree | tree.Node | tree.Leaf:
+        """Describes what a save has to save, as `SaveJob.describe`.
+
+        Returns:
+            What is known of the tree; else the tree, flattened.
+        """
+        with job.failing():
+            found = self.find(root, job.options, job.group)
+            if isinstance(found, SameTree):
+                job.describe_again(found.describe(metadata), found.assumed())
+                return found
+        job.describe(found, metadata)
+        return found
+
+    def is_repeated(self, sources: Mapping[str, ArraySource]) -> bool:
+        """Whether one of the last trees had arrays of these names, and so the next one may."""
+        names = hash(tuple(sources))
+        with self._lock:
+            found = names in self._names
+            self._names = [*self._names, names][-_MOST:]
+        return found
 
     def find(
         self, root: Any, options: SaveOptions, group: Group
@@ -328,7 +376,7 @@ class PlanCache:
         root: tree.Node,
         job: SaveJob,
         kept: Mapping[str, ArraySource],
-        methods: Mapping[Fragment, CaptureMethod],
+        methods: Mapping[Fragment, CaptureMethod] | None,
     ) -> CachedPlan | None:
         """What a save knows of its tree, for the next one; the save gives it back when it ends.
 
@@ -336,7 +384,7 @@ class PlanCache:
             root: the tree, flattened.
             job: the save; its arrays are described, and not kept yet.
             kept: the arrays as they are kept.
-            methods: how each fragment of them is kept.
+            methods: how each fragment of them is kept; None if all stay where they are.
 
         Returns:
             None if it is a tree of which every leaf must be described each time.
