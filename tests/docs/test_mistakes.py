@@ -240,3 +240,28 @@ def test_rules_of_a_wrong_type(arguments: Any, message: str, tmp_path: Path) -> 
 def test_a_checkpointer_of_a_checkpoint_says_so(stored: Path) -> None:
     with pytest.raises(CheckpointNotFound, match="is a checkpoint, not a folder of steps"):
         Checkpointer(stored).load()
+
+
+# --- paths ---------------------------------------------------------------------------------------
+
+
+def not_found(path: object) -> str:
+    with pytest.raises(CheckpointNotFound) as caught:
+        unickpt.load(path)  # type: ignore[call-overload]
+    return str(caught.value)
+
+
+def test_a_path_without_a_checkpoint_says_what_is_there(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("x")
+    (tmp_path / "stopped" / "processes").mkdir(parents=True)
+    assert f"nothing is there; {run} has step_1, step_2." in not_found(run / "step_3")
+    above = f"{tmp_path} has empty, notes, run, stopped."
+    assert f"nothing is there; {above}" in not_found(tmp_path / "Run" / "step_1")
+    assert f"the folder is empty; {above}" in not_found(tmp_path / "empty")
+    assert "it holds a.txt, and nothing there is a checkpoint" in not_found(tmp_path / "notes")
+    assert "a save began there and has not been committed" in not_found(tmp_path / "stopped")
+    assert f"it is inside of the checkpoint {run}/step_1;" in not_found(run / "step_1" / "w")
+    assert "it contains checkpoints but is not one itself (step_1, step_2)" in not_found(run)
+    assert "nothing is there. `unickpt ls`" in not_found("memory://no/such")
