@@ -330,3 +330,17 @@ def test_a_tree_in_place_of_a_step_is_not_printed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must be an integer") as caught:
         Checkpointer(tmp_path).save({"w": np.ones((90, 90))}, 1)  # type: ignore[arg-type]
     assert len(str(caught.value)) < 200
+
+
+def test_a_run_of_another_system_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
+    for name in ("checkpoint-500", "checkpoint-1000", ".cache", "step_5"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(CheckpointNotFound, match=r"it has checkpoint-1000, checkpoint-500, which"):
+        Checkpointer(tmp_path).load()
+    with pytest.raises(CheckpointNotFound, match=r"no step is committed in .*/none$"):
+        Checkpointer(tmp_path / "none").load()
+
+
+def test_a_report_into_a_folder_that_is_not_there_names_the_folder(run: Path) -> None:
+    with pytest.raises(unickpt.InvalidPath, match=r"there is no folder '.*/no'; make it first"):
+        unickpt.report(run, run / "no" / "report.html")

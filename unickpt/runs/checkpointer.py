@@ -177,8 +177,8 @@ class Checkpointer:
 
     def should_save(self, step: int) -> bool:
         """Whether to save now, by `save_every`, `save_every_s`, or because the job must stop;
-        never without these three. All processes get the same answer; with `save_every_s` or `preemption` they communicate, so all
-        must call this at the same steps.
+        never without these. All processes get the same answer; with `save_every_s` or
+        `preemption` they communicate, so all must call this at the same steps.
 
         Raises:
             ValueError: the step is not an integer, or the processes cannot agree (see
