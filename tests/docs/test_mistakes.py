@@ -344,3 +344,8 @@ def test_a_run_of_another_system_is_not_taken_for_an_empty_one(tmp_path: Path) -
 def test_a_report_into_a_folder_that_is_not_there_names_the_folder(run: Path) -> None:
     with pytest.raises(unickpt.InvalidPath, match=r"there is no folder '.*/no'; make it first"):
         unickpt.report(run, run / "no" / "report.html")
+
+
+def test_a_run_without_the_number_of_its_steps_is_not_merged(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"as last= \(--last on the command line\)"):
+        unickpt.merge([run], tmp_path / "merged")

@@ -101,6 +101,14 @@ class Checkpoint(Mapping[str, "StoredArray"]):
     """A committed checkpoint: its arrays by name, tied arrays under each of their names.
 
     `metadata` is what `save` was given, `values` the plain values by name, `index` everything else.
+
+    Example:
+        >>> import numpy as np, unickpt
+        >>> state = {"w": np.arange(6).reshape(2, 3), "step": 7}
+        >>> _ = unickpt.save("memory://checkpoint/docs", state)
+        >>> checkpoint = unickpt.open("memory://checkpoint/docs")
+        >>> list(checkpoint), checkpoint.values["step"], checkpoint["w"][1, 2]
+        (['w'], 7, np.int64(5))
     """
 
     def __init__(self, reader: Reader, hints: Hints | None = None) -> None:

@@ -146,13 +146,13 @@ def _outcome(error: Exception | None, listed: bool) -> int:
 
 
 def _no_step(location: Location) -> str:
-    """That a run has no step, and what its folder has instead, which another system may have saved."""
+    """That a run has no step, and which folders it has instead, perhaps another system's."""
     others: list[str] = []
     with suppress(Failed):  # the folder does not exist
         folders = location.folders(contexts.context())
         others = [n for n in folders if not n.startswith((".", "step_"))]
     more = (
-        f"; it has {shortened(some(others), 200)}, which are no steps of unickpt: if another system "
-        "saved them, load one by unickpt.load(path)"
+        f"; it has {shortened(some(others), 200)}, which are no steps of unickpt: if another "
+        "system saved them, load one by unickpt.load(path)"
     )
     return f"no step is committed in {location}{more if others else ''}"
