@@ -342,7 +342,9 @@ def test_a_run_of_another_system_is_not_taken_for_an_empty_one(tmp_path: Path) -
 
 
 def test_a_report_into_a_folder_that_is_not_there_names_the_folder(run: Path) -> None:
-    with pytest.raises(unickpt.InvalidPath, match=r"there is no folder '.*/no'; make it first"):
+    with pytest.raises(
+        unickpt.StorageError, match=r"cannot be written: there is no folder '.*/no'"
+    ):
         unickpt.report(run, run / "no" / "report.html")
 
 

@@ -56,7 +56,7 @@ def report(
     Raises:
         CheckpointNotFound: nothing was committed there.
         CheckpointCorrupt, UnsupportedFormat: it is a checkpoint, and cannot be opened.
-        InvalidPath: `out` is a URL or a folder, or its folder does not exist.
+        InvalidPath: `out` is a URL or a folder.
         StorageError: the storage failed, or `out` cannot be written.
         UnickptError: a file of metrics cannot be read.
 
@@ -114,7 +114,8 @@ def _target(out: File) -> Path:
         raise InvalidPath(f"{text!r}: a report is written to a local file; give a path")
     target = Path(text)
     if not target.parent.is_dir():
-        raise InvalidPath(f"{text!r}: there is no folder {str(target.parent)!r}; make it first")
+        folder = str(target.parent)
+        raise StorageError(f"the report cannot be written: there is no folder {folder!r}")
     if target.is_dir():
         raise InvalidPath(f"{text!r} is a folder; give the path of a file, such as report.html")
     if target.exists() and not target.is_file():  # it would be replaced, not written to
