@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from unickpt.errors import InvalidPath
 from unickpt.storage import schemes
 
 _ATTEMPTS = 10
@@ -30,6 +31,11 @@ def spec(url: str) -> dict[str, Any]:
     if region:
         out["aws_region"] = region
     if endpoint:
+        if not endpoint.startswith(("http://", "https://")):
+            raise InvalidPath(
+                f"{url!r}: the endpoint {endpoint!r} (AWS_ENDPOINT_URL) must begin with http:// or "
+                "https://"
+            )
         # With a custom endpoint TensorStore does not look up the region.
         out |= {"endpoint": endpoint.rstrip("/"), "aws_region": region or "us-east-1"}
     return out | {"aws_credentials": _CREDENTIALS + _source()}

@@ -488,3 +488,18 @@ def test_program_without_the_extra_says_how_to_install_it(
     done = program("ls", ".", source=WITHOUT_EXTRA)
     assert done.returncode == 2
     assert done.stderr == "unickpt: the command line needs typer; pip install 'unickpt[cli]'\n"
+
+
+def test_output_that_cannot_be_written_is_no_damage(saved: str) -> None:
+    def ends(command: str) -> tuple[int, str]:
+        line = f"{sys.executable} -m unickpt.cli {command}"
+        shell = ["bash", "-c", f"set -o pipefail; {line}"]
+        done = subprocess.run(shell, capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stderr
+
+    full = "unickpt: the output cannot be written: [Errno 28] No space left on device\n"
+    assert ends(f"verify {saved} > /dev/full") == (2, full)
+    assert ends("presets transformers-llama > /dev/full") == (2, full)
+    assert ends(f"inspect {saved} --all | true") == (2, "")
+    assert ends(f"inspect {saved} --json | true") == (2, "")
+    assert ends(f"verify {saved} >&-") == (0, "")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -240,3 +243,111 @@ def test_rules_of_a_wrong_type(arguments: Any, message: str, tmp_path: Path) -> 
 def test_a_checkpointer_of_a_checkpoint_says_so(stored: Path) -> None:
     with pytest.raises(CheckpointNotFound, match="is a checkpoint, not a folder of steps"):
         Checkpointer(stored).load()
+
+
+# --- paths ---------------------------------------------------------------------------------------
+
+
+def not_found(path: object) -> str:
+    with pytest.raises(CheckpointNotFound) as caught:
+        unickpt.load(path)  # type: ignore[call-overload]
+    return str(caught.value)
+
+
+def test_a_path_without_a_checkpoint_says_what_is_there(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("x")
+    (tmp_path / "stopped" / "processes").mkdir(parents=True)
+    assert f"nothing is there; {run} has step_1, step_2." in not_found(run / "step_3")
+    above = f"{tmp_path} has empty, notes, run, stopped."
+    assert f"nothing is there; {above}" in not_found(tmp_path / "Run" / "step_1")
+    assert f"the folder is empty; {above}" in not_found(tmp_path / "empty")
+    assert "it holds a.txt, and nothing there is a checkpoint" in not_found(tmp_path / "notes")
+    assert "a save began there and has not been committed" in not_found(tmp_path / "stopped")
+    assert f"it is inside of the checkpoint {run}/step_1;" in not_found(run / "step_1" / "w")
+    assert "it contains checkpoints but is not one itself (step_1, step_2)" in not_found(run)
+    assert "nothing is there. `unickpt ls`" in not_found("memory://no/such")
+
+
+def test_an_optimizer_without_state_is_named(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+
+    def job(steps: int) -> dict[str, Any]:
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(steps):
+            model(torch.ones(3)).sum().backward()
+            optimizer.step()
+        return {"model": model, "optim": optimizer}
+
+    unickpt.save(tmp_path / "trained", job(1))
+    unickpt.save(tmp_path / "fresh", job(0))
+    fresh = {name: value.state_dict() for name, value in job(0).items()}
+    with pytest.raises(LoadMismatch, match=r"has nothing under 'optim/state/': a state_dict\(\)"):
+        unickpt.load(tmp_path / "trained", fresh)
+    with pytest.raises(LoadMismatch, match="nothing is stored under 'optim/state/', as before"):
+        unickpt.load(tmp_path / "fresh", job(1))
+    unickpt.load(tmp_path / "trained", job(0))  # what the message says to do
+    partly = job(1)
+    partly["optim"].add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    with pytest.raises(LoadMismatch) as caught:
+        unickpt.load(tmp_path / "trained", partly)
+    assert "likely cause: the optimizer" not in str(caught.value)
+
+
+def test_a_container_as_a_pattern_is_answered_by_the_pattern(stored: Path) -> None:
+    with pytest.raises(LoadMismatch, match=r"All below 'b' is 'b/\*\*'"):
+        unickpt.load(stored, only="b")
+
+
+def test_a_process_of_torchrun_without_a_group_says_so(tmp_path: Path) -> None:
+    program = f"""
+import torch, unickpt
+for step in (1, 2):
+    unickpt.save(r"{tmp_path}/" + str(step), {{"w": torch.ones(3)}})
+"""
+    launched = {**os.environ, "RANK": "0", "WORLD_SIZE": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=launched, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0
+    assert done.stderr.count("WORLD_SIZE is 2, but torch.distributed is not initialised") == 1
+
+
+def test_an_endpoint_without_a_scheme_is_no_damage(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "127.0.0.1:9000")
+    with pytest.raises(unickpt.InvalidPath, match=r"must begin with http:// or https://"):
+        unickpt.load("s3://bucket/step_1")
+    for called, own in (("gcs", "gs"), ("s3a", "s3")):
+        with pytest.raises(unickpt.InvalidPath, match=f"did you mean {own}://"):
+            unickpt.load(f"{called}://bucket/step_1")
+
+
+def test_a_tree_in_place_of_a_step_is_not_printed(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="must be an integer") as caught:
+        Checkpointer(tmp_path).save({"w": np.ones((90, 90))}, 1)  # type: ignore[arg-type]
+    assert len(str(caught.value)) < 200
+
+
+def test_a_run_of_another_system_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
+    for name in ("checkpoint-500", "checkpoint-1000", ".cache", "step_5"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(CheckpointNotFound, match=r"it has checkpoint-1000, checkpoint-500, which"):
+        Checkpointer(tmp_path).load()
+    with pytest.raises(CheckpointNotFound, match=r"no step is committed in .*/none$"):
+        Checkpointer(tmp_path / "none").load()
+
+
+def test_a_report_into_a_folder_that_is_not_there_names_the_folder(run: Path) -> None:
+    with pytest.raises(
+        unickpt.StorageError, match=r"cannot be written: there is no folder '.*/no'"
+    ):
+        unickpt.report(run, run / "no" / "report.html")
+
+
+def test_a_run_without_the_number_of_its_steps_is_not_merged(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"as last= \(--last on the command line\)"):
+        unickpt.merge([run], tmp_path / "merged")

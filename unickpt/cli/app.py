@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from typing import Annotated, Any
 
@@ -10,7 +12,7 @@ from typer.core import TyperGroup
 
 import unickpt
 from unickpt.cli import clean, convert, diff, export, inspect, ls, merge, presets, report, verify
-from unickpt.cli.output import fail, warn
+from unickpt.cli.output import FAILED, fail, warn
 from unickpt.cli.saves import watch
 from unickpt.errors import RuleWarning, UnickptError
 
@@ -26,6 +28,11 @@ class _Group(TyperGroup):
                 return super().invoke(ctx)
         except UnickptError as error:
             fail(str(error))
+        except BrokenPipeError:  # such as by `| head`; 1 would say that something is damaged
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(FAILED) from None
+        except OSError as error:  # the library's own are UnickptErrors
+            fail(f"the output cannot be written: {error}")
 
 
 app = typer.Typer(

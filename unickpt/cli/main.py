@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 
 
@@ -18,6 +19,9 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(2)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started this
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # until the process ends
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names may not fit a narrow encoding

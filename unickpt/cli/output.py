@@ -37,10 +37,15 @@ Where = Annotated[str, typer.Argument(help="A directory, or a URL: file, s3, gs 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # rich would exit with 1, which says that something is damaged
+
+
 def console(*, stderr: bool = False) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else _UNBOUNDED
-    return Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
+    return _Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
 
 
 def print_json(body: Any) -> None:

@@ -136,10 +136,10 @@ def _first(files: Files, hints: Mapping[str, Any]) -> Reader | None:
 def _check_hints(reader: Reader, hints: Mapping[str, Any], known: Collection[str]) -> None:
     unknown = [name for name in hints if name not in known]
     if unknown:
-        takes = f"takes the hints {', '.join(known)}" if known else "takes none"
+        takes = f"the hints {', '.join(known)}" if known else "no hints"
         raise HintError(
-            f"{reader.location} is of the format {reader.format!r}, which {takes}; it does not "
-            f"take the hint {quoted(unknown[0])}"
+            f"{reader.location} is of the format {reader.format!r}, which takes {takes}; "
+            f"leave out {quoted(unknown[0])}"
         )
 
 

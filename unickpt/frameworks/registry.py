@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, TypeVar, cast
 
 from unickpt.frameworks.budget import processes_on_node
@@ -55,7 +58,23 @@ def current_group(among: Sequence[Adapter]) -> Group:
             "jax.distributed and torch.distributed are both initialised; say which processes save "
             "together: options=SaveOptions(group=unickpt.ProcessGroup(index, count, session))"
         )
-    return groups[0] if groups else alone()
+    if groups:
+        return groups[0]
+    _warn_if_launched()
+    return alone()
+
+
+@cache
+def _warn_if_launched() -> None:
+    """Says, once, that a process which a launcher started with others belongs to no job."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    if "RANK" in os.environ and world != "1" and sys.modules.get("torch") is not None:
+        warnings.warn(
+            f"WORLD_SIZE is {world}, but torch.distributed is not initialised: this process saves "
+            "and loads alone. Call torch.distributed.init_process_group() before, on all ranks",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def processes_here(group: Group | None) -> int:

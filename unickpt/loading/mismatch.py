@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -29,6 +30,18 @@ _ADVICE = {
 _TRANSPOSED = (
     "{count} stored transposed, such as {name!r}: {stored} instead of {asked}. Flax has kernels "
     "[in, out], torch weights [out, in]; load with rules such as `{name} [i o] <-> {name} [o i]`"
+)
+
+# A slot of torch's optimizers, under the number or the name of its parameter.
+_OPTIMIZER_STATE = r"(.*?(?:^|/)state/)[^/]+/(?:step|exp_avg|exp_avg_sq|momentum_buffer|sum)$"
+_NO_STATE_ASKED = (
+    "the optimizer in `like` has nothing under {name!r}: a state_dict() is empty before the first "
+    "step. Put the optimizer itself into `like`, whose state is then made; skipping it would lose "
+    "the moments"
+)
+_NO_STATE_STORED = (
+    "nothing is stored under {name!r}, as before an optimizer's first step. Load it into an "
+    "optimizer that has not stepped; keeping the state here would mix two runs"
 )
 
 
@@ -78,7 +91,7 @@ def _text(head: str, rows: Sequence[Difference], advice: Mapping[str, str]) -> s
         {row.name: row.stored for row in rows if row.problem == "unexpected"},
     )
     lines = [head, *(f"likely cause: {cause.text}" for cause in likely)]
-    lines += [*_single_leaf(rows), *_transposed(rows)]
+    lines += [*_single_leaf(rows), *_transposed(rows), *_optimizer_states(rows)]
     rows = _unexplained(rows, likely)
     problems = dict.fromkeys(row.problem for row in rows)
     lines += [f"{problem}: {advice[problem]}" for problem in problems if problem in advice]
@@ -109,6 +122,22 @@ def _transposed(rows: Sequence[Difference]) -> list[str]:
     one = turned[0]
     cause = _TRANSPOSED.format(count=count, name=one.name, stored=one.stored, asked=one.asked)
     return [f"likely cause: {cause}"]
+
+
+def _optimizer_states(rows: Sequence[Difference]) -> list[str]:
+    """The likely cause that an optimizer has no state in `like`, or none is stored, if it applies:
+    torch makes it in the first step."""
+    found: dict[str, set[str]] = {}
+    for row in rows:
+        state = re.match(_OPTIMIZER_STATE, row.name)
+        if state is not None:
+            found.setdefault(state[1], set()).add(row.problem)
+    causes = {frozenset({"unexpected"}): _NO_STATE_ASKED, frozenset({"missing"}): _NO_STATE_STORED}
+    return [
+        f"likely cause: {causes[frozenset(problems)].format(name=name)}"
+        for name, problems in found.items()
+        if frozenset(problems) in causes
+    ]
 
 
 def _dims(shape: str) -> list[str]:

@@ -73,10 +73,12 @@ class Selection:
         for argument, patterns in (("only", self.only or ()), ("skip", self.skip)):
             idle = [p for p in patterns if not any(matches(p, name) for name in known)]
             if idle:
+                inner = [p for p in idle if any(name.startswith(f"{p}/") for name in known)]
+                whole = f". All below {inner[0]!r} is {inner[0] + '/**'!r}" if inner else ""
                 raise LoadMismatch(
                     f"{where}: {argument}={quoted(idle)} matches no leaf; there are "
-                    f"{some([repr(name) for name in known]) or 'none'}. `*` is any text within a "
-                    "component of a name, `**` any number of components"
+                    f"{some([repr(name) for name in known]) or 'none'}{whole}. `*` is any text "
+                    "within a component of a name, `**` any number of components"
                 )
         if not any(map(self.has, asked)):
             raise LoadMismatch(f"{where}: only= and skip= together select no leaf")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, ValuesView
 from typing import Any, TypeVar
 
-from unickpt.errors import CheckpointNotFound, CheckpointReplaced, UnickptError
+from unickpt.errors import CheckpointNotFound, CheckpointReplaced
 from unickpt.foreign import registry
 from unickpt.format.reader import Reader
 from unickpt.format.timing import Timing
 from unickpt.quoting import shortened
-from unickpt.reading.listing import checkpoints_below
+from unickpt.reading.not_found import nothing_at
 from unickpt.reading.stored_array import StoredArray
 from unickpt.storage import paths
 from unickpt.storage.locations import Location
@@ -23,7 +23,6 @@ Hints = Mapping[str, Any]
 # How often a reader starts again because a save replaced the checkpoint.
 _OPENINGS = 50
 _READINGS = 20
-_SHOWN = 8  # names of checkpoints, in a message
 
 
 def open(path: paths.Path, *, hints: Hints | None = None) -> Checkpoint:
@@ -94,37 +93,22 @@ def _open(location: Location, hints: Hints) -> Checkpoint:
     with collection_paused():
         reader = registry.open_reader(location, hints)
     if reader is None:
-        raise CheckpointNotFound(_nothing_at(location))
+        raise CheckpointNotFound(nothing_at(location))
     return Checkpoint(reader, hints)
-
-
-def _nothing_at(location: Location) -> str:
-    """Why nothing can be opened here, and which path may have been meant."""
-    said = f"no checkpoint at {location}"
-    try:
-        below = [listed for listed in checkpoints_below(location.url) if listed.name != "."]
-    except UnickptError:
-        below = []
-    if not below:
-        return (
-            f"{said}: nothing was committed there. `unickpt ls` lists the checkpoints below a "
-            "directory"
-        )
-    names = [listed.name for listed in below]
-    shown = ", ".join(names if len(names) <= _SHOWN else [names[0], "...", *names[1 - _SHOWN :]])
-    hint = f"give the path of one, such as {below[-1].path!r}"
-    if all(name.startswith("step_") for name in names):
-        hint = (
-            f"load the newest with unickpt.Checkpointer({str(location)!r}).load(), or give the "
-            f"path of a step, such as {below[-1].path!r}"
-        )
-    return f"{said}: it contains checkpoints but is not one itself ({shown}); {hint}"
 
 
 class Checkpoint(Mapping[str, "StoredArray"]):
     """A committed checkpoint: its arrays by name, tied arrays under each of their names.
 
     `metadata` is what `save` was given, `values` the plain values by name, `index` everything else.
+
+    Example:
+        >>> import numpy as np, unickpt
+        >>> state = {"w": np.arange(6).reshape(2, 3), "step": 7}
+        >>> _ = unickpt.save("memory://checkpoint/docs", state)
+        >>> checkpoint = unickpt.open("memory://checkpoint/docs")
+        >>> list(checkpoint), checkpoint.values["step"], checkpoint["w"][1, 2]
+        (['w'], 7, np.int64(5))
     """
 
     def __init__(self, reader: Reader, hints: Hints | None = None) -> None:

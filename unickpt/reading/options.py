@@ -35,6 +35,12 @@ class LoadOptions(CommonOptions):
     Raises:
         MissingPackage: `progress=True` without tqdm.
         ValueError, TypeError: an option is out of range, or of a wrong type.
+
+    Example:
+        >>> import numpy as np, unickpt
+        >>> _ = unickpt.save("memory://options/load", {"w": np.ones(3)})
+        >>> unickpt.load("memory://options/load", options=unickpt.LoadOptions(budget_bytes=1 << 30))
+        {'w': array([1., 1., 1.])}
     """
 
     verify: bool = True

@@ -113,6 +113,9 @@ def _target(out: File) -> Path:
     if "://" in text:
         raise InvalidPath(f"{text!r}: a report is written to a local file; give a path")
     target = Path(text)
+    if not target.parent.is_dir():
+        folder = str(target.parent)
+        raise StorageError(f"the report cannot be written: there is no folder {folder!r}")
     if target.is_dir():
         raise InvalidPath(f"{text!r} is a folder; give the path of a file, such as report.html")
     if target.exists() and not target.is_file():  # it would be replaced, not written to

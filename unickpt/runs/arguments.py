@@ -11,6 +11,7 @@ from unickpt.errors import UnsupportedLeaf
 from unickpt.format.index import RESERVED
 from unickpt.frameworks.protocol import Fence
 from unickpt.frameworks.registry import adapters
+from unickpt.quoting import quoted
 from unickpt.saving.describe import check_mapping
 
 _STEPS_END = 10**18  # the folders of later steps are not recognised
@@ -27,7 +28,7 @@ def step_number(step: object, what: str = "step ") -> int:
     except TypeError:
         number = -1
     if number < 0:
-        raise ValueError(f"{what}{step!r} must be an integer, at least 0")
+        raise ValueError(f"{what}{quoted(step)} must be an integer, at least 0")
     if number >= _STEPS_END:
         raise ValueError(f"{what}{step!r} must be less than 10**18")
     return number

@@ -177,9 +177,9 @@ class Checkpointer:
     # --- saving --------------------------------------------------------------------------------
 
     def should_save(self, step: int) -> bool:
-        """Whether to save now, by `save_every`, `save_every_s`, or because the job must stop. All
-        processes get the same answer; with `save_every_s` or `preemption` they communicate, so all
-        must call this at the same steps.
+        """Whether to save now, by `save_every`, `save_every_s`, or because the job must stop;
+        never without these. All processes get the same answer; with `save_every_s` or
+        `preemption` they communicate, so all must call this at the same steps.
 
         Raises:
             ValueError: the step is not an integer, or the processes cannot agree (see

@@ -48,7 +48,7 @@ class Retention:
                 raise ValueError(f"{name}={value!r} must be an integer, at least 1")
         if (self.keep_best is None) != (self.metric is None):
             raise ValueError(
-                "give both keep_best and metric, or neither: keep_best=3, metric='loss'"
+                "give both keep_best and metric, or neither, such as keep_best=3, metric='loss'"
             )
         if self.best not in ("min", "max"):
             raise ValueError(f"best={self.best!r} must be 'min' or 'max'")

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 from unickpt.errors import CheckpointCorrupt, CheckpointExists, CheckpointNotFound, ProcessFailed
 from unickpt.frameworks.process_group import Group
 from unickpt.loading.loader import load
+from unickpt.quoting import shortened, some
 from unickpt.steps.branch import Branch
 from unickpt.steps.tier import Tier
 from unickpt.steps.tiers import Tiers
+from unickpt.storage import contexts
+from unickpt.storage.errors import Failed
+from unickpt.storage.locations import Location
 
 _log = logging.getLogger("unickpt")
 _FINE, _DAMAGED, _GONE, _FAILED = range(4)
@@ -93,7 +98,7 @@ class StepLoader:
                 self._tiers.root.check_no_checkpoint()
             except CheckpointExists as error:
                 raise CheckpointNotFound(str(error)) from None
-            raise CheckpointNotFound(f"no step is committed in {self._tiers.root.location}")
+            raise CheckpointNotFound(_no_step(self._tiers.root.location))
         return found
 
     def _try(self, step: int) -> tuple[Any, Exception | None]:
@@ -138,3 +143,16 @@ def _outcome(error: Exception | None, listed: bool) -> int:
     if isinstance(error, CheckpointCorrupt):
         return _DAMAGED
     return _GONE if listed and isinstance(error, CheckpointNotFound) else _FAILED
+
+
+def _no_step(location: Location) -> str:
+    """That a run has no step, and which folders it has instead, perhaps another system's."""
+    others: list[str] = []
+    with suppress(Failed):  # the folder does not exist
+        folders = location.folders(contexts.context())
+        others = [n for n in folders if not n.startswith((".", "step_"))]
+    more = (
+        f"; it has {shortened(some(others), 200)}, which are no steps of unickpt: if another "
+        "system saved them, load one by unickpt.load(path)"
+    )
+    return f"no step is committed in {location}{more if others else ''}"

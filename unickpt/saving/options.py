@@ -125,6 +125,12 @@ class SaveOptions(CommonOptions):
     Raises:
         MissingPackage: `progress=True` without tqdm.
         ValueError, TypeError: an option is out of range, or of a wrong type.
+
+    Example:
+        >>> import numpy as np, unickpt
+        >>> options = unickpt.SaveOptions(compression="zstd", chunk_bytes=1 << 20)
+        >>> unickpt.save("memory://options/save", {"w": np.zeros(10**6)}, options=options).chunks
+        8
     """
 
     staging: Literal["auto", "copy", "reference", "lazy", "device"] = "auto"

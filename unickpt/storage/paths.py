@@ -35,7 +35,7 @@ def resolve(path: Path, *, whole: bool = False, or_file: bool = False) -> Locati
         return local if or_file else _folder(local, text)
     scheme = schemes.find(name)
     if scheme is None:
-        raise InvalidPath(f"{text!r}: unknown scheme {name!r}; known are {_known()}")
+        raise InvalidPath(f"{text!r}: unknown scheme {name!r}; known are {_known()}{_meant(name)}")
     try:
         parts = urlsplit(text)
     except ValueError as error:
@@ -80,6 +80,12 @@ def _check(text: str, spec: Any) -> None:
         ts.KvStore.Spec(dict(spec))
     except ValueError as error:
         raise InvalidPath(f"{text!r}: {error}") from None
+
+
+def _meant(name: str) -> str:
+    """Which scheme a storage has here that is called otherwise elsewhere."""
+    own = {"gcs": "gs", "s3a": "s3", "s3n": "s3"}.get(name.lower())
+    return f"; did you mean {own}://?" if own else ""
 
 
 def _known() -> str:

@@ -157,7 +157,10 @@ def plan_merge(asked: Request) -> MergePlan:
     least = 1 if asked.method.needs_base else 2
     if len(given) < least or (asked.method.name == "slerp" and len(given) != 2):
         needs = "two sources" if asked.method.name == "slerp" else f"at least {least} sources"
-        raise ValueError(f"how={asked.method.name!r} takes {needs}, not {len(given)}")
+        raise ValueError(
+            f"how={asked.method.name!r} takes {needs}, not {len(given)}. For the steps of a run, "
+            "give its folder, and their number as last= (--last on the command line)"
+        )
     has_base = asked.base is not None
     rules = _rules(asked.rules, len(given), has_base)
     sources = tuple(_source(one, r) for one, r in zip(given, rules, strict=False))

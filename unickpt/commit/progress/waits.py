@@ -124,10 +124,13 @@ class Waits:
             timeout_s: how long it was.
         """
         whom, done = (self.of(late), "finish") if late else (self._coordinator(), "commit")
+        may = "may have died"
+        if reports.NOT_BEGUN in whom.phases.values():
+            may += ", or never called save: all processes must, with the same path"
         return SaveTimeout(
             f"{self._location}: {whom} did not {done} within {timeout_s:g} s "
             f"(SaveOptions.timeout_s) after process {self._process} of {self._count} was done; it "
-            "may have died. No checkpoint was written."
+            f"{may}. No checkpoint was written."
         )
 
     def of(self, late: Sequence[int]) -> Late:

@@ -1,0 +1,85 @@
+"""Why nothing can be opened at a path, and which path may have been meant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unickpt.errors import CheckpointNotFound, StorageError
+from unickpt.foreign.loose_files import SeveralCheckpoints
+from unickpt.quoting import shortened
+from unickpt.reading.listing import Listed, checkpoints_below, natural
+from unickpt.storage import contexts
+from unickpt.storage.locations import Location
+from unickpt.storage.ocdbt import MANIFEST
+
+_SHOWN = 8  # names, in a message
+_MOST_TEXT = 400  # characters of names, which other systems may have chosen
+_LIST = "`unickpt ls` lists the checkpoints below a directory"
+
+
+def nothing_at(location: Location) -> str:
+    """What is at a path instead of a checkpoint, in one sentence.
+
+    Only looks at names; it is called where nothing can be opened, and so must not fail itself.
+
+    Arguments:
+        location: where no format recognises a checkpoint.
+    """
+    said = f"no checkpoint at {location}"
+    try:
+        below = [listed for listed in checkpoints_below(location.url) if listed.name != "."]
+        if below:
+            return f"{said}: it contains checkpoints but is not one itself {_of(location, below)}"
+        names = sorted(location.names(contexts.context()), key=natural)
+        return f"{said}: {_above(location) if not names else _held(names)}"
+    except CheckpointNotFound:  # there is no such folder
+        return f"{said}: {_above(location)}"
+    except (SeveralCheckpoints, StorageError) as error:
+        return f"{said}: {error}"
+
+
+def _of(location: Location, below: Sequence[Listed]) -> str:
+    names = [listed.name for listed in below]
+    hint = f"give the path of one, such as {below[-1].path!r}"
+    if all(name.startswith("step_") for name in names):
+        hint = (
+            f"load the newest with unickpt.Checkpointer({str(location)!r}).load(), or give the "
+            f"path of a step, such as {below[-1].path!r}"
+        )
+    return f"({_shown(names)}); {hint}"
+
+
+def _held(names: Sequence[str]) -> str:
+    """What a folder holds that has no checkpoint in it."""
+    if names == ["processes"]:
+        return (
+            "a save began there and has not been committed: it is still under way, or it was "
+            "stopped. `unickpt watch` on the folder above shows saves under way; load an earlier "
+            "step"
+        )
+    return f"it holds {_shown(names)}, and nothing there is a checkpoint that is known. {_LIST}"
+
+
+def _above(location: Location) -> str:
+    """Of a path where nothing is, the nearest folder above that has something in it."""
+    if location.is_remote:  # which lists all that is below a folder, at any depth
+        return f"nothing is there. {_LIST}"
+    what = "the folder is empty" if location.is_local and location.exists() else "nothing is there"
+    folder = location.parent
+    while folder is not None and (not folder.exists() or not folder.names(contexts.context())):
+        folder = folder.parent
+    if folder is None:
+        return f"{what}. {_LIST}"
+    if folder.has_file(MANIFEST, contexts.context()):
+        return (
+            f"it is inside of the checkpoint {folder}; open that, and take arrays from it by their "
+            "names"
+        )
+    names = sorted(folder.names(contexts.context()), key=natural)
+    names = [name for name in names if not name.startswith(".")]  # such as lock files
+    return f"{what}; {folder} has {_shown(names)}. {_LIST}"
+
+
+def _shown(names: Sequence[str]) -> str:
+    some = names if len(names) <= _SHOWN else [names[0], "...", *names[1 - _SHOWN :]]
+    return shortened(", ".join(some), _MOST_TEXT)
