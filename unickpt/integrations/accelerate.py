@@ -26,8 +26,8 @@ from accelerate.utils import broadcast_object_list
 from torch.distributed.tensor import DTensor
 from torch.utils.data import RandomSampler
 
-from unickpt.adapters.torch_dtypes import TO_NUMPY
 from unickpt.adapters.torch_optimizer import NamedOptimizer
+from unickpt.arrays import dtypes
 from unickpt.errors import (
     CheckpointCorrupt,
     CheckpointExists,
@@ -55,7 +55,6 @@ _COUNTS = "accelerate"
 _PREFIX = "checkpoint_"
 _NAME = re.compile(f"{_PREFIX}(0|[1-9][0-9]{{0,17}})")
 _TENSOR, _DTYPE = "torch.Tensor", "dtype"
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TO_NUMPY}
 _LISTS = ("models", "optimizers", "schedulers", "custom_objects", "dataloaders")
 
 
@@ -330,8 +329,10 @@ def _with_each(state: Any, change: Callable[[Any], Any]) -> Any:
 def _tensor(stored: Any, name: Any) -> torch.Tensor:
     """The tensor of an array, which must be of the dtype that was stored with it."""
     array = np.asarray(stored)
-    dtype = _DTYPES.get(name) if isinstance(name, str) else None
-    if dtype is None or TO_NUMPY[dtype] != array.dtype:
+    # torch and the format have the same names.
+    known = array.dtype.kind != "O" and name == dtypes.name_of(array.dtype)
+    dtype = getattr(torch, name, None) if known else None
+    if not isinstance(dtype, torch.dtype):
         raise CheckpointCorrupt(
             f"an array of dtype {array.dtype} is said to be a tensor of dtype {quoted(name)}"
         )
