@@ -27,14 +27,16 @@ class SerialExecutor:
 
     Arguments:
         name: of the thread.
-        failed: called with the error that a piece of work raises.
+        failed: called with the error that a piece of work raises; also with a SystemExit, which
+            would end the thread, and nobody could wait for the rest.
     """
 
-    def __init__(self, name: str, failed: Callable[[Exception], object]) -> None:
+    def __init__(self, name: str, failed: Callable[[BaseException], object]) -> None:
         self._name, self._failed = name, failed
         self._work: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._running = False
+        self._thread: threading.Thread | None = None
 
     def add(self, work: Callable[[], None]) -> None:
         """Runs a piece of work after all that were added before."""
@@ -47,22 +49,26 @@ class SerialExecutor:
             self._run()
 
     def wait(self, most: int = 0) -> None:
-        """Waits until at most this many pieces of work remain."""
+        """Waits until at most this many pieces of work remain; a piece of work itself, which may
+        call a user's function, does not wait for its own end."""
+        if self._thread is threading.current_thread():
+            return
         with self._changed:
             while len(self._work) + self._running > most:
                 self._changed.wait()
 
     def _run(self) -> None:
+        self._thread = threading.current_thread()
         while True:
             with self._changed:
                 if not self._work:
-                    self._running = False
+                    self._running, self._thread = False, None
                     self._changed.notify_all()
                     return
                 work = self._work.popleft()
             try:
                 work()
-            except Exception as error:
+            except BaseException as error:
                 self._failed(error)
             with self._changed:
                 self._changed.notify_all()

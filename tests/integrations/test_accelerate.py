@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import signal
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from support import TESTS
 from support.processes import Processes
@@ -22,6 +24,7 @@ from accelerate import Accelerator, DistributedType  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration  # noqa: E402
 
+from unickpt.integrations import accelerate as integration  # noqa: E402
 from unickpt.integrations.accelerate import (  # noqa: E402
     load_state,
     save_state,
@@ -69,6 +72,11 @@ class Registered:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.seen = state["seen"]
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: int
 
 
 class Job:
@@ -175,6 +183,99 @@ def test_automatic_names_go_on_and_the_oldest_are_removed(
     (folder / "checkpoint_7" / "processes" / "x").mkdir(parents=True)
     load_state(job.accelerator)
     assert job.accelerator.save_iteration == 4
+
+
+def test_registered_states_keep_their_tensors(make: Callable[..., Any], tmp_path: Path) -> None:
+    accelerator = make()
+    registered = Registered([Pair(torch.ones(2), 3), defaultdict(list, {"a": torch.zeros(1)})])
+    accelerator.register_for_checkpointing(registered)
+    save_state(accelerator, tmp_path / "c")
+    registered.seen = []
+    load_state(accelerator, tmp_path / "c")
+    pair, found = registered.seen
+    assert pair._fields == Pair._fields
+    assert torch.equal(pair.first, torch.ones(2))
+    assert pair.second == 3
+    assert torch.equal(found["a"], torch.zeros(1))
+
+
+def test_a_state_that_looks_like_a_stored_tensor_is_refused(
+    make: Callable[..., Any], tmp_path: Path
+) -> None:
+    accelerator = make()
+    accelerator.register_for_checkpointing(Registered([{"torch.Tensor": 1, "dtype": "int8"}]))
+    with pytest.raises(unickpt.UnsupportedLeaf, match="registered object 0 has a dict with the"):
+        save_state(accelerator, tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("name", ["save", "int8", "no such", 3, None])
+def test_the_dtype_of_a_stored_tensor_is_not_trusted(
+    make: Callable[..., Any], tmp_path: Path, name: Any
+) -> None:
+    accelerator = make()
+    accelerator.register_for_checkpointing(Registered([]))
+    tree, metadata = integration._tree(accelerator), integration._metadata(accelerator)
+    array = np.ones(2, np.float32)
+    tree["values"]["registered"]["0"] = {"seen": {"torch.Tensor": array, "dtype": name}}
+    unickpt.save(tmp_path / "c", tree, metadata=metadata)
+    with pytest.raises(unickpt.CheckpointCorrupt, match=r"dtype float32 is said to be a tensor of"):
+        load_state(accelerator, tmp_path / "c")
+
+
+class Interrupting(torch.optim.lr_scheduler.ConstantLR):
+    """Calls a function when its state is asked for."""
+
+    then: Callable[[], object] = staticmethod(lambda: None)
+
+    def state_dict(self) -> dict[str, Any]:
+        then, self.then = self.then, lambda: None
+        then()
+        return {"last_epoch": self.last_epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.last_epoch = state["last_epoch"]
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_not_mixed(
+    make: Callable[..., Any], tmp_path: Path
+) -> None:
+    accelerator = make()
+    model = torch.nn.Linear(64, 64)
+    schedule = Interrupting(torch.optim.SGD(model.parameters(), lr=1.0))
+    registered = Registered([])
+    accelerator.prepare(model, schedule)
+    accelerator.register_for_checkpointing(registered)
+
+    def save(number: int) -> None:
+        torch.nn.init.constant_(model.weight, number)
+        schedule.last_epoch, registered.seen = number, [number]
+        save_state(accelerator, tmp_path / "c")
+
+    save(1)
+    schedule.then = lambda: save(2)
+    load_state(accelerator, tmp_path / "c")
+    assert registered.seen == [schedule.last_epoch] == [int(model.weight[0, 0])]
+
+
+def test_only_names_that_it_gives_are_numbered(make: Callable[..., Any], tmp_path: Path) -> None:
+    def automatic() -> Any:
+        return make(
+            project_config=ProjectConfiguration(
+                str(tmp_path), automatic_checkpoint_naming=True, total_limit=1
+            )
+        )
+
+    save_state(automatic())
+    folder = tmp_path / "checkpoints"
+    for name in ("checkpoint_\N{SUPERSCRIPT TWO}", "checkpoint_007", "checkpoint_best"):
+        unickpt.save(folder / name, {"mine": 1})
+    accelerator = automatic()
+    load_state(accelerator)
+    save_state(accelerator)
+    assert {path.name.removeprefix("checkpoint_") for path in folder.iterdir()} == {
+        *("1", "\N{SUPERSCRIPT TWO}", "007", "best")
+    }
 
 
 def test_other_objects_than_saved_are_refused_before_anything_changes(

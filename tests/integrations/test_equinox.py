@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import os
 import re
 import signal
@@ -18,6 +20,8 @@ import unickpt
 
 jax = pytest.importorskip("jax")
 eqx = pytest.importorskip("equinox")
+import jax.numpy as jnp  # noqa: E402
+
 from unickpt.integrations import equinox as ours  # noqa: E402
 
 pytestmark = pytest.mark.integration
@@ -84,6 +88,61 @@ def test_settings_that_differ_are_refused(tmp_path: Path) -> None:
         ours.load(tmp_path / "m", eqx.tree_at(lambda m: m.layers[0], mixed(), attention()))
     with pytest.raises(ValueError, match="static="):
         ours.load(tmp_path / "m", mixed(), static="ignore")  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    heads: int
+    kinds: tuple[str, ...] = ("a", "b")
+    act: Any = jax.nn.relu
+
+
+class Size(enum.Enum):
+    SMALL = 1
+    LARGE = 2
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "text"),
+    [
+        ({"heads": 4}, {"heads": 8}, "{'heads': 4}, asked {'heads': 8}"),
+        (Config(4), Config(8), "Config(heads=4, kinds=('a', 'b'), act=...)"),
+        (jnp.float32, jnp.bfloat16, "stored float32, asked bfloat16"),
+        (np.dtype("i4"), np.dtype("i8"), "stored int32, asked int64"),
+        (frozenset({1, 2}), frozenset({1, 3}), "stored {1, 2}, asked {1, 3}"),
+        (Size.SMALL, Size.LARGE, "stored Size.SMALL, asked Size.LARGE"),
+        ((Config(4),), (Config(5),), "(Config(heads=5"),
+    ],
+    ids=["dict", "dataclass", "jax_dtype", "dtype", "set", "enum", "nested"],
+)
+def test_settings_of_all_kinds_are_compared(
+    tmp_path: Path, stored: Any, asked: Any, text: str
+) -> None:
+    ours.save(tmp_path / "c", mixed(kinds=stored))
+    with pytest.raises(unickpt.LoadMismatch, match=re.escape(text)):
+        ours.load(tmp_path / "c", mixed(kinds=asked))
+    assert ours.load(tmp_path / "c", mixed(kinds=stored)).kinds == stored
+
+
+def test_equal_settings_are_equal_in_another_order_and_with_other_functions(
+    tmp_path: Path,
+) -> None:
+    ours.save(tmp_path / "c", mixed(kinds={"a": np.float32, "b": Config(1)}))
+    other = {"b": Config(1, act=jax.nn.gelu), "a": jnp.float32}
+    assert ours.load(tmp_path / "c", mixed(kinds=other)).kinds is other
+
+
+def test_settings_whose_names_have_slashes_are_told_apart(tmp_path: Path) -> None:
+    ours.save(tmp_path / "c", {"a/b": 2, "a": {"b": 3}})
+    with pytest.raises(unickpt.LoadMismatch, match="a%2Fb: stored 2, asked 9"):
+        ours.load(tmp_path / "c", {"a/b": 9, "a": {"b": 3}})
+
+
+def test_a_scalar_of_numpy_stays_one(tmp_path: Path) -> None:
+    ours.save(tmp_path / "c", {"a": np.float32(3)})
+    given = {"a": np.float32(0)}
+    found = ours.load(tmp_path / "c", given)["a"]
+    assert (type(found), found, given["a"]) == (np.float32, 3, 0)
 
 
 def test_what_unickpt_saved_itself_has_no_settings_to_compare(tmp_path: Path) -> None:

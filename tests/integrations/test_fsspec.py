@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 import uuid
@@ -269,6 +270,50 @@ def test_damage_is_not_copied_and_not_restored(tmp_path: Path) -> None:
         ckpt.wait()
     ckpt.delete(1)
     ckpt.close()
+
+
+@pytest.mark.parametrize("left", ["all but the manifest", "another attempt", "an empty folder"])
+def test_a_step_is_restored_where_a_killed_save_or_removal_left_something(
+    tmp_path: Path, left: str
+) -> None:
+    mirror = f"file://{tmp_path}/mirror", dict[str, Any]()
+    with checkpointer(tmp_path / "a", mirror) as ckpt:
+        ckpt.save(1, state(1))
+    step = tmp_path / "a" / "step_1"
+    (step / "manifest.ocdbt").unlink()
+    if left == "another attempt":
+        (attempt,) = (step / "processes").iterdir()
+        attempt.rename(attempt.with_name("other-1"))
+    elif left == "an empty folder":
+        shutil.rmtree(step)
+        step.mkdir()
+    with checkpointer(tmp_path / "a", mirror) as ckpt:
+        assert ckpt.restore() == 1
+        assert_state(ckpt.load(), 1)
+    assert unickpt.verify(step).ok
+    assert [path.name for path in step.parent.iterdir() if "download" in path.name] == []
+
+
+def test_a_link_in_place_of_a_download_is_not_followed(tmp_path: Path) -> None:
+    mirror = f"file://{tmp_path}/mirror", dict[str, Any]()
+    with checkpointer(tmp_path / "a", mirror) as ckpt:
+        ckpt.save(1, state(1))
+    shutil.rmtree(tmp_path / "a")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "a" / ".step_1.unickpt-download").symlink_to(tmp_path / "elsewhere")
+    with checkpointer(tmp_path / "a", mirror) as ckpt:
+        assert ckpt.restore() == 1
+        assert_state(ckpt.load(), 1)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_mirror_in_its_own_root_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "link").symlink_to("a")
+    for url in (f"file://{tmp_path}/a", f"{tmp_path}/link/", f"local://{tmp_path}/b/../a"):
+        with pytest.raises(ValueError, match="is the folder of root="):
+            MirroredCheckpointer(tmp_path / "a", url)
 
 
 def test_names_that_lead_elsewhere_are_refused(tmp_path: Path) -> None:

@@ -231,6 +231,40 @@ def test_a_path_may_be_saved_removed_and_saved_again_at_once(tmp_path: Path) -> 
     assert names(tmp_path) == ["a.ckpt", "b.ckpt"]
 
 
+def test_a_save_is_not_moved_by_a_change_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.mkdir()
+    other.mkdir()
+    (other / "a.ckpt").mkdir()
+    (other / "last.ckpt").symlink_to("a.ckpt")
+    monkeypatch.chdir(one)
+    UnickptCheckpointIO(background=False).save_checkpoint({"epoch": 1}, "a.ckpt")
+    with held_back() as (io, go):
+        io.save_checkpoint({"epoch": 2, "w": torch.ones(2)}, "last.ckpt")
+        io.remove_checkpoint("a.ckpt")
+        monkeypatch.chdir(other)
+        go()
+        io.teardown()
+    assert names(one) == ["last.ckpt"]
+    assert names(other) == ["a.ckpt", "last.ckpt"]
+
+
+def test_a_path_saved_again_by_another_name_is_the_same_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    monkeypatch.chdir(tmp_path)
+    io = UnickptCheckpointIO()
+    given = ["real/a.ckpt", str(tmp_path / "real/a.ckpt"), "link/a.ckpt", "./real/../real/a.ckpt"]
+    for number, name in enumerate(given):
+        io.save_checkpoint({"epoch": number, "w": torch.full((300, 300), number)}, name)
+    io.teardown()
+    assert io.load_checkpoint("real/a.ckpt")["epoch"] == 3
+
+
 def test_a_save_before_slurm_starts_the_job_again_is_waited_for(tmp_path: Path) -> None:
     with held_back() as (io, go):
         timer = threading.Timer(0.5, go)

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import RandomSampler
 
 from unickpt.adapters.torch_optimizer import NamedOptimizer
+from unickpt.arrays import dtypes
 from unickpt.errors import (
+    CheckpointCorrupt,
     CheckpointExists,
     CheckpointNotFound,
     LoadMismatch,
@@ -34,19 +38,22 @@ from unickpt.errors import (
 from unickpt.frameworks.leaves import PerProcess, PerProcessValues
 from unickpt.integrations import rng
 from unickpt.loading import loader
+from unickpt.quoting import quoted
 from unickpt.reading import checkpoint
+from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.listing import checkpoints_below
 from unickpt.saving import saver
 from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.saving.pending import PendingSave
+from unickpt.steps import attempt_folders
 from unickpt.storage import contexts, paths
-from unickpt.storage.ocdbt import MANIFEST
 
 __all__ = ["load_state", "save_state", "save_state_async"]
 
 _log = logging.getLogger("unickpt")
 _COUNTS = "accelerate"
 _PREFIX = "checkpoint_"
+_NAME = re.compile(f"{_PREFIX}(0|[1-9][0-9]{{0,17}})")
 _TENSOR, _DTYPE = "torch.Tensor", "dtype"
 _LISTS = ("models", "optimizers", "schedulers", "custom_objects", "dataloaders")
 
@@ -157,11 +164,16 @@ def load_state(
     if accelerator._load_model_state_pre_hook:
         raise ValueError(_HOOKS.format("register_load_state_pre_hook"))
     path, iteration = _found(accelerator, input_dir)
-    stored = checkpoint.open(path).metadata.get(_COUNTS)
-    _check_counts(path, stored, _metadata(accelerator)[_COUNTS])
-    rest = loader.load(path, only="values/**")["values"]
-    mine = _of_this(accelerator, path, rest["process"])
-    loader.load(path, _state(accelerator), unexpected="skip")
+
+    def read(stored: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
+        _check_counts(path, stored.metadata.get(_COUNTS), _metadata(accelerator)[_COUNTS])
+        rest = loader.load(stored, only="values/**")["values"]
+        mine = _of_this(accelerator, path, rest["process"])
+        loader.load(stored, _state(accelerator), unexpected="skip")
+        return rest, mine
+
+    # Opened once: what is there may be replaced meanwhile.
+    rest, mine = checkpoint.reading(path, read)
     for number, registered in enumerate(accelerator._custom_objects):
         if not _is_own_kind(registered):
             registered.load_state_dict(_unpacked(rest["registered"][str(number)]))
@@ -289,25 +301,44 @@ def _packed(state: Any, what: str) -> Any:
                 f"the state_dict of {what} holds a DTensor: register its module or optimizer"
             )
         return {_TENSOR: state.detach().cpu(), _DTYPE: str(state.dtype).removeprefix("torch.")}
-    if isinstance(state, dict):
-        return type(state)((key, _packed(value, what)) for key, value in state.items())
-    if type(state) in (list, tuple):
-        return type(state)(_packed(value, what) for value in state)
-    return state
+    if isinstance(state, dict) and state.keys() == {_TENSOR, _DTYPE}:
+        raise UnsupportedLeaf(
+            f"the state_dict of {what} has a dict with the keys {_TENSOR!r} and {_DTYPE!r}, by "
+            "which tensors are known; give them other names"
+        )
+    return _with_each(state, lambda value: _packed(value, what))
 
 
 def _unpacked(state: Any) -> Any:
     """What `_packed` was given."""
+    if isinstance(state, dict) and state.keys() == {_TENSOR, _DTYPE}:
+        return _tensor(state[_TENSOR], state[_DTYPE])
+    return _with_each(state, _unpacked)
+
+
+def _with_each(state: Any, change: Callable[[Any], Any]) -> Any:
+    """A container with what a function makes of each of its values; all else as it is."""
     if isinstance(state, dict):
-        if state.keys() == {_TENSOR, _DTYPE}:
-            array, dtype = np.asarray(state[_TENSOR]), getattr(torch, state[_DTYPE])
-            if not array.size:
-                return torch.empty(array.shape, dtype=dtype)
-            return torch.frombuffer(bytearray(array.tobytes()), dtype=dtype).reshape(array.shape)
-        return type(state)((key, _unpacked(value)) for key, value in state.items())
-    if type(state) in (list, tuple):
-        return type(state)(_unpacked(value) for value in state)
-    return state
+        kind = OrderedDict if isinstance(state, OrderedDict) else dict  # as the format knows them
+        return kind((key, change(value)) for key, value in state.items())
+    if isinstance(state, tuple) and hasattr(state, "_fields"):
+        return type(state)(*map(change, state))
+    return type(state)(map(change, state)) if type(state) in (list, tuple) else state
+
+
+def _tensor(stored: Any, name: Any) -> torch.Tensor:
+    """The tensor of an array, which must be of the dtype that was stored with it."""
+    array = np.asarray(stored)
+    # torch and the format have the same names.
+    known = array.dtype.kind != "O" and name == dtypes.name_of(array.dtype)
+    dtype = getattr(torch, name, None) if known else None
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointCorrupt(
+            f"an array of dtype {array.dtype} is said to be a tensor of dtype {quoted(name)}"
+        )
+    if not array.size:
+        return torch.empty(array.shape, dtype=dtype)
+    return torch.frombuffer(bytearray(array.tobytes()), dtype=dtype).reshape(array.shape)
 
 
 # --- names ----------------------------------------------------------------------------------------
@@ -360,9 +391,8 @@ def _names(folder: str) -> list[int]:
     """The numbers of the complete checkpoints in a folder, ascending."""
     if not Path(folder).is_dir():
         return []
-    names = [listed.name for listed in checkpoints_below(folder)]
-    numbers = [name.removeprefix(_PREFIX) for name in names if name.startswith(_PREFIX)]
-    return sorted(int(number) for number in numbers if number.isdigit())
+    found = (_NAME.fullmatch(listed.name) for listed in checkpoints_below(folder))
+    return sorted(int(match[1]) for match in found if match)
 
 
 class _Excess:
@@ -387,9 +417,7 @@ class _Excess:
             return  # the save failed; the others are all there is
         for number in there[: -max(1, self._limit)]:
             location = paths.resolve(os.path.join(folder, f"{_PREFIX}{number}"))
-            context = contexts.context()
-            location.remove_file(MANIFEST, context)  # first: a part of a checkpoint is none
-            location.remove(context)
+            attempt_folders.remove_checkpoint(location, contexts.context())
 
 
 def _broadcast(value: Any) -> Any:

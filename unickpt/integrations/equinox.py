@@ -13,6 +13,7 @@ have the same shapes. Functions stay those of the program.
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -30,10 +31,12 @@ from unickpt.saving import saver
 from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.saving.pending import PendingSave
 from unickpt.storage import paths
+from unickpt.trees.tree import Key, component
 
 __all__ = ["arrays", "load", "metadata", "save", "save_async"]
 
 _KEY = "equinox"
+_PLAIN = (bool, int, float, complex, str)
 
 
 def save(
@@ -90,8 +93,8 @@ def load(
         shardings: instead: a sharding for all arrays, or a pytree that has one for each array, such
             as `jax.tree.map(choose, eqx.filter(model, eqx.is_array))`; None leaves one as it is.
         static: what to do if a setting (a static field, or a number, text or flag in the tree) is
-            not the noted one: "error", or "keep" that of the given model. Functions and other
-            objects are always those of the given model.
+            not the noted one: "error", or "keep" that of the given model. Functions and objects of
+            unknown classes are always those of the given model.
         cast: as for `unickpt.load`.
         options: see `LoadOptions`.
 
@@ -141,7 +144,7 @@ def _is_saved(leaf: Any) -> bool:
 
 def _new(leaf: Any) -> Any:
     """What to load into, so that the given leaf is not changed."""
-    return np.empty_like(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
+    return np.empty_like(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
 def _sharded(wanted: Any, shardings: Any) -> Any:
@@ -162,30 +165,68 @@ def _sharded(wanted: Any, shardings: Any) -> Any:
     return jax.tree.map(abstract, shardings, wanted, is_leaf=is_end)
 
 
-def _settings(part: Any, path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+def _settings(part: Any, path: tuple[Key, ...]) -> Iterator[tuple[str, str]]:
     """Names and texts of all settings of a part of a model."""
     if isinstance(part, eqx.Module):
         for field in dataclasses.fields(part):
             value = getattr(part, field.name, None)
-            if not field.metadata.get("static", False):
+            if field.metadata.get("static", False):
+                yield from _noted(value, (*path, field.name))
+            else:
                 yield from _settings(value, (*path, field.name))
-            elif _is_plain(value):
-                yield "/".join((*path, field.name)), repr(value)
     elif isinstance(part, dict):
         for key, value in part.items():
-            yield from _settings(value, (*path, str(key)))
+            yield from _settings(value, (*path, key if isinstance(key, int) else str(key)))
     elif isinstance(part, list | tuple):
         for number, value in enumerate(part):
-            yield from _settings(value, (*path, str(number)))
-    elif part is not None and _is_plain(part):
-        yield "/".join(path), repr(part)
+            yield from _settings(value, (*path, number))
+    elif part is not None and not _is_saved(part):
+        yield from _noted(part, path)
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether a value's text says all about it."""
-    if type(value) in (tuple, list):
-        return all(map(_is_plain, value))
-    return value is None or type(value) in (bool, int, float, complex, str)
+def _noted(value: Any, path: tuple[Key, ...]) -> Iterator[tuple[str, str]]:
+    text = _text(value)
+    if text is not None:
+        yield "/".join(map(component, path)), text
+
+
+def _text(value: Any) -> str | None:
+    """A text that is the same for equal settings; None of functions and of unknown objects."""
+    dtype = value if isinstance(value, np.dtype) else getattr(value, "dtype", None)
+    if value is None or type(value) in _PLAIN or isinstance(value, np.generic):
+        return repr(value)
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__name__}.{value.name}"
+    if isinstance(value, type) and issubclass(value, np.generic):
+        dtype = np.dtype(value)
+    if isinstance(dtype, np.dtype) and isinstance(value, np.dtype | type):  # such as jnp.bfloat16
+        return str(dtype)
+    return _text_of_parts(value)
+
+
+def _text_of_parts(value: Any) -> str | None:
+    """The text of a container of settings, or of a dataclass of them."""
+    if type(value) in (list, tuple):
+        return repr(type(value)(map(_Part, value)))
+    if isinstance(value, dict):
+        return f"{{{', '.join(sorted(f'{_Part(k)!r}: {_Part(v)!r}' for k, v in value.items()))}}}"
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(repr(_Part(each)) for each in value))}}}"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        texts = [f"{name}={_Part(getattr(value, name, None))!r}" for name in names]
+        return f"{type(value).__name__}({', '.join(texts)})"
+    return None
+
+
+class _Part:
+    """A value as a part of a text; one without a text is not compared."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __repr__(self) -> str:
+        return _text(self._value) or "..."
 
 
 def _compare(stored: Checkpoint, model: Any) -> None:

@@ -65,11 +65,7 @@ class SaveQueue:
         Raises:
             Exception: also the error of an earlier save, if it was not raised before.
         """
-        if os.getpid() != self._process:
-            raise ForkedProcess(
-                f"{request.path}: this Checkpointer belongs to the parent process; create one in a "
-                'process that is started by "spawn"'
-            )
+        self._check_process(f"{request.path}: ")
         with self._beginning, ExitStack() as undo:
             undo.callback(request.callbacks.ended)
             pending = self._begin(request)
@@ -129,9 +125,22 @@ class SaveQueue:
             pending._ended.wait()
 
     def wait(self) -> None:
-        """Waits for all saves; raises nothing."""
+        """Waits for all saves; raises none of their errors.
+
+        Raises:
+            ForkedProcess: they are saves of the parent process.
+        """
+        self._check_process("")
         while unfinished := self.unfinished():  # meanwhile another thread may begin one
             unfinished[0]._over.wait()
 
     def unfinished(self) -> list[PendingSave]:
         return [pending for pending in self._pending if not pending.done()]
+
+    def _check_process(self, what: str) -> None:
+        """Refuses to work in a forked process, where no thread of the parent exists."""
+        if os.getpid() != self._process:
+            raise ForkedProcess(
+                f"{what}this Checkpointer belongs to the parent process; create one in a process "
+                'that is started by "spawn"'
+            )

@@ -47,7 +47,36 @@ from unickpt.storage import paths
 from unickpt.trees.tree import Leaf, Node
 
 
-class StorageWriter(storage.StorageWriter):
+class _AtPath:
+    """What the storage classes have in common."""
+
+    path: paths.Path | None
+
+    @property
+    def checkpoint_id(self) -> paths.Path:
+        """The path.
+
+        Raises:
+            ValueError: there is none yet.
+        """
+        if self.path is None:
+            raise ValueError("checkpoint_id= is missing: give it a path")
+        return self.path
+
+    def reset(self, checkpoint_id: paths.Path | None = None) -> None:
+        if checkpoint_id is not None:
+            self.path = checkpoint_id
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: paths.Path) -> bool:
+        try:
+            paths.resolve(checkpoint_id, or_file=True)
+        except InvalidPath:
+            return False
+        return True
+
+
+class StorageWriter(_AtPath, storage.StorageWriter):
     """Writes what torch's planner says as a checkpoint of unickpt.
 
     Tensors are stored under their paths in the state dict if the planner tells these, as torch's
@@ -78,26 +107,13 @@ class StorageWriter(storage.StorageWriter):
         self.path, self.overwrite = path, overwrite
         self.options = SaveOptions.or_default(options)
 
-    @property
-    def checkpoint_id(self) -> paths.Path:
-        """The path.
-
-        Raises:
-            ValueError: there is none yet.
-        """
-        return _required(self.path)
-
-    def reset(self, checkpoint_id: paths.Path | None = None) -> None:
-        if checkpoint_id is not None:
-            self.path = checkpoint_id
-
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("use_collectives") is False:
             raise ValueError(
                 "use_collectives=False is not supported with a StorageWriter: the ranks would "
                 "not know of each other. unickpt.integrations.dcp.save uses none"
             )
-        _required(self.path)
+        _ = self.checkpoint_id  # there is one
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -116,7 +132,7 @@ class StorageWriter(storage.StorageWriter):
         group = ProcessGroup(rank.index, rank.count, rank.session)
         state = Planned(plan, planner)
         saver.save(
-            _required(self.path),
+            self.checkpoint_id,
             state,
             overwrite=self.overwrite,
             options=replace(self.options, group=group),
@@ -126,12 +142,8 @@ class StorageWriter(storage.StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Does nothing: the checkpoint was committed when the last rank had written."""
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: paths.Path) -> bool:
-        return _is_valid(checkpoint_id)
-
     def storage_meta(self) -> StorageMeta | None:
-        return StorageMeta(checkpoint_id=str(_required(self.path)))
+        return StorageMeta(checkpoint_id=str(self.checkpoint_id))
 
 
 _CACHED = (
@@ -216,7 +228,7 @@ def _nbytes(data: torch.Tensor | io.BytesIO) -> int:
     return data.nbytes if isinstance(data, torch.Tensor) else data.getbuffer().nbytes
 
 
-class StorageReader(storage.StorageReader):
+class StorageReader(_AtPath, storage.StorageReader):
     """Gives torch's planner what it asks of any checkpoint that `unickpt.open` can open.
 
     Every chunk is read once per rank, and checked. Plain values are given to the planner as what
@@ -235,18 +247,8 @@ class StorageReader(storage.StorageReader):
         self.options = LoadOptions.or_default(options)
         self._opened: _Opened | None = None
 
-    @property
-    def checkpoint_id(self) -> paths.Path:
-        """The path.
-
-        Raises:
-            ValueError: there is none yet.
-        """
-        return _required(self.path)
-
     def reset(self, checkpoint_id: paths.Path | None = None) -> None:
-        if checkpoint_id is not None:
-            self.path = checkpoint_id
+        super().reset(checkpoint_id)
         self._opened = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -301,14 +303,10 @@ class StorageReader(storage.StorageReader):
             planner.commit_tensor(item, tensor)
         return _done(None)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: paths.Path) -> bool:
-        return _is_valid(checkpoint_id)
-
     def _open(self) -> _Opened:
         """The checkpoint, as it was when it was first asked for."""
         if self._opened is None:
-            self._opened = _Opened.at(_required(self.path))
+            self._opened = _Opened.at(self.checkpoint_id)
         return self._opened
 
 
@@ -367,17 +365,3 @@ def _done(result: Any) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(result)
     return future
-
-
-def _required(path: paths.Path | None) -> paths.Path:
-    if path is None:
-        raise ValueError("checkpoint_id= is missing: give it a path")
-    return path
-
-
-def _is_valid(path: paths.Path) -> bool:
-    try:
-        paths.resolve(path, or_file=True)
-    except InvalidPath:
-        return False
-    return True

@@ -22,6 +22,7 @@ from unickpt.errors import (
     UnickptError,
 )
 from unickpt.quoting import quoted
+from unickpt.steps.attempt_folders import FOLDER
 from unickpt.steps.step_folder import Steps
 from unickpt.storage.ocdbt import MANIFEST
 from unickpt.threads import Pool
@@ -65,6 +66,11 @@ class StepsFolder:
 
     def __str__(self) -> str:
         return self.url
+
+    def is_at(self, folder: Path) -> bool:
+        """Whether this is a local folder."""
+        names = (self._fs.protocol,) if isinstance(self._fs.protocol, str) else self._fs.protocol
+        return "file" in names and Path(self._path).resolve() == folder.resolve()
 
     def steps(self) -> list[int]:
         """The steps that are there, whole; ascending.
@@ -120,13 +126,15 @@ class StepsFolder:
         return True
 
     def get(self, step: int, to: Path) -> None:
-        """Copies a step into a local folder, which does not exist before.
+        """Copies a step into a local folder, which holds no checkpoint before.
 
         Raises:
             CheckpointCorrupt: it is damaged; nothing remains.
             StorageError: a storage failed; nothing remains.
         """
         part = to.with_name(f".{to.name}.unickpt-download")
+        if part.is_symlink():
+            part.unlink()
         shutil.rmtree(part, ignore_errors=True)
         try:
             with self._doing(f"download step {step}"):
@@ -142,7 +150,7 @@ class StepsFolder:
                         "earlier one: restore(step=...)"
                     )
                 _sync(part)
-                os.rename(part, to)
+                _appear(part, to)
         finally:
             shutil.rmtree(part, ignore_errors=True)
 
@@ -244,6 +252,30 @@ class StepsFolder:
 
 def _is_message(name: Path) -> bool:
     return name.parts[0] in _MESSAGES
+
+
+def _appear(part: Path, to: Path) -> None:
+    """Puts a step into its place, in which a killed save or removal may have left attempts."""
+    if to.is_symlink() or not to.is_dir():
+        os.rename(part, to)
+        return
+    folder = to / FOLDER
+    folder.mkdir(exist_ok=True)
+    for attempt in (part / FOLDER).iterdir():
+        shutil.rmtree(folder / attempt.name, ignore_errors=True)
+        os.rename(attempt, folder / attempt.name)
+    _sync_names(folder)
+    _sync_names(to)
+    os.rename(part / MANIFEST, to / MANIFEST)
+    _sync_names(to)
+
+
+def _sync_names(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _sync(folder: Path) -> None:

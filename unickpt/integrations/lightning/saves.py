@@ -33,7 +33,7 @@ class Destination:
     """Where a checkpoint is saved.
 
     Arguments:
-        path: where it will be.
+        path: where it will be; see `_whole`.
         hidden: the folder beside it that has it until it is complete; None if it is saved at its
             path: in object storage, where no folder is seen before its manifest, or in place of
             a checkpoint, which stays readable until then.
@@ -45,10 +45,10 @@ class Destination:
     @classmethod
     def of(cls, path: paths.Path) -> Destination:
         """Looks what is at a path."""
-        text = os.fspath(path)
+        text = _whole(path)
         if "://" in text or (os.path.lexists(text) and not os.path.islink(text)):
             return cls(text, None)
-        folder, name = os.path.split(os.path.abspath(text))
+        folder, name = os.path.split(text)
         with suppress(OSError):  # else the save says what is wrong
             os.makedirs(folder, exist_ok=True)  # at once, because Lightning may make links in it
         # With SLURM, Lightning looks for the text "hpc_ckpt_" anywhere in the names of a folder.
@@ -133,7 +133,7 @@ class Saves:
         """Where to save; waits if a save or a removal of the same path is in flight."""
         with self._lock:
             named = {name for save in self._unfinished() for name in self._names(save)}
-        if os.fspath(path) in named:
+        if _whole(path) in named:
             self.wait()
         return Destination.of(path)
 
@@ -169,7 +169,7 @@ class Saves:
         with self._lock:
             unfinished = self._unfinished()
             if unfinished:
-                unfinished[-1].to_remove.append(os.fspath(path))
+                unfinished[-1].to_remove.append(_whole(path))
                 return
         remove(path)
 
@@ -236,6 +236,15 @@ def remove(path: paths.Path) -> None:
     location = paths.resolve(path)
     if location.exists():
         attempt_folders.remove_checkpoint(location, contexts.context())
+
+
+def _whole(path: paths.Path) -> str:
+    """A path or URL by which a checkpoint is known, from whichever folder and however named."""
+    text = os.fspath(path)
+    if "://" in text:
+        return text
+    folder, name = os.path.split(os.path.abspath(text))
+    return os.path.join(os.path.realpath(folder), name)  # a link in its own place is replaced
 
 
 def _with_path(options: SaveOptions, path: str) -> SaveOptions:

@@ -6,6 +6,7 @@ folder are listed and loaded as well, and never changed.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any
 
-from unickpt.errors import CheckpointExists, CheckpointNotFound, LaterStepsExist
+from unickpt.errors import CheckpointCorrupt, CheckpointExists, CheckpointNotFound, LaterStepsExist
 from unickpt.format.index import RESERVED
 from unickpt.frameworks.process_group import Group, within
 from unickpt.frameworks.registry import adapters, current_group
@@ -24,6 +25,7 @@ from unickpt.integrations.orbax.policies import (
     SaveDecisionPolicy,
 )
 from unickpt.loading.loader import load
+from unickpt.quoting import quoted
 from unickpt.reading.checkpoint import Checkpoint, open
 from unickpt.reading.listing import other_folders
 from unickpt.runs.arguments import step_number
@@ -33,6 +35,7 @@ from unickpt.saving.pending import PendingSave
 from unickpt.storage import paths
 
 _FOREIGN = re.compile(r"(?:.*_)?0*([0-9]{1,18})")
+_NEVER = "0001-01-02T00:00:00+00:00"  # before all others, in any time zone
 ORBAX = "orbax"
 """Orbax's format; and the key of our metadata that says how the step was saved."""
 
@@ -65,8 +68,11 @@ class Info:
     def _read(self) -> tuple[datetime, Any]:
         found = open(self.path)
         created = found.index.created
-        when = datetime.fromisoformat(created) if created else datetime.min.replace(tzinfo=UTC)
-        return when, found.metadata.get("metrics")
+        try:
+            when = datetime.fromisoformat(created or _NEVER).astimezone(UTC)
+        except (ValueError, OverflowError) as error:
+            raise CheckpointCorrupt(f"{self.path}: the time of its save: {error}") from None
+        return when, _metrics(self, found.metadata.get("metrics"))
 
     @property
     def time(self) -> datetime:
@@ -262,7 +268,7 @@ class Run:
         self._check_new(step, overwrite)
         stored: dict[str, Any] = {"custom_metadata": dict(metadata or {}), ORBAX: dict(how)}
         if metrics is not None and self.rules.store_metrics:
-            stored["metrics"] = metrics
+            stored["metrics"] = _as_metadata(metrics)
         if self.rules.metadata is not None:
             stored[ORBAX]["root"] = dict(self.root_metadata)
         info = Info(step, self.checkpointer.path(step), told=(datetime.now(UTC), metrics))
@@ -375,6 +381,26 @@ class Run:
             self.wait_saved()
         finally:
             self.checkpointer.close()
+
+
+def _as_metadata(metrics: Any) -> Any:
+    """Metrics as metadata of a checkpoint, which are JSON without NaN and infinities: if they have
+    such, or are a text, the text of their JSON as Python writes it."""
+    try:
+        json.dumps(metrics, allow_nan=False)
+    except ValueError:
+        return json.dumps(metrics)
+    return json.dumps(metrics) if isinstance(metrics, str) else metrics
+
+
+def _metrics(info: Info, stored: Any) -> Any:
+    """The metrics that were stored of a step."""
+    if info.foreign or not isinstance(stored, str):
+        return stored
+    try:
+        return json.loads(stored)
+    except (ValueError, RecursionError):
+        raise CheckpointCorrupt(f"{info.path}: its metrics are no JSON: {quoted(stored)}") from None
 
 
 def reached_preemption(step: int) -> bool:

@@ -1,0 +1,78 @@
+"""Functions of users that a Checkpointer calls, and forks: none of them makes it wait for ever."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.processes import Processes
+
+pytestmark = pytest.mark.integration
+
+KEEPS = """
+import sys, faulthandler, numpy as np, unickpt
+faulthandler.dump_traceback_later(25, exit=True)  # else it would wait for ever
+
+
+def exits(steps):
+    sys.exit(3)
+
+def waits(steps):
+    run.wait()
+    return steps[-2:]
+
+def closes(steps):
+    run.close()
+    return steps[-2:]
+
+run = unickpt.Checkpointer(sys.argv[1], keep_among=globals()[sys.argv[2]])
+for step in (1, 2, 3):
+    try:
+        run.save(step, {"w": np.ones(3)}).result()
+    except ValueError as error:
+        assert "is closed" in str(error)
+run.wait()
+run.close()
+print("kept", *run.steps(), flush=True)
+"""
+
+
+@pytest.mark.parametrize(("keep", "kept"), [("exits", "1 2 3"), ("waits", "2 3")])
+def test_what_keep_among_does_ends(
+    processes: Processes, tmp_path: Path, keep: str, kept: str
+) -> None:
+    (said,) = processes.finish([processes.start(KEEPS, tmp_path / "run", keep)])
+    assert f"kept {kept}" in said
+
+
+def test_keep_among_may_close_its_checkpointer(processes: Processes, tmp_path: Path) -> None:
+    (said,) = processes.finish([processes.start(KEEPS, tmp_path / "run", "closes")])
+    assert "kept 1" in said
+
+
+FORKS = """
+import os, signal, sys, warnings, numpy as np, unickpt
+warnings.filterwarnings("ignore")
+run = unickpt.Checkpointer(sys.argv[1])
+run.save(1, {"w": np.ones(3_000_000)})
+child = os.fork()
+if not child:
+    signal.alarm(25)
+    for function in (run.wait, run.close, lambda: run.save(2, {"w": 1})):
+        try:
+            function()
+        except unickpt.ForkedProcess as error:
+            print("refused:", error, flush=True)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+run.save(3, {"w": np.ones(3)})
+run.close()
+print("saved", *run.steps(), flush=True)
+"""
+
+
+def test_a_forked_process_neither_waits_nor_closes(processes: Processes, tmp_path: Path) -> None:
+    (said,) = processes.finish([processes.start(FORKS, tmp_path / "run")])
+    assert said.count("refused:") == 3
+    assert said.count('started by "spawn"') == 3
+    assert "saved 1 3" in said
