@@ -138,27 +138,32 @@ class _Held:
         tensor: from `_memory`.
     """
 
-    __slots__ = ("on_host", "owner", "shape", "tensor", "where")
+    __slots__ = ("as_is", "lazily", "on_host", "owner", "shape", "tensor", "where")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         self.tensor, self.shape = tensor, tuple(tensor.shape)
         self.owner, self.where = storage._cdata, (storage.data_ptr(), storage.nbytes())
         self.on_host = tensor.is_cpu
+        # These two release the GIL: asking while threads write costs 20 times as much.
+        self.lazily = tensor.is_conj(), tensor.is_neg()
+        self.as_is = self.on_host and not any(self.lazily)
 
 
 def _reader(held: _Held, start: tuple[int, ...]) -> Read:
     """A function that reads a tensor whose first element is at `start` of the global array."""
     tensor, shape, where, on_host = held.tensor, held.shape, held.where, held.on_host
+    as_is = held.as_is
     then = nullcontext if on_host else _moment(tensor.device)
 
     def read(wanted: Box, make_buffer: Callable[[], Array]) -> Array:
         if _where(tensor) != where:
             raise StateChanged("its memory was freed, resized or replaced")
         whole = wanted.shape == shape  # the fast path, used while a caller waits
-        found = _host(
-            tensor if whole else tensor[wanted.relative_to(start).slices], make_buffer, then
-        )
+        part = tensor if whole else tensor[wanted.relative_to(start).slices]
+        if as_is:
+            return _as_numpy(part)
+        found = _copied(part, make_buffer, then)
         if not on_host and _where(tensor) != where:
             raise StateChanged("its memory was freed, resized or replaced")
         return found
@@ -183,7 +188,7 @@ def _sampler(tensor: torch.Tensor) -> Sample:
 
         def bring() -> Array:
             out = np.empty(tuple(found.shape), TO_NUMPY[found.dtype])
-            return _host(found, lambda: out, then).view(dtype)
+            return _copied(found, lambda: out, then).view(dtype)
 
         return bring
 
@@ -461,14 +466,12 @@ def _local(leaf: Any, shard: LocalShard) -> torch.Tensor:
     return local
 
 
-def _host(
+def _copied(
     tensor: torch.Tensor,
     make_buffer: Callable[[], Array],
     then: Callable[[], AbstractContextManager[None]],
 ) -> Array:
-    """Host memory of a tensor: its own memory if that is on the host and can be used as is."""
-    if tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg():
-        return _as_numpy(tensor)
+    """A copy of a tensor in host memory."""
     out = make_buffer()
     with then():
         _as_torch(out, tensor.dtype).copy_(tensor)
@@ -538,8 +541,7 @@ def _tie(held: _Held) -> Hashable:
         held.shape,
         tensor.stride(),
         tensor.dtype,
-        tensor.is_conj(),
-        tensor.is_neg(),
+        held.lazily,
     )
 
 

@@ -16,9 +16,9 @@ from unickpt.reuse.base import Base
 from unickpt.saving.write_plan import WriteItem
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen: a save makes one for each chunk, see `protocol`
 class StagedChunk:
-    """A chunk in host memory, unchanged until `release`.
+    """A chunk in host memory, unchanged until `release`; never modified.
 
     Arguments:
         data: the chunk, contiguous and in native byte order.

@@ -80,7 +80,7 @@ class DataFile:
         Raises:
             Failed: it cannot be written.
         """
-        nbytes = sum(map(len, value))
+        nbytes = len(value[0]) if len(value) == 1 else sum(map(len, value))
         self.written.keys.append(key)
         self.written.lengths.append(nbytes)
         if nbytes <= MOST_INLINE:
