@@ -303,7 +303,13 @@ def test_a_container_as_a_pattern_is_answered_by_the_pattern(stored: Path) -> No
 
 def test_a_process_of_torchrun_without_a_group_says_so(tmp_path: Path) -> None:
     program = f"""
+import warnings
 import torch, unickpt
+warnings.simplefilter("error")
+alone = unickpt.SaveOptions(group=unickpt.ProcessGroup(0, 1, "a"))
+unickpt.save(r"{tmp_path}/0", {{"w": torch.ones(3)}}, options=alone)
+unickpt.load(r"{tmp_path}/0")  # as a job does before it begins
+warnings.simplefilter("default")
 for step in (1, 2):
     unickpt.save(r"{tmp_path}/" + str(step), {{"w": torch.ones(3)}})
 """

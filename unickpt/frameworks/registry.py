@@ -58,10 +58,14 @@ def current_group(among: Sequence[Adapter]) -> Group:
             "jax.distributed and torch.distributed are both initialised; say which processes save "
             "together: options=SaveOptions(group=unickpt.ProcessGroup(index, count, session))"
         )
-    if groups:
-        return groups[0]
-    _warn_if_launched()
-    return alone()
+    return groups[0] if groups else alone()
+
+
+def saving_group(among: Sequence[Adapter]) -> Group:
+    """As `current_group`, for a save: warns if the processes of a job would save apart."""
+    if not _jobs(among):
+        _warn_if_launched()
+    return current_group(among)
 
 
 @cache
@@ -71,7 +75,7 @@ def _warn_if_launched() -> None:
     if "RANK" in os.environ and world != "1" and sys.modules.get("torch") is not None:
         warnings.warn(
             f"WORLD_SIZE is {world}, but torch.distributed is not initialised: this process saves "
-            "and loads alone. Call torch.distributed.init_process_group() before, on all ranks",
+            "alone. Call torch.distributed.init_process_group() before, on all ranks",
             RuntimeWarning,
             stacklevel=2,
         )

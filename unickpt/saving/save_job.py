@@ -28,7 +28,7 @@ from unickpt.format.index import Index
 from unickpt.frameworks.budget import processes_on_node, share
 from unickpt.frameworks.process_group import within
 from unickpt.frameworks.protocol import ArraySource
-from unickpt.frameworks.registry import adapters, current_group
+from unickpt.frameworks.registry import adapters, saving_group
 from unickpt.progress import ProgressFunction, reporting
 from unickpt.reuse.base import Base, How, open_base
 from unickpt.reuse.partial_save import PartialSave
@@ -89,7 +89,7 @@ class SaveJob:
         self.state = SaveState.REQUESTED
         self._overwrite, self.options, self._find_base = overwrite, options, find_base
         self.location = paths.resolve(path)
-        self.group = within(options.group or current_group(adapters()), options.timeout_s)
+        self.group = within(options.group or saving_group(adapters()), options.timeout_s)
         try:
             self.attempt = self.group.next_attempt()
         except SaveTimeout as error:
