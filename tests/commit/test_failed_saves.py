@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from unickpt import (
     SaveConflict,
     SaveOptions,
     StateChanged,
+    StorageError,
     UnickptError,
 )
 from unickpt.commit import attempt, merge, root
@@ -101,6 +103,27 @@ def test_one_process_leaves_nothing(
     monkeypatch.undo()
     unickpt.save(path, STATE, overwrite=True, options=OPTIONS)
     assert unickpt.verify(path).ok
+
+
+def test_a_failure_is_told_before_all_that_was_begun_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+    real = DataFile.add
+
+    def slow(self: DataFile, key: str, *arguments: Any) -> None:
+        if key.startswith("w0/"):
+            raise FULL
+        time.sleep(0.05)
+        written.append(key)
+        real(self, key, *arguments)
+
+    monkeypatch.setattr(DataFile, "add", slow)
+    state = {f"w{n}": np.zeros(8 << 20, np.uint8) for n in range(8)}  # each makes a file
+    with pytest.raises(StorageError, match="no space left"):
+        unickpt.save(tmp_path / "c", state, options=SaveOptions(chunk_bytes=1 << 18, fsync=False))
+    assert len(written) < 20, "of the 32 chunks of each file that was begun"
+    assert not (tmp_path / "c").exists()
 
 
 def test_a_save_in_the_background_leaves_nothing(
