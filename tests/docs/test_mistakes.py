@@ -267,7 +267,7 @@ def test_a_path_without_a_checkpoint_says_what_is_there(run: Path, tmp_path: Pat
     assert "a save began there and has not been committed" in not_found(tmp_path / "stopped")
     assert f"it is inside of the checkpoint {run}/step_1;" in not_found(run / "step_1" / "w")
     assert "it contains checkpoints but is not one itself (step_1, step_2)" in not_found(run)
-    assert "nothing is there. `unickpt ls`" in not_found("memory://no/such")
+    assert "no checkpoint at memory://no/such: nothing is there" in not_found("memory://no/such")
 
 
 def test_an_optimizer_without_state_is_named(tmp_path: Path) -> None:

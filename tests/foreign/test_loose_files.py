@@ -125,7 +125,7 @@ def test_a_file_of_a_store_without_folders(moto: str, monkeypatch: pytest.Monkey
         assert pickle.loads(pickle.dumps(found))["w"][0] == 2.0
         with pytest.raises(UnsupportedFormat, match="begins with b'hi'"):
             unickpt.open(f"{url}short")
-        with pytest.raises(CheckpointNotFound, match="nothing was committed"):
+        with pytest.raises(CheckpointNotFound, match="nothing is there"):
             unickpt.open(f"{url}none")
 
 
