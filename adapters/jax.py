@@ -30,9 +30,8 @@ from unickpt.frameworks.protocol import (
 from unickpt.trees.tree import Expansion
 
 _ALIGNMENT = 64  # XLA uses host memory of at least this alignment without a copy
-_COPIED = (
-    64 << 10
-)  # up to so many bytes, a copy takes no longer than to align memory and refer to it
+# Up to so many bytes, a copy takes no longer than to align memory and refer to it.
+_COPIED = 64 << 10
 
 
 def is_array(leaf: Any) -> bool:

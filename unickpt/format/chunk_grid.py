@@ -79,7 +79,7 @@ class Part:
     def chunk_key(self, number: int) -> str:
         """The key of a chunk below the part's own: zarr v3's default encoding."""
         if self.count == 1:
-            return _only_key(len(self.chunk))
+            return only_key(len(self.chunk))
         at = []
         for n in reversed(self.grid):
             number, index = divmod(number, n)
@@ -105,7 +105,7 @@ class Part:
 
 
 @lru_cache(maxsize=64)
-def _only_key(rank: int) -> str:
+def only_key(rank: int) -> str:
     """The key of the only chunk of a part."""
     return "/".join(["c", *"0" * rank])
 

@@ -24,7 +24,7 @@ from unickpt.format import patches
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import ChunkId
-from unickpt.format.zarr_metadata import Codecs, zarr_metadata
+from unickpt.format.zarr_metadata import Codecs, join_key, zarr_metadata
 from unickpt.quantized import values
 from unickpt.quantized.blocks import stored_bytes
 from unickpt.storage import ocdbt
@@ -427,8 +427,7 @@ class ChunkStore:
 
 def key_of(part: Part, number: int) -> str:
     """The key of a chunk in the database."""
-    key = part.chunk_key(number)
-    return f"{part.key}/{key}" if part.key else key
+    return join_key(part.key, part.chunk_key(number))
 
 
 def _as_stored(chunk: Array, dtype: str) -> Array:

@@ -13,8 +13,10 @@ import numpy as np
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.dtypes import Array
+from unickpt.format.chunk_grid import only_key
 from unickpt.format.chunk_store import SMALL
 from unickpt.format.index import ArrayEntry
+from unickpt.format.zarr_metadata import join_key
 from unickpt.storage.errors import Failed
 from unickpt.storage.ocdbt import DatabaseReader
 
@@ -65,5 +67,4 @@ def read(
 
 def _key_of(entry: ArrayEntry) -> str:
     """As `chunk_store.key_of`, of an array's only chunk."""
-    key = "c" + "/0" * len(entry.shape)
-    return f"{entry.name}/{key}" if entry.name else key
+    return join_key(entry.name, only_key(len(entry.shape)))

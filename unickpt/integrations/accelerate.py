@@ -176,10 +176,11 @@ def load_state(
     rest, mine = checkpoint.reading(path, read)
     for number, registered in enumerate(accelerator._custom_objects):
         if not _is_own_kind(registered):
-            registered.load_state_dict(_unpacked(rest["registered"][str(number)]))
+            what = f"{path}: registered object {number}"
+            registered.load_state_dict(_unpacked(rest["registered"][str(number)], what))
     positions = zip(accelerator._dataloaders, mine["dataloaders"], strict=True)
     for number, (dataloader, state) in enumerate(positions):
-        _set_position(dataloader, _unpacked(state), number)
+        _set_position(dataloader, _unpacked(state, f"{path}: data loader {number}"), number)
     accelerator.step = mine["step"]
     if iteration is not None:
         accelerator.project_configuration.iteration = iteration + 1
@@ -309,11 +310,11 @@ def _packed(state: Any, what: str) -> Any:
     return _with_each(state, lambda value: _packed(value, what))
 
 
-def _unpacked(state: Any) -> Any:
-    """What `_packed` was given."""
+def _unpacked(state: Any, what: str) -> Any:
+    """What `_packed` was given; `what` is for messages."""
     if isinstance(state, dict) and state.keys() == {_TENSOR, _DTYPE}:
-        return _tensor(state[_TENSOR], state[_DTYPE])
-    return _with_each(state, _unpacked)
+        return _tensor(state[_TENSOR], state[_DTYPE], what)
+    return _with_each(state, lambda value: _unpacked(value, what))
 
 
 def _with_each(state: Any, change: Callable[[Any], Any]) -> Any:
@@ -326,7 +327,7 @@ def _with_each(state: Any, change: Callable[[Any], Any]) -> Any:
     return type(state)(map(change, state)) if type(state) in (list, tuple) else state
 
 
-def _tensor(stored: Any, name: Any) -> torch.Tensor:
+def _tensor(stored: Any, name: Any, what: str) -> torch.Tensor:
     """The tensor of an array, which must be of the dtype that was stored with it."""
     array = np.asarray(stored)
     # torch and the format have the same names.
@@ -334,7 +335,8 @@ def _tensor(stored: Any, name: Any) -> torch.Tensor:
     dtype = getattr(torch, name, None) if known else None
     if not isinstance(dtype, torch.dtype):
         raise CheckpointCorrupt(
-            f"an array of dtype {array.dtype} is said to be a tensor of dtype {quoted(name)}"
+            f"{what}: an array of dtype {array.dtype} is said to be a tensor of dtype "
+            f"{quoted(name)}. The checkpoint is damaged; load an earlier one"
         )
     if not array.size:
         return torch.empty(array.shape, dtype=dtype)

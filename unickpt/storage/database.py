@@ -56,10 +56,10 @@ class Database:
 
     def local_writer(self) -> LocalDatabaseWriter | None:
         """Writes it if it is new, and in a local folder; None if it is elsewhere."""
-        folder = self.location.local_path
-        if folder is None:
+        files = self.location.regular_files()
+        if files is None:
             return None
-        return LocalDatabaseWriter(folder, self.location.store(self.context), self.context)
+        return LocalDatabaseWriter(files.folder, self.location.store(self.context), self.context)
 
     def read_manifest(self) -> ts.KvStore.ReadResult:
         """The manifest in the folder, and the storage's name for its version."""

@@ -95,10 +95,6 @@ class LocalLocation(Location):
     def regular_files(self) -> RegularFiles:
         return RegularFiles(self.path)
 
-    @property
-    def local_path(self) -> str:
-        return self.path
-
     def foreign_files(self) -> list[str]:
         return local_folders.foreign(self.path)
 

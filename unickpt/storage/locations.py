@@ -172,11 +172,6 @@ class Location:
         """Reads the files here, of which some may be devices or pipes; None if all are objects."""
         return None
 
-    @property
-    def local_path(self) -> str | None:
-        """The path of this folder in a local file system, ending with `/`; None elsewhere."""
-        return None
-
     def foreign_files(self) -> list[str]:
         """Names in this folder that are not a checkpoint's."""
         return []
