@@ -24,6 +24,7 @@ from unickpt.errors import (
 from unickpt.quoting import quoted
 from unickpt.steps.attempt_folders import FOLDER
 from unickpt.steps.step_folder import Steps
+from unickpt.storage.local_folders import sync_folder
 from unickpt.storage.ocdbt import MANIFEST
 from unickpt.threads import Pool
 from unickpt.tools.verification import verify
@@ -264,18 +265,10 @@ def _appear(part: Path, to: Path) -> None:
     for attempt in (part / FOLDER).iterdir():
         shutil.rmtree(folder / attempt.name, ignore_errors=True)
         os.rename(attempt, folder / attempt.name)
-    _sync_names(folder)
-    _sync_names(to)
+    sync_folder(str(folder))
+    sync_folder(str(to))
     os.rename(part / MANIFEST, to / MANIFEST)
-    _sync_names(to)
-
-
-def _sync_names(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync_folder(str(to))
 
 
 def _sync(folder: Path) -> None:
