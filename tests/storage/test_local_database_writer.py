@@ -186,6 +186,15 @@ def test_a_file_that_is_there_is_not_written(
     assert (tmp_path / "target").read_bytes() == b"mine"
 
 
+def test_a_key_that_is_too_long_is_named(tmp_path: Path) -> None:
+    write(writer := writer_of(tmp_path), {"x" * 65_535: b"1" * 300}, last=True)
+    writer.finish()
+    assert list(by_tensorstore(tmp_path)) == ["x" * 65_535]
+    write(writer := writer_of(tmp_path / "b"), {"layer/" + "x" * 65_530: b"1" * 300}, last=True)
+    with pytest.raises(Failed, match=r"the key 'layer/xx.*' has 65536 bytes.*shorter name"):
+        writer.finish()
+
+
 def test_files_are_closed_after_a_failure(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     writer = writer_of(tmp_path)

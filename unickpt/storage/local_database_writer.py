@@ -16,11 +16,12 @@ from operator import itemgetter
 import numpy as np
 import tensorstore as ts
 
+from unickpt.quoting import quoted
 from unickpt.storage import contexts, local_folders
 from unickpt.storage.btree import builder
 from unickpt.storage.btree.builder import INLINE, MOST_INLINE, PLACE_DTYPE, Run
-from unickpt.storage.btree.nodes import DataReference
-from unickpt.storage.errors import system_calls
+from unickpt.storage.btree.nodes import MOST_KEY_BYTES, DataReference
+from unickpt.storage.errors import Failed, system_calls
 from unickpt.storage.kvstore import KvStore
 from unickpt.storage.ocdbt import MANIFEST
 
@@ -237,6 +238,12 @@ class LocalDatabaseWriter:
             inline_bytes += int(lengths.sum())
             keys += [key.encode() for key in written.keys]
             first += len(own)
+        longest = max(keys, key=len, default=b"")
+        if len(longest) > MOST_KEY_BYTES:
+            raise Failed(
+                f"the key {quoted(longest.decode())} has {len(longest)} bytes; a database takes "
+                f"at most {MOST_KEY_BYTES}; give what it stores a shorter name"
+            )
         order = sorted(range(count), key=keys.__getitem__)
         ordered: list[bytes] = list(itemgetter(*order)(keys)) if count > 1 else keys
         run = Run(ordered, rows[np.array(order, np.int64)])

@@ -24,7 +24,7 @@ NODE_MAGIC = bytes.fromhex("0cdb20de")
 _HEADER_BYTES = 4 + 8 + 2
 _ENDING_BYTES = 4
 _MOST_ENTRIES = 1 << 20  # as TensorStore
-_MOST_LENGTH = (1 << 16) - 1  # of a key, and of a file's path; as TensorStore
+MOST_KEY_BYTES = (1 << 16) - 1  # of a key, and of a file's path; as TensorStore
 _MOST_OFFSET = (1 << 63) - 1
 _MISSING = (1 << 64) - 1
 _FEW = 32  # below this, NumPy is slower than Python
@@ -342,7 +342,7 @@ class _Body:
         """The next numbers, which are lengths of keys or paths."""
         found: list[int] = self._few(count) if count < _FEW else self.numbers(count).tolist()
         longest = max(found, default=0)
-        if longest > _MOST_LENGTH:
+        if longest > MOST_KEY_BYTES:
             raise Damaged(
                 f"{self._name} holds a key or a path of {longest} bytes, which is too long"
             )
@@ -393,7 +393,7 @@ def _keys(
     budget.take(sum(shared) + sum(rest) + count * len(prefix))
     ends = body.take(sum(rest))
     whole = list(map(add, shared, rest))
-    possible = max(whole) <= _MOST_LENGTH and all(map(le, shared[1:], whole))
+    possible = max(whole) <= MOST_KEY_BYTES and all(map(le, shared[1:], whole))
     out: list[bytes] = []
     key, at = prefix, 0
     for again, more in zip(shared, rest, strict=True) if possible else ():
