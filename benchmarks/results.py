@@ -67,6 +67,11 @@ SECTIONS = {
         ("ranks.py", "--rounds", "5"),
         ("--mib", "64", "--rounds", "1"),
     ),
+    "start": Section(
+        "Importing, the first save and the first load",
+        ("start.py", "--rounds", "9"),
+        ("--rounds", "1"),
+    ),
     "stall": Section(
         "How long a save stops a program",
         ("stall.py", "--part", "blocking", "--rounds", "5"),
