@@ -213,6 +213,8 @@ def make_contenders(names: Sequence[str] | None, console: Console) -> list[Conte
 @contextmanager
 def fresh_directory(parent: str) -> Iterator[Path]:
     """A directory of our own on the disk of `parent`, removed in the end, however that comes."""
+    if not Path(parent).is_dir():
+        sys.exit(f"--dir {parent}: there is no such folder")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory(prefix="unickpt-benchmark-", dir=parent) as directory:
         yield Path(directory).resolve()

@@ -57,6 +57,16 @@ SECTIONS = {
     "peers": Section(
         "Save and load, beside other libraries", ("peers.py", "--rounds", "5"), ("--rounds", "1")
     ),
+    "many": Section(
+        "Many small arrays",
+        ("many.py", "--counts", "64", "4000", "10000", "--rounds", "5"),
+        ("--counts", "64", "--rounds", "1"),
+    ),
+    "ranks": Section(
+        "Loads by several processes of a node",
+        ("ranks.py", "--rounds", "5"),
+        ("--mib", "64", "--rounds", "1"),
+    ),
     "stall": Section(
         "How long a save stops a program",
         ("stall.py", "--part", "blocking", "--rounds", "5"),

@@ -26,7 +26,7 @@ from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.loading import loader
 from unickpt.reading import checkpoint, chunk_reader, read_plan
 from unickpt.runs.checkpointer import Checkpointer
-from unickpt.storage import contexts, paths
+from unickpt.storage import contexts, local_files, paths
 from unickpt.storage.btree import nodes
 from unickpt.storage.database import Database
 from unickpt.storage.local_database_writer import DataFile
@@ -117,6 +117,7 @@ def test_what_is_replaced_while_it_is_read_is_read_again(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unickpt.save(place, tree(1))
+    monkeypatch.setattr(local_files, "_MOST_KEPT", 0)  # what is open already is read to its end
     left = replacing_once(monkeypatch, place)
     assert number_of(unickpt.load(place, tree(0))) == 2
     assert not left
@@ -191,6 +192,7 @@ def test_one_that_is_removed_while_it_is_read_is_told_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unickpt.save(tmp_path / "step_1", tree(1))
+    monkeypatch.setattr(local_files, "_MOST_KEPT", 0)  # what is open already is read to its end
     real = chunk_store.ChunkStore.read
 
     def read(self: chunk_store.ChunkStore, *arguments: Any, **options: Any) -> Any:

@@ -23,11 +23,16 @@ def prefer_huge_pages(array: Array) -> None:
     """Asks Linux for huge pages in an array that is going to be filled.
 
     The system gives memory when it is first written, by default 4 KiB at a time: that takes as long
-    as reading into it. NumPy asks for huge pages itself, torch does not. Pages that were written
-    before are not affected.
+    as reading into it. NumPy asks for huge pages itself, so its own memory is left alone; torch
+    does not. Pages that were written before are not affected.
     """
+    if array.nbytes < _WORTH_HUGE_PAGES or not array.flags.c_contiguous:
+        return
+    owner: Any = array
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
     advise = _madvise()
-    if advise is None or array.nbytes < _WORTH_HUGE_PAGES or not array.flags.c_contiguous:
+    if owner.flags.owndata or advise is None:
         return
     start = array.__array_interface__["data"][0]
     first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE

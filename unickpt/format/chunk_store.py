@@ -338,7 +338,7 @@ class ChunkStore:
         if self._local is not None and requested is None and is_raw:
             whole = math.prod(part.chunk) * out.itemsize
             hasher, key = xxhash.xxh3_64(), key_of(part, number)
-            look = hasher.update if hashed else lambda _: None
+            look = hasher.update if hashed else None
             self._local.read_into(key, _bytes_of(out).data, whole, look)
             return hasher.intdigest() if hashed else None
         if requested is not None:

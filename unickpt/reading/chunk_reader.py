@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import compress
 from operator import mul
@@ -34,6 +35,7 @@ from unickpt.reading.read_plan import (
 from unickpt.reading.recipes import Copy, Recipe, Unchanged
 from unickpt.reading.targets import NewTarget
 from unickpt.reading.whole_reads import Whole, whole_jobs
+from unickpt.storage.local_files import files_kept_open
 from unickpt.threads import Pool, Window, in_batches, step_back
 
 T = TypeVar("T")
@@ -185,6 +187,8 @@ class ChunkReader:
 
     def __init__(self, stored: Reader, name: str = "unickpt-load", *, behind: bool = False) -> None:
         self._pool = threads_for(stored, name, behind=behind)
+        self._files = ExitStack()
+        self._files.enter_context(files_kept_open())
         self._stored, self._scratch, self._task = stored, Scratch(), Task()
 
     def submit(self, read: ChunkRead) -> Task:
@@ -223,6 +227,7 @@ class ChunkReader:
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
+        self._files.close()
 
     def _flush(self) -> None:
         task, self._task = self._task, Task()

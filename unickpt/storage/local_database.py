@@ -18,7 +18,7 @@ from unickpt.storage.ocdbt import ReadyResult
 _MOST_BYTES = 128 << 10
 _RUN_BYTES = 2 << 20
 _GAP_BYTES = 4 << 10  # such as zarr metadata
-_PIECE_BYTES = 2 << 20  # measured: a verified load is 7 % faster than with whole chunks of 8 MiB
+_PIECE_BYTES = 512 << 10  # which the cache of a core holds until it is hashed
 
 
 _Stored = tuple[int, int, str]  # where a value is in its file: offset, length; its key
@@ -75,7 +75,11 @@ class LocalDatabaseReader(ocdbt.DatabaseReader):
         }
 
     def read_into(
-        self, key: str, out: memoryview, length: int, look: Callable[[memoryview], object]
+        self,
+        key: str,
+        out: memoryview,
+        length: int,
+        look: Callable[[memoryview], object] | None = None,
     ) -> None:
         """Reads the first bytes of a value, as many as `out` takes.
 
@@ -98,20 +102,26 @@ class LocalDatabaseReader(ocdbt.DatabaseReader):
             self._read_into(found, out, look)
         else:
             out[:] = found[: len(out)]
-            look(out)
+            if look is not None:
+                look(out)
 
     def _read_into(
-        self, reference: DataReference, out: memoryview, look: Callable[[memoryview], object]
+        self,
+        reference: DataReference,
+        out: memoryview,
+        look: Callable[[memoryview], object] | None,
     ) -> None:
-        offset = reference.offset
-        with self._files.opened(reference.path) as handle:
+        # Between the pieces, a thread needs the GIL: the less it does then, the less others wait.
+        offset, most = reference.offset, _PIECE_BYTES if look is not None else len(out)
+        with self._files.opened(reference.path) as handle, system_calls():
             while out:
-                with system_calls():
-                    count = os.preadv(handle, [out[:_PIECE_BYTES]], offset)
+                piece = out[:most]
+                count = os.preadv(handle, [piece], offset)
+                if look is not None:
+                    look(piece if count == len(piece) else piece[:count])
                 if count == 0:
                     path = self._files.folder + reference.path
                     raise Damaged(f"{path} ends at byte {offset}")
-                look(out[:count])
                 offset, out = offset + count, out[count:]
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import threading
+from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -119,18 +121,23 @@ class RegularFiles:
         """
         if path not in self._known:
             self.check(path)
+        opened = _kept.find(self._known[path])
+        if opened is None:
+            opened = self._open(path)
+            _kept.add(self._known[path], opened)
+        yield opened.handle
+
+    def _open(self, path: str) -> _OpenFile:
         at = self.folder + path
-        handle = open_to_read(at)
-        try:
-            found = os.fstat(handle)
-            check_regular(found, at)
+        opened = _OpenFile(open_to_read(at))
+        with system_calls():
+            found = os.fstat(opened.handle)
+        check_regular(found, at)
+        if _identity(found) != self._known[path]:
+            self.check(path)
             if _identity(found) != self._known[path]:
-                self.check(path)
-                if _identity(found) != self._known[path]:
-                    raise Damaged(f"{at} changed while it was being opened")
-            yield handle
-        finally:
-            os.close(handle)
+                raise Damaged(f"{at} changed while it was being opened")
+        return opened
 
     def read(self, reference: DataReference) -> bytes:
         """The bytes that a reference refers to; for what is read at once, as nodes and the index.
@@ -177,6 +184,75 @@ class RegularFiles:
             return  # removed meanwhile
         if path == MANIFEST and size > MOST_MANIFEST_BYTES:
             raise Damaged(f"{at} has {size} bytes, too many for a manifest")
+
+
+class _OpenFile:
+    """A file descriptor, closed once nobody uses it any more."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+
+    def __del__(self) -> None:
+        os.close(self.handle)
+
+
+_MOST_KEPT = 32  # of the file descriptors that a process may have, often 1,024
+
+
+class _KeptFiles:
+    """The files that were opened last, by their identity: as long as a file is open, no other one
+    gets its inode."""
+
+    def __init__(self) -> None:
+        self._lock, self._users = threading.Lock(), 0
+        self._files: OrderedDict[tuple[int, int], _OpenFile] = OrderedDict()
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        with self._lock:
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if self._users == 0:
+                    self._files.clear()
+
+    def find(self, identity: tuple[int, int]) -> _OpenFile | None:
+        with self._lock:
+            found = self._files.get(identity)
+            if found is not None:
+                self._files.move_to_end(identity)
+            return found
+
+    def add(self, identity: tuple[int, int], opened: _OpenFile) -> None:
+        with self._lock:
+            if self._users:
+                self._files[identity] = opened
+                if len(self._files) > _MOST_KEPT:
+                    self._files.popitem(last=False)
+
+
+_kept = _KeptFiles()
+
+
+def _forget_kept() -> None:
+    """After a fork, whose threads, and what they held, are gone."""
+    global _kept
+    _kept = _KeptFiles()
+
+
+os.register_at_fork(after_in_child=_forget_kept)
+
+
+def files_kept_open() -> AbstractContextManager[None]:
+    """Keeps the files open that are read meanwhile, for those who read many values of few files.
+
+    To open a file needs the GIL again, for which the threads wait, and on the file system of a
+    cluster its metadata server, which all processes ask.
+    """
+    return _kept.used()
 
 
 class LocalKvStore(KvStore):
