@@ -3,11 +3,12 @@
 Shards rarely end where chunks do, and replicas need the same: alone, every process reads and checks
 all chunks that its shard touches. Here each such chunk is read and checked by one process, in
 memory that all of them see, and every process takes from it what it needs. That pays where reading
-crosses a network; files that are mounted are read once by the system, whose cache all of the node
-use, and copying once more takes as long as reading from there.
+crosses a network; and from a disk, which the system reads once for all of the node, where each
+chunk would be taken from its cache and checked several times.
 
-This never changes what a load does. It begins only if as many processes as the launcher started on
-this node come to read the same checkpoint at the same time; whatever goes wrong afterwards (one of
+This never changes what a load does. It begins only once as many processes as the launcher started
+on this node have come to read the same checkpoint; a process that does not find them after a moment
+reads alone, and looks from time to time. Whatever goes wrong afterwards (one of
 them fails, ends, is killed, or keeps the others waiting), each of them reads what it still needs
 alone. No process but those of the node takes part, so that it costs the same in a job of any size.
 """
@@ -18,6 +19,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any, NamedTuple
 
 from unickpt._version import __version__
@@ -52,10 +54,10 @@ _log = logging.getLogger("unickpt")
 _LEAST_BYTES, _LEAST_RATIO, _LEAST_RATIO_LOCAL = 64 << 20, 1.25, 3.0
 _LEAST_ARRAY_BYTES = 1 << 20
 # Processes that load together come within moments. Whoever loads alone waits no longer than this,
-# and from a disk no longer than reading so many bytes a second takes, a twentieth of the load. Then
-# it begins to read alone, at first so many bytes, and looks each time whether all have come.
-_PATIENCE_S, _PATIENCE_BYTES = 2.0, 40 << 30
-_ALONE_BYTES, _MOST_ALONE_BYTES = 64 << 20, 1 << 30
+# and from a disk no longer than its bytes take at so many a second: less than a tenth of the load.
+# Then it begins to read alone, at first so many bytes, and looks each time whether all have come.
+_PATIENCE_S, _PATIENCE_BYTES = 2.0, 80 << 30
+_ALONE_BYTES, _MOST_ALONE_BYTES = 128 << 20, 1 << 30
 _TIMEOUT_S = 60.0
 # Of a process, in a round: enough requests in flight; or so little that it stays in a cache.
 _ROUND_BYTES, _ROUND_BYTES_LOCAL = 128 << 20, 16 << 20
@@ -107,15 +109,18 @@ def _read_large(
     index = stored.index
     purpose = f"{__version__} {index.attempt} {index.created} {options.verify}"
     patience_s = _PATIENCE_S if _is_slow(stored) else min(_PATIENCE_S, mine / _PATIENCE_BYTES)
-    most = _ALONE_BYTES
-    with meeting(purpose, launched_on_node() or 1, min(options.timeout_s, _TIMEOUT_S)) as others:
+    most, timeout_s = _ALONE_BYTES, min(options.timeout_s, _TIMEOUT_S)
+    with (
+        meeting(purpose, launched_on_node() or 1, timeout_s) as others,
+        closing(ChunkReader(stored)) as alone,
+    ):
         while left := _left(jobs, done):
             met = others.wait(patience_s)
             if met is not None:
                 _NodeRead(stored, left, options, met, filled).read(wants_of(left), done)
                 return
             batch = next(in_batches(left, None, most, _stored_bytes))
-            done |= read_arrays(stored, batch, options, filled=filled)
+            done |= read_arrays(stored, batch, options, alone, filled)
             patience_s, most = 0.0, min(2 * most, _MOST_ALONE_BYTES)
 
 
