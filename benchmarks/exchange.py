@@ -5,8 +5,9 @@
 Matrices that JAX keeps as [in, out] go into [out, in] DTensors, sharded along `out` as FSDP2 does,
 or replicated. From a local disk, and from an S3 server on loopback (moto, one process of Python:
 a storage that is slower than the network between the ranks). *Alone* is `LoadOptions(exchange=
-False)`, *by itself* the default, by which the processes of a node share what they read from object
-storage, and *together* `exchange=True`. The ways take turns; medians.
+False)`, *by itself* the default, by which the processes of a node share what they read (from a
+disk, what they would read at least three times), and *together* `exchange=True`. The ways take
+turns; medians.
 Bytes read are those of all ranks, as a multiple of the checkpoint.
 """
 

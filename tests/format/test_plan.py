@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -114,7 +115,38 @@ def test_a_chunk_is_contiguous_rows_near_the_wanted_size() -> None:
     # One row is larger than a chunk: rows are split, too.
     assert chunk_grid.chunk_grid((4, 8 << 20), 4, alone, 8 << 20) == ((1, 2 << 20), ())
     # Balanced: not 2 chunks and a sliver.
-    assert chunk_grid.chunk_grid((1025, 4096), 4, alone, 8 << 20)[0] == (342, 4096)
+    assert chunk_grid.free_chunk((1025, 4096), 4, 8 << 20) == (342, 4096)
+
+
+def test_chunks_end_where_shards_of_later_processes_will() -> None:
+    alone, rows = Layout.replicated(2, 1), 8192  # bytes
+
+    def chunk(extent: int, chunk_bytes: int = 8 << 20, layout: Layout = alone) -> int:
+        return chunk_grid.chunk_grid((extent, rows // 4), 4, layout, chunk_bytes)[0][0]
+
+    assert chunk(2048) == 512, "of four processes: chunks of 2 MiB would be too small"
+    assert chunk(4096) == 512
+    assert chunk(14336) == 896, "of eight, in as few chunks as possible"
+    assert chunk(16) == 16, "what is not split stays whole"
+    assert chunk(2049) == 513, "three shards of 513 rows, and one of 510"
+    # What is asked for explicitly and small is taken as it is.
+    assert chunk(2048, 3 << 20) == 342
+    # Shards that are there already need not be cut again.
+    four = Layout(Mesh(("x",), (4,), (0, 1, 2, 3)), (("x",), ()))
+    assert chunk(4096, layout=four) == 1024
+    # Columns of shards that have been made of rows: neither.
+    assert chunk_grid.chunk_grid((4, 4 << 20), 4, alone, 8 << 20)[0] == (1, 2 << 20)
+
+
+@given(st.integers(1, 1 << 16), st.integers(1, 1 << 16), st.sampled_from([1, 2, 4, 8]))
+def test_chunks_for_shards_are_neither_too_small_nor_too_large(
+    extent: int, width: int, shards: int
+) -> None:
+    chunk = chunk_grid.free_chunk((extent, width), 4, 8 << 20, shards)
+    plain = chunk_grid.free_chunk((extent, width), 4, 8 << 20)
+    nbytes = 4 * math.prod(chunk)
+    assert nbytes <= 8 << 20
+    assert nbytes >= 4 << 20 or chunk == plain
 
 
 def test_a_grid_that_would_need_slivers_becomes_parts() -> None:

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -214,11 +215,16 @@ def test_nobody_waits_for_others_without_need(
     assert np.array_equal(load(tmp_path / "c", {"x": np.zeros_like(X)})["x"], X)
     monkeypatch.setattr(leaves.LocalTarget, "processes", 4)
     monkeypatch.setattr(node_read, "_is_slow", is_slow)
-    assert is_right(load(tmp_path / "c", {"x": columns(1)})["x"])  # a disk
+    corner = part(X, (0, 0), (32, 16))  # in half of the chunks: four of them read all twice
+    assert is_right(load(tmp_path / "c", {"x": corner})["x"])  # from a disk
+    unickpt.save("memory://node/c", {"x": X}, options=SMALL)
+    assert is_right(unickpt.load("memory://node/c", {"x": columns(1)})["x"])
     assert not met
+    assert is_right(load(tmp_path / "c", {"x": columns(1)})["x"])  # all four times
+    assert len(met) == 1
     monkeypatch.setattr(node_read, "_is_slow", lambda stored: True)
-    assert is_right(load(tmp_path / "c", {"x": columns(1)})["x"])
-    assert met
+    assert is_right(load(tmp_path / "c", {"x": corner})["x"])
+    assert len(met) == 2
 
 
 # --- whoever does not come, or leaves -------------------------------------------------------------
@@ -247,6 +253,57 @@ def test_a_process_that_does_not_come(
     assert all(is_right(found[p]["x"]) for p in (0, 1, 3)), found
     if missing == "mismatch":
         assert isinstance(found[2], LoadMismatch)
+
+
+@pytest.mark.usefixtures("eager")
+def test_those_who_read_alone_go_on_together_once_the_last_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_reads: list[ChunkRead]
+) -> None:
+    """Nobody waits: each reads one array after the other, and looks whether all have come."""
+    arrays, alone = {str(i): X + i for i in range(12)}, threading.Semaphore(0)
+    unickpt.save(tmp_path / "c", arrays, options=SMALL)
+    read_arrays = node_read.read_arrays
+
+    def slowly(*given: Any, **options: Any) -> Any:
+        found = read_arrays(*given, **options)
+        alone.release()
+        time.sleep(0.05)
+        return found
+
+    monkeypatch.setattr(node_read, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(node_read, "_ALONE_BYTES", 1)
+    monkeypatch.setattr(node_read, "read_arrays", slowly)
+
+    def work(process: int) -> Any:
+        if process == 3:
+            for _ in range(3):
+                alone.acquire(timeout=10)
+        return load(tmp_path / "c", {name: columns(process) for name in arrays})
+
+    for found in together(work):
+        assert all(is_right(found[name], arrays[name]) for name in arrays), found
+    once = len(arrays) * X.nbytes >> 10
+    assert once + 3 * X.nbytes // 1024 <= len(chunk_reads) < 3 * once
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("fails", ["os.memfd_create", "os.ftruncate", "mmap"])
+def test_without_shared_memory_each_reads_alone(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_reads: list[ChunkRead]
+) -> None:
+    from unickpt.reading import node_meeting
+
+    def fail(*given: Any, **options: Any) -> Any:
+        raise OSError(12, "Cannot allocate memory")
+
+    unickpt.save(tmp_path / "c", {"x": X}, options=SMALL)
+    monkeypatch.setattr(f"{node_meeting.__name__}.{fails}", fail)
+    assert all(is_right(one["x"]) for one in together(lambda p: load_columns(tmp_path, p)))
+    assert len(chunk_reads) == 4 * X.nbytes >> 10
+
+
+def load_columns(folder: Path, process: int) -> Any:
+    return load(folder / "c", {"x": columns(process)})
 
 
 @pytest.mark.usefixtures("eager")
@@ -310,15 +367,17 @@ def test_exchange_is_said_or_left_to_unickpt() -> None:
 
 def test_meetings_end_in_time_and_leave_the_name_free() -> None:
     def come(process: int) -> Any:
-        with meeting("test", 3, 0.2 if process == 9 else 5, 5) as met:
+        with meeting("test", 3, 5) as others:
+            met = others.wait(0.2 if process == 9 else 5)
+            if met is None:
+                return None
             told = met.gather(bytes([met.index]))
             shared = met.share(100)
             shared[met.index][:] = met.index + 1
             met.gather(b"")
             return met.index, told, [int(memory[99]) for memory in shared]
 
-    with pytest.raises(Apart, match="3 processes of this node did not meet"):
-        come(9)
+    assert come(9) is None
     for _ in range(2):
         found = together(come, 3)
         assert sorted(number for number, _, _ in found) == [0, 1, 2]
@@ -326,9 +385,37 @@ def test_meetings_end_in_time_and_leave_the_name_free() -> None:
         assert all(ends == [1, 2, 3] for _, _, ends in found)
 
 
+def test_who_has_come_may_do_other_things_and_leave() -> None:
+    def together_with(others: Any) -> int:
+        met = others.wait(5)
+        assert met is not None
+        return len(met.gather(b""))
+
+    with ExitStack() as stack:
+        first, third = (stack.enter_context(meeting("later", 3, 5)) for _ in range(2))
+        assert first.wait(0) is None
+        with meeting("later", 3, 5) as second:
+            assert second.wait(0) is None
+        assert third.wait(0) is None
+        assert first.wait(0) is None, "the second has left"
+        last = stack.enter_context(meeting("later", 3, 5))
+        come = [first, third, last]
+        assert together(lambda process: together_with(come[process]), 3) == [3, 3, 3]
+    with ExitStack() as stack:
+        with meeting("later", 2, 5) as first:
+            assert first.wait(0) is None
+            second = stack.enter_context(meeting("later", 2, 5))
+            assert second.wait(0) is None
+        assert second.wait(0) is None, "it is the first now"
+        come = [second, stack.enter_context(meeting("later", 2, 5))]
+        assert together(lambda process: together_with(come[process]), 2) == [2, 2]
+
+
 def test_a_process_that_keeps_others_waiting() -> None:
     def come(process: int) -> Any:
-        with meeting("slow", 2, 5, 0.2) as met:
+        with meeting("slow", 2, 0.2) as others:
+            met = others.wait(5)
+            assert met is not None
             if met.index == 1:
                 time.sleep(0.6)
             return met.gather(b"")
@@ -362,13 +449,18 @@ def like(placement):
 """
 
 
-def test_ranks_read_once_from_object_storage(
-    moto: str, processes: Processes, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("storage", ["object storage", "disk"])
+def test_ranks_read_once(
+    storage: str, moto: str, processes: Processes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    make_bucket(moto, "node-read")
-    use(moto, monkeypatch)
-    unickpt.save("s3://node-read/c", {"x": X}, options=SMALL)
+    path = str(tmp_path / "c")
+    if storage == "object storage":
+        path = "s3://node-read/c"
+        make_bucket(moto, "node-read")
+        use(moto, monkeypatch)
+    unickpt.save(path, {"x": X}, options=SMALL)
     source = RANKS + textwrap.dedent("""
+        node_read._PATIENCE_BYTES = 1
         told = []
         for placement in (Shard(0), Shard(1), Replicate()):
             for exchange in (None, False):
@@ -381,7 +473,7 @@ def test_ranks_read_once_from_object_storage(
         print(json.dumps(told))
         dist.destroy_process_group()
     """)
-    jobs = processes.torch(4, source, "s3://node-read/c", "")
+    jobs = processes.torch(4, source, path, "")
     told = [json.loads(out.splitlines()[-1]) for out in processes.finish(jobs)]
     assert all(whole == X.tobytes().hex() for of_rank in told for whole, _ in of_rank)
     read = [sum(nbytes for _, nbytes in of) / X.nbytes for of in zip(*told, strict=True)]

@@ -33,6 +33,11 @@ _EVEN, _LARGE = 1.05, 4
 # Chunks do not become smaller than wanted by this factor for that. So many sizes are tried, which
 # may be larger than an equal share, for whole rows.
 _FINEST, _TRIES, _LEEWAY = 16, 16, 1.02
+# Of an array that is cut anyway, chunks end where the shards of so many processes will, or else of
+# fewer; whose shard ends within a chunk has to read all of it. For that, chunks become half as
+# large as wanted, not less, and not less than this: of 2 MiB, one process that transposes them
+# takes a fifth longer (measured: benchmarks/ranks.py).
+_SHARDS, _LEAST_FOR_SHARDS = 8, 4 << 20
 
 
 @dataclass(slots=True, unsafe_hash=True)  # not frozen: there is one for each array, see `protocol`
@@ -117,18 +122,42 @@ def grid_of(shape: tuple[int, ...], chunk: tuple[int, ...]) -> tuple[tuple[int, 
     return grid, math.prod(grid)
 
 
-def free_chunk(shape: Sequence[int], itemsize: int, chunk_bytes: int) -> tuple[int, ...]:
+def free_chunk(
+    shape: Sequence[int], itemsize: int, chunk_bytes: int, shards: int = 1
+) -> tuple[int, ...]:
     """Chunk extents for a box without inner boundaries: near `chunk_bytes`, contiguous, balanced.
 
     Leading dimensions are split first, so that a chunk is contiguous in row-major memory.
+
+    Arguments:
+        shape: of the box.
+        itemsize: bytes per element.
+        chunk_bytes: the most bytes of a chunk, unless a single element has more.
+        shards: a power of two; a box that is split has a line at the end of each of so many
+            shards, if chunks of a reasonable size allow that; else of half as many, and so on.
     """
     chunk = [max(1, n) for n in shape]
+    least_bytes = max(_LEAST_FOR_SHARDS, chunk_bytes // 2)
     for dim in range(len(chunk)):
         rest = itemsize * math.prod(chunk[dim + 1 :])
         if chunk[dim] * rest <= chunk_bytes:
             break
-        chunk[dim] = _balanced(chunk[dim], max(1, chunk_bytes // rest))
+        extent, limit = chunk[dim], max(1, chunk_bytes // rest)
+        chunk[dim] = _for_shards(extent, limit, max(1, -(-least_bytes // rest)), shards)
+        shards //= -(-extent // chunk[dim])
     return tuple(chunk)
+
+
+def _for_shards(extent: int, limit: int, least: int, shards: int) -> int:
+    """The largest extent from `least` to `limit` of which a shard is a multiple; if there is none,
+    for half as many shards, and so on. Frameworks make all shards equal but the last."""
+    while shards > 1:
+        shard = -(-extent // shards)
+        for pieces in range(-(-shard // limit), shard // least + 1):
+            if shard % pieces == 0:
+                return shard // pieces
+        shards //= 2
+    return _balanced(extent, limit)
 
 
 def _balanced(extent: int, limit: int) -> int:
@@ -151,10 +180,11 @@ class _Wanted:
         units = [math.gcd(*(a for a, _ in of[1:])) if len(of) > 1 else 0 for of in pieces]
         if self.single is not None:
             extents[self.single] = 1
+        shards = _SHARDS // math.prod(max(1, len(of)) for of in pieces)
         wanted = (
             [max(1, min(c, n)) for c, n in zip(self.chunk_shape, extents, strict=True)]
             if self.chunk_shape is not None
-            else list(free_chunk(extents, self.itemsize, self.chunk_bytes))
+            else list(free_chunk(extents, self.itemsize, self.chunk_bytes, shards))
         )
         chunk, cut = list(wanted), []
         for dim, (unit, want) in enumerate(zip(units, wanted, strict=True)):

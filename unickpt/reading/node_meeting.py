@@ -27,6 +27,8 @@ _MOST_BYTES = 1 << 30  # of a message
 _LENGTH = struct.Struct("<Q")
 _START = struct.Struct("<II")  # a member's index, and the number of members
 _PAUSE_S = 0.002
+_LEAST_WAIT_S = 0.0005
+_GREETING_S = 1.0  # for what a process sends as soon as it comes
 
 
 class Apart(Exception):
@@ -92,99 +94,163 @@ def can_meet(count: int) -> bool:
 
 
 @contextmanager
-def meeting(purpose: str, count: int, patience_s: float, timeout_s: float) -> Iterator[Meeting]:
+def meeting(purpose: str, count: int, timeout_s: float) -> Iterator[Arrival]:
     """Meets other processes of this user on this node, which have the same purpose.
 
-    Which ones they are does not matter: as many as are missing are taken as they come. No process
-    waits if somebody may come later than that.
+    Which ones they are does not matter: as many as are missing are taken as they come.
 
     Arguments:
         purpose: what they are going to do.
         count: how many there are.
-        patience_s: how long to wait for the others.
-        timeout_s: how long to wait for them later, each time.
-
-    Raises:
-        Apart: not all came in time.
+        timeout_s: how long to wait for each other once they have met, each time.
     """
-    deadline = time.monotonic() + patience_s
-    told = f"{os.getuid()} {count} {purpose}".encode()
-    name = b"\0unickpt-" + hashlib.blake2b(told, digest_size=16).hexdigest().encode()
     with ExitStack() as stack:
+        yield Arrival(purpose, count, timeout_s, stack)
+
+
+class Arrival:
+    """A process that has come to meet others, until it leaves, and may do other things meanwhile.
+
+    Arguments:
+        purpose, count, timeout_s: see `meeting`.
+        stack: closes what it opens.
+    """
+
+    def __init__(self, purpose: str, count: int, timeout_s: float, stack: ExitStack) -> None:
+        told = f"{os.getuid()} {count} {purpose}".encode()
+        self._name = b"\0unickpt-" + hashlib.blake2b(told, digest_size=16).hexdigest().encode()
+        self._count, self._timeout_s, self._stack = count, timeout_s, stack
+        self._memory: int | None = None
+        self._place: socket.socket | None = None  # of the first
+        self._come: list[tuple[socket.socket, int]] = []  # to it: links, and their memory
+        self._link: socket.socket | None = None  # to the first
+
+    def wait(self, patience_s: float) -> Meeting | None:
+        """Waits for the others, at least for a moment.
+
+        Arguments:
+            patience_s: how long.
+
+        Returns:
+            None if not all have come in this time; they still may.
+
+        Raises:
+            Apart: they cannot meet.
+        """
+        deadline = time.monotonic() + patience_s
         try:
-            memory = os.memfd_create("unickpt-load", os.MFD_CLOEXEC)
-            stack.callback(os.close, memory)
-            found = _met(name, memory, count, deadline, stack)
-            for link in found._links:
-                link.settimeout(timeout_s)
+            if self._memory is None:
+                self._memory = os.memfd_create("unickpt-load", os.MFD_CLOEXEC)
+                self._stack.callback(os.close, self._memory)
+            while True:
+                try:
+                    met = self._met(self._memory, deadline)
+                    break
+                except (ConnectionError, BlockingIOError):
+                    # It does not listen yet, had enough others, or left; this one may be the
+                    # first of the next.
+                    self._leave()
+                    if time.monotonic() > deadline:
+                        return None
+                    time.sleep(_PAUSE_S)
+        except TimeoutError:
+            return None
         except OSError as error:
-            raise Apart(f"the {count} processes of this node did not meet: {error}") from error
-        yield found
+            self._leave()
+            raise Apart(f"the processes of this node cannot meet: {error}") from error
+        for link in met._links:
+            link.settimeout(self._timeout_s)
+        return met
 
-
-def _met(name: bytes, memory: int, count: int, deadline: float, stack: ExitStack) -> Meeting:
-    while True:
-        place = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with place:
+    def _met(self, memory: int, deadline: float) -> Meeting:
+        if self._place is None and self._link is None:
+            place = self._stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             try:
-                place.bind(name)
+                place.bind(self._name)
+                place.listen(self._count)
+                self._place = place
             except OSError as error:
+                place.close()
                 if error.errno != errno.EADDRINUSE:
                     raise
+                self._link = self._connected(memory, deadline)
+        if self._place is not None:
+            return self._await(self._place, memory, deadline)
+        assert self._link is not None, "it is the first, or has come to it"
+        return self._join(self._link, deadline)
+
+    def _await(self, place: socket.socket, memory: int, deadline: float) -> Meeting:
+        """Waits for the others, as the first."""
+        while len(self._come) < self._count - 1:
+            place.settimeout(_left(deadline))
+            link = self._stack.enter_context(place.accept()[0])
+            if not _is_own(link):
+                link.close()
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+                continue
+            link.settimeout(_GREETING_S)
+            try:
+                _, received, _, _ = socket.recv_fds(link, 1, 1)
+            except OSError:
+                received = []
+            for file in received:
+                self._stack.callback(os.close, file)
+            if len(received) == 1:
+                self._come.append((link, received[0]))
             else:
-                place.listen(count)
-                return _await(place, memory, count, deadline, stack)
-        link = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        link.settimeout(_left(deadline))
+                link.close()
+            self._come = [one for one in self._come if not _has_left(one[0])]
+        place.close()  # whoever comes now is one of the next
+        links, files = [link for link, _ in self._come], [memory, *(file for _, file in self._come)]
+        for index, link in enumerate(links, 1):
+            try:
+                socket.send_fds(link, [_START.pack(index, self._count)], files)
+            except OSError as error:
+                raise Apart(f"a process of this node left the others: {error}") from error
+        return Meeting(0, links, files)
+
+    def _connected(self, memory: int, deadline: float) -> socket.socket:
+        """Comes to the first."""
+        link = self._stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
-            link.connect(name)
-            return _join(link, memory, count, deadline, stack)
-        except (ConnectionError, BlockingIOError):
-            # It does not listen yet, or had enough others; this one may be the first of the next.
+            link.settimeout(_left(deadline))
+            link.connect(self._name)
+            if not _is_own(link):
+                raise OSError("another user has taken the name")
+            socket.send_fds(link, [b"\0"], [memory])
+        except OSError:
             link.close()
-            _left(deadline)
-            time.sleep(_PAUSE_S)
+            raise
+        return link
 
-
-def _await(
-    place: socket.socket, memory: int, count: int, deadline: float, stack: ExitStack
-) -> Meeting:
-    """Waits for the others, as the first."""
-    links: list[socket.socket] = []
-    files = [memory]
-    while len(links) < count - 1:
-        place.settimeout(_left(deadline))
-        link = stack.enter_context(place.accept()[0])
-        if not _is_own(link):
-            link.close()
-            continue
+    def _join(self, link: socket.socket, deadline: float) -> Meeting:
+        """Waits until all have come to the first."""
         link.settimeout(_left(deadline))
-        _, received, _, _ = socket.recv_fds(link, 1, 1)
-        for file in received:
-            stack.callback(os.close, file)
-        if len(received) == 1:  # else it has left already
-            links.append(link)
-            files += received
-    for index, link in enumerate(links, 1):
-        socket.send_fds(link, [_START.pack(index, count)], files)
-    return Meeting(0, links, files)
+        start, files, _, _ = socket.recv_fds(link, _START.size, self._count)
+        for file in files:
+            self._stack.callback(os.close, file)
+        if len(start) < _START.size or len(files) != self._count:
+            raise ConnectionError("the meeting is full, or not all came")
+        index, _ = _START.unpack(start)
+        return Meeting(index, [link], files)
+
+    def _leave(self) -> None:
+        for end in (self._place, self._link, *(link for link, _ in self._come)):
+            if end is not None:
+                end.close()
+        self._place, self._link, self._come = None, None, []
 
 
-def _join(
-    link: socket.socket, memory: int, count: int, deadline: float, stack: ExitStack
-) -> Meeting:
-    """Comes to the first, and waits until all are there."""
-    if not _is_own(link):
-        raise OSError("another user has taken the name")
-    socket.send_fds(link, [b"\0"], [memory])
-    link.settimeout(_left(deadline))
-    start, files, _, _ = socket.recv_fds(link, _START.size, count)
-    for file in files:
-        stack.callback(os.close, file)
-    if len(start) < _START.size or len(files) != count:
-        raise ConnectionError("the meeting is full, or not all came")
-    index, _ = _START.unpack(start)
-    return Meeting(index, [link], files)
+def _has_left(link: socket.socket) -> bool:
+    """Whether a process that waits, and so sends nothing, has ended its connection."""
+    link.setblocking(False)
+    try:
+        return not link.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def _is_own(link: socket.socket) -> bool:
@@ -195,10 +261,8 @@ def _is_own(link: socket.socket) -> bool:
 
 
 def _left(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("not all came in time")
-    return left
+    """The seconds that are left, for a socket's timeout: 0 would mean another kind of socket."""
+    return max(_LEAST_WAIT_S, deadline - time.monotonic())
 
 
 def _send(link: socket.socket, told: bytes) -> None:

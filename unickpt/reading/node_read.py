@@ -3,11 +3,12 @@
 Shards rarely end where chunks do, and replicas need the same: alone, every process reads and checks
 all chunks that its shard touches. Here each such chunk is read and checked by one process, in
 memory that all of them see, and every process takes from it what it needs. That pays where reading
-crosses a network; files that are mounted are read once by the system, whose cache all of the node
-use, and copying once more takes as long as reading from there.
+crosses a network; and from a disk, which the system reads once for all of the node, where each
+chunk would be taken from its cache and checked several times.
 
-This never changes what a load does. It begins only if as many processes as the launcher started on
-this node come to read the same checkpoint at the same time; whatever goes wrong afterwards (one of
+This never changes what a load does. It begins only once as many processes as the launcher started
+on this node have come to read the same checkpoint; a process that does not find them after a moment
+reads alone, and looks from time to time. Whatever goes wrong afterwards (one of
 them fails, ends, is killed, or keeps the others waiting), each of them reads what it still needs
 alone. No process but those of the node takes part, so that it costs the same in a job of any size.
 """
@@ -18,6 +19,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any, NamedTuple
 
 from unickpt._version import __version__
@@ -42,16 +44,23 @@ from unickpt.reading.node_meeting import Apart, Meeting, can_meet, meeting
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.read_plan import ChunkRead, Consumer, Job
 from unickpt.reading.recipes import Unchanged
+from unickpt.threads import in_batches
 
 _log = logging.getLogger("unickpt")
 
-# What is read more than once must be worth meeting for: a share of all, and bytes.
-_LEAST_RATIO, _LEAST_BYTES = 1.25, 64 << 20
+# What is read more than once must be worth meeting for: bytes, and a share of all. From a disk the
+# system reads once in any case, and copying once more takes about as long as reading from its cache
+# and checking (measured: benchmarks/ranks.py; twice as much is as fast alone).
+_LEAST_BYTES, _LEAST_RATIO, _LEAST_RATIO_LOCAL = 64 << 20, 1.25, 3.0
 _LEAST_ARRAY_BYTES = 1 << 20
-# Processes that load together come within moments; whoever loads alone loses no more than this.
-_PATIENCE_S = 2.0
+# Processes that load together come within moments. Whoever loads alone waits no longer than this,
+# and from a disk no longer than its bytes take at so many a second: less than a tenth of the load.
+# Then it begins to read alone, at first so many bytes, and looks each time whether all have come.
+_PATIENCE_S, _PATIENCE_BYTES = 2.0, 80 << 30
+_ALONE_BYTES, _MOST_ALONE_BYTES = 128 << 20, 1 << 30
 _TIMEOUT_S = 60.0
-_ROUND_BYTES = 128 << 20  # of a process: enough requests in flight
+# Of a process, in a round: enough requests in flight; or so little that it stays in a cache.
+_ROUND_BYTES, _ROUND_BYTES_LOCAL = 128 << 20, 16 << 20
 _ALIGN = 64  # of chunks in shared memory, in bytes
 
 
@@ -62,23 +71,57 @@ def read_on_node(
     done: dict[str, Any] = {}
     filled = filled or Filled(jobs, nothing)
     count = launched_on_node() or 1
-    if can_meet(count) and _is_slow(stored) and stored.index.attempt:
+    shares = _is_slow(stored) or stored.location.is_local  # not the memory of this process
+    if can_meet(count) and shares and stored.index.attempt:
         large = [job for job in jobs if _is_spread(stored, job)]
         wants = wants_of(large)
-        if _is_worth_meeting(stored, large, wants, count):
-            index = stored.index
-            purpose = f"{__version__} {index.attempt} {index.created} {options.verify}"
-            timeout_s = min(options.timeout_s, _TIMEOUT_S)
+        mine = _bytes_of(large, wants)
+        if _is_worth_meeting(stored, large, mine, count):
             try:
-                with meeting(purpose, count, _PATIENCE_S, timeout_s) as met:
-                    _NodeRead(stored, large, options, met, filled).read(wants, done)
+                _read_large(stored, large, options, filled, mine, done)
             except Apart as error:
                 _log.info("%s: this process reads alone: %s", stored.location, error)
             except Exception as error:  # reading alone says better what it is, if it stays
                 _log.warning("%s: this process reads alone: %r", stored.location, error)
-    return done | read_arrays(
-        stored, [j for j in jobs if not j.targets.keys() <= done.keys()], options, filled=filled
-    )
+    return done | read_arrays(stored, _left(jobs, done), options, filled=filled)
+
+
+def _left(jobs: Sequence[Job], done: Mapping[str, Any]) -> list[Job]:
+    return [job for job in jobs if not job.targets.keys() <= done.keys()]
+
+
+def _read_large(
+    stored: Reader,
+    jobs: Sequence[Job],
+    options: LoadOptions,
+    filled: Filled,
+    mine: int,
+    done: dict[str, Any],
+) -> None:
+    """Reads alone until all have come, then together; adds what is complete to `done`.
+
+    Arguments:
+        mine: the bytes that this process would read alone.
+
+    Raises:
+        Apart: the processes cannot meet, or are not together any more.
+    """
+    index = stored.index
+    purpose = f"{__version__} {index.attempt} {index.created} {options.verify}"
+    patience_s = _PATIENCE_S if _is_slow(stored) else min(_PATIENCE_S, mine / _PATIENCE_BYTES)
+    most, timeout_s = _ALONE_BYTES, min(options.timeout_s, _TIMEOUT_S)
+    with (
+        meeting(purpose, launched_on_node() or 1, timeout_s) as others,
+        closing(ChunkReader(stored)) as alone,
+    ):
+        while left := _left(jobs, done):
+            met = others.wait(patience_s)
+            if met is not None:
+                _NodeRead(stored, left, options, met, filled).read(wants_of(left), done)
+                return
+            batch = next(in_batches(left, None, most, _stored_bytes))
+            done |= read_arrays(stored, batch, options, alone, filled)
+            patience_s, most = 0.0, min(2 * most, _MOST_ALONE_BYTES)
 
 
 def _is_slow(stored: Reader) -> bool:
@@ -91,25 +134,35 @@ def _is_spread(stored: Reader, job: Job) -> bool:
     entries = job.entries
     return (
         all(target.processes > 1 for target in job.targets.values())
-        and sum(entry.nbytes for entry in entries) >= _LEAST_ARRAY_BYTES
+        and _stored_bytes(job) >= _LEAST_ARRAY_BYTES
         and not any(stored.reads_boxes(entry) for entry in entries)
     )
 
 
-def _is_worth_meeting(stored: Reader, jobs: Sequence[Job], wants: Wants, count: int) -> bool:
+def _stored_bytes(job: Job) -> int:
+    return sum(entry.nbytes for entry in job.entries)
+
+
+def _bytes_of(jobs: Sequence[Job], wants: Wants) -> int:
+    """Bytes of the chunks that a process needs."""
+    entries = {entry.name: entry for job in jobs for entry in job.entries}
+    return sum(
+        part.chunk_box(number).size * entry.itemsize
+        for entry in entries.values()
+        for part, number, _, _ in wanted_chunks(entry, [wants])
+    )
+
+
+def _is_worth_meeting(stored: Reader, jobs: Sequence[Job], mine: int, count: int) -> bool:
     """Whether chunks are read more than once, if the other processes need as much as this one.
 
     All processes should come to the same, or those who meet wait for the others in vain; so this
     depends on the layouts more than on the position of the process in them.
     """
-    entries = {entry.name: entry for job in jobs for entry in job.entries}
+    least = _LEAST_RATIO if _is_slow(stored) else _LEAST_RATIO_LOCAL
     spread = max((t.processes for job in jobs for t in job.targets.values()), default=1)
-    whole = sum(entry.nbytes for entry in entries.values())
-    mine = 0
-    for entry in entries.values():
-        for part, number, _, _ in wanted_chunks(entry, [wants]):
-            mine += part.chunk_box(number).size * entry.itemsize
-    return spread * mine >= _LEAST_RATIO * whole and min(count, spread) * mine >= _LEAST_BYTES
+    whole = sum({e.name: e.nbytes for job in jobs for e in job.entries}.values())
+    return spread * mine >= least * whole and min(count, spread) * mine >= _LEAST_BYTES
 
 
 class _Chunk(NamedTuple):
@@ -190,7 +243,8 @@ class _NodeRead:
         Raises:
             Apart: the processes are not together any more, or little would be gained.
         """
-        most = max(_ALIGN, min(_ROUND_BYTES, self._options.working_bytes // 2))
+        most = _ROUND_BYTES if _is_slow(self._stored) else _ROUND_BYTES_LOCAL
+        most = max(_ALIGN, min(most, self._options.working_bytes // 2))
         every = self._met.gather(json.dumps([as_json(wants), most]).encode())
         told = [json.loads(one) for one in every]
         wanted, most = [wants_from(of) for of, _ in told], min(nbytes for _, nbytes in told)

@@ -20,8 +20,9 @@ class LoadOptions(CommonOptions):
             default 1 GiB for each process, or less where a quarter of the node's memory is less.
         exchange: whether processes read together. By default, those of a node do so by themselves:
             each chunk that several of them need of arrays that are distributed over processes is
-            read by one, and the others take their parts from its memory. That never changes what a
-            load does; who loads alone reads alone. True: all processes of the job read together;
+            read by one, and the others take their parts from its memory; from a disk, if they
+            would read everything at least three times. That never changes what a load does; who
+            loads alone reads alone. True: all processes of the job read together;
             one reads each chunk, and sends the others their parts. Use it if the storage is slower
             than the network and processes of several nodes need parts of the same chunks: replicas,
             or shards along another axis than the saved ones. All processes must then call `load` in

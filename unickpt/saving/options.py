@@ -82,7 +82,9 @@ class SaveOptions(CommonOptions):
             them when the process ends. If the disk is full (a twentieth of it is left free, and,
             if it is also the checkpoint's, room for the checkpoint) or fails, or the folder is in
             memory, as /dev/shm is, the call waits as without it.
-        chunk_bytes: target size of a chunk, the unit of writing, reading and checking.
+        chunk_bytes: target size of a chunk, the unit of writing, reading and checking. Where an
+            array is cut, its chunks may have half of that, but at least 4 MiB, to end where the
+            shards of 2, 4 or 8 processes would.
         chunk_shape: chunk shape for all arrays with this number of dimensions, reduced where a
             chunk would cross a fragment's boundary; other arrays use `chunk_bytes`.
         compression: None, or one of "zstd", "gzip", "blosc". Digests do not depend on it.
