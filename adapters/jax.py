@@ -250,25 +250,19 @@ class JaxTarget:
         self.abstract = isinstance(leaf, jax.ShapeDtypeStruct)
         self.identity: Hashable = None  # new arrays, so two leaves never share memory
         shape, dtype, self._impl = tuple(leaf.shape), leaf.dtype, None
-        if _is_key(dtype):
+        if not isinstance(dtype, np.dtype) and _is_key(dtype):
             self._impl, words, dtype = _implementation(dtype)
             shape, self.prng = (*shape, *words), str(self._impl)
         self.shape, self.dtype = shape, np.dtype(dtype)
         dtypes.name_of(self.dtype)
-        if jax.dtypes.canonicalize_dtype(self.dtype) != self.dtype:
+        if self.dtype.itemsize > 4 and jax.dtypes.canonicalize_dtype(self.dtype) != self.dtype:
             raise TypeError(
                 f"JAX would truncate dtype {self.dtype}: call jax.config.update('jax_enable_x64', "
                 "True) first, or load into a NumPy array"
             )
         self._weak = bool(getattr(leaf, "weak_type", False))
         self.sharding = _wanted_sharding(leaf)
-        self._index: dict[Any, Box] = {None: Box.whole(shape)}
-        self.processes = 1
-        if self.sharding is not None:
-            self.processes = _processes_of(self.sharding)
-            indices = self.sharding.addressable_devices_indices_map(shape)
-            self._index = {device: _box(index, shape) for device, index in indices.items()}
-        self.boxes: Sequence[Box] = tuple(dict.fromkeys(self._index.values()))
+        self._index, self.boxes, self.processes = _places(self.sharding, shape)
 
     def buffer(self, position: int) -> Array:
         box = self.boxes[position]
@@ -302,6 +296,18 @@ class JaxTarget:
         return jax.make_array_from_single_device_arrays(
             self.shape, self.sharding, pieces, dtype=self.dtype
         )
+
+
+@lru_cache(maxsize=4096)
+def _places(
+    sharding: Sharding | None, shape: tuple[int, ...]
+) -> tuple[Mapping[Any, Box], Sequence[Box], int]:
+    """Where an array of this process goes: the box of each device, which boxes there are, and over
+    how many processes it is distributed."""
+    if sharding is None:
+        return {None: Box.whole(shape)}, (Box.whole(shape),), 1
+    index = _local_boxes(sharding, shape)
+    return index, tuple(dict.fromkeys(index.values())), _processes_of(sharding)
 
 
 def _wanted_sharding(leaf: Any) -> Sharding | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -326,22 +327,24 @@ class TorchTarget:
         self.abstract: bool = leaf.is_meta
         box: Box | None = Box.whole(self.shape)
         self.processes = 1
+        self._local: torch.Tensor
         if is_dtensor(leaf):
             shard = local_shard_of(leaf)
             self.processes = len(shard.layout.mesh.processes)
             box, local = shard.box, _local(leaf, shard)
         else:
             local = _memory(leaf)
-        if not self.abstract and _may_overlap(local):
+        is_contiguous = local.is_contiguous()
+        if not (self.abstract or is_contiguous) and _may_overlap(local):
             raise TypeError(
                 f"elements of the tensor share memory (strides {tuple(local.stride())}), so it "
                 "cannot be filled; make it contiguous first"
             )
         self.boxes: Sequence[Box] = () if box is None else (box,)
-        self.identity: Hashable = None if self.abstract else _tie(_Held(local))
+        held = _Held(local)
+        self.identity: Hashable = None if self.abstract else _tie(held)
         self._filled: Any = None if self.abstract else leaf
-        self._local = local
-        self._inspect()
+        self._inspect(held)
 
     def _materialise(self) -> None:
         if self._filled is not None:
@@ -353,24 +356,20 @@ class TorchTarget:
             # Like `DTensor.from_local`, which would lose the order of the shards.
             make = type(self.leaf.detach())
             self._filled = make(self._local, self.leaf._spec, requires_grad=False)
-        self._inspect()
+        self._inspect(_Held(self._local))
 
-    def _inspect(self) -> None:
+    def _inspect(self, held: _Held) -> None:
         """Asks torch about the memory; before threads read, because each such question releases the
         GIL, for which they compete."""
-        local = self._local
-        plain = not (local.is_conj() or local.is_neg())
-        self._in_place = plain and local.is_cpu and local.is_contiguous()
+        self._local = local = held.tensor
+        self._in_place = held.as_is and local.is_contiguous()
         self._is_inference = local.is_inference()
         self._has_version = self._filled is not None and not self._filled.is_inference()
 
     def buffer(self, position: int) -> Array:
         self._materialise()
         shape = self.boxes[position].shape
-        if not self._in_place:
-            return np.empty(shape, self.dtype)
-        memory = _as_numpy(self._local)
-        return memory if memory.shape == shape else memory.reshape(shape)
+        return _as_numpy(self._local, shape) if self._in_place else np.empty(shape, self.dtype)
 
     def finish(self, buffers: Sequence[Array]) -> Any:
         self._materialise()
@@ -478,41 +477,36 @@ def _copied(
     return out
 
 
-class _HostMemory:
-    """Exposes a tensor's memory to NumPy, which then keeps the tensor alive.
+def _as_numpy(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> Array:
+    """The memory of a tensor on the host, neither conjugated nor negated lazily.
 
     `Tensor.numpy` would make the storage non-resizable, and FSDP2 resizes it at each step.
-    """
 
-    def __init__(self, tensor: torch.Tensor, bits: str) -> None:
-        self.tensor = tensor
-        found: dict[str, Any] = {
-            "version": 3,
-            "typestr": bits,
-            "shape": tensor.shape,
-            "data": (tensor.data_ptr(), False),
-        }
-        if not tensor.is_contiguous():
-            size = tensor.dtype.itemsize
-            found["strides"] = tuple(stride * size for stride in tensor.stride())
-        self.__array_interface__ = found
-
-
-def _as_numpy(tensor: torch.Tensor) -> Array:
-    """The memory of a tensor on the host, neither conjugated nor negated lazily.
+    Arguments:
+        tensor: the tensor.
+        shape: of the array; for a contiguous tensor.
 
     Raises:
         StateChanged: its storage was freed, or is too small for it.
     """
-    dtype = TO_NUMPY[tensor.dtype]
-    if tensor.numel() == 0:
-        return np.empty(tuple(tensor.shape), dtype)
-    if tensor.untyped_storage().nbytes() < _reach(tensor):
+    dtype, reach = TO_NUMPY[tensor.dtype], _reach(tensor)
+    if reach == 0:
+        return np.empty(tuple(tensor.shape) if shape is None else shape, dtype)
+    if tensor.untyped_storage().nbytes() < reach:
         raise StateChanged("its memory was freed or made smaller")
-    # Unsigned integers stand for dtypes that NumPy does not know.
-    if dtype.isbuiltin == 1:
-        return np.asarray(_HostMemory(tensor, dtype.str))
-    return np.asarray(_HostMemory(tensor, f"<u{dtype.itemsize}")).view(dtype)
+    begin = int(tensor.storage_offset()) * dtype.itemsize
+    memory: Any = _bytes(reach - begin).from_address(tensor.data_ptr())
+    memory.tensor = tensor  # which NumPy so keeps alive
+    if shape is not None or tensor.is_contiguous():
+        return np.ndarray(tuple(tensor.shape) if shape is None else shape, dtype, memory)
+    strides = tuple(stride * dtype.itemsize for stride in tensor.stride())
+    return np.ndarray(tuple(tensor.shape), dtype, memory, 0, strides)
+
+
+@lru_cache(maxsize=256)
+def _bytes(count: int) -> Any:
+    """The type of so many bytes of memory."""
+    return ctypes.c_char * count
 
 
 def _reach(tensor: torch.Tensor) -> int:

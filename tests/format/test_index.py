@@ -101,6 +101,58 @@ def test_what_only_compares_equal_to_a_valid_entry_is_refused(key: str, value: A
     index_json.decode(sealed(arrays={"v": valid, "w": {**valid}}, **layout), "here")
 
 
+ODD = [
+    '"',
+    "\\",
+    '},"',
+    'a":{',
+    '}},"aliases":{',
+    "\n",
+    "ä",
+    "\u2028",
+    "\ue000",
+    "😀",
+    "",
+    "a\\",
+    "x},",
+]
+
+
+@given(st.lists(st.sampled_from(ODD) | st.text(max_size=3), min_size=1, max_size=9, unique=True))
+def test_arrays_of_any_names_are_read_as_they_were_written(names: list[str]) -> None:
+    like = ArrayEntry("", (4, 6), "uint32", (2, 3), Layout.replicated(2, 1))
+    kinds = [like, replace(like, prng='},"'), replace(like, shape=(6, 6))]
+    arrays = {n: replace(kinds[at % 3], name=n) for at, n in enumerate(names)}
+    note = {"arrays": {"w": {"shape": [1]}}, "aliases": {}}
+    for metadata in ({}, note):
+        index = Index(tree="*", arrays=arrays, metadata=metadata)
+        again = index_json.decode(index_json.encode(index), "here")
+        assert again == index
+        assert list(again.arrays) == names
+
+
+@pytest.mark.parametrize("old", [b'"v":{', b'"w":{"shape":[2]', b'"chunk":[1],"layout":0}},"al'])
+def test_a_key_that_occurs_twice_is_refused(old: bytes) -> None:
+    valid = {"shape": [1], "dtype": "float32", "chunk": [1], "layout": 0}
+    layout = {
+        "meshes": [{"axes": [], "shape": [], "processes": [0]}],
+        "layouts": [{"mesh": 0, "dims": [[]]}],
+    }
+    arrays = {"v": valid, "w": {**valid, "shape": [2]}, "x": valid}
+    data = sealed(arrays=arrays, **layout)
+    assert list(index_json.decode(data, "here").arrays) == ["v", "w", "x"]
+    new = {
+        b'"v":{': b'"w":{',
+        b'"w":{"shape":[2]': b'"w":{"shape":[3],"shape":[2]',
+        b'"chunk":[1],"layout":0}},"al': b'"chunk":[1],"layout":0}},"arrays":{},"al',
+    }[old]
+    assert data.count(old) == 1
+    unsealed = data.replace(old, new)[: -len(b',"xxh3":"0123456789abcdef"}')]
+    data = unsealed + b',"xxh3":"%016x"}' % xxhash.xxh3_64_intdigest(unsealed)
+    with pytest.raises(CheckpointCorrupt, match="a key occurs twice"):
+        index_json.decode(data, "here")
+
+
 SMALL = Index(tree="*", arrays={"w": ArrayEntry("w", (2, 3), "float32", (2, 3), boxes=(
     (Box((0, 0), (2, 3)), (0,)),))})  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -144,8 +145,9 @@ def test_many_small_arrays_take_few_reads_and_each_is_read_once(
 ) -> None:
     state = {f"w{n}": np.full((16, 16), n, np.int32) for n in range(1000)}
     unickpt.save(tmp_path / "c", state, options=FAST)
-    reads, read = [], RegularFiles.read
+    reads, read, preadv = [], RegularFiles.read, os.preadv
     monkeypatch.setattr(RegularFiles, "read", lambda *a: reads.append(a) or read(*a))
+    monkeypatch.setattr(os, "preadv", lambda *a: reads.append(a) or preadv(*a))
     with chunks_read() as seen:
         unickpt.load(tmp_path / "c", state)
     assert sorted(each.key for each in seen) == sorted(state)

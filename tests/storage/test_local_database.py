@@ -101,6 +101,43 @@ def test_values_are_read_together_only_if_they_are_near(
     assert {k: bytes(v.result().value) for k, v in found.items()} == dict(list(KEYS.items())[::2])
 
 
+@pytest.mark.parametrize("limit", [0, 100, 4096])
+@pytest.mark.parametrize("step", [1, 3])
+def test_values_are_read_into_memory_together(
+    tree: Tree, tmp_path: Path, step: int, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values, calls = of(tmp_path), []
+    monkeypatch.setattr(local_database, "_GAP_BYTES", limit)
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *a: calls.append(a) or preadv(*a))
+    keys = [*list(KEYS)[::step], "a", "params/l%y:001/c/0", "params/l%y:044/c/0", "z"]
+    random.Random(step).shuffle(keys)
+    keys.append(keys[0])
+    out = [np.full(len(KEYS.get(key, b"four")), 255, np.uint8) for key in keys]
+    wrong = keys.index("params/l%y:044/c/0")
+    out[wrong] = np.full(7, 255, np.uint8)
+    done = values.read_all(keys, out)
+    assert done == [key in KEYS and at != wrong for at, key in enumerate(keys)]
+    for key, to, is_done in zip(keys, out, done, strict=True):
+        assert to.tobytes() == (KEYS[key] if is_done else b"\xff" * len(to))
+    if limit == 4096 and len(list(tree.leaves())) == 1:
+        assert len(calls) <= 2 * len(list((tmp_path / "d").iterdir()))
+
+
+def test_values_that_are_cut_off_are_not_read(tree: Tree, tmp_path: Path) -> None:
+    values, keys = of(tmp_path), list(KEYS)
+    tree.files("")  # reads all nodes
+    values.tree = tree
+    for file in (tmp_path / "d").iterdir():
+        os.truncate(file, min(file.stat().st_size, 700))
+    out = [np.empty(len(KEYS[key]), np.uint8) for key in keys]
+    done = values.read_all(keys, out)
+    assert any(done), "those in the nodes"
+    assert not all(done)
+    read = [(key, to) for key, to, is_done in zip(keys, out, done, strict=True) if is_done]
+    assert all(to.tobytes() == KEYS[key] for key, to in read)
+
+
 def test_large_and_damaged_values_are_not_read_together(
     tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

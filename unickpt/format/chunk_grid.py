@@ -110,6 +110,7 @@ class Part:
 
 
 @lru_cache(maxsize=64)
+@lru_cache(maxsize=64)
 def only_key(rank: int) -> str:
     """The key of the only chunk of a part."""
     return "/".join(["c", *"0" * rank])

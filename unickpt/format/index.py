@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from unickpt.arrays import dtypes
@@ -70,7 +71,12 @@ class ArrayEntry:
     @property
     def nbytes(self) -> int:
         """Logical bytes of the array."""
-        return math.prod(self.shape) * self.itemsize
+        return _nbytes(self.shape, self.dtype)
+
+
+@lru_cache(maxsize=4096)
+def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
+    return math.prod(shape) * dtypes.from_name(dtype).itemsize
 
 
 @dataclass(frozen=True)

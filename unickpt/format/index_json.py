@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import marshal
 import math
 import re
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -43,9 +43,6 @@ _FOLDER = re.compile(r"[^/\\\0]+")
 _SEAL = re.compile(rb',"xxh3":"([0-9a-f]{16})"}\Z')
 _CODEC_FIELDS = ("name", "configuration")
 _DIGEST = re.compile(r"[0-9a-f]{16}")
-# The version of marshal in which equal bytes mean equal values of equal types (1 is not True, nor
-# 1.0), and that refers to no value that it has written before.
-_EXACT = 2
 
 
 def encode(index: Index) -> bytes:
@@ -153,7 +150,7 @@ def decode(data: bytes, where: str, *, partial: bool = False) -> Index:
     """
     try:
         seal = _SEAL.search(data)
-        body = _json(data)
+        body = _parsed(data)
         if isinstance(body, dict):
             _check_version(body.get("format"), where)
         if seal is None or int(seal[1], 16) != xxhash.xxh3_64_intdigest(data[: seal.start()]):
@@ -170,6 +167,54 @@ def decode(data: bytes, where: str, *, partial: bool = False) -> Index:
 
 class _Bad(ValueError):
     """A reason why the index is invalid."""
+
+
+def _parsed(data: bytes) -> Any:
+    """The JSON of an index. Of its arrays, of which a model may have 100,000, that of each kind is
+    parsed once, if they are written as `encode` writes them; equal ones are the same object."""
+    begin = data.find(_ARRAYS)
+    end = data.find(_AFTER_ARRAYS, begin)
+    if begin < 0 or end < 0:
+        return _json(data)
+    place = secrets.token_hex(8)  # which no index contains
+    try:
+        body = _json(b'%b"arrays":"%b"%b' % (data[:begin], place.encode(), data[end + 2 :]))
+        if not isinstance(body, dict) or body.get("arrays") != place:
+            return _json(data)  # this is not what the index itself has there
+        body["arrays"] = _array_bodies(data[begin + len(_ARRAYS) : end].decode())
+    except ValueError:
+        return _json(data)  # or this says what is wrong
+    return body
+
+
+# Between them are the arrays' names and objects, but for the quotation mark before the first name
+# and the brace after the last object.
+_ARRAYS, _AFTER_ARRAYS = b'"arrays":{"', b'}},"aliases":{'
+
+
+def _array_bodies(text: str) -> dict[str, Any]:
+    """The objects of arrays by name.
+
+    Arguments:
+        text: `name":{...},"name":{...`, untrusted. All of it is parsed in pieces, of which each is
+            a string and an object, so that the whole can mean nothing else.
+
+    Raises:
+        ValueError: it is not written as `encode` writes it.
+    """
+    known: dict[str, Any] = {}
+    names, bodies = [], []
+    for piece in text.split('},"'):
+        name, _, inner = piece.partition('":{')
+        body = known.get(inner)
+        if body is None:
+            body = known[inner] = _json(b"{%b}" % inner.encode())
+        names.append(name)
+        bodies.append(body)
+    joined = "".join(names)
+    if '"' in joined or "\\" in joined or not joined.isprintable():
+        names = [json.loads(f'"{name}"') for name in names]
+    return _object(list(zip(names, bodies, strict=True)))
 
 
 def _json(data: bytes) -> Any:
@@ -404,19 +449,15 @@ def _layout(r: _Reader, meshes: list[Mesh]) -> Layout:
 def _arrays(
     bodies: Mapping[str, Any], layouts: list[Layout], partial: bool
 ) -> dict[str, ArrayEntry]:
-    """The entries of all arrays; what many say, as layers of a model do, is checked once."""
-    known: dict[bytes, ArrayEntry] = {}
+    """The entries of all arrays; what many say, as layers of a model do, is checked once: it is
+    one object (`_parsed`)."""
+    known: dict[int, ArrayEntry] = {}
     arrays = {}
     for name, body in bodies.items():
-        try:
-            kind = marshal.dumps(body, _EXACT)
-        except ValueError:  # nested too deeply
-            kind = b""
-        same = known.get(kind)
+        same = known.get(id(body))
         if same is None:
             same = _array(name, _Reader(body, "array", name), layouts, partial)
-            if kind:
-                known[kind] = same
+            known[id(body)] = same
         arrays[name] = ArrayEntry(
             name, same.shape, same.dtype, same.chunk, same.layout, same.cut, same.boxes,
             same.prng, same.quantized, same.errors, same.patched,

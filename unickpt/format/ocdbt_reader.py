@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 import numpy as np
 import tensorstore as ts
+import xxhash
 
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import (
@@ -238,19 +239,15 @@ class OcdbtReader(Reader):
     def read_whole(
         self, entries: Sequence[ArrayEntry], rows: digest_table.Table | None, out: Sequence[Array]
     ) -> Sequence[int]:
-        different = []
-        found = whole_arrays.read(self._chunks.values, entries, out)
-        digests = [None] * len(out) if rows is None else rows["digest"].tolist()
-        for at, (has_read, digest) in enumerate(zip(found, digests, strict=True)):
-            if has_read:
-                matches = digest is None or chunk_store.digest(out[at]) == digest
-            else:  # or this says why not
-                (part,) = chunk_grid.parts(entries[at])
-                row = None if rows is None else rows[at]
-                matches = self.read_chunk(entries[at], part, 0, row, out[at])
-            if not matches:
-                different.append(at)
-        return different
+        done = whole_arrays.read(self._chunks.values, entries, out)
+        for at in (at for at, is_done in enumerate(done) if not is_done):  # or this says why not
+            (part,) = chunk_grid.parts(entries[at])
+            self.read_chunk(entries[at], part, 0, None, out[at])
+        if rows is None:
+            return ()
+        hashed: Sequence[Any] = out  # as `chunk_store.digest`, of what is contiguous
+        digests = zip(map(xxhash.xxh3_64_intdigest, hashed), rows["digest"].tolist(), strict=True)
+        return [at for at, (found, stored) in enumerate(digests) if found != stored]
 
     def has_bytes(self, entry: ArrayEntry, part: Part, number: int, stored: Array) -> bool:
         """Whether a chunk of a quantised array is stored as these bytes.

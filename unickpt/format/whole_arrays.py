@@ -6,18 +6,13 @@ for a chunk.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-import numpy as np
-
-from unickpt.arrays import dtypes
 from unickpt.arrays.dtypes import Array
 from unickpt.format.chunk_grid import only_key
 from unickpt.format.chunk_store import SMALL
 from unickpt.format.index import ArrayEntry
 from unickpt.format.zarr_metadata import join_key
-from unickpt.storage.errors import Failed
 from unickpt.storage.ocdbt import DatabaseReader
 
 
@@ -34,12 +29,12 @@ def is_one_chunk(entry: ArrayEntry) -> bool:
         return False
     if entry.quantized is not None or entry.patched:
         return False
-    return math.prod(entry.shape) * dtypes.from_name(entry.dtype).itemsize <= SMALL
+    return entry.nbytes <= SMALL
 
 
 def read(
     values: DatabaseReader, entries: Sequence[ArrayEntry], out: Sequence[Array]
-) -> Iterator[bool]:
+) -> Sequence[bool]:
     """Reads arrays for which `is_one_chunk` is true.
 
     Arguments:
@@ -47,22 +42,11 @@ def read(
         entries: the arrays.
         out: contiguous memory of each array's shape and dtype.
 
-    Yields:
+    Returns:
         For each array whether it was read. If not, it is missing or damaged, or the storage failed:
         reading it as any other chunk tells what it is.
     """
-    keys = [_key_of(entry) for entry in entries]
-    found = values.request_all(keys)
-    for key, to in zip(keys, out, strict=True):
-        requested = found.get(key)
-        try:
-            value = b"" if requested is None else requested.result().value
-        except Failed:
-            value = b""
-        if len(value) == to.nbytes:
-            # Unlike NumPy, this keeps the GIL, for which other threads would compete.
-            to.reshape(-1).view(np.uint8).data[:] = value
-        yield len(value) == to.nbytes
+    return values.read_all([_key_of(entry) for entry in entries], out)
 
 
 def _key_of(entry: ArrayEntry) -> str:

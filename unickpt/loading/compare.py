@@ -84,6 +84,12 @@ class _Comparison:
                 asked = _asked(value, target)
                 self.rows.append(Difference(name, problem, leaf_text(leaf), asked))
 
+    def fits(self, name: str, entry: ArrayEntry, target: ArrayTarget) -> bool:
+        """Whether a leaf of `like` is an array just as it is stored."""
+        if entry.shape != target.shape or target.prng is not None or name in self.view.misfits:
+            return False
+        return target.dtype == dtypes.from_name(entry.dtype)
+
     def missing(self, name: str) -> Difference:
         """The row of a leaf of `like` that is not stored."""
         asked = _asked(self.asked.leaves[name], self.asked.targets.get(name))
@@ -91,9 +97,6 @@ class _Comparison:
 
     def _add_array(self, name: str, entry: ArrayEntry, target: ArrayTarget, keep: bool) -> None:
         have, want = dtypes.from_name(entry.dtype), target.dtype
-        if entry.shape == target.shape and have == want and target.prng is None:
-            self.loaded.append(name)  # as nearly all
-            return
         shapes = _shape(entry), _shape(target)
         if shapes[0] != shapes[1] and keep:
             self.mismatched.append((name, *shapes))
@@ -147,8 +150,13 @@ def compare(view: CheckpointView, asked: Request, policy: Policy) -> LoadReport:
     names = [*asked.leaves, *asked.left_out]
     selection.check(where, names, (*view.index.names, *view.unused))
     found = _Comparison(view, asked, policy, view.index.names)
+    entries, targets = view.index.entries, asked.targets
     for name in asked.leaves:
-        found.add(name)
+        entry, target = entries.get(name), targets.get(name)
+        if entry is not None and target is not None and found.fits(name, entry, target):
+            found.loaded.append(name)  # as nearly all
+        else:
+            found.add(name)
     found.rows.sort(key=lambda row: natural(row.name))
     # Orbax stores None for an empty namedtuple, such as a state of optax without arrays.
     nothing = {name for name in view.unused if _is_none(view, name)}

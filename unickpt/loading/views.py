@@ -16,11 +16,13 @@ from unickpt.format.reader import Reader
 from unickpt.frameworks.leaves import PerProcess
 from unickpt.frameworks.protocol import ArrayTarget
 from unickpt.reading.options import LoadOptions
-from unickpt.reading.read_plan import Job
+from unickpt.reading.read_plan import Job, StoredJob
 from unickpt.reading.recipes import Fill, Recipe, Unchanged, whole_dims
 from unickpt.rules.plan import Fact, Made
 from unickpt.trees import plain_values, tree
 from unickpt.trees.wrapper_names import without_wrappers
+
+TargetsByArray = Mapping[str, Mapping[str, ArrayTarget]]
 
 
 class CheckpointView(Protocol):
@@ -142,6 +144,18 @@ class StoredView:
             return number_recipe(self.numbers[name])
         return Recipe((Unchanged(self.index.arrays[name]),))
 
+    def jobs(self, targets_by_array: TargetsByArray) -> list[Job]:
+        """As `jobs_of`: no two arrays need the same stored one."""
+        arrays, numbers = self.index.arrays, self.numbers
+        jobs: list[Job] = []
+        for name, targets in targets_by_array.items():
+            if len(targets) == 1 and name not in numbers:
+                ((of, target),) = targets.items()
+                jobs.append(StoredJob(of, target, arrays[name]))
+            else:
+                jobs.append(Job(targets, dict.fromkeys(targets, self.recipe(name))))
+        return jobs
+
     def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[bytes, ...]:
         return self.checkpoint.per_process(self.renamed.get(name, name), of)
 
@@ -229,14 +243,14 @@ def _with_names(index: Index, renamed: Mapping[str, str]) -> Index:
     )
 
 
-def jobs_of(
-    view: CheckpointView, targets_by_array: Mapping[str, Mapping[str, ArrayTarget]]
-) -> list[Job]:
+def jobs_of(view: CheckpointView, targets_by_array: TargetsByArray) -> list[Job]:
     """What to read, in groups that need the same stored arrays.
 
     Arguments:
         targets_by_array: for arrays of the view's index, their targets by name.
     """
+    if isinstance(view, StoredView):
+        return view.jobs(targets_by_array)
     jobs: list[dict[str, Recipe]] = []
     at: dict[str, int] = {}  # which job reads a stored array
     for name, targets in targets_by_array.items():

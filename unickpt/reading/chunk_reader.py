@@ -25,6 +25,7 @@ from unickpt.reading.read_plan import (
     ChunkRead,
     Job,
     Planner,
+    StoredJob,
     buffer_of,
     buffers_of,
     consumers_of,
@@ -32,9 +33,9 @@ from unickpt.reading.read_plan import (
     narrowed,
     slots_of,
 )
-from unickpt.reading.recipes import Copy, Recipe, Unchanged
+from unickpt.reading.recipes import Copy, Recipe
 from unickpt.reading.targets import NewTarget
-from unickpt.reading.whole_reads import Whole, whole_jobs
+from unickpt.reading.whole_reads import whole_jobs
 from unickpt.storage.local_files import files_kept_open
 from unickpt.threads import Pool, Window, in_batches, step_back
 
@@ -76,7 +77,7 @@ def read_arrays(
     work = _Reads(stored, Planner(stored, options.verify), own, window, filled, done)
     try:
         small, others = whole_jobs(stored, jobs)
-        for batch in in_batches(small, TASK_CHUNKS, TASK_BYTES, lambda each: each.nbytes):
+        for batch in in_batches(small, TASK_CHUNKS, TASK_BYTES, lambda job: job.entry.nbytes):
             others += work.start_whole(batch)
         for job in others:
             work.start(job)
@@ -144,33 +145,32 @@ class _Reads:
 
         self.window.add(nbytes, finish)
 
-    def start_whole(self, batch: Sequence[Whole]) -> list[Job]:
+    def start_whole(self, batch: Sequence[StoredJob]) -> list[Job]:
         """As `start`, for arrays that are read whole, on one thread.
 
         Returns:
             The jobs of those that have to be read otherwise, because their memory is not
             contiguous.
         """
-        nbytes = sum(each.nbytes for each in batch)
+        nbytes = sum(job.entry.nbytes for job in batch)
         self.window.make_room(nbytes)
-        rows = self.stored.rows_of([each.entry for each in batch])  # before memory is allocated
-        there = [(each, buffer_of(self.stored, each.name, each.target, 0)) for each in batch]
-        plain = [to.flags.c_contiguous for _, to in there]
-        whole = list(compress(there, plain))
+        rows = self.stored.rows_of([job.entry for job in batch])  # before memory is allocated
+        memory = [buffer_of(self.stored, job.name, job.target, 0) for job in batch]
+        plain = [to.flags.c_contiguous for to in memory]
+        whole, out = list(compress(batch, plain)), list(compress(memory, plain))
+        read = sum(to.nbytes for to in out)
         ended = self.reader.submit_whole(
-            [each.entry for each, _ in whole],
-            rows[plain] if self.planner.verify else None,
-            [to for _, to in whole],
+            [job.entry for job in whole], rows[plain] if self.planner.verify else None, out
         )
 
         def finish() -> None:
             ended.result()
-            self.filled.whole(sum(each.nbytes for each, _ in whole))
-            for each, to in whole:
-                self.done[each.name] = each.target.finish([to])
+            self.filled.whole(read)
+            for job, to in zip(whole, out, strict=True):
+                self.done[job.name] = job.target.finish([to])
 
         self.window.add(nbytes, finish)
-        return [each.job for (each, _), is_plain in zip(there, plain, strict=True) if not is_plain]
+        return [job for job, is_plain in zip(batch, plain, strict=True) if not is_plain]
 
 
 class Task:
@@ -289,7 +289,9 @@ def _in_order(copy: Copy, shape: tuple[int, ...]) -> bool:
 
 def read_box(stored: Reader, entry: ArrayEntry, box: Box, *, verify: bool) -> Array:
     """A box of a stored array as a new NumPy array."""
-    return read_made(stored, entry, Recipe((Unchanged(entry),)), box, LoadOptions(verify=verify))
+    job = StoredJob(entry.name, NewTarget(entry, box), entry)
+    found: Array = read_arrays(stored, [job], LoadOptions(verify=verify))[entry.name]
+    return found
 
 
 def read_made(

@@ -17,10 +17,9 @@ from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
 from unickpt.frameworks.protocol import ArrayTarget
 from unickpt.reading.placement import place, put
-from unickpt.reading.recipes import Copy, Needed, Recipe, Source
+from unickpt.reading.recipes import Copy, Needed, Recipe, Source, Unchanged
 
 
-@dataclass(frozen=True)
 class Job:
     """Arrays to read together, because they are tied, requested more than once, or need the same
     chunks.
@@ -30,8 +29,20 @@ class Job:
         recipes: their sources, by the same names.
     """
 
-    targets: Mapping[str, ArrayTarget]
-    recipes: Mapping[str, Recipe]
+    __slots__ = ("_recipes", "_targets")
+
+    def __init__(self, targets: Mapping[str, ArrayTarget], recipes: Mapping[str, Recipe]) -> None:
+        self._targets, self._recipes = targets, recipes
+
+    @property
+    def targets(self) -> Mapping[str, ArrayTarget]:
+        """The destinations, by name."""
+        return self._targets
+
+    @property
+    def recipes(self) -> Mapping[str, Recipe]:
+        """Their sources, by the same names."""
+        return self._recipes
 
     @property
     def nbytes(self) -> int:
@@ -46,6 +57,30 @@ class Job:
         """The stored arrays that are read."""
         used = (source.entry for recipe in self.recipes.values() for source in recipe.sources)
         return list({entry.name: entry for entry in used}.values())
+
+
+class StoredJob(Job):
+    """An array that one target takes as it is stored: of the 100,000 that a model may have nearly
+    all, so that no more is made of them than this.
+
+    Arguments:
+        name: of the target.
+        target: the target.
+        entry: the stored array.
+    """
+
+    __slots__ = ("entry", "name", "target")
+
+    def __init__(self, name: str, target: ArrayTarget, entry: ArrayEntry) -> None:
+        self.name, self.target, self.entry = name, target, entry
+
+    @property
+    def targets(self) -> Mapping[str, ArrayTarget]:
+        return {self.name: self.target}
+
+    @property
+    def recipes(self) -> Mapping[str, Recipe]:
+        return {self.name: Recipe((Unchanged(self.entry),))}
 
 
 class TargetBox(NamedTuple):

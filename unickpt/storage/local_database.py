@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
+
+from unickpt.arrays.dtypes import Array
 from unickpt.storage import ocdbt
-from unickpt.storage.btree.nodes import DataReference
+from unickpt.storage.btree.nodes import DataReference, Numbers
 from unickpt.storage.errors import Damaged, Failed, system_calls
 from unickpt.storage.kvstore import Future, KvStore
 from unickpt.storage.local_files import RegularFiles
@@ -18,6 +21,7 @@ from unickpt.storage.ocdbt import ReadyResult
 _MOST_BYTES = 128 << 10
 _RUN_BYTES = 2 << 20
 _GAP_BYTES = 4 << 10  # such as zarr metadata
+_MOST_TOGETHER = 512  # the system takes 1,024 pieces of memory at once; half may be gaps
 _PIECE_BYTES = 512 << 10  # which the cache of a core holds until it is hashed
 
 
@@ -51,7 +55,8 @@ class LocalDatabaseReader(ocdbt.DatabaseReader):
         found: dict[str, Future[Any] | ReadyResult] = {}
         with suppress(Failed):
             there: dict[str, list[_Stored]] = {}
-            for leaf, names, at in self.tree.find_all(keys):
+            for leaf, numbers, at in self.tree.find_all(keys):
+                names = [keys[number] for number in numbers]
                 which, offsets = leaf.which[at].tolist(), leaf.offsets[at].tolist()
                 lengths = leaf.lengths[at].tolist()
                 for key, file, offset, length in zip(names, which, offsets, lengths, strict=True):
@@ -73,6 +78,53 @@ class LocalDatabaseReader(ocdbt.DatabaseReader):
             key: ReadyResult(data[offset - first : offset - first + length])
             for offset, length, key in run
         }
+
+    def read_all(self, keys: Sequence[str], out: Sequence[Array]) -> Sequence[bool]:
+        """Reads values that lie beside each other in a file together, each to where it belongs."""
+        done = np.zeros(len(keys), bool)
+        nbytes = np.array([to.nbytes for to in out], np.int64)
+        with suppress(Failed):
+            for leaf, numbers, at in self.tree.find_all(keys):
+                there = np.array(numbers)
+                fits = leaf.lengths[at] == nbytes[there]
+                files, offsets = leaf.which[at], leaf.offsets[at].astype(np.int64)
+                for position in np.flatnonzero(fits & (files < 0)).tolist():
+                    number, offset = numbers[position], int(offsets[position])
+                    value = leaf.inline[offset : offset + out[number].nbytes]
+                    out[number].reshape(-1).view(np.uint8).data[:] = value
+                    done[number] = True
+                for file in np.unique(files[fits & (files >= 0)]).tolist():
+                    here = fits & (files == file)
+                    rows = np.stack([there[here], offsets[here], nbytes[there[here]]])
+                    self._read_beside(leaf.files[file][0], rows, out, done)
+        return done.tolist()
+
+    def _read_beside(self, path: str, rows: Numbers, out: Sequence[Array], done: Numbers) -> None:
+        """Reads values of a file.
+
+        Arguments:
+            path: the file.
+            rows: of each value: its number, its offset, its length.
+            out, done: by number, its memory and whether it was read.
+        """
+        numbers, begins, lengths = rows[:, np.argsort(rows[1], kind="stable")]
+        gaps = np.concatenate([[0], begins[1:] - begins[:-1] - lengths[:-1]])
+        cuts = np.flatnonzero((gaps < 0) | (gaps > _GAP_BYTES)).tolist()  # shared bytes, or far
+        gap = np.empty(_GAP_BYTES, np.uint8)
+        with self._files.opened(path) as handle:
+            for first, stop in zip([0, *cuts], [*cuts, len(numbers)], strict=True):
+                for at in range(first, stop, _MOST_TOGETHER):
+                    run = slice(at, min(at + _MOST_TOGETHER, stop))
+                    buffers: list[Any] = []
+                    for number, skipped in zip(
+                        numbers[run].tolist(), gaps[run].tolist(), strict=True
+                    ):
+                        if skipped and buffers:
+                            buffers.append(gap[:skipped])
+                        buffers.append(out[number])
+                    with system_calls():
+                        count = os.preadv(handle, buffers, int(begins[at]))
+                    done[numbers[run]] = begins[run] + lengths[run] <= begins[at] + count
 
     def read_into(
         self,

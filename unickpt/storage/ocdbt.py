@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
+from unickpt.arrays.dtypes import Array
 from unickpt.storage.btree import nodes
 from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.errors import Damaged, Failed
@@ -90,34 +91,34 @@ class Tree:
             leaf = self._leaf(key.encode())
         return _value(leaf, key.encode())
 
-    def find_all(self, keys: Iterable[str]) -> Iterator[tuple[nodes.Node, list[str], list[int]]]:
-        """The leaves that have some of the keys, each with these keys and their positions in it;
-        leaves out keys that are missing.
+    def find_all(self, keys: Sequence[str]) -> Iterator[tuple[nodes.Node, list[int], list[int]]]:
+        """The leaves that have some of the keys, each with which keys these are, ascending, and
+        their positions in it; leaves out keys that are missing.
 
         Raises:
             Damaged, Failed: as for `find`.
         """
-        wanted = sorted({key.encode(): key for key in keys}.items())
+        wanted = [key.encode() for key in keys]
+        order = sorted(range(len(wanted)), key=wanted.__getitem__)
         ahead = 0
-        while ahead < len(wanted):
-            first, at = ahead, 0
-            names: list[str] = []
-            positions: list[int] = []
+        while ahead < len(order):
             with self._lock:
-                leaf = self._leaf(wanted[first][0])
-            while leaf is not None and ahead < len(wanted):
-                encoded, key = wanted[ahead]
-                at = bisect_left(leaf.keys, encoded, at)
-                if at == len(leaf.keys):
-                    break  # it may be in a later leaf
-                if leaf.keys[at] == encoded:
-                    names.append(key)
+                leaf = self._leaf(wanted[order[ahead]])
+            if leaf is None:
+                ahead += 1
+                continue
+            stop = bisect_right(order, leaf.keys[-1], ahead, key=wanted.__getitem__)
+            which: list[int] = []
+            positions: list[int] = []
+            at = 0
+            for number in order[ahead:stop]:
+                at = bisect_left(leaf.keys, wanted[number], at)
+                if leaf.keys[at] == wanted[number]:
+                    which.append(number)
                     positions.append(at)
-                ahead += 1
-            if leaf is not None and names:
-                yield leaf, names, positions
-            if ahead == first:  # no leaf has it
-                ahead += 1
+            if which:
+                yield leaf, which, positions
+            ahead = max(stop, ahead + 1)  # beyond the last key of this leaf: no leaf has it
 
     def leaves(self) -> Iterator[nodes.Node]:
         """All leaves, in order.
@@ -247,6 +248,29 @@ class DatabaseReader:
             with suppress(Failed):
                 found[key] = self.request(key)
         return found
+
+    def read_all(self, keys: Sequence[str], out: Sequence[Array]) -> Sequence[bool]:
+        """Reads values into memory.
+
+        Arguments:
+            keys: of the values.
+            out: contiguous memory, of as many bytes as each value must have.
+
+        Returns:
+            For each whether it was read; for the others, `read` says why not.
+        """
+        found, done = self.request_all(keys), []
+        for key, to in zip(keys, out, strict=True):
+            requested = found.get(key)
+            try:
+                value = b"" if requested is None else requested.result().value
+            except Failed:
+                value = b""
+            done.append(requested is not None and len(value) == to.nbytes)
+            if done[-1]:
+                # Unlike NumPy, this keeps the GIL, for which other threads would compete.
+                to.reshape(-1).view(np.uint8).data[:] = value
+        return done
 
     def read(self, key: str, length: int | None = None) -> bytes | None:
         """A value, or None if it is missing.

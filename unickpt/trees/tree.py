@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import enum
 import keyword
+import re
 import unicodedata
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
@@ -27,9 +28,9 @@ Rebuild = Callable[[list[Any]], Any]
 MAX_DEPTH = 200
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, unsafe_hash=True)  # not frozen: there is one for each array, see `protocol`
 class Leaf:
-    """A named leaf of a tree."""
+    """A named leaf of a tree; never modified."""
 
     name: str
     value: Any
@@ -80,6 +81,8 @@ def component(key: Key, numbers: Set[str] = frozenset()) -> str:
     """
     if isinstance(key, int):
         return str(key)
+    if key not in numbers and _is_plain(key):
+        return key
     if not key:
         return "%"
     text = key.replace("%", "%25").replace("/", "%2F")
@@ -88,6 +91,10 @@ def component(key: Key, numbers: Set[str] = frozenset()) -> str:
     if key in numbers or text.startswith("__"):  # zarr v3 reserves names that start with "__"
         return f"%{ord(text[0]):02X}{text[1:]}"
     return text
+
+
+# What needs no escapes, as nearly all keys.
+_is_plain = re.compile(r"(?!__)\.*+[^%/.][^%/]*+").fullmatch
 
 
 def join(prefix: str, part: str) -> str:
@@ -138,9 +145,9 @@ def _flatten(
     if level is None or problem:
         bad.append(f"{quoted(name) if name else 'the root'}: {problem}")
         return Leaf(name, obj)
-    names = child_names(level.kind, level.keys, name)
+    names, within = child_names(level.kind, level.keys, name), (*stack, id(obj))
     children = tuple(
-        _flatten(child, child_name, is_leaf, expand, bad, (*stack, id(obj)))
+        _flatten(child, child_name, is_leaf, expand, bad, within)
         for child, child_name in zip(level.children, names, strict=True)
     )
     return Node(level.kind, level.keys, children, level.rebuild, level.type_name, obj)
@@ -237,7 +244,10 @@ def leaves(node: Node | Leaf) -> Iterator[Leaf]:
         yield node
     else:
         for child in node.children:
-            yield from leaves(child)
+            if isinstance(child, Leaf):  # as nearly all: a generator for each would take longer
+                yield child
+            else:
+                yield from leaves(child)
 
 
 def empty_containers(node: Node | Leaf, name: str = "") -> Iterator[str]:
@@ -286,7 +296,12 @@ def rebuild(
         return value(node.name)
     if left_alone and all(leaf.name in left_alone for leaf in leaves(node)):
         return node.original
-    return node.rebuild([rebuild(child, value, left_alone) for child in node.children])
+    return node.rebuild(
+        [
+            value(child.name) if isinstance(child, Leaf) else rebuild(child, value, left_alone)
+            for child in node.children
+        ]
+    )
 
 
 def without(node: Node | Leaf, left_out: Set[str]) -> Node | Leaf | None:
