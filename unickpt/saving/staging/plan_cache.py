@@ -31,7 +31,6 @@ from unickpt.saving.write_plan import WritePlan
 from unickpt.trees import plain_values, tree
 from unickpt.trees.skeleton import Skeleton, leaves_of, skeleton
 
-_MOST = 2  # as many as there are saves in flight
 _PLAIN = {int, float, bool, str, bytes, type(None)}
 _ALIGNMENT = 64
 _PRIVATE = Memory(mutable=False)
@@ -45,17 +44,19 @@ class _Facts:
         adapter: of the framework.
         at: the arrays' numbers among the leaves.
         facts: see `Adapter.facts`.
-        first: for each, which is the first in the same memory.
+        first: for each, which is the first with the same key; None if all keys differ.
     """
 
     adapter: Adapter
     at: Sequence[int]
-    facts: Sequence[Hashable]
-    first: Sequence[int]
+    facts: Sequence[Any]
+    first: Sequence[int] | None
 
     @classmethod
     def of(cls, adapter: Adapter, at: Sequence[int], values: Sequence[Any]) -> _Facts:
         facts, keys = adapter.facts([values[number] for number in at])
+        if len(set(keys)) == len(keys):
+            return cls(adapter, at, facts, None)
         seen: dict[Hashable, int] = {}
         first = [seen.setdefault(key, number) for number, key in enumerate(keys)]
         return cls(adapter, at, facts, first)
@@ -114,8 +115,9 @@ class _Together:
 
 
 def _without_calls(options: SaveOptions) -> SaveOptions:
-    """Options without those on which no plan depends and that may be new objects in each call."""
-    return replace(options, group=None, metrics=None, progress=None, base=None)
+    """Options without those on which no plan depends: new objects in each call perhaps, or, as
+    `fsync`, different where steps of the same tree are kept in several places."""
+    return replace(options, group=None, metrics=None, progress=None, base=None, fsync=True)
 
 
 def _nbytes(source: ArraySource) -> int:
@@ -172,6 +174,12 @@ class CachedPlan:
         fragments = chain.from_iterable(source.fragments for source in kept)
         self.methods = dict.fromkeys(fragments, CaptureMethod.REFERENCE)
         self.nbytes = sum(group.nbytes for group in self.together)
+        self.assumed = [
+            (number, kept)
+            for number, kept in enumerate(self.description.sources.values())
+            if kept.assumed and kept.fragments
+        ]
+        """The assumed replicas: their numbers, and how they are kept."""
 
     def recognise(self, values: Sequence[Any]) -> bool:
         """Whether these leaves are described as those were."""
@@ -260,9 +268,8 @@ class SameTree:
             id(kept): source
             for (_, _, kept), source in zip(self.plan.others, self.others, strict=True)
         }
-        for number, kept in enumerate(self.plan.description.sources.values()):
-            if kept.assumed and kept.fragments:
-                yield number, now.get(id(kept), kept), id(kept) not in now
+        for number, kept in self.plan.assumed:
+            yield number, now.get(id(kept), kept), id(kept) not in now
 
     def keep(self, capture: Capture) -> Mapping[str, ArraySource]:
         """Keeps the arrays as they are now."""
@@ -301,9 +308,14 @@ class SameTree:
 
 
 class PlanCache:
-    """The plans of the last trees that were saved."""
+    """The plans of the last trees that were saved.
 
-    def __init__(self) -> None:
+    Arguments:
+        most: how many are kept.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._lock = threading.Lock()
         self._free: list[CachedPlan] = []
         self._names: list[int] = []
@@ -329,7 +341,7 @@ class PlanCache:
         names = hash(tuple(sources))
         with self._lock:
             found = names in self._names
-            self._names = [*self._names, names][-_MOST:]
+            self._names = [*self._names, names][-self._most :]
         return found
 
     def find(
@@ -435,4 +447,4 @@ class PlanCache:
 
     def _give(self, plan: CachedPlan) -> None:
         with self._lock:
-            self._free = [*self._free, plan][-_MOST:]
+            self._free = [*self._free, plan][-self._most :]
