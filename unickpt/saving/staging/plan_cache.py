@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -114,10 +115,15 @@ class _Together:
             yield room
 
 
-def _without_calls(options: SaveOptions) -> SaveOptions:
-    """Options without those on which no plan depends: new objects in each call perhaps, or, as
-    `fsync`, different where steps of the same tree are kept in several places."""
-    return replace(options, group=None, metrics=None, progress=None, base=None, fsync=True)
+# No plan depends on the others: they may be new objects in each call, or, as `fsync`, differ where
+# steps of the same tree are kept in several places.
+_planned_by = attrgetter(
+    *(
+        option.name
+        for option in fields(SaveOptions)
+        if option.name not in ("group", "metrics", "progress", "base", "fsync")
+    )
+)
 
 
 def _nbytes(source: ArraySource) -> int:
@@ -144,7 +150,8 @@ class CachedPlan:
 
     Arguments:
         cache: where it is kept.
-        options, among, group: of that save; on all three a plan depends.
+        options: those of that save on which a plan depends.
+        among, group: of that save; on both a plan depends, too.
         skeleton: of the tree.
         types: of its leaves.
         names: of its values and values per process, by their numbers among the leaves.
@@ -157,7 +164,7 @@ class CachedPlan:
     """
 
     cache: PlanCache
-    options: SaveOptions
+    options: tuple[Any, ...]
     among: Sequence[Adapter]
     group: tuple[int, int]
     skeleton: Skeleton
@@ -367,7 +374,7 @@ class PlanCache:
         def level(obj: Any, name: str) -> tree.Expansion | None:
             return tree.level_of(obj, name, expand_once)
 
-        key = _without_calls(options), among, (group.index, group.count)
+        key = _planned_by(options), among, (group.index, group.count)
         for plan in reversed(self._free):
             if (plan.options, plan.among, plan.group) != key:
                 continue
@@ -433,7 +440,7 @@ class PlanCache:
             return None
         return CachedPlan(
             cache=self,
-            options=_without_calls(job.options),
+            options=_planned_by(job.options),
             among=among,
             group=(job.group.index, job.group.count),
             skeleton=like,
