@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache, partial
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -69,11 +70,9 @@ def source(leaf: Any, group: Group) -> ArraySource:
     return ArraySource(shape, dtype, fragments, layout, known, identity, prng)
 
 
-def facts(leaves: Sequence[Any]) -> tuple[list[Hashable], list[Hashable]]:
-    said: list[Hashable] = [
-        (leaf.shape, leaf.dtype, leaf.sharding, leaf.is_deleted()) for leaf in leaves
-    ]
-    return said, [id(leaf) for leaf in leaves]
+def facts(leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Hashable]]:
+    said = list(map(attrgetter("shape", "dtype", "sharding"), leaves))
+    return (said, [leaf.is_deleted() for leaf in leaves]), list(map(id, leaves))
 
 
 def copier(out: Sequence[Array]) -> Callable[[Sequence[Any]], None]:
@@ -81,7 +80,17 @@ def copier(out: Sequence[Array]) -> Callable[[Sequence[Any]], None]:
 
 
 def kept(leaves: Sequence[Any]) -> list[Read]:
-    return [partial(_gather, _views(leaf)) for leaf in leaves]
+    return [_viewed(leaf) or partial(_gather, _views(leaf)) for leaf in leaves]
+
+
+def _viewed(leaf: Any) -> Read | None:
+    """A function that reads an array on one device, as most are that are saved in thousands."""
+    if type(leaf.sharding) is not SingleDeviceSharding:
+        return None
+    # NumPy asks for the memory of arrays of its own dtypes; others it asks for a copy, which JAX
+    # might keep in the array.
+    array = np.asarray(leaf if leaf.dtype.isbuiltin == 1 else leaf.addressable_data(0))
+    return lambda box, make_buffer: array[box.slices]
 
 
 def _views(leaf: Any) -> dict[Box, Array]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -26,9 +28,16 @@ def source(leaf: Any, group: Group) -> ArraySource:
     return whole_source(array.shape, array.dtype, group, read, _tie(leaf), memory)
 
 
-def facts(leaves: Sequence[Any]) -> tuple[list[Hashable], list[Hashable]]:
-    said: list[Hashable] = [(leaf.shape, leaf.dtype, leaf.strides) for leaf in leaves]
+def facts(leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Hashable]]:
+    said = list(map(attrgetter("shape", "dtype", "strides"), leaves))
+    if all(map(attrgetter("flags.owndata"), leaves)):
+        # Then no two share memory, and to ask for its address takes most of the time.
+        return said, list(map(_key, leaves, range(len(leaves))))
     return said, [_begin(leaf) or -number for number, leaf in enumerate(leaves)]
+
+
+def _key(leaf: Any, number: int) -> int:
+    return id(leaf) if isinstance(leaf, np.ndarray) else -number
 
 
 def _begin(leaf: Any) -> int | None:
@@ -39,8 +48,8 @@ def _begin(leaf: Any) -> int | None:
 
 def copier(out: Sequence[Array]) -> Callable[[Sequence[Any]], None]:
     def copy(leaves: Sequence[Any]) -> None:
-        for to, leaf in zip(out, leaves, strict=True):
-            np.copyto(to, leaf, casting="equiv")
+        assert len(leaves) == len(out)
+        deque(map(np.copyto, out, leaves), maxlen=0)
 
     return copy
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -42,6 +44,7 @@ from unickpt.frameworks.protocol import (
     Sample,
     whole_source,
 )
+from unickpt.threads import Workers
 from unickpt.trees.tree import Expansion
 
 
@@ -78,23 +81,26 @@ def source(leaf: Any, group: Group) -> ArraySource:
     return ArraySource(shape, TO_NUMPY[leaf.dtype], fragments, shard.layout, identity=identity)
 
 
-def facts(leaves: Sequence[Any]) -> tuple[list[Hashable], list[Hashable]]:
-    said: list[Hashable] = []
-    storages: list[Hashable] = []
-    for leaf in leaves:
-        local, spec = leaf, None
-        if type(leaf) not in _PLAIN:
-            local, spec = _plain_local(leaf)
-        storage = local.untyped_storage()
-        storages.append(storage._cdata)
-        said.append(
-            (spec, local.shape, local.dtype, local.device, local.stride(), local.storage_offset(),
-             storage.nbytes(), local.is_conj(), local.is_neg())
-        )  # fmt: skip
-    return said, storages
+def facts(leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Hashable]]:
+    own, specs = leaves, ()
+    if not _PLAIN_TYPES.issuperset(map(type, leaves)):
+        both = [(x, None) if type(x) in _PLAIN_TYPES else _plain_local(x) for x in leaves]
+        own, specs = zip(*both, strict=True)
+    storages = list(map(torch.Tensor.untyped_storage, own))
+    said = (
+        specs,
+        list(map(attrgetter("shape", "dtype", "device"), own)),
+        list(map(torch.Tensor.stride, own)),
+        list(map(torch.Tensor.storage_offset, own)),
+        list(map(torch.UntypedStorage.nbytes, storages)),
+        list(map(torch.Tensor.is_conj, own)),
+        list(map(torch.Tensor.is_neg, own)),
+    )
+    return said, list(map(attrgetter("_cdata"), storages))
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN_TYPES = frozenset(_PLAIN)
 
 
 def _plain_local(leaf: Any) -> tuple[torch.Tensor, Hashable]:
@@ -110,12 +116,30 @@ def _plain_local(leaf: Any) -> tuple[torch.Tensor, Hashable]:
 
 def copier(out: Sequence[Array]) -> Callable[[Sequence[Any]], None]:
     to = [_as_torch(array, _FROM_NUMPY[array.dtype]) for array in out]
+    nbytes = sum(array.nbytes for array in out)
+    count = max(1, min(_COPYING_THREADS, nbytes // _EACH_COPIES))
+    each = max(1, -(-len(to) // count))
+    parts = [slice(first, first + each) for first in range(0, len(to), each)]
 
     def copy(leaves: Sequence[Any]) -> None:
-        with torch.no_grad():
-            torch._foreach_copy_(to, list(map(_own, leaves)))
+        own = list(map(_own, leaves))
+        with Workers(len(parts) - 1) as workers:
+            waits = [workers.submit(partial(_copy, to[part], own[part])) for part in parts[1:]]
+            _copy(to[parts[0]], own[parts[0]])
+            for wait in waits:
+                wait()
 
     return copy
+
+
+# Of small tensors, one thread copies with half of the memory's speed (measured on two CPUs).
+_COPYING_THREADS = max(1, min(4, os.cpu_count() or 1))
+_EACH_COPIES = 4 << 20
+
+
+def _copy(to: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        torch._foreach_copy_(to, tensors)
 
 
 _FROM_NUMPY = {dtype: own for own, dtype in TO_NUMPY.items()}

@@ -43,7 +43,7 @@ class Saves:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, waits: bool = False) -> None:
         self.folder, self.queue, self.recognised = folder, SaveQueue(), list[bool]()
-        self.waits, plans = waits, plan_cache.PlanCache()
+        self.waits, plans = waits, plan_cache.PlanCache(most=2)
         find, mine = plan_cache.PlanCache.find, plans if waits else self.queue._plans
 
         def noted(cache: plan_cache.PlanCache, *arguments: Any) -> Any:
@@ -148,6 +148,23 @@ def test_data_changed_in_place_is_saved_as_it_is_at_each_call(saves: Saves) -> N
     assert any(saves.recognised)
 
 
+def test_many_tensors_are_copied_by_several_threads(
+    queued: Saves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unickpt.adapters.torch._EACH_COPIES", 1 << 10)
+    monkeypatch.setattr("unickpt.adapters.torch._COPYING_THREADS", 3)
+    tree = [torch.full((5, n), float(n)).t() for n in range(1, 41)]
+    results = []
+    for _ in range(3):
+        expected = bits(tree)
+        results.append((queued.pending(tree), expected))
+        for tensor in tree:
+            tensor += 1
+        results[-1][0]()
+    assert all(bits(result()) == expected for result, expected in results)
+    assert queued.recognised == [False, True, True]
+
+
 def test_values_per_process_and_metadata_are_those_of_each_call(saves: Saves) -> None:
     for n in range(3):
         tree = {
@@ -225,6 +242,8 @@ PAIRS: dict[str, tuple[Any, Any]] = {
     "container to leaf": ({"a": [A]}, {"a": A}),
     "tied": ({"a": A, "b": A + 0}, {"a": A, "b": A}),
     "untied": ({"a": A, "b": A}, {"a": A, "b": A + 1}),
+    "tied to a view": ({"a": A, "b": A + 0}, {"a": A, "b": A[:]}),
+    "untied from a view": ({"a": A, "b": A[:]}, {"a": A, "b": A + 1}),
     "conjugated": ({"a": Z, "b": Z}, {"a": Z, "b": Z.conj()}),
     "negated": ({"a": Z.imag, "b": Z.imag}, {"a": Z.imag, "b": Z.conj().imag}),
     "tied to another": ({"a": A, "b": A, "c": A + 1}, (lambda b: {"a": A, "b": b, "c": b})(A + 2)),
@@ -261,6 +280,13 @@ def test_other_options_are_not_mixed_up(saves: Saves) -> None:
         assert bits(saves.save(tree, options)) == bits(tree)
     assert unickpt.open(saves.folder / "1").index.arrays["w"].chunk == (4,)
     assert saves.recognised == [False, False, True]
+
+
+def test_whether_files_are_flushed_is_no_matter(saves: Saves) -> None:
+    tree = {"w": jnp.arange(12.0)}
+    for fsync in (True, False, True):
+        assert bits(saves.save(tree, SaveOptions(fsync=fsync))) == bits(tree)
+    assert saves.recognised == [False, True, True]
 
 
 def test_functions_that_are_new_in_each_call_do_not_matter(saves: Saves) -> None:
@@ -337,16 +363,20 @@ def test_nothing_of_the_program_stays_in_memory(saves: Saves) -> None:
     assert [ref() for ref in refs] == [None] * len(refs)
 
 
-def test_donated_arrays_are_saved_as_they_were(saves: Saves) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(64, 1024), (3,), ()])
+def test_donated_arrays_are_saved_as_they_were(
+    shape: tuple[int, ...], dtype: str, saves: Saves
+) -> None:
     step = jax.jit(lambda x: x + 1, donate_argnums=0)
-    array, results = jnp.zeros((64, 1024)), []
+    array, results = jnp.zeros(shape, dtype), []
     for _ in range(5):
-        results.append((saves.pending({"w": array}), float(array[0, 0])))
+        results.append((saves.pending({"w": array}), float(array.max())))
         array = step(array)
         if len(results) == 2:
             results[0][0]()
     for result, expected in results:
-        assert set(result()["w"].flatten().tolist()) == {expected}
+        assert set(np.ravel(result()["w"]).tolist()) == {expected}
     assert True in saves.recognised
 
 
@@ -444,7 +474,39 @@ def test_of_trees_that_are_saved_once_nothing_is_kept(tmp_path: Path) -> None:
             unickpt.save(tmp_path / f"{name}{step}", tree, options=FAST)
             kept.append(len(plans._free))
             assert bits(unickpt.load(tmp_path / f"{name}{step}")) == bits(tree)
-    assert kept == [0, 0, 0, 0, 0, 1, 2, 2, 2]
+    assert kept == [0, 0, 0, 1, 2, 2, 2, 2, 2]
+
+
+def test_of_the_last_trees_a_few_plans_are_kept(tmp_path: Path) -> None:
+    saver._plans.cache_clear()
+    plans, kept = saver._plans(os.getpid()), []
+    for step in range(3):
+        for name in "aabbccddee":
+            unickpt.save(tmp_path / "c", {name: np.full(3, step)}, options=FAST, overwrite=True)
+            kept.append(len(plans._free))
+    assert kept == [0, 1, 1, 2, 2, 3, 3, 4, 4, 4] + [4] * 20
+
+
+def test_trees_of_three_frameworks_in_turn_are_recognised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver._plans.cache_clear()
+    found: list[bool] = []
+    find = plan_cache.PlanCache.find
+
+    def noted(cache: plan_cache.PlanCache, *arguments: Any) -> Any:
+        tree = find(cache, *arguments)
+        found.append(isinstance(tree, plan_cache.SameTree))
+        return tree
+
+    monkeypatch.setattr(plan_cache.PlanCache, "find", noted)
+    for n in range(3):
+        for framework, make in MODELS.items():
+            tree = {framework: make(2), "n": n}
+            path = tmp_path / f"{framework}{n}"
+            unickpt.save(path, tree, options=SaveOptions(fsync=n == 1))
+            assert bits(unickpt.load(path)) == bits(tree)
+    assert found == [False] * 6 + [True] * 3
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -482,6 +544,8 @@ ARRAYS = [
     lambda n: torch.tensor([n % 2 == 0, n % 3 == 0]),
     lambda n: n,
     lambda n: str(n),
+    lambda n: jnp.full((3, 2), n, jnp.bfloat16),
+    lambda n: jnp.float32(n),
 ]
 
 

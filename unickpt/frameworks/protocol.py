@@ -159,13 +159,14 @@ class Adapter(Protocol):
             TypeError: the dtype or the layout cannot be stored; the message need not name the leaf.
         """
 
-    def facts(self, leaves: Sequence[Any]) -> tuple[list[Hashable], list[Hashable]]:
-        """What `source` says of leaves, in little time.
+    def facts(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Hashable]]:
+        """What `source` says of leaves, in little time: a save asks for it while its caller waits.
 
         Returns:
-            For each leaf what `source` says of it but for its `identity` and its memory's address:
-            where this is equal, that is, too; and the keys of the memory, of which two are equal
-            if two leaves share it. Both are only compared.
+            What `source` says of them but for their `identity` and their memory's addresses: where
+            this is equal, that is, too; and for each leaf a key, of which two are equal if `source`
+            gives both leaves the same `identity`, or could. Both are only compared: the first with
+            what another call returns, the keys with each other.
 
         Raises:
             Exception: `source` has to look at them.

@@ -221,7 +221,7 @@ def check_mapping(what: str, given: object) -> None:
 def checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     check_mapping("metadata", metadata)
     checked = dict(metadata or {})
-    if not _is_json(checked):
+    if checked and not _is_json(checked):
         raise UnsupportedLeaf(_json_fault(checked, "metadata", ()))
     return checked
 

@@ -55,7 +55,7 @@ class SaveQueue:
     def __init__(self) -> None:
         self._process = os.getpid()
         self._beginning = threading.RLock()  # `SaveOptions.metrics` may save on another thread
-        self._area, self._plans = HostArea(), PlanCache()
+        self._area, self._plans = HostArea(), PlanCache(_MOST)
         self._pending: list[PendingSave] = []
         self.errors = BackgroundErrors()
 

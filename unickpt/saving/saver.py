@@ -138,5 +138,5 @@ def _save(job: SaveJob, root: Any, metadata: Mapping[str, Any] | None) -> SaveRe
 @cache
 def _plans(process: int) -> PlanCache:
     """The plans of `save` in this process, about 1 KB for each array; those of `save_async` have
-    copies, too."""
-    return PlanCache()
+    copies, too, so that fewer of them are kept."""
+    return PlanCache(most=4)

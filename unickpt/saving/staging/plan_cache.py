@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,6 @@ from unickpt.saving.write_plan import WritePlan
 from unickpt.trees import plain_values, tree
 from unickpt.trees.skeleton import Skeleton, leaves_of, skeleton
 
-_MOST = 2  # as many as there are saves in flight
 _PLAIN = {int, float, bool, str, bytes, type(None)}
 _ALIGNMENT = 64
 _PRIVATE = Memory(mutable=False)
@@ -45,17 +45,19 @@ class _Facts:
         adapter: of the framework.
         at: the arrays' numbers among the leaves.
         facts: see `Adapter.facts`.
-        first: for each, which is the first in the same memory.
+        first: for each, which is the first with the same key; None if all keys differ.
     """
 
     adapter: Adapter
     at: Sequence[int]
-    facts: Sequence[Hashable]
-    first: Sequence[int]
+    facts: Sequence[Any]
+    first: Sequence[int] | None
 
     @classmethod
     def of(cls, adapter: Adapter, at: Sequence[int], values: Sequence[Any]) -> _Facts:
         facts, keys = adapter.facts([values[number] for number in at])
+        if len(set(keys)) == len(keys):
+            return cls(adapter, at, facts, None)
         seen: dict[Hashable, int] = {}
         first = [seen.setdefault(key, number) for number, key in enumerate(keys)]
         return cls(adapter, at, facts, first)
@@ -113,9 +115,15 @@ class _Together:
             yield room
 
 
-def _without_calls(options: SaveOptions) -> SaveOptions:
-    """Options without those on which no plan depends and that may be new objects in each call."""
-    return replace(options, group=None, metrics=None, progress=None, base=None)
+# No plan depends on the others: they may be new objects in each call, or, as `fsync`, differ where
+# steps of the same tree are kept in several places.
+_planned_by = attrgetter(
+    *(
+        option.name
+        for option in fields(SaveOptions)
+        if option.name not in ("group", "metrics", "progress", "base", "fsync")
+    )
+)
 
 
 def _nbytes(source: ArraySource) -> int:
@@ -142,7 +150,8 @@ class CachedPlan:
 
     Arguments:
         cache: where it is kept.
-        options, among, group: of that save; on all three a plan depends.
+        options: those of that save on which a plan depends.
+        among, group: of that save; on both a plan depends, too.
         skeleton: of the tree.
         types: of its leaves.
         names: of its values and values per process, by their numbers among the leaves.
@@ -155,7 +164,7 @@ class CachedPlan:
     """
 
     cache: PlanCache
-    options: SaveOptions
+    options: tuple[Any, ...]
     among: Sequence[Adapter]
     group: tuple[int, int]
     skeleton: Skeleton
@@ -172,6 +181,12 @@ class CachedPlan:
         fragments = chain.from_iterable(source.fragments for source in kept)
         self.methods = dict.fromkeys(fragments, CaptureMethod.REFERENCE)
         self.nbytes = sum(group.nbytes for group in self.together)
+        self.assumed = [
+            (number, kept)
+            for number, kept in enumerate(self.description.sources.values())
+            if kept.assumed and kept.fragments
+        ]
+        """The assumed replicas: their numbers, and how they are kept."""
 
     def recognise(self, values: Sequence[Any]) -> bool:
         """Whether these leaves are described as those were."""
@@ -260,9 +275,8 @@ class SameTree:
             id(kept): source
             for (_, _, kept), source in zip(self.plan.others, self.others, strict=True)
         }
-        for number, kept in enumerate(self.plan.description.sources.values()):
-            if kept.assumed and kept.fragments:
-                yield number, now.get(id(kept), kept), id(kept) not in now
+        for number, kept in self.plan.assumed:
+            yield number, now.get(id(kept), kept), id(kept) not in now
 
     def keep(self, capture: Capture) -> Mapping[str, ArraySource]:
         """Keeps the arrays as they are now."""
@@ -301,9 +315,14 @@ class SameTree:
 
 
 class PlanCache:
-    """The plans of the last trees that were saved."""
+    """The plans of the last trees that were saved.
 
-    def __init__(self) -> None:
+    Arguments:
+        most: how many are kept.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._lock = threading.Lock()
         self._free: list[CachedPlan] = []
         self._names: list[int] = []
@@ -329,7 +348,7 @@ class PlanCache:
         names = hash(tuple(sources))
         with self._lock:
             found = names in self._names
-            self._names = [*self._names, names][-_MOST:]
+            self._names = [*self._names, names][-self._most :]
         return found
 
     def find(
@@ -355,7 +374,7 @@ class PlanCache:
         def level(obj: Any, name: str) -> tree.Expansion | None:
             return tree.level_of(obj, name, expand_once)
 
-        key = _without_calls(options), among, (group.index, group.count)
+        key = _planned_by(options), among, (group.index, group.count)
         for plan in reversed(self._free):
             if (plan.options, plan.among, plan.group) != key:
                 continue
@@ -421,7 +440,7 @@ class PlanCache:
             return None
         return CachedPlan(
             cache=self,
-            options=_without_calls(job.options),
+            options=_planned_by(job.options),
             among=among,
             group=(job.group.index, job.group.count),
             skeleton=like,
@@ -435,4 +454,4 @@ class PlanCache:
 
     def _give(self, plan: CachedPlan) -> None:
         with self._lock:
-            self._free = [*self._free, plan][-_MOST:]
+            self._free = [*self._free, plan][-self._most :]
