@@ -42,16 +42,21 @@ from unickpt.threads import Pool, Window, in_batches, step_back
 T = TypeVar("T")
 
 _REMOTE_THREADS = 32
-# A task reads chunks in sequence; small chunks share a task, to reduce scheduling overhead.
-TASK_BYTES = 1 << 20
+# A task reads chunks in sequence; small chunks share a task, to reduce scheduling overhead. From a
+# disk also larger ones do, if enough tasks are left for each thread.
+TASK_BYTES, _MOST_TASK_BYTES = 1 << 20, 16 << 20
 TASK_CHUNKS = 256
+_TASKS_PER_THREAD = 4
 
 
 def threads_for(stored: Reader, name: str, *, behind: bool = False) -> ThreadPoolExecutor:
     """Threads that read chunks: many if each request crosses a network."""
-    local = max(4, 2 * (os.cpu_count() or 1))
-    count = _REMOTE_THREADS if stored.location.is_remote else local
+    count = _REMOTE_THREADS if stored.location.is_remote else _local_threads()
     return Pool(count, thread_name_prefix=name, initializer=step_back if behind else None)
+
+
+def _local_threads() -> int:
+    return max(4, 2 * (os.cpu_count() or 1))
 
 
 def read_arrays(
@@ -79,6 +84,8 @@ def read_arrays(
         small, others = whole_jobs(stored, jobs)
         for batch in in_batches(small, TASK_CHUNKS, TASK_BYTES, lambda job: job.entry.nbytes):
             others += work.start_whole(batch)
+        if reader is None:
+            own.expect(sum(job.nbytes for job in others))
         for job in others:
             work.start(job)
         window.drain()
@@ -190,13 +197,20 @@ class ChunkReader:
         self._files = ExitStack()
         self._files.enter_context(files_kept_open())
         self._stored, self._scratch, self._task = stored, Scratch(), Task()
+        self._task_bytes = TASK_BYTES
+
+    def expect(self, nbytes: int) -> None:
+        """Makes tasks as large as is good for so many bytes in all."""
+        if not self._stored.location.is_remote:
+            each = nbytes // (_TASKS_PER_THREAD * _local_threads())
+            self._task_bytes = min(max(each, TASK_BYTES), _MOST_TASK_BYTES)
 
     def submit(self, read: ChunkRead) -> Task:
         """Adds a chunk to a task, which starts once it is large enough for a thread."""
         task = self._task
         task.reads.append(read)
         task.nbytes += read.box.size * dtypes.from_name(read.entry.dtype).itemsize
-        if task.nbytes >= TASK_BYTES or len(task.reads) == TASK_CHUNKS:
+        if task.nbytes >= self._task_bytes or len(task.reads) == TASK_CHUNKS:
             self._flush()
         return task
 
