@@ -6,9 +6,10 @@
 Four matrices are saved by one process or by four, in one layout, and loaded in another by four
 processes of one node: with DCP by ranks of gloo, with Orbax by processes of jax.distributed.
 Counted, not timed: of DCP and Orbax what the processes read from files and sockets (`rchar` of
-/proc/self/io), and of unickpt the bytes of the chunks that they read: alone, as from a disk; by
-themselves, as from object storage (which this benchmark pretends the disk to be); and with
-`exchange=True`. Every value is compared.
+/proc/self/io), and of unickpt the bytes of the chunks that they read: alone (`exchange=False`); by
+themselves, as from object storage (which this benchmark pretends the disk to be; from a disk they
+read together only what they would read three times); and with `exchange=True`. Every value is
+compared.
 """
 
 from __future__ import annotations

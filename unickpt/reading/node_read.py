@@ -86,8 +86,8 @@ def read_on_node(
     return done | read_arrays(stored, _left(jobs, done), options, filled=filled)
 
 
-def _left(jobs: Sequence[Job], done: Mapping[str, Any]) -> list[Job]:
-    return [job for job in jobs if not job.targets.keys() <= done.keys()]
+def _left(jobs: Sequence[Job], done: Mapping[str, Any]) -> Sequence[Job]:
+    return [job for job in jobs if not job.targets.keys() <= done.keys()] if done else jobs
 
 
 def _read_large(
