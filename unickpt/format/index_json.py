@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
-import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -176,7 +176,7 @@ def _parsed(data: bytes) -> Any:
     end = data.find(_AFTER_ARRAYS, begin)
     if begin < 0 or end < 0:
         return _json(data)
-    place = secrets.token_hex(8)  # which no index contains
+    place = os.urandom(8).hex()  # which no index contains
     try:
         body = _json(b'%b"arrays":"%b"%b' % (data[:begin], place.encode(), data[end + 2 :]))
         if not isinstance(body, dict) or body.get("arrays") != place:
