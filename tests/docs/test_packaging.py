@@ -54,7 +54,7 @@ def test_importing_unickpt_imports_little() -> None:
     assert (others | slow).isdisjoint(modules)
 
 
-def test_the_first_save_and_load_import_little() -> None:
+def test_the_first_save_and_load_import_little(tmp_path: Path) -> None:
     """They take as long as the tenth: what they need is there, but for the storage and frameworks
     of this program."""
     program = (
@@ -65,9 +65,13 @@ def test_the_first_save_and_load_import_little() -> None:
         "unickpt.save_async('memory://second', state).result()\n"
         "unickpt.load('memory://first', state)\n"
         "unickpt.load('memory://second')\n"
+        "state = {str(n): numpy.ones((n, 40, 50)) for n in range(100)}\n"
+        "unickpt.save('disk', state)\n"
+        "unickpt.load('disk', state)\n"
         "print(*sorted({*sys.modules} - before))\n"
     )
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    command = [sys.executable, "-c", program]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     modules = found.stdout.split()
     assert "unickpt.adapters.numpy" in modules, found.stderr
     late = ("unickpt.adapters", "unickpt.backends")

@@ -93,7 +93,7 @@ class LocalDatabaseReader(ocdbt.DatabaseReader):
                     value = leaf.inline[offset : offset + out[number].nbytes]
                     out[number].reshape(-1).view(np.uint8).data[:] = value
                     done[number] = True
-                for file in np.unique(files[fits & (files >= 0)]).tolist():
+                for file in sorted(set(files[fits & (files >= 0)].tolist())):
                     here = fits & (files == file)
                     rows = np.stack([there[here], offsets[here], nbytes[there[here]]])
                     self._read_beside(leaf.files[file][0], rows, out, done)
