@@ -452,6 +452,13 @@ def test_program(saved: str, program: Callable[..., subprocess.CompletedProcess[
     assert len(missing.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize("module", ["unickpt", "unickpt.cli"])
+def test_program_as_a_module(module: str) -> None:
+    command = [sys.executable, "-m", module, "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, f"unickpt {unickpt.__version__}\n"), done.stderr
+
+
 def test_program_over_s3(s3: str, program: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     unickpt.save(f"{s3}/program/step_1", {"w": np.zeros(3)}, overwrite=True)
     done = program("ls", f"{s3}/program")

@@ -268,6 +268,9 @@ def test_a_path_without_a_checkpoint_says_what_is_there(run: Path, tmp_path: Pat
     assert f"it is inside of the checkpoint {run}/step_1;" in not_found(run / "step_1" / "w")
     assert "it contains checkpoints but is not one itself (step_1, step_2)" in not_found(run)
     assert "no checkpoint at memory://no/such: nothing is there" in not_found("memory://no/such")
+    (tmp_path / "hidden" / ".cache").mkdir(parents=True)
+    told = f"nothing is there; {tmp_path / 'hidden'} has only hidden files."
+    assert told in not_found(tmp_path / "hidden" / "step_1")
 
 
 def test_an_optimizer_without_state_is_named(tmp_path: Path) -> None:

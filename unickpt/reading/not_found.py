@@ -77,7 +77,7 @@ def _above(location: Location) -> str:
         )
     names = sorted(folder.names(contexts.context()), key=natural)
     names = [name for name in names if not name.startswith(".")]  # such as lock files
-    return f"{what}; {folder} has {_shown(names)}. {_LIST}"
+    return f"{what}; {folder} has {_shown(names) if names else 'only hidden files'}. {_LIST}"
 
 
 def _shown(names: Sequence[str]) -> str:

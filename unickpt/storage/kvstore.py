@@ -27,6 +27,11 @@ _DETAILS = r"(?s) \[[\w. -]+=['\"].*\Z"
 _OS_CODE = r"\[os_error_code='(\d+)'\]"
 _HTTP_CODE = r"\[http_response_code='(\d+)'\]"
 _DENIED = ("401", "403")
+_NO_ANSWER = "CURL error"  # a request that failed without the answer of a server
+_NETWORK = (
+    " (check the network and, for s3://, the endpoint in AWS_ENDPOINT_URL; AWS_MAX_ATTEMPTS sets "
+    "how often a request to S3 is tried)"
+)
 _ESCAPED = r"\\x([0-9a-f]{2})"
 # Statuses that mean damaged data when a checkpoint is read.
 _OF_DATA = ("DATA_LOSS", "OUT_OF_RANGE", "FAILED_PRECONDITION", "NOT_FOUND")
@@ -43,6 +48,8 @@ def _failure(error: Exception) -> Failed:
     if http is not None:
         hint = ": check the credentials and their permissions" if http[1] in _DENIED else ""
         reason += f" (the server answered {http[1]}{hint})"
+    elif _NO_ANSWER in reason:
+        reason += _NETWORK
     reason = re.sub(_ESCAPED, lambda match: chr(int(match[1], 16) or ord("/")), reason)
     # TensorStore's INVALID_ARGUMENT, its error for bytes that it cannot decode, has no name there.
     of_data = status in _OF_DATA or (not status and isinstance(error, ValueError))
