@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,15 +93,26 @@ def test_readers_beside_overwrites_see_one_whole_version(
 
 def replacing_once(monkeypatch: pytest.MonkeyPatch, path: Any) -> list[int]:
     """Has another save replace the checkpoint right before the first chunk of it is read."""
-    real, numbers = chunk_store.ChunkStore.read, [2]
+    numbers = [2]
 
-    def read(self: chunk_store.ChunkStore, *arguments: Any, **options: Any) -> Any:
+    def replace() -> None:
         if numbers:
             unickpt.save(path, tree(numbers.pop()), overwrite=True)
-        return real(self, *arguments, **options)
 
-    monkeypatch.setattr(chunk_store.ChunkStore, "read", read)
+    before_chunks(monkeypatch, replace)
     return numbers
+
+
+def before_chunks(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
+    """Does something before chunks are read, each time."""
+    for name in ("read", "read_each"):
+        real = getattr(chunk_store.ChunkStore, name)
+
+        def read(*arguments: Any, real: Any = real, **options: Any) -> Any:
+            act()
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(chunk_store.ChunkStore, name, read)
 
 
 @pytest.fixture(params=["local", "memory", "s3"])
@@ -193,13 +205,7 @@ def test_one_that_is_removed_while_it_is_read_is_told_so(
 ) -> None:
     unickpt.save(tmp_path / "step_1", tree(1))
     monkeypatch.setattr(local_files, "_MOST_KEPT", 0)  # what is open already is read to its end
-    real = chunk_store.ChunkStore.read
-
-    def read(self: chunk_store.ChunkStore, *arguments: Any, **options: Any) -> Any:
-        Checkpointer(tmp_path)._tiers.root.remove(1)
-        return real(self, *arguments, **options)
-
-    monkeypatch.setattr(chunk_store.ChunkStore, "read", read)
+    before_chunks(monkeypatch, lambda: Checkpointer(tmp_path)._tiers.root.remove(1))
     with pytest.raises(CheckpointNotFound, match="and was removed while it was being read"):
         unickpt.load(tmp_path / "step_1")
 

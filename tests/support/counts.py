@@ -36,6 +36,14 @@ def chunks_read() -> Iterator[list[ChunkRead]]:
         seen.append(ChunkRead(part.key, number, out.nbytes))
         return read(self, entry, part, number, row, out, *rest)
 
+    each = OcdbtReader.read_chunks
+
+    def each_counted(self: OcdbtReader, chunks: Any, rows: Any, out: Any) -> Any:
+        if not self._bases:  # else `read_chunk` reads them
+            each_one = zip(chunks, out, strict=True)
+            seen.extend(ChunkRead(part.key, n, to.nbytes) for (_, part, n), to in each_one)
+        return each(self, chunks, rows, out)
+
     together = OcdbtReader.read_whole
 
     def all_counted(self: OcdbtReader, entries: Any, rows: Any, out: Any) -> Any:
@@ -44,6 +52,7 @@ def chunks_read() -> Iterator[list[ChunkRead]]:
 
     with (
         mock.patch.object(OcdbtReader, "read_chunk", counted),
+        mock.patch.object(OcdbtReader, "read_chunks", each_counted),
         mock.patch.object(OcdbtReader, "read_whole", all_counted),
     ):
         yield seen
@@ -74,8 +83,15 @@ def keys_read() -> Iterator[Count]:
         past.extend(found)
         return found
 
+    each = LocalDatabaseReader.read_each
+
+    def each_counted(self: LocalDatabaseReader, keys: Sequence[str], *rest: Any) -> Any:
+        past.extend(keys)
+        return each(self, keys, *rest)
+
     with (
         mock.patch.object(LocalDatabaseReader, "read_into", counted(LocalDatabaseReader.read_into)),
+        mock.patch.object(LocalDatabaseReader, "read_each", each_counted),
         mock.patch.object(DatabaseReader, "read", counted(DatabaseReader.read)),
         mock.patch.object(DatabaseReader, "request", counted(DatabaseReader.request)),
         mock.patch.object(LocalDatabaseReader, "request_all", all_counted),

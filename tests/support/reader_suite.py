@@ -10,6 +10,7 @@ import contextlib
 import math
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from support.thread_groups import Threads
 from unickpt import Box, CheckpointCorrupt, CheckpointNotFound, LoadMismatch, Rules
 from unickpt.cli.app import app
 from unickpt.foreign import file_ranges
+from unickpt.format.reader import Reader
 
 ROWS, COLUMNS = 11, 70
 
@@ -220,6 +222,9 @@ class ReaderSuite:
             read_box(entry, part, box, out)
 
         monkeypatch.setattr(opened.reader, "read_chunk", counted_chunk)
+        monkeypatch.setattr(
+            opened.reader, "read_chunks", partial(Reader.read_chunks, opened.reader)
+        )
         monkeypatch.setattr(opened.reader, "read_box", counted_box)
         assert opened[self.w][0, 0] == arrays()["layers/0/w"][0, 0]
         entry = opened.index.arrays[self.w]

@@ -185,9 +185,11 @@ class ChunkStore:
         return [None if key is None else found.get(key) for key in keys]
 
     def _is_small(self, entry: ArrayEntry, part: Part, number: int) -> bool:
-        shape = part.chunk_box(number).shape
         if entry.patched:  # it may be two values
             return False
+        if math.prod(part.chunk) * entry.itemsize > SMALL:
+            return False
+        shape = part.chunk_box(number).shape
         if entry.quantized is not None:
             return math.prod(shape) * entry.itemsize <= SMALL
         return self._is_raw(part, shape, entry)
@@ -250,6 +252,34 @@ class ChunkStore:
         except (Failed, values.NotDecodable, patches.BadPatch) as error:
             raise self._naming(error, entry, part, number) from error
         return digest(out) if hashed else None
+
+    def read_each(
+        self, chunks: Sequence[ChunkId], out: Sequence[Array], *, hashed: bool
+    ) -> Sequence[int | None]:
+        """Reads chunks one after the other; arguments, result and errors as `read` for each."""
+        plain = [
+            at
+            for at, ((entry, part, _), to) in enumerate(zip(chunks, out, strict=True))
+            if not entry.patched and self._is_plain(entry, part, to)
+        ]
+        digests: dict[int, int] = {}
+        if self._local is not None and plain:
+            hashers = [xxhash.xxh3_64() for _ in plain]
+            done = self._local.read_each(
+                [key_of(*chunks[at][1:]) for at in plain],
+                [_bytes_of(out[at]).data for at in plain],
+                [math.prod(chunks[at][1].chunk) * out[at].itemsize for at in plain],
+                [hasher.update for hasher in hashers] if hashed else None,
+            )
+            digests = {
+                at: hasher.intdigest()
+                for at, hasher, is_done in zip(plain, hashers, done, strict=True)
+                if is_done
+            }
+        return [
+            digests[at] if at in digests else self.read(*chunk, to, hashed=hashed)
+            for at, (chunk, to) in enumerate(zip(chunks, out, strict=True))
+        ]
 
     def read_full(
         self, entry: ArrayEntry, part: Part, number: int, out: Array
@@ -334,8 +364,7 @@ class ChunkStore:
             data = self._quantized(entry, part, number, requested)
             values.decode(data, out, entry.quantized)
             return digest(data) if hashed else None
-        is_raw = not self.codecs and out.shape[1:] == part.chunk[1:]
-        if self._local is not None and requested is None and is_raw:
+        if self._local is not None and requested is None and self._is_plain(entry, part, out):
             whole = math.prod(part.chunk) * out.itemsize
             hasher, key = xxhash.xxh3_64(), key_of(part, number)
             look = hasher.update if hashed else None
@@ -418,6 +447,12 @@ class ChunkStore:
             raise Damaged(f"no bytes stored, {least} expected")
         np.empty(nbytes, np.uint8)
         self._backed.add(part.key)
+
+    def _is_plain(self, entry: ArrayEntry, part: Part, out: Array) -> bool:
+        """Whether a chunk is stored just as it lies in memory, but for padding behind it."""
+        if self.codecs or entry.quantized is not None:
+            return False
+        return part.chunk[1:] == tuple(out.shape[1:])
 
     def _is_raw(self, part: Part, shape: tuple[int, ...], entry: ArrayEntry) -> bool:
         if self.codecs or shape != part.chunk:

@@ -229,6 +229,15 @@ class OcdbtReader(Reader):
         digest = store.read(entry, part, number, out, requested, hashed=hashed)
         return not hashed or digest == row["digest"]
 
+    def read_chunks(
+        self, chunks: Sequence[ChunkId], rows: Sequence[Any], out: Sequence[Array]
+    ) -> Sequence[int]:
+        if self._bases or not chunks:
+            return super().read_chunks(chunks, rows, out)
+        digests = self._chunks.read_each(chunks, out, hashed=rows[0] is not None)
+        each = enumerate(zip(digests, rows, strict=True))
+        return [at for at, (found, row) in each if row is not None and found != row["digest"]]
+
     def reads_whole(self, entry: ArrayEntry) -> bool:
         return not (self._bases or self.index.codecs) and whole_arrays.is_one_chunk(entry)
 

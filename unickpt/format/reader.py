@@ -85,6 +85,23 @@ class Reader(Protocol):
             StorageError: the storage failed.
         """
 
+    def read_chunks(
+        self, chunks: Sequence[ChunkId], rows: Sequence[Any], out: Sequence[Array]
+    ) -> Sequence[int]:
+        """Reads chunks one after the other: less work for each than `read_chunk`.
+
+        Arguments:
+            chunks, rows, out: what `read_chunk` takes of each.
+
+        Returns:
+            The positions of those that do not match their digests.
+
+        Raises:
+            CheckpointCorrupt, StorageError: as `read_chunk`.
+        """
+        each = enumerate(zip(chunks, rows, out, strict=True))
+        return [at for at, (chunk, row, to) in each if not self.read_chunk(*chunk, row, to)]
+
     def reads_boxes(self, entry: ArrayEntry) -> bool:
         """Whether no more than a box needs can be read of a chunk, with `read_box`. Its digest
         cannot be checked then."""

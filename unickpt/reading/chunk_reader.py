@@ -251,17 +251,28 @@ class ChunkReader:
         """Reads the chunks of one task; `wait` returns the result."""
         stored = self._stored
         requests = stored.request_chunks([(r.entry, r.part, r.number) for r in reads])
+        direct: list[tuple[ChunkRead, Array]] = []
         for read, requested in zip(reads, requests, strict=True):
-            if stored.reads_boxes(read.entry):
+            is_box = stored.reads_boxes(read.entry)
+            if is_box:
                 read = narrowed(read)
             there = _direct(read)
-            if there is not None:
+            if there is not None and requested is None and not is_box:
+                direct.append((read, there))
+            elif there is not None:
                 self._fetch(read, there, requested)
-                continue
-            chunk = self._scratch.array(read.box.shape, dtypes.from_name(read.entry.dtype))
-            self._fetch(read, chunk, requested)
-            for piece in read.pieces:
-                piece.place(chunk)
+            else:
+                chunk = self._scratch.array(read.box.shape, dtypes.from_name(read.entry.dtype))
+                self._fetch(read, chunk, requested)
+                for piece in read.pieces:
+                    piece.place(chunk)
+        bad = stored.read_chunks(
+            [(read.entry, read.part, read.number) for read, _ in direct],
+            [read.row for read, _ in direct],
+            [there for _, there in direct],
+        )
+        for read, _ in (direct[at] for at in bad):
+            raise self._mismatch(read.entry, read.box, read.row)
 
     def _fetch(self, read: ChunkRead, out: Array, requested: Any) -> None:
         stored, row = self._stored, read.row
