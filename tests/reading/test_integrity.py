@@ -281,3 +281,25 @@ def test_many_small_arrays_are_checked_in_few_tasks(monkeypatch: pytest.MonkeyPa
     assert report.ok
     assert report.chunks == 1000
     assert len(submitted) < 20
+
+
+@pytest.mark.parametrize("bad", [0, 2, 7])
+@pytest.mark.parametrize("kind", ["flip", "cut"])
+def test_load_names_the_bad_one_of_chunks_that_are_read_one_after_the_other(
+    tmp_path: Path, kind: str, bad: int
+) -> None:
+    data = np.random.default_rng(2).integers(0, 256, (8, 128 << 10)).astype(np.uint8)
+    unickpt.save(tmp_path / "c", {"w": data}, options=SaveOptions(chunk_bytes=128 << 10))
+    opened = unickpt.open(tmp_path / "c")  # which reads the nodes, at the end of the file
+    (name,) = [n for n in files(tmp_path / "c") if "/d/" in n]
+    file = tmp_path / "c" / name
+    stored = bytearray(file.read_bytes())
+    at = stored.index(data[bad].tobytes()) + 100_000
+    if kind == "flip":
+        stored[at] ^= 1
+    else:  # what follows is lost, too; the first is named
+        del stored[at:]
+    file.write_bytes(stored)
+    why = "digest" if kind == "flip" else f"ends at byte {at}"
+    with pytest.raises(CheckpointCorrupt, match=rf"'w' \[{bad}:{bad + 1}, 0:131072\].*{why}"):
+        opened["w"][...]

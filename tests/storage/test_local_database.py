@@ -203,3 +203,60 @@ def test_a_missing_file_is_named(saved: Path) -> None:
     gone.unlink()
     with pytest.raises(unickpt.CheckpointCorrupt, match=f"no file .*{gone.name}"):
         stored["w"][...]
+
+
+@pytest.mark.parametrize("hashed", [False, True])
+def test_large_values_are_read_piece_by_piece(
+    tree: Tree, tmp_path: Path, hashed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_database, "_PIECE_BYTES", 300)
+    values, sizes = of(tmp_path), list[int]()
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *a: sizes.append(len(a[1][0])) or preadv(*a))
+    keys = [*KEYS, "a", "params/l%y:001/c/0", "params/l%y:044/c/0", "params/l%y:088/c/0"]
+    random.Random(0).shuffle(keys)
+    lengths = [len(KEYS.get(key, b"four")) for key in keys]
+    wrong = keys.index("params/l%y:044/c/0")
+    lengths[wrong] += 1
+    out, seen = [bytearray(length) for length in lengths], [bytearray() for _ in keys]
+    shorter = keys.index("params/l%y:088/c/0")  # what is left out is padding
+    del out[shorter][-9:]
+    looks = [each.extend for each in seen] if hashed else None
+    done = values.read_each(keys, [memoryview(to) for to in out], lengths, looks)
+    in_files = {key for key, value in KEYS.items() if len(value) > 100}
+    assert done == [key in in_files and at != wrong for at, key in enumerate(keys)]
+    for key, to, each, is_done in zip(keys, out, seen, done, strict=True):
+        if is_done:
+            assert to == KEYS[key][: len(to)]
+            assert each == (to if hashed else b"")
+        else:
+            assert not any(to)
+    large = [to for to, is_done in zip(out, done, strict=True) if is_done]
+    pieces = sum(-(-len(to) // 300) for to in large)
+    read = [n for n in sizes if n]
+    assert len(read) == (pieces if hashed else len(large))
+
+
+def test_what_a_file_does_not_give_at_once_is_left_to_the_others(
+    tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A system call may read less than asked; and a file may have been cut off."""
+    values, keys = of(tmp_path), [key for key, value in KEYS.items() if len(value) > 100]
+    tree.files("")  # reads all nodes
+    values.tree = tree
+    preadv = os.preadv
+
+    def at_most(handle: int, buffers: list[memoryview], offset: int) -> int:
+        return preadv(handle, [buffers[0][:700]], offset)
+
+    monkeypatch.setattr(os, "preadv", at_most)
+    out = [bytearray(len(KEYS[key])) for key in keys]
+    lengths = list(map(len, out))
+    done = values.read_each(keys, [memoryview(to) for to in out], lengths, [len] * len(keys))
+    assert done == [len(KEYS[key]) <= 700 for key in keys]
+    for file in (tmp_path / "d").iterdir():
+        os.truncate(file, min(file.stat().st_size, 700))
+    cut = values.read_each(keys, [memoryview(to) for to in out], lengths)
+    assert not all(cut)
+    read = [(key, to) for key, to, is_done in zip(keys, out, cut, strict=True) if is_done]
+    assert all(to == KEYS[key] for key, to in read)

@@ -41,7 +41,7 @@ from unickpt.threads import Pool, Window, in_batches, step_back
 
 T = TypeVar("T")
 
-_REMOTE_THREADS = 32
+_MOST_THREADS = 32  # of remote storage so many, because each request crosses a network
 # A task reads chunks in sequence; small chunks share a task, to reduce scheduling overhead. From a
 # disk also larger ones do, if enough tasks are left for each thread.
 TASK_BYTES, _MOST_TASK_BYTES = 1 << 20, 16 << 20
@@ -51,12 +51,12 @@ _TASKS_PER_THREAD = 4
 
 def threads_for(stored: Reader, name: str, *, behind: bool = False) -> ThreadPoolExecutor:
     """Threads that read chunks: many if each request crosses a network."""
-    count = _REMOTE_THREADS if stored.location.is_remote else _local_threads()
+    count = _MOST_THREADS if stored.location.is_remote else _local_threads()
     return Pool(count, thread_name_prefix=name, initializer=step_back if behind else None)
 
 
 def _local_threads() -> int:
-    return max(4, 2 * (os.cpu_count() or 1))
+    return min(_MOST_THREADS, max(4, 2 * (os.cpu_count() or 1)))
 
 
 def read_arrays(

@@ -125,11 +125,14 @@ class DataFile:
         self._end += len(part)
         if len(part) > _TOGETHER_BYTES:
             self._flush()
-            for at in range(0, len(part), self._most):
-                piece = part[at : at + self._most]
-                if look is not None:
-                    look(piece)
-                self._write(piece)
+            pieces = [part[at : at + self._most] for at in range(0, len(part), self._most)]
+            with system_calls():  # here, so that next to no Python runs between the pieces
+                for piece in pieces:
+                    if look is not None:
+                        look(piece)
+                    count = os.write(self._handle, piece)
+                    if count != len(piece):
+                        self._write(piece[count:])
             return
         if look is not None:
             look(part)
