@@ -176,7 +176,7 @@ class LocalDatabaseReader(ocdbt.DatabaseReader):
         """
         done = [False] * len(keys)
         values: list[tuple[str, int, list[tuple[memoryview, int]]]] = []
-        most = _PIECE_BYTES if looks is not None else max(map(len, out), default=0)
+        most = _PIECE_BYTES if looks is not None else max((1, *map(len, out)))
         with suppress(Failed):
             for leaf, numbers, at in self.tree.find_all(keys):
                 for number, entry in zip(numbers, at, strict=True):
