@@ -57,6 +57,11 @@ SECTIONS = {
     "peers": Section(
         "Save and load, beside other libraries", ("peers.py", "--rounds", "5"), ("--rounds", "1")
     ),
+    "limits": Section(
+        "Where the time of a load goes",
+        ("limits.py", "--rounds", "11"),
+        ("--count", "4", "--rounds", "1"),
+    ),
     "many": Section(
         "Many small arrays",
         ("many.py", "--counts", "64", "4000", "10000", "--rounds", "5"),
