@@ -40,6 +40,7 @@ def main() -> None:
     )
     parser.add_argument("--dir", required=True, help="An existing folder on the disk to measure.")
     parser.add_argument("--mib", type=int, default=1024)
+    parser.add_argument("--chunk-mib", type=int, default=8, help="SaveOptions.chunk_bytes")
     parser.add_argument("--ranks", type=int, nargs="+", default=(1, 4, 8))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--against", type=Path, help="Another checkout, which takes turns.")
@@ -49,7 +50,7 @@ def main() -> None:
     console = Console(width=None if sys.stdout.isatty() else 120)
     with fresh_directory(arguments.dir) as folder:
         print_facts(console, machine_facts(folder))
-        save(folder, arguments.mib)
+        save(folder, arguments.mib, unickpt.SaveOptions(chunk_bytes=arguments.chunk_mib << 20))
         groups = {
             (version, count): Ranks(folder, path, version, count)
             for version, path in versions.items()
@@ -69,13 +70,13 @@ def main() -> None:
     console.print(table_of(seconds, min(arguments.ranks)))
 
 
-def save(folder: Path, mib: int) -> None:
+def save(folder: Path, mib: int, options: unickpt.SaveOptions) -> None:
     rows = mib * 1024 // 64 // 8  # of 8 KiB
     rng = np.random.default_rng(0)
     tree = {str(i): {"kernel": rng.random((rows, 2048), np.float32)} for i in range(64)}
-    unickpt.save(folder / "rules", tree)
+    unickpt.save(folder / "rules", tree, options=options)
     named = {str(i): {"weight": tree[str(i)]["kernel"]} for i in range(64)}
-    unickpt.save(folder / "plain", named)
+    unickpt.save(folder / "plain", named, options=options)
 
 
 def table_of(seconds: dict[tuple[str, str, int], list[float]], least: int) -> Table:
