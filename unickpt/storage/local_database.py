@@ -25,6 +25,7 @@ _RUN_BYTES = 2 << 20
 _GAP_BYTES = 4 << 10  # such as zarr metadata
 _MOST_TOGETHER = 512  # the system takes 1,024 pieces of memory at once; half may be gaps
 _PIECE_BYTES = 512 << 10  # which the cache of a core holds until it is hashed
+_MOST_AT_ONCE = 1 << 30  # a system call reads less than 2 GiB
 
 
 _Stored = tuple[int, int, str]  # where a value is in its file: offset, length; its key
@@ -176,7 +177,7 @@ class LocalDatabaseReader(ocdbt.DatabaseReader):
         """
         done = [False] * len(keys)
         values: list[tuple[str, int, list[tuple[memoryview, int]]]] = []
-        most = _PIECE_BYTES if looks is not None else max((1, *map(len, out)))
+        most = _PIECE_BYTES if looks is not None else _MOST_AT_ONCE
         with suppress(Failed):
             for leaf, numbers, at in self.tree.find_all(keys):
                 for number, entry in zip(numbers, at, strict=True):
