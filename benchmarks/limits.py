@@ -79,8 +79,8 @@ def run(directory: Path, count: int, rounds: int, patience: float) -> None:
     with flat.open("wb") as file:
         for array in state.values():
             file.write(array.data)
-    one_file = list(in_one_file(flat, into))
     own_files = list(in_its_files(path, into))
+    one_file = list(in_one_file(flat, own_files))
 
     def load(verify: bool) -> None:
         unickpt.load(path, into, options=unickpt.LoadOptions(verify=verify))
@@ -127,14 +127,15 @@ def timed(
     return took
 
 
-def in_one_file(file: Path, into: dict[str, Any]) -> Iterator[list[Stored]]:
-    """The arrays one behind the other, in the chunks that a checkpoint has, too."""
+def in_one_file(file: Path, arrays: Sequence[Sequence[Stored]]) -> Iterator[list[Stored]]:
+    """The same chunks, one behind the other."""
     at = 0
-    for array in into.values():
-        memory = memoryview(array).cast("B")
-        step = len(memory) // 4
-        yield [Stored(file, at + a, memory[a : a + step]) for a in range(0, len(memory), step)]
-        at += len(memory)
+    for chunks in arrays:
+        moved = []
+        for _, _, memory in chunks:
+            moved.append(Stored(file, at, memory))
+            at += len(memory)
+        yield moved
 
 
 def in_its_files(path: Path, into: dict[str, Any]) -> Iterator[list[Stored]]:
