@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +24,13 @@ from support.saving import files, numbers, same
 from typer.testing import CliRunner
 
 import unickpt
-from unickpt import Checkpointer, SaveConflict
+from unickpt import Checkpointer, SaveConflict, StorageError
 from unickpt.cli import clean as command
 from unickpt.cli.app import app
+from unickpt.reuse.linked_files import LinkedFiles
 from unickpt.steps import cleanup, lease, remnants
 from unickpt.storage import contexts, paths
+from unickpt.storage.local_locations import LocalLocation
 
 HOUR = 3600.0
 
@@ -293,3 +300,86 @@ def test_what_a_killed_job_left_for_a_step_that_is_not_the_newest_is_removed(
 
 def attempts_in(where: str) -> set[str]:
     return {key.split("/")[1] for key in keys(where) if key.startswith("processes/")}
+
+
+def frozen_beside(tmp_path: Path) -> tuple[dict[str, np.ndarray], unickpt.SaveOptions]:
+    """An old checkpoint `a`, and how another one is saved that links its files."""
+    state = {f"f{n}": np.random.default_rng(n).standard_normal((60, 300)) for n in range(4)}
+    unickpt.save(tmp_path / "a", state, options=unickpt.SaveOptions(chunk_bytes=50_000))
+    grow_old(tmp_path)
+    return state, unickpt.SaveOptions(base=tmp_path / "a", chunk_bytes=50_000)
+
+
+@contextlib.contextmanager
+def paused_after_links(count: int) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Saves pause after so many links: events that one has, and that it may go on."""
+    paused, go, links = threading.Event(), threading.Event(), []
+    take = LinkedFiles.take
+
+    def taking(self: LinkedFiles, *args: Any, **options: Any) -> bool:
+        found = take(self, *args, **options)
+        links.append(1)
+        if len(links) == count:
+            paused.set()
+            assert go.wait(30)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LinkedFiles, "take", taking)
+        yield paused, go
+        go.set()
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_save_that_has_only_linked_old_files_is_under_way(name: str, tmp_path: Path) -> None:
+    state, options = frozen_beside(tmp_path)
+    with paused_after_links(3) as (paused, go), ThreadPoolExecutor(1) as pool:
+        save = partial(unickpt.save, overwrite=True, options=options)
+        saving = pool.submit(save, tmp_path / name, state | {"n": 1})
+        assert paused.wait(30)
+        found = cleanup.find(tmp_path)
+        assert (found.remnants, [r.is_recent for r in found.under_way]) == ((), [True])
+        assert cleanup.clean(tmp_path, found.under_way) == []
+        go.set()
+        saving.result()
+    assert unickpt.load(tmp_path / name)["n"] == 1
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_save_whose_files_are_removed_is_never_reported_as_committed(
+    name: str, tmp_path: Path
+) -> None:
+    state, options = frozen_beside(tmp_path)
+    with paused_after_links(3) as (paused, go), ThreadPoolExecutor(1) as pool:
+        save = partial(unickpt.save, overwrite=True, options=options)
+        saving = pool.submit(save, tmp_path / name, state | {"n": 1})
+        assert paused.wait(30)
+        (attempt,) = (p.parent for p in (tmp_path / name).glob("processes/*/00000/reused"))
+        for file in (attempt / "reused").iterdir():  # of a `clean` that believes it is old
+            file.unlink()
+        go.set()
+        with pytest.raises(StorageError, match=r"files written for this checkpoint are gone"):
+            saving.result()
+    if name == "a":
+        assert same(unickpt.load(tmp_path / "a"), state)
+    else:
+        assert not (tmp_path / "b" / "manifest.ocdbt").exists()
+
+
+def test_a_save_that_commits_while_clean_waits_for_it_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unickpt.save(tmp_path / "a", {"n": 1})
+    unfinished = (tmp_path / "a" / "manifest.ocdbt").rename(tmp_path / "kept")
+    monkeypatch.setattr(remnants, "RECENT_S", 0.0)
+    found = cleanup.find(tmp_path).remnants
+    locked = LocalLocation.manifest_locked
+
+    def committing(self: LocalLocation, timeout_s: float) -> Any:
+        unfinished.rename(tmp_path / "a" / "manifest.ocdbt")
+        return locked(self, timeout_s)
+
+    monkeypatch.setattr(LocalLocation, "manifest_locked", committing)
+    assert [r.kind for r in found] == ["unfinished"]
+    assert cleanup.clean(tmp_path, found) == []
+    assert unickpt.load(tmp_path / "a")["n"] == 1

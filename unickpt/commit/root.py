@@ -6,7 +6,7 @@ root's B-tree is built with its manifest in memory, and that manifest is then wr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,7 @@ class Root:
     def __init__(self, database: Database) -> None:
         self._database, self._location = database, database.location
         self._store = database.location.store(database.context)
+        self._files: Sequence[str] = ()  # to which the manifest from `build` refers
 
     def read(self) -> State:
         """The current state."""
@@ -79,7 +80,7 @@ class Root:
         beside = folder.rstrip("/").rpartition("/")[0]
         paths = [f"{beside}/{process:05d}/{path}" for process, path in chunks.files]
         paths += out.paths
-        files = sorted(set(paths))
+        self._files = files = sorted(set(paths))
         known = {path: number for number, path in enumerate(files)}
         numbers = np.array([*(known[path] for path in paths), builder.INLINE], np.int32)
         manifest, found = builder.encode(
@@ -111,9 +112,21 @@ class Root:
             manifest: from `build`.
             timeout_s: how long to wait for another process that does the same.
             begun: called right before the write; earlier nothing can have been put in place.
+
+        Raises:
+            StorageError: files to which it refers are gone; nothing has been put in place.
         """
         try:
             with self._location.manifest_locked(timeout_s):
+                gone = self._location.missing(self._files, self._database.context)
+                if gone and self.read() != expected:
+                    return False  # who committed removed them
+                if gone:
+                    raise StorageError(
+                        f"{self._location}: {len(gone)} files written for this checkpoint are gone "
+                        f"({gone[0]}, ...): they were removed during the save, which is not "
+                        "committed; save again"
+                    )
                 begun()
                 written = self._store.write(MANIFEST, manifest, if_equal=expected.generation)
                 try:

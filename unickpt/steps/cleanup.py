@@ -14,6 +14,9 @@ from unickpt.steps.remnants import LOCK, Remnant, search
 from unickpt.storage import contexts, errors, paths
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
+from unickpt.storage.ocdbt import MANIFEST
+
+_LOCK_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -87,8 +90,8 @@ def clean(root: paths.Path, remnants: Sequence[Remnant]) -> list[Remnant]:
             there = now.get(remnant.name)
             if there is None or there.is_recent or not _is_same(there, remnant):
                 continue
-            _remove(location, remnant, context)
-            removed.append(remnant)
+            if _remove(location, remnant, context):
+                removed.append(remnant)
     except Failed as error:
         raise errors.writing_failed(error, str(location)) from error
     finally:
@@ -110,10 +113,20 @@ def _lease_location(location: Location) -> Location:
     return location
 
 
-def _remove(location: Location, remnant: Remnant, context: ts.Context) -> None:
+def _remove(location: Location, remnant: Remnant, context: ts.Context) -> bool:
+    """Removes a remnant; False if it has become a checkpoint meanwhile."""
     if remnant.kind == LOCK:
         location.remove_file(remnant.name, context)
-        return
+        return True
     folder = remnant.attempts[0].partition(f"{attempt_folders.FOLDER}/")[0]
     names = [path.rpartition("/")[2] for path in remnant.attempts]
-    attempt_folders.remove_attempts(location.child(folder) if folder else location, names, context)
+    at = location.child(folder) if folder else location
+    with at.manifest_locked(_LOCK_S):  # under which saves commit, after a look at their files
+        if at.has_file(MANIFEST, context) and not set(names).isdisjoint(
+            attempt_folders.attempts_of_checkpoint(at, context)
+        ):
+            return False
+        for name in names:
+            at.child(f"{attempt_folders.FOLDER}/{name}").remove(context)
+    at.remove_empty()
+    return True

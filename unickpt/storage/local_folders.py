@@ -122,8 +122,9 @@ def folders_with(file: str, path: str) -> list[str]:
 def walk(top: str, inside: str) -> Iterator[StoredFile]:
     """The files of a checkpoint's folder: those in it, and all that lie below its folder `inside`.
 
-    If a checkpoint has a single folder in `inside`, which must be what it is made of, that folder
-    stands for its files.
+    Folders count, too: a file that was linked from an older checkpoint keeps its time, and the
+    folder's is that of the link. If a checkpoint has a single folder in `inside`, which must be
+    what it is made of, that folder stands for its files.
 
     Arguments:
         top: of the checkpoint; ends with `/`.
@@ -140,7 +141,7 @@ def walk(top: str, inside: str) -> Iterator[StoredFile]:
         except OSError:
             yield StoredFile(folder + "?", 0)
             continue
-        if folder and not entries:
+        if folder:
             yield StoredFile(folder, 0, max(0.0, now - changed))
         for entry in entries:
             name = folder + entry.name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +69,17 @@ class LocalLocation(Location):
 
     def check_folder(self, text: str) -> None:
         local_folders.is_directory(self.path.rstrip("/") or "/", text)
+
+    def missing(self, files: Iterable[str], context: ts.Context) -> list[str]:
+        there = dict[str, set[str]]()  # one listing for all files of a folder
+        gone = []
+        for file in files:
+            folder, _, name = file.rpartition("/")
+            if folder not in there:
+                there[folder] = set(local_folders.names(self.path + folder))
+            if name not in there[folder]:
+                gone.append(file)
+        return gone
 
     def folders_with(self, file: str, context: ts.Context) -> list[str]:
         return local_folders.folders_with(file, self.path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -138,6 +138,11 @@ class Location:
     def holds_only(self, inside: str, context: ts.Context) -> bool:
         """Whether all that a checkpoint's folder holds is in its folder `inside`; true if empty."""
         return all(key.startswith(f"{inside}/") for key in self._keys(context))
+
+    def missing(self, files: Iterable[str], context: ts.Context) -> list[str]:
+        """Those of some files below this folder that are not there."""
+        there = set(self._keys(context))
+        return [file for file in files if file not in there]
 
     def _keys(self, context: ts.Context) -> list[str]:
         """The names of all files below this folder, at any depth."""
