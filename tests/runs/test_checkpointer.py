@@ -33,10 +33,9 @@ from unickpt import (
     UnsupportedLeaf,
 )
 from unickpt.runs.retention import Retention
-from unickpt.steps import lease
 from unickpt.steps.step_folder import Steps
 from unickpt.steps.tier import Tier
-from unickpt.storage import contexts
+from unickpt.storage import contexts, lease
 
 FAST = SaveOptions(fsync=False, timeout_s=20, chunk_bytes=4096)
 

@@ -33,8 +33,7 @@ from unickpt import (
     StorageError,
 )
 from unickpt.commit import attempt
-from unickpt.steps import lease
-from unickpt.storage import contexts, paths
+from unickpt.storage import contexts, lease, paths
 
 LONG_S = 30.0  # what is waited for takes a fraction of it; only a hang takes longer
 FAST = SaveOptions(fsync=False, timeout_s=20, chunk_bytes=64 << 10)
@@ -587,7 +586,7 @@ import json, sys
 sys.path.insert(0, {TESTS!r})
 import unickpt
 from support.saving import numbers
-from unickpt.steps import lease
+from unickpt.storage import lease
 lease._RENEW_S = 0.1
 checkpointer = unickpt.Checkpointer(ARGS[0], options=unickpt.SaveOptions(chunk_bytes=65536))
 said = []

@@ -28,8 +28,8 @@ from unickpt import Checkpointer, SaveConflict, StorageError
 from unickpt.cli import clean as command
 from unickpt.cli.app import app
 from unickpt.reuse.linked_files import LinkedFiles
-from unickpt.steps import cleanup, lease, remnants
-from unickpt.storage import contexts, paths
+from unickpt.steps import cleanup, remnants
+from unickpt.storage import contexts, lease, paths
 from unickpt.storage.local_locations import LocalLocation
 
 HOUR = 3600.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,12 +10,13 @@ import tensorstore as ts
 
 from unickpt.reading.listing import natural
 from unickpt.steps import attempt_folders
-from unickpt.steps.lease import Lease, holder
-from unickpt.steps.remnants import LOCK, Remnant, search
-from unickpt.storage import contexts, errors, paths
+from unickpt.steps.remnants import EXPORT, LOCK, REPLACED, Remnant, search
+from unickpt.storage import contexts, errors, local_folders, local_locks, paths
 from unickpt.storage.errors import Failed
+from unickpt.storage.lease import Lease, holder
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
+from unickpt.tools import export_remains
 
 _LOCK_S = 60.0
 
@@ -118,6 +120,9 @@ def _remove(location: Location, remnant: Remnant, context: ts.Context) -> bool:
     if remnant.kind == LOCK:
         location.remove_file(remnant.name, context)
         return True
+    if remnant.kind in (EXPORT, REPLACED):
+        _remove_of_export(str(location.spec["path"]), remnant)
+        return True
     folder = remnant.attempts[0].partition(f"{attempt_folders.FOLDER}/")[0]
     names = [path.rpartition("/")[2] for path in remnant.attempts]
     at = location.child(folder) if folder else location
@@ -130,3 +135,13 @@ def _remove(location: Location, remnant: Remnant, context: ts.Context) -> bool:
             at.child(f"{attempt_folders.FOLDER}/{name}").remove(context)
     at.remove_empty()
     return True
+
+
+def _remove_of_export(folder: str, remnant: Remnant) -> None:
+    """Removes what a killed export wrote, or puts back what it was about to replace."""
+    if remnant.kind == EXPORT:
+        local_folders.remove(os.path.join(folder, remnant.name))
+        return
+    (of,) = remnant.attempts
+    with local_locks.locked(folder, f".{of}", _LOCK_S):
+        export_remains.restore(folder, of)

@@ -7,6 +7,7 @@ else in it, the target of a symbolic link, and what a save may still be writing 
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,12 +17,14 @@ from dataclasses import dataclass, replace
 import tensorstore as ts
 
 from unickpt.steps.attempt_folders import FOLDER, attempts_of_checkpoint
+from unickpt.storage import local_folders
 from unickpt.storage.database import Database
 from unickpt.storage.errors import Damaged
 from unickpt.storage.local_folders import LOCK_SUFFIX
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
 from unickpt.storage.stored_files import StoredFile
+from unickpt.tools import export_remains
 
 # Longer than the default timeout, during which processes may wait without writing.
 RECENT_S = 900.0
@@ -38,6 +41,7 @@ _DATABASE = r"\d{5,9}/manifest\.ocdbt"
 _BELOW = f"{FOLDER}/"
 
 UNFINISHED, UNUSED, LOCK = "unfinished", "unused", "lock"
+EXPORT, REPLACED = "export", "replaced"
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,9 @@ class Remnant:
     Arguments:
         name: of the folder or file, below the folder that was searched.
         kind: "unfinished": a folder without a committed checkpoint; "unused": an attempt to save a
-            checkpoint that another attempt committed; "lock": a lock file.
+            checkpoint that another attempt committed; "lock": a lock file; "export": what a killed
+            export wrote; "replaced": the checkpoint that a killed export was about to replace,
+            which is missing in its place, and is put back.
         files: number of files.
         nbytes: bytes of all files, if known.
         age_s: seconds since the last write; None if the storage does not say.
@@ -75,8 +81,22 @@ def search(location: Location, context: ts.Context) -> Iterator[Remnant]:
     """
     if location.link is not None:
         return
+    if location.is_local:
+        yield from _of_exports(str(location.spec["path"]))
     for name, files in location.files_by_folder(FOLDER, context).items():
         yield from _in_folder(name, location.child(name) if name else location, files, context)
+
+
+def _of_exports(folder: str) -> Iterator[Remnant]:
+    """What killed exports left in a local folder."""
+    for name, put_back in export_remains.find(folder):
+        files = [
+            f for f in local_folders.walk_all(os.path.join(folder, name)) if f.age_s is not None
+        ]
+        age_s = min((f.age_s for f in files if f.age_s is not None), default=None)
+        count = sum(not f.name.endswith("/") for f in files)
+        nbytes = sum(f.nbytes or 0 for f in files)
+        yield Remnant(name, REPLACED if put_back else EXPORT, count, nbytes, age_s, (put_back,))
 
 
 def _in_folder(

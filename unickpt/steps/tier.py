@@ -20,11 +20,11 @@ from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.reuse import held_files
 from unickpt.reuse.held_files import HeldFiles
 from unickpt.saving.options import SaveOptions
-from unickpt.steps.lease import Lease
 from unickpt.steps.step_folder import Steps
 from unickpt.storage import contexts, errors, paths
 from unickpt.storage.database import Database
 from unickpt.storage.errors import Failed
+from unickpt.storage.lease import Lease
 from unickpt.storage.locations import Location
 from unickpt.tools import copying
 

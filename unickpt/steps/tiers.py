@@ -11,9 +11,9 @@ from enum import Enum
 from unickpt.commit.version import Version
 from unickpt.errors import CheckpointNotFound
 from unickpt.steps.branch import Branch
-from unickpt.steps.lease import Lease
 from unickpt.steps.step_folder import Steps
 from unickpt.steps.tier import Tier
+from unickpt.storage.lease import Lease
 
 _log = logging.getLogger("unickpt")
 

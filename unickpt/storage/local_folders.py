@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import shutil
 import stat
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,6 +20,8 @@ from unickpt.storage.stored_files import StoredFile
 LOCK_SUFFIX = ".__lock"
 _OURS = ("processes", MANIFEST)
 _TIMES_PARENTS_MAY_VANISH = 100
+_HERE, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD, and a flag of renameat2
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def is_directory(existing: str, path: str) -> bool:
@@ -158,6 +162,17 @@ def walk(top: str, inside: str) -> Iterator[StoredFile]:
                     yield StoredFile(name, facts.st_size, max(0.0, now - facts.st_mtime))
 
 
+def walk_all(top: str) -> Iterator[StoredFile]:
+    """A folder, or a file, and all below it; not through links."""
+    now = time.time()
+    for folder, _, names in os.walk(top):
+        for name in ["", *names]:
+            at = os.path.join(folder, name)
+            with suppress(OSError):
+                facts = os.lstat(at)
+                yield StoredFile(at, facts.st_size if name else 0, max(0.0, now - facts.st_mtime))
+
+
 def files(path: str) -> list[str]:
     """Names of the files in a folder; links do not count."""
     if not os.path.isdir(path):
@@ -240,6 +255,23 @@ def remove_made(path: str, count: int) -> None:
         for _ in range(count):
             os.rmdir(at)
             at = os.path.dirname(at)
+
+
+def exchange(one: str, other: str) -> bool:
+    """Exchanges two names at once; False if this system or file system cannot.
+
+    Raises:
+        Failed: it can, and did not.
+    """
+    if sys.platform != "linux" or (rename := getattr(_LIBC, "renameat2", None)) is None:
+        return False
+    if rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    with system_calls():
+        raise OSError(number, os.strerror(number), other)
 
 
 def sync_folder(path: str) -> None:

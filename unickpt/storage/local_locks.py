@@ -19,7 +19,6 @@ from unickpt.storage.local_folders import LOCK_SUFFIX, make
 from unickpt.storage.ocdbt import MANIFEST
 
 _log = logging.getLogger("unickpt")
-_EXCLUSIVE = f"{MANIFEST}.exclusive{LOCK_SUFFIX}"
 _EXCLUSIVE_S = 60.0  # how long to wait for a lock file
 _LOCK_PAUSE_S = 0.02
 # Errors of `flock` on file systems without locks: some NFS mounts and FUSE file systems.
@@ -31,22 +30,40 @@ def manifest_locked(path: str, timeout_s: float) -> Iterator[None]:
     """Lets one process at a time compare a folder's manifest with what it expects and replace it.
 
     TensorStore's own lock file keeps the partial data of a killed process, and appends the next
-    process's data to it. A lock of the operating system is released when its holder ends. If the
-    file system has no locks, a lock file is used, and its creator removes it.
+    process's data to it.
     """
-    name = os.path.join(path, MANIFEST + LOCK_SUFFIX)
-    make(path)
-    with system_calls():
-        handle = _acquire(name, timeout_s)
-    if handle is None:
-        with _exclusive(os.path.join(path, _EXCLUSIVE), timeout_s):
-            yield
-        return
-    try:
+    with locked(path, MANIFEST, timeout_s):
         with system_calls():
             for other in os.listdir(path):
                 if other.startswith(f"{MANIFEST}_") and other.endswith(LOCK_SUFFIX):
                     os.unlink(os.path.join(path, other))  # partial data of a killed process
+        yield
+
+
+@contextmanager
+def locked(path: str, what: str, timeout_s: float) -> Iterator[None]:
+    """Lets one process at a time change something in a folder, for a moment; others wait.
+
+    A lock of the operating system is released when its holder ends. If the file system has no
+    locks, a lock file is used, and its creator removes it.
+
+    Arguments:
+        path: of the folder, which is made if needed.
+        what: the name of what is changed.
+        timeout_s: how long to wait for others.
+
+    Raises:
+        Failed: it took too long, or the storage failed.
+    """
+    name = os.path.join(path, what + LOCK_SUFFIX)
+    make(path)
+    with system_calls():
+        handle = _acquire(name, timeout_s)
+    if handle is None:
+        with _exclusive(os.path.join(path, f"{what}.exclusive{LOCK_SUFFIX}"), timeout_s):
+            yield
+        return
+    try:
         yield
     finally:
         with suppress(OSError):

@@ -6,7 +6,6 @@ What a reader could take for a whole checkpoint appears at once, or last.
 
 from __future__ import annotations
 
-import errno
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -23,15 +22,20 @@ from unickpt.errors import (
 )
 from unickpt.foreign import registry
 from unickpt.format.writer import PlannedFile
-from unickpt.storage import contexts, local_folders, paths
+from unickpt.storage import contexts, local_folders, local_locks, paths
 from unickpt.storage.errors import system_calls
+from unickpt.storage.lease import Lease, Use
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
+from unickpt.tools import export_remains
 
 _MOST_OBJECT = 5 << 30  # of one request to S3
 # An object is in memory up to three times: its parts, these in one, and what TensorStore sends.
 # That may take half of the budget.
 _SHARE_OF_OBJECT = 6
+_LOCK_S = 60.0  # of what takes moments
+_LEASE = ".exporting"
+_WAIT = "wait for it, or choose another path. One that was killed is noticed within a minute"
 Write = Callable[[int, memoryview], None]
 """Writes bytes at an offset of a file."""
 
@@ -59,6 +63,9 @@ class Destination(ABC):
         """What the processes tell each other."""
         self.name = str(folder) if file is None else folder.name_for_users(file)
         """For people."""
+        self._lease: Lease | None = None  # where several exports could write the same files
+        self.readable: paths.Path = self.name
+        """Where all that was written can be read before `commit`."""
 
     @cached_property
     def context(self) -> ts.Context:
@@ -81,7 +88,18 @@ class Destination(ABC):
 
         Raises:
             CheckpointExists: something is there that must stay.
+            SaveConflict: another export writes there now.
         """
+
+    def check_ours(self) -> None:
+        """Checks that no other export took this one's place; called by the process that called
+        `check`, before it writes what makes the files a checkpoint.
+
+        Raises:
+            SaveConflict: one has, because this one seemed to have ended.
+        """
+        if self._lease is not None:
+            self._lease.check()
 
     @abstractmethod
     def opened(self, file: PlannedFile) -> AbstractContextManager[Write]:
@@ -98,6 +116,11 @@ class Destination(ABC):
     @abstractmethod
     def discard_all(self) -> None:
         """Removes what is left; called by the last process that gives up."""
+
+    def close(self) -> None:
+        """Lets others write there; called by the process that called `check`."""
+        if self._lease is not None:
+            self._lease.give_back()
 
     def _refuse(self, what: str, overwrite: bool) -> CheckpointExists:
         if not overwrite:
@@ -148,10 +171,11 @@ class LocalDestination(Destination):
         super().__init__(folder, file, attempt, fsync)
         top = os.path.realpath(str(folder.spec["path"]))
         self._final = top if file is None else os.path.join(top, file)
-        above = os.path.dirname(self._final)
+        above, self._name = os.path.split(self._final)
         self._work = os.path.join(above, f"{self._beside}.partial")
         self._old = os.path.join(above, f"{self._beside}.old")
-        self._overwrite = False
+        self.readable = self._work if file is None else os.path.join(self._work, file)
+        self._overwrite = self._committed = False
         self._missing = local_folders.count_missing(above)
         self._above = above
 
@@ -160,6 +184,9 @@ class LocalDestination(Destination):
 
     def check(self, overwrite: bool) -> None:
         self._overwrite = overwrite
+        if os.path.isdir(self._above):
+            with local_locks.locked(self._above, f".{self._name}", _LOCK_S):
+                export_remains.restore(self._above, self._name)
         if self.file is not None:
             if os.path.lexists(self._final) and not (overwrite and os.path.isfile(self._final)):
                 raise self._refuse("exists", overwrite)
@@ -200,28 +227,29 @@ class LocalDestination(Destination):
         local_folders.make(self._work)  # of a checkpoint without files
         if self.fsync:
             self._sync_folders()
-        if self.file is not None:
-            if os.path.lexists(self._final) and not self._overwrite:
-                raise self._refuse("appeared meanwhile", False)
-            with system_calls():
-                os.replace(os.path.join(self._work, self.file), self._final)
-            local_folders.remove(self._work)
-        else:
-            self._replace_folder()
-        if self.fsync:
-            local_folders.sync_folder(self._above)
+        with local_locks.locked(self._above, f".{self._name}", _LOCK_S):
+            if (os.path.lexists(self._final) if self.file else self._in_use) and (
+                not self._overwrite
+            ):
+                raise self._refuse("appeared while this export ran: another was faster", False)
+            if self.file is not None:
+                with system_calls():
+                    os.replace(os.path.join(self._work, self.file), self._final)
+            else:
+                self._replace_folder()
+            self._committed = True
+            if self.fsync:
+                local_folders.sync_folder(self._above)
+        local_folders.remove(self._work)  # with what it was exchanged for
+        local_folders.remove(self._old)
 
     def _replace_folder(self) -> None:
+        if self._in_use and local_folders.exchange(self._work, self._final):
+            return
         with system_calls():
-            if self._overwrite and self._in_use:
+            if self._in_use:
                 os.rename(self._final, self._old)
-            try:
-                os.rename(self._work, self._final)
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise
-                raise self._refuse("appeared meanwhile", False) from None
-        local_folders.remove(self._old)
+            os.rename(self._work, self._final)
 
     def _sync_folders(self) -> None:
         for folder, _, _ in os.walk(self._work):
@@ -231,6 +259,8 @@ class LocalDestination(Destination):
         """Others may still write; see `discard_all`."""
 
     def discard_all(self) -> None:
+        if self._committed:
+            return  # what it replaced may be needed, if it cannot be made durable
         local_folders.remove(self._work)
         with suppress(OSError):
             if not os.path.lexists(self._final) and os.path.lexists(self._old):
@@ -246,11 +276,19 @@ class ObjectDestination(Destination):
     def __init__(self, folder: Location, file: str | None, attempt: str, fsync: bool) -> None:
         super().__init__(folder, file, attempt, fsync)
         self._written: list[str] = []
+        above = self.notes.parent
+        assert above is not None, "notes are in a folder"
+        name = self._beside.removesuffix(f".{attempt}")
+        told = f"another export to {self.name} is under way {{who}}; {_WAIT}"
+        here = told.replace("{who}", "in this process")
+        self._lease = Lease(above, Use(f"{name}{_LEASE}", here, told.replace("{who}", "({who})")))
 
     def most_bytes(self, budget_bytes: int) -> int:
         return min(_MOST_OBJECT, max(1, budget_bytes // _SHARE_OF_OBJECT))
 
     def check(self, overwrite: bool) -> None:
+        assert self._lease is not None
+        self._lease.take()
         if self.file is not None:
             if self.folder.has_file(self.file, self.context) and not overwrite:
                 raise self._refuse("exists", overwrite)
@@ -279,7 +317,8 @@ class ObjectDestination(Destination):
         """The last file is there already."""
 
     def discard(self) -> None:
-        for name in self._written:
+        self.check_ours()
+        for name in sorted(self._written, key=_tells, reverse=True):
             self.folder.remove_file(name, self.context)
 
     def discard_all(self) -> None:

@@ -41,7 +41,7 @@ from unickpt.tools.slabs import Held, read_boxes
 # Shares of the budget: a slab that is written, one that is read ahead, and what reading it needs.
 _SLABS = 6
 _COPIED_AT_ONCE = 8 << 20
-_BEGIN, _COMMITTED = "begin", "committed"
+_BEGIN, _WRITTEN, _COMMITTED = "begin", "written", "committed"
 Sums = dict[str, dict[int, tuple[int, int]]]
 """By file and number of its data: CRC-32 and length, in bytes, of what a process wrote of it."""
 
@@ -102,12 +102,17 @@ class ExportJob:
                     f"budget_bytes={least}, files that are smaller, or a local path"
                 )
 
-    def run(self, overwrite: bool) -> None:
+    def run(self, overwrite: bool, verify: Callable[[], None]) -> None:
         """Writes everything; returns when the checkpoint exists.
+
+        Arguments:
+            overwrite: whether to replace a checkpoint that is there.
+            verify: checks this process's part of what was written, before it replaces anything
+                where that is possible. If it raises, nothing that was written remains.
 
         Raises:
             CheckpointExists: the destination is in use.
-            SaveConflict: the group's session was used before.
+            SaveConflict: the group's session was used before, or another export is under way.
             ProcessFailed, SaveTimeout: another process failed, or is late.
             StorageError: the storage failed.
         """
@@ -116,10 +121,15 @@ class ExportJob:
                 try:
                     self._to.check(overwrite)
                     self._complete([self._write_own()])
+                    verify()
+                    self._to.commit()
                 except BaseException:
-                    self._to.discard()
-                    self._to.discard_all()
+                    with suppress(Exception):
+                        self._to.discard()
+                        self._to.discard_all()
                     raise
+                finally:
+                    self._to.close()
             return
         notes = Notes(self._to.notes, self._group, self._to.context, self._timeout_s)
         with self._translating(), self._together(notes):
@@ -135,6 +145,15 @@ class ExportJob:
                 every = [_done(process) for process in range(self._group.count)]
                 self._wait(notes, lambda there: there.issuperset(every))
                 self._complete([_sums(notes.get(name)) for name in every])
+                notes.put(_WRITTEN, b"")
+            else:
+                self._wait(notes, lambda there: _WRITTEN in there)
+            verify()
+            notes.put(_verified(self._group.index), b"")
+            if self._group.index == 0:
+                all_of_them = [_verified(process) for process in range(self._group.count)]
+                self._wait(notes, lambda there: there.issuperset(all_of_them))
+                self._to.commit()
                 notes.put(_COMMITTED, b"")
             else:
                 self._wait(notes, lambda there: _COMMITTED in there)
@@ -166,6 +185,7 @@ class ExportJob:
                     if failed:
                         self._to.discard_all()
                     self._to.notes.remove(self._to.context)
+            self._to.close()
 
     def _check_new(self, notes: Notes) -> None:
         """Refuses the name of an attempt that was used before, whose notes would count as new."""
@@ -265,6 +285,7 @@ class ExportJob:
             if file.data and not self._to.whole_files:
                 with self._to.opened(file) as write:
                     self._write_texts(file, [found.get(file.name, {}) for found in sums], write)
+        self._to.check_ours()
         for file in filter(self._is_left, self._plan.files):
             if not file.data:
                 self._write_dataless(file)
@@ -272,7 +293,6 @@ class ExportJob:
             with self._to.opened(file) as write:
                 share = Share(file, 0, self._pieces.nbytes(file))
                 self._write_texts(file, [self._write_share(share, write)], write)
-        self._to.commit()
 
     def _write_dataless(self, file: PlannedFile) -> None:
         with self._to.opened(file) as write:
@@ -316,6 +336,10 @@ def _bytes_of(array: Array) -> memoryview:
 
 def _done(process: int) -> str:
     return f"done-{process:05d}"
+
+
+def _verified(process: int) -> str:
+    return f"verified-{process:05d}"
 
 
 def _sums(data: bytes) -> Sums:

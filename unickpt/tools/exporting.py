@@ -51,8 +51,9 @@ def export(
     Raises:
         UnsupportedLeaf: the format cannot hold something; nothing was written.
         CheckpointExists: the destination is in use.
-        CheckpointCorrupt: the source is damaged, and nothing remains of the destination; or what
-            was written differs when it is read back.
+        CheckpointCorrupt: the source is damaged, or what was written differs when it is read back;
+            nothing remains of what was written.
+        SaveConflict: another export to this destination is under way.
         All that `save` raises.
     """
     started = time.perf_counter()
@@ -84,9 +85,7 @@ def export(
     with reporting(options.progress, "exporting", group.index) as told:
         job = ExportJob(view, plan, to, group, budget_bytes, options.timeout_s, told)
         job.check(most, options.budget_bytes)
-        job.run(overwrite)
-    if verify:
-        _verify(view, plan, to, group, reading)
+        job.run(overwrite, lambda: _verify(view, plan, to, group, reading) if verify else None)
     return SaveReport(
         url=to.name,
         arrays=len(index.arrays),
@@ -105,7 +104,7 @@ def written(to: Destination) -> Reader:
     Raises:
         CheckpointCorrupt: it is none.
     """
-    reader = registry.open_reader(paths.resolve(to.name, or_file=True), {})
+    reader = registry.open_reader(paths.resolve(to.readable, or_file=True), {})
     if reader is None:
         raise CheckpointCorrupt(f"{to.name} was written, but is no checkpoint when read back")
     return reader

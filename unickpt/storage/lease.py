@@ -1,4 +1,4 @@
-"""The lease on a folder of checkpoints: at most one job at a time saves into it.
+"""The lease on a folder: at most one job at a time writes into it.
 
 A local folder is locked by the operating system, which releases the lock when its holder ends. On
 other storage the job writes an object and keeps renewing it; another job takes it over only if it
@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 import tensorstore as ts
 
@@ -35,15 +36,39 @@ _SETTLES_S = 900.0
 _PROGRAM = secrets.token_hex(8)
 
 
+class Use(NamedTuple):
+    """What a lease is for.
+
+    Arguments:
+        name: of the file in the folder.
+        here, there: the messages for those who do not get it, because another user in this process
+            has it, or another process, "{who}". They follow the folder's name.
+    """
+
+    name: str
+    here: str
+    there: str
+
+
+SAVES = Use(
+    NAME,
+    "another Checkpointer of this same process saves here and is not closed. Call its close(), or "
+    "use it in a `with` statement, before the next one saves",
+    "another job saves here now ({who}); two jobs in one folder would mix their steps. End that "
+    "job, or give this one its own folder",
+)
+
+
 class Lease:
-    """The right to save into a folder; held after `take` returns.
+    """The right to write into a folder; held after `take` returns.
 
     Arguments:
         location: the folder.
+        use: what it is for.
     """
 
-    def __init__(self, location: Location) -> None:
-        self._location = location
+    def __init__(self, location: Location, use: Use = SAVES) -> None:
+        self._location, self._use = location, use
         self._holder = {
             "host": socket.gethostname(),
             "process": os.getpid(),
@@ -68,11 +93,11 @@ class Lease:
                 self.give_back()
             if self._held is not None:
                 return False
-            lock = self._location.file_lock(NAME)
+            lock = self._location.file_lock(self._use.name)
             if lock is None:
-                held: _Lock | _Claim = _Claim(self._location, self._holder)
+                held: _Lock | _Claim = _Claim(self._location, self._holder, self._use)
             else:
-                held = _Lock(lock, self._location, self._holder)
+                held = _Lock(lock, self._location, self._holder, self._use)
             if held.take():
                 self._settled_at = time.monotonic() + _SETTLES_S
             self._held = held
@@ -144,8 +169,10 @@ def _who(said: str | bytes) -> str:
 class _Lock:
     """A lock of the operating system, on a file in a local folder."""
 
-    def __init__(self, lock: FileLock, location: Location, holder: dict[str, object]) -> None:
-        self._lock, self._location, self._holder = lock, location, holder
+    def __init__(
+        self, lock: FileLock, location: Location, holder: dict[str, object], use: Use
+    ) -> None:
+        self._lock, self._location, self._holder, self._use = lock, location, holder, use
 
     def take(self) -> bool:
         """Takes the lease. Returns False, because writes of its last holder ended with that
@@ -157,7 +184,7 @@ class _Lock:
         try:
             self._lock.acquire(json.dumps(self._holder))
         except LockHeld as error:
-            raise _conflict(self._location, error.holder) from None
+            raise _conflict(self._location, self._use, error.holder) from None
         return False
 
     def is_valid(self) -> bool:
@@ -174,8 +201,8 @@ class _Lock:
 class _Claim:
     """An object that its job keeps renewing."""
 
-    def __init__(self, location: Location, holder: dict[str, object]) -> None:
-        self._location, self._holder = location, holder
+    def __init__(self, location: Location, holder: dict[str, object], use: Use) -> None:
+        self._location, self._holder, self._use = location, holder, use
         self._store = location.store(contexts.context())
         self._generation: bytes | None = None
         self._ended, self._writing = threading.Event(), threading.Lock()
@@ -186,18 +213,18 @@ class _Claim:
         Raises:
             SaveConflict: another job renews it.
         """
-        before = self._store.read(NAME).result()
+        before = self._store.read(self._use.name).result()
         was_held = before.state == "value"
         deadline = time.monotonic() + _EXPIRES_S
         while before.state == "value" and time.monotonic() < deadline:
             time.sleep(_RENEW_S / 4)
-            now = self._store.read(NAME).result()
+            now = self._store.read(self._use.name).result()
             if now.stamp.generation != before.stamp.generation and now.state == "value":
-                raise _conflict(self._location, now.value.decode(errors="replace"))
+                raise _conflict(self._location, self._use, now.value.decode(errors="replace"))
             before = now
         if not self._write(before.stamp.generation):
-            found = self._store.read(NAME).result().value
-            raise _conflict(self._location, found.decode(errors="replace"))
+            found = self._store.read(self._use.name).result().value
+            raise _conflict(self._location, self._use, found.decode(errors="replace"))
         # At interpreter exit no thread starts, so nothing renews it; `check` still detects a
         # takeover.
         start(self._renew, "unickpt lease", daemon=True)
@@ -205,28 +232,28 @@ class _Claim:
 
     def is_valid(self) -> bool:
         """Whether no other job took it over."""
-        return self._is_ours(self._store.read(NAME).result())
+        return self._is_ours(self._store.read(self._use.name).result())
 
     def check(self) -> None:
         """Raises SaveConflict if another job took it over."""
-        found = self._store.read(NAME).result()
+        found = self._store.read(self._use.name).result()
         if not self._is_ours(found):
-            raise _conflict(self._location, found.value.decode(errors="replace"))
+            raise _conflict(self._location, self._use, found.value.decode(errors="replace"))
 
     def release(self) -> None:
         """Lets another job take it at once."""
         self._ended.set()
         with self._writing:
-            self._store.write(NAME, None, if_equal=self._generation).result()
+            self._store.write(self._use.name, None, if_equal=self._generation).result()
 
     def _write(self, expected: bytes) -> bool:
         text = json.dumps({**self._holder, "renewed": time.time()})
-        stamp = self._store.write(NAME, text.encode(), if_equal=expected).result()
+        stamp = self._store.write(self._use.name, text.encode(), if_equal=expected).result()
         if stamp.generation:
             self._generation = stamp.generation
             return True
         # Refused; or this answers a retry, and the answer to the first request was lost.
-        found = self._store.read(NAME).result()
+        found = self._store.read(self._use.name).result()
         if self._is_ours(found):
             self._generation = found.stamp.generation
             return True
@@ -246,16 +273,9 @@ class _Claim:
                     return
 
 
-def _conflict(location: Location, said: str) -> SaveConflict:
+def _conflict(location: Location, use: Use, said: str) -> SaveConflict:
     with suppress(ValueError, KeyError, TypeError):
         holder = json.loads(said)
         if (holder["process"], holder["program"]) == (os.getpid(), _PROGRAM):
-            return SaveConflict(
-                f"{location}: another Checkpointer of this same process saves here and is not "
-                "closed. Call its close(), or use it in a `with` statement, before the next one "
-                "saves"
-            )
-    return SaveConflict(
-        f"{location}: another job saves here now ({_who(said)}); two jobs in one folder would mix "
-        "their steps. End that job, or give this one its own folder"
-    )
+            return SaveConflict(f"{location}: {use.here}")
+    return SaveConflict(f"{location}: {use.there.replace('{who}', _who(said))}")
