@@ -102,7 +102,7 @@ sys.path.insert(0, {os.path.dirname(os.path.abspath(__file__))!r})
 import numpy as np
 import unickpt
 from soak import arrays
-from unickpt.storage import lease
+from unickpt.commit import lease
 
 root, local, index, count, port, first, many, timeout, lease_times = ARGS
 if lease_times:

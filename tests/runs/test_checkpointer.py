@@ -32,10 +32,11 @@ from unickpt import (
     StorageError,
     UnsupportedLeaf,
 )
+from unickpt.commit import lease
 from unickpt.runs.retention import Retention
 from unickpt.steps.step_folder import Steps
 from unickpt.steps.tier import Tier
-from unickpt.storage import contexts, lease
+from unickpt.storage import contexts
 
 FAST = SaveOptions(fsync=False, timeout_s=20, chunk_bytes=4096)
 

@@ -60,7 +60,7 @@ STEPS = [
 ]
 COORDINATORS_STEPS = [
     *STEPS,
-    ("storage.lease.Lease:take", "after"),
+    ("commit.lease.Lease:take", "after"),
     ("steps.step_folder.Steps:remove_remnants", "during"),
     ("commit.attempt.Attempt:_build_root", "during"),
     ("commit.attempt.Attempt:_write_root", "before"),  # before the commit

@@ -32,8 +32,8 @@ from unickpt import (
     SaveTimeout,
     StorageError,
 )
-from unickpt.commit import attempt
-from unickpt.storage import contexts, lease, paths
+from unickpt.commit import attempt, lease
+from unickpt.storage import contexts, paths
 
 LONG_S = 30.0  # what is waited for takes a fraction of it; only a hang takes longer
 FAST = SaveOptions(fsync=False, timeout_s=20, chunk_bytes=64 << 10)
@@ -586,7 +586,7 @@ import json, sys
 sys.path.insert(0, {TESTS!r})
 import unickpt
 from support.saving import numbers
-from unickpt.storage import lease
+from unickpt.commit import lease
 lease._RENEW_S = 0.1
 checkpointer = unickpt.Checkpointer(ARGS[0], options=unickpt.SaveOptions(chunk_bytes=65536))
 said = []

@@ -27,9 +27,10 @@ import unickpt
 from unickpt import Checkpointer, SaveConflict, StorageError
 from unickpt.cli import clean as command
 from unickpt.cli.app import app
+from unickpt.commit import lease
 from unickpt.reuse.linked_files import LinkedFiles
 from unickpt.steps import cleanup, remnants
-from unickpt.storage import contexts, lease, paths
+from unickpt.storage import contexts, paths
 from unickpt.storage.local_locations import LocalLocation
 
 HOUR = 3600.0

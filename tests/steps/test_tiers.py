@@ -23,13 +23,12 @@ from support.saving import files, numbers, same
 
 import unickpt
 from unickpt import CheckpointCorrupt, Checkpointer, SaveConflict, SaveOptions, StorageError
-from unickpt.commit import attempt
+from unickpt.commit import attempt, lease
 from unickpt.runs import cleaning
 from unickpt.runs.copying import Copying
 from unickpt.steps import tier
 from unickpt.steps.step_folder import Steps
 from unickpt.steps.tier import Tier
-from unickpt.storage import lease
 
 FAST = SaveOptions(fsync=False, timeout_s=20, chunk_bytes=4096)
 
@@ -679,7 +678,7 @@ sys.path.insert(0, {TESTS!r})
 import unickpt
 from support.dying import die_at
 from support.saving import numbers
-from unickpt.storage import lease
+from unickpt.commit import lease
 
 lease._RENEW_S, lease._EXPIRES_S = 0.1, 1.0
 root, local, step, when = sys.argv[1:]

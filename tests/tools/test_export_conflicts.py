@@ -17,8 +17,9 @@ from support.saving import in_job
 
 import unickpt
 from unickpt import CheckpointCorrupt, CheckpointExists, SaveConflict, SaveOptions
+from unickpt.commit import lease
 from unickpt.steps import cleanup, remnants
-from unickpt.storage import lease, local_folders
+from unickpt.storage import local_folders
 from unickpt.storage.errors import Failed
 from unickpt.tools import destinations, export_job
 

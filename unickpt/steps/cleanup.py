@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 import tensorstore as ts
 
+from unickpt.commit.lease import Lease, holder
 from unickpt.reading.listing import natural
 from unickpt.steps import attempt_folders
 from unickpt.steps.remnants import EXPORT, LOCK, REPLACED, Remnant, search
 from unickpt.storage import contexts, errors, local_folders, local_locks, paths
 from unickpt.storage.errors import Failed
-from unickpt.storage.lease import Lease, holder
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
-from unickpt.tools import export_remains
+from unickpt.tools import destinations
 
 _LOCK_S = 60.0
 
@@ -144,4 +144,4 @@ def _remove_of_export(folder: str, remnant: Remnant) -> None:
         return
     (of,) = remnant.attempts
     with local_locks.locked(folder, f".{of}", _LOCK_S):
-        export_remains.restore(folder, of)
+        destinations.restore(folder, of)

@@ -24,7 +24,7 @@ from unickpt.storage.local_folders import LOCK_SUFFIX
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
 from unickpt.storage.stored_files import StoredFile
-from unickpt.tools import export_remains
+from unickpt.tools import destinations
 
 # Longer than the default timeout, during which processes may wait without writing.
 RECENT_S = 900.0
@@ -89,7 +89,7 @@ def search(location: Location, context: ts.Context) -> Iterator[Remnant]:
 
 def _of_exports(folder: str) -> Iterator[Remnant]:
     """What killed exports left in a local folder."""
-    for name, put_back in export_remains.find(folder):
+    for name, put_back in destinations.left_in(folder):
         files = [
             f for f in local_folders.walk_all(os.path.join(folder, name)) if f.age_s is not None
         ]

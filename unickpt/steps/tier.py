@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from unickpt.commit import borrowers
+from unickpt.commit.lease import Lease
 from unickpt.commit.root import Root
 from unickpt.commit.version import Version
 from unickpt.errors import (
@@ -24,7 +25,6 @@ from unickpt.steps.step_folder import Steps
 from unickpt.storage import contexts, errors, paths
 from unickpt.storage.database import Database
 from unickpt.storage.errors import Failed
-from unickpt.storage.lease import Lease
 from unickpt.storage.locations import Location
 from unickpt.tools import copying
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from unickpt.commit.lease import Lease
 from unickpt.commit.version import Version
 from unickpt.errors import CheckpointNotFound
 from unickpt.steps.branch import Branch
 from unickpt.steps.step_folder import Steps
 from unickpt.steps.tier import Tier
-from unickpt.storage.lease import Lease
 
 _log = logging.getLogger("unickpt")
 

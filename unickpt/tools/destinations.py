@@ -7,6 +7,7 @@ What a reader could take for a whole checkpoint appears at once, or last.
 from __future__ import annotations
 
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -14,6 +15,7 @@ from functools import cached_property
 
 import tensorstore as ts
 
+from unickpt.commit.lease import Lease, Use
 from unickpt.errors import (
     CheckpointCorrupt,
     CheckpointExists,
@@ -24,10 +26,8 @@ from unickpt.foreign import registry
 from unickpt.format.writer import PlannedFile
 from unickpt.storage import contexts, local_folders, local_locks, paths
 from unickpt.storage.errors import system_calls
-from unickpt.storage.lease import Lease, Use
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
-from unickpt.tools import export_remains
 
 _MOST_OBJECT = 5 << 30  # of one request to S3
 # An object is in memory up to three times: its parts, these in one, and what TensorStore sends.
@@ -36,6 +36,11 @@ _SHARE_OF_OBJECT = 6
 _LOCK_S = 60.0  # of what takes moments
 _LEASE = ".exporting"
 _WAIT = "wait for it, or choose another path. One that was killed is noticed within a minute"
+# What killed exports leave beside local destinations: what was written, or what it was exchanged
+# for; the checkpoint that was there, where names cannot be exchanged; and what processes told each
+# other.
+_LEFT = re.compile(r"\.(?P<of>.+)\.[^.]+-\d{6,}\.(?P<kind>partial|old|notes)", re.DOTALL)
+_OLD = "old"
 Write = Callable[[int, memoryview], None]
 """Writes bytes at an offset of a file."""
 
@@ -186,7 +191,7 @@ class LocalDestination(Destination):
         self._overwrite = overwrite
         if os.path.isdir(self._above):
             with local_locks.locked(self._above, f".{self._name}", _LOCK_S):
-                export_remains.restore(self._above, self._name)
+                restore(self._above, self._name)
         if self.file is not None:
             if os.path.lexists(self._final) and not (overwrite and os.path.isfile(self._final)):
                 raise self._refuse("exists", overwrite)
@@ -329,3 +334,38 @@ def _tells(key: str) -> bool:
     """Whether a file may be what readers begin with, rather than data."""
     name = key.rpartition("/")[2]
     return name[:1] in (".", "_") or name.endswith(".json") or name == MANIFEST
+
+
+def left_in(folder: str) -> Iterator[tuple[str, str]]:
+    """The names of what exports have left in a folder, or still write, each with the name of a
+    checkpoint that it is and that is missing, so that it has to be put back; else with "".
+
+    Arguments:
+        folder: its path.
+    """
+    there = set(local_folders.names(folder))
+    for name in sorted(there):
+        match = _LEFT.fullmatch(name)
+        if match is not None and not os.path.islink(os.path.join(folder, name)):
+            is_needed = match["kind"] == _OLD and match["of"] not in there
+            yield name, match["of"] if is_needed else ""
+
+
+def restore(folder: str, of: str) -> None:
+    """Puts back the checkpoint that a killed export had moved away, and removes others that were
+    replaced. No export to it may be about to commit.
+
+    Arguments:
+        folder: its path.
+        of: the name of the checkpoint.
+    """
+    for name, _ in left_in(folder):
+        match, at = _LEFT.fullmatch(name), os.path.join(folder, name)
+        if match is None or (match["of"], match["kind"]) != (of, _OLD):
+            continue
+        if os.path.lexists(os.path.join(folder, of)):
+            local_folders.remove(at)
+            continue
+        with system_calls():
+            os.rename(at, os.path.join(folder, of))
+        local_folders.sync_folder(folder)
