@@ -1,15 +1,18 @@
 """GGUF files of llama.cpp, read in place.
 
-Source: github.com/ggml-org/ggml, docs/gguf.md and src/ggml-quants.c. A quantized tensor consists of
-blocks, which NumPy has no dtype for: it is read as its bytes, or dequantized where that is asked.
+Source: github.com/ggml-org/ggml, docs/gguf.md and src/ggml-common.h. A quantized tensor consists of
+blocks, which NumPy has no dtype for: it is read as its bytes, or dequantized where that is asked,
+by llama.cpp's own package gguf.
 A model can lie in several files, whose names tell their numbers; any one of them stands for all.
 """
 
 from __future__ import annotations
 
 import errno
+import importlib
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import struct
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +24,7 @@ from unickpt.arrays.dtypes import Array
 from unickpt.errors import CheckpointCorrupt, HintError, UnsupportedFormat
 from unickpt.foreign import loose_files
 from unickpt.foreign.cursor import Cursor
-from unickpt.foreign.elements import ByteRange, Elements, FileRange
+from unickpt.foreign.elements import ByteRange, Elements, FileRange, Unreadable
 from unickpt.foreign.file_ranges import FileBox, RangeReader, whole
 from unickpt.foreign.files import Files
 from unickpt.foreign.loose_files import Found, open_kind
@@ -39,8 +42,8 @@ _MOST_TEXT = 64 << 20
 _MOST_ITEMS = 1 << 22  # of all lists in the metadata
 _MOST_RANK = 4  # as ggml
 _DEQUANTIZED = "float32"
-_NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 10: "<Q", 11: "<q",
-            12: "<d"}  # fmt: skip
+_OTHERS = "read the other tensors by their names (only=), or drop it by a rule"
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
 _BOOL, _TEXT, _LIST = 7, 8, 9
 _DTYPES = {0: "float32", 1: "float16", 24: "int8", 25: "int16", 26: "int32", 27: "int64",
            28: "float64", 30: "bfloat16"}  # fmt: skip
@@ -53,8 +56,8 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
 
     Raises:
         CheckpointCorrupt: it is damaged, or one of several files is missing.
-        UnsupportedFormat: its name does not tell the others', or a tensor cannot be dequantized, as
-            was asked.
+        UnsupportedFormat: its name does not tell the others', or tensors shall be dequantized and
+            the package gguf is not installed.
         HintError: `dequantize` is not "float32".
         StorageError: the storage failed.
     """
@@ -66,9 +69,20 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
                 f"{files.location}: dequantize={quoted(dequantize)}: it can be {_DEQUANTIZED!r}; "
                 "without it, quantized tensors are read as their bytes"
             )
-        return GgufReader(files, found.names[0], dequantize is not None)
+        quants = None if dequantize is None else _quants(files)
+        return GgufReader(files, found.names[0], quants)
 
     return open_kind(files, loose_files.GGUF, make)
+
+
+def _quants(files: Files) -> Any:
+    """The module that dequantizes."""
+    try:
+        return importlib.import_module("gguf.quants")
+    except ImportError:
+        raise UnsupportedFormat(
+            f"{files.location}: dequantizing needs the package gguf: install unickpt[gguf]"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -79,13 +93,20 @@ class Quantization:
         name: as ggml calls it.
         elements: of a block.
         nbytes: of a block.
-        decode: bytes of blocks, a row each -> their elements; None if that is not supported.
+        halves: where the numbers of two bytes are in it; None if it has others that depend on the
+            byte order.
     """
 
     name: str
     elements: int
     nbytes: int
-    decode: Callable[[Array], Array] | None = None
+    halves: tuple[int, ...] | None = None
+
+    def swapped(self) -> tuple[int, ...]:
+        """`halves`; raises NotImplementedError if these are not all that the byte order changes."""
+        if self.halves is None:
+            raise NotImplementedError("of a big-endian file")
+        return self.halves
 
 
 @dataclass(frozen=True)
@@ -95,22 +116,42 @@ class Blocks:
     Arguments:
         file: below the checkpoint's location.
         offset: of the first block, in bytes.
-        kind: of the blocks.
+        number: of the type of the blocks, and what it is.
+        big_endian: the byte order of their scales.
+        quants: the module that dequantizes.
+        told: names the tensor in errors.
     """
 
     file: str
     offset: int
+    number: int
     kind: Quantization
+    big_endian: bool
+    quants: Any
+    told: str
 
     def read(self, files: Files, first: int, out: Array) -> None:
         size = self.kind.elements
         begin, end = first // size, -(-(first + out.size) // size)
         data = np.empty((end - begin, self.kind.nbytes), np.uint8)
         files.read_into(self.file, self.offset + begin * self.kind.nbytes, data.reshape(-1).data)
-        assert self.kind.decode is not None, "checked when it was opened"
-        with np.errstate(all="ignore"):  # scales can be infinite
-            found = self.kind.decode(data).reshape(-1)
-        out[...] = found[first - begin * size :][: out.size]
+        out[...] = self._decoded(data).reshape(-1)[first - begin * size :][: out.size]
+
+    def _decoded(self, data: Array) -> Array:
+        try:
+            if self.big_endian:
+                for at in self.kind.swapped():
+                    data[:, at : at + 2] = data[:, at : at + 2][:, ::-1].copy()
+            kind = self.quants.GGMLQuantizationType(self.number)
+            with np.errstate(all="ignore"):  # scales can be infinite
+                # As one row: rows are taken by the dozen.
+                found: Array = self.quants.dequantize(data.reshape(1, -1), kind)
+        except (NotImplementedError, ValueError) as error:
+            raise UnsupportedFormat(
+                f"{self.told} is of the type {self.kind.name}, which cannot be dequantized "
+                f"({error}); {_OTHERS}. Without the hint, it is read as its bytes"
+            ) from error
+        return found
 
     def ranges(self, first: int, count: int, itemsize: int) -> Iterator[ByteRange]:
         size = self.kind.elements
@@ -135,12 +176,12 @@ class GgufReader(RangeReader):
     Arguments:
         files: of the checkpoint.
         name: of its file, or of one of them.
-        dequantize: whether quantized tensors are dequantized.
+        quants: the module that dequantizes; None if quantized tensors are read as their bytes.
     """
 
     format = "gguf"
 
-    def __init__(self, files: Files, name: str, dequantize: bool) -> None:
+    def __init__(self, files: Files, name: str, quants: Any) -> None:
         headers = _headers(files, name)
         self.version = str(headers[0].version)
         entries, boxes = dict[str, ArrayEntry](), dict[str, tuple[FileBox]]()
@@ -148,12 +189,12 @@ class GgufReader(RangeReader):
         for header in headers:
             ends: list[tuple[int, int, str]] = []
             for tensor in header.tensors:
-                shape, dtype, elements, nbytes = _stored(tensor, header, dequantize)
+                shape, dtype, elements, nbytes = _stored(tensor, header, quants)
                 array = _array_name(tensor.name)
                 if array in entries:
                     raise header.damaged(f"two tensors are called {quoted(tensor.name)}")
                 if dtype == "uint8":
-                    packed[array] = _QUANTIZED[tensor.kind].name
+                    packed[array] = header.kind_name(tensor.kind)
                 where = FileBox(Box.whole(shape), elements)
                 entries[array], boxes[array] = whole(array, shape, dtype, where), (where,)
                 ends.append((tensor.offset, tensor.offset + nbytes, tensor.name))
@@ -230,17 +271,18 @@ def _array_name(tensor: str) -> str:
 
 
 def _stored(
-    tensor: _Tensor, header: _Header, dequantize: bool
+    tensor: _Tensor, header: _Header, quants: Any
 ) -> tuple[tuple[int, ...], str, Elements, int]:
     """The shape, dtype and elements of a tensor's array, and its bytes in the file."""
-    file, shape = header.file, tensor.shape
+    file, shape, big_endian = header.file, tensor.shape, header.order == ">"
     dtype = _DTYPES.get(tensor.kind)
     if dtype is not None:
         nbytes = math.prod(shape) * dtypes.from_name(dtype).itemsize
-        return shape, dtype, FileRange(file, tensor.offset), nbytes
-    kind = _QUANTIZED.get(tensor.kind)
+        return shape, dtype, FileRange(file, tensor.offset, big_endian), nbytes
+    kind, told = _QUANTIZED.get(tensor.kind), header.told(tensor.name)
     if kind is None:
-        raise header.unsupported(f"{quoted(tensor.name)} has the unknown type {tensor.kind}")
+        reason = f"{told} has the unknown type {tensor.kind}, of which not even the size is known"
+        return shape, "uint8", Unreadable(f"{reason}; {_OTHERS}"), 0
     if not shape or shape[-1] % kind.elements:
         raise header.damaged(
             f"{quoted(tensor.name)} has the shape {list(shape)}, which blocks of {kind.elements} "
@@ -248,15 +290,10 @@ def _stored(
         )
     row = shape[-1] // kind.elements * kind.nbytes
     nbytes = math.prod(shape[:-1]) * row
-    if not dequantize:
+    if quants is None:
         return (*shape[:-1], row), "uint8", FileRange(file, tensor.offset), nbytes
-    if kind.decode is None:
-        able = ", ".join(k.name for k in _QUANTIZED.values() if k.decode)
-        raise header.unsupported(
-            f"{quoted(tensor.name)} is of the type {kind.name}, which cannot be dequantized; {able}"
-            " can. Without the hint, it is read as its bytes"
-        )
-    return shape, _DEQUANTIZED, Blocks(file, tensor.offset, kind), nbytes
+    blocks = Blocks(file, tensor.offset, tensor.kind, kind, big_endian, quants, told)
+    return shape, _DEQUANTIZED, blocks, nbytes
 
 
 class _Header:
@@ -270,18 +307,19 @@ class _Header:
         self._at, self.file = cursor, cursor.name
         self._items = _MOST_ITEMS
         cursor.take(4)
-        self.version = cursor.unpack("<I")
+        version = cursor.take(4)
+        self.order = "<" if version[:2] != b"\0\0" else ">"
+        """The byte order of the file, as `struct` has it."""
+        self.version = struct.unpack(self.order + "I", version)[0]
         if self.version not in _VERSIONS:
-            big = self.version & 0xFFFF == 0
-            what = "is big-endian" if big else f"has the version {self.version}"
-            raise self.unsupported(f"the file {what}; 2 and 3, little-endian, are read")
-        tensors, pairs = cursor.unpack("<Q"), cursor.unpack("<Q")
+            raise self.unsupported(f"the file has the version {self.version}; 2 and 3 are read")
+        tensors, pairs = self._number("Q"), self._number("Q")
         self.metadata: dict[str, Any] = {}
         for _ in range(pairs):
             key = self._text()
             if key in self.metadata:
                 raise self.damaged(f"{quoted(key)} occurs twice")
-            self.metadata[key] = self._value(cursor.unpack("<I"), key)
+            self.metadata[key] = self._value(self._number("I"), key)
         found = [self._tensor() for _ in range(tensors)]
         alignment = self.metadata.get(_ALIGNMENT, 32)
         if type(alignment) is not int or not 0 < alignment < 1 << 32:
@@ -298,6 +336,16 @@ class _Header:
         """The error for what cannot be read."""
         return UnsupportedFormat(f"{self._at.files.location}: {self.file}: {reason}")
 
+    def told(self, tensor: str) -> str:
+        """A tensor, for errors."""
+        return f"{self._at.files.location}: {self.file}: {quoted(tensor)}"
+
+    def kind_name(self, number: int) -> str:
+        """A type of blocks as ggml calls it, and the byte order if it is not the usual one."""
+        known = _QUANTIZED.get(number)
+        name = f"type {number}" if known is None else known.name
+        return name if self.order == "<" else f"{name}, big-endian"
+
     def check_places(self, places: list[tuple[int, int, str]]) -> None:
         """Checks that tensors lie in the file, and do not overlap.
 
@@ -312,8 +360,11 @@ class _Header:
                 )
             last = end
 
+    def _number(self, kind: str) -> Any:
+        return self._at.unpack(self.order + kind)
+
     def _text(self) -> str:
-        count = self._at.unpack("<Q")
+        count = self._number("Q")
         if count > _MOST_TEXT:
             raise self.damaged(f"a text of {count} bytes")
         return self._at.take(count).decode(errors="backslashreplace")
@@ -321,15 +372,15 @@ class _Header:
     def _value(self, kind: int, key: str) -> Any:
         """A value of the metadata, as JSON has it."""
         if kind in _NUMBERS:
-            found = self._at.unpack(_NUMBERS[kind])
+            found = self._number(_NUMBERS[kind])
             return found if math.isfinite(found) else str(found)
         if kind == _BOOL:
-            return self._at.unpack("<?")
+            return self._number("?")
         if kind == _TEXT:
             return self._text()
         if kind != _LIST:
             raise self.unsupported(f"{quoted(key)} is of the unknown type {kind}")
-        of, count = self._at.unpack("<I"), self._at.unpack("<Q")
+        of, count = self._number("I"), self._number("Q")
         self._items -= count
         if self._items < 0:
             raise self.unsupported(f"{quoted(key)} has {count} items, too many")
@@ -338,70 +389,28 @@ class _Header:
         return [self._value(of, key) for _ in range(count)]
 
     def _tensor(self) -> _Tensor:
-        name, rank = self._text(), self._at.unpack("<I")
+        name, rank = self._text(), self._number("I")
         if rank > _MOST_RANK:
             raise self.damaged(f"{quoted(name)} has {rank} dimensions")
-        shape = tuple(self._at.unpack("<Q") for _ in range(rank))[::-1]
-        kind, offset = self._at.unpack("<I"), self._at.unpack("<Q")
+        shape = tuple(self._number("Q") for _ in range(rank))[::-1]
+        kind, offset = self._number("I"), self._number("Q")
         if any(n >= 1 << 62 for n in (*shape, offset, math.prod(shape))):
             raise self.damaged(f"{quoted(name)} has the shape {list(shape)} at {offset}")
         return _Tensor(name, shape, kind, offset)
 
 
-# --- blocks: little-endian halves for scales, then packed integers ------------------------------
-
-
-def _halves(data: Array, at: int) -> Array:
-    return data[:, at : at + 2].copy().view("<f2").astype(np.float32)
-
-
-def _nibbles(data: Array) -> Array:
-    """The lower halves of all bytes of a block, then the upper ones."""
-    return np.concatenate((data & 15, data >> 4), axis=1)
-
-
-def _fifth_bits(data: Array) -> Array:
-    return np.unpackbits(data, axis=1, bitorder="little") << 4
-
-
-def _q4_0(data: Array) -> Array:
-    return _halves(data, 0) * (_nibbles(data[:, 2:]).astype(np.float32) - 8)
-
-
-def _q4_1(data: Array) -> Array:
-    return _halves(data, 0) * _nibbles(data[:, 4:]).astype(np.float32) + _halves(data, 2)
-
-
-def _q5_0(data: Array) -> Array:
-    whole = _nibbles(data[:, 6:]) | _fifth_bits(data[:, 2:6])
-    return _halves(data, 0) * (whole.astype(np.float32) - 16)
-
-
-def _q5_1(data: Array) -> Array:
-    whole = _nibbles(data[:, 8:]) | _fifth_bits(data[:, 4:8])
-    return _halves(data, 0) * whole.astype(np.float32) + _halves(data, 2)
-
-
-def _q8_0(data: Array) -> Array:
-    return _halves(data, 0) * data[:, 2:].view(np.int8).astype(np.float32)
-
-
 _QUANTIZED: Mapping[int, Quantization] = {
-    2: Quantization("Q4_0", 32, 18, _q4_0),
-    3: Quantization("Q4_1", 32, 20, _q4_1),
-    6: Quantization("Q5_0", 32, 22, _q5_0),
-    7: Quantization("Q5_1", 32, 24, _q5_1),
-    8: Quantization("Q8_0", 32, 34, _q8_0),
-    **{
-        number: Quantization(name, elements, nbytes)
-        for number, name, elements, nbytes in (
-            (10, "Q2_K", 256, 84), (11, "Q3_K", 256, 110),
-            (12, "Q4_K", 256, 144), (13, "Q5_K", 256, 176), (14, "Q6_K", 256, 210),
-            (15, "Q8_K", 256, 292), (16, "IQ2_XXS", 256, 66), (17, "IQ2_XS", 256, 74),
-            (18, "IQ3_XXS", 256, 98), (19, "IQ1_S", 256, 50), (20, "IQ4_NL", 32, 18),
-            (21, "IQ3_S", 256, 110), (22, "IQ2_S", 256, 82), (23, "IQ4_XS", 256, 136),
-            (29, "IQ1_M", 256, 56), (34, "TQ1_0", 256, 54), (35, "TQ2_0", 256, 66),
-            (39, "MXFP4", 32, 17), (40, "NVFP4", 64, 36), (41, "Q1_0", 128, 18),
-        )
-    },
+    number: Quantization(name, elements, nbytes, halves)
+    for number, name, elements, nbytes, halves in (
+        (2, "Q4_0", 32, 18, (0,)), (3, "Q4_1", 32, 20, (0, 2)), (6, "Q5_0", 32, 22, None),
+        (7, "Q5_1", 32, 24, None), (8, "Q8_0", 32, 34, (0,)), (10, "Q2_K", 256, 84, (80, 82)),
+        (11, "Q3_K", 256, 110, (108,)), (12, "Q4_K", 256, 144, (0, 2)),
+        (13, "Q5_K", 256, 176, (0, 2)), (14, "Q6_K", 256, 210, (208,)),
+        (15, "Q8_K", 256, 292, None), (16, "IQ2_XXS", 256, 66, None),
+        (17, "IQ2_XS", 256, 74, None), (18, "IQ3_XXS", 256, 98, None),
+        (19, "IQ1_S", 256, 50, None), (20, "IQ4_NL", 32, 18, (0,)), (21, "IQ3_S", 256, 110, (0,)),
+        (22, "IQ2_S", 256, 82, (0,)), (23, "IQ4_XS", 256, 136, (0, 2)),
+        (29, "IQ1_M", 256, 56, None), (34, "TQ1_0", 256, 54, (52,)), (35, "TQ2_0", 256, 66, (64,)),
+        (39, "MXFP4", 32, 17, ()), (40, "NVFP4", 64, 36, ()), (41, "Q1_0", 128, 18, (0,)),
+    )
 }  # fmt: skip

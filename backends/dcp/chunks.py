@@ -21,7 +21,7 @@ from unickpt.backends.dcp.memory_files import InMemory, Known, Rest
 from unickpt.backends.dcp.metadata import Blob, Chunk, TensorFacts
 from unickpt.backends.safetensors.reader import Header, read_header
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
-from unickpt.foreign.elements import ByteRange, Elements, FileRange
+from unickpt.foreign.elements import ByteRange, Elements
 from unickpt.foreign.file_ranges import FileBox, read_flat
 from unickpt.foreign.files import Files
 from unickpt.foreign.torch_pickles import Tensor, TorchFile
@@ -175,7 +175,7 @@ def _in_safetensors(name: str, facts: TensorFacts, chunk: Chunk, header: Header)
     told = _recorded_start(header, name)
     if told is not None and told != list(chunk.box.start):
         raise _contradicts(facts.dtype, chunk, f"the part of it that begins at {quoted(told)}")
-    return FileBox(chunk.box, FileRange(chunk.blob.file, chunk.blob.offset + tensor.offset))
+    return FileBox(chunk.box, tensor.elements(chunk.blob.file, chunk.blob.offset))
 
 
 def _check(expected: str, chunk: Chunk, dtype: str, shape: tuple[int, ...]) -> None:

@@ -10,16 +10,16 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.backends.hugging_face import weight_map
-from unickpt.errors import CheckpointCorrupt, CoverageError, UnsupportedFormat
+from unickpt.errors import CheckpointCorrupt, CoverageError
 from unickpt.foreign import loose_files
-from unickpt.foreign.elements import FileRange
+from unickpt.foreign.elements import Elements, FileRange, Nibbles, Unreadable
 from unickpt.foreign.file_ranges import FileBox, RangeReader, of_boxes, whole
 from unickpt.foreign.files import Files
 from unickpt.foreign.loose_files import Found, open_kind
@@ -42,6 +42,7 @@ DTYPES = {
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
     "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
 }  # fmt: skip
+_FOUR_BITS = {"F4": "float4_e2m1fn"}
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,17 @@ class Tensor:
         dtype: the checkpoint's name of its dtype.
         shape: its extents.
         offset: of its first byte in the file.
+        kind: makes elements of a file and an offset.
     """
 
     dtype: str
     shape: tuple[int, ...]
     offset: int
+    kind: Callable[[str, int], Elements] = FileRange
+
+    def elements(self, file: str, begin: int = 0) -> Elements:
+        """Its elements, in a file in which its own begins at a byte."""
+        return self.kind(file, begin + self.offset)
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,6 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
 
     Raises:
         CheckpointCorrupt: a header is damaged, or files are missing.
-        UnsupportedFormat: a tensor has a dtype that unickpt lacks.
         StorageError: the storage failed.
     """
 
@@ -154,6 +160,7 @@ def _pieces(
 ) -> dict[str, tuple[str, list[FileBox]]]:
     """The dtype and the boxes of each tensor."""
     found: dict[str, tuple[str, list[FileBox]]] = {}
+    first_in: dict[str, str] = {}
     for file, header in headers.items():
         offsets = _offsets(header, f"{files.location}: {file}")
         for name, tensor in header.tensors.items():
@@ -161,9 +168,8 @@ def _pieces(
                 continue  # the index wins
             start = offsets.get(name)
             if name in found and start is None:
-                [other, *_] = found[name][1][0].elements.ranges(0, 0, 1)
                 raise CheckpointCorrupt(
-                    f"{files.location}: {quoted(name)} is in {other.file} and in "
+                    f"{files.location}: {quoted(name)} is in {first_in[name]} and in "
                     f"{file}, and no index says which one counts"
                 )
             origin = start or (0,) * len(tensor.shape)
@@ -176,7 +182,8 @@ def _pieces(
                     f"{tensor.dtype}{list(tensor.shape)} at {list(origin)} in {file}"
                 )
             stop = tuple(a + n for a, n in zip(origin, tensor.shape, strict=True))
-            box = FileBox(Box(origin, stop), FileRange(file, tensor.offset))
+            box = FileBox(Box(origin, stop), tensor.elements(file))
+            first_in.setdefault(name, file)
             found.setdefault(name, (tensor.dtype, []))[1].append(box)
     missing = sorted((where or {}).keys() - found.keys())
     if missing:
@@ -205,7 +212,6 @@ def read_header(files: Files, file: str) -> Header:
 
     Raises:
         CheckpointCorrupt: it is damaged, or the file is shorter than it says.
-        UnsupportedFormat: a tensor has a dtype that unickpt lacks.
         Failed: the storage failed.
     """
     where = f"{files.location}: {file}"
@@ -220,9 +226,7 @@ def read_header(files: Files, file: str) -> Header:
             raise ValueError("its metadata are not texts")
         tensors, end = {}, 0
         for name, facts in sorted(found.items(), key=lambda item: item[1]["data_offsets"]):
-            tensors[name], end = _tensor(name, facts, end, where, 8 + length)
-    except UnsupportedFormat:
-        raise
+            tensors[name], end = _tensor(name, facts, end, files, file, 8 + length)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointCorrupt(f"{where}: its header is damaged: {error}") from error
     if size is not None and size != 8 + length + end:
@@ -233,19 +237,29 @@ def read_header(files: Files, file: str) -> Header:
 
 
 def _tensor(
-    name: str, facts: Mapping[str, Any], end: int, where: str, data: int
+    name: str, facts: Mapping[str, Any], end: int, files: Files, file: str, data: int
 ) -> tuple[Tensor, int]:
     """A tensor of a header, and the end of its bytes, which begin where those before it end."""
-    dtype = DTYPES.get(facts["dtype"])
-    if dtype is None:
-        raise UnsupportedFormat(f"{where}: {quoted(name)} has the dtype {quoted(facts['dtype'])}")
     shape, (begin, stop) = _ints(facts["shape"]), _ints(facts["data_offsets"])
-    nbytes = math.prod(shape) * dtypes.from_name(dtype).itemsize
+    kind, count, at = facts["dtype"], math.prod(shape), data + begin
+    if kind in DTYPES:
+        dtype = DTYPES[kind]
+        tensor = Tensor(dtype, shape, at)
+        nbytes = count * dtypes.from_name(dtype).itemsize
+    elif kind in _FOUR_BITS:
+        tensor, nbytes = Tensor(_FOUR_BITS[kind], shape, at, Nibbles), -(-count // 2)
+    else:
+        reason = (
+            f"{files.location}: {file}: {quoted(name)} has the dtype {quoted(kind)}, which is not "
+            "read; read the other tensors by their names (only=), or drop it by a rule"
+        )
+        nbytes = max(0, stop - begin)
+        tensor = Tensor("uint8", shape, at, lambda *_: Unreadable(reason))
     if begin != end or stop - begin != nbytes:
         raise ValueError(
             f"{quoted(name)} of {nbytes} bytes lies at {begin} to {stop}, after byte {end}"
         )
-    return Tensor(dtype, shape, data + begin), stop
+    return tensor, stop
 
 
 def _ints(found: Any) -> tuple[int, ...]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import shutil
 import struct
+import sys
+import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,19 +32,20 @@ KINDS = {"float32": 0, "float16": 1, "int8": 24, "int16": 25, "int32": 26, "int6
 AS_FLOAT = {"dequantize": "float32"}
 
 
-def text(value: str) -> bytes:
-    return struct.pack("<Q", len(value.encode())) + value.encode()
+def text(value: str, order: str = "<") -> bytes:
+    return struct.pack(f"{order}Q", len(value.encode())) + value.encode()
 
 
 def packed(tensors: list[tuple[str, tuple[int, ...], int, bytes]], pairs: bytes = b"",
-           count: int = 0, version: int = 3, align: int = 32) -> bytes:  # fmt: skip
+           count: int = 0, version: int = 3, align: int = 32, order: str = "<"
+           ) -> bytes:  # fmt: skip
     """A file of tensors: name, shape, type and bytes of each."""
     infos, data = b"", b""
     for name, shape, kind, of in tensors:
-        dims = struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1])
-        infos += text(name) + dims + struct.pack("<IQ", kind, len(data))
+        dims = struct.pack(f"{order}I{len(shape)}Q", len(shape), *shape[::-1])
+        infos += text(name, order) + dims + struct.pack(f"{order}IQ", kind, len(data))
         data += of + bytes(-len(of) % align)
-    head = struct.pack("<4sIQQ", b"GGUF", version, len(tensors), count) + pairs + infos
+    head = struct.pack(f"{order}4sIQQ", b"GGUF", version, len(tensors), count) + pairs + infos
     return head + bytes(-len(head) % align) + data
 
 
@@ -134,13 +137,106 @@ def test_without_the_hint_quantized_tensors_are_their_bytes() -> None:
     assert "float32" in result.output
 
 
-def test_what_cannot_be_dequantized_is_an_error(tmp_path: Path) -> None:
-    path = written(tmp_path / "x", packed([("w", (2, 256), 12, bytes(288))]))
-    assert unickpt.open(path)["w"].shape == (2, 144)
-    with pytest.raises(UnsupportedFormat, match=r"'w' is of the type Q4_K, .* Q8_0 can"):
-        unickpt.open(path, hints=AS_FLOAT)
+def blocks_of(kind: int, count: int) -> np.ndarray:
+    """Random blocks, whose scales are no NaNs."""
+    rng = np.random.default_rng(kind)
+    found = rng.integers(0, 256, (count, gguf._QUANTIZED[kind].nbytes), np.uint8)
+    for at in gguf._QUANTIZED[kind].halves or (0,):
+        found[:, at : at + 2] = rng.normal(size=(count, 1)).astype("<f2").view(np.uint8)
+    return found
+
+
+DEQUANTIZED = [kind for kind, of in gguf._QUANTIZED.items() if of.name not in ("Q8_K", "Q1_0")]
+
+
+@pytest.mark.parametrize("kind", DEQUANTIZED, ids=lambda kind: gguf._QUANTIZED[kind].name)
+def test_every_type_is_dequantized_as_the_package_does(kind: int, tmp_path: Path) -> None:
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    of = gguf._QUANTIZED[kind]
+    assert GGML_QUANT_SIZES[GGMLQuantizationType[of.name]] == (of.elements, of.nbytes)
+    blocks = blocks_of(kind, 6)
+    path = written(tmp_path / "x", packed([("w", (2, 3 * of.elements), kind, blocks.tobytes())]))
+    found = unickpt.open(path, hints=AS_FLOAT)["w"]
+    expected = dequantize(blocks.reshape(2, -1), GGMLQuantizationType(kind)).view(np.uint32)
+    assert np.array_equal(found[...].view(np.uint32), expected)
+    part = found[1:, 7 : of.elements + 3].view(np.uint32)
+    assert np.array_equal(part, expected[1:, 7 : of.elements + 3])
+
+
+@pytest.mark.parametrize(("kind", "name"), [(15, "Q8_K"), (41, "Q1_0"), (99, "unknown type 99")])
+def test_what_cannot_be_dequantized_refuses_only_its_tensor(
+    kind: int, name: str, tmp_path: Path
+) -> None:
+    nbytes = gguf._QUANTIZED[kind].nbytes if kind < 99 else 0
+    tensors = [("w", (2, 256), kind, bytes(4 * nbytes)), ("v", (2,), 0, struct.pack("<2f", 1, 2))]
+    path = written(tmp_path / "x", packed(tensors))
+    found = unickpt.open(path, hints=AS_FLOAT)
+    assert unickpt.load(found, only=["v"])["v"].tolist() == [1, 2]
+    for read in (unickpt.load, lambda opened: opened["w"][...]):
+        with pytest.raises(UnsupportedFormat, match=f"'w' (is of|has) the (type )?{name}.*only="):
+            read(found)
+    assert unickpt.open(path).metadata["quantized"] == {"w": name.removeprefix("unknown ")}
     with pytest.raises(HintError, match="'float16': it can be 'float32'"):
         unickpt.open(path, hints={"dequantize": "float16"})
+
+
+def test_without_the_package_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path / "x", packed([("w", (2, 256), 12, bytes(288))]))
+    monkeypatch.setitem(sys.modules, "gguf.quants", None)
+    assert unickpt.open(path)["w"].shape == (2, 144)
+    with pytest.raises(UnsupportedFormat, match=r"install unickpt\[gguf\]"):
+        unickpt.open(path, hints=AS_FLOAT)
+
+
+def test_big_endian_files_hold_the_same(tmp_path: Path) -> None:
+    import gguf as package
+
+    arrays = {
+        "f2": np.arange(6, dtype=np.float16).reshape(2, 3),
+        "f4": np.linspace(-1, 1, 5, dtype=np.float32),
+        "i8": np.arange(-3, 3, dtype=np.int64),
+    }
+    (tmp_path / "x").mkdir()
+    file = str(tmp_path / "x" / "model.gguf")
+    writer = package.GGUFWriter(file, "tiny", endianess=package.GGUFEndian.BIG)
+    writer.add_name("model")
+    writer.add_token_scores([0.5, -2.0])
+    for name, array in arrays.items():
+        writer.add_tensor(name, array.copy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = unickpt.open(tmp_path / "x")
+    assert found.metadata["general.name"] == "model"
+    assert found.metadata["tokenizer.ggml.scores"] == [0.5, -2.0]
+    for name, array in arrays.items():
+        assert found[name].dtype == array.dtype
+        assert np.array_equal(found[name][...], array)
+
+
+def test_big_endian_blocks(tmp_path: Path) -> None:
+    from gguf.quants import dequantize
+    from gguf.scripts.gguf_convert_endian import byteswap_tensors
+
+    for kind, swap in byteswap_tensors.items():
+        of, blocks = gguf._QUANTIZED[int(kind)], blocks_of(int(kind), 2)
+        tensor = types.SimpleNamespace(data=blocks.copy().reshape(-1))
+        for block in range(2):
+            swap(tensor, block * of.nbytes)
+        data = packed([("w", (2, of.elements), int(kind), tensor.data.tobytes())], order=">")
+        path = written(tmp_path / of.name, data)
+        found = unickpt.open(path, hints=AS_FLOAT)["w"][...]
+        assert np.array_equal(found.view(np.uint32), dequantize(blocks, kind).view(np.uint32))
+        assert unickpt.open(path).metadata["quantized"] == {"w": f"{of.name}, big-endian"}
+        assert unickpt.open(path)["w"][...].tobytes() == tensor.data.tobytes()
+    path = written(tmp_path / "y", packed([("w", (2, 256), 16, bytes(132))], order=">"))
+    with pytest.raises(UnsupportedFormat, match=r"'w' is of the type IQ2_XXS.*big-endian"):
+        unickpt.load(unickpt.open(path, hints=AS_FLOAT))
 
 
 def test_from_s3(moto: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,9 +389,8 @@ def test_metadata_of_every_kind(tmp_path: Path) -> None:
     ("data", "told"),
     [
         (packed([], version=1), "version 1"),
-        (packed([], version=3 << 24), "big-endian"),
+        (packed([], version=4, order=">"), "version 4"),
         (packed([], pair("split.count", 2, struct.pack("<H", 3)), 1), "one of 3 files.*rename"),
-        (packed([("w", (4,), 99, bytes(4))]), "'w' has the unknown type 99"),
         (packed([], pair("k", 13, b""), 1), "'k' is of the unknown type 13"),
         (packed([], pair("k", 9, struct.pack("<IQ", 9, 1)), 1), "list of lists"),
         (packed([], pair("k", 9, struct.pack("<IQ", 0, 1 << 50)), 1), "too many"),

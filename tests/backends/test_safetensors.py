@@ -172,10 +172,40 @@ def test_every_dtype_of_eight_bits(tmp_path: Path) -> None:
         assert (str(found["a"].dtype), found["a"][...].tobytes()) == (dtype, bytes(range(8)))
 
 
-def test_dtypes_of_the_future_are_told(tmp_path: Path) -> None:
-    path = folder(tmp_path / "c", model=packed({"a": {**F, "dtype": "F4"}}, bytes(8)))
-    with pytest.raises(UnsupportedFormat, match="'a' has the dtype 'F4'"):
-        opened(path)
+def test_four_bits_are_read_as_torch_packs_them(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    raw = torch.arange(21, dtype=torch.uint8).reshape(3, 7) * 11
+    path = folder(tmp_path / "c") / "model.safetensors"
+    save_file({"w": raw.view(torch.float4_e2m1fn_x2), "beside": torch.ones(3)}, path)
+    found = opened(path.parent)
+    whole = np.stack((raw.numpy() & 15, raw.numpy() >> 4), axis=2).reshape(3, 14)
+    assert (str(found["w"].dtype), found["w"].shape) == ("float4_e2m1fn", (3, 14))
+    assert np.array_equal(found["w"][...].view(np.uint8), whole)
+    for begin in range(14):
+        for end in range(begin, 15):
+            assert np.array_equal(found["w"][1:, begin:end].view(np.uint8), whole[1:, begin:end])
+    unickpt.convert(path.parent, tmp_path / "ours")
+    assert unickpt.diff(path.parent, tmp_path / "ours").same
+
+
+def test_an_odd_number_of_four_bits(tmp_path: Path) -> None:
+    facts = {"dtype": "F4", "shape": [3], "data_offsets": [0, 2]}
+    found = opened(folder(tmp_path / "c", model=packed({"a": facts}, b"\x21\x03")))
+    assert found["a"][...].view(np.uint8).tolist() == [1, 2, 3]
+
+
+def test_a_dtype_of_the_future_refuses_only_its_tensor(tmp_path: Path) -> None:
+    header = {"a": {**F, "dtype": "F6_E2M3"}, "b": {**F, "data_offsets": [8, 16]}}
+    path = folder(tmp_path / "c", model=packed(header, bytes(8) + struct.pack("<2f", 1, 2)))
+    assert unickpt.load(path, only=["b"])["b"].tolist() == [1, 2]
+    for read in (unickpt.load, lambda p: unickpt.open(p)["a"][...], unickpt.verify):
+        with pytest.raises(UnsupportedFormat, match=r"'a' has the dtype 'F6_E2M3', which .*only="):
+            read(path)
+    with pytest.raises(UnsupportedFormat, match="'a' has the dtype 'F6_E2M3'"):
+        unickpt.convert(path, tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
 
 
 @given(st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=4))

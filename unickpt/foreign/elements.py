@@ -17,6 +17,7 @@ import numpy as np
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.dtypes import Array
+from unickpt.errors import UnsupportedFormat
 from unickpt.foreign.files import Files
 
 
@@ -75,6 +76,47 @@ class FileRange:
     def ranges(self, first: int, count: int, itemsize: int) -> Iterator[ByteRange]:
         begin = self.offset + first * itemsize
         yield ByteRange(self.file, begin, begin + count * itemsize)
+
+
+@dataclass(frozen=True)
+class Nibbles:
+    """Elements of four bits, two in a byte: the first one in its lower half, as torch packs them.
+
+    Arguments:
+        file: below the checkpoint's location.
+        offset: of the elements 0 and 1, in bytes.
+    """
+
+    file: str
+    offset: int
+
+    def read(self, files: Files, first: int, out: Array) -> None:
+        [where] = self.ranges(first, out.size, 1)
+        data = np.empty(where.end - where.begin, np.uint8)
+        files.read_into(self.file, where.begin, data.data)
+        found = np.stack((data & 15, data >> 4), axis=1).reshape(-1)
+        out.view(np.uint8)[...] = found[first % 2 :][: out.size]
+
+    def ranges(self, first: int, count: int, itemsize: int) -> Iterator[ByteRange]:
+        begin, end = first // 2, -(-(first + count) // 2)
+        yield ByteRange(self.file, self.offset + begin, self.offset + end)
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """Elements of a kind that is not read; what else the file holds is.
+
+    Arguments:
+        reason: for the error: the array, its kind, and what to do.
+    """
+
+    reason: str
+
+    def read(self, files: Files, first: int, out: Array) -> None:
+        raise UnsupportedFormat(self.reason)
+
+    def ranges(self, first: int, count: int, itemsize: int) -> Iterator[ByteRange]:
+        raise UnsupportedFormat(self.reason)
 
 
 @dataclass(frozen=True)
