@@ -95,7 +95,7 @@ class RegularFiles:
             real = os.path.realpath(at) if self._has_link(path) else None
             try:
                 found = os.stat(at)
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 raise Damaged(f"no file {at}") from None
         if real is not None and not real.startswith(self._top):
             raise Damaged(
@@ -288,7 +288,7 @@ def open_to_read(path: str) -> int:
     with system_calls():
         try:
             return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise Damaged(f"no file {path}", errno.ENOENT) from None
 
 
