@@ -13,7 +13,8 @@ import pytest
 from support.saving import in_job, same
 
 import unickpt
-from unickpt import Checkpointer, CheckpointNotFound, SaveOptions
+from unickpt import Checkpointer, CheckpointNotFound, SaveConflict, SaveOptions
+from unickpt.steps import cleanup
 
 OPTIONS = SaveOptions(chunk_bytes=8192, fsync=False)
 FROZEN = np.random.default_rng(0).random((64, 512), np.float32)
@@ -132,3 +133,62 @@ def test_one_process_sees_it(what: str, links: bool, tmp_path: Path) -> None:
     assert 0 < save("b", tmp_path / "a") < FROZEN.nbytes
     assert unickpt.verify(tmp_path / "b").ok
     assert same(unickpt.load(tmp_path / "b"), {"frozen": FROZEN})
+
+
+@pytest.fixture
+def borrowed_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where it is marked who borrows from step 0: step 1, a step that was never committed, and what
+    a process leaves that is killed while it marks."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(1, "no links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    with Checkpointer(tmp_path, reuse=True, options=OPTIONS) as run:
+        for step in (0, 1):
+            run.save(step, state(step)).result()
+    (marks,) = tmp_path.glob("step_0/processes/*/borrowers")
+    assert os.listdir(marks) == ["step_1"]
+    for name in ("step_2", "step_3", "step_2_4598d5ca95edb05d.__lock"):
+        (marks / name).touch()
+    (tmp_path / "step_3/processes/0123-0/00000/d").mkdir(parents=True)
+    return marks
+
+
+def test_only_checkpoints_keep_a_base(borrowed_from: Path, tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, options=OPTIONS) as run:
+        with pytest.raises(SaveConflict, match="has chunks of step_1, which"):
+            run.delete(0)
+        run.delete(1)
+        run.delete(0)
+    assert not (tmp_path / "step_0").exists()
+
+
+def test_retention_removes_a_base_that_only_a_killed_job_marked(
+    borrowed_from: Path, tmp_path: Path
+) -> None:
+    with Checkpointer(tmp_path, keep_last=1, options=OPTIONS) as run:
+        for step in (5, 6):
+            run.save(step, state(step)).result()
+        run.wait()
+        assert run.steps() == [6]
+
+
+@pytest.mark.parametrize("by", ["the next job", "clean"])
+def test_old_locks_of_marks_are_removed(by: str, borrowed_from: Path, tmp_path: Path) -> None:
+    def remove() -> list[str]:
+        if by == "clean":
+            return [r.name for r in cleanup.clean(tmp_path, cleanup.find(tmp_path).remnants)]
+        with Checkpointer(tmp_path, options=OPTIONS) as run:
+            run.save(10 + len(run.steps()), state(5)).result()
+        return []
+
+    lock = borrowed_from / "step_2_4598d5ca95edb05d.__lock"
+    remove()
+    assert lock.exists()  # another process may be writing the mark
+    os.utime(lock, (0, 0))
+    removed = remove()
+    assert not lock.exists()
+    assert by != "clean" or str(lock.relative_to(tmp_path)) in removed
+    assert sorted(os.listdir(borrowed_from)) == ["step_1", "step_2", "step_3"]
+    assert same(unickpt.load(tmp_path / "step_1"), state(1))
