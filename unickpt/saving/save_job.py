@@ -250,6 +250,8 @@ class SaveJob:
                     report.mean_bytes / 1e9,
                 ),
             )
+        if report.bases:
+            _log.info("%s cannot be read without %s", report.url, ", ".join(report.bases))
         if self._attempt.differences:
             replicas.warn(self._attempt.differences)
         return report
@@ -363,6 +365,7 @@ class SaveJob:
             **asdict(staged),
             writers=attempt.writers,
             quantized=attempt.quantized,
+            bases=attempt.bases,
             replicas_differ=tuple(found.name for found in attempt.differences),
         )
 
