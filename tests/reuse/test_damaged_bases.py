@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import s3_server
 from support.saving import in_job, same
 
 import unickpt
-from unickpt import Checkpointer, CheckpointNotFound, SaveConflict, SaveOptions
+from unickpt import Checkpointer, CheckpointNotFound, SaveConflict, SaveOptions, StorageError
 from unickpt.steps import cleanup
+from unickpt.storage import contexts, paths
 
 OPTIONS = SaveOptions(chunk_bytes=8192, fsync=False)
 FROZEN = np.random.default_rng(0).random((64, 512), np.float32)
@@ -192,3 +195,44 @@ def test_old_locks_of_marks_are_removed(by: str, borrowed_from: Path, tmp_path: 
     assert by != "clean" or str(lock.relative_to(tmp_path)) in removed
     assert sorted(os.listdir(borrowed_from)) == ["step_1", "step_2", "step_3"]
     assert same(unickpt.load(tmp_path / "step_1"), state(1))
+
+
+@pytest.mark.parametrize("what", ["rots at 0.5", "the database of a process is gone", "it is gone"])
+def test_experts_that_a_base_lost_cost_one_save(what: str, links: bool, tmp_path: Path) -> None:
+    """They are nowhere else; the next save writes all."""
+    experts = {str(n): {"w": np.full((16, 512), n, np.float32)} for n in range(4)}
+    tree = {"frozen": FROZEN, "experts": experts}
+    with Checkpointer(tmp_path, reuse=True, partial={"experts/{x}/**": 1}, options=OPTIONS) as run:
+        for step in (0, 1):
+            run.save(step, tree).result()
+        for folder in tmp_path.glob("step_*"):
+            HARMS[what](folder)
+        with pytest.raises(StorageError, match="this save"):
+            run.save(2, tree).result()
+        for step in (3, 4):
+            run.save(step, tree).result()
+            assert unickpt.verify(tmp_path / f"step_{step}").ok
+            found = unickpt.load(tmp_path / f"step_{step}")["experts"]
+            assert all(same(found[number], experts[number]) for number in experts)
+
+
+def test_a_base_in_object_storage_that_lost_an_object(
+    moto: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    s3_server.use(moto, monkeypatch)
+    bucket = f"bases-{secrets.token_hex(4)}"
+    s3_server.make_bucket(moto, bucket)
+    with Checkpointer(f"s3://{bucket}/run", reuse=True, options=OPTIONS) as run:
+        for step in (0, 1):
+            report = run.save(step, state(step)).result()
+        assert report.bases == ("step_0",)
+        location, context = paths.resolve(f"s3://{bucket}/run/step_0"), contexts.context()
+        names = [key.decode() for key in location.store(context).list().result()]
+        for name in names:
+            if "/00000/d/" in name:
+                location.remove_file(name, context)
+        for step in (2, 3):
+            run.save(step, state(step)).result()
+            assert unickpt.verify(f"s3://{bucket}/run/step_{step}").ok
+            assert same(unickpt.load(f"s3://{bucket}/run/step_{step}"), state(step))
+    assert caplog.text.count("the base of this save") == 1
