@@ -30,7 +30,7 @@ from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted
-from unickpt.storage.errors import Failed
+from unickpt.storage.errors import Failed, reading_failed
 from unickpt.trees import tree
 
 _MAGIC = b"\x93NUMPY"
@@ -181,7 +181,9 @@ class NpzReader(RangeReader):
         member, header = self._deflated[entry.name]
         try:
             data = self._inflated(member, member.size)
-        except (CheckpointCorrupt, Failed) as error:
+        except Failed as error:
+            raise reading_failed(error, f"{self.location}: array {entry.name!r}") from error
+        except CheckpointCorrupt as error:
             raise CheckpointCorrupt(f"{self.location}: array {entry.name!r}: {error}") from error
         steps = tuple(s * out.itemsize for s in header.strides)
         out[...] = np.ndarray(out.shape, out.dtype, data, header.length, steps)

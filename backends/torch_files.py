@@ -21,7 +21,7 @@ from unickpt.foreign.torch_pickles import Storage, Tensor, TorchFile, attributes
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted, shortened
-from unickpt.storage.errors import Failed
+from unickpt.storage.errors import Failed, reading_failed
 from unickpt.trees import plain_values, tree
 
 _SCRIPT = "constants.pkl"
@@ -94,7 +94,9 @@ class TorchFilesReader(RangeReader):
 def _box(files: Files, file: TorchFile, leaf: tree.Leaf) -> FileBox:
     try:
         return file.box(leaf.value)
-    except (CheckpointCorrupt, Failed) as error:
+    except Failed as error:
+        raise reading_failed(error, f"{files.location}: array {leaf.name!r}") from error
+    except CheckpointCorrupt as error:
         raise CheckpointCorrupt(f"{files.location}: array {leaf.name!r}: {error}") from error
 
 

@@ -114,7 +114,7 @@ def test_inspect_every_scheme(root: str) -> None:
     assert "total: 38 arrays of 920 elements, 3.8 kB in 40 chunks; 1 tie; 2 plain values" in text
     facts = json.loads(run("inspect", f"{root}/step_7", "--json"))
     assert facts["totals"] == {"arrays": 38, "elements": 920, "bytes": 3776, "chunks": 40,
-                               "reused_bytes": 0}  # fmt: skip
+                               "reused_bytes": 0, "bases": []}  # fmt: skip
     assert facts["url"].endswith("/step_7/")
 
 

@@ -106,6 +106,20 @@ def test_chunks_are_borrowed_along_a_chain(run: str) -> None:
     is_whole(f"{run}/whole", state)
 
 
+def test_the_report_and_inspect_name_what_must_stay(run: str) -> None:
+    assert save(f"{run}/a", tree()).bases == ()
+    report = save(f"{run}/b", tree(), base=f"{run}/a")
+    assert report.bases == ("a",)
+    assert "cannot be read without" in report._repr_html_()
+    shown = CliRunner().invoke(app, ["inspect", f"{run}/b"], env={"COLUMNS": "200"}).stdout
+    assert "in 'a', without which it cannot be read" in " ".join(shown.split())
+    told = json.loads(CliRunner().invoke(app, ["inspect", "--json", f"{run}/b"]).stdout)
+    assert told["totals"]["bases"] == ["a"]
+    unickpt.copy(f"{run}/b", f"{run}/whole")
+    shown = CliRunner().invoke(app, ["inspect", f"{run}/whole"]).stdout
+    assert "without which" not in shown
+
+
 def test_a_missing_or_other_base_is_told_when_it_is_opened(run: str) -> None:
     state = tree()
     save(f"{run}/a", state)

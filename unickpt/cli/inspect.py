@@ -37,7 +37,7 @@ from unickpt.display import tree_table
 from unickpt.format import ocdbt_reader
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
-from unickpt.quoting import some
+from unickpt.quoting import quoted, some
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.stored_array import StoredArray
 from unickpt.reuse import experts
@@ -95,7 +95,8 @@ def inspect(
     values      {name: plain value}; what JSON lacks is an object as in docs/format.md; an object
                 that only its class can read is {opaque: name of the class, size}
     per_process {name: [bytes of each process's value]}
-    totals      {arrays, elements, bytes, chunks, reused_bytes}
+    totals      {arrays, elements, bytes, chunks, reused_bytes, bases: the names of checkpoints
+                beside it without which it cannot be read}
 
     With --timing, --json prints {url, timing}: null if it was not kept, or {processes, collected,
     merged, began, at, seconds, done, waited, blocked, written, stored, reused, staged, chunks},
@@ -219,7 +220,10 @@ def _totals(checkpoint: Checkpoint) -> Text:
         f"{counted(len(index.arrays), 'array')} of {counted(elements, 'element')}, "
         f"{size_text(checkpoint.nbytes)} in {counted(index.chunks, 'chunk')}"
     ]
-    if index.reused:
+    if index.bases:
+        names = ", ".join(quoted(base.name) for base in index.bases)
+        pieces.append(f"{size_text(index.reused)} in {names}, without which it cannot be read")
+    elif index.reused:
         pieces.append(f"{size_text(index.reused)} in files of an earlier checkpoint")
     others = [
         (len(index.aliases), "tie", "ties"),
@@ -289,6 +293,7 @@ def _checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
             "bytes": checkpoint.nbytes,
             "chunks": index.chunks,
             "reused_bytes": index.reused,
+            "bases": [base.name for base in index.bases],
         },
     }
 

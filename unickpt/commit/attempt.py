@@ -76,6 +76,7 @@ class Attempt:
         self._more: Records = ()  # of processes that wrote chunks of others, too
         self.writers: tuple[Mapping[str, float], ...] = ()
         """The statistics in each process's record, once the coordinator has committed."""
+        self.bases: tuple[str, ...] = ()
         self.differences: Sequence[Difference] = ()
         self.quantized: Mapping[str, tuple[float, float]] = {}
         """The arrays that were assumed to be replicas but differ; likewise."""
@@ -405,6 +406,7 @@ class Attempt:
         self._become(AttemptState.COMMITTED)
         self._remove_older_attempts(older)
         self.writers = statistics_of(records, self._more)
+        self.bases = tuple(base.name for base in merged.index.bases)
         self.differences = merged.differences
         arrays = merged.index.arrays.items()
         self.quantized = {name: entry.errors for name, entry in arrays if entry.quantized}

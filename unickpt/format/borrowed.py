@@ -15,12 +15,14 @@ import xxhash
 from unickpt.format.index import BaseEntry, Index
 from unickpt.storage.database import Database
 from unickpt.storage.errors import Damaged
+from unickpt.storage.local_folders import LOCK_SUFFIX
 from unickpt.storage.locations import Location
 
 DTYPE = np.dtype([("row", "<u8"), ("base", "<u4")])
 """A borrowed chunk: its row in the digest table, and the position of its base in the index."""
 Table = np.ndarray[Any, Any]
-_MARKS = "borrowers"
+MARKS = "borrowers"
+"""In the folder of an attempt: a file for each checkpoint that may borrow from it."""
 
 
 def decode(data: bytes, index: Index) -> Table:
@@ -109,8 +111,10 @@ def marked(base: Location, attempt: str, context: ts.Context) -> list[str]:
     """The names of the checkpoints that may borrow from one; they may be gone since."""
     if not attempt:
         return []
-    return _marks(base, attempt).files(context)
+    # A process that is killed while it marks leaves TensorStore's lock file, which is no borrower.
+    names = _marks(base, attempt).files(context)
+    return [name for name in names if not name.endswith(LOCK_SUFFIX)]
 
 
 def _marks(base: Location, attempt: str) -> Location:
-    return base.child(f"processes/{attempt}/{_MARKS}")
+    return base.child(f"processes/{attempt}/{MARKS}")

@@ -277,12 +277,36 @@ class OcdbtReader(Reader):
         Raises:
             CheckpointCorrupt: the database is damaged.
         """
+        is_own = self._base_of(entry, part, number) is None
+        found = self.stored(entry, part, number) if is_own else None
+        return found if isinstance(found, DataReference) else None
+
+    def stored(self, entry: ArrayEntry, part: Part, number: int) -> bytes | DataReference | None:
+        """As `where`, also of a chunk in a base; of one in the B-tree, its bytes.
+
+        Raises:
+            CheckpointCorrupt: the database is damaged.
+        """
+        store = self._store_of(entry, part, number)
         try:
-            stored = self._chunks.stored_part(entry, part, number)
-            found = self._chunks.values.tree.find(chunk_store.key_of(stored, number))
+            there = store.stored_part(entry, part, number)
+            return store.values.tree.find(chunk_store.key_of(there, number))
         except Failed as error:
             raise self._explained(error, entry) from error
-        return found if isinstance(found, DataReference) else None
+
+    def check_end(self, entry: ArrayEntry, part: Part, number: int) -> None:
+        """Checks that the last byte of what `stored` says is there.
+
+        Raises:
+            CheckpointCorrupt: it is not.
+            StorageError: it cannot be read.
+        """
+        store = self._store_of(entry, part, number)
+        try:
+            key = chunk_store.key_of(store.stored_part(entry, part, number), number)
+            store.values.has(key, store.values.length(key) or 0)
+        except Failed as error:
+            raise self._explained(error, entry) from error
 
     def is_patched(self, entry: ArrayEntry, part: Part, number: int) -> bool:
         """Whether a chunk is stored as a patch.

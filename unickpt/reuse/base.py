@@ -8,7 +8,8 @@ the new checkpoint borrows them from the one beside it (`siblings`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,9 +25,11 @@ from unickpt.format import chunk_grid, chunk_store, ocdbt_reader, patches
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, BaseEntry, Index
 from unickpt.format.ocdbt_reader import OcdbtReader
+from unickpt.format.reader import ChunkId
 from unickpt.format.zarr_metadata import Codecs
 from unickpt.reuse.linked_files import LinkedFiles
 from unickpt.reuse.siblings import Siblings
+from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.locations import Location
 
 _log = logging.getLogger("unickpt")
@@ -35,6 +38,10 @@ _log = logging.getLogger("unickpt")
 _MOST_OF_CHUNK = 0.25
 # To compare a chunk takes memory for so many of its size: the full chunk, positions, a patch.
 _COPIES = 8
+FAULTY = (
+    "the base of this save, %s, is damaged or cannot be read; what cannot be taken from it is "
+    "written again: %s"
+)
 _NEXT = "Nothing was saved; the next save writes all experts"
 
 
@@ -60,7 +67,11 @@ class Share(Protocol):
         """What stays alive for a chunk, by where it is."""
 
     def least_bytes(self, unit: Any) -> float:
-        """How many bytes of a unit must be used for it to be kept alive."""
+        """How many bytes of a unit must be used for it to be kept alive.
+
+        Raises:
+            Failed: it is gone.
+        """
 
     def is_older(self, where: Any) -> bool:
         """Whether the base itself took a chunk from an earlier checkpoint."""
@@ -199,6 +210,7 @@ class Base:
         self._scratch = Scratch()
         self._parts: dict[str, dict[str, tuple[int, Part]]] = {}
         self._candidates: dict[tuple[str, int], _Candidate] = {}
+        self._is_faulty = False
         self.nbytes = 0
         """Logical bytes of the chunks that were taken, less those of patches."""
 
@@ -211,15 +223,23 @@ class Base:
         """Finds what the base has of the chunks that this process is going to write.
 
         A unit of which they use too little is left alone: its other bytes would stay on the disk,
-        too.
+        too. A damaged base has nothing: a training job must not stop because of an older
+        checkpoint.
 
         Arguments:
             chunks: array, part and number of each.
         """
-        share = self.share
-        if share is None:
+        if self.share is None:
             return
+        try:
+            self._offer(self.share, chunks)
+        except UnickptError as error:
+            self._warn(error)
+            self._candidates.clear()
+
+    def _offer(self, share: Share, chunks: Iterable[tuple[ArrayEntry, Part, int]]) -> None:
         used: dict[Any, int] = {}
+        ends: dict[Any, tuple[int, ChunkId]] = {}
         for entry, part, number in chunks:
             found = self._find(entry, part, number)
             if found is not None and found.where is not None:
@@ -227,9 +247,29 @@ class Base:
                 self._candidates[part.key, number] = found
                 unit = share.unit(found.where)
                 used[unit] = used.get(unit, 0) + nbytes
-        left = {unit for unit, nbytes in used.items() if nbytes < share.least_bytes(unit)}
+                end, _ = ends.get(unit, (-1, None))
+                if (own := _end(found.where)) > end:
+                    ends[unit] = own, (found.entry, found.part, number)
+        left = {u for u, nbytes in used.items() if not self._serves(share, u, nbytes, ends[u][1])}
         for key in [key for key, c in self._candidates.items() if share.unit(c.where) in left]:
             del self._candidates[key]
+
+    def _serves(self, share: Share, unit: Any, nbytes: int, last: ChunkId) -> bool:
+        """Whether enough of a unit is used, and it is there up to the last chunk."""
+        try:
+            if nbytes < share.least_bytes(unit):
+                return False
+            self._reader.check_end(*last)
+            return True
+        except UnickptError as error:
+            self._warn(error)
+            return False
+
+    def _warn(self, why: object) -> None:
+        """Says once what is wrong with the base."""
+        if not self._is_faulty:
+            self._is_faulty = True
+            _log.warning(FAULTY, self._reader.location, why)
 
     def is_settled(self, part: Part, number: int) -> bool:
         """Whether a chunk was equal in the base and in the checkpoint before it, as frozen ones
@@ -278,7 +318,10 @@ class Base:
 
     def _take(self, found: _Candidate, number: int, patch: bytes | None = None) -> bool:
         share, is_patch = self.share, patch is not None
-        if share is None or not share.take(found.where, found.part, number, as_full=is_patch):
+        if share is None:
+            return False
+        if not share.take(found.where, found.part, number, as_full=is_patch):
+            self._warn("a file of it can no longer be linked")
             return False
         self.nbytes += found.part.chunk_box(number).size * found.entry.itemsize - len(patch or b"")
         return True
@@ -305,8 +348,9 @@ class Base:
             return Compared(digest)
         try:
             return Compared(digest, self._patch(found, number, chunk))
-        except UnickptError:
-            return Compared(digest)  # it is damaged, and must not be referred to
+        except UnickptError as error:  # it is damaged, and must not be referred to
+            self._warn(error)
+            return Compared(digest)
 
     def comparable_at_once(self, nbytes: int) -> int:
         """How many chunks of a size the memory allows to compare at the same time."""
@@ -336,7 +380,8 @@ class Base:
 
     def digest(self, entry: ArrayEntry, part: Part, number: int) -> int:
         """The digest of a chunk as the base has it. Raises as `read`."""
-        found = self._candidates.get((part.key, number)) or self._find(entry, part, number)
+        with self._naming(entry, part, number):
+            found = self._candidates.get((part.key, number)) or self._find(entry, part, number)
         return chunk_store.digest(self.read(entry, part, number)) if found is None else found.digest
 
     def read(self, entry: ArrayEntry, part: Part, number: int) -> Array:
@@ -346,18 +391,25 @@ class Base:
             StorageError: the base lacks it, or it cannot be read, or is damaged.
         """
         box = part.chunk_box(number)
-        where = f"array {entry.name!r} {box} of {self._reader.location}, which this save keeps"
         theirs = self._reader.index.arrays.get(entry.name)
-        if theirs is None or (theirs.shape, theirs.dtype) != (entry.shape, entry.dtype):
-            raise StorageError(f"{where}, is not there. {_NEXT}")
         out = np.empty(box.shape, dtypes.from_name(entry.dtype))
-        try:
+        with self._naming(entry, part, number):
+            if theirs is None or (theirs.shape, theirs.dtype) != (entry.shape, entry.dtype):
+                raise CheckpointCorrupt("it is not there")
             for first, stored in chunk_grid.numbered_parts(theirs):
                 for at in stored.chunks_in(box):
                     self._read_into(out, box, (theirs, stored, at), first)
-        except UnickptError as error:
-            raise StorageError(f"{where}, cannot be read: {error}. {_NEXT}") from error
         return out
+
+    @contextmanager
+    def _naming(self, entry: ArrayEntry, part: Part, number: int) -> Iterator[None]:
+        try:
+            yield
+        except UnickptError as error:
+            raise StorageError(
+                f"array {entry.name!r} {part.chunk_box(number)} of {self._reader.location}, which "
+                f"this save keeps, cannot be read: {error}. {_NEXT}"
+            ) from error
 
     def _read_into(
         self, out: Array, box: Box, chunk: tuple[ArrayEntry, Part, int], first: int
@@ -388,9 +440,14 @@ class Base:
                 return self._reader.has_bytes(found.entry, found.part, number, chunk)
             out = np.empty(chunk.shape, dtypes.from_name(found.entry.dtype))
             self._reader.read_chunk(found.entry, found.part, number, None, out)
-        except UnickptError:
-            return False  # it is damaged, and must not be referred to
+        except UnickptError as error:  # it is damaged, and must not be referred to
+            self._warn(error)
+            return False
         return np.array_equal(_bits(out), _bits(chunk))
+
+
+def _end(where: Any) -> int:
+    return where.offset + where.length if isinstance(where, DataReference) else 0
 
 
 def _bits(array: Array) -> Array:

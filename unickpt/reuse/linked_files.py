@@ -14,7 +14,6 @@ from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.storage.btree import builder
 from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.database import Database
-from unickpt.storage.errors import Failed
 from unickpt.storage.local_files import RegularFiles
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
@@ -80,11 +79,8 @@ class LinkedFiles:
         return where.path
 
     def least_bytes(self, unit: str) -> float:
-        """Half of the size of a data file."""
-        try:
-            return _LEAST_USED * self._files.size(unit)
-        except Failed:
-            return float("inf")  # it is gone
+        """Half of the size of a data file. Raises Failed."""
+        return _LEAST_USED * self._files.size(unit)
 
     def is_older(self, where: DataReference) -> bool:
         """Whether the data file was linked already."""

@@ -15,6 +15,7 @@ from unickpt.format import borrowed
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, BaseEntry
 from unickpt.format.ocdbt_reader import OcdbtReader
+from unickpt.storage.btree.nodes import DataReference
 
 # Of the base's bytes, the share that a checkpoint must have borrowed for the next one to borrow.
 LEAST_USED = 0.5
@@ -44,24 +45,26 @@ class Siblings:
         arrays = self._reader.base_index(self.base).arrays.values()
         return index.reused >= LEAST_USED * sum(entry.nbytes for entry in arrays)
 
-    def find(self, entry: ArrayEntry, part: Part, number: int) -> BaseEntry | None:
-        """The base, if it has a chunk."""
+    def find(self, entry: ArrayEntry, part: Part, number: int) -> bytes | DataReference | None:
+        """Where the base has a chunk: in a data file, or itself, from the B-tree."""
         is_there = not self._reader.index.bases or self._reader.is_borrowed(entry, part, number)
-        return self.base if is_there else None
+        return self._reader.stored(entry, part, number) if is_there else None
 
-    def unit(self, where: BaseEntry) -> BaseEntry:
-        """The base."""
-        return where
+    def unit(self, where: bytes | DataReference) -> str:
+        """The data file; empty for the B-tree."""
+        return where.path if isinstance(where, DataReference) else ""
 
-    def least_bytes(self, unit: BaseEntry) -> float:
+    def least_bytes(self, unit: str) -> float:
         """None: `is_worthwhile` decides for all chunks."""
         return 0
 
-    def is_older(self, where: BaseEntry) -> bool:
+    def is_older(self, where: bytes | DataReference) -> bool:
         """Whether the base borrowed it, too."""
         return bool(self._reader.index.bases)
 
-    def take(self, where: BaseEntry, part: Part, number: int, *, as_full: bool = False) -> bool:
+    def take(
+        self, where: bytes | DataReference, part: Part, number: int, *, as_full: bool = False
+    ) -> bool:
         """Borrows a chunk; no full chunk."""
         if as_full:
             return False

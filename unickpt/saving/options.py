@@ -88,11 +88,16 @@ class SaveOptions(CommonOptions):
         chunk_shape: chunk shape for all arrays with this number of dimensions, reduced where a
             chunk would cross a fragment's boundary; other arrays use `chunk_bytes`.
         compression: None, or one of "zstd", "gzip", "blosc". Digests do not depend on it.
-        base: an earlier checkpoint on the same local file system. A chunk that is equal to the same
-            chunk of the base is not written: the base's files are hard-linked into the new
-            checkpoint, which stays whole if the base is removed or moved. Chunks are the same if
-            the array has the same name, shape and dtype and is cut into the same chunks; all others
-            are written. Where links are impossible, everything is.
+        base: an earlier checkpoint. A chunk that is equal to the same chunk of the base is not
+            written. On a local file system with hard links, the base's files are linked into the
+            new checkpoint, which stays whole if the base is removed or moved. Elsewhere, as in
+            object storage, the new checkpoint borrows the chunks from the base if that is in the
+            same folder, and cannot be read without it: `SaveReport.bases` names what must stay as
+            it is where it is; `unickpt copy` makes a whole one. Chunks are the same if the array
+            has the same name, shape and dtype and is cut into the same chunks; all others are
+            written. Everything is if the base can be neither linked nor borrowed from. What a
+            damaged base lacks is written, with a warning in the log; if there is none, the save
+            fails.
         reuse: how chunks of `base` are recognised. "digest": by the 64 bits of their xxh3 digests
             (docs/reuse.md says what risk that is). "compare": then their bytes are compared, too,
             which reads them from the base. "patch": by their digests; and of a chunk of which only
@@ -210,6 +215,10 @@ class SaveReport:
             `staged_bytes`, `drained_bytes`, `spilled_bytes`, `budget_wait_s`; and what
             `unickpt.open(path).timing` makes of it: when each of its phases began and how long it
             took, and its host's time when it was asked to save.
+        bases: on the coordinator only, the names of the checkpoints in the same folder that have
+            chunks of this one, where storage has no hard links: it cannot be read without them, so
+            they must not be removed, replaced or left behind when it is moved. Empty for a
+            checkpoint that is whole in itself (docs/reuse.md).
         patched_chunks: number of chunks that this process wrote as patches (`SaveOptions.reuse`).
         stored_bytes: of the chunks that this process wrote, before compression: as
             `written_bytes`, but what is stored of quantised ones.
@@ -240,6 +249,7 @@ class SaveReport:
     drained_bytes: int = 0
     spilled_bytes: int = 0
     budget_wait_s: float = 0.0
+    bases: tuple[str, ...] = ()
 
     @property
     def busiest_bytes(self) -> int:
@@ -283,6 +293,7 @@ class SaveReport:
             "staged": html.size_text(self.staged_bytes),
             **{name: html.seconds_text(seconds) for name, seconds in self.phases.items()},
         }
+        needs = {"cannot be read without": ", ".join(self.bases)}
         differ = {"differ between processes": name_ranges.listed(self.replicas_differ)}
         slowest = sorted(enumerate(self.writers), key=lambda of: -of[1].get("seconds", 0.0))
         rows = [
@@ -294,6 +305,7 @@ class SaveReport:
             self.url,
             facts,
             html.facts_table({"process": self.process, **own}),
+            html.facts_table(needs) if self.bases else "",
             html.facts_table(differ) if self.replicas_differ else "",
             html.table(("slowest process", "wrote for", "bytes"), rows, len(rows))
             if len(self.writers) > 1

@@ -19,7 +19,6 @@ from unickpt.commit.record import Record
 from unickpt.errors import (
     CheckpointCorrupt,
     CheckpointNotFound,
-    CheckpointReplaced,
     SaveTimeout,
     StorageError,
     UnsupportedFormat,
@@ -30,7 +29,7 @@ from unickpt.frameworks.process_group import within
 from unickpt.frameworks.protocol import ArraySource
 from unickpt.frameworks.registry import adapters, saving_group
 from unickpt.progress import ProgressFunction, reporting
-from unickpt.reuse.base import Base, How, open_base
+from unickpt.reuse.base import FAULTY, Base, How, open_base
 from unickpt.reuse.partial_save import PartialSave
 from unickpt.saving import fingerprints
 from unickpt.saving.chunk_source import BorrowingSource, ChunkSource, Staged
@@ -251,6 +250,8 @@ class SaveJob:
                     report.mean_bytes / 1e9,
                 ),
             )
+        if report.bases:
+            _log.info("%s cannot be read without %s", report.url, ", ".join(report.bases))
         if self._attempt.differences:
             replicas.warn(self._attempt.differences)
         return report
@@ -309,13 +310,12 @@ class SaveJob:
                 fsync=options.fsync,
                 needed=needed,
             )
-        except CheckpointNotFound:
-            if options.base is not None:
+        except (CheckpointCorrupt, CheckpointNotFound, UnsupportedFormat, StorageError) as error:
+            is_missing = type(error) is CheckpointNotFound
+            if is_missing and options.base is not None:
                 raise
-            return None  # it was removed since
-        except (CheckpointCorrupt, CheckpointReplaced, UnsupportedFormat, StorageError) as error:
-            # A training job must not stop because an older checkpoint is damaged.
-            _log.warning("%s: everything is written again: %s", self.location, error)
+            # A training job must not stop because an older checkpoint is damaged, or gone.
+            _log.warning(FAULTY, path, error)
             return None
 
     def _publish(self, record: Record, writer: Writer, staged: Staged) -> None:
@@ -365,6 +365,7 @@ class SaveJob:
             **asdict(staged),
             writers=attempt.writers,
             quantized=attempt.quantized,
+            bases=attempt.bases,
             replicas_differ=tuple(found.name for found in attempt.differences),
         )
 

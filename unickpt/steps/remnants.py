@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import tensorstore as ts
 
+from unickpt.format.borrowed import MARKS
 from unickpt.steps.attempt_folders import FOLDER, attempts_of_checkpoint
 from unickpt.storage import local_folders
 from unickpt.storage.database import Database
@@ -112,9 +113,31 @@ def _in_folder(
             yield _remnant(prefix, UNUSED, location, {attempt: attempts[attempt]}, context)
         for file in files:
             if _is_lock(file.name) and file.name.startswith(MANIFEST):
-                yield Remnant(prefix + file.name, LOCK, 1, file.nbytes or 0, file.age_s)
+                yield _lock(prefix, file)
+        for lock in locks_of_marks(location, attempts, context):
+            yield replace(lock, name=prefix + lock.name)
     elif attempts and len(below) == len(own) and all(map(_all_ours, attempts.values())):
         yield _remnant(prefix, UNFINISHED, location, attempts, context)
+
+
+def locks_of_marks(
+    location: Location, attempts: Iterable[str], context: ts.Context
+) -> Iterator[Remnant]:
+    """The lock files that killed processes left where they marked whose chunks they borrow.
+
+    Arguments:
+        location: of a checkpoint.
+        attempts: in its folder.
+        context: for the storage.
+    """
+    for folder in (f"{_BELOW}{attempt}/{MARKS}" for attempt in attempts if location.is_local):
+        for file in location.child(folder).files_by_folder("", context)[""]:
+            if _is_lock(file.name):
+                yield _lock(f"{folder}/", file)
+
+
+def _lock(prefix: str, file: StoredFile) -> Remnant:
+    return Remnant(prefix + file.name, LOCK, 1, file.nbytes or 0, file.age_s)
 
 
 def _unused_attempts(

@@ -19,7 +19,7 @@ from unickpt.errors import (
 from unickpt.format.index import RESERVED
 from unickpt.reading import checkpoint
 from unickpt.reading.listing import checkpoints_below
-from unickpt.steps import attempt_folders, lineage
+from unickpt.steps import attempt_folders, lineage, remnants
 from unickpt.steps.lineage import Lineage
 from unickpt.storage import contexts, errors, paths
 from unickpt.storage.errors import Failed
@@ -258,6 +258,9 @@ class Steps:
             if step in committed:
                 if len(attempts) > 1:  # a single one must be the committed one
                     self.remove_older(step, session)
+                for lock in remnants.locks_of_marks(self.at(step), attempts, self._context):
+                    if not lock.is_recent:
+                        self.at(step).remove_file(lock.name, self._context)
                 continue
             location = self.at(step)
             ours = attempt_folders.is_unfinished(location, self._context)

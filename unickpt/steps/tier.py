@@ -13,6 +13,7 @@ from unickpt.commit.version import Version
 from unickpt.errors import (
     CheckpointCorrupt,
     SaveConflict,
+    StorageError,
     UnickptError,
 )
 from unickpt.format import borrowed, ocdbt_reader
@@ -178,10 +179,16 @@ class Tier(Steps):
 
 
 def _opened(origin: Location, version: Version) -> OcdbtReader | None:
-    """A version of a checkpoint; None if it is damaged, which the check of its copy explains."""
+    """A version of a checkpoint; None if it is damaged, which the check of its copy explains.
+
+    Raises:
+        StorageError: the storage failed.
+    """
     pinned = Database(origin, contexts.context()).with_manifest(version.manifest)
     try:
         return ocdbt_reader.open_pinned(pinned)
+    except StorageError:
+        raise
     except UnickptError:
         return None
 

@@ -8,7 +8,7 @@ import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
 from typing import Any
 
@@ -73,18 +73,20 @@ class RegularFiles:
         try:
             expected = _identity(self._look(path))
             os.link(os.path.realpath(self.folder + path), destination)
-            handle = open_to_read(destination)
-            try:
-                if _identity(os.fstat(handle)) != expected:  # it was exchanged meanwhile
-                    os.unlink(destination)
-                    return False
-                if fsync:
-                    _flush(handle)
-            finally:
-                os.close(handle)
         except (OSError, Failed):
             return False
-        return True
+        with suppress(OSError, Failed):
+            handle = open_to_read(destination)
+            try:
+                if _identity(os.fstat(handle)) == expected:  # else it was exchanged meanwhile
+                    if fsync:
+                        _flush(handle)
+                    return True
+            finally:
+                os.close(handle)
+        with suppress(OSError):
+            os.unlink(destination)
+        return False
 
     def _look(self, path: str) -> os.stat_result:
         at = self.folder + path
@@ -93,7 +95,7 @@ class RegularFiles:
             real = os.path.realpath(at) if self._has_link(path) else None
             try:
                 found = os.stat(at)
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 raise Damaged(f"no file {at}") from None
         if real is not None and not real.startswith(self._top):
             raise Damaged(
@@ -286,7 +288,7 @@ def open_to_read(path: str) -> int:
     with system_calls():
         try:
             return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise Damaged(f"no file {path}", errno.ENOENT) from None
 
 

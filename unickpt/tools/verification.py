@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from unickpt.arrays import dtypes
-from unickpt.errors import CheckpointCorrupt, StorageError
+from unickpt.errors import CheckpointCorrupt
 from unickpt.format import chunk_grid
 from unickpt.format.reader import ChunkId, Reader
 from unickpt.progress import Progress, ProgressFunction, nothing, reporting
@@ -96,7 +96,9 @@ def verify(path: checkpoint.Source, *, progress: Progress = None) -> VerifyRepor
         CheckpointNotFound: no committed checkpoint exists there.
         CheckpointReplaced: saves replaced it repeatedly, faster than it could be read.
         UnsupportedFormat: it was written by a newer unickpt.
-        StorageError: the network or the server failed; the data may be sound.
+        StorageError: the storage failed, or this process may not read it, or has too many files
+            open; the data may be sound.
+        MemoryError: there is too little memory; likewise.
 
     Example:
         >>> import numpy as np, unickpt
@@ -194,9 +196,7 @@ class _Checker(ChunkReader):
             if stored.read_chunk(read.entry, read.part, read.number, read.row, chunk, requested):
                 return nbytes, []
             reason = "the stored bytes do not match their digest"
-        except (CheckpointCorrupt, StorageError, MemoryError) as error:
-            if isinstance(error, StorageError) and stored.location.is_remote:
-                raise  # the network failed; the data may be sound
+        except CheckpointCorrupt as error:
             reason = str(error)
         process = None if read.row is None else int(read.row["process"])
         return nbytes, [Damage(read.entry.name, str(read.box), process, reason)]
