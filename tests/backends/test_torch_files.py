@@ -74,6 +74,7 @@ def save(file: Path, value: Any) -> None:
 
 class TestSuite(ReaderSuite):
     has_digests = False
+    has_checksums = True
 
     def write(
         self, path: Path, arrays: Mapping[str, np.ndarray], values: Mapping[str, Any]

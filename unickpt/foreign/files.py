@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 
+from unickpt.foreign.crc32 import Ranges
 from unickpt.storage import contexts
 from unickpt.storage.errors import Damaged, system_calls
 from unickpt.storage.kvstore import KvStore
@@ -39,6 +40,8 @@ class Files:
         """The name of the file that the location is; None for a folder."""
         self._above = f"{above}/"
         self._heads: dict[str, bytes] = {}
+        self.summed = Ranges()
+        """The ranges of the files that have a checksum; whoever parses a file adds them."""
 
     @cached_property
     def _store(self) -> KvStore:
