@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,9 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.saving import in_job
 
 import unickpt
-from support.thread_groups import Threads
 from unickpt import CheckpointCorrupt, Rules
 from unickpt.foreign import crc32, file_ranges
 from unickpt.foreign.checked_files import CheckedFiles
@@ -106,7 +107,9 @@ def test_what_is_used_in_part_is_compared_as_a_whole(views: Path, tmp_path: Path
     with pytest.raises(CheckpointCorrupt, match=r"'part'.*x/data/0 does not match its checksum"):
         unickpt.convert(views, tmp_path / "x.npz", to="npz")
     assert not (tmp_path / "x.npz").exists()
-    unickpt.convert(views, tmp_path / "own", rules=Rules("part <-> drop\ndefault {x} <-> {x}"))
+    unickpt.convert(
+        views, tmp_path / "own", rules=Rules.parse("part <-> drop\ndefault {x} <-> {x}")
+    )
 
 
 @pytest.mark.parametrize("value", [10.0, 2990.0, 5900.0])
@@ -124,19 +127,20 @@ def test_processes_that_convert_each_a_part(
     monkeypatch.setattr(file_ranges, "CHUNK_BYTES", 1 << 10)
     flip(views, value)
 
-    def convert(group: Threads) -> None:
-        options = unickpt.SaveOptions(group=group, budget_bytes=1 << 16, chunk_shape=None)
+    def convert(group: unickpt.ProcessGroup) -> None:
+        options = unickpt.SaveOptions(group=group, chunk_shape=(100,))
         unickpt.convert(views, tmp_path / "own", options=options)
 
-    with pytest.raises((CheckpointCorrupt, unickpt.ProcessFailed), match="its checksum"):
-        Threads.run(3, convert)
+    found = in_job(3, convert)
+    assert any(isinstance(error, CheckpointCorrupt) for error in found), found
+    assert all(re.search("its checksum|failed", str(error)) for error in found)
     assert not (tmp_path / "own" / "manifest.ocdbt").exists()
 
 
 def test_a_part_of_an_array_is_not_compared(views: Path) -> None:
-    flip(views, 2990.0)
+    flip(views, 5900.0)
     assert unickpt.open(views)["turned"][3:5].shape == (2, 60)
-    with pytest.raises(CheckpointCorrupt, match="'turned'.*does not match its checksum"):
+    with pytest.raises(CheckpointCorrupt, match=r"'turned'.*does not match its checksum"):
         unickpt.open(views)["turned"][...]
 
 

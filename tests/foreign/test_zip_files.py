@@ -221,6 +221,6 @@ def test_deflated_members_are_checked_as_they_are_decompressed(tmp_path: Path) -
         found.offset = lambda _: 31  # type: ignore[method-assign]
         with pytest.raises(CheckpointCorrupt, match="a does not match its checksum"):
             found.inflate(wrong, memoryview(bytearray(wrong.size - 7)), 7)
+    short = replace(member, size=member.size - 1)
     with pytest.raises(CheckpointCorrupt, match="a does not match its checksum"):
-        short = replace(member, size=member.size - 1)
         found.inflate(short, memoryview(bytearray(short.size - 7)), 7)

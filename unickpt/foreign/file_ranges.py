@@ -174,7 +174,9 @@ class RangeReader(Reader):
 
     def check_rest(self, index: int = 0, count: int = 1) -> Iterator[tuple[str, str]]:
         files = self._files
-        for found in files.begun(index, count) if isinstance(files, CheckedFiles) else ():
+        if not isinstance(files, CheckedFiles):
+            return
+        for found in files.begun(index, count):
             try:
                 files.complete(found)
             except Failed as error:

@@ -152,7 +152,11 @@ class ZipFile:
                     some = stream.decompress(data, most)
                     if done >= 0:
                         out[done : done + len(some)] = some[: len(out) - done]
-                    crc, done, data = zlib.crc32(some, crc), done + len(some), stream.unconsumed_tail
+                    crc, done, data = (
+                        zlib.crc32(some, crc),
+                        done + len(some),
+                        stream.unconsumed_tail,
+                    )
         except zlib.error as error:
             raise self.damaged(f"{member.name} cannot be decompressed: {error}") from error
         self._compare(member, crc, skipped + done if stream.eof else -1)
@@ -189,7 +193,7 @@ class ZipFile:
             at = _end_record(tail)
         if at < 0:
             raise self.damaged("it is not a zip file, or incomplete")
-        told = struct.unpack("<4xHHHHII", tail[at : at + 20])
+        told: Sequence[int] = struct.unpack("<4xHHHHII", tail[at : at + 20])
         end_of_entries = end - len(tail) + at - self._begin
         if at >= 20 and tail[at - 20 : at - 16] == _LOCATOR64:
             told, end_of_entries = self._wide_record(told, tail[at - 20 : at], end_of_entries - 20)
@@ -300,7 +304,6 @@ def _zip64(extra: bytes, size: int, compressed: int, header: int) -> tuple[int, 
             wide = [x for (x,) in struct.iter_unpack("<Q", body[: len(body) // 8 * 8])]
         at += 4 + length
     found = [
-        wide.pop(0) if number == _WIDE and wide else number
-        for number in (size, compressed, header)
+        wide.pop(0) if number == _WIDE and wide else number for number in (size, compressed, header)
     ]
     return found[0], found[1], found[2]
