@@ -21,10 +21,9 @@ from unickpt.backends.dcp.memory_files import InMemory, Known, Rest
 from unickpt.backends.dcp.metadata import Blob, Chunk, TensorFacts
 from unickpt.backends.safetensors.reader import Header, read_header
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
-from unickpt.foreign.checked_files import CheckedFiles
 from unickpt.foreign.elements import ByteRange, Elements, FileRange
 from unickpt.foreign.file_ranges import FileBox, read_flat
-from unickpt.foreign.files import Files
+from unickpt.foreign.files import CheckedFiles, Files
 from unickpt.foreign.torch_pickles import Tensor, TorchFile
 from unickpt.quoting import quoted
 from unickpt.storage.errors import Damaged

@@ -19,10 +19,9 @@ from unickpt.arrays.box import Box, flat_range_to_boxes
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.layout import Layout
 from unickpt.errors import CheckpointCorrupt
-from unickpt.foreign.checked_files import CheckedFiles
 from unickpt.foreign.crc32 import Range
 from unickpt.foreign.elements import ByteRange, Elements
-from unickpt.foreign.files import Files
+from unickpt.foreign.files import CheckedFiles, Files
 from unickpt.format.chunk_grid import Part, free_chunk
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader

@@ -16,9 +16,8 @@ from support.saving import in_job
 import unickpt
 from unickpt import CheckpointCorrupt, Rules
 from unickpt.foreign import crc32, file_ranges
-from unickpt.foreign.checked_files import CheckedFiles
 from unickpt.foreign.crc32 import Parts, Range
-from unickpt.foreign.files import Files
+from unickpt.foreign.files import CheckedFiles, Files
 from unickpt.storage.errors import Damaged
 from unickpt.storage.paths import resolve
 
