@@ -325,7 +325,7 @@ class _Header:
         if type(alignment) is not int or not 0 < alignment < 1 << 32:
             raise self.damaged(f"{_ALIGNMENT} is {quoted(alignment)}")
         begin = -(-cursor.at // alignment) * alignment
-        self._begin = begin
+        self._begin, self._alignment = begin, alignment
         self.tensors = [_Tensor(t.name, t.shape, t.kind, begin + t.offset) for t in found]
 
     def damaged(self, reason: str) -> CheckpointCorrupt:
@@ -359,6 +359,11 @@ class _Header:
                     f"{quoted(name)} lies at {begin} to {end}, in another tensor or beyond the end"
                 )
             last = end
+        if size is not None and size - last >= self._alignment:
+            raise self.damaged(
+                f"{size - last} bytes behind the last of its {len(self.tensors)} tensors belong to "
+                "none of them"
+            )
 
     def _number(self, kind: str) -> Any:
         return self._at.unpack(self.order + kind)

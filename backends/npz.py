@@ -10,7 +10,7 @@ import ast
 import math
 import struct
 import zlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,6 +138,8 @@ class NpzReader(RangeReader):
             )
         box = Box.whole(header.shape)
         begin = at + header.length
+        if member.method == STORED:
+            self._zip.summed(member, at, data[: header.length])
         return header, FileBox(
             box, FileRange(self._zip.name, begin, header.big_endian), 0, header.strides
         )
@@ -167,6 +169,10 @@ class NpzReader(RangeReader):
                 f"in {self._zip.name}, which ends before"
             )
 
+    def unchecked(self) -> Sequence[str]:
+        checked = {name for name, (member, _) in self._deflated.items() if member.crc}
+        return [name for name in super().unchecked() if name not in checked]
+
     def read_chunk(
         self,
         entry: ArrayEntry,
@@ -179,14 +185,16 @@ class NpzReader(RangeReader):
         if entry.name not in self._deflated:
             return super().read_chunk(entry, part, number, row, out, requested)
         member, header = self._deflated[entry.name]
+        is_plain = header.strides == row_major(header.shape)
+        flat = out.reshape(-1) if is_plain else np.empty(out.size, out.dtype)
         try:
-            data = self._inflated(member, member.size)
+            self._zip.inflate(member, flat.view(np.uint8).data, header.length)
         except Failed as error:
             raise reading_failed(error, f"{self.location}: array {entry.name!r}") from error
         except CheckpointCorrupt as error:
             raise CheckpointCorrupt(f"{self.location}: array {entry.name!r}: {error}") from error
-        steps = tuple(s * out.itemsize for s in header.strides)
-        out[...] = np.ndarray(out.shape, out.dtype, data, header.length, steps)
+        if not is_plain:
+            out[...] = flat.reshape(header.shape[::-1]).T
         if header.big_endian:
             out.byteswap(inplace=True)
         return True

@@ -128,7 +128,13 @@ def _open_sharded(files: Files, where: Mapping[str, str], index: str) -> Reader:
     root: dict[str, Any] = {}
     by_file: dict[int, TorchFile] = {}
     missing = []
-    for name, of in where.items():
+    others = {
+        name: of
+        for of, file in opened.items()
+        for name, value in (file.value.items() if isinstance(file.value, dict) else ())
+        if isinstance(name, str) and name not in where and isinstance(value, Tensor)
+    }
+    for name, of in {**where, **others}.items():  # what an index lacks is not hidden
         state = opened[of].value
         found = state.get(name) if isinstance(state, dict) else None
         if isinstance(found, Tensor):

@@ -23,7 +23,7 @@ from unickpt.backends.safetensors.reader import Header, read_header
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.foreign.elements import ByteRange, Elements
 from unickpt.foreign.file_ranges import FileBox, read_flat
-from unickpt.foreign.files import Files
+from unickpt.foreign.files import CheckedFiles, Files
 from unickpt.foreign.torch_pickles import Tensor, TorchFile
 from unickpt.quoting import quoted
 from unickpt.storage.errors import Damaged
@@ -63,16 +63,16 @@ class Compressed:
     Arguments:
         blob: what is compressed.
         most: bytes without compression.
-        inner: the elements in the file that the blob is without compression.
+        inner: makes the elements in the file that the blob is without compression.
     """
 
-    def __init__(self, blob: Blob, most: int, inner: Elements) -> None:
+    def __init__(self, blob: Blob, most: int, inner: Callable[[], Elements]) -> None:
         self._blob, self._most, self._inner = blob, most, inner
 
     def read(self, files: Files, first: int, out: Array) -> None:
         data = files.read(self._blob.file, self._blob.offset, self._blob.length)
         plain = decompressed(data, self._most, self._blob.file)
-        self._inner.read(InMemory(files, plain), first, out)
+        self._inner().read(CheckedFiles(InMemory(files, plain)), first, out)
 
     def ranges(self, first: int, count: int, itemsize: int) -> Iterator[ByteRange]:
         yield ByteRange(self._blob.file, self._blob.offset, self._blob.offset + self._blob.length)
@@ -137,7 +137,7 @@ class Chunks:
         needed = chunk.box.size * dtypes.from_name(facts.dtype).itemsize
         inner = replace(chunk, blob=Blob(blob.file, 0, 0))
         find = partial(_in_zip, facts.dtype, inner)
-        return Compressed(blob, needed + _AROUND, Located(inner.blob, find))
+        return Compressed(blob, needed + _AROUND, partial(Located, inner.blob, find))
 
     def _find(self, name: str, facts: TensorFacts, chunk: Chunk, files: Files) -> FileBox:
         """Where the elements of a chunk are, by its own header, which must fit the metadata."""

@@ -21,6 +21,7 @@ class Known(Files):
     def __init__(self, files: Files, known: Iterable[tuple[int, bytes]]) -> None:
         super().__init__(files.location, files.single is not None)
         self._files, self._all = files, list(known)
+        self.summed = files.summed
 
     def read(self, file: str, offset: int, length: int) -> bytes:
         for begin, data in self._all:

@@ -176,7 +176,8 @@ class _Values:
         box = self._file.box(tensor)
         if self._compressed is None or tensor.storage.data is not None:
             return box
-        return replace(box, elements=Compressed(self._compressed, _MOST_COMPRESSED, box.elements))
+        elements = Compressed(self._compressed, _MOST_COMPRESSED, lambda: box.elements)
+        return replace(box, elements=elements)
 
 
 def _is_key(key: Any) -> bool:

@@ -164,8 +164,8 @@ def _pieces(
     for file, header in headers.items():
         offsets = _offsets(header, f"{files.location}: {file}")
         for name, tensor in header.tensors.items():
-            if where is not None and where.get(name) != file:
-                continue  # the index wins
+            if where is not None and where.get(name, file) != file:
+                continue  # the index wins; what it lacks is not hidden
             start = offsets.get(name)
             if name in found and start is None:
                 raise CheckpointCorrupt(

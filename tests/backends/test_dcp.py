@@ -359,6 +359,7 @@ def test_a_file_for_each_tensor(tmp_path: Path) -> None:
 
 class TestSuite(ReaderSuite):
     has_digests = False
+    has_checksums = True
 
     def write(
         self, path: Path, arrays: Mapping[str, np.ndarray], values: Mapping[str, Any]

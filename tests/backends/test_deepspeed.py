@@ -244,6 +244,7 @@ class TestSuite(ReaderSuite):
     """As 2 ranks of ZeRO 3 write it: matrices in float32 are trained, all else are buffers."""
 
     has_digests = False
+    has_checksums = True
 
     def name(self, name: str) -> str:
         return f"client_state/{name}" if name in self.values else f"module/{name.replace('/', '.')}"

@@ -264,6 +264,16 @@ def test_a_part_reads_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert sum(count for _, count in reads) < 1_300_000  # of 4.3 MB
 
 
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_a_smaller_count_hides_no_tensors(count: int, tmp_path: Path) -> None:
+    tensors = [of_array(name, np.ones(100, np.float32)) for name in "abc"]
+    data = bytearray(packed(tensors))
+    assert len(unickpt.open(written(tmp_path / "x", bytes(data)))) == 3
+    struct.pack_into("<Q", data, 8, count)
+    with pytest.raises(CheckpointCorrupt, match=f"the last of its {count} tensors"):
+        unickpt.open(written(tmp_path / "x", bytes(data)))
+
+
 # --- a model in several files ---------------------------------------------------------------------
 
 SPLIT = "tiny-{:05d}-of-00003.gguf"

@@ -171,6 +171,7 @@ def test_other_files_of_that_name_are_not_ours(text: str, tmp_path: Path) -> Non
 
 class TestSuite(ReaderSuite):
     has_digests = False
+    has_checksums = True
 
     def write(
         self, path: Path, arrays: Mapping[str, np.ndarray], values: Mapping[str, Any]

@@ -32,6 +32,7 @@ def opened(path: Path | str) -> Checkpoint:
 class TestSuite(ReaderSuite):
     values: Mapping[str, Any] = {}
     has_digests = False
+    has_checksums = True
 
     def write(
         self, path: Path, arrays: Mapping[str, np.ndarray], values: Mapping[str, Any]

@@ -238,6 +238,8 @@ def test_the_index_says_which_file_counts(tmp_path: Path) -> None:
     assert np.array_equal(opened(path)["a"][...], np.ones(3))
     write_index(path, {"a": "two.safetensors", "b": "two.safetensors"})
     assert np.array_equal(opened(path)["a"][...], np.zeros(3))
+    write_index(path, {"a": "two.safetensors"})
+    assert sorted(opened(path)) == ["a", "b"]
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,7 @@ def save(file: Path, value: Any) -> None:
 
 class TestSuite(ReaderSuite):
     has_digests = False
+    has_checksums = True
 
     def write(
         self, path: Path, arrays: Mapping[str, np.ndarray], values: Mapping[str, Any]
@@ -178,6 +179,15 @@ def test_the_index_says_which_file_counts(tmp_path: Path) -> None:
     found = opened(tmp_path)
     assert sorted(found) == sorted(arrays)
     assert all(np.array_equal(found[name][...], arrays[name]) for name in arrays)
+
+
+def test_an_index_that_lacks_a_tensor_does_not_hide_it(tmp_path: Path) -> None:
+    arrays = sharded(tmp_path)
+    index = tmp_path / "pytorch_model.bin.index.json"
+    where = json.loads(index.read_text())["weight_map"]
+    del where["layer.3"]
+    index.write_text(json.dumps({"weight_map": where}))
+    assert np.array_equal(opened(tmp_path)["layer.3"][...], arrays["layer.3"])
 
 
 def test_a_missing_file_or_tensor_is_named(tmp_path: Path) -> None:

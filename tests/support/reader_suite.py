@@ -70,6 +70,8 @@ class ReaderSuite:
     values: Mapping[str, Any] = {"step": 7, "name": "run"}
     """The plain values that the format can hold; empty if none."""
     has_digests = True
+    has_checksums = False
+    """Whether the format stores checksums of another kind, of all its arrays."""
 
     def write(
         self, path: Path, arrays: Mapping[str, np.ndarray], values: Mapping[str, Any]
@@ -250,8 +252,29 @@ class ReaderSuite:
     def test_verify(self, path: Path) -> None:
         report = unickpt.verify(path)
         assert report.ok
-        assert bool(report.unverified) is not self.has_digests
+        assert (report.unverified == "") is (self.has_digests or self.has_checksums)
         assert report.bytes == sum(array.nbytes for array in self.shown().values())
+
+    def test_a_changed_byte_is_noticed_where_there_are_checksums(
+        self, path: Path, tmp_path: Path
+    ) -> None:
+        change = arrays()["layers/1/w"].tobytes()[-80:]
+        for file in (file for file in path.rglob("*") if file.is_file()):
+            file.write_bytes(file.read_bytes().replace(change, b"~" + change[1:]))
+        if not self.has_checksums:
+            return
+        name = re.escape(self.name("layers/1/w"))
+        report = unickpt.verify(path)
+        assert any(re.search(f"{name}.*does not match its checksum", str(d)) for d in report.damage)
+        with pytest.raises(CheckpointCorrupt, match=f"{name}.*does not match its checksum"):
+            unickpt.load(path)
+        with pytest.raises(CheckpointCorrupt, match=f"{name}.*does not match its checksum"):
+            unickpt.convert(path, tmp_path / "own")
+        assert not (tmp_path / "own" / "manifest.ocdbt").exists()
+        with pytest.raises(CheckpointCorrupt, match=f"{name}.*does not match its checksum"):
+            unickpt.convert(path, tmp_path / "x.pt", to="torch")
+        assert not (tmp_path / "x.pt").exists()
+        unickpt.load(path, options=unickpt.LoadOptions(verify=False))
 
     def test_inspect(self, path: Path) -> None:
         for arguments in ([], ["--all"], [self.w], ["--json"]):

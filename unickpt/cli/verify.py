@@ -38,7 +38,7 @@ def verify(path: Where, hint: Hints = None, as_json: AsJson = False) -> None:
     --json prints {url, ok, arrays, chunks, bytes, seconds, damage, unverified}, damage being a
     list of {array, box, process, reason}; array and box are empty, and process is null, where the
     damage is not in a chunk. unverified says why changed bytes would not be noticed; it is empty
-    for formats with digests.
+    where all arrays have digests or checksums.
 
     Fields are only ever added.
     """

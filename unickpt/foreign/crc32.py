@@ -1,10 +1,132 @@
-"""CRC-32 of bytes that come in parts."""
+"""CRC-32 of bytes that come in parts, and the ranges of files that have one."""
 
 from __future__ import annotations
 
+import bisect
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
+from threading import Lock
 
 _POLYNOMIAL = 0xEDB88320
+_MOST_GAPS = 4096
+
+
+@dataclass(frozen=True, order=True)
+class Range:
+    """Bytes of a file with their CRC-32.
+
+    Arguments:
+        file: its name.
+        begin, end: where they are.
+        crc: of all; of what lies before `begin`, too, if that was read already.
+        before: the CRC-32 of what lies before.
+        name: what they are, for messages.
+    """
+
+    file: str
+    begin: int
+    end: int
+    crc: int
+    before: int = 0
+    name: str = ""
+
+
+class Ranges:
+    """The ranges of a checkpoint's files that have a CRC-32; some are found when they are read."""
+
+    def __init__(self) -> None:
+        self._lock, self._by_file = Lock(), dict[str, list[Range]]()
+
+    def add(self, found: Range) -> None:
+        """Adds a range, once; ranges of a file must not overlap."""
+        with self._lock:
+            there = self._by_file.setdefault(found.file, [])
+            at = bisect.bisect_left(there, found)
+            if there[at : at + 1] != [found]:
+                there.insert(at, found)
+
+    def within(self, file: str, begin: int, end: int) -> list[Range]:
+        """Those that have some of these bytes, in order."""
+        if file not in self._by_file:
+            return []
+        with self._lock:
+            there = self._by_file[file]
+            at = bisect.bisect_right(there, begin, key=_end_of)
+            return there[at : bisect.bisect_left(there, end, at, key=_begin_of)]
+
+    def __iter__(self) -> Iterator[Range]:
+        with self._lock:
+            return iter([found for _, there in sorted(self._by_file.items()) for found in there])
+
+
+def _begin_of(found: Range) -> int:
+    return found.begin
+
+
+def _end_of(found: Range) -> int:
+    return found.end
+
+
+def _is_within(low: int, high: int, gap: tuple[int, int] = (0, 0)) -> bool:
+    return gap[0] < low and high < gap[1]
+
+
+class Parts:
+    """The CRC-32 of a range that several threads read in parts, in any order, some of them twice.
+
+    Arguments:
+        of: the range.
+    """
+
+    def __init__(self, of: Range) -> None:
+        self._of, self._lock = of, Lock()
+        self.gaps = [(of.begin, of.end)]
+        """What has not been read, in order."""
+        self._starts: dict[int, tuple[int, int]] = {}  # of what has been: its end, its CRC-32
+        self._ends: dict[int, int] = {}
+
+    def differs(self, offset: int, data: memoryview) -> bool:
+        """Takes bytes of the file that may belong to the range; returns whether this completes the
+        range, and it is another one than was written."""
+        with self._lock:
+            claimed = self._claim(offset, offset + len(data))
+        return any(
+            self._put(start, crc, begin, data[begin - offset : end - offset])
+            for begin, end, start, crc in claimed
+        )
+
+    def _claim(self, low: int, high: int) -> list[tuple[int, int, int, int]]:
+        """The gaps within some bytes, which are none from now on; with each the beginning and the
+        CRC-32 of what was read before it."""
+        at = bisect.bisect_right(self.gaps, low, key=lambda gap: gap[1])
+        if len(self.gaps) >= _MOST_GAPS and _is_within(low, high, *self.gaps[at : at + 1]):
+            return []  # read in too many parts: memory is worth more
+        claimed, left, stop = [], list[tuple[int, int]](), at
+        while stop < len(self.gaps) and self.gaps[stop][0] < high:
+            begin, end = self.gaps[stop]
+            inner, outer = max(begin, low), min(end, high)
+            left += [gap for gap in ((begin, inner), (outer, end)) if gap[0] < gap[1]]
+            start = self._ends.pop(inner, None)
+            crc = self._of.before if inner == self._of.begin else 0
+            if start is not None:
+                _, crc = self._starts.pop(start)
+            claimed.append((inner, outer, inner if start is None else start, crc))
+            stop += 1
+        self.gaps[at:stop] = left
+        return claimed
+
+    def _put(self, start: int, crc: int, begin: int, data: memoryview) -> bool:
+        crc, end = zlib.crc32(data, crc), begin + len(data)
+        with self._lock:
+            if (before := self._ends.pop(start, None)) is not None:
+                _, other = self._starts.pop(before)
+                start, crc = before, combined(other, crc, end - start)
+            if (after := self._starts.pop(end, None)) is not None:
+                crc, end = combined(crc, after[1], after[0] - end), after[0]
+            self._starts[start], self._ends[end] = (end, crc), start
+            return (start, end) == (self._of.begin, self._of.end) and crc != self._of.crc
 
 
 def combined(first: int, second: int, second_length: int) -> int:

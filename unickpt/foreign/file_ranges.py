@@ -5,10 +5,11 @@ Most formats of other systems are of this kind; their readers only find out whic
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -18,8 +19,9 @@ from unickpt.arrays.box import Box, flat_range_to_boxes
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.layout import Layout
 from unickpt.errors import CheckpointCorrupt
-from unickpt.foreign.elements import Elements
-from unickpt.foreign.files import Files
+from unickpt.foreign.crc32 import Range
+from unickpt.foreign.elements import ByteRange, Elements
+from unickpt.foreign.files import CheckedFiles, Files
 from unickpt.format.chunk_grid import Part, free_chunk
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
@@ -161,6 +163,45 @@ class RangeReader(Reader):
                     f"{self.location}: array {entry.name!r} {found.box} repeats the {stored} "
                     f"bytes that are stored for it too often"
                 )
+
+    def checking(self) -> Self:
+        if isinstance(self._files, CheckedFiles):
+            return self
+        found = copy.copy(self)
+        found._files = CheckedFiles(self._files)
+        return found
+
+    def check_rest(self, index: int = 0, count: int = 1) -> Iterator[tuple[str, str]]:
+        files = self._files
+        if not isinstance(files, CheckedFiles):
+            return
+        for found in files.begun(index, count):
+            try:
+                files.complete(found)
+            except Failed as error:
+                name = next((n for n in self._boxes if self._has(n, found)), "")
+                what = f"array {name!r}" if name else found.file
+                yield name, str(reading_failed(error, f"{self.location}: {what}"))
+
+    def _has(self, name: str, bytes_of: Range) -> bool:
+        """Whether an array has some bytes of a range."""
+        return any(bytes_of in self._files.summed.within(*where) for where in self._ranges(name))
+
+    def _ranges(self, name: str) -> Iterator[ByteRange]:
+        itemsize = dtypes.from_name(self.index.arrays[name].dtype).itemsize
+        for found in self._boxes[name].values():
+            if found.box.size:
+                low, high = _span(found.box.shape, found.steps)
+                yield from found.elements.ranges(found.first + low, high - low + 1, itemsize)
+
+    def unchecked(self) -> Sequence[str]:
+        files = self._files
+        return [
+            name
+            for name in self.index.arrays
+            if name not in self._boxes
+            or any(not files.summed.within(*where) for where in self._ranges(name))
+        ]
 
     def _reaches(self, entry: ArrayEntry, file: str, end: int) -> bool:
         """Whether a file has so many bytes."""

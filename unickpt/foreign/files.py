@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 
+from unickpt.foreign.crc32 import Parts, Range, Ranges
 from unickpt.storage import contexts
 from unickpt.storage.errors import Damaged, system_calls
 from unickpt.storage.kvstore import KvStore
@@ -17,6 +18,7 @@ from unickpt.storage.ocdbt import MANIFEST
 
 _MOST = 1 << 62  # bytes of a file
 _HEAD = 512
+_AT_ONCE = 16 << 20
 
 
 class Files:
@@ -39,6 +41,8 @@ class Files:
         """The name of the file that the location is; None for a folder."""
         self._above = f"{above}/"
         self._heads: dict[str, bytes] = {}
+        self.summed = Ranges()
+        """The ranges of the files that have a checksum; whoever parses a file adds them."""
 
     @cached_property
     def _store(self) -> KvStore:
@@ -211,3 +215,69 @@ class Files:
             yield handle
         finally:
             os.close(handle)
+
+
+class CheckedFiles(Files):
+    """Files, for one piece of work; each range that has a checksum is compared with it as soon as
+    all of it has been read.
+
+    Arguments:
+        files: the others.
+    """
+
+    def __init__(self, files: Files) -> None:
+        self.__dict__.update(files.__dict__)
+        self._files = files
+        self._parts: dict[Range, Parts] = {}
+
+    def size(self, file: str) -> int | None:
+        return self._files.size(file)
+
+    def tail(self, file: str, most: int) -> bytes:
+        return self._files.tail(file, most)
+
+    def read(self, file: str, offset: int, length: int) -> bytes:
+        data = self._files.read(file, offset, length)
+        self._compare(file, offset, memoryview(data))
+        return data
+
+    def read_into(self, file: str, offset: int, out: memoryview) -> None:
+        self._files.read_into(file, offset, out)
+        self._compare(file, offset, out)
+
+    def _compare(self, file: str, offset: int, data: memoryview) -> None:
+        for found in self.summed.within(file, offset, offset + len(data)):
+            parts = self._parts.setdefault(found, Parts(found))
+            if parts.differs(offset, data):
+                raise Damaged(f"{file}: {found.name} does not match its checksum")
+
+    def begun(self, index: int = 0, count: int = 1) -> Iterator[Range]:
+        """The ranges of which only some has been read.
+
+        Arguments:
+            index, count: which process this is of how many that share the work: of what several
+                read, one is to complete it.
+        """
+        for number, found in enumerate(self.summed):
+            parts = self._parts.get(found)
+            if parts is not None and not parts.gaps:
+                continue
+            if count == 1:
+                is_own = parts is not None
+            else:  # of some nobody reads the beginning; others are only known to who read them
+                has_begin = parts is not None and parts.gaps[0][0] > found.begin
+                is_own = has_begin or number % count == index
+            if is_own:
+                yield found
+
+    def complete(self, found: Range) -> None:
+        """Reads what has not been read of a range.
+
+        Raises:
+            Damaged: it does not match its checksum.
+            Failed: the storage failed.
+        """
+        parts = self._parts.setdefault(found, Parts(found))
+        for begin, end in list(parts.gaps):
+            for at in range(begin, end, _AT_ONCE):
+                self.read(found.file, at, min(_AT_ONCE, end - at))

@@ -331,6 +331,7 @@ class _Zip:
                     f"the storage {of.key!r} has {member.size} bytes, {of.nbytes} expected"
                 )
             self._offsets[of.key] = self._zip.offset(member)
+            self._zip.summed(member, self._offsets[of.key])
         return self._offsets[of.key]
 
 

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import struct
 import zlib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from unickpt.errors import CheckpointCorrupt
+from unickpt.foreign.crc32 import Range
 from unickpt.foreign.files import Files
 
 _END, _END64, _LOCATOR64 = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
 _ENTRY, _LOCAL = b"PK\x01\x02", b"PK\x03\x04"
+_LOCAL_BYTES = 30  # before the name
+_SIZES_FOLLOW = 8  # a flag: the local header has no sizes
+_WIDE = 0xFFFFFFFF
+_STEP = 1 << 20  # bytes at a time
 _TAIL = 65_557  # the record at the end, with the longest comment
 _SHORT_TAIL = 1024  # enough without a comment; has the directory, too, of a few members
 _MOST_DIRECTORY = 1 << 30
@@ -31,6 +37,7 @@ class Member:
         compressed, size: its bytes in the zip file, and without compression.
         header: where its local header begins in the file that contains the zip file.
         crc: the CRC-32 of its bytes without compression; 0 if none was computed.
+        limit: where the next member begins, or the directory; its bytes end before.
     """
 
     name: str
@@ -39,6 +46,7 @@ class Member:
     size: int
     header: int
     crc: int = 0
+    limit: int = 1 << 63
 
 
 class ZipFile:
@@ -70,13 +78,88 @@ class ZipFile:
         """Where the data of a member begins in the file; costs one small read.
 
         Raises:
-            CheckpointCorrupt: its local header is damaged.
+            CheckpointCorrupt: its local header is damaged, or is not of this member.
         """
-        head = self.files.read(self.name, member.header, 30)
+        encoded = member.name.encode()
+        head = self.files.read(self.name, member.header, _LOCAL_BYTES + len(encoded))
         if head[:4] != _LOCAL:
             raise self.damaged(f"{member.name} has no header at byte {member.header}")
-        name, extra = struct.unpack("<HH", head[26:30])
-        return member.header + 30 + int(name) + int(extra)
+        flags, method, crc, compressed, size, name, extra = struct.unpack(
+            "<6xHH4xIIIHH", head[:_LOCAL_BYTES]
+        )
+        expected = (member.crc, member.compressed, member.size)
+        told = (crc, compressed, size)
+        # Sizes that were not known yet follow the data; those of more than 32 bits are elsewhere.
+        differs = not flags & _SIZES_FOLLOW and any(
+            t not in (e, _WIDE) for t, e in zip(told, expected, strict=True)
+        )
+        if differs or (method, name, head[_LOCAL_BYTES:]) != (member.method, len(encoded), encoded):
+            raise self.damaged(
+                f"the header of {member.name} at byte {member.header} contradicts the zip directory"
+            )
+        begin = member.header + _LOCAL_BYTES + int(name) + int(extra)
+        if begin + member.compressed > member.limit:
+            raise self.damaged(f"{member.name} overlaps what lies behind it")
+        return begin
+
+    def summed(self, member: Member, begin: int, head: bytes = b"") -> None:
+        """Makes known where a member is that is not compressed, and read in ranges: whoever reads
+        all of it through `CheckedFiles` compares it with its checksum.
+
+        Arguments:
+            member: the member.
+            begin: its `offset`.
+            head: its first bytes, which were read already.
+        """
+        first, end = begin + len(head), begin + member.size
+        if member.crc and first < end:
+            before = zlib.crc32(head)
+            self.files.summed.add(Range(self.name, first, end, member.crc, before, member.name))
+
+    def check_stored(self, member: Member) -> None:
+        """Reads a member that is not compressed, piece by piece, and checks it.
+
+        Raises:
+            CheckpointCorrupt: its bytes are not those that were written.
+            Failed: the storage failed.
+        """
+        crc, begin = 0, self.offset(member)
+        for at in range(0, member.size if member.crc else 0, _STEP):
+            count = min(_STEP, member.size - at)
+            crc = zlib.crc32(self.files.read(self.name, begin + at, count), crc)
+        self._compare(member, crc, member.size)
+
+    def inflate(self, member: Member, out: memoryview, skipped: int) -> None:
+        """Decompresses a member into memory, piece by piece, and checks it.
+
+        Arguments:
+            member: the member.
+            out: receives it, but its first bytes.
+            skipped: how many these are.
+
+        Raises:
+            CheckpointCorrupt: it cannot be decompressed, or its bytes are not those that were
+                written.
+            Failed: the storage failed.
+        """
+        stream, crc, done, begin = zlib.decompressobj(-15), 0, -skipped, self.offset(member)
+        try:
+            for at in range(0, member.compressed, _STEP):
+                count = min(_STEP, member.compressed - at)
+                data = self.files.read(self.name, begin + at, count)
+                while not stream.eof and data and done <= len(out):
+                    most = -done if done < 0 else min(_STEP, len(out) - done + 1)
+                    some = stream.decompress(data, most)
+                    if done >= 0:
+                        out[done : done + len(some)] = some[: len(out) - done]
+                    crc, done, data = (
+                        zlib.crc32(some, crc),
+                        done + len(some),
+                        stream.unconsumed_tail,
+                    )
+        except zlib.error as error:
+            raise self.damaged(f"{member.name} cannot be decompressed: {error}") from error
+        self._compare(member, crc, skipped + done if stream.eof else -1)
 
     def read(self, member: Member) -> bytes:
         """The bytes of a member without compression.
@@ -96,34 +179,66 @@ class ZipFile:
         Raises:
             CheckpointCorrupt: they are not those that were written.
         """
-        if len(data) != member.size or (member.crc and zlib.crc32(data) != member.crc):
+        self._compare(member, zlib.crc32(data), len(data))
+
+    def _compare(self, member: Member, crc: int, size: int) -> None:
+        if size != member.size or (member.crc and crc != member.crc):
             raise self.damaged(f"{member.name} does not match its checksum")
 
     def _directory(self) -> dict[str, Member]:
         tail, end = self._tail(_SHORT_TAIL)
-        at = tail.rfind(_END)
-        if at < 20 or tail[at + 20 : at + 22] != b"\0\0" or at + 22 != len(tail):
+        at = _end_record(tail)
+        if at < 20:
             tail, end = self._tail(_TAIL)
-            at = tail.rfind(_END)
+            at = _end_record(tail)
         if at < 0:
             raise self.damaged("it is not a zip file, or incomplete")
-        count, size, start = struct.unpack("<10xHII2x", tail[at : at + 22])
-        start_of_end = end - len(tail) + at
-        locator = tail[at - 20 : at] if at >= 20 else b""
-        if locator[:4] == _LOCATOR64:
-            (record,) = struct.unpack("<8xQ4x", locator)
-            head = self.files.read(self.name, self._begin + record, 56)
-            if head[:4] != _END64:
-                raise self.damaged("its zip64 record is missing")
-            count, size, start = struct.unpack("<32xQQQ", head)
-        if size > _MOST_DIRECTORY or start + size > start_of_end - self._begin:
-            raise self.damaged("its zip directory lies outside of the file")
+        told: Sequence[int] = struct.unpack("<4xHHHHII", tail[at : at + 20])
+        end_of_entries = end - len(tail) + at - self._begin
+        if at >= 20 and tail[at - 20 : at - 16] == _LOCATOR64:
+            told, end_of_entries = self._wide_record(told, tail[at - 20 : at], end_of_entries - 20)
+        *disks, here, count, size, start = told
+        if any(disks) or here != count:
+            raise self.damaged(
+                f"its zip directory is said to have {count} members, {here} of them in this file"
+            )
+        if size > _MOST_DIRECTORY or start + size != end_of_entries:
+            raise self.damaged(
+                f"its zip directory is said to have {size} bytes from byte {start}, and ends at "
+                f"byte {end_of_entries}"
+            )
         in_tail = self._begin + start - (end - len(tail))
         if in_tail >= 0 and len(tail) <= _SHORT_TAIL:
             data = tail[in_tail : in_tail + size]
         else:
             data = self.files.read(self.name, self._begin + start, size)
-        return self._entries(data, count)
+        return self._bounded(self._entries(data, count), self._begin + start)
+
+    def _wide_record(
+        self, told: Sequence[int], locator: bytes, end: int
+    ) -> tuple[Sequence[int], int]:
+        """The numbers of a directory of more than 32 bits, and where it ends."""
+        disk, record, _ = struct.unpack("<4xIQI", locator)
+        head = self.files.read(self.name, self._begin + record, 56)
+        if head[:4] != _END64 or disk:
+            raise self.damaged("its zip64 record is missing")
+        length, *wide = struct.unpack("<4xQ4xIIQQQQ", head)
+        most = (0xFFFF,) * 4 + (_WIDE,) * 2
+        if record + 12 + length != end or any(
+            t not in (w, m) for t, w, m in zip(told, wide, most, strict=True)
+        ):
+            raise self.damaged("its zip64 record contradicts the record at its end")
+        return wide, record
+
+    def _bounded(self, members: dict[str, Member], end: int) -> dict[str, Member]:
+        """Members that end where the next one begins, at the latest, the last at `end`."""
+        limits = dict[str, int]()
+        for member in sorted(members.values(), key=lambda m: m.header, reverse=True):
+            if member.header + _LOCAL_BYTES + member.compressed > end or member.header < 0:
+                raise self.damaged(f"{member.name} overlaps what lies behind it")
+            limits[member.name] = end
+            end = member.header
+        return {name: replace(member, limit=limits[name]) for name, member in members.items()}
 
     def _tail(self, most: int) -> tuple[bytes, int]:
         """The last bytes, at most so many, and where they end in the file."""
@@ -136,7 +251,7 @@ class ZipFile:
         if size is not None:
             return tail, size
         # The storage does not tell the size; the directory ends where the record begins.
-        at = tail.rfind(_END)
+        at = _end_record(tail)
         size_of, start = struct.unpack("<12xII", tail[at : at + 20]) if at >= 0 else (0, 0)
         if at >= 20 and tail[at - 20 : at - 16] == _LOCATOR64:
             (record,) = struct.unpack("<8xQ4x", tail[at - 20 : at])
@@ -146,7 +261,7 @@ class ZipFile:
     def _entries(self, data: bytes, count: int) -> dict[str, Member]:
         members: dict[str, Member] = {}
         at = 0
-        while at < len(data) and len(members) < count:
+        while at < len(data):
             if data[at : at + 4] != _ENTRY:
                 raise self.damaged("its zip directory is damaged")
             (flags, method, crc, compressed, size, name_length, extra_length, comment, header) = (
@@ -168,6 +283,16 @@ class ZipFile:
         return members
 
 
+def _end_record(tail: bytes) -> int:
+    """Where the record at the end of a zip file begins, whose comment ends it; -1 if nowhere."""
+    at = tail.rfind(_END, 0, max(0, len(tail) - 18))
+    while at >= 0:
+        if int.from_bytes(tail[at + 20 : at + 22], "little") == len(tail) - at - 22:
+            return at
+        at = tail.rfind(_END, 0, at)
+    return -1
+
+
 def _zip64(extra: bytes, size: int, compressed: int, header: int) -> tuple[int, int, int]:
     """The numbers of an entry that take more than 32 bits."""
     wide: list[int] = []
@@ -179,7 +304,6 @@ def _zip64(extra: bytes, size: int, compressed: int, header: int) -> tuple[int, 
             wide = [x for (x,) in struct.iter_unpack("<Q", body[: len(body) // 8 * 8])]
         at += 4 + length
     found = [
-        wide.pop(0) if number == 0xFFFFFFFF and wide else number
-        for number in (size, compressed, header)
+        wide.pop(0) if number == _WIDE and wide else number for number in (size, compressed, header)
     ]
     return found[0], found[1], found[2]

@@ -210,6 +210,28 @@ class Reader(Protocol):
         """
         return iter(())
 
+    def checking(self) -> Reader:
+        """This checkpoint for one piece of work that reads most of it: bytes whose checksums the
+        format keeps otherwise than as digests are compared with these, as soon as all are read
+        that have one checksum."""
+        return self
+
+    def check_rest(self, index: int = 0, count: int = 1) -> Iterator[tuple[str, str]]:
+        """Of a reader of `checking`, after the work: reads what has a checksum together with what
+        was read, and compares it.
+
+        Arguments:
+            index, count: which process this is of how many that did the work.
+
+        Returns:
+            As `check_structure`.
+        """
+        return iter(())
+
+    def unchecked(self) -> Sequence[str]:
+        """The arrays of which a changed byte would not be noticed, known once they are read."""
+        return [name for name in self.index.arrays if self.digests_of(name) is None]
+
     def part_url(self, part: Part) -> str:
         """The URL with which TensorStore opens a part; empty if it cannot."""
         return ""

@@ -76,6 +76,7 @@ def read_arrays(
         filled: counts the bytes of destinations.
     """
     filled = filled or Filled(jobs, nothing)
+    stored = _checking(stored, jobs) if options.verify and reader is None else stored
     done: dict[str, Any] = {}
     own = reader or ChunkReader(stored)
     window = Window(options.working_bytes)
@@ -93,6 +94,16 @@ def read_arrays(
         if reader is None:
             own.close()
     return done
+
+
+def _checking(stored: Reader, jobs: Sequence[Job]) -> Reader:
+    """A checkpoint that compares checksums, if about as much is asked as is stored: those of other
+    formats are of whole arrays."""
+    checking = stored.checking()
+    if checking is stored:
+        return stored
+    entries = {entry.name: entry.nbytes for job in jobs for entry in job.entries}
+    return checking if sum(job.nbytes for job in jobs) >= sum(entries.values()) else stored
 
 
 class Filled:

@@ -14,7 +14,8 @@ class LoadOptions(CommonOptions):
     """How to load.
 
     Arguments:
-        verify: whether to check each chunk that is read against its digest.
+        verify: whether to check each chunk that is read against its digest; and arrays of other
+            formats that are read whole against the checksums that these keep.
         budget_bytes: bytes of host memory that the loads of all processes of a node may use
             beyond the destination; each process gets an equal share (see `SaveOptions`). By
             default 1 GiB for each process, or less where a quarter of the node's memory is less.

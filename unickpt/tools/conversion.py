@@ -38,7 +38,7 @@ from unickpt.storage import paths
 from unickpt.threads import in_batches
 from unickpt.tools import verification
 from unickpt.tools.exporting import export
-from unickpt.tools.slabs import AHEAD, WRITER, Held, ReadSlab, SlabSource, read_boxes
+from unickpt.tools.slabs import AHEAD, WRITER, Held, ReadSlab, SlabSource, check_rest, read_boxes
 from unickpt.trees import tree
 
 OWN = "unickpt"
@@ -106,7 +106,7 @@ def convert(
     if progress is not None:
         options = replace(options, progress=progress)
     writer = _writer(to, format_options, options)
-    stored = checkpoint.opened(source).reader
+    stored = checkpoint.opened(source).reader.checking()
     view = convertible(stored, rules, like)
     if writer is not None:
         report = export(
@@ -132,7 +132,7 @@ def convert(
     slabs = in_batches(plan.own, None, reading.working_bytes, attrgetter("nbytes"))
     chunks = SlabSource(slabs, _view_reader(view, reading, buffers), buffers)
     try:
-        report = job.run(plan, chunks)
+        report = job.run(plan, chunks, lambda: check_rest(stored, job.group))
     finally:
         chunks.close()
     call_metrics(options, report)

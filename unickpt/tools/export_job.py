@@ -36,7 +36,7 @@ from unickpt.storage.errors import Failed, system_calls, writing_failed
 from unickpt.threads import in_batches
 from unickpt.tools.destinations import Destination, Write
 from unickpt.tools.file_pieces import Piece, Pieces, Share
-from unickpt.tools.slabs import Held, read_boxes
+from unickpt.tools.slabs import Held, check_rest, read_boxes
 
 # Shares of the budget: a slab that is written, one that is read ahead, and what reading it needs.
 _SLABS = 6
@@ -227,6 +227,7 @@ class ExportJob:
         for file in [file for file in files if not file.data][index::count]:
             self._write_dataless(file)
             check_others()
+        check_rest(self._view.checkpoint, self._group)
         return sums
 
     def _is_left(self, file: PlannedFile) -> bool:
@@ -293,6 +294,7 @@ class ExportJob:
             with self._to.opened(file) as write:
                 share = Share(file, 0, self._pieces.nbytes(file))
                 self._write_texts(file, [self._write_share(share, write)], write)
+        check_rest(self._view.checkpoint, self._group)
 
     def _write_dataless(self, file: PlannedFile) -> None:
         with self._to.opened(file) as write:

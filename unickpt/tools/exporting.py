@@ -114,7 +114,7 @@ def _verify(
     view: CheckpointView, plan: Plan, to: Destination, group: Group, options: LoadOptions
 ) -> None:
     """Compares what was written with the source; each process some of the arrays."""
-    reader = written(to)
+    reader = written(to).checking()
     lines = list(_other_names(plan, reader.index.names))
     for name, shown in plan.values.items():
         ours, theirs = view.index.values[name], reader.index.values.get(shown)

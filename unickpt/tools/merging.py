@@ -57,7 +57,7 @@ from unickpt.tools.merge_statistics import (
     slerp_statistics,
     ties_statistics,
 )
-from unickpt.tools.slabs import AHEAD, WRITER, Held, SlabSource, read_boxes
+from unickpt.tools.slabs import AHEAD, WRITER, Held, SlabSource, check_rest, read_boxes
 from unickpt.trees import tree
 
 RECORD = "merge"
@@ -234,7 +234,7 @@ class _Job:
         slabs = in_batches(planned.own, None, budget, merger.cost)
         chunks = SlabSource(slabs, merger.read, merger.buffers)
         try:
-            saved = job.run(planned, chunks)
+            saved = job.run(planned, chunks, lambda: _check_rest(plan, job.group))
         finally:
             chunks.close()
         call_metrics(options, saved)
@@ -276,6 +276,11 @@ def _searched(plan: MergePlan, method: Search, job: _Job, to: str, overwrite: bo
         if group.index == 0:
             paths.resolve(trials).remove(contexts.context())
     return replace(plan, weights=weights, score=score)
+
+
+def _check_rest(plan: MergePlan, group: Group) -> None:
+    for source in plan.inputs:
+        check_rest(source.view.checkpoint, group)
 
 
 def _exists(url: str) -> bool:

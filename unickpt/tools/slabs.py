@@ -12,7 +12,10 @@ from typing import Any
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.host_memory import HostBuffers
+from unickpt.errors import CheckpointCorrupt
 from unickpt.format.index import ArrayEntry
+from unickpt.format.reader import Reader
+from unickpt.frameworks.process_group import Group
 from unickpt.loading.views import CheckpointView, jobs_of
 from unickpt.reading.chunk_reader import read_arrays
 from unickpt.reading.options import LoadOptions
@@ -23,6 +26,8 @@ from unickpt.saving.write_plan import WriteItem
 # Shares of the budget of a conversion or a merge: two slabs, of which one is read ahead, and what
 # the writer holds.
 AHEAD, WRITER = 6, 2
+
+_MOST_DAMAGE = 10
 
 Held = tuple[Array, Array]
 """The elements of a box, and the memory that they are in, for `HostBuffers.give`."""
@@ -69,6 +74,18 @@ def read_boxes(
     }
     found: dict[str, list[Held]] = read_arrays(view.checkpoint, jobs_of(view, wanted), options)
     return found
+
+
+def check_rest(stored: Reader, group: Group) -> None:
+    """Compares what was read with the format's checksums, after the last slab, of a checkpoint of
+    `Reader.checking`: what is written next would be taken for sound.
+
+    Raises:
+        CheckpointCorrupt: something differs.
+    """
+    damage = [reason for _, reason in stored.check_rest(group.index, group.count)]
+    if damage:
+        raise CheckpointCorrupt("\n".join(damage[:_MOST_DAMAGE]))
 
 
 class SlabSource:

@@ -13,6 +13,7 @@ from unickpt.errors import CheckpointCorrupt
 from unickpt.format import chunk_grid
 from unickpt.format.reader import ChunkId, Reader
 from unickpt.progress import Progress, ProgressFunction, nothing, reporting
+from unickpt.quoting import quoted
 from unickpt.reading import checkpoint
 from unickpt.reading.chunk_reader import ChunkReader, Task
 from unickpt.reading.read_plan import ChunkRead
@@ -52,7 +53,8 @@ class VerifyReport:
         arrays, chunks, bytes: what was read.
         seconds: how long it took.
         damage: what was found.
-        unverified: why bytes that changed would not be noticed; empty for formats with digests.
+        unverified: why bytes that changed would not be noticed, and of which arrays; empty if all
+            have digests, or checksums of the format's own.
     """
 
     url: str
@@ -77,6 +79,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 _TASKS_AHEAD = 64
+_MOST_NAMES = 10
 
 
 def verify(path: checkpoint.Source, *, progress: Progress = None) -> VerifyReport:
@@ -139,14 +142,9 @@ def verify_opened(
     counted = [0, 0]
     arrays, unverified = 0, ""
     try:
-        stored = opened()
+        stored = opened().checking()
         arrays = len(stored.index.arrays)
         total = sum(entry.nbytes for entry in stored.index.arrays.values())
-        if any(stored.digests_of(name) is None for name in stored.index.arrays):
-            unverified = (
-                f"the format {stored.format!r} stores no digests: everything could be read, but "
-                "bytes that changed since it was written would not be noticed"
-            )
         checker = _Checker(stored, "unickpt-verify", behind=behind)
         try:
             for name, reason in stored.check_structure(checker.map):
@@ -156,8 +154,10 @@ def verify_opened(
                 counted[1] += nbytes
                 damage += found
                 told(counted[1], total)
+            damage += [Damage(name, "", None, reason) for name, reason in stored.check_rest()]
         finally:
             checker.close()
+        unverified = _unverified(stored)
         if damage:  # checked last: a replaced checkpoint is not damaged
             stored.check_unchanged()
     except CheckpointCorrupt as error:
@@ -170,6 +170,23 @@ def verify_opened(
         seconds=time.perf_counter() - started,
         damage=tuple(damage),
         unverified=unverified,
+    )
+
+
+def _unverified(stored: Reader) -> str:
+    """See `VerifyReport`."""
+    names, count = stored.unchecked(), len(stored.index.arrays)
+    if not names:
+        return ""
+    if len(names) == count:
+        which, read = f"the format {stored.format!r} stores no digests", "everything"
+    else:
+        shown = ", ".join(quoted(name) for name in names[:_MOST_NAMES])
+        more = ", ..." if len(names) > _MOST_NAMES else ""
+        which, read = f"{len(names)} of {count} arrays have no checksum ({shown}{more})", "they"
+    return (
+        f"{which}: {read} could be read, but bytes that changed since it was written would not be "
+        "noticed"
     )
 
 
