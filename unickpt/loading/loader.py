@@ -219,6 +219,7 @@ class _Load:
             done[name] = PerProcessValues(tuple(values))
         aliases = {name: of for name, of in index.aliases.items() if name not in left_out}
         arrays = {n: e for n, e in index.arrays.items() if n not in left_out - {*aliases.values()}}
+        stored.check_total(arrays.values())
         targets = {name: {name: NewTarget(entry)} for name, entry in arrays.items()}
         found = read(view.checkpoint, jobs_of(view, targets))
         done |= {**{name: found[name] for name in targets}, **index.values}

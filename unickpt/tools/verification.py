@@ -139,6 +139,7 @@ def verify_opened(
     try:
         stored = opened()
         arrays = len(stored.index.arrays)
+        stored.check_total(stored.index.arrays.values())
         total = sum(entry.nbytes for entry in stored.index.arrays.values())
         if any(stored.digests_of(name) is None for name in stored.index.arrays):
             unverified = (
