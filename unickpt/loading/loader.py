@@ -141,6 +141,7 @@ def load(
         RuleError: the rules do not fit what is stored or requested; names all arrays.
         CheckpointCorrupt: stored bytes do not match their digest, or are not a valid checkpoint.
         ProcessFailed: with `LoadOptions(exchange=True)`, another process failed.
+        OutOfMemory: there is no memory for an array; names it.
 
     Example:
         >>> import numpy as np, unickpt

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from unickpt.arrays import dtypes
-from unickpt.errors import CheckpointCorrupt, StorageError
+from unickpt.errors import CheckpointCorrupt, StorageError, naming_memory
 from unickpt.format import chunk_grid
 from unickpt.format.reader import ChunkId, Reader
 from unickpt.progress import Progress, ProgressFunction, nothing, reporting
@@ -109,7 +108,7 @@ def verify(path: checkpoint.Source, *, progress: Progress = None) -> VerifyRepor
         if isinstance(path, checkpoint.Checkpoint)
         else paths.resolve(path, or_file=True).url
     )
-    with reporting(progress, "verifying") as told:
+    with naming_memory(f"verifying {url}"), reporting(progress, "verifying") as told:
         return checkpoint.again(
             lambda: verify_opened(url, lambda: checkpoint.opened(path).reader, told)
         )
@@ -188,14 +187,13 @@ class _Checker(ChunkReader):
         return [self._check(*item) for item in zip(reads, requests, strict=True)]
 
     def _check(self, read: ChunkRead, requested: Any) -> Checked:
-        stored, dtype = self._stored, dtypes.from_name(read.entry.dtype)
-        nbytes = read.box.size * dtype.itemsize
+        stored, nbytes = self._stored, read.box.size * read.entry.itemsize
         try:
-            chunk = self._scratch.array(read.box.shape, dtype)
+            chunk = self._memory(read)
             if stored.read_chunk(read.entry, read.part, read.number, read.row, chunk, requested):
                 return nbytes, []
             reason = "the stored bytes do not match their digest"
-        except (CheckpointCorrupt, StorageError, MemoryError) as error:
+        except (CheckpointCorrupt, StorageError) as error:
             if isinstance(error, StorageError) and stored.location.is_remote:
                 raise  # the network failed; the data may be sound
             reason = str(error)
