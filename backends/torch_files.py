@@ -225,10 +225,7 @@ class PlainTree:
 
     def _counted(self, found: plain_values.Plain) -> plain_values.Plain:
         """A plain value, whose length counts: whoever writes it writes all of it."""
-        if isinstance(found, str | bytes):
-            self._values -= len(found)
-        elif isinstance(found, int):
-            self._values -= found.bit_length() // 8
+        self._values -= plain_values.length(found)
         if self._values < 0:
             raise CheckpointCorrupt(f"{self._where}: its values are too long for its size")
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from support.hostile_pickles import write_torch_file
 
 import unickpt
+from unickpt.backends.orbax import metadata
 from unickpt.errors import CheckpointCorrupt
 
 EACH, COUNT = 60 << 20, 64  # bytes of an array, and arrays
@@ -88,3 +90,25 @@ def test_texts_and_integers_count_each_time(tmp_path: Path) -> None:
         write_torch_file(tmp_path / "many", many(value, 100_000))
         with pytest.raises(CheckpointCorrupt, match="its values are too long for its size"):
             unickpt.open(tmp_path / "many")
+
+
+def test_meshes_share_their_devices(tmp_path: Path) -> None:
+    def of(shapes: list[object]) -> bytes:
+        told = {
+            base64.b64encode(f"w{n}".encode()).decode(): json.dumps(
+                {"sharding_type": "NamedSharding", "shape": shape, "axis_names": ["a"],
+                 "partition_spec": ["a"]}
+            )
+            for n, shape in enumerate(shapes)
+        }  # fmt: skip
+        return json.dumps(told).encode()
+
+    found = metadata.shardings(of([[4096]] * 1000), "x")
+    layouts = [metadata.layout(each, 1, "x") for each in found.values()]
+    assert len({id(each.mesh.processes) for each in layouts if each}) == 1
+    hostile: list[list[object]] = [
+        [[1 << 20], [1 << 19]], [[1 << 30]], [[2] * 1000], [[float("inf")]], [[-1]], [["x"]],
+    ]  # fmt: skip
+    for shapes in hostile:
+        with pytest.raises(CheckpointCorrupt, match="x is damaged"):
+            metadata.shardings(of(shapes), "x")
