@@ -207,6 +207,7 @@ class Hdf5Reader(RangeReader):
     """
 
     format = "hdf5"
+    most_per_byte = 1 << 10  # they may be compressed
 
     def __init__(self, files: Files, name: str) -> None:
         try:

@@ -93,6 +93,7 @@ class NpzReader(RangeReader):
     """
 
     format = "npz"
+    most_per_byte = 1 << 10  # they may be compressed
 
     def __init__(self, files: Files, name: str) -> None:
         self._zip = ZipFile(files, name)

@@ -31,8 +31,9 @@ _MOST_TEXT = 1000
 _LEAST_NODES = 1000
 # All their names together, for each byte.
 _NAMES = 64
-# All objects of unknown classes together, which can share what they hold, for each byte.
-_OPAQUE = 64
+# All objects of unknown classes together, which can share what they hold, for each byte; and all
+# texts, bytes and integers, of which each can be recalled with two bytes.
+_OPAQUE = _VALUES = 64
 
 
 HINTS: Collection[str] = ()
@@ -193,6 +194,7 @@ class PlainTree:
         self._nodes = _LEAST_NODES + file.pickle_size
         self._letters = _NAMES * self._nodes
         self._opaque = _OPAQUE * self._nodes
+        self._values = _VALUES * self._nodes
         self._without: set[int] = set()  # what holds no tensor, by its identity
 
     def tree(self, found: Any, depth: int, letters: int) -> Any:
@@ -227,7 +229,14 @@ class PlainTree:
             made = self._file.opaque(found, self._opaque)
             self._opaque -= len(made.pickle)
             return made
-        return found if plain_values.is_plain(found) else _text(found)
+        return self._counted(found) if plain_values.is_plain(found) else _text(found)
+
+    def _counted(self, found: plain_values.Plain) -> plain_values.Plain:
+        """A plain value, whose length counts: whoever writes it writes all of it."""
+        self._values -= plain_values.length(found)
+        if self._values < 0:
+            raise CheckpointCorrupt(f"{self._where}: its values are too long for its size")
+        return found
 
     def _decoded(self, decode: Callable[[Any], Any], found: Any) -> Any:
         try:

@@ -1,5 +1,8 @@
 """All errors that unickpt raises; each also derives from the matching built-in exception."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from unickpt.quoting import shortened
 
 # Stored text and responses of servers may be long; longer lines of a message are cut.
@@ -45,6 +48,10 @@ class CheckpointCorrupt(UnickptError, ValueError):
 
 class StorageError(UnickptError, OSError):
     """A storage operation failed: permissions, a full disk, a network error."""
+
+
+class OutOfMemory(UnickptError, MemoryError):
+    """There is no memory for what was asked; the message says for what, and how much."""
 
 
 class ForkedProcess(UnickptError, RuntimeError):
@@ -115,3 +122,31 @@ class RuleWarning(UserWarning):
 
 class RuleSyntaxError(RuleError):
     """The syntax of a rule is invalid; the message shows the line with a caret."""
+
+
+@contextmanager
+def naming_memory(what: str) -> Iterator[None]:
+    """Wraps work that takes memory: a lack of it becomes an `OutOfMemory` that says for what.
+
+    Arguments:
+        what: is done, and the path.
+    """
+    try:
+        yield
+    except UnickptError:
+        raise
+    except MemoryError as error:
+        raise out_of_memory(what, error) from error
+
+
+def out_of_memory(what: str, error: MemoryError) -> OutOfMemory:
+    """The error for a lack of memory; see `naming_memory`."""
+    if isinstance(error, OutOfMemory):  # it says more
+        return error
+    found = OutOfMemory(
+        f"{what}: out of memory{': ' if str(error) else ''}{error}. Take less at once, a smaller "
+        "budget_bytes, fewer processes on this machine, or a larger limit (ulimit -v, cgroups)"
+    )
+    for note in getattr(error, "__notes__", ()):  # such as the array
+        found.add_note(note)
+    return found

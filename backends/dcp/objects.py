@@ -24,7 +24,9 @@ from unickpt.trees import plain_values, tree
 
 _MOST_OBJECTS = 1 << 30  # bytes of all values that are no tensors; they are read by `open`
 _MOST_COMPRESSED = 16 << 20  # bytes that one of them may become
-_OPAQUE = 64  # bytes of objects of unknown classes, for each byte of their pickle
+# Bytes of objects of unknown classes, and of texts, bytes and integers, for each byte of their
+# pickle, which can recall them.
+_OPAQUE = _LENGTH = 64
 _GAP, _SWEEP = 4 << 10, 8 << 20
 _THREADS = 16
 
@@ -134,6 +136,7 @@ class _Values:
     def __init__(self, file: TorchFile, most: int, compressed: Blob | None = None) -> None:
         self._file, self._left, self._compressed = file, most, compressed
         self._most_opaque = _OPAQUE * most
+        self._length = _LENGTH * most
         self._without: set[int] = set()  # what holds no tensor, by its identity
 
     def value(self, found: Any, depth: int = 1) -> Any:
@@ -143,6 +146,9 @@ class _Values:
         if isinstance(found, Opaque):
             found = decoded(found)
         if plain_values.is_plain(found):
+            self._length -= plain_values.length(found)
+            if self._length < 0:
+                raise BadPickle("its values are too long for its size")
             return found
         if isinstance(found, dict):
             named = {key_of(k): x for k, x in found.items()}

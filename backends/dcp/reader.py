@@ -207,6 +207,7 @@ class DcpReader(RangeReader):
     """
 
     format = "dcp"
+    most_per_byte = 1 << 10  # they may be compressed
 
     def __init__(self, files: Files, state: Any, version: str) -> None:
         try:

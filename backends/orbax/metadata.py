@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from unickpt.arrays.layout import Layout, Mesh
@@ -29,7 +30,11 @@ _EMPTY: Mapping[str, Callable[[], Any]] = {
 }
 _EMPTY_NAMEDTUPLE = "NamedTuple"
 _SEQUENCE, _DICT = 1, 2
-_BAD = (ValueError, KeyError, TypeError, AttributeError, RecursionError, binascii.Error)
+_BAD = (
+    ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, binascii.Error,
+)  # fmt: skip
+# Devices of all meshes of different sizes together, and axes of one.
+_MOST_DEVICES, _MOST_AXES = 1 << 20, 32
 
 
 @dataclass(frozen=True)
@@ -263,10 +268,14 @@ def shardings(data: bytes, where: str) -> dict[str, Any]:
         CheckpointCorrupt: it is damaged.
     """
     try:
-        return {
+        found = {
             base64.b64decode(name, validate=True).decode(): json.loads(text)
             for name, text in _loaded(data, where).items()
         }
+        sizes = {_devices(sharding) for sharding in found.values() if _is_named(sharding)}
+        if sum(sizes) > _MOST_DEVICES:
+            raise ValueError(f"meshes of {sum(sizes)} devices")
+        return found
     except _BAD as error:
         raise CheckpointCorrupt(f"{where} is damaged: {error!r}") from error
 
@@ -285,22 +294,38 @@ def layout(sharding: Any, rank: int, where: str) -> Layout | None:
         CheckpointCorrupt: it is damaged, or does not fit the array.
     """
     try:
-        if sharding is None or sharding["sharding_type"] != "NamedSharding":
+        if sharding is None or not _is_named(sharding):
             return None
         shape = tuple(int(n) for n in sharding["shape"])
         axes = tuple(str(axis) for axis in sharding["axis_names"])
-        if math.prod(shape) > 1 << 20:
-            raise ValueError(f"a mesh of {quoted(shape)}")
         spec = sharding["partition_spec"]
         if any(not isinstance(entry, (str, list, type(None))) for entry in spec):
             return None
         dims = [_axes(entry) for entry in spec]
         if len(dims) > rank:
             raise ValueError(f"the partition {quoted(spec)} of an array of rank {rank}")
-        mesh = Mesh(axes, shape, (0,) * math.prod(shape))
+        mesh = Mesh(axes, shape, _processes(_devices(sharding)))
         return Layout(mesh, (*dims, *((),) * (rank - len(dims))))
     except _BAD as error:
         raise CheckpointCorrupt(f"{where} is damaged: {error}") from error
+
+
+def _is_named(sharding: Any) -> bool:
+    return bool(sharding["sharding_type"] == "NamedSharding")
+
+
+def _devices(sharding: Any) -> int:
+    """How many devices a mesh has."""
+    shape = [int(n) for n in sharding["shape"]]
+    if len(shape) > _MOST_AXES or any(not 0 <= n <= _MOST_DEVICES for n in shape):
+        raise ValueError(f"a mesh of {quoted(shape)}")
+    return math.prod(shape)
+
+
+@lru_cache(maxsize=4)
+def _processes(devices: int) -> tuple[int, ...]:
+    """The process of each device, shared by all arrays on meshes of one size."""
+    return (0,) * devices
 
 
 def _axes(entry: Any) -> tuple[str, ...]:

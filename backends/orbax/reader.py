@@ -66,9 +66,10 @@ class OrbaxReader(Reader):
     """
 
     format, version = "orbax", ""
+    most_per_byte = 1 << 10  # chunks may be compressed, or left out
 
     def __init__(self, files: Files, found: Found, context: ts.Context) -> None:
-        self.location, self._context = files.location, context
+        self.location, self._files, self._context = files.location, files, context
         try:
             node = tree.flatten(found.tree, _is_leaf, _expand)
         except UnsupportedLeaf as error:
@@ -125,6 +126,12 @@ class OrbaxReader(Reader):
             self._arrays[entry.name].check_ends()
         except Failed as error:
             raise reading_failed(error, f"{self.location}: array {entry.name!r}") from error
+
+    def stored_bytes(self) -> int | None:
+        try:
+            return self._files.total(self._files.names)
+        except Failed as error:
+            raise reading_failed(error, str(self.location)) from error
 
     def request_chunks(self, chunks: Sequence[ChunkId]) -> Sequence[Any]:
         return [self._request(*chunk) for chunk in chunks]

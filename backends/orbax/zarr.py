@@ -17,7 +17,7 @@ import tensorstore as ts
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
-from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
+from unickpt.errors import CheckpointCorrupt, UnsupportedFormat, naming_memory
 from unickpt.foreign.files import Files
 from unickpt.quoting import quoted
 from unickpt.storage.database import Database
@@ -364,7 +364,8 @@ def check_memory(array: ZarrArray) -> None:
     """Checks that this machine has memory for a chunk: TensorStore aborts the process if not.
 
     Raises:
-        MemoryError: it has not.
+        OutOfMemory: it has not.
     """
     if array.chunk_bytes > _BELIEVED:
-        np.empty(array.chunk_bytes, np.uint8)
+        with naming_memory(f"a chunk of {dtypes.with_shape(array.dtype, array.chunk)}"):
+            np.empty(array.chunk_bytes, np.uint8)

@@ -577,7 +577,7 @@ def test_an_error_while_staging_reaches_the_caller(
 
     with monkeypatch.context() as patch:
         patch.setattr(kept_state, "stage", fail)
-        with pytest.raises(MemoryError) as caught:
+        with pytest.raises(unickpt.OutOfMemory, match="/c: out of memory: no more") as caught:
             unickpt.save_async(tmp_path / "c", {"w": np.ones(100_000)})
     assert any("'w'" in note for note in caught.value.__notes__)
     unickpt.save_async(tmp_path / "c", {"w": np.ones(100_000)}).result(30)

@@ -88,7 +88,10 @@ class HostBuffers:
 
 
 def _from_system(nbytes: int) -> Array:
-    return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+    try:
+        return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+    except OSError as error:
+        raise MemoryError(f"Unable to allocate {nbytes / (1 << 20):.0f} MiB") from error
 
 
 class Scratch(threading.local):

@@ -31,7 +31,14 @@ from unickpt.commit.progress.waits import Waits
 from unickpt.commit.record import Record, Records, statistics_of
 from unickpt.commit.replicas import Difference
 from unickpt.commit.root import Root
-from unickpt.errors import CheckpointExists, ProcessFailed, SaveConflict, SaveTimeout, StorageError
+from unickpt.errors import (
+    CheckpointExists,
+    ProcessFailed,
+    SaveConflict,
+    SaveTimeout,
+    StorageError,
+    out_of_memory,
+)
 from unickpt.format import index_json, timing, zarr_metadata
 from unickpt.format.index import BORROWED_KEY, DIGESTS_KEY, INDEX_KEY, Index
 from unickpt.frameworks.process_group import Group
@@ -158,8 +165,10 @@ class Attempt:
         return reports.WAIT if self._arrivals.waiting else reports.COMMIT
 
     def explained(self, error: Exception) -> Exception:
-        """The error to raise: the storage's errors as ours, or `SaveConflict` if another job
-        committed here meanwhile, which removes the files of attempts that lost."""
+        """The error to raise: the storage's and a lack of memory as ours, or `SaveConflict` if
+        another job committed here meanwhile, which removes the files of attempts that lost."""
+        if isinstance(error, MemoryError):
+            return out_of_memory(f"saving to {self.location}", error)
         if not isinstance(error, StorageError) or self._state is AttemptState.OPEN:
             return error
         try:

@@ -28,6 +28,8 @@ from unickpt.storage.locations import Location
 from unickpt.threads import start
 
 NAME = ".unickpt.lock"
+# What reading a lock file raises that anything else has written.
+_NOT_OURS = ValueError, KeyError, TypeError, OverflowError, RecursionError
 _RENEW_S = 10.0
 _EXPIRES_S = 40.0
 # For this long, a write that a job began before it lost its lease may still be retried.
@@ -153,7 +155,7 @@ def holder(location: Location) -> str | None:
         return None
     try:
         renewed = float(json.loads(read.value)["renewed"])
-    except (ValueError, KeyError, TypeError):
+    except _NOT_OURS:
         return _who("")
     return _who(read.value) if time.time() - renewed < _EXPIRES_S else None
 
@@ -162,7 +164,7 @@ def _who(said: str | bytes) -> str:
     try:
         facts = json.loads(said)
         return f"process {facts['process']} on {facts['host']}"
-    except (ValueError, KeyError, TypeError):
+    except _NOT_OURS:
         return "another process"
 
 
@@ -262,7 +264,7 @@ class _Claim:
     def _is_ours(self, found: ts.KvStore.ReadResult) -> bool:
         try:
             return bool(json.loads(found.value)["session"] == self._holder["session"])
-        except (ValueError, KeyError, TypeError):
+        except _NOT_OURS:
             return False
 
     def _renew(self) -> None:
@@ -274,7 +276,7 @@ class _Claim:
 
 
 def _conflict(location: Location, use: Use, said: str) -> SaveConflict:
-    with suppress(ValueError, KeyError, TypeError):
+    with suppress(*_NOT_OURS):
         holder = json.loads(said)
         if (holder["process"], holder["program"]) == (os.getpid(), _PROGRAM):
             return SaveConflict(f"{location}: {use.here}")

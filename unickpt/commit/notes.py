@@ -250,7 +250,7 @@ def _object(data: bytes) -> dict[str, Any] | None:
     """A JSON object; None if the bytes are not one, as those of a missing note."""
     try:
         found = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 

@@ -133,7 +133,9 @@ class Record:
                 patched,
                 places,
             )
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (
+            KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError
+        ) as error:  # fmt: skip
             raise ValueError(f"the record is malformed: {error!r}") from None
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -64,6 +64,13 @@ class FileBox:
     def steps(self) -> tuple[int, ...]:
         """The strides, also for row-major order."""
         return row_major(self.box.shape) if self.strides is None else self.strides
+
+    def ranges(self, itemsize: int) -> Iterator[ByteRange]:
+        """Where its elements are, from the lowest to the highest."""
+        if not self.box.size:
+            return iter(())
+        low, high = _span(self.box.shape, self.steps)
+        return self.elements.ranges(self.first + low, high - low + 1, itemsize)
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
@@ -142,16 +149,13 @@ class RangeReader(Reader):
         for found in self._boxes.get(entry.name, {}).values():
             if not found.box.size:
                 continue
-            low, high = _span(found.box.shape, found.steps)
             stored = 0
-            if found.first + low < 0:
+            if found.first + _span(found.box.shape, found.steps)[0] < 0:
                 raise CheckpointCorrupt(
                     f"{self.location}: array {entry.name!r} {found.box} begins before what is "
                     "stored of it"
                 )
-            for file, begin, end in found.elements.ranges(
-                found.first + low, high - low + 1, itemsize
-            ):
+            for file, begin, end in found.ranges(itemsize):
                 stored += end - begin
                 if begin < 0 or not self._reaches(entry, file, end):
                     raise CheckpointCorrupt(
@@ -191,8 +195,7 @@ class RangeReader(Reader):
         itemsize = dtypes.from_name(self.index.arrays[name].dtype).itemsize
         for found in self._boxes[name].values():
             if found.box.size:
-                low, high = _span(found.box.shape, found.steps)
-                yield from found.elements.ranges(found.first + low, high - low + 1, itemsize)
+                yield from found.ranges(itemsize)
 
     def unchecked(self) -> Sequence[str]:
         files = self._files
@@ -202,6 +205,23 @@ class RangeReader(Reader):
             if name not in self._boxes
             or any(not files.summed.within(*where) for where in self._ranges(name))
         ]
+
+    def stored_bytes(self) -> int | None:
+        """The bytes in which the boxes are, each once; with arrays that are stored otherwise, all
+        files that could hold them."""
+        try:
+            others = self._files.total({*self._files.here, *self._files.looked_at})
+        except Failed as error:
+            raise reading_failed(error, str(self.location)) from error
+        if others is None and self.index.arrays.keys() - self._boxes.keys():
+            return None
+        ranges = [
+            (file, begin, end)
+            for entry in self.index.arrays.values()
+            for found in self._boxes.get(entry.name, {}).values()
+            for file, begin, end in found.ranges(dtypes.from_name(entry.dtype).itemsize)
+        ]
+        return (others or 0) + _joint_length(ranges)
 
     def _reaches(self, entry: ArrayEntry, file: str, end: int) -> bool:
         """Whether a file has so many bytes."""
@@ -236,6 +256,17 @@ class RangeReader(Reader):
             read_box(self._files, found, box.relative_to(part.box.start), out)
         except Failed as error:
             raise reading_failed(error, f"{self.location}: array {entry.name!r} {box}") from error
+
+
+def _joint_length(ranges: Iterable[tuple[str, int, int]]) -> int:
+    """The bytes of ranges of files, those that several have once."""
+    total, last, done = 0, "", 0
+    for file, begin, end in sorted(ranges):
+        begin = max(begin, done) if file == last else begin
+        if end > begin or file != last:
+            total += max(0, end - begin)
+            last, done = file, end
+    return total
 
 
 def read_flat(files: Files, found: FileBox, first: int, out: Array) -> None:

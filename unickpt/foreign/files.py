@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cached_property
 
 from unickpt.foreign.crc32 import Parts, Range, Ranges
 from unickpt.storage import contexts
 from unickpt.storage.errors import Damaged, system_calls
 from unickpt.storage.kvstore import KvStore
-from unickpt.storage.local_files import check_regular, open_to_read
+from unickpt.storage.local_files import Inside, check_regular, open_to_read
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
 
@@ -25,8 +25,8 @@ class Files:
     """The files below a location, or the one that it is. Its methods are called from several
     threads.
 
-    Symbolic links are followed: caches of Hugging Face consist of them. Only regular files are
-    opened.
+    Only regular files are opened, and only in the location: symbolic links are followed as
+    `local_files.Inside` says. The location itself may be a link.
 
     Arguments:
         location: the folder; or the file, if it is one.
@@ -43,6 +43,8 @@ class Files:
         self._heads: dict[str, bytes] = {}
         self.summed = Ranges()
         """The ranges of the files that have a checksum; whoever parses a file adds them."""
+        self._inside = {self.single}
+        """The files that are known not to lie elsewhere: at first the one that the user gave."""
 
     @cached_property
     def _store(self) -> KvStore:
@@ -70,7 +72,7 @@ class Files:
         with system_calls():
             try:
                 with os.scandir(self._folder) as found:
-                    return sorted(entry.name for entry in found if not entry.is_dir())
+                    return sorted(entry.name for entry in found if not _is_folder(entry))
             except (FileNotFoundError, NotADirectoryError):
                 return []
 
@@ -120,6 +122,11 @@ class Files:
         found = self.location.folders_with(MANIFEST, contexts.context())
         return sorted(name for name in found if name != ".")
 
+    @property
+    def looked_at(self) -> Collection[str]:
+        """The files of which `head` was asked."""
+        return self._heads
+
     def head(self, file: str) -> bytes:
         """The first bytes of a file, enough to tell its format; all if it is short. Raises as
         `read`."""
@@ -147,6 +154,20 @@ class Files:
             return None
         with self._opened(file) as handle:
             return os.fstat(handle).st_size
+
+    def total(self, names: Iterable[str]) -> int | None:
+        """The bytes of files together, without what is no file; None if the storage does not tell.
+
+        Raises:
+            Failed: the storage failed.
+        """
+        if self._folder is None:
+            return None
+        found = 0
+        for name in names:
+            with suppress(Damaged):
+                found += self.size(name) or 0
+        return found
 
     def read(self, file: str, offset: int, length: int) -> bytes:
         """Bytes of a file.
@@ -209,6 +230,9 @@ class Files:
     def _opened(self, file: str) -> Iterator[int]:
         assert self._folder is not None, "only local files are opened"
         at = self._folder + file
+        if file not in self._inside:
+            Inside(self._folder).check(file)
+            self._inside.add(file)
         handle = open_to_read(at)
         try:
             check_regular(os.fstat(handle), at)
@@ -281,3 +305,10 @@ class CheckedFiles(Files):
         for begin, end in list(parts.gaps):
             for at in range(begin, end, _AT_ONCE):
                 self.read(found.file, at, min(_AT_ONCE, end - at))
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link that leads to itself, or where this user may not look
+        return False

@@ -19,6 +19,7 @@ from unickpt.errors import (
     StorageError,
     UnsupportedFormat,
     UnsupportedLeaf,
+    naming_memory,
 )
 from unickpt.format import patches
 from unickpt.format.chunk_grid import Part
@@ -432,7 +433,7 @@ class ChunkStore:
 
         Raises:
             Damaged: the stored chunk is smaller than declared.
-            MemoryError: the chunk is as large as declared, and too large for this machine.
+            OutOfMemory: the chunk is as large as declared, and too large for this machine.
         """
         nbytes = math.prod(part.chunk) * dtypes.from_name(entry.dtype).itemsize
         if nbytes <= BELIEVED or part.key in self._backed:
@@ -445,7 +446,8 @@ class ChunkStore:
             least = -(-nbytes // _MOST_PER_BYTE) if self.codecs else nbytes
         if not self.values.has(key_of(part, number), least):
             raise Damaged(f"no bytes stored, {least} expected")
-        np.empty(nbytes, np.uint8)
+        with naming_memory(f"{self.location}: array {entry.name!r}, a chunk"):
+            np.empty(nbytes, np.uint8)
         self._backed.add(part.key)
 
     def _is_plain(self, entry: ArrayEntry, part: Part, out: Array) -> bool:

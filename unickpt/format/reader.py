@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import heapq
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, Protocol, TypeVar
 
 import tensorstore as ts
@@ -17,10 +19,15 @@ from unickpt.format.chunk_grid import Part
 from unickpt.format.digest_table import Table
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.timing import Timing
+from unickpt.quoting import shortened
 from unickpt.storage.locations import Location
 
 T = TypeVar("T")
 U = TypeVar("U")
+
+# Whatever is stored, this much can always be asked for.
+_ALWAYS = 1 << 30
+_SHOWN = 3  # of the largest arrays, in a message
 
 
 ChunkId = tuple[ArrayEntry, Part, int]
@@ -55,6 +62,9 @@ class Reader(Protocol):
     """Its arrays, plain values and structure."""
     lacks: str = ""
     """What users may miss in it though a training run had it, why, and what to do; for errors."""
+    most_per_byte: int = 64
+    """How many bytes of arrays a stored byte can honestly stand for: some arrays repeat elements
+    or share them, and others are compressed, or left out because they are constant."""
     beside: Sequence[str] = ()
     """Files in the same folder that could be taken for a checkpoint, and are not part of it."""
 
@@ -174,6 +184,37 @@ class Reader(Protocol):
             CheckpointCorrupt: the data contradicts the shape.
         """
         return
+
+    def stored_bytes(self) -> int | None:
+        """The bytes in which all arrays are stored, at most; None if that cannot be told."""
+        return None
+
+    def check_total(self, entries: Collection[ArrayEntry]) -> None:
+        """Checks that enough data is stored to justify the memory, or the time, that arrays need
+        together: each may be justified alone by what all of them share.
+
+        Arguments:
+            entries: the arrays to make, which rules can have changed.
+
+        Raises:
+            CheckpointCorrupt: names the largest.
+        """
+        asked = sum(entry.nbytes for entry in entries)
+        if asked <= _ALWAYS:
+            return
+        stored = self.stored_bytes()
+        if stored is None or asked <= self.most_per_byte * stored:
+            return
+        largest = heapq.nlargest(_SHOWN, entries, key=attrgetter("nbytes"))
+        for entry in largest:
+            if entry.name in self.index.arrays:
+                self.check_backed(self.index.arrays[entry.name])  # says more, if it alone is wrong
+        shown = ", ".join(f"{shortened(e.name, 100)!r} ({e.dtype_and_shape})" for e in largest)
+        raise CheckpointCorrupt(
+            f"{self.location}: its {len(entries)} arrays would take {asked} bytes, but only "
+            f"{stored} bytes are stored of them all; the largest are {shown}. If that is as it "
+            "should be, load less at once with `only`, or into memory of your own with `like`"
+        )
 
     def per_process(self, name: str, of: Sequence[int] | None = None) -> tuple[bytes, ...]:
         """The encoded values of a per-process leaf, verified.

@@ -172,7 +172,7 @@ def decode(data: bytes, processes: int) -> Timing:
         named = [(str(name), _KINDS[kind]) for name, kind in head["columns"]]
         collected, merged = float(head["collected"]), float(head["merged"])
         found = head["processes"]
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError(f"its head is malformed: {error!r}") from None
     if type(found) is not int or found != processes:
         raise ValueError(f"it is of {found!r} processes, but the index names {processes}")

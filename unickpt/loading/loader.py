@@ -141,6 +141,7 @@ def load(
         RuleError: the rules do not fit what is stored or requested; names all arrays.
         CheckpointCorrupt: stored bytes do not match their digest, or are not a valid checkpoint.
         ProcessFailed: with `LoadOptions(exchange=True)`, another process failed.
+        OutOfMemory: there is no memory for an array; names it.
 
     Example:
         >>> import numpy as np, unickpt
@@ -219,6 +220,7 @@ class _Load:
             done[name] = PerProcessValues(tuple(values))
         aliases = {name: of for name, of in index.aliases.items() if name not in left_out}
         arrays = {n: e for n, e in index.arrays.items() if n not in left_out - {*aliases.values()}}
+        stored.check_total(arrays.values())
         targets = {name: {name: NewTarget(entry)} for name, entry in arrays.items()}
         found = read(view.checkpoint, jobs_of(view, targets))
         done |= {**{name: found[name] for name in targets}, **index.values}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, ValuesView
 from typing import Any, TypeVar
 
-from unickpt.errors import CheckpointNotFound, CheckpointReplaced
+from unickpt.errors import CheckpointNotFound, CheckpointReplaced, naming_memory
 from unickpt.foreign import registry
 from unickpt.format.reader import Reader
 from unickpt.format.timing import Timing
@@ -90,7 +90,7 @@ def again(work: Callable[[], T], times: int = _READINGS) -> T:
 
 
 def _open(location: Location, hints: Hints) -> Checkpoint:
-    with collection_paused():
+    with collection_paused(), naming_memory(f"opening {location}"):
         reader = registry.open_reader(location, hints)
     if reader is None:
         raise CheckpointNotFound(nothing_at(location))

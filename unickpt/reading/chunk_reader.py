@@ -16,6 +16,7 @@ from unickpt.arrays import dtypes, strided_copy
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.host_memory import Scratch
+from unickpt.errors import out_of_memory
 from unickpt.format.digest_table import Table
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
@@ -90,6 +91,8 @@ def read_arrays(
         for job in others:
             work.start(job)
         window.drain()
+    except MemoryError as error:
+        raise out_of_memory(f"reading {stored.location}", error) from error
     finally:
         if reader is None:
             own.close()
@@ -273,7 +276,7 @@ class ChunkReader:
             elif there is not None:
                 self._fetch(read, there, requested)
             else:
-                chunk = self._scratch.array(read.box.shape, dtypes.from_name(read.entry.dtype))
+                chunk = self._memory(read)
                 self._fetch(read, chunk, requested)
                 for piece in read.pieces:
                     piece.place(chunk)
@@ -284,6 +287,14 @@ class ChunkReader:
         )
         for read, _ in (direct[at] for at in bad):
             raise self._mismatch(read.entry, read.box, read.row)
+
+    def _memory(self, read: ChunkRead) -> Array:
+        """Memory for a chunk, until this thread asks for the next one."""
+        try:
+            return self._scratch.array(read.box.shape, dtypes.from_name(read.entry.dtype))
+        except MemoryError as error:
+            where = f"{self._stored.location}: array {read.entry.name!r} {read.box}"
+            raise out_of_memory(where, error) from None
 
     def _fetch(self, read: ChunkRead, out: Array, requested: Any) -> None:
         stored, row = self._stored, read.row

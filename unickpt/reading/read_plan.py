@@ -11,6 +11,7 @@ from unickpt.arrays import dtypes, strided_copy
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.host_memory import prefer_huge_pages
+from unickpt.errors import OutOfMemory
 from unickpt.format import chunk_grid
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
@@ -150,7 +151,7 @@ def buffers_of(stored: Reader, job: Job) -> dict[str, list[Array]]:
     """Memory for all boxes of all targets.
 
     Raises:
-        MemoryError: names the array.
+        OutOfMemory: names the array.
     """
     buffers = {}
     for name, target in job.targets.items():
@@ -165,7 +166,7 @@ def buffer_of(stored: Reader, name: str, target: ArrayTarget, position: int) -> 
     try:
         return target.buffer(position)
     except MemoryError as error:
-        raise MemoryError(
+        raise OutOfMemory(
             f"{stored.location}: no memory for array {name!r}, "
             f"{dtypes.with_shape(dtypes.name_of(target.dtype), target.shape)}: {error}"
         ) from None

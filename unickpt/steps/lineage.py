@@ -67,7 +67,7 @@ def recorded(location: Location, attempt: str) -> Lineage:
     try:
         found = json.loads(read.value) if read.state == "value" else {}
         return Lineage(tuple(map(str, found["supersedes"])), frozenset(found["follows"]), copied)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return Lineage(copied=copied)  # missing, or damaged and treated as missing
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import tensorstore as ts
 
+from unickpt.quoting import quoted
 from unickpt.storage.btree.nodes import MOST_MANIFEST_BYTES, DataReference
 from unickpt.storage.errors import Damaged, Failed, system_calls
 from unickpt.storage.kvstore import Future, KvStore
@@ -24,12 +25,73 @@ _HOLE_BYTES = 1 << 20
 _flush = getattr(os, "fdatasync", os.fsync)
 
 
+class Inside:
+    """Whether files belong to a folder: no link on the way to one may lead out of it.
+
+    The folder itself may be a link or lie below one. In a cache of Hugging Face, files of
+    `<repository>/snapshots/<revision>` are links to `<repository>/blobs`, which belongs to it.
+
+    Arguments:
+        folder: ends with `/`.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    @cached_property
+    def _tops(self) -> tuple[str, ...]:
+        top = os.path.realpath(self._folder).rstrip("/") + "/"
+        repository, snapshots, _ = top.rpartition("/snapshots/")
+        return (top, f"{repository}/blobs/") if snapshots else (top,)
+
+    def check(self, path: str) -> None:
+        """Checks a file, which need not exist.
+
+        Arguments:
+            path: below the folder.
+
+        Raises:
+            Damaged: it lies elsewhere, or no file can have this path.
+            Failed: the storage failed.
+        """
+        if "\0" in path or not _encodes(path):
+            raise Damaged(f"no file can be called {quoted(path)}", errno.ENOENT)
+        at = self._folder + path
+        with system_calls():
+            # Without a link on the way, the path cannot lead out of the folder.
+            if not self._has_link(path):
+                return
+            real = os.path.realpath(at)
+        if not real.startswith(self._tops):
+            raise Damaged(
+                f"{at} is {real}, outside of the checkpoint's folder: a link may not lead out of "
+                "it. If you trust it, replace the link by the file (cp -L), or give the path of "
+                "the file itself"
+            )
+
+    def _has_link(self, path: str) -> bool:
+        """Whether a file below the folder, or a folder on the way to it, is a symbolic link."""
+        at = self._folder.rstrip("/")
+        for name in path.split("/"):
+            at = f"{at}/{name}"
+            if os.path.islink(at) or name == "..":
+                return True
+        return False
+
+
+def _encodes(path: str) -> bool:
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 class RegularFiles:
     """The regular files of one folder; never blocks on other kinds of files.
 
     An untrusted checkpoint may contain a FIFO, which blocks forever, or a link to a device or to a
-    file elsewhere on this machine, whose bytes must not get into arrays. The folder itself may be a
-    link or lie below one.
+    file elsewhere on this machine, whose bytes must not get into arrays; see `Inside`.
 
     Arguments:
         folder: ends with `/`.
@@ -38,10 +100,7 @@ class RegularFiles:
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self._known: dict[str, tuple[int, int]] = {}
-
-    @cached_property
-    def _top(self) -> str:
-        return os.path.realpath(self.folder).rstrip("/") + "/"
+        self._inside = Inside(folder)
 
     def check(self, path: str) -> None:
         """Checks that TensorStore may open a file.
@@ -90,28 +149,14 @@ class RegularFiles:
 
     def _look(self, path: str) -> os.stat_result:
         at = self.folder + path
+        self._inside.check(path)
         with system_calls():
-            # Without a link on the way, the path cannot lead out of the folder.
-            real = os.path.realpath(at) if self._has_link(path) else None
             try:
                 found = os.stat(at)
             except (FileNotFoundError, NotADirectoryError):
                 raise Damaged(f"no file {at}") from None
-        if real is not None and not real.startswith(self._top):
-            raise Damaged(
-                f"{at} is {real}, outside of the checkpoint's folder: a link may not lead out of it"
-            )
         check_regular(found, at)
         return found
-
-    def _has_link(self, path: str) -> bool:
-        """Whether a file below the folder, or a folder on the way to it, is a symbolic link."""
-        at = self.folder.rstrip("/")
-        for name in path.split("/"):
-            at = f"{at}/{name}"
-            if os.path.islink(at) or name == "..":
-                return True
-        return False
 
     @contextmanager
     def opened(self, path: str) -> Iterator[int]:

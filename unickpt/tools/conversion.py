@@ -108,6 +108,7 @@ def convert(
     writer = _writer(to, format_options, options)
     stored = checkpoint.opened(source).reader.checking()
     view = convertible(stored, rules, like)
+    stored.check_total(view.index.arrays.values())
     if writer is not None:
         report = export(
             view,

@@ -157,6 +157,7 @@ def _compared(
     rows = list(_structure(ours, theirs))
     left, right = ours.index.entries, theirs.index.entries
     both = [name for name in right if name in left]
+    b.check_total([right[name] for name in both])
     done, read = 0, 0
     total = sum(right[name].nbytes for name in both)
     readers = ChunkReader(a), ChunkReader(b)

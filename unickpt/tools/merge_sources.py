@@ -221,6 +221,7 @@ def _rules(given: ManyRules, count: int, has_base: bool) -> list[Rules | None]:
 
 def _source(given: checkpoint.Source, rules: Rules | None) -> Source:
     stored = checkpoint.opened(given).reader.checking()
+    stored.check_total(stored.index.arrays.values())
     own = stored.index.metadata.get(RESERVED)
     recorded = own if isinstance(own, Mapping) else {}
     step, metrics = recorded.get("step"), recorded.get("metrics")

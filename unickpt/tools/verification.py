@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from unickpt.arrays import dtypes
-from unickpt.errors import CheckpointCorrupt
+from unickpt.errors import CheckpointCorrupt, naming_memory
 from unickpt.format import chunk_grid
 from unickpt.format.reader import ChunkId, Reader
 from unickpt.progress import Progress, ProgressFunction, nothing, reporting
@@ -114,7 +113,7 @@ def verify(path: checkpoint.Source, *, progress: Progress = None) -> VerifyRepor
         if isinstance(path, checkpoint.Checkpoint)
         else paths.resolve(path, or_file=True).url
     )
-    with reporting(progress, "verifying") as told:
+    with naming_memory(f"verifying {url}"), reporting(progress, "verifying") as told:
         return checkpoint.again(
             lambda: verify_opened(url, lambda: checkpoint.opened(path).reader, told)
         )
@@ -144,6 +143,7 @@ def verify_opened(
     try:
         stored = opened().checking()
         arrays = len(stored.index.arrays)
+        stored.check_total(stored.index.arrays.values())
         total = sum(entry.nbytes for entry in stored.index.arrays.values())
         checker = _Checker(stored, "unickpt-verify", behind=behind)
         try:
@@ -206,10 +206,9 @@ class _Checker(ChunkReader):
         return [self._check(*item) for item in zip(reads, requests, strict=True)]
 
     def _check(self, read: ChunkRead, requested: Any) -> Checked:
-        stored, dtype = self._stored, dtypes.from_name(read.entry.dtype)
-        nbytes = read.box.size * dtype.itemsize
+        stored, nbytes = self._stored, read.box.size * read.entry.itemsize
         try:
-            chunk = self._scratch.array(read.box.shape, dtype)
+            chunk = self._memory(read)
             if stored.read_chunk(read.entry, read.part, read.number, read.row, chunk, requested):
                 return nbytes, []
             reason = "the stored bytes do not match their digest"

@@ -73,6 +73,13 @@ def is_plain(obj: object) -> bool:
     )
 
 
+def length(value: Plain) -> int:
+    """The bytes of a text, of bytes or of an integer, about; 0 for all others."""
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    return value.bit_length() // 8 if isinstance(value, int) else 0
+
+
 def plain(obj: Any) -> Plain:
     """The stored form of a value that `is_plain`: for a member of an enumeration, the int or str.
 
