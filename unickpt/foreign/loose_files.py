@@ -188,7 +188,7 @@ def find(files: Files) -> tuple[Kind, Found] | None:
     every = [name for name in names if name.endswith(_SUFFIXES)]
     for kind in KINDS:
         indexes = [n for n in names if n.endswith(tuple(s + _INDEX for s in kind.suffixes))]
-        weights = [n for n in names if n in kind.weights and _belongs(files, kind, n)]
+        weights = [n for n in names if n in kind.weights]
         if len(indexes) + len(weights) > 1:
             raise _ambiguous(files, [*indexes, *weights])
         if indexes:
