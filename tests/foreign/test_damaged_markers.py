@@ -61,7 +61,7 @@ def test_latest_must_lead_to_its_checkpoint_where_another_one_would_be_taken(
 ) -> None:
     folder = unpacked("ds-losses", tmp_path)
     (folder / "latest").write_text("global_step9")
-    with pytest.raises(CheckpointCorrupt, match="'global_step9'.*Give the path"):
+    with pytest.raises(CheckpointCorrupt, match=r"'global_step9'.*Give the path"):
         unickpt.open(folder)
 
 
