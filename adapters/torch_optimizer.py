@@ -115,7 +115,7 @@ def expand_optimizer(obj: Any, name: str, stored: Mapping[str, Any] | None) -> E
         if stored is not None and _has_settings_by_name(stored, name, names):
             state["param_groups"] = _settings_by_name(state["param_groups"])
 
-    def in_our_order(loaded: Mapping[str, Any]) -> Mapping[str, Any]:
+    def in_our_order(loaded: dict[str, Any]) -> dict[str, Any]:
         if names is None:
             return loaded
         if isinstance(loaded["param_groups"], Mapping):
@@ -160,9 +160,12 @@ def _check_slots(
     """
     kind = type(optimizer)
     needed = _SLOTS.get(kind.__name__, ()) if kind.__module__.startswith("torch.optim.") else ()
-    for key, child in zip(state.keys, state.children, strict=True) if fresh else ():
+    keys, children = (state.keys, state.children) if isinstance(state, Node) else ((), ())
+    for key, child in zip(keys, children, strict=True):
+        if key not in fresh or not isinstance(child, Node):
+            continue
         lacks = [slot for slot in needed if slot not in child.keys]
-        if key in fresh and lacks:
+        if lacks:
             where = join(join(name, "state"), component(key))
             raise LoadMismatch(
                 f"{where!r}: {', '.join(map(repr, child.keys))} would be loaded, and "

@@ -259,9 +259,9 @@ class _Load:
         done: dict[str, Any] = {name: asked.leaves[name] for name in kept}
         done |= {**asked.left_out, **self._read_values(view, leaves)}
         stored = _leaves_of(view.index)
-        for node in tree.checked(asked.node):
+        for node, check in tree.checks(asked.node):
             if any(leaf.name not in asked.left_out for leaf in tree.leaves(node)):
-                node.check(node, lambda name: done[name] if name in done else stored[name])
+                check(node, lambda name: done[name] if name in done else stored[name])
         targets = {name: target for name, target in asked.targets.items() if name in leaves}
         targets |= {
             name: NumberTarget(stored[name])

@@ -255,14 +255,14 @@ def leaves(node: Node | Leaf) -> Iterator[Leaf]:
                 yield from leaves(child)
 
 
-def checked(node: Node | Leaf) -> Iterator[Node]:
-    """All containers that have a `check`."""
+def checks(node: Node | Leaf) -> Iterator[tuple[Node, Check]]:
+    """All containers that have a `check`, with it."""
     if isinstance(node, Node):
         if node.check is not None:
-            yield node
+            yield node, node.check
         for child in node.children:
             if isinstance(child, Node):
-                yield from checked(child)
+                yield from checks(child)
 
 
 def empty_containers(node: Node | Leaf, name: str = "") -> Iterator[str]:
