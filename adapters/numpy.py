@@ -12,6 +12,7 @@ import numpy as np
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
+from unickpt.arrays.strided_copy import may_overlap
 from unickpt.frameworks.process_group import Group
 from unickpt.frameworks.protocol import ArraySource, Fence, Memory, Read, whole_source
 from unickpt.trees.tree import Expansion
@@ -89,6 +90,12 @@ class NumpyTarget:
         self.leaf, self.shape, self.dtype = leaf, array.shape, array.dtype.newbyteorder("=")
         self.boxes: Sequence[Box] = (Box.whole(array.shape),)
         self.in_place = isinstance(leaf, np.ndarray) and leaf.flags.writeable
+        is_strided = self.in_place and not array.flags.forc
+        if is_strided and may_overlap(array.shape, array.strides, array.itemsize):
+            raise TypeError(
+                f"elements of the array share memory (strides {array.strides}), so it cannot be "
+                "filled; copy it first"
+            )
         self.identity = _tie(leaf) if self.in_place else None
 
     def buffer(self, position: int) -> Array:

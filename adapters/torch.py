@@ -33,6 +33,7 @@ from unickpt.adapters.torch_optimizer import (
 )
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
+from unickpt.arrays.strided_copy import may_overlap
 from unickpt.errors import LoadMismatch, StateChanged
 from unickpt.frameworks.process_group import Group
 from unickpt.frameworks.protocol import (
@@ -45,7 +46,7 @@ from unickpt.frameworks.protocol import (
     whole_source,
 )
 from unickpt.threads import Workers
-from unickpt.trees.tree import Expansion
+from unickpt.trees.tree import Expansion, Leaf, Node
 
 
 def is_array(leaf: Any) -> bool:
@@ -308,19 +309,25 @@ def _expand_module(obj: torch.nn.Module, name: str, loading: bool) -> Expansion 
         if not meta:
             obj.load_state_dict(loaded)
             return obj
+        obj.load_state_dict(loaded, assign=True)
+        return obj
+
+    def check(node: Node, value: Callable[[str], Any]) -> None:
+        (shown,) = node.children
+        assert isinstance(shown, Node), "a state_dict"
+        leaves = zip(shown.keys, shown.children, strict=True)
+        loaded = {given[str(k)]: value(leaf.name) for k, leaf in leaves if isinstance(leaf, Leaf)}
         first: dict[int, str] = {}
         for key, old in state.items():
             other = first.setdefault(id(old), key) if isinstance(old, torch.Tensor) else key
-            if loaded[key] is not loaded[other]:
+            if loaded.get(key) is not loaded.get(other):
                 raise LoadMismatch(
                     f"{name!r}: {other!r} and {key!r} of the module are tied, but were stored as "
                     "two arrays; untie them, or load both into a plain dict and choose"
                 )
-        obj.load_state_dict(loaded, assign=True)
-        return obj
 
-    shown = _renamed(state, names)
-    return Expansion("wrapper", ("state_dict",), (shown,), rebuild, type(obj).__name__)
+    shown, kind = _renamed(state, names), type(obj).__name__
+    return Expansion("wrapper", ("state_dict",), (shown,), rebuild, kind, check if meta else None)
 
 
 def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> Mapping[str, Any]:
@@ -359,7 +366,7 @@ class TorchTarget:
         else:
             local = _memory(leaf)
         is_contiguous = local.is_contiguous()
-        if not (self.abstract or is_contiguous) and _may_overlap(local):
+        if not (self.abstract or is_contiguous) and may_overlap(local.shape, local.stride()):
             raise TypeError(
                 f"elements of the tensor share memory (strides {tuple(local.stride())}), so it "
                 "cannot be filled; make it contiguous first"
@@ -561,15 +568,3 @@ def _tie(held: _Held) -> Hashable:
         tensor.dtype,
         held.lazily,
     )
-
-
-def _may_overlap(tensor: torch.Tensor) -> bool:
-    """Whether elements share memory; also True for some strides that interleave dimensions."""
-    if tensor.is_contiguous():
-        return False
-    reach = 0
-    for stride, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if n > 1 and stride <= reach:
-            return tensor.numel() > 0
-        reach += (n - 1) * stride
-    return False

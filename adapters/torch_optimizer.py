@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 from urllib.parse import unquote
@@ -14,11 +14,24 @@ from unickpt.adapters.torch_layout import is_dtensor
 from unickpt.adapters.torch_modules import canonical_names
 from unickpt.arrays import dtypes
 from unickpt.errors import LoadMismatch, UnsupportedLeaf
-from unickpt.trees.tree import Expansion, component
+from unickpt.trees.tree import Expansion, Leaf, Node, component, join
+from unickpt.trees.tree import rebuild as rebuild_tree
 from unickpt.trees.wrapper_names import without_wrappers
 
 # Where wrappers, such as accelerate's AcceleratedOptimizer, hold the optimizer that they wrap.
 _HELD = ("optimizer", "optim", "_optimizer")
+# What torch's optimizers read from the state of a parameter as soon as it is not empty.
+_SLOTS = {
+    **dict.fromkeys(("Adam", "AdamW", "RAdam", "SparseAdam"), ("step", "exp_avg", "exp_avg_sq")),
+    "NAdam": ("step", "exp_avg", "exp_avg_sq", "mu_product"),
+    "Adamax": ("step", "exp_avg", "exp_inf"),
+    "Adadelta": ("step", "square_avg", "acc_delta"),
+    "Adagrad": ("step", "sum"),
+    "ASGD": ("step", "ax", "eta", "mu"),
+    "RMSprop": ("step", "square_avg"),
+    "Rprop": ("step", "prev", "step_size"),
+    "Adafactor": ("step",),
+}
 
 
 def optimizers_of(obj: Any) -> list[Any]:
@@ -91,28 +104,75 @@ def expand_optimizer(obj: Any, name: str, stored: Mapping[str, Any] | None) -> E
         return None  # not torch's own format; its state_dict is stored as it is
     count = sum(len(group["params"]) for group in inner.param_groups)
     keys: Sequence[str | int] = range(count) if names is None else names
+    fresh: Mapping[int, Any] = {}
     if stored is not None:
         prefix = f"{name}/state/" if name else "state/"
-        state["state"] |= _fresh_state(inner, keys, state["state"], prefix, stored)
+        fresh = _fresh_state(inner, keys, state["state"], prefix, stored)
+        state["state"] |= fresh
     numbered = state
     if names is not None:
         state = _renumbered(state, dict(enumerate(names)))
         if stored is not None and _has_settings_by_name(stored, name, names):
             state["param_groups"] = _settings_by_name(state["param_groups"])
 
+    def in_our_order(loaded: dict[str, Any]) -> dict[str, Any]:
+        if names is None:
+            return loaded
+        if isinstance(loaded["param_groups"], Mapping):
+            groups = _renumbered(numbered, dict(enumerate(names)))["param_groups"]
+            loaded = _grouped(name, groups, loaded)
+        loaded = _renumbered(loaded, _numbers(names, loaded))
+        return _regrouped(name, numbered["param_groups"], loaded)
+
+    def check(node: Node, value: Callable[[str], Any]) -> None:
+        (state_dict,) = node.children
+        assert isinstance(state_dict, Node), "a dict"
+        of = dict(zip(state_dict.keys, state_dict.children, strict=True))
+        _check_slots(
+            name, inner, of["state"], fresh if names is None else {names[at] for at in fresh}
+        )
+        # Hyper-parameters that are arrays are not read yet, and taken as equal.
+        groups = rebuild_tree(of["param_groups"], lambda n: _plain(value(n)))
+        in_our_order({"state": {}, "param_groups": groups})
+
     def rebuild(children: list[Any]) -> Any:
-        loaded = children[0]
-        if names is not None:
-            if isinstance(loaded["param_groups"], Mapping):
-                groups = _renumbered(numbered, dict(enumerate(names)))["param_groups"]
-                loaded = _grouped(name, groups, loaded)
-            loaded = _renumbered(loaded, _numbers(names, loaded))
-            loaded = _regrouped(name, numbered["param_groups"], loaded)
+        loaded = in_our_order(children[0])
         optimizer.load_state_dict(loaded)
         _undo_casts(inner, loaded["state"])
         return obj
 
-    return Expansion("wrapper", ("state_dict",), (state,), rebuild, type(optimizer).__name__)
+    kind = type(optimizer).__name__
+    return Expansion("wrapper", ("state_dict",), (state,), rebuild, kind, check)
+
+
+def _plain(value: Any) -> Any:
+    return None if hasattr(value, "shape") else value
+
+
+def _check_slots(
+    name: str, optimizer: torch.optim.Optimizer, state: Node | Leaf, fresh: Collection[str | int]
+) -> None:
+    """Checks that nothing lacks in the state of parameters that had none; torch only notices when
+    it has taken a part of it, or at the next step.
+
+    Raises:
+        LoadMismatch: something lacks.
+    """
+    kind = type(optimizer)
+    needed = _SLOTS.get(kind.__name__, ()) if kind.__module__.startswith("torch.optim.") else ()
+    keys, children = (state.keys, state.children) if isinstance(state, Node) else ((), ())
+    for key, child in zip(keys, children, strict=True):
+        if key not in fresh or not isinstance(child, Node):
+            continue
+        lacks = [slot for slot in needed if slot not in child.keys]
+        if lacks:
+            where = join(join(name, "state"), component(key))
+            raise LoadMismatch(
+                f"{where!r}: {', '.join(map(repr, child.keys))} would be loaded, and "
+                f"{lacks[0]!r} is not stored, or no rule makes it, which {kind.__name__} needs as "
+                "well. Let a rule make it; or load without the optimizer's state "
+                f"(skip={join(name, 'state/**')!r}), which then begins anew"
+            )
 
 
 def _numbers(names: Sequence[str], state: Mapping[str, Any]) -> dict[Any, int]:

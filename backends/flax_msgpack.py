@@ -16,6 +16,7 @@ import numpy as np
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
+from unickpt.backends.hugging_face import weight_map
 from unickpt.errors import CheckpointCorrupt, UnickptError, UnsupportedFormat
 from unickpt.foreign import loose_files
 from unickpt.foreign.cursor import Cursor
@@ -51,6 +52,8 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
     """
 
     def make(found: Found) -> FlaxReader:
+        if found.index is not None:
+            return FlaxReader(files, found.index, _joined(files, found.index))
         return FlaxReader(files, found.names[0], scan(files, found.names[0]))
 
     return open_kind(files, loose_files.FLAX, make)
@@ -90,6 +93,28 @@ def scan(files: Files, name: str) -> Any:
         Failed: the storage failed.
     """
     return _Scanner(Cursor(files, name)).root()
+
+
+def _joined(files: Files, index: str) -> dict[str, Any]:
+    """What the files hold that an index names, each leaf from the file that it says."""
+    where = weight_map(files, index, loose_files.FLAX.suffixes)
+    opened = {file: scan(files, file) for file in sorted({*where.values()})}
+    root: dict[str, Any] = {}
+    for name, file in where.items():
+        *above, last = name.split("/")
+        found, level = opened[file], root
+        for key in (*above, last):
+            found = found.get(key) if isinstance(found, dict) else None
+        for key in above:
+            inner = level.setdefault(key, {})
+            level = inner if isinstance(inner, dict) else {last: inner}
+        if not isinstance(found, InFile) or last in level:
+            raise CheckpointCorrupt(
+                f"{files.location}: {index} says that {quoted(name)} is an array in {file}, which "
+                "does not contain it; was the folder copied as a whole?"
+            )
+        level[last] = found
+    return root
 
 
 class FlaxReader(RangeReader):

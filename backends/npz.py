@@ -34,7 +34,7 @@ from unickpt.storage.errors import Failed, reading_failed
 from unickpt.trees import tree
 
 _MAGIC = b"\x93NUMPY"
-_MOST_HEADER = 10_000  # as NumPy's own limit for files that are not trusted
+MOST_HEADER = 10_000  # as NumPy's own limit for files that are not trusted
 _MOST_RANK = 32
 _MOST_EXTENT = 1 << 62
 # Deflate makes data at most 1032 times smaller.
@@ -124,7 +124,7 @@ class NpzReader(RangeReader):
     def _header(self, member: Member) -> tuple[Header, FileBox]:
         where = f"{self._zip.files.location}: {self._zip.name}: {quoted(member.name)}"
         at = 0
-        most = min(member.size, _MOST_HEADER + 12)
+        most = min(member.size, MOST_HEADER + 12)
         if member.method == STORED:
             at = self._zip.offset(member)
             data = self._zip.files.read(self._zip.name, at, most)
@@ -132,7 +132,7 @@ class NpzReader(RangeReader):
             data = self._inflated(member, most)
         else:
             raise UnsupportedFormat(f"{where} is compressed by the method {member.method}")
-        header = _parsed(data, where)
+        header = parsed(data, where)
         if header.length + header.nbytes != member.size:
             raise CheckpointCorrupt(
                 f"{where} has {member.size} bytes, {header.length + header.nbytes} expected"
@@ -201,7 +201,13 @@ class NpzReader(RangeReader):
         return True
 
 
-def _parsed(data: bytes, where: str) -> Header:
+def parsed(data: bytes, where: str) -> Header:
+    """The head of an array, of its first bytes.
+
+    Raises:
+        CheckpointCorrupt: it is damaged.
+        UnsupportedFormat: it is none, or of a dtype that unickpt lacks.
+    """
     if data[:6] != _MAGIC or len(data) < 12 or data[6] not in (1, 2, 3):
         raise UnsupportedFormat(f"{where} is not an array of NumPy")
     count, start = (
@@ -209,7 +215,7 @@ def _parsed(data: bytes, where: str) -> Header:
         if data[6] == 1
         else (*struct.unpack("<I", data[8:12]), 12)
     )
-    if count > _MOST_HEADER or start + count > len(data):
+    if count > MOST_HEADER or start + count > len(data):
         raise CheckpointCorrupt(f"{where} has a header of {count} bytes")
     try:
         facts = ast.literal_eval(data[start : start + count].decode("latin-1").strip())

@@ -65,12 +65,14 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
 
 
 def _parts_in(files: Files) -> list[str]:
-    """The parts of a checkpoint that are in a folder: model, optimizer."""
-    return [
-        part
-        for part in (_MODEL, _OPTIMIZER)
-        if _has(files, f"{part}/{METADATA}") and _MODULE in files.head(f"{part}/{METADATA}")[:_HEAD]
-    ]
+    """The parts of a checkpoint that are in a folder: model, optimizer; none if not one of them is
+    ByteCheckpoint's."""
+    parts = (_MODEL, _OPTIMIZER)
+    metadata = [file for part in parts if _has(files, file := f"{part}/{METADATA}")]
+    if not any(_MODULE in files.head(file)[:_HEAD] for file in metadata):
+        return []
+    # One whose metadata is damaged or missing must not be left out.
+    return [part for part in parts if Files(files.location.child(part)).here]
 
 
 def _has(files: Files, file: str) -> bool:

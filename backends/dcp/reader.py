@@ -7,6 +7,7 @@ path has the name that DCP gives it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from unickpt.backends.dcp import metadata
 from unickpt.backends.dcp.chunks import Chunks, zstandard
 from unickpt.backends.dcp.metadata import Metadata, Path, TensorFacts
 from unickpt.backends.dcp.objects import Inside, read_objects
-from unickpt.errors import CheckpointCorrupt, CoverageError, UnsupportedLeaf
+from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, CoverageError, UnsupportedLeaf
 from unickpt.foreign.elements import FileRange
 from unickpt.foreign.file_ranges import WHOLE, FileBox, RangeReader, of_boxes, whole
 from unickpt.foreign.files import Files
@@ -30,7 +31,7 @@ from unickpt.trees import plain_values, tree
 
 METADATA = ".metadata"
 _MOST_METADATA = 1 << 30
-
+_DATA = re.compile(r"__\d+_\d+\.distcp")
 
 HINTS: Collection[str] = ()
 
@@ -39,6 +40,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
     """Opens a folder with a `.metadata` of torch; None if there is none.
 
     Raises:
+        CheckpointNotFound: there are its data without it.
         CheckpointCorrupt: the metadata is damaged, chunks leave gaps or overlap, files are missing,
             or a value that is no tensor is damaged.
         UnsupportedFormat: data was transformed in a way that is not known, or a dtype is not known.
@@ -46,6 +48,12 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
     """
     try:
         if not files.exists(METADATA):
+            if any(map(_DATA.fullmatch, files.here)):
+                raise CheckpointNotFound(
+                    f"no checkpoint at {files.location}: files of torch's DCP are there, and no "
+                    f"{METADATA}, which is written last: the save is under way or failed, or the "
+                    f"folder was not copied as a whole. Open an earlier one, or copy {METADATA}"
+                )
             return None
         found = read_metadata(files)
         if found is None:

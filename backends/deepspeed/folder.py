@@ -83,13 +83,14 @@ def find(files: Files) -> Folder | None:
         tag = files.read(pointer, 0, min(files.size(pointer) or 0, _MOST_TAG))
         tag = tag or files.whole(pointer)[:_MOST_TAG]  # the storage does not tell the size
         name = tag.decode(errors="replace").strip()
-        if not name or "/" in name or name in (".", "..") or "\0" in name:
-            continue
-        found = _in_tag(Files(files.location.child(name)))
-        if found is None and _SCRIPT in here:
+        is_name = name and "/" not in name and name not in (".", "..") and "\0" not in name
+        found = _in_tag(Files(files.location.child(name))) if is_name else None
+        # Another checkpoint than the one that is named would be a wrong one.
+        if found is None and not {_SCRIPT, LATEST_UNIVERSAL}.isdisjoint(here):
             raise CheckpointCorrupt(
-                f"{files.location}: {pointer} names the checkpoint {quoted(name)}, but that folder "
-                "has no files of DeepSpeed; was it copied as a whole?"
+                f"{files.location}: {pointer} names the checkpoint {quoted(name)}, but that is no "
+                "folder with files of DeepSpeed; was it copied as a whole? Give the path of the "
+                "one that you want"
             )
         if found is not None:
             return found

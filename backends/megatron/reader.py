@@ -33,6 +33,7 @@ from unickpt.storage.errors import Failed, reading_failed
 
 _MARKER, _COMMON = "metadata.json", "common.pt"
 _MOST_MARKER = 1 << 20
+_DAMAGED = object()
 _LATEST = "latest_checkpointed_iteration.txt"
 _MOST_LATEST = 100
 _PER_RANK = re.compile(r"mp_rank_\d+(_\d+)*/model_optim_rng\.pt")
@@ -56,7 +57,8 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
     """Opens a folder with Megatron's `metadata.json`, or one whose latest iteration has it.
 
     Raises:
-        CheckpointCorrupt: see `backends.dcp.reader.open`; or `common.pt` is missing or damaged.
+        CheckpointCorrupt: see `backends.dcp.reader.open`; or `metadata.json` or `common.pt` is
+            missing or damaged.
         UnsupportedFormat: another format of Megatron, or what DCP's reader does not support.
         StorageError: the storage failed.
     """
@@ -107,17 +109,21 @@ def _is_ours(files: Files) -> bool:
     """Whether a folder holds a checkpoint of Megatron.
 
     Raises:
+        CheckpointCorrupt: one whose marker is damaged or missing.
         UnsupportedFormat: in a format that is not read.
     """
-    size = files.size(_MARKER) if _MARKER in files.here else 0
-    if size == 0 or (size is not None and size > _MOST_MARKER):
-        return False
-    try:
-        found = json.loads(files.whole(_MARKER))
-    except (ValueError, RecursionError):
-        return False
+    found = _marker(files)
     backend = found.get("sharded_backend") if isinstance(found, dict) else None
     if backend is None:
+        # Both would be read as less than they are: a state without what is in `common.pt`.
+        if METADATA in files.here and (found is _DAMAGED or _COMMON in files.here):
+            state = "is missing" if _MARKER not in files.here else "is damaged"
+            raise CheckpointCorrupt(
+                f"{files.location}: {_MARKER}, which says how Megatron saved this, {state}, and "
+                f"{METADATA} alone does not tell all that is here. Copy the checkpoint again, "
+                f"with its {_MARKER}; or take {_MARKER} and {_COMMON} away if torch alone wrote "
+                f"this folder (DCP)"
+            )
         return False
     kinds: list[tuple[Any, Any]] = [
         (backend, "torch_dist"),
@@ -132,6 +138,19 @@ def _is_ours(files: Files) -> bool:
                 "load it with Megatron, and save it with --ckpt-format torch_dist"
             )
     return True
+
+
+def _marker(files: Files) -> Any:
+    """What the marker says; None without one, `_DAMAGED` if it is no JSON."""
+    if _MARKER not in files.here:
+        return None
+    size = files.size(_MARKER)
+    if size is not None and size > _MOST_MARKER:
+        return _DAMAGED
+    try:
+        return json.loads(files.whole(_MARKER))
+    except (ValueError, RecursionError):
+        return _DAMAGED
 
 
 def _latest(files: Files) -> Files | None:

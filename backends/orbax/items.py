@@ -112,6 +112,12 @@ def any_item(files: Files, context: ts.Context, depth: int = _DEPTH) -> Item:
     if is_item(files):
         return read_item(files, context)
     below = folders(files)
+    sign = next((name for name in (ocdbt.MANIFEST, _SHARDINGS) if name in files.here), None)
+    if sign is not None:
+        raise CheckpointCorrupt(
+            f"{files.location}: {ITEM} is missing, which lists the arrays that {sign} is for; was "
+            "the folder copied as a whole?"
+        )
     content: dict[str, Any] = {}
     for file in files.here:
         if file == COMMITTED:

@@ -278,3 +278,76 @@ def test_dcp_of_a_model_and_its_optimizer(
         for slot, value in optimizer.state[theirs].items():
             assert torch.equal(into.state[ours][slot], value)
     assert [group["lr"] for group in into.param_groups] == [0.1, 0.2]
+
+
+def llama_tree(sizes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    module = module_of(sizes, torch.float32)
+    return {"model": module, "optim": optimizer_of(module)}
+
+
+LLAMA_OF_ONE = (
+    "include megatron-llama where g=2\n"
+    "lift optimizer/state/common_step as float32 <-> optim/state/{p}/step as float32"
+    "  for {p} <-> model/{p}\n"
+    "default optimizer/param_groups/{g...} <-> drop\n"
+)
+
+
+def without_mixed_precision(path: Path, into: Path, chained: bool, counted: bool) -> Path:
+    """What Megatron writes without --bf16 and --fp16: its FP32Optimizer wraps nothing."""
+    state, common = {}, {}
+    for name, value in unickpt.open(path).items():
+        if not name.startswith(("optimizer.state.fp32", "optimizer/")) and "bias" not in name:
+            state[name] = torch.from_numpy(np.asarray(value[...]).astype(np.float32))
+    state = {
+        n.replace("optimizer.", "chained_0.optimizer.") if chained else n: x
+        for n, x in state.items()
+        if "/" not in n
+    }
+    into.mkdir()
+    saved = save(state, into / "c", flatten=False)
+    group: dict[str, Any] = {"lr": 1.0, "wd_mult": 0.0}
+    common = {"param_groups": [{**group, "step": 4}] if counted else [group, group]}
+    if not counted:
+        common["state"] = {"common_step": torch.tensor(4.0)}
+    torch.save(
+        {"iteration": 4, "optimizer": {0: common, 1: common} if chained else common},
+        saved / "common.pt",
+    )
+    (saved / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    return saved
+
+
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize("counted", [False, True])
+def test_without_mixed_precision(chained: bool, counted: bool, tmp_path: Path) -> None:
+    first = unpacked("mc-optim-tp2-pp2", tmp_path)
+    path = without_mixed_precision(first, tmp_path / "out", chained, counted)
+    stored = stored_of(path)
+    sizes = {name: array.shape for name, array in llama(stored).items()}
+    prefix = "chained_0." if chained else ""
+    for preset in ("megatron-llama", "megatron"):
+        if preset == "megatron":
+            sizes = {
+                n: slot_of(stored, *of).shape
+                for n, of in gpt(stored, False).items()
+                if "optimizer." not in n
+            }
+        tree = llama_tree(sizes)
+        given = {"g": GROUPS} if preset == "megatron-llama" else {}
+        rules = Rules.preset(preset, sizes=given)
+        unickpt.load(path, tree, rules=rules)
+        for parameter in tree["model"].parameters():
+            slots = tree["optim"].optimizer.state[parameter]
+            assert slots["step"].item() == 4
+        tied = tree["optim"].optimizer.state[next(iter(tree["model"].parameters()))]
+        at = f"{prefix}optimizer.state.exp_avg.embedding.word_embeddings.weight"
+        assert same(tied["exp_avg"], stored[at][...])
+
+
+def test_lines_that_a_preset_has_as_well_count_once(tmp_path: Path) -> None:
+    first = unpacked("mc-optim-tp2-pp2", tmp_path)
+    path = without_mixed_precision(first, tmp_path / "out", False, False)
+    tree = llama_tree({n: array.shape for n, array in llama(stored_of(path)).items()})
+    unickpt.load(path, tree, rules=Rules.parse(LLAMA_OF_ONE))
+    assert all(s["step"] == 4 for s in tree["optim"].optimizer.state.values())

@@ -26,6 +26,23 @@ def unit_steps(rank: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(int(i == j) for j in range(rank)) for i in range(rank))
 
 
+def may_overlap(shape: Sequence[int], strides: Sequence[int], itemsize: int = 1) -> bool:
+    """Whether elements of a strided array share memory; also True for some strides that interleave
+    dimensions.
+
+    Arguments:
+        shape: of the array.
+        strides: of its dimensions, in elements; or in bytes, with the itemsize.
+        itemsize: of an element, in the unit of the strides.
+    """
+    reach = itemsize - 1
+    for stride, n in sorted((abs(s), n) for s, n in zip(strides, shape, strict=True)):
+        if n > 1 and stride <= reach:
+            return 0 not in shape
+        reach += (n - 1) * stride
+    return False
+
+
 def view(
     array: Array, start: Sequence[int], steps: Sequence[Sequence[int]], shape: tuple[int, ...]
 ) -> Array:

@@ -105,12 +105,13 @@ SAFETENSORS = Kind(
     tuple(f"{w}.safetensors" for w in _WEIGHTS), together=re.compile(r".*", re.DOTALL),
 )  # fmt: skip
 TORCH = Kind(
-    "torch", (".pt", ".pth", ".bin", ".ckpt"), _is_torch,
-    ("pytorch_model.bin", *(f"{w}.bin" for w in _WEIGHTS[1:])), shared=(".bin", ".ckpt"),
+    "torch", (".pt", ".pth", ".bin", ".ckpt", ".pth.tar"), _is_torch,
+    ("pytorch_model.bin", *(f"{w}.bin" for w in _WEIGHTS[1:])),
+    shared=(".bin", ".ckpt", ".pth.tar"),
 )  # fmt: skip
 FLAX = Kind(
     "flax", (".msgpack",), is_flax, ("flax_model.msgpack",),
-    is_named=lambda name: re.fullmatch(r"checkpoint_[0-9]+(\.[0-9]+)?", name) is not None,
+    is_named=lambda name: re.fullmatch(r"[\w-]*[0-9](\.[0-9]+)?", name) is not None,
 )  # fmt: skip
 HDF5 = Kind("hdf5", (".h5", ".hdf5", ".keras"), _is_hdf5)
 GGUF_PART = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.gguf", re.DOTALL)
@@ -120,7 +121,8 @@ GGUF = Kind(
     together=GGUF_PART,
 )  # fmt: skip
 NPZ = Kind("npz", (".npz",), _is_npz)
-KINDS = (SAFETENSORS, TORCH, FLAX, HDF5, GGUF, NPZ)
+NPY = Kind("npy", (".npy",), lambda head: head[:6] == b"\x93NUMPY")
+KINDS = (SAFETENSORS, TORCH, FLAX, HDF5, GGUF, NPZ, NPY)
 """In the order in which Hugging Face's libraries prefer them."""
 _SUFFIXES = tuple(suffix for kind in KINDS for suffix in kind.suffixes)
 
@@ -188,7 +190,7 @@ def find(files: Files) -> tuple[Kind, Found] | None:
     every = [name for name in names if name.endswith(_SUFFIXES)]
     for kind in KINDS:
         indexes = [n for n in names if n.endswith(tuple(s + _INDEX for s in kind.suffixes))]
-        weights = [n for n in names if n in kind.weights and _belongs(files, kind, n)]
+        weights = [n for n in names if n in kind.weights]
         if len(indexes) + len(weights) > 1:
             raise _ambiguous(files, [*indexes, *weights])
         if indexes:
@@ -215,6 +217,8 @@ def _only(files: Files, names: Sequence[str], every: Sequence[str]) -> tuple[Kin
     chosen = {kind: of for kind, of in (plain if any(plain.values()) else ours).items() if of}
     if not chosen:
         return None
+    if len(chosen) > 1:
+        chosen.pop(NPY, None)  # single arrays lie beside checkpoints of all kinds
     [[kind, of], *others] = chosen.items()
     if others or (len(of) > 1 and not _are_together(kind, of)):
         raise _ambiguous(files, [name for of in chosen.values() for name in of])

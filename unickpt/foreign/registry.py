@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Protocol, cast
 
@@ -48,7 +49,13 @@ _BUILT_IN = (
     "hdf5",
     "gguf",
     "npz",
+    "npy",
 )
+# Of TensorFlow's checkpoints and of its saved models.
+_TENSORFLOW = re.compile(
+    r"saved_model\.pb(txt)?|.*\.data-\d{5}-of-\d{5}|(.*ckpt.*|variables)\.index", re.S
+)
+
 _registered: list[Format] = []
 
 
@@ -130,6 +137,13 @@ def _first(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         if reader is not None:
             _check_hints(reader, hints, format.HINTS)
             return reader
+    theirs = next(filter(_TENSORFLOW.fullmatch, files.here), None)
+    if theirs is not None:
+        raise UnsupportedFormat(
+            f"{files.location}: {quoted(theirs)} is of a checkpoint or a saved model of "
+            "TensorFlow, which is not read; load it there, and save its variables with NumPy "
+            "(numpy.savez), or a Keras model with model.save_weights('x.weights.h5')"
+        )
     return None
 
 

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from unickpt.rules.rule_set import Rules
 
 _log = logging.getLogger("unickpt")
+_HALF = (
+    "unickpt: this happened after arrays of `like` had been filled, while its objects took what "
+    "was read: some hold what was loaded, and some what they held before"
+)
 
 
 @overload
@@ -257,6 +261,9 @@ class _Load:
         done: dict[str, Any] = {name: asked.leaves[name] for name in kept}
         done |= {**asked.left_out, **self._read_values(view, leaves)}
         stored = _leaves_of(view.index)
+        for node, check in tree.checks(asked.node):
+            if any(leaf.name not in asked.left_out for leaf in tree.leaves(node)):
+                check(node, lambda name: done[name] if name in done else stored[name])
         targets = {name: target for name, target in asked.targets.items() if name in leaves}
         targets |= {
             name: NumberTarget(stored[name])
@@ -267,7 +274,11 @@ class _Load:
         by_array, same = _by_array(targets, stored, leaves)
         found = read(view.checkpoint, jobs_of(view, by_array))
         done |= {name: found[maker] for name, maker in same.items()}
-        return tree.rebuild(asked.node, done.__getitem__, asked.left_out.keys())
+        try:
+            return tree.rebuild(asked.node, done.__getitem__, asked.left_out.keys())
+        except Exception as error:
+            error.add_note(_HALF)
+            raise
 
     def _read_values(self, view: CheckpointView, leaves: Mapping[str, Any]) -> dict[str, Any]:
         """The leaves that are stored as plain values, or by process."""

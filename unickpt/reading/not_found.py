@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unickpt.errors import CheckpointNotFound, StorageError
+from unickpt.errors import CheckpointNotFound, StorageError, UnickptError
+from unickpt.foreign import registry
 from unickpt.foreign.loose_files import SeveralCheckpoints
 from unickpt.quoting import shortened
-from unickpt.reading.listing import Listed, checkpoints_below, natural
-from unickpt.storage import contexts
+from unickpt.reading.listing import Listed, checkpoints_below, natural, other_folders
+from unickpt.storage import contexts, paths
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
 
@@ -20,7 +21,8 @@ _LIST = "`unickpt ls` lists the checkpoints below a directory"
 def nothing_at(location: Location) -> str:
     """What is at a path instead of a checkpoint, in one sentence.
 
-    Only looks at names; it is called where nothing can be opened, and so must not fail itself.
+    Opens a few folders at most. It is called where nothing can be opened, and so must not fail
+    itself.
 
     Arguments:
         location: where no format recognises a checkpoint.
@@ -31,6 +33,9 @@ def nothing_at(location: Location) -> str:
         if below:
             return f"{said}: it contains checkpoints but is not one itself {_of(location, below)}"
         names = sorted(location.names(contexts.context()), key=natural)
+        others = [listed for listed in other_folders(location.url)[-_SHOWN:] if _opens(listed)]
+        if others:
+            return f"{said}: it contains checkpoints but is not one itself {_of(location, others)}"
         return f"{said}: {_above(location) if not names else _held(names)}"
     except CheckpointNotFound:  # there is no such folder
         return f"{said}: {_above(location)}"
@@ -47,6 +52,18 @@ def _of(location: Location, below: Sequence[Listed]) -> str:
             f"path of a step, such as {below[-1].path!r}"
         )
     return f"({_shown(names)}); {hint}"
+
+
+def _opens(listed: Listed) -> bool:
+    """Whether a folder is a checkpoint of another system, with members of its own or without."""
+    if listed.name == ".":
+        return False
+    try:
+        return registry.open_reader(paths.resolve(listed.path), {}) is not None
+    except SeveralCheckpoints:
+        return True
+    except UnickptError:
+        return False
 
 
 def _held(names: Sequence[str]) -> str:

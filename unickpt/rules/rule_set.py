@@ -283,7 +283,9 @@ def _compile(
             rules += lifted
     for question in swapped_names(found.rules):
         warnings.warn(question, RuleWarning, stacklevel=3)
-    return Rules(tuple(rules), tuple(shared), tuple(found.conventions), functions)
+    # A line that a preset has come to have as well counts once.
+    once = tuple(dict.fromkeys(rules)), tuple(dict.fromkeys(shared))
+    return Rules(*once, tuple(found.conventions), functions)
 
 
 def _check_sizes(sizes: object) -> None:

@@ -25,6 +25,7 @@ from unickpt.trees import plain_values
 
 Key = str | int
 Rebuild = Callable[[list[Any]], Any]
+Check = Callable[["Node", Callable[[str], Any]], None]
 MAX_DEPTH = 200
 
 
@@ -42,7 +43,9 @@ class Node:
 
     `kind` is one of dict, ordereddict, list, tuple, namedtuple, object (any other container with
     named children) and wrapper (one child, which adds no component to the name). `original` is the
-    container that was flattened, if there was one.
+    container that was flattened, if there was one. `check` raises if `rebuild` would, as far as
+    that can be told before arrays are read: it takes the node, and a function from the name of a
+    leaf to a plain value, or to what stands for an array (the same object for the same array).
     """
 
     kind: str
@@ -51,6 +54,7 @@ class Node:
     rebuild: Rebuild
     type_name: str = ""
     original: Any = None
+    check: Check | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class Expansion:
     children: tuple[Any, ...]
     rebuild: Rebuild
     type_name: str = ""
+    check: Check | None = None
 
 
 IsLeaf = Callable[[Any], bool]
@@ -150,7 +155,7 @@ def _flatten(
         _flatten(child, child_name, is_leaf, expand, bad, within)
         for child, child_name in zip(level.children, names, strict=True)
     )
-    return Node(level.kind, level.keys, children, level.rebuild, level.type_name, obj)
+    return Node(level.kind, level.keys, children, level.rebuild, level.type_name, obj, level.check)
 
 
 def level_of(obj: Any, name: str, expand: Expand) -> Expansion | None:
@@ -248,6 +253,16 @@ def leaves(node: Node | Leaf) -> Iterator[Leaf]:
                 yield child
             else:
                 yield from leaves(child)
+
+
+def checks(node: Node | Leaf) -> Iterator[tuple[Node, Check]]:
+    """All containers that have a `check`, with it."""
+    if isinstance(node, Node):
+        if node.check is not None:
+            yield node, node.check
+        for child in node.children:
+            if isinstance(child, Node):
+                yield from checks(child)
 
 
 def empty_containers(node: Node | Leaf, name: str = "") -> Iterator[str]:

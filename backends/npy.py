@@ -1,0 +1,62 @@
+"""Single arrays of NumPy, .npy files, read in place."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from unickpt.arrays.box import Box
+from unickpt.backends.npz import MOST_HEADER, parsed
+from unickpt.errors import CheckpointCorrupt
+from unickpt.foreign import loose_files
+from unickpt.foreign.elements import FileRange
+from unickpt.foreign.file_ranges import FileBox, RangeReader, whole
+from unickpt.foreign.files import Files
+from unickpt.foreign.loose_files import Found, open_kind
+from unickpt.format.index import Index
+from unickpt.format.reader import Reader
+from unickpt.trees import tree
+
+_MOST = MOST_HEADER + 12  # bytes before the elements
+
+HINTS: Collection[str] = ()
+
+
+def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
+    """Opens a file of one array, whose name is the file's; None if there is none.
+
+    Raises:
+        CheckpointCorrupt: it is damaged.
+        UnsupportedFormat: it has a dtype that unickpt lacks, such as objects.
+        StorageError: the storage failed.
+    """
+
+    def make(found: Found) -> NpyReader:
+        return NpyReader(files, found.names[0])
+
+    return open_kind(files, loose_files.NPY, make)
+
+
+class NpyReader(RangeReader):
+    """The array of a file.
+
+    Arguments:
+        files: of the checkpoint.
+        file: the name of the file.
+    """
+
+    format = "npy"
+
+    def __init__(self, files: Files, file: str) -> None:
+        size = files.size(file)
+        data = files.whole(file) if size is None else files.read(file, 0, min(size, _MOST))
+        header = parsed(data, f"{files.location}: {file}")
+        told, there = header.length + header.nbytes, len(data) if size is None else size
+        if told != there:
+            raise CheckpointCorrupt(f"{files.location}: {file} has {there} bytes, {told} expected")
+        name = tree.component(file.removesuffix(".npy"))
+        elements = FileRange(file, header.length, header.big_endian)
+        where = FileBox(Box.whole(header.shape), elements, 0, header.strides)
+        entries = {name: whole(name, header.shape, header.dtype, where)}
+        index = Index(tree.to_json(tree.from_names(entries)), entries)
+        super().__init__(files, index, {name: (where,)})
