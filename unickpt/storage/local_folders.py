@@ -53,10 +53,18 @@ def foreign(path: str) -> list[str]:
 
 def folders(path: str) -> list[str]:
     """Names of the folders in a folder; empty for a link, which may lead anywhere."""
-    if os.path.islink(path.rstrip("/")) or not os.path.isdir(path):
+    if os.path.islink(path.rstrip("/")):
         return []
-    with system_calls(), os.scandir(path) as entries:
-        return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    return [entry.name for entry in _entries(path) if entry.is_dir(follow_symlinks=False)]
+
+
+def _entries(path: str) -> list[os.DirEntry[str]]:
+    """All that is in a folder; nothing if it is not there, or just went, or is no folder."""
+    if os.path.isdir(path):
+        gone = suppress(FileNotFoundError, NotADirectoryError)
+        with system_calls(), gone, os.scandir(path) as entries:
+            return list(entries)
+    return []
 
 
 def make(path: str) -> None:
@@ -175,18 +183,12 @@ def walk_all(top: str) -> Iterator[StoredFile]:
 
 def files(path: str) -> list[str]:
     """Names of the files in a folder; links do not count."""
-    if not os.path.isdir(path):
-        return []
-    with system_calls(), os.scandir(path) as entries:
-        return [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+    return [entry.name for entry in _entries(path) if entry.is_file(follow_symlinks=False)]
 
 
 def links(path: str) -> list[str]:
     """Names of the symbolic links in a folder."""
-    if not os.path.isdir(path):
-        return []
-    with system_calls(), os.scandir(path) as entries:
-        return [entry.name for entry in entries if entry.is_symlink()]
+    return [entry.name for entry in _entries(path) if entry.is_symlink()]
 
 
 def unlink(path: str) -> None:
