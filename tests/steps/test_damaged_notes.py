@@ -6,11 +6,11 @@ import pytest
 import xxhash
 from support import s3_server
 
-from unickpt.commit import notes
+from unickpt.commit import lease, notes
 from unickpt.commit.record import Record
 from unickpt.errors import SaveConflict
 from unickpt.format import timing
-from unickpt.steps import lease, lineage
+from unickpt.steps import lineage
 from unickpt.storage import contexts
 from unickpt.storage.locations import Location
 from unickpt.storage.paths import resolve
