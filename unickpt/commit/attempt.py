@@ -296,7 +296,7 @@ class Attempt:
 
     def _sync(self, folder: Location) -> None:
         if self.context["file_io_sync"].to_json():
-            folder.sync(self.location)
+            folder.sync(self.location, max(1, self._missing))
 
     @contextmanager
     def _translating(self) -> Iterator[None]:

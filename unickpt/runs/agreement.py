@@ -62,6 +62,7 @@ def check_shared(group: Group, local: Tier) -> None:
     token = group.agree(secrets.randbits(60) + 1 if group.index == 0 else 0)
     name = f"{PROBE}{token:x}"
     if group.index == 0:
+        local.location.make(durable=True)
         store.write(name, b"").result()
     group.agree(0)
     seen = store.read(name).result().state == "value"

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from unickpt.errors import ForkedProcess, SaveTimeout
+from unickpt.errors import ForkedProcess, SaveTimeout, out_of_memory
 from unickpt.saving.background_errors import BackgroundErrors
 from unickpt.saving.exit_status import Failure, exit_child, unfinished
 from unickpt.saving.options import SaveReport
@@ -180,10 +180,12 @@ class PendingSave:
                 staging.stage_now()
         except Abandoned:
             pass  # the writer failed; its error is reported like any other
-        except BaseException:
+        except BaseException as error:
             self._let_go()
             self._ended.wait()
             self._errors.forget(self._failure)
+            if isinstance(error, MemoryError):
+                raise out_of_memory(f"saving to {self.url.rstrip('/')}", error) from error
             raise
         timings.lap("stage")
         if staging.has_later or not staging.waits_for_commit:

@@ -67,12 +67,17 @@ def _entries(path: str) -> list[os.DirEntry[str]]:
     return []
 
 
-def make(path: str) -> None:
+def make(path: str, *, durable: bool = False) -> None:
     """Creates a folder and its parents.
+
+    Arguments:
+        path: of the folder.
+        durable: whether their names must be on the disk.
 
     Raises:
         Failed: names the folder that cannot be created.
     """
+    missing = count_missing(path) if durable else 0
     try:
         _make(path)
     except OSError as error:
@@ -83,6 +88,9 @@ def make(path: str) -> None:
             f"where directories can be made, or let this user write to {above}",
             error.errno,
         ) from error
+    if missing:
+        above = os.path.dirname(path.rstrip("/"))
+        sync(above, path, missing)
 
 
 def _make(path: str) -> None:
@@ -286,10 +294,18 @@ def sync_folder(path: str) -> None:
             os.close(handle)
 
 
-def sync(path: str, top: str) -> None:
+def sync(path: str, top: str, made: int = 1) -> None:
     """Syncs the entries of a folder and of each parent up to the one that contains `top`;
-    TensorStore does so only for the folder of a file."""
+    TensorStore does so only for the folder of a file.
+
+    Arguments:
+        path: of the folder.
+        top: a folder above it, or the same.
+        made: how many folders, from `top` upwards, are new; the name of each is in the next one.
+    """
     end = os.path.dirname(top.rstrip("/"))
+    for _ in range(made - 1):
+        end = os.path.dirname(end)
     at = path.rstrip("/")
     while len(at) >= len(end):
         if os.path.isdir(at):

@@ -120,8 +120,8 @@ class LocalLocation(Location):
     def unlink(self) -> None:
         local_folders.unlink(self.path)
 
-    def make(self) -> None:
-        local_folders.make(self.path)
+    def make(self, *, durable: bool = False) -> None:
+        local_folders.make(self.path, durable=durable)
 
     def remove_empty(self) -> None:
         local_folders.remove_empty(self.path)
@@ -132,8 +132,8 @@ class LocalLocation(Location):
     def remove_made(self, count: int) -> None:
         local_folders.remove_made(self.path, count)
 
-    def sync(self, top: Location) -> None:
-        local_folders.sync(self.path, top.spec["path"])
+    def sync(self, top: Location, made: int = 1) -> None:
+        local_folders.sync(self.path, top.spec["path"], made)
 
     def manifest_locked(self, timeout_s: float) -> AbstractContextManager[None]:
         return local_locks.manifest_locked(self.path, timeout_s)

@@ -96,7 +96,7 @@ class FileLock:
             LockHeld: this or another process holds it; has the holder's text.
             Failed: the storage failed.
         """
-        make(self._folder)
+        make(self._folder, durable=True)
         with system_calls():
             handle = _open_lock(self._name)
         try:

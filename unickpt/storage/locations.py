@@ -193,8 +193,8 @@ class Location:
     def unlink(self) -> None:
         """Removes this folder, a symbolic link, but not its target."""
 
-    def make(self) -> None:
-        """Creates this folder."""
+    def make(self, *, durable: bool = False) -> None:
+        """Creates this folder and those above it, on the disk if it must be `durable`."""
 
     def remove_empty(self) -> None:
         """Removes the empty folders of a checkpoint without files."""
@@ -210,8 +210,9 @@ class Location:
             count: the earlier result of `count_missing`.
         """
 
-    def sync(self, top: Location) -> None:
-        """Makes the folders from `top` down to this one durable."""
+    def sync(self, top: Location, made: int = 1) -> None:
+        """Makes the folders from `top` down to this one durable, and above `top` as many as were
+        made with it."""
 
     # --- locks ---------------------------------------------------------------------------------
 

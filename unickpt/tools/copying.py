@@ -157,7 +157,7 @@ def _copy(
             )
         if needed := borrowers.of(destination, context):
             raise CheckpointExists(f"{destination} has chunks of {', '.join(needed[:3])}")
-    destination.make()
+    destination.make(durable=True)
     total = sum(entry.nbytes for entry in reader.index.arrays.values())
     manifest, _ = VersionCopy(origin, found, reader, destination, budget_bytes).run(
         resume=True,

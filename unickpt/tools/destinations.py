@@ -244,7 +244,7 @@ class LocalDestination(Destination):
                 self._replace_folder()
             self._committed = True
             if self.fsync:
-                local_folders.sync_folder(self._above)
+                local_folders.sync(self._above, self._final, self._missing + 1)
         local_folders.remove(self._work)  # with what it was exchanged for
         local_folders.remove(self._old)
 
