@@ -292,6 +292,32 @@ def test_a_folder_that_nobody_can_change(
     assert folders(tmp_path) == ["step_5"]
 
 
+@pytest.mark.parametrize("with_local", [False, True])
+def test_what_could_not_be_removed_is_removed_after_a_later_save(
+    with_local: bool,
+    tmp_path: Path,
+    unchangeable: Callable[[Path, bool], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    options: dict[str, Any] = {"local": tmp_path / "local"} if with_local else {}
+    root = tmp_path / ("local" if with_local else "run")
+    with Checkpointer(tmp_path / "run", keep_last=1, options=FAST, **options) as checkpointer:
+        checkpointer.save(1, numbers(1), wait=True)
+        checkpointer.wait()
+        (data,) = (root / "step_1" / "processes").glob("*/00000/d")
+        unchangeable(data, True)
+        for step in (2, 3, 4):  # step 1 has no manifest after the first of them
+            checkpointer.save(step, numbers(step))
+            checkpointer.wait()
+        assert checkpointer.steps() == [4]
+        assert "step_1" in folders(root)
+        assert caplog.text.count("files are left in processes/") == 1
+        unchangeable(data, False)
+        checkpointer.save(5, numbers(5))
+        checkpointer.wait()
+        assert folders(root) == ["step_5"]
+
+
 def test_a_read_only_mount(small_disk: Path, mount: Mount) -> None:
     with Checkpointer(small_disk, options=FAST) as checkpointer:
         checkpointer.save(1, numbers(1))

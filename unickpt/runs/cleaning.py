@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from unickpt.errors import StorageError
 from unickpt.runs.retention import Retention
 from unickpt.runs.steps_in_use import StepsInUse
+from unickpt.steps.attempt_folders import Unremoved
 from unickpt.steps.tier import Tier
 from unickpt.steps.tiers import Newer, Tiers, TierVersions, compare
 from unickpt.threads import SerialExecutor
@@ -30,6 +32,8 @@ class Cleaning:
             "unickpt clean", lambda error: _log.warning("cleaning up: %s", error)
         )
         self._metrics: dict[int, Mapping[str, float]] = {}
+        self._left: dict[tuple[Tier, int], Sequence[str]] = {}  # attempts of removed steps
+        self._told: set[tuple[Tier, int]] = set()
         self.newest: int | None = None
         """The step that was saved last."""
         self.own: set[str] = set()
@@ -55,6 +59,7 @@ class Cleaning:
 
     def clean(self) -> None:
         """Removes the steps that no rule keeps, and copied steps from the local tier."""
+        self._remove_left()
         there = self._tiers.root.committed()
         if self._tiers.local is not None:
             self._clean_local(self._tiers.local, there)
@@ -72,9 +77,28 @@ class Cleaning:
             if not is_free or self._tiers.root.borrowers(step):
                 return False
             _log.info("removing %s", self._tiers.root.path(step))
-            self._tiers.root.remove(step)
+            self._remove_from(self._tiers.root, step)
             self.forget(step)
             return True
+
+    def _remove_from(self, tier: Tier, step: int) -> None:
+        """Removes a step; if that fails, it is told once, and tried again after the next save."""
+        try:
+            tier.remove(step)
+        except StorageError as error:
+            if (tier, step) not in self._told:
+                _log.warning("cleaning up: %s; tried again after each save", error)
+            self._told.add((tier, step))
+            if isinstance(error, Unremoved):
+                self._left[tier, step] = error.attempts
+
+    def _remove_left(self) -> None:
+        """Removes what earlier removals have left."""
+        for (tier, step), attempts in list(self._left.items()):
+            with self._in_use.removing(step) as is_free, suppress(Unremoved):
+                if is_free:
+                    tier.remove_rest(step, attempts)
+                    del self._left[tier, step]
 
     def _clean_local(self, local: Tier, there: Sequence[int]) -> None:
         here = local.committed()
@@ -82,7 +106,7 @@ class Cleaning:
         for step in here:
             with self._in_use.removing(step) as is_free:
                 if is_free and self._may_go(local, step, step in expendable, step == here[-1]):
-                    local.remove(step)
+                    self._remove_from(local, step)
 
     def _may_go(self, local: Tier, step: int, is_expendable: bool, is_newest: bool) -> bool:
         """Whether the local tier no longer needs a step."""

@@ -5,11 +5,11 @@ Each attempt has a folder of its own, `processes/<attempt>/`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import tensorstore as ts
 
-from unickpt.errors import UnickptError
+from unickpt.errors import StorageError, UnickptError
 from unickpt.reading import checkpoint
 from unickpt.storage import errors
 from unickpt.storage.errors import Failed
@@ -17,6 +17,21 @@ from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
 
 FOLDER = "processes"
+
+
+class Unremoved(StorageError):
+    """A checkpoint was removed, but not all of its files could be.
+
+    Arguments:
+        location: of the checkpoint.
+        attempts: the folders that are left.
+    """
+
+    def __init__(self, location: Location, attempts: Sequence[str]) -> None:
+        super().__init__(
+            f"{location}: removed, but files are left in {FOLDER}/{attempts[0]} that could not be"
+        )
+        self.attempts = attempts
 
 
 def holds_checkpoint_parts(location: Location, context: ts.Context) -> bool:
@@ -54,19 +69,36 @@ def remove_checkpoint(location: Location, context: ts.Context) -> None:
     links: only removes the link itself.
 
     Raises:
-        StorageError: it could not be removed; what remains has no manifest.
+        Unremoved: files are left; it has no manifest any more.
+        StorageError: it could not be removed.
     """
     try:
         if location.link is not None:
             location.unlink()
             return
-        attempts = attempts_of_checkpoint(location, context)
+        found = attempts_of_checkpoint(location, context)
+        # An index is untrusted.
+        attempts = [a for a in found if "/" not in a and a not in ("", ".", "..")]
         location.store(context).write(MANIFEST, None).result()
         location.sync(location)
         _remove_data(location.child(FOLDER), attempts, context)
         location.remove_empty()
+        check_removed(location, attempts, context)
     except Failed as error:
         raise errors.writing_failed(error, str(location)) from error
+
+
+def check_removed(location: Location, attempts: Iterable[str], context: ts.Context) -> None:
+    """Checks that nothing is left of attempts, where a removal does not raise its errors.
+
+    Raises:
+        Unremoved: something is.
+    """
+    if location.is_local:
+        there = location.child(FOLDER)
+        left = [each for each in attempts if there.child(each).exists()]
+        if left:
+            raise Unremoved(location, left)
 
 
 def _remove_data(folder: Location, attempts: Iterable[str], context: ts.Context) -> None:
@@ -77,5 +109,4 @@ def _remove_data(folder: Location, attempts: Iterable[str], context: ts.Context)
     for name in folder.links():
         folder.child(name).unlink()
     for attempt in attempts:
-        if "/" not in attempt and attempt not in ("", ".", ".."):  # an index is untrusted
-            folder.child(attempt).remove(context)
+        folder.child(attempt).remove(context)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from unickpt.commit import borrowers, version
@@ -192,9 +192,19 @@ class Steps:
         symbolic links: only removes the link itself.
 
         Raises:
-            StorageError: it could not be removed; `remove_remnants` recognises the rest.
+            Unremoved: files are left, for `remove_rest`; `remove_remnants` recognises them, too.
+            StorageError: it could not be removed.
         """
         attempt_folders.remove_checkpoint(self.at(step), self._context)
+
+    def remove_rest(self, step: int, attempts: Sequence[str]) -> None:
+        """Removes what `remove` could not.
+
+        Raises:
+            Unremoved: something is still left.
+        """
+        attempt_folders.remove_attempts(self.at(step), attempts, self._context)
+        attempt_folders.check_removed(self.at(step), attempts, self._context)
 
     def borrowers(self, step: int) -> list[str]:
         """The names of the steps that have chunks in this one, and so need it.
