@@ -11,7 +11,7 @@ import numpy as np
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
-from unickpt.foreign.flat_names import flat_names, refuse_values
+from unickpt.foreign.flat_names import flat_names, plain_values, refuse
 from unickpt.foreign.zip_layout import Content, ZipLayout
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.writer import Plan, PlannedFile
@@ -27,11 +27,11 @@ class NpzWriter:
     def plan(self, index: Index, most_bytes: int, file: str | None) -> Plan:
         # NumPy writes dtypes of other packages, and forgets which they were.
         missing = [
-            f"{name!r}: {entry.dtype_and_shape}"
-            for name, entry in index.arrays.items()
+            entry
+            for entry in index.arrays.values()
             if dtypes.from_name(entry.dtype).type.__module__ != "numpy"
         ]
-        refuse_values(index, "npz", missing)
+        refuse("npz", missing, plain_values(index))
         names = flat_names(index)
         contents = [
             Content(

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from unickpt.arrays.box import Box
 from unickpt.foreign import torch_layout
-from unickpt.foreign.flat_names import cannot_hold
+from unickpt.foreign.flat_names import refuse
 from unickpt.format.index import Index
 from unickpt.format.writer import Plan, PlannedFile
 from unickpt.trees import tree
@@ -21,9 +21,7 @@ class TorchWriter:
     suffixes: ClassVar[Sequence[str]] = (".pt", ".pth", ".bin")
 
     def plan(self, index: Index, most_bytes: int, file: str | None) -> Plan:
-        missing = torch_layout.missing_dtypes(index)
-        if missing:
-            raise cannot_hold("torch", missing, "torch has no such dtypes; drop these by rules")
+        refuse("torch", torch_layout.missing_dtypes(index), {})
         leaves: dict[str, Any] = dict(index.values)
         storages: dict[str, tuple[str, Box, int]] = {}
         for number, (name, entry) in enumerate(index.arrays.items()):

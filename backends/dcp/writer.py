@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from unickpt.arrays.box import Box, cut
 from unickpt.errors import UnsupportedLeaf
 from unickpt.foreign import torch_layout
-from unickpt.foreign.flat_names import cannot_hold
+from unickpt.foreign.flat_names import refuse
 from unickpt.foreign.pickle_writer import Call, dumps
 from unickpt.foreign.pickles import Global
 from unickpt.foreign.zip_layout import ZipLayout
@@ -38,9 +38,7 @@ class DcpWriter:
     suffixes: ClassVar[Sequence[str]] = ()
 
     def plan(self, index: Index, most_bytes: int, file: str | None) -> Plan:
-        missing = torch_layout.missing_dtypes(index)
-        if missing:
-            raise cannot_hold("dcp", missing, "torch has no such dtypes; drop these by rules")
+        refuse("dcp", torch_layout.missing_dtypes(index), {})
         root = _unwrapped(tree.from_json(index.tree))
         if isinstance(root, tree.Leaf) or root.kind not in _MAPPINGS:
             raise UnsupportedLeaf(

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.errors import UnsupportedLeaf
-from unickpt.foreign.flat_names import cannot_hold
+from unickpt.foreign.flat_names import refuse
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.writer import Data, Plan, PlannedFile, text_file
 from unickpt.quoting import quoted
@@ -111,16 +111,17 @@ def _leaves(node: tree.Node | tree.Leaf, keys: _Keys, shown: str) -> Iterator[_L
 
 def _check(index: Index, leaves: Sequence[_Leaf]) -> None:
     """Refuses what Orbax cannot hold, and names that it would confuse."""
-    lines = [
-        f"  {name!r}: {entry.dtype_and_shape}"
-        for name, entry in index.arrays.items()
+    missing = [
+        entry
+        for entry in index.arrays.values()
         if entry.dtype in _MISSING or dtypes.from_name(entry.dtype).kind in "mM"
     ]
-    for name, value in index.values.items():
-        if isinstance(value, bytes) or (type(value) is int and not -(1 << 63) <= value < 1 << 63):
-            lines.append(f"  {name!r}: {quoted(value)}, a plain {type(value).__name__}")
-    if lines:
-        raise cannot_hold("orbax", lines, "convert these, or drop them by rules")
+    values = {
+        name: f"{quoted(value)}, a plain {type(value).__name__}"
+        for name, value in index.values.items()
+        if isinstance(value, bytes) or (type(value) is int and not -(1 << 63) <= value < 1 << 63)
+    }
+    refuse("orbax", missing, values)
     seen: dict[str, _Leaf] = {}
     for leaf in leaves:
         other = seen.setdefault(leaf.stored, leaf)

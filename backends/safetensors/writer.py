@@ -18,7 +18,7 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.backends.safetensors.reader import DTYPES
 from unickpt.errors import UnsupportedLeaf
-from unickpt.foreign.flat_names import flat_names, refuse_values
+from unickpt.foreign.flat_names import flat_names, plain_values, refuse
 from unickpt.format.index import RESERVED, ArrayEntry, Index
 from unickpt.format.writer import Data, Plan, PlannedFile, text_file
 from unickpt.trees import tree
@@ -110,12 +110,8 @@ def _casts(index: Index, dtype: str | None) -> dict[str, str]:
 
 def _names(index: Index, format: str) -> dict[str, str]:
     """The name of each array in the files; a file holds tied arrays once, under the first name."""
-    missing = [
-        f"{name!r}: {entry.dtype_and_shape}"
-        for name, entry in index.arrays.items()
-        if entry.dtype not in _NAMES
-    ]
-    refuse_values(index, format, missing)
+    missing = [entry for entry in index.arrays.values() if entry.dtype not in _NAMES]
+    refuse(format, missing, plain_values(index))
     names = flat_names(index)
     reserved = [name for name in index.arrays if names[name] == "__metadata__"]
     if reserved:

@@ -145,3 +145,23 @@ def test_what_orbax_cannot_hold(tree: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedLeaf, match=words):
         unickpt.convert(tmp_path / "c", tmp_path / "x", to="orbax", options=FAST)
     assert not (tmp_path / "x").exists()
+
+
+def test_texts_are_restored_into_targets(tmp_path: Path) -> None:
+    """`StandardCheckpointer` takes no text in a target, nor saves one; None in its place restores
+    all arrays."""
+    import jax
+    import orbax.checkpoint as ocp
+
+    w = np.arange(3, dtype=np.float32)
+    unickpt.save(tmp_path / "c", {"w": w, "names": ["w", "b"], "step": 3})
+    unickpt.convert(tmp_path / "c", tmp_path / "o", to="orbax")
+    like = jax.ShapeDtypeStruct((3,), np.float32)
+    with ocp.StandardCheckpointer() as checkpointer:
+        target = {"w": like, "names": [None, None], "step": 0}
+        found = checkpointer.restore(tmp_path / "o", target)
+        assert np.array_equal(found["w"], w)
+        assert (found["names"], int(found["step"])) == ([None, None], 3)
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        found = checkpointer.restore(tmp_path / "o", item={"w": w, "names": ["", ""], "step": 0})
+        assert (found["names"], int(found["step"])) == (["w", "b"], 3)

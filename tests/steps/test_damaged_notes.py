@@ -63,6 +63,6 @@ def test_records_and_timings_of_anything_are_malformed(line: bytes) -> None:
 
 def test_the_message_of_a_conflict_is_short(folder: Location) -> None:
     for said in ["[" * 100_000, "9" * 10_000, '{"process": 1, "host": "' + "x" * 100_000 + '"}']:
-        error = lease._conflict(folder, said)
+        error = lease._conflict(folder, lease.SAVES, said)
         assert isinstance(error, SaveConflict)
         assert len(str(error)) < 2000

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from support import TESTS, foreign, npy_folder
@@ -295,6 +297,30 @@ def test_a_format_or_an_option_that_does_not_exist(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedLeaf, match="step"):
         unickpt.convert(tmp_path / "c", tmp_path / "x", to="hf")
     assert os.listdir(tmp_path) == ["c"]
+
+
+@pytest.mark.parametrize(
+    ("to", "dtype", "helps"),
+    [
+        ("npz", ml_dtypes.bfloat16, "float32"), ("npz", ml_dtypes.int4, "int8"),
+        ("hf", ml_dtypes.int4, "int8"), ("safetensors", np.complex128, "complex64"),
+        ("torch", ml_dtypes.float8_e3m4, "float32"), ("dcp", ml_dtypes.int2, "int8"),
+        ("orbax", "M8[s]", ""), ("dcp", "M8[s]", ""),
+    ],
+)  # fmt: skip
+def test_the_advice_for_a_dtype_that_a_format_lacks_helps(
+    to: str, dtype: Any, helps: str, tmp_path: Path
+) -> None:
+    state = {"w": np.ones(3).astype(dtype), "v": np.ones(2, np.float32)}
+    unickpt.save(tmp_path / "c", state, options=FAST)
+    told = f"`w <-> w as {helps}`" if helps else "`w <-> drop`"
+    with pytest.raises(UnsupportedLeaf, match=re.escape(told)) as caught:
+        unickpt.convert(tmp_path / "c", tmp_path / "x", to=to, options=FAST)
+    rules = Rules.parse("\n".join(re.findall("`([^`]*)`", str(caught.value))))
+    unickpt.convert(tmp_path / "c", tmp_path / "x", to=to, rules=rules, options=FAST)
+    found = unickpt.open(tmp_path / "x")
+    assert found["v"][...].tolist() == [1, 1]
+    assert (str(found["w"].dtype) if helps else "") == helps
 
 
 def test_objects_of_unknown_classes_must_be_dropped(tmp_path: Path) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+from unickpt.arrays import dtypes
 from unickpt.errors import UnsupportedLeaf
-from unickpt.format.index import Index
+from unickpt.format.index import ArrayEntry, Index
 from unickpt.quoting import quoted, shortened
 from unickpt.trees import tree
 
-_DROP = (
-    "drop plain values by rules, such as `step <-> drop`; the rule `default {leaf...} <-> "
-    "{leaf...}` keeps all others"
-)
+_KEEP = "the rule `default {leaf...} <-> {leaf...}` keeps all others"
+# What all formats have, by the kind of a dtype that one lacks.
+_OTHERS = {"float": "float32", "integer": "int8", "complex": "complex64"}
 
 
 def flat_names(index: Index) -> dict[str, str]:
@@ -40,21 +40,35 @@ def flat_names(index: Index) -> dict[str, str]:
     return found
 
 
-def refuse_values(index: Index, format: str, others: Iterable[str] = ()) -> None:
-    """Refuses leaves that are no arrays, and what else a format cannot hold.
+def plain_values(index: Index) -> dict[str, str]:
+    """What is wrong with each leaf that is no array, for formats of arrays alone; for `refuse`."""
+    return {name: f"a plain {type(value).__name__}" for name, value in index.values.items()}
+
+
+def refuse(format: str, arrays: Iterable[ArrayEntry], values: Mapping[str, str]) -> None:
+    """Refuses leaves that a format cannot hold.
 
     Arguments:
-        index: what is going to be written.
         format: for the message.
-        others: what is wrong with arrays, a line each.
+        arrays: those of whose dtype it has none.
+        values: what is wrong with plain values, by their names.
 
     Raises:
-        UnsupportedLeaf: names all of them.
+        UnsupportedLeaf: names all of them, and rules that help, if there is any.
     """
-    lines = [f"  {quoted(n)}: a plain {type(v).__name__}" for n, v in index.values.items()]
-    lines += [f"  {line}" for line in others]
+    lines = [f"  {quoted(name)}: {what}" for name, what in values.items()]
+    helps, dropped = [], next(iter(values), "")
+    for entry in arrays:
+        lines.append(f"  {quoted(entry.name)}: {entry.dtype_and_shape}")
+        other = _OTHERS.get(dtypes.kind(dtypes.from_name(entry.dtype)))
+        if other is None:
+            dropped = dropped or entry.name
+        elif not helps:
+            helps = [f"convert arrays by rules, such as `{entry.name} <-> {entry.name} as {other}`"]
+    if dropped:
+        helps.append(f"drop leaves by rules, such as `{dropped} <-> drop`")
     if lines:
-        raise cannot_hold(format, lines, _DROP)
+        raise cannot_hold(format, lines, f"{'; '.join(helps)}; {_KEEP}")
 
 
 def cannot_hold(format: str, lines: list[str], hint: str) -> UnsupportedLeaf:

@@ -26,11 +26,11 @@ _UNTYPED = {
 ORDERED = Global("collections.OrderedDict")
 
 
-def missing_dtypes(index: Index) -> list[str]:
-    """A line for each array whose dtype torch lacks."""
+def missing_dtypes(index: Index) -> list[ArrayEntry]:
+    """The arrays whose dtype torch lacks."""
     return [
-        f"{name!r}: {entry.dtype_and_shape}"
-        for name, entry in index.arrays.items()
+        entry
+        for entry in index.arrays.values()
         if entry.dtype not in _CLASSES and entry.dtype not in _UNTYPED
     ]
 
