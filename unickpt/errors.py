@@ -3,23 +3,22 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from unickpt.quoting import shortened
+from unickpt.quoting import printable
 
 # Stored text and responses of servers may be long; longer lines of a message are cut.
 _MOST_OF_LINE = 1000
 
 
 class UnickptError(Exception):
-    """Base class of all errors of unickpt. Long lines of a message are shortened."""
+    """Base class of all errors of unickpt. Long lines of a message are shortened, and what would
+    change a terminal is escaped."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(_readable(a) if isinstance(a, str) else a for a in args))
 
 
 def _readable(text: str) -> str:
-    if len(text) <= _MOST_OF_LINE:
-        return text
-    return "\n".join(shortened(line, _MOST_OF_LINE) for line in text.split("\n"))
+    return "\n".join(printable(line, _MOST_OF_LINE, "\t") for line in text.split("\n"))
 
 
 class InvalidPath(UnickptError, ValueError):

@@ -23,6 +23,25 @@ def quoted(value: object, most: int = _MOST) -> str:
     return shortened(repr(value), most)
 
 
+def printable(text: str, most: int = 400, keep: str = "") -> str:
+    """A text, such as a name, that is shown without quotes: nothing in it ends the line or changes
+    the terminal, and the middle of a long one is omitted.
+
+    Arguments:
+        text: untrusted.
+        most: characters.
+        keep: other characters that stay as they are.
+
+    Example:
+        >>> printable("a\\nb")
+        'a\\\\nb'
+    """
+    text = shortened(text, most)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
+
+
 def shortened(text: str, most: int) -> str:
     """A text of at most `most` characters; the middle of a longer one is omitted."""
     if len(text) <= most:

@@ -29,8 +29,10 @@ from rich.table import Table
 from rich.text import Text
 
 from unickpt import SaveReport
+from unickpt.quoting import printable
 
 DAMAGED, DIFFERENT, FAILED = 1, 1, 2
+_MOST_TEXT = 1000  # characters of a name, or of a fact; JSON has all
 _UNBOUNDED = 1 << 16  # columns of output that goes to no terminal, so that nothing wraps
 
 Where = Annotated[str, typer.Argument(help="A directory, or a URL: file, s3, gs or memory.")]
@@ -79,8 +81,9 @@ def transfer(what: str, *, shown: bool = True) -> Iterator[Callable[[int, int], 
 
 
 def clean(text: str, keep: str = "") -> str:
-    """Text from a checkpoint without the control characters that would change the terminal."""
-    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
+    """Text from a checkpoint; see `printable`. Lines of a message, if they are kept, are as long as
+    they are."""
+    return printable(text, len(text) if keep else _MOST_TEXT, keep)
 
 
 def new_table(*columns: str, right: Sequence[str] = ()) -> Table:

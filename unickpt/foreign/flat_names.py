@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from unickpt.arrays import dtypes
 from unickpt.errors import UnsupportedLeaf
 from unickpt.format.index import ArrayEntry, Index
-from unickpt.quoting import quoted, shortened
+from unickpt.quoting import printable, quoted, shortened
 from unickpt.trees import tree
 
 _KEEP = "the rule `default {leaf...} <-> {leaf...}` keeps all others"
@@ -57,16 +57,17 @@ def refuse(format: str, arrays: Iterable[ArrayEntry], values: Mapping[str, str])
         UnsupportedLeaf: names all of them, and rules that help, if there is any.
     """
     lines = [f"  {quoted(name)}: {what}" for name, what in values.items()]
-    helps, dropped = [], next(iter(values), "")
+    helps, dropped = list[str](), next(iter(values), "")
     for entry in arrays:
         lines.append(f"  {quoted(entry.name)}: {entry.dtype_and_shape}")
         other = _OTHERS.get(dtypes.kind(dtypes.from_name(entry.dtype)))
         if other is None:
             dropped = dropped or entry.name
         elif not helps:
-            helps = [f"convert arrays by rules, such as `{entry.name} <-> {entry.name} as {other}`"]
+            name = printable(entry.name)
+            helps = [f"convert arrays by rules, such as `{name} <-> {name} as {other}`"]
     if dropped:
-        helps.append(f"drop leaves by rules, such as `{dropped} <-> drop`")
+        helps.append(f"drop leaves by rules, such as `{printable(dropped)} <-> drop`")
     if lines:
         raise cannot_hold(format, lines, f"{'; '.join(helps)}; {_KEEP}")
 

@@ -12,11 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from unickpt.arrays.box import Box
+from unickpt.errors import UnsupportedLeaf
 from unickpt.foreign.crc32 import combined
 from unickpt.format.writer import Data
+from unickpt.quoting import quoted
 
 ALIGN = 64
-_WIDE = 0xFFFFFFFF
+_WIDE, _MOST_NAME = 0xFFFFFFFF, 0xFFFF
 _DATE = 0x21  # 1980-01-01: files do not depend on the time
 _UNICODE = 0x800
 
@@ -58,6 +60,11 @@ class ZipLayout:
         self._starts: list[int] = []
         at = 0
         for content in contents:
+            if len(content.name.encode()) > _MOST_NAME:
+                raise UnsupportedLeaf(
+                    f"{quoted(content.name)}: a name in a zip file has at most {_MOST_NAME} bytes; "
+                    "give it another by a rule"
+                )
             self._headers.append(at)
             at += len(_local(content, at, 0))
             self._starts.append(at)

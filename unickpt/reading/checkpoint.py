@@ -9,7 +9,7 @@ from unickpt.errors import CheckpointNotFound, CheckpointReplaced, naming_memory
 from unickpt.foreign import registry
 from unickpt.format.reader import Reader
 from unickpt.format.timing import Timing
-from unickpt.quoting import shortened
+from unickpt.quoting import printable
 from unickpt.reading.not_found import nothing_at
 from unickpt.reading.stored_array import StoredArray
 from unickpt.storage import paths
@@ -242,6 +242,6 @@ class PlainValues(Mapping[str, plain_values.Plain]):
 def _first_names(found: Iterable[str]) -> str:
     names = list(found)
     return (
-        ", ".join(shortened(name, 120) for name in names[:5]) + (", ..." if len(names) > 5 else "")
+        ", ".join(printable(name, 120) for name in names[:5]) + (", ..." if len(names) > 5 else "")
         or "none"
     )

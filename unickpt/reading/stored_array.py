@@ -137,7 +137,7 @@ class StoredArray:
 
     def __repr__(self) -> str:
         layout = "" if self.layout is None or not self.layout.mesh.shape else f", {self.layout}"
-        return f"StoredArray({self.name!r}, {self._entry.dtype_and_shape}{layout})"
+        return f"StoredArray({quoted(self.name)}, {self._entry.dtype_and_shape}{layout})"
 
     def _repr_html_(self) -> str:
         """What is stored, with a map of the fragments, for notebooks; reads nothing."""

@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
+from unickpt.quoting import printable
 from unickpt.rules.ast import Nothing, Position
 from unickpt.rules.matching import Instance, Names, instances
 from unickpt.rules.name_patterns import Pattern
@@ -91,7 +92,7 @@ def _without_use(unused: Facts, unmade: Facts, explained: Set[str]) -> Iterator[
     for name, text, near in _unexplained(unused, unmade, explained):
         hint = "" if near is None else _missing_rule(name, near)
         if near is None and not said:
-            hint, said = f"\n    if it is to be left out: {name} <-> drop", True
+            hint, said = f"\n    if it is to be left out: {printable(name)} <-> drop", True
         yield f"{text} is stored, and no rule takes it{hint}"
 
 

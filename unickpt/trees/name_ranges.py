@@ -6,6 +6,8 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
+from unickpt.quoting import printable
+
 # Names may come from untrusted storage: Python refuses to convert thousands of digits to an int.
 _NUMBER = re.compile(r"(\d{1,18})")
 
@@ -56,7 +58,8 @@ def listed(names: Iterable[str], most: int = 5) -> str:
 
 
 def fold(names: Sequence[str]) -> list[str]:
-    """Names of one skeleton as one name, if they are exactly the product of their numbers.
+    """Names of one skeleton as one name, if they are exactly the product of their numbers; in
+    printable characters, for tables and messages.
 
     Example:
         >>> fold(["h.0.w", "h.1.w", "h.2.w"]), fold(["h.0.a.1", "h.1.a.0"])
@@ -65,8 +68,8 @@ def fold(names: Sequence[str]) -> list[str]:
     columns = list(zip(*map(pieces, names), strict=True))
     values = [sorted(set(column), key=lambda p: (len(p), p)) for column in columns]
     if len(set(names)) != math.prod(map(len, values)):
-        return list(names)
-    return ["".join(map(_range, values))]
+        return list(map(printable, names))
+    return [printable("".join(map(_range, values)))]
 
 
 def _range(values: Sequence[str]) -> str:
