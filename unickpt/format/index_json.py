@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import xxhash
@@ -208,7 +209,7 @@ def _array_bodies(text: str) -> dict[str, Any]:
         name, _, inner = piece.partition('":{')
         body = known.get(inner)
         if body is None:
-            body = known[inner] = _json(b"{%b}" % inner.encode())
+            body = known[inner] = _json(f"{{{inner}}}")
         names.append(name)
         bodies.append(body)
     joined = "".join(names)
@@ -217,9 +218,9 @@ def _array_bodies(text: str) -> dict[str, Any]:
     return _object(list(zip(names, bodies, strict=True)))
 
 
-def _json(data: bytes) -> Any:
+def _json(data: bytes | str) -> Any:
     try:
-        return json.loads(data, object_pairs_hook=_object, parse_constant=_constant)
+        return _DECODER.decode(data if isinstance(data, str) else data.decode())
     except (RecursionError, ValueError) as error:
         raise _Bad(str(error)) from None
 
@@ -241,6 +242,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _constant(name: str) -> Any:
     raise _Bad(f"it contains {name}, which is not valid JSON")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
 
 
 def _check_version(version: Any, where: str) -> None:
@@ -457,7 +461,8 @@ def _arrays(
         same = known.get(id(body))
         if same is None:
             same = _array(name, _Reader(body, "array", name), layouts, partial)
-            known[id(body)] = same
+            known[id(body)] = arrays[name] = same
+            continue
         arrays[name] = ArrayEntry(
             name, same.shape, same.dtype, same.chunk, same.layout, same.cut, same.boxes,
             same.prng, same.quantized, same.errors, same.patched,
@@ -468,12 +473,11 @@ def _arrays(
 def _array(name: str, r: _Reader, layouts: list[Layout], partial: bool) -> ArrayEntry:
     shape, chunk = r.ints("shape", 0), r.ints("chunk", 1)
     try:
-        dtype, quantized = codes.split(r.get("dtype", str))
-        itemsize = dtypes.from_name(dtype).itemsize
+        dtype, quantized, itemsize = _dtype(r.get("dtype", str))
     except TypeError as error:
         raise _Bad(f"array {quoted(name)}: {error}") from None
-    sizes = [math.prod(map(max, extents, (1,) * len(extents))) for extents in (shape, chunk)]
-    if len(chunk) != len(shape) or max(sizes) * itemsize >= _MAX_EXTENT or len(shape) > _MAX_RANK:
+    size = max(math.prod(shape) or math.prod(n or 1 for n in shape), math.prod(chunk))
+    if len(chunk) != len(shape) or size * itemsize >= _MAX_EXTENT or len(shape) > _MAX_RANK:
         raise _Bad(
             f"array {quoted(name)}: shape {quoted(shape)} and chunk {quoted(chunk)} do not fit"
         )
@@ -494,12 +498,25 @@ def _array(name: str, r: _Reader, layouts: list[Layout], partial: bool) -> Array
         raise _Bad(f"array {quoted(name)}: needs either a layout or boxes")
     prng = r.get("prng", str) if "prng" in r.body else None
     errors = _errors(r.get("errors", list), name) if quantized is not None else (0.0, 0.0)
-    patched = _ints([r.get("patched", int, 0)], 0, f"array {quoted(name)}: patched")[0]
+    patched = r.get("patched", int, 0)
+    if not 0 <= patched < _MAX_EXTENT:
+        raise _Bad(f"array {quoted(name)}: patched contains {patched}")
     if patched and quantized is not None:
         raise _Bad(f"array {quoted(name)}: is quantised and has patches")
     return ArrayEntry(
         name, shape, dtype, chunk, layout, cut, boxes, prng, quantized, errors, patched
     )
+
+
+@lru_cache(maxsize=256)
+def _dtype(stored: str) -> tuple[str, str | None, int]:
+    """The dtype of an array's elements, how they are quantised, and the bytes of one.
+
+    Raises:
+        TypeError: there is none of this name.
+    """
+    dtype, quantized = codes.split(stored)
+    return dtype, quantized, dtypes.from_name(dtype).itemsize
 
 
 def _errors(items: list[Any], name: str) -> tuple[float, float]:
