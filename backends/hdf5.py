@@ -1,22 +1,20 @@
 """HDF5 files of Keras, and others that hold nothing but arrays.
 
-Sources: keras/src/saving/saving_lib.py and the HDF5 file format specification. h5py says where the
-datasets are; those that lie in one piece are then read in place, and the others through h5py. Links
-to other files are refused. A `.keras` file is a zip file with such a file in it, as a rule without
-compression.
+Sources: keras/src/saving/saving_lib.py and the HDF5 file format specification. libhdf5 takes no
+part: some files crash it, or let it run without end. Links to other files are refused. A `.keras`
+file is a zip file with such a file in it, as a rule without compression.
 """
 
 from __future__ import annotations
 
-import importlib
-import io
+import itertools
 import json
 import math
-import os
 import struct
+import threading
 import zlib
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -27,8 +25,11 @@ from unickpt.arrays.dtypes import Array
 from unickpt.errors import CheckpointCorrupt, UnickptError, UnsupportedFormat
 from unickpt.foreign import loose_files
 from unickpt.foreign.elements import FileRange
-from unickpt.foreign.file_ranges import CHUNK_BYTES, FileBox, RangeReader, whole
+from unickpt.foreign.file_ranges import CHUNK_BYTES, FileBox, RangeReader, read_box, whole
 from unickpt.foreign.files import Files
+from unickpt.foreign.hdf5_blocks import Blocks
+from unickpt.foreign.hdf5_chunks import Chunk, Storage, storage
+from unickpt.foreign.hdf5_objects import File, Object
 from unickpt.foreign.loose_files import open_kind
 from unickpt.foreign.zip_files import DEFLATED, STORED, Member, ZipFile
 from unickpt.format.chunk_grid import Part
@@ -38,16 +39,17 @@ from unickpt.quoting import quoted
 from unickpt.storage.errors import Failed, reading_failed
 from unickpt.trees import tree
 
-_WINDOW = 64 << 10
 _MOST_RANK = 32
 # Chunks can be compressed or missing. What an array takes in memory may exceed what is stored for
-# it by this factor, or be this large.
+# it by this factor, and all together by so many bytes more.
 _MOST_REPEATED, _SMALL = 1032, 64 << 20
 _LAYERS, _VARIABLES = "layers", "vars"
 _IN_KERAS, _KERAS_METADATA = "model.weights.h5", "metadata.json"
 # What is compressed is unpacked into memory.
 _MOST_UNPACKED, _MOST_JSON = 256 << 20, 1 << 20
 _ZIP = b"PK\x03\x04"
+# What a damaged structure leads to in Python.
+_DAMAGES = (struct.error, LookupError, ValueError, TypeError, ArithmeticError, RecursionError)
 
 HINTS: Collection[str] = ()
 
@@ -57,7 +59,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
 
     Raises:
         CheckpointCorrupt: it is damaged.
-        UnsupportedFormat: h5py is not installed; or it contains what is no array, or links.
+        UnsupportedFormat: it contains what is no array, links, or filters that are not read.
         StorageError: the storage failed.
     """
     return open_kind(files, loose_files.HDF5, lambda found: Hdf5Reader(files, found.names[0]))
@@ -137,40 +139,6 @@ def _version(found: ZipFile) -> str:
     return told if isinstance(told, str) and len(told) < 40 else ""
 
 
-class _Raw(io.RawIOBase):
-    """A range of a file of a checkpoint as Python's kind of file.
-
-    Arguments:
-        files: of the checkpoint.
-        name: of the file.
-        stored: the range.
-    """
-
-    def __init__(self, files: Files, name: str, stored: _Stored) -> None:
-        self._files, self._name, self._at = files, name, 0
-        self._begin, self._size = stored.begin, stored.size
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_CUR: self._at, os.SEEK_END: self._size}.get(whence, 0)
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        out = memoryview(buffer)[: max(0, self._size - self._at)]
-        if out:
-            self._files.read_into(self._name, self._begin + self._at, out)
-        self._at += len(out)
-        return len(out)
-
-
 def _size(files: Files, name: str) -> int:
     """Bytes of a file; as its head says if the storage does not tell."""
     size = files.size(name)
@@ -193,7 +161,7 @@ class _Found:
         by_address: the name of each dataset by its place in the file.
     """
 
-    datasets: dict[str, Any] = field(default_factory=dict)
+    datasets: dict[str, Object] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     by_address: dict[int, str] = field(default_factory=dict)
 
@@ -209,133 +177,149 @@ class Hdf5Reader(RangeReader):
     format = "hdf5"
 
     def __init__(self, files: Files, name: str) -> None:
-        try:
-            self._h5py = importlib.import_module("h5py")
-        except ImportError:
-            raise UnsupportedFormat(
-                f"{files.location}: {name} is an HDF5 file, which needs h5py: install unickpt[h5]"
-            ) from None
         self._where, self._name = f"{files.location}: {name}", name
         self._stored = _stored(files, name)
         self.version = self._stored.version
+        self._storages: dict[str, Storage] = {}
+        self._chunks: dict[str, Mapping[tuple[int, ...], Chunk]] = {}
+        self._counted: dict[str, tuple[int, int]] = {}
+        self._lock = threading.Lock()
         found, entries, boxes = _Found(), dict[str, ArrayEntry](), dict[str, tuple[FileBox]]()
-        self._datasets: Mapping[str, Any] = found.datasets
         try:
-            # Kept open: no file of the operating system belongs to it.
-            self._file = self._h5py.File(self._opened(files), "r")
-            self._walk(self._file, (), found, set())
+            begin, size = self._stored.begin, self._stored.size
+            blocks = Blocks(self._where, size, lambda at, n: self._bytes(files, begin + at, n))
+            self._walk(File(blocks).root, (), found, set())
             for array, dataset in found.datasets.items():
                 entries[array], where = self._entry(array, dataset)
                 if where is not None:
                     boxes[array] = (where,)
+            self._check_total(entries)
             node = tree.from_names([*entries, *found.aliases])
-        except (UnickptError, Failed):
-            raise
-        except Exception as error:  # of any type, as h5py raises it
-            raise CheckpointCorrupt(f"{self._where} is damaged: {error}") from error
+        except _DAMAGES as error:
+            if isinstance(error, UnickptError | Failed):
+                raise
+            raise CheckpointCorrupt(f"{self._where} is damaged: {error!r}") from error
         index = Index(tree.to_json(node), entries, aliases=found.aliases)
         super().__init__(files, index, boxes)
 
     # --- opening --------------------------------------------------------------------------------
 
-    def _opened(self, files: Files) -> io.BufferedIOBase:
-        if self._stored.unpacked is not None:
-            return io.BytesIO(self._stored.unpacked)
-        return io.BufferedReader(_Raw(files, self._name, self._stored), _WINDOW)
+    def _check_total(self, entries: Mapping[str, ArrayEntry]) -> None:
+        """Chunks need not be stored, and who lists or verifies them goes through all of them."""
+        total, most = sum(e.nbytes for e in entries.values()), _MOST_REPEATED * self._stored.size
+        if total > most + _SMALL:
+            name = max(entries, key=lambda name: entries[name].nbytes)
+            entry = entries[name]
+            raise CheckpointCorrupt(
+                f"{self._where} has {self._stored.size} bytes, too few for its arrays of {total} "
+                f"bytes; the largest is {name!r}, {dtypes.with_shape(entry.dtype, entry.shape)}"
+            )
 
-    def _walk(self, group: Any, path: tuple[str, ...], found: _Found, above: set[int]) -> None:
+    def _bytes(self, files: Files, at: int, count: int) -> bytes:
+        """Bytes of the file of the checkpoint, or of what was unpacked."""
+        if self._stored.unpacked is not None:
+            return self._stored.unpacked[at : at + count]
+        return files.read(self._name, at, count)
+
+    def _walk(self, group: Object, path: tuple[str, ...], found: _Found, above: set[int]) -> None:
         """Finds the datasets of a group.
 
         Arguments:
-            group: of h5py.
+            group: of the file.
             path: the components of its name.
             found: receives them.
             above: the places of all groups that were walked through.
         """
         if len(path) > tree.MAX_DEPTH:
             raise UnsupportedFormat(f"{self._where} is nested deeper than {tree.MAX_DEPTH} levels")
-        names = self._names(group) if path[-1:] == (_LAYERS,) else {}
-        for key in group:
-            told = self._told(path, key)
-            if not isinstance(group.get(key, getlink=True), self._h5py.HardLink):
+        names = _names(group) if path[-1:] == (_LAYERS,) else {}
+        for link in group.links:
+            told = f"{self._where}: {quoted('/'.join((*path, link.name)))}"
+            if link.at is None:
                 raise UnsupportedFormat(f"{told} is a link, which could lead to other files")
-            try:
-                item, at = group[key], (*path, names.get(key, key))
-            except Exception as error:  # of any type, as h5py raises it
-                raise CheckpointCorrupt(f"{told} cannot be read: {error}") from error
-            address = self._h5py.h5o.get_info(item.id).addr
-            if isinstance(item, self._h5py.Group):
-                if address in above:
-                    raise UnsupportedFormat(f"{told} is a group with several names")
-                above.add(address)
-                self._walk(item, at, found, above)
-            elif isinstance(item, self._h5py.Dataset):
+            item, at = Object(group.blocks, link.at), (*path, names.get(link.name, link.name))
+            if item.is_dataset:
                 name = "/".join(map(tree.component, at))
-                first = found.by_address.setdefault(address, name)
+                first = found.by_address.setdefault(item.at, name)
                 if first == name:
                     found.datasets[name] = item
                 else:
                     found.aliases[name] = first
+            elif item.is_group:
+                if item.at in above:
+                    raise UnsupportedFormat(f"{told} is a group with several names")
+                above.add(item.at)
+                self._walk(item, at, found, above)
             else:
                 raise UnsupportedFormat(f"{told} is neither a group nor a dataset")
 
-    def _names(self, layers: Any) -> dict[str, str]:
-        """The names that Keras gives layers, by those in the file, which count them by class."""
-        names = {}
-        for key in layers:
-            if isinstance(layers.get(key, getlink=True), self._h5py.HardLink):
-                inner = layers[key]
-                variables = inner.get(_VARIABLES) if isinstance(inner, self._h5py.Group) else None
-                name = None if variables is None else variables.attrs.get("name")
-                names[key] = name if isinstance(name, str) and name else key
-        return names if len({*names.values()}) == len(names) else {}
-
-    def _told(self, path: tuple[str, ...], key: str) -> str:
-        return f"{self._where}: {quoted('/'.join((*path, key)))}"
-
-    def _entry(self, name: str, dataset: Any) -> tuple[ArrayEntry, FileBox | None]:
-        told = f"{self._where}: {quoted(name)}"
-        if dataset.shape is None or len(dataset.shape) > _MOST_RANK:
+    def _entry(self, name: str, dataset: Object) -> tuple[ArrayEntry, FileBox | None]:
+        told, shape = f"{self._where}: {quoted(name)}", dataset.shape
+        if shape is None or len(shape) > _MOST_RANK:
             raise UnsupportedFormat(f"{told} has no shape, or too many dimensions")
-        if dataset.external or dataset.is_virtual:
-            raise UnsupportedFormat(f"{told} lies in other files")
-        shape, dtype = dataset.shape, self._dtype(dataset, told)
-        offset = dataset.id.get_offset()
-        if dataset.chunks is None and offset is not None and self._stored.unpacked is None:
-            begin = self._stored.begin + offset
-            box = Box.whole(shape)
-            where = FileBox(box, FileRange(self._name, begin, dataset.dtype.byteorder == ">"))
-            return whole(name, shape, dtype, where), where
-        chunk = _chunk(dataset) if dataset.chunks else tuple(max(1, n) for n in shape)
-        entry = whole(name, shape, dtype, FileBox(Box.whole(shape), FileRange(self._name, 0)))
+        how = self._storages[name] = storage(dataset, quoted(name))
+        dtype = _dtype(dataset, told)
+        if how.begin is not None:
+            size = math.prod(shape) * dataset.type.size
+            if how.size < size:
+                raise dataset.blocks.damaged(f"{quoted(name)} has {how.size} bytes of {size}")
+            if self._stored.unpacked is None:
+                where = self._box(dataset, shape, how.begin)
+                return whole(name, shape, dtype, where), where
+            self._storages[name] = replace(how, chunk=shape)
+            self._chunks[name] = {(0,) * len(shape): Chunk(how.begin, size)}
+        chunk = tuple(max(1, n) for n in shape)
+        if how.chunk is not None:
+            chunk = _chunk(how.chunk, shape, dataset.type.size)
+        entry = whole(name, shape, dtype, self._box(dataset, shape, 0))
         return ArrayEntry(name, entry.shape, dtype, chunk, entry.layout), None
 
-    def _dtype(self, dataset: Any, told: str) -> str:
-        """The checkpoint's name of a dataset's dtype."""
-        found = dataset.dtype
-        kept = dataset.attrs.get("dtype")  # of Keras
-        if found.kind == "V" and found.itemsize == 2 and kept == "bfloat16":
-            return "bfloat16"
-        try:
-            name = dtypes.name_of(found.newbyteorder("="))
-        except TypeError:
-            raise UnsupportedFormat(f"{told} has the dtype {quoted(str(found))}") from None
-        if self._h5py.h5t.py_create(found, logical=True) != dataset.id.get_type():
-            raise UnsupportedFormat(f"{told} has a dtype like {name}, which NumPy lacks")
-        return name
+    def _box(self, dataset: Object, shape: tuple[int, ...], at: int) -> FileBox:
+        """Elements that lie in one piece."""
+        found = dataset.type.dtype
+        swapped = found is not None and found.byteorder == ">"
+        return FileBox(Box.whole(shape), FileRange(self._name, self._stored.begin + at, swapped))
 
     # --- what does not lie in one piece ---------------------------------------------------------
 
     def check_backed(self, entry: ArrayEntry) -> None:
         if entry.name in self._boxes:
             super().check_backed(entry)
-            return
-        stored = self._datasets[entry.name].id.get_storage_size()
-        if entry.nbytes > max(_SMALL, _MOST_REPEATED * stored):
+            stored = entry.nbytes
+            if stored and (self._storages[entry.name].begin or 0) + stored > self._stored.size:
+                raise CheckpointCorrupt(
+                    f"{self.location}: array {entry.name!r} needs bytes after the end of the HDF5 "
+                    f"file in {self._name}"
+                )
+        else:
+            stored = sum(chunk.size for chunk in self._chunks_of(entry).values())
+        missing = max(0, entry.nbytes - _MOST_REPEATED * stored)
+        with self._lock:  # what all the arrays take that were asked for
+            self._counted[entry.name] = stored, missing
+            every, all_missing = map(sum, zip(*self._counted.values(), strict=True))
+        if (missing and all_missing > _SMALL) or every > self._stored.size:
             raise CheckpointCorrupt(
                 f"{self.location}: array {entry.name!r} has {stored} bytes in {self._name}, too "
-                f"few for {dtypes.with_shape(entry.dtype, entry.shape)}"
+                f"few for {dtypes.with_shape(entry.dtype, entry.shape)}, or shared with others"
             )
+
+    def _chunks_of(self, entry: ArrayEntry) -> Mapping[tuple[int, ...], Chunk]:
+        how = self._storages[entry.name]
+        with self._lock:
+            if entry.name not in self._chunks:
+                try:
+                    self._chunks[entry.name] = how.chunks() if how.chunk else {}
+                except Failed as error:
+                    where = f"{self.location}: array {entry.name!r}"
+                    raise reading_failed(error, where) from error
+                except _DAMAGES as error:
+                    if isinstance(error, UnickptError):
+                        raise
+                    raise CheckpointCorrupt(
+                        f"{self.location}: array {entry.name!r}: its index in {self._name} is "
+                        f"damaged: {error!r}"
+                    ) from error
+            return self._chunks[entry.name]
 
     def check_structure(self, run: ParallelMap) -> Iterator[tuple[str, str]]:
         """Compares the checksum in a zip file."""
@@ -356,23 +340,87 @@ class Hdf5Reader(RangeReader):
         return True
 
     def read_box(self, entry: ArrayEntry, part: Part, box: Box, out: Array) -> None:
+        if entry.name not in self._counted:
+            self.check_backed(entry)
         if entry.name in self._boxes:
             super().read_box(entry, part, box, out)
             return
+        how, chunks = self._storages[entry.name], self._chunks_of(entry)
+        out[...] = _fill(how.dataset, out.dtype)
+        if not chunks or not out.size:
+            return
+        extents = how.chunk or ()
+        ranges = [
+            range(a // c, -(-b // c)) for a, b, c in zip(box.start, box.stop, extents, strict=True)
+        ]
+        near = math.prod(map(len, ranges)) <= len(chunks)
         try:
-            found = self._datasets[entry.name][box.slices]
-        except Exception as error:  # of any type, as h5py raises it
+            for place in itertools.product(*ranges) if near else chunks:
+                start = tuple(i * c for i, c in zip(place, extents, strict=True))
+                stop = tuple(a + c for a, c in zip(start, extents, strict=True))
+                here = box.intersect(Box(start, stop))
+                if place in chunks and here is not None and here.size:
+                    piece = out[here.relative_to(box.start).slices]
+                    self._read_chunk(how, chunks[place], here.relative_to(start), piece)
+        except Failed as error:
+            raise reading_failed(error, f"{self.location}: array {entry.name!r} {box}") from error
+        except CheckpointCorrupt as error:
             raise CheckpointCorrupt(
-                f"{self.location}: array {entry.name!r} {box} cannot be read from {self._name}: "
-                f"{error}"
+                f"{self.location}: array {entry.name!r} {box} cannot be read: {error}"
             ) from error
-        out[...] = np.asarray(found).view(out.dtype) if entry.dtype == "bfloat16" else found
+
+    def _read_chunk(self, how: Storage, chunk: Chunk, local: Box, out: Array) -> None:
+        """Reads a part of a chunk."""
+        shape = how.chunk or ()
+        if not how.filters and self._stored.unpacked is None:
+            read_box(self._files, self._box(how.dataset, shape, chunk.at), local, out)
+            return
+        data = self._bytes(self._files, self._stored.begin + chunk.at, chunk.size)
+        found = how.decode(chunk, data).view(how.dataset.type.dtype or out.dtype)
+        out[...] = found.reshape(shape)[local.slices]
 
 
-def _chunk(dataset: Any) -> tuple[int, ...]:
+def _fill(dataset: Object, dtype: Any) -> Any:
+    """The value of elements that are not stored."""
+    if not dataset.fill:
+        return np.zeros((), dtype)
+    return np.frombuffer(dataset.fill, dataset.type.dtype or dtype, 1)[0]
+
+
+def _names(layers: Object) -> dict[str, str]:
+    """The names that Keras gives layers, by those in the file, which count them by class."""
+    names = {}
+    for link in layers.links:
+        inner = None if link.at is None else Object(layers.blocks, link.at)
+        if inner is None or not inner.is_group:
+            continue
+        variables = [one.at for one in inner.links if one.name == _VARIABLES]
+        name = (
+            Object(layers.blocks, variables[0]).text("name")
+            if variables and variables[0] is not None
+            else None
+        )
+        names[link.name] = name or link.name
+    return names if len({*names.values()}) == len(names) else {}
+
+
+def _dtype(dataset: Object, told: str) -> str:
+    """The checkpoint's name of a dataset's dtype."""
+    found = dataset.type
+    if found.opaque and found.size == 2 and dataset.text("dtype") == "bfloat16":  # of Keras
+        return "bfloat16"
+    try:
+        if found.dtype is not None:
+            return dtypes.name_of(found.dtype.newbyteorder("="))
+    except TypeError:
+        pass
+    raise UnsupportedFormat(f"{told} has {found.told}; only numbers are read")
+
+
+def _chunk(chunk: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     """What is read at once: several chunks of a dataset, the last dimensions first."""
-    chunk = [min(c, max(1, n)) for c, n in zip(dataset.chunks, dataset.shape, strict=True)]
-    for dim in reversed(range(len(chunk))):
-        room = CHUNK_BYTES // (math.prod(chunk) * dataset.dtype.itemsize)
-        chunk[dim] = min(chunk[dim] * max(1, room), max(1, dataset.shape[dim]))
-    return tuple(chunk)
+    found = [min(c, max(1, n)) for c, n in zip(chunk, shape, strict=True)]
+    for dim in reversed(range(len(found))):
+        room = CHUNK_BYTES // (math.prod(found) * itemsize)
+        found[dim] = min(found[dim] * max(1, room), max(1, shape[dim]))
+    return tuple(found)
