@@ -18,7 +18,7 @@ from support.reader_suite import ReaderSuite
 
 import unickpt
 from unickpt import CheckpointCorrupt, UnickptError, UnsupportedFormat
-from unickpt.backends import hdf5
+from unickpt.backends.hdf5 import reader as hdf5
 from unickpt.foreign import file_ranges
 from unickpt.storage import contexts
 from unickpt.storage.paths import resolve

@@ -22,14 +22,14 @@ import numpy as np
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
+from unickpt.backends.hdf5.blocks import Blocks
+from unickpt.backends.hdf5.chunks import Chunk, Storage, storage
+from unickpt.backends.hdf5.objects import File, Object
 from unickpt.errors import CheckpointCorrupt, UnickptError, UnsupportedFormat
 from unickpt.foreign import loose_files
 from unickpt.foreign.elements import FileRange
 from unickpt.foreign.file_ranges import CHUNK_BYTES, FileBox, RangeReader, read_box, whole
 from unickpt.foreign.files import Files
-from unickpt.foreign.hdf5_blocks import Blocks
-from unickpt.foreign.hdf5_chunks import Chunk, Storage, storage
-from unickpt.foreign.hdf5_objects import File, Object
 from unickpt.foreign.loose_files import open_kind
 from unickpt.foreign.zip_files import DEFLATED, STORED, Member, ZipFile
 from unickpt.format.chunk_grid import Part

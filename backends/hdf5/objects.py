@@ -13,8 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from unickpt.errors import UnsupportedFormat
-from unickpt.foreign.hdf5_blocks import (
+from unickpt.backends.hdf5.blocks import (
     UNDEFINED,
     Blocks,
     FractalHeap,
@@ -22,6 +21,7 @@ from unickpt.foreign.hdf5_blocks import (
     tree_leaves,
     tree_records,
 )
+from unickpt.errors import UnsupportedFormat
 
 _SPACE, _LINKS, _TYPE, _OLD_FILL, _FILL, _LINK, _EXTERNAL, _LAYOUT = 1, 2, 3, 4, 5, 6, 7, 8
 _GROUP, _FILTERS, _ATTRIBUTE, _CONTINUED, _TABLE, _ATTRIBUTES = 0xA, 0xB, 0xC, 0x10, 0x11, 0x15

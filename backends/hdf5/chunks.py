@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from unickpt.backends.hdf5.blocks import UNDEFINED, integer, tree_leaves, tree_records
+from unickpt.backends.hdf5.objects import Object
 from unickpt.errors import UnsupportedFormat
-from unickpt.foreign.hdf5_blocks import UNDEFINED, integer, tree_leaves, tree_records
-from unickpt.foreign.hdf5_objects import Object
 
 _COMPACT, _CONTIGUOUS, _CHUNKED, _VIRTUAL = range(4)
 _SINGLE, _IMPLICIT, _FIXED, _EXTENSIBLE, _TREE = range(1, 6)
