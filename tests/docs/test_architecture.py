@@ -15,7 +15,7 @@ MAP = (ROOT / "docs" / "architecture.md").read_text()
 MOST_MODULES = 16
 
 # A section for each wing: its folder as the title, its modules as the first words of the bullets.
-SECTIONS = dict(re.findall(r"^### `([a-z/]+)/`\n(.*?)(?=^##)", MAP, re.MULTILINE | re.DOTALL))
+SECTIONS = dict(re.findall(r"^### `([a-z0-9/]+)/`\n(.*?)(?=^##)", MAP, re.MULTILINE | re.DOTALL))
 WINGS = sorted(
     str(Path(folder).relative_to(ROOT))
     for top in ("unickpt", "adapters", "backends")

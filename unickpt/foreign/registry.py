@@ -46,7 +46,7 @@ _BUILT_IN = (
     "safetensors.reader",
     "torch_files",
     "flax_msgpack",
-    "hdf5",
+    "hdf5.reader",
     "gguf",
     "npz",
     "npy",

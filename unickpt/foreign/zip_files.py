@@ -116,19 +116,6 @@ class ZipFile:
             before = zlib.crc32(head)
             self.files.summed.add(Range(self.name, first, end, member.crc, before, member.name))
 
-    def check_stored(self, member: Member) -> None:
-        """Reads a member that is not compressed, piece by piece, and checks it.
-
-        Raises:
-            CheckpointCorrupt: its bytes are not those that were written.
-            Failed: the storage failed.
-        """
-        crc, begin = 0, self.offset(member)
-        for at in range(0, member.size if member.crc else 0, _STEP):
-            count = min(_STEP, member.size - at)
-            crc = zlib.crc32(self.files.read(self.name, begin + at, count), crc)
-        self._compare(member, crc, member.size)
-
     def inflate(self, member: Member, out: memoryview, skipped: int) -> None:
         """Decompresses a member into memory, piece by piece, and checks it.
 

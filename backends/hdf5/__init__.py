@@ -1,0 +1,1 @@
+"""HDF5 files, of Keras and others, without libhdf5."""

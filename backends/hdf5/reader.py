@@ -1,0 +1,417 @@
+"""HDF5 files of Keras, and others that hold nothing but arrays.
+
+Sources: keras/src/saving/saving_lib.py and the HDF5 file format specification. libhdf5 takes no
+part: some files crash it, or let it run without end. Links to other files are refused. A `.keras`
+file is a zip file with such a file in it, as a rule without compression.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import struct
+import threading
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from unickpt.arrays import dtypes
+from unickpt.arrays.box import Box
+from unickpt.arrays.dtypes import Array
+from unickpt.backends.hdf5.blocks import Blocks
+from unickpt.backends.hdf5.chunks import Chunk, Storage, storage
+from unickpt.backends.hdf5.objects import File, Object
+from unickpt.errors import CheckpointCorrupt, UnickptError, UnsupportedFormat
+from unickpt.foreign import loose_files
+from unickpt.foreign.elements import FileRange
+from unickpt.foreign.file_ranges import CHUNK_BYTES, FileBox, RangeReader, read_box, whole
+from unickpt.foreign.files import Files
+from unickpt.foreign.loose_files import open_kind
+from unickpt.foreign.zip_files import DEFLATED, STORED, Member, ZipFile
+from unickpt.format.chunk_grid import Part
+from unickpt.format.index import ArrayEntry, Index
+from unickpt.format.reader import Reader
+from unickpt.quoting import quoted
+from unickpt.storage.errors import Failed, reading_failed
+from unickpt.trees import tree
+
+_MOST_RANK = 32
+# Chunks can be compressed or missing. What an array takes in memory may exceed what is stored for
+# it by this factor, and all together by so many bytes more.
+_MOST_REPEATED, _SMALL = 1032, 64 << 20
+_LAYERS, _VARIABLES = "layers", "vars"
+_IN_KERAS, _KERAS_METADATA = "model.weights.h5", "metadata.json"
+# What is compressed is unpacked into memory.
+_MOST_UNPACKED, _MOST_JSON = 256 << 20, 1 << 20
+_ZIP = b"PK\x03\x04"
+# What a damaged structure leads to in Python.
+_DAMAGES = (struct.error, LookupError, ValueError, TypeError, ArithmeticError, RecursionError)
+
+HINTS: Collection[str] = ()
+
+
+def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
+    """Opens an HDF5 file, or a .keras file; None if there is none.
+
+    Raises:
+        CheckpointCorrupt: it is damaged.
+        UnsupportedFormat: it contains what is no array, links, or filters that are not read.
+        StorageError: the storage failed.
+    """
+    return open_kind(files, loose_files.HDF5, lambda found: Hdf5Reader(files, found.names[0]))
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Where an HDF5 file is.
+
+    Arguments:
+        begin, size: its bytes in the file of the checkpoint.
+        unpacked: its bytes, if it is compressed there.
+        is_summed: whether it has a checksum, as in a zip file.
+        version: of Keras, if the zip file tells it.
+    """
+
+    begin: int
+    size: int
+    unpacked: bytes | None = None
+    is_summed: bool = False
+    version: str = ""
+
+
+def _stored(files: Files, name: str) -> _Stored:
+    """Where the HDF5 file is.
+
+    Raises:
+        CheckpointCorrupt: it is damaged.
+        UnsupportedFormat: a zip file does not contain it, or too compressed.
+        Failed: the storage failed.
+    """
+    if files.head(name)[:4] != _ZIP:
+        return _Stored(0, _size(files, name))
+    found = ZipFile(files, name)
+    member = found.members.get(_IN_KERAS)
+    if member is None:
+        raise UnsupportedFormat(
+            f"{files.location}: {name} is a zip file without {_IN_KERAS}; it has "
+            f"{quoted(sorted(found.members))}"
+        )
+    version = _version(found)
+    if member.method == STORED:
+        begin = found.offset(member)
+        found.summed(member, begin)
+        return _Stored(begin, member.size, None, bool(member.crc), version)
+    data = _unpacked(found, member, _MOST_UNPACKED)
+    return _Stored(0, member.size, data, bool(member.crc), version)
+
+
+def _unpacked(found: ZipFile, member: Member, most: int) -> bytes:
+    """The bytes of a member, at most so many."""
+    told = f"{found.files.location}: {found.name}: {member.name}"
+    if member.method not in (STORED, DEFLATED) or max(member.size, member.compressed) > most:
+        raise UnsupportedFormat(
+            f"{told} has {member.size} bytes, compressed to {member.compressed} by the method "
+            f"{member.method}: at most {most} are unpacked, by the methods {STORED} and "
+            f"{DEFLATED}; unpack the zip file, and open the file in it"
+        )
+    data = found.files.read(found.name, found.offset(member), member.compressed)
+    if member.method == DEFLATED:
+        try:
+            data = zlib.decompressobj(-15).decompress(data, max(1, member.size))
+        except zlib.error as error:
+            raise found.damaged(f"{member.name} cannot be decompressed: {error}") from error
+    found.check(member, data)
+    return data
+
+
+def _version(found: ZipFile) -> str:
+    """That of Keras; empty if the zip file does not tell it."""
+    member = found.members.get(_KERAS_METADATA)
+    if member is None:
+        return ""
+    data = _unpacked(found, member, _MOST_JSON)
+    try:
+        told = json.loads(data).get("keras_version")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise found.damaged(f"{member.name} is not JSON of Keras: {error}") from error
+    return told if isinstance(told, str) and len(told) < 40 else ""
+
+
+def _size(files: Files, name: str) -> int:
+    """Bytes of a file; as its head says if the storage does not tell."""
+    size = files.size(name)
+    if size is not None:
+        return size
+    head = files.head(name)
+    at = {0: 40, 1: 44, 2: 28, 3: 28}.get(head[8] if len(head) > 8 else -1)
+    if at is None or len(head) < at + 8:
+        raise CheckpointCorrupt(f"{files.location}: {name} has no valid head")
+    return int(struct.unpack_from("<Q", head, at)[0])
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What the walk through a file found.
+
+    Arguments:
+        datasets: by their names.
+        aliases: the other names of datasets.
+        by_address: the name of each dataset by its place in the file.
+    """
+
+    datasets: dict[str, Object] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    by_address: dict[int, str] = field(default_factory=dict)
+
+
+class Hdf5Reader(RangeReader):
+    """The datasets of one file.
+
+    Arguments:
+        files: of the checkpoint.
+        name: of the file.
+    """
+
+    format = "hdf5"
+    most_per_byte = 1 << 10  # they may be compressed
+
+    def __init__(self, files: Files, name: str) -> None:
+        self._where, self._name = f"{files.location}: {name}", name
+        self._stored = _stored(files, name)
+        self.version = self._stored.version
+        self._storages: dict[str, Storage] = {}
+        self._chunks: dict[str, Mapping[tuple[int, ...], Chunk]] = {}
+        self._counted: dict[str, tuple[int, int]] = {}
+        self._lock = threading.Lock()
+        found, entries, boxes = _Found(), dict[str, ArrayEntry](), dict[str, tuple[FileBox]]()
+        try:
+            begin, size = self._stored.begin, self._stored.size
+            blocks = Blocks(self._where, size, lambda at, n: self._bytes(files, begin + at, n))
+            self._walk(File(blocks).root, (), found, set())
+            for array, dataset in found.datasets.items():
+                entries[array], where = self._entry(array, dataset)
+                if where is not None:
+                    boxes[array] = (where,)
+            self._check_total(entries)
+            node = tree.from_names([*entries, *found.aliases])
+        except _DAMAGES as error:
+            if isinstance(error, UnickptError | Failed):
+                raise
+            raise CheckpointCorrupt(f"{self._where} is damaged: {error!r}") from error
+        index = Index(tree.to_json(node), entries, aliases=found.aliases)
+        super().__init__(files, index, boxes)
+
+    # --- opening --------------------------------------------------------------------------------
+
+    def _check_total(self, entries: Mapping[str, ArrayEntry]) -> None:
+        """Chunks need not be stored, and who lists or verifies them goes through all of them."""
+        total, most = sum(e.nbytes for e in entries.values()), _MOST_REPEATED * self._stored.size
+        if total > most + _SMALL:
+            name = max(entries, key=lambda name: entries[name].nbytes)
+            entry = entries[name]
+            raise CheckpointCorrupt(
+                f"{self._where} has {self._stored.size} bytes, too few for its arrays of {total} "
+                f"bytes; the largest is {name!r}, {dtypes.with_shape(entry.dtype, entry.shape)}"
+            )
+
+    def _bytes(self, files: Files, at: int, count: int) -> bytes:
+        """Bytes of the file of the checkpoint, or of what was unpacked."""
+        if self._stored.unpacked is not None:
+            return self._stored.unpacked[at : at + count]
+        return files.read(self._name, at, count)
+
+    def _walk(self, group: Object, path: tuple[str, ...], found: _Found, above: set[int]) -> None:
+        """Finds the datasets of a group.
+
+        Arguments:
+            group: of the file.
+            path: the components of its name.
+            found: receives them.
+            above: the places of all groups that were walked through.
+        """
+        if len(path) > tree.MAX_DEPTH:
+            raise UnsupportedFormat(f"{self._where} is nested deeper than {tree.MAX_DEPTH} levels")
+        names = _names(group) if path[-1:] == (_LAYERS,) else {}
+        for link in group.links:
+            told = f"{self._where}: {quoted('/'.join((*path, link.name)))}"
+            if link.at is None:
+                raise UnsupportedFormat(f"{told} is a link, which could lead to other files")
+            item, at = Object(group.blocks, link.at), (*path, names.get(link.name, link.name))
+            if item.is_dataset:
+                name = "/".join(map(tree.component, at))
+                first = found.by_address.setdefault(item.at, name)
+                if first == name:
+                    found.datasets[name] = item
+                else:
+                    found.aliases[name] = first
+            elif item.is_group:
+                if item.at in above:
+                    raise UnsupportedFormat(f"{told} is a group with several names")
+                above.add(item.at)
+                self._walk(item, at, found, above)
+            else:
+                raise UnsupportedFormat(f"{told} is neither a group nor a dataset")
+
+    def _entry(self, name: str, dataset: Object) -> tuple[ArrayEntry, FileBox | None]:
+        told, shape = f"{self._where}: {quoted(name)}", dataset.shape
+        if shape is None or len(shape) > _MOST_RANK:
+            raise UnsupportedFormat(f"{told} has no shape, or too many dimensions")
+        how = self._storages[name] = storage(dataset, quoted(name))
+        dtype = _dtype(dataset, told)
+        if how.begin is not None:
+            size = math.prod(shape) * dataset.type.size
+            if how.size < size:
+                raise dataset.blocks.damaged(f"{quoted(name)} has {how.size} bytes of {size}")
+            if self._stored.unpacked is None:
+                where = self._box(dataset, shape, how.begin)
+                return whole(name, shape, dtype, where), where
+            self._storages[name] = replace(how, chunk=shape)
+            self._chunks[name] = {(0,) * len(shape): Chunk(how.begin, size)}
+        chunk = tuple(max(1, n) for n in shape)
+        if how.chunk is not None:
+            chunk = _chunk(how.chunk, shape, dataset.type.size)
+        entry = whole(name, shape, dtype, self._box(dataset, shape, 0))
+        return ArrayEntry(name, entry.shape, dtype, chunk, entry.layout), None
+
+    def _box(self, dataset: Object, shape: tuple[int, ...], at: int) -> FileBox:
+        """Elements that lie in one piece."""
+        found = dataset.type.dtype
+        swapped = found is not None and found.byteorder == ">"
+        return FileBox(Box.whole(shape), FileRange(self._name, self._stored.begin + at, swapped))
+
+    # --- what does not lie in one piece ---------------------------------------------------------
+
+    def check_backed(self, entry: ArrayEntry) -> None:
+        if entry.name in self._boxes:
+            super().check_backed(entry)
+            stored = entry.nbytes
+            if stored and (self._storages[entry.name].begin or 0) + stored > self._stored.size:
+                raise CheckpointCorrupt(
+                    f"{self.location}: array {entry.name!r} needs bytes after the end of the HDF5 "
+                    f"file in {self._name}"
+                )
+        else:
+            stored = sum(chunk.size for chunk in self._chunks_of(entry).values())
+        missing = max(0, entry.nbytes - _MOST_REPEATED * stored)
+        with self._lock:  # what all the arrays take that were asked for
+            self._counted[entry.name] = stored, missing
+            every, all_missing = map(sum, zip(*self._counted.values(), strict=True))
+        if (missing and all_missing > _SMALL) or every > self._stored.size:
+            raise CheckpointCorrupt(
+                f"{self.location}: array {entry.name!r} has {stored} bytes in {self._name}, too "
+                f"few for {dtypes.with_shape(entry.dtype, entry.shape)}, or shared with others"
+            )
+
+    def _chunks_of(self, entry: ArrayEntry) -> Mapping[tuple[int, ...], Chunk]:
+        how = self._storages[entry.name]
+        with self._lock:
+            if entry.name not in self._chunks:
+                try:
+                    self._chunks[entry.name] = how.chunks() if how.chunk else {}
+                except Failed as error:
+                    where = f"{self.location}: array {entry.name!r}"
+                    raise reading_failed(error, where) from error
+                except _DAMAGES as error:
+                    if isinstance(error, UnickptError):
+                        raise
+                    raise CheckpointCorrupt(
+                        f"{self.location}: array {entry.name!r}: its index in {self._name} is "
+                        f"damaged: {error!r}"
+                    ) from error
+            return self._chunks[entry.name]
+
+    def unchecked(self) -> Sequence[str]:
+        return [] if self._stored.is_summed else list(self.index.arrays)
+
+    def reads_boxes(self, entry: ArrayEntry) -> bool:
+        return True
+
+    def read_box(self, entry: ArrayEntry, part: Part, box: Box, out: Array) -> None:
+        if entry.name not in self._counted:
+            self.check_backed(entry)
+        if entry.name in self._boxes:
+            super().read_box(entry, part, box, out)
+            return
+        how, chunks = self._storages[entry.name], self._chunks_of(entry)
+        out[...] = _fill(how.dataset, out.dtype)
+        if not chunks or not out.size:
+            return
+        extents = how.chunk or ()
+        ranges = [
+            range(a // c, -(-b // c)) for a, b, c in zip(box.start, box.stop, extents, strict=True)
+        ]
+        near = math.prod(map(len, ranges)) <= len(chunks)
+        try:
+            for place in itertools.product(*ranges) if near else chunks:
+                start = tuple(i * c for i, c in zip(place, extents, strict=True))
+                stop = tuple(a + c for a, c in zip(start, extents, strict=True))
+                here = box.intersect(Box(start, stop))
+                if place in chunks and here is not None and here.size:
+                    piece = out[here.relative_to(box.start).slices]
+                    self._read_chunk(how, chunks[place], here.relative_to(start), piece)
+        except Failed as error:
+            raise reading_failed(error, f"{self.location}: array {entry.name!r} {box}") from error
+        except CheckpointCorrupt as error:
+            raise CheckpointCorrupt(
+                f"{self.location}: array {entry.name!r} {box} cannot be read: {error}"
+            ) from error
+
+    def _read_chunk(self, how: Storage, chunk: Chunk, local: Box, out: Array) -> None:
+        """Reads a part of a chunk."""
+        shape = how.chunk or ()
+        if not how.filters and self._stored.unpacked is None:
+            read_box(self._files, self._box(how.dataset, shape, chunk.at), local, out)
+            return
+        data = self._bytes(self._files, self._stored.begin + chunk.at, chunk.size)
+        found = how.decode(chunk, data).view(how.dataset.type.dtype or out.dtype)
+        out[...] = found.reshape(shape)[local.slices]
+
+
+def _fill(dataset: Object, dtype: Any) -> Any:
+    """The value of elements that are not stored."""
+    if not dataset.fill:
+        return np.zeros((), dtype)
+    return np.frombuffer(dataset.fill, dataset.type.dtype or dtype, 1)[0]
+
+
+def _names(layers: Object) -> dict[str, str]:
+    """The names that Keras gives layers, by those in the file, which count them by class."""
+    names = {}
+    for link in layers.links:
+        inner = None if link.at is None else Object(layers.blocks, link.at)
+        if inner is None or not inner.is_group:
+            continue
+        variables = [one.at for one in inner.links if one.name == _VARIABLES]
+        name = (
+            Object(layers.blocks, variables[0]).text("name")
+            if variables and variables[0] is not None
+            else None
+        )
+        names[link.name] = name or link.name
+    return names if len({*names.values()}) == len(names) else {}
+
+
+def _dtype(dataset: Object, told: str) -> str:
+    """The checkpoint's name of a dataset's dtype."""
+    found = dataset.type
+    if found.opaque and found.size == 2 and dataset.text("dtype") == "bfloat16":  # of Keras
+        return "bfloat16"
+    try:
+        if found.dtype is not None:
+            return dtypes.name_of(found.dtype.newbyteorder("="))
+    except TypeError:
+        pass
+    raise UnsupportedFormat(f"{told} has {found.told}; only numbers are read")
+
+
+def _chunk(chunk: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """What is read at once: several chunks of a dataset, the last dimensions first."""
+    found = [min(c, max(1, n)) for c, n in zip(chunk, shape, strict=True)]
+    for dim in reversed(range(len(found))):
+        room = CHUNK_BYTES // (math.prod(found) * itemsize)
+        found[dim] = min(found[dim] * max(1, room), max(1, shape[dim]))
+    return tuple(found)
