@@ -70,7 +70,7 @@ _DIGITS = "1".join(f"{{{c}}}" for c in "abcdefghijklmn")
     ids=lambda text: text[:20],
 )
 def test_rules_that_would_take_long_are_refused(tmp_path: Path, text: str, name: str) -> None:
-    with pytest.raises(RuleError, match="line 1|line 2|rules"):
+    with pytest.raises(RuleError, match=r"line 1|line 2|rules"):
         _planned(tmp_path / "c", text, name)
 
 
