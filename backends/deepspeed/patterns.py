@@ -14,9 +14,10 @@ _MOST_PATTERN = 2000
 _MOST_STEPS = 10_000_000_000
 # `^blocks\.0\.weight$`: DeepSpeed writes one for each parameter, which must not be tried for each.
 _LITERAL = re.compile(r"\^((?:[\w/-]|\\[^\w])*)\$")
-_REPEAT, _CHOICE = re.compile(r"(?<!\\)(?<!\()[*+{?]"), re.compile(r"(?<!\\)\|")
-# Repeats of groups, which can contain repeats, and what refers to groups.
-_NESTED = re.compile(r"(?<!\\)\)[*+{?]|\\[1-9]|\(\?P=")
+_REPEAT, _CHOICE = re.compile(r"(?<!\()[*+{?]"), re.compile(r"\|")
+# Repeats of groups, which can contain repeats; what refers to groups; comments and spaces without
+# a meaning, which would hide them.
+_NESTED = re.compile(r"\)[*+{?]|\\[1-9]|\(\?P=|\(\?#|\(\?[A-Za-z]*x")
 
 
 class BadPattern(ValueError):
@@ -75,13 +76,19 @@ def of_list(patterns: Sequence[str]) -> Patterns:
 
 def _steps(pattern: str, length: int) -> int:
     """About how many steps it takes at worst to match a name of so many letters."""
+    pattern = _without_escapes(pattern)
     repeats, choices = len(_REPEAT.findall(pattern)), len(_CHOICE.findall(pattern))
     ways = math.comb(max(2, length) + repeats, repeats)  # to divide the name among the repeats
     return ways << min(choices, 64)
 
 
+def _without_escapes(pattern: str) -> str:
+    """A pattern in which all that has a meaning has no backslash, but references to groups."""
+    return re.sub(r"\\[^1-9]", "-", pattern, flags=re.DOTALL)
+
+
 def _compiled(pattern: str) -> re.Pattern[str]:
-    if len(pattern) > _MOST_PATTERN or _NESTED.search(pattern):
+    if len(pattern) > _MOST_PATTERN or _NESTED.search(_without_escapes(pattern)):
         raise BadPattern(f"the pattern {quoted(pattern)} could take too long to match")
     try:
         return re.compile(pattern)

@@ -18,16 +18,21 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def _matches(pattern: Sequence[str], components: Sequence[str]) -> bool:
-    if not pattern:
-        return not components
-    first, rest = pattern[0], pattern[1:]
-    if first == "**":
-        return any(_matches(rest, components[at:]) for at in range(len(components) + 1))
-    return bool(
-        components and _component(first).fullmatch(components[0]) and _matches(rest, components[1:])
-    )
+    ends = {0}  # how many components what was looked at so far can match
+    for part in pattern:
+        if part == "**":
+            ends = set(range(min(ends, default=len(components) + 1), len(components) + 1))
+        else:
+            there = (at for at in ends if at < len(components))
+            ends = {at + 1 for at in there if _component(part).fullmatch(components[at])}
+    return len(components) in ends
 
 
 @lru_cache(maxsize=1024)
 def _component(pattern: str) -> re.Pattern[str]:
-    return re.compile(".*".join(map(re.escape, pattern.split("*"))), re.DOTALL)
+    first, *middle = map(re.escape, pattern.split("*"))
+    if not middle:
+        return re.compile(first)
+    *middle, last = middle
+    found = "".join(f"(?>.*?{text})" for text in middle)  # the first place is as good as a later
+    return re.compile(f"{first}{found}.*{last}", re.DOTALL)

@@ -72,6 +72,12 @@ def choices(items: Sequence[Item]) -> list[Choice]:
     return [sum(parts, ()) for parts in itertools.product(*map(_item_choices, items))]
 
 
+def count_choices(items: Sequence[Item]) -> int:
+    """How many `choices` there are."""
+    sums = (item.segments for item in items if isinstance(item, Composite))
+    return math.prod(sum(map(count_choices, segments)) for segments in sums)
+
+
 def _item_choices(item: Item) -> list[Choice]:
     if not isinstance(item, Composite):
         return [()]

@@ -13,6 +13,8 @@ from unickpt.trees.name_ranges import skeleton
 _SEPARATOR = re.compile(r"[/.]")
 Components = tuple[str, ...]
 
+_MOST_PAIRS = 4096  # of names of a rule that are compared
+
 
 def swapped_names(rules: Sequence[Rule]) -> Iterator[str]:
     """Questions about pairs of rules that differ only in two names, which they swap.
@@ -21,7 +23,7 @@ def swapped_names(rules: Sequence[Rule]) -> Iterator[str]:
     """
     seen: dict[tuple[Components, Components, str, str], Rule] = {}
     for rule in rules:
-        for left, right in _names(rule):
+        for left, right in itertools.islice(_names(rule), _MOST_PAIRS):
             for a, b in itertools.product(set(left) - set(right), set(right) - set(left)):
                 if not (_is_word(a) and _is_word(b)):
                     continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from unickpt.rules.ast import ELLIPSIS, Item, Nothing
 from unickpt.rules.name_patterns import Match, Path, is_ambiguous, solve_linear
 from unickpt.rules.plan import Fact
 from unickpt.rules.rule import CompiledExpr, Rule, Terms, exprs_of
+
+_MOST_ARRAYS = 1 << 16  # of a family, however few there are
 
 
 class Names:
@@ -344,6 +347,15 @@ def _check_all_there(instance: Instance, have: Names, want: Names | None, partly
     for expr in rule.exprs:
         if any(is_ambiguous(linear, instance.sizes) for linear in expr.pattern.linears):
             raise Unfit(f"two sets of indices make one number in {expr.pattern.name}")
+        count = math.prod(instance.sizes.get(axis, 1) for axis in expr.pattern.axes)
+        if count > max(_MOST_ARRAYS, 2 * len({**have.facts, **(want.facts if want else {})})):
+            why = (
+                f"{expr.pattern.name} would be {count:,} arrays, far more than there are: is a "
+                "size wrong, or a number in a name no index?"
+            )
+            if isinstance(rule.left, Nothing):  # no stored name shows it
+                raise ast.syntax_error(why, expr.position)
+            raise Unfit(why, expr)
     for side, names, verb in ((rule.left, have, "stored"), (rule.right, want, "asked for")):
         if names is None or isinstance(side, Nothing):
             continue

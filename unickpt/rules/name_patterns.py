@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,6 +14,7 @@ from unickpt.rules.ast import Capture, Choice, Linear, Name, Position, Text, ite
 Path = tuple[str, ...]
 _SEPARATORS = "/."
 _NUMBER = "(0|[1-9][0-9]{0,17})"
+_DIGITS, _COMPONENT = re.compile(_NUMBER), re.compile("[^/.]+")
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,41 @@ class Pattern:
                     text += path
         return re.compile(text)
 
+    @cached_property
+    def _may_hesitate(self) -> bool:
+        """Whether the regular expression could try so many ways that `_divided` is faster."""
+        items, found = (*self.name.items, ""), 0
+        for item, after in itertools.pairwise(items):
+            begins = after[:1] if isinstance(after, str) else "0"
+            match item:
+                case str():
+                    continue
+                case Linear():
+                    found += begins.isdigit()
+                case Text(_, False, ()):
+                    found += begins not in ("", *_SEPARATORS)
+                case Choice() | Text(_, False, _):
+                    ordered = sorted(item.options)
+                    found += any(b.startswith(a) for a, b in itertools.pairwise(ordered))
+        return found > 1
+
+    def _divided(self, name: str) -> list[str | None] | None:
+        """What each capture takes, as the regular expression says, each place tried only once."""
+        parts, failed = self._parts, set[tuple[int, int]]()
+        starts, tried = [0], [_ends(*parts[0], name, 0)]
+        while tried:
+            end = next(tried[-1], None)
+            if end is None:
+                failed.add((len(tried) - 1, starts.pop()))
+                tried.pop()
+            elif len(tried) == len(parts):
+                if end == len(name):
+                    return _taken(parts, name, [*starts, end])
+            elif (len(tried), end) not in failed:
+                starts.append(end)
+                tried.append(_ends(*parts[len(tried)], name, end))
+        return None
+
     def check(self) -> None:
         """Refuses patterns that could take one name in two ways.
 
@@ -190,17 +227,25 @@ class Pattern:
 
     def match(self, name: str) -> Match | None:
         """What the captures take of a whole name; None where it does not match."""
-        found = self._regex.fullmatch(name)
-        if found is None:
+        if self._may_hesitate:
+            all_taken = self._divided(name)
+        else:
+            found = self._regex.fullmatch(name)
+            all_taken = None if found is None else list(found.groups())
+        if all_taken is None:
             return None
         texts: list[tuple[str, Path]] = []
         numbers: list[int] = []
         chosen: list[tuple[str, int]] = []
-        groups = iter(found.groups())
+        groups = iter(all_taken)
         for item, separator in self._parts:
             if isinstance(item, str):
                 continue
             taken = next(groups)
+            if taken is None:
+                assert isinstance(item, Text), "nothing else may be left out"
+                texts.append((item.key, ()))
+                continue
             match item:
                 case Linear():
                     numbers.append(int(taken))
@@ -209,8 +254,7 @@ class Pattern:
                 case Text(key, False):
                     texts.append((key, (taken,)))
                 case Text(key):
-                    parts = () if taken is None else tuple(taken.split(separator[1:] or "/"))
-                    texts.append((key, parts))
+                    texts.append((key, tuple(taken.split(separator[1:] or "/"))))
         return Match(tuple(sorted(texts)), tuple(numbers), tuple(chosen))
 
     def format(self, texts: Mapping[str, Path], indices: Mapping[str, int]) -> str:
@@ -232,6 +276,45 @@ class Pattern:
                         path = path + separator[1:] if separator[0] == ">" else separator[1:] + path
                     out += path
         return out
+
+
+def _ends(part: str | Text | Linear | Choice, separator: str, name: str, at: int) -> Iterator[int]:
+    """Where a piece of a pattern can end that begins at a place of a name; the likeliest first."""
+    match part:
+        case str():
+            options: tuple[str, ...] = (part,)
+        case Choice() | Text():
+            options = part.options
+        case Linear():
+            options = ()
+    if options:
+        yield from (at + len(text) for text in options if name.startswith(text, at))
+    elif isinstance(part, Text) and part.path:
+        edge = separator[1:]
+        after, begin = separator[:1] == ">", at + (separator[:1] == "<")
+        if begin == at or name.startswith(edge, at):
+            one = "[^/.]+" if edge == "." else "[^/]+"
+            run = re.compile(f"{one}(?:{re.escape(edge or '/')}{one})*").match(name, begin)
+            for end in range(run.end() if run else begin, begin, -1):
+                if name[end - 1] != (edge or "/") and (not after or name.startswith(edge, end)):
+                    yield end + after
+        if separator:
+            yield at
+    else:
+        run = (_COMPONENT if isinstance(part, Text) else _DIGITS).match(name, at)
+        yield from range(run.end() if run else at, at, -1)
+
+
+def _taken(
+    parts: list[tuple[str | Text | Linear | Choice, str]], name: str, ends: list[int]
+) -> list[str | None]:
+    """The text of each capture, without its separator; None for a path that is left out."""
+    taken: list[str | None] = []
+    for (part, separator), start, end in zip(parts, ends, ends[1:], strict=False):
+        if not isinstance(part, str):
+            text = name[start + (separator[:1] == "<") : end - (separator[:1] == ">")]
+            taken.append(text if start < end else None)
+    return taken
 
 
 def solve_linear(linear: Linear, number: int, sizes: Mapping[str, int]) -> dict[str, int] | None:

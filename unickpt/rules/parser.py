@@ -47,6 +47,7 @@ _LITERAL = re.compile(r"(?:(?!<->)[^\s\[\](){}<>,=#\"?])+")
 _QUOTED_LITERAL = re.compile(r'(?:[^"\\{}]|\\["\\])+')
 _ONE_OF = re.compile(r"[ \t]*([A-Za-z][A-Za-z0-9_]*)[ \t]*=")
 _OPTION = re.compile(r"[^\s|{}/\[\](),:]+")
+_MOST_DIGITS, _DEEPEST = 18, 30
 _TARGET = re.compile(r"[^\s\"#]+")
 
 
@@ -69,6 +70,8 @@ def parse(text: str, file: str = "rules") -> list[Statement]:
 
 class _Parser(Scanner):
     """A recursive-descent parser of one logical line."""
+
+    _depth = 0  # of the item that is read
 
     # --- statements -------------------------------------------------------------------------
 
@@ -167,12 +170,12 @@ class _Parser(Scanner):
             at = self.at
             name = "_" if self.take("_") else self.identifier("a size, such as `half=2`")
             self.expect("=", " and the size of the axis")
-            number = self.match(_INTEGER)
+            number = self._integer()
             if number is None:
                 raise self.fail("a size must be an integer")
             if name in sizes:
                 raise self.fail(f"the size of {name!r} is given twice", at)
-            sizes[name] = int(number)
+            sizes[name] = number
         return tuple(sizes.items())
 
     # --- sides ------------------------------------------------------------------------------
@@ -193,6 +196,13 @@ class _Parser(Scanner):
     def _nothing_ends(self) -> bool:
         rest = self.text[self.at :]
         return not rest or rest.startswith(("<->", "where ")) or self._sees_size()
+
+    def _integer(self) -> int | None:
+        begin = self.at
+        found = self.match(_INTEGER)
+        if found is not None and len(found) > _MOST_DIGITS:
+            raise self.fail(f"an integer has at most {_MOST_DIGITS} digits", begin)
+        return None if found is None else int(found)
 
     def _number(self) -> float | None:
         begin = self.at
@@ -343,15 +353,15 @@ class _Parser(Scanner):
         constant, sign = 0, 1
         begin = self.at
         while True:
-            number = self.match(_INTEGER)
-            factor = sign * int(number or 1)
+            number = self._integer()
+            factor = sign * (1 if number is None else number)
             if number is None or self.take("*"):
                 axis = self.identifier("the name of a capture")
                 if number is None and self.take("*"):
-                    found = self.match(_INTEGER)
+                    found = self._integer()
                     if found is None:
                         raise self.fail("expected a number")
-                    factor *= int(found)
+                    factor *= found
                 if axis in terms:
                     raise self.fail(f"axis {axis!r} occurs twice in this capture", begin)
                 terms[axis] = factor
@@ -381,6 +391,14 @@ class _Parser(Scanner):
         return tuple(items)
 
     def _item(self) -> Item:
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            raise self.fail(f"parentheses are nested more than {_DEEPEST} deep")
+        item = self._one_item()
+        self._depth -= 1
+        return item
+
+    def _one_item(self) -> Item:
         self.skip()
         begin = self.at
         if self.take("-"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -66,8 +67,21 @@ class CompiledExpr:
         """Scale and offset of the arithmetic.
 
         Raises:
-            RuleError: it needs an axis without a size, or a law that was not given.
+            RuleError: it needs an axis without a size, or a law that was not given; or what it
+                computes is too large.
         """
+        try:
+            found = self._affine(sizes)
+        except (OverflowError, ZeroDivisionError):
+            found = math.inf, 0.0
+        if not all(map(math.isfinite, found)):
+            raise RuleError(
+                f"{self.position}: the arithmetic divides by 0, or by or through a number that no "
+                "float64 holds: write smaller numbers, or a smaller power"
+            )
+        return found
+
+    def _affine(self, sizes: Mapping[str, int]) -> tuple[float, float]:
         scale, offset = 1.0, 0.0
         for op, operand in self.arithmetic:
             value = _value(operand, sizes, self.position)
@@ -98,6 +112,7 @@ def _value(operand: Operand, sizes: Mapping[str, int], position: Position) -> fl
     return float(base**operand.power)
 
 
+_MOST_PIECES = 1024
 Terms = tuple[tuple[CompiledExpr, ...], ...]
 Options = tuple[str, ...]
 
@@ -335,13 +350,21 @@ def _compile_capture(
 
 
 def _check_expr(pattern: Pattern, items: tuple[Item, ...]) -> None:
+    count = axes.count_choices(items)
+    if count > _MOST_PIECES:
+        raise syntax_error(
+            f"its sums divide this array into {count:,} pieces; at most {_MOST_PIECES:,} are "
+            "possible: give pieces of one kind an axis, as in `(n i)`",
+            pattern.name.position,
+        )
     for choice in axes.choices(items):
         block = axes.block_axes(items, choice)
-        names = [axis.name for axis in block]
-        for at, axis in enumerate(block):
-            if axis.name in names[:at] or axis.name in pattern.axes:
+        before: set[str] = set()
+        for axis in block:
+            if axis.name in before or axis.name in pattern.axes:
                 where = "in the name and in the axes" if axis.name in pattern.axes else "twice"
                 raise syntax_error(f"axis {axis.name!r} is used {where}", axis.position)
+            before.add(axis.name)
 
 
 def _check_arithmetic(expr: CompiledExpr) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import os
+import stat
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from pathlib import Path
 
-from unickpt.errors import RuleError, RuleWarning
+from unickpt.errors import RuleError, RuleSyntaxError, RuleWarning
 from unickpt.rules import parser
 from unickpt.rules.ast import (
     ConventionLine,
@@ -28,6 +30,7 @@ from unickpt.rules.optimizer_slots import Shared, lift
 from unickpt.rules.rule import Rule, compile_rule
 
 PRESETS = Path(__file__).parent / "presets"
+_DEEPEST, _MOST_FILES, _MOST_CHARACTERS = 30, 1000, 16 << 20  # of what a file includes
 
 
 @dataclass(frozen=True)
@@ -204,6 +207,8 @@ class _Compiler:
     lifts: list[LiftLine] = field(default_factory=list)
     conventions: list[Convention] = field(default_factory=list)
     given: list[WhereLine | IncludeLine] = field(default_factory=list)
+    files: int = 0
+    characters: int = 0
 
     def collect(
         self,
@@ -235,7 +240,8 @@ class _Compiler:
                             f"{statement.target!r} includes itself", statement.position
                         )
                     self.given.append(statement)
-                    lines = [included(line, statement) for line in parser.parse(text, name)]
+                    self._count(statement, text, files)
+                    lines = [included(line, statement) for line in _parse(statement, name, text)]
                     self.collect(lines, inside, (*files, name), {**where, **dict(statement.sizes)})
                 case ConventionLine():
                     self.conventions.append(
@@ -243,6 +249,21 @@ class _Compiler:
                     )
                 case LiftLine():
                     self.lifts.append(statement)
+
+    def _count(self, statement: IncludeLine, text: str, files: Sequence[str]) -> None:
+        """Refuses files that include each other without end, or ever more."""
+        self.files, self.characters = self.files + 1, self.characters + len(text)
+        if len(files) > _DEEPEST:
+            raise syntax_error(
+                f"files include each other more than {_DEEPEST} deep; does one include itself?",
+                statement.position,
+            )
+        if self.files > _MOST_FILES or self.characters > _MOST_CHARACTERS:
+            raise syntax_error(
+                f"more than {_MOST_FILES} files, or {_MOST_CHARACTERS >> 20} Mi characters, would "
+                "be included; does one include another again and again?",
+                statement.position,
+            )
 
     def _add_rule(self, line: RuleLine, where: Mapping[str, int]) -> None:
         function = None if line.function is None else self.functions.get(line.function)
@@ -333,11 +354,39 @@ def _lines_of(renames: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
-def _read_text(path: Path) -> str:
+def _parse(line: IncludeLine, name: str, text: str) -> list[Statement]:
+    """The statements of an included file. Of one that may be no rule file, nothing is shown."""
     try:
-        return path.read_text(encoding="utf-8")
+        return parser.parse(text, name)
+    except RuleSyntaxError as error:
+        if line.target in Rules.presets() or line.target.endswith(".rules"):
+            raise
+        number = str(error).removeprefix(f"{name}, line ").partition(":")[0]
+        raise syntax_error(
+            f"{line.target!r} is no file of rules: line {number} is wrong. Name it *.rules to be "
+            "shown what is wrong",
+            line.position,
+        ) from None
+
+
+def _read_text(path: Path, opener: Callable[[str, int], int] | None = None) -> str:
+    try:
+        with open(path, encoding="utf-8", newline=None, opener=opener) as file:
+            text = file.read(_MOST_CHARACTERS + 1)
+        if len(text) > _MOST_CHARACTERS:
+            raise RuleError(f"{path} has more than {_MOST_CHARACTERS >> 20} Mi characters")
+        return text
     except UnicodeDecodeError as error:
         raise RuleError(f"{path} is not UTF-8 text: {error}") from None
+
+
+def _open_regular(path: str, flags: int) -> int:
+    """Opens a file that is neither a pipe nor a device, which may have no end."""
+    handle = os.open(path, flags | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(handle).st_mode):
+        return handle
+    os.close(handle)
+    raise OSError(errno.EINVAL, "not a regular file")
 
 
 def _open_included(line: IncludeLine, folder: Path) -> tuple[str, str, Path]:
@@ -345,8 +394,14 @@ def _open_included(line: IncludeLine, folder: Path) -> tuple[str, str, Path]:
     if line.target in Rules.presets():
         return f"preset {line.target}", preset_text(line.target), PRESETS
     path = folder / line.target
+    if os.path.isabs(line.target):
+        raise syntax_error(
+            f"{line.target!r} is absolute: give the path relative to this file", line.position
+        )
+    if "\0" in line.target:
+        raise syntax_error("a path has no NUL character", line.position)
     try:
-        return str(path), _read_text(path), path.parent
+        return str(path), _read_text(path, _open_regular), path.parent
     except OSError as error:
         near = difflib.get_close_matches(line.target, Rules.presets(), n=1)
         hint = f"Did you mean {near[0]!r}? " if near else ""
