@@ -30,13 +30,13 @@ from unickpt.foreign import loose_files
 from unickpt.foreign.elements import FileRange
 from unickpt.foreign.file_ranges import CHUNK_BYTES, FileBox, RangeReader, read_box, whole
 from unickpt.foreign.files import Files
-from unickpt.foreign.loose_files import open_kind
+from unickpt.foreign.loose_files import Found, open_kind
 from unickpt.foreign.zip_files import DEFLATED, STORED, Member, ZipFile
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted
-from unickpt.storage.errors import Failed, reading_failed
+from unickpt.storage.errors import Damaged, Failed, reading_failed
 from unickpt.trees import tree
 
 _MOST_RANK = 32
@@ -62,7 +62,23 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         UnsupportedFormat: it contains what is no array, links, or filters that are not read.
         StorageError: the storage failed.
     """
-    return open_kind(files, loose_files.HDF5, lambda found: Hdf5Reader(files, found.names[0]))
+
+    def make(found: Found) -> Reader:
+        from unickpt.backends.hdf5 import shards  # made of readers of this module
+
+        if found.index is not None:
+            return shards.ShardsReader(files, found.index)
+        reader = Hdf5Reader(files, found.names[0])
+        index = shards.index_of(found.names[0])
+        if index is not None and _is_there(files, index):
+            reader.part_of = index
+        return reader
+
+    found = open_kind(files, loose_files.HDF5, make)
+    if isinstance(found, Hdf5Reader) and found.part_of:
+        found.beside = (found.part_of,)
+        found.lacks = f"this is one of several files of a model; open {found.part_of} for all of it"
+    return found
 
 
 @dataclass(frozen=True)
@@ -153,6 +169,17 @@ def _size(files: Files, name: str) -> int:
     return int(struct.unpack_from("<Q", head, at)[0])
 
 
+def _is_there(files: Files, name: str) -> bool:
+    try:
+        return bool(files.head(name))
+    except Damaged:
+        return False
+
+
+LayerNames = Mapping[tuple[str, ...], Mapping[str, str]]
+"""By the path of a group of layers, the names of these by those in the file."""
+
+
 @dataclass(frozen=True)
 class _Found:
     """What the walk through a file found.
@@ -161,11 +188,13 @@ class _Found:
         datasets: by their names.
         aliases: the other names of datasets.
         by_address: the name of each dataset by its place in the file.
+        groups: the path in the file of each group, by its place.
     """
 
     datasets: dict[str, Object] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     by_address: dict[int, str] = field(default_factory=dict)
+    groups: dict[int, str] = field(default_factory=dict)
 
 
 class Hdf5Reader(RangeReader):
@@ -174,12 +203,13 @@ class Hdf5Reader(RangeReader):
     Arguments:
         files: of the checkpoint.
         name: of the file.
+        names: those of layers, if others of the model's files may have them.
     """
 
     format = "hdf5"
     most_per_byte = 1 << 10  # they may be compressed
 
-    def __init__(self, files: Files, name: str) -> None:
+    def __init__(self, files: Files, name: str, names: LayerNames | None = None) -> None:
         self._where, self._name = f"{files.location}: {name}", name
         self._stored = _stored(files, name)
         self.version = self._stored.version
@@ -189,9 +219,9 @@ class Hdf5Reader(RangeReader):
         self._lock = threading.Lock()
         found, entries, boxes = _Found(), dict[str, ArrayEntry](), dict[str, tuple[FileBox]]()
         try:
-            begin, size = self._stored.begin, self._stored.size
-            blocks = Blocks(self._where, size, lambda at, n: self._bytes(files, begin + at, n))
-            self._walk(File(blocks).root, (), found, set())
+            root = _root(files, name, self._stored)
+            named = _layer_names(root) if names is None else names
+            self._walk(root, (), (), found, named)
             for array, dataset in found.datasets.items():
                 entries[array], where = self._entry(array, dataset)
                 if where is not None:
@@ -203,6 +233,10 @@ class Hdf5Reader(RangeReader):
                 raise
             raise CheckpointCorrupt(f"{self._where} is damaged: {error!r}") from error
         index = Index(tree.to_json(node), entries, aliases=found.aliases)
+        self.part_of = ""
+        """The file that says that it is one of several, if there is any."""
+        self.groups = {*found.groups.values()}
+        """The paths of the file's groups."""
         super().__init__(files, index, boxes)
 
     # --- opening --------------------------------------------------------------------------------
@@ -218,24 +252,28 @@ class Hdf5Reader(RangeReader):
                 f"bytes; the largest is {name!r}, {dtypes.with_shape(entry.dtype, entry.shape)}"
             )
 
-    def _bytes(self, files: Files, at: int, count: int) -> bytes:
-        """Bytes of the file of the checkpoint, or of what was unpacked."""
-        if self._stored.unpacked is not None:
-            return self._stored.unpacked[at : at + count]
-        return files.read(self._name, at, count)
-
-    def _walk(self, group: Object, path: tuple[str, ...], found: _Found, above: set[int]) -> None:
+    def _walk(
+        self,
+        group: Object,
+        path: tuple[str, ...],
+        stored: tuple[str, ...],
+        found: _Found,
+        named: LayerNames,
+    ) -> None:
         """Finds the datasets of a group.
 
         Arguments:
             group: of the file.
             path: the components of its name.
+            stored: those in the file.
             found: receives them.
-            above: the places of all groups that were walked through.
+            named: the names of layers.
         """
         if len(path) > tree.MAX_DEPTH:
             raise UnsupportedFormat(f"{self._where} is nested deeper than {tree.MAX_DEPTH} levels")
-        names = _names(group) if path[-1:] == (_LAYERS,) else {}
+        names = named.get(stored, {})
+        if len({*names.values()}) != len(names):
+            names = {}
         for link in group.links:
             told = f"{self._where}: {quoted('/'.join((*path, link.name)))}"
             if link.at is None:
@@ -249,10 +287,10 @@ class Hdf5Reader(RangeReader):
                 else:
                     found.aliases[name] = first
             elif item.is_group:
-                if item.at in above:
+                if item.at in found.groups:
                     raise UnsupportedFormat(f"{told} is a group with several names")
-                above.add(item.at)
-                self._walk(item, at, found, above)
+                found.groups[item.at] = "/".join((*stored, link.name))
+                self._walk(item, at, (*stored, link.name), found, named)
             else:
                 raise UnsupportedFormat(f"{told} is neither a group nor a dataset")
 
@@ -366,7 +404,11 @@ class Hdf5Reader(RangeReader):
         if not how.filters and self._stored.unpacked is None:
             read_box(self._files, self._box(how.dataset, shape, chunk.at), local, out)
             return
-        data = self._bytes(self._files, self._stored.begin + chunk.at, chunk.size)
+        begin, unpacked = self._stored.begin + chunk.at, self._stored.unpacked
+        if unpacked is not None:
+            data = unpacked[begin : begin + chunk.size]
+        else:
+            data = self._files.read(self._name, begin, chunk.size)
         found = how.decode(chunk, data).view(how.dataset.type.dtype or out.dtype)
         out[...] = found.reshape(shape)[local.slices]
 
@@ -378,21 +420,53 @@ def _fill(dataset: Object, dtype: Any) -> Any:
     return np.frombuffer(dataset.fill, dataset.type.dtype or dtype, 1)[0]
 
 
-def _names(layers: Object) -> dict[str, str]:
-    """The names that Keras gives layers, by those in the file, which count them by class."""
-    names = {}
-    for link in layers.links:
-        inner = None if link.at is None else Object(layers.blocks, link.at)
-        if inner is None or not inner.is_group:
-            continue
-        variables = [one.at for one in inner.links if one.name == _VARIABLES]
-        name = (
-            Object(layers.blocks, variables[0]).text("name")
-            if variables and variables[0] is not None
-            else None
-        )
-        names[link.name] = name or link.name
-    return names if len({*names.values()}) == len(names) else {}
+def _root(files: Files, name: str, stored: _Stored) -> Object:
+    """The group that contains all others of a file, or of what was unpacked."""
+    begin, unpacked = stored.begin, stored.unpacked
+
+    def read(at: int, count: int) -> bytes:
+        if unpacked is not None:
+            return unpacked[at : at + count]
+        return files.read(name, begin + at, count)
+
+    return File(Blocks(f"{files.location}: {name}", stored.size, read)).root
+
+
+def layer_names(files: Files, name: str) -> LayerNames:
+    """The names that Keras gives layers in one of several files of a model.
+
+    Raises:
+        CheckpointCorrupt: it is damaged.
+        Failed: the storage failed.
+    """
+    try:
+        return _layer_names(_root(files, name, _stored(files, name)))
+    except _DAMAGES as error:
+        if isinstance(error, UnickptError | Failed):
+            raise
+        raise CheckpointCorrupt(f"{files.location}: {name} is damaged: {error!r}") from error
+
+
+def _layer_names(root: Object) -> LayerNames:
+    """The names that Keras gives layers, by those in the file, which count them by class; for each
+    group of layers, by its path in the file."""
+    names: dict[tuple[str, ...], dict[str, str]] = {}
+    waiting, seen = list[tuple[tuple[str, ...], Object]]([((), root)]), set[int]()
+    while waiting:
+        path, group = waiting.pop()
+        for link in group.links:
+            if link.at is None or link.at in seen or len(path) > tree.MAX_DEPTH:
+                continue  # which `_walk` refuses
+            seen.add(link.at)
+            item = Object(root.blocks, link.at)
+            if not item.is_group:
+                continue
+            waiting.append(((*path, link.name), item))
+            if path[-1:] == (_LAYERS,):
+                variables = [one.at for one in item.links if one.name == _VARIABLES and one.at]
+                name = Object(root.blocks, variables[0]).text("name") if variables else None
+                names.setdefault(path, {})[link.name] = name or link.name
+    return names
 
 
 def _dtype(dataset: Object, told: str) -> str:

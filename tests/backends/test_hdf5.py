@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import struct
+import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,10 +17,12 @@ import numpy as np
 import pytest
 from support import foreign, s3_server
 from support.reader_suite import ReaderSuite
+from typer.testing import CliRunner
 
 import unickpt
 from unickpt import CheckpointCorrupt, UnickptError, UnsupportedFormat
 from unickpt.backends.hdf5 import reader as hdf5
+from unickpt.cli.app import app
 from unickpt.foreign import file_ranges
 from unickpt.storage import contexts
 from unickpt.storage.paths import resolve
@@ -428,3 +432,64 @@ def test_damage_is_an_error_or_other_data(tmp_path: Path) -> None:
 def test_nothing_needs_h5py(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "h5py", None)
     assert len(unickpt.load(foreign.folder("keras-h5"))) > 0
+
+
+# --- several files of one model -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What Keras's save_weights wrote, in one file and in several."""
+    keras: Any = pytest.importorskip("keras")
+    path = tmp_path_factory.mktemp("sharded")
+    inner = keras.Sequential([keras.layers.Dense(4, name="in_a"), keras.layers.Dense(3)])
+    layers = [keras.layers.LSTM(6, name="rnn"), inner, keras.layers.Dense(2, name="out")]
+    model = keras.Sequential([keras.layers.Input((5, 3)), *layers])
+    (path / "shards").mkdir()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Keras, about NumPy's `copy`
+        model.save_weights(path / "whole.weights.h5")
+        model.save_weights(path / "shards" / "model.weights.json", max_shard_size=6e-7)
+    return path
+
+
+@pytest.mark.integration
+def test_weights_in_several_files_are_one_checkpoint(sharded: Path, tmp_path: Path) -> None:
+    whole = unickpt.open(sharded / "whole.weights.h5")
+    assert len(list((sharded / "shards").glob("*.h5"))) > 2
+    for path in (sharded / "shards", sharded / "shards" / "model.weights.json"):
+        found = unickpt.open(path)
+        assert sorted(found) == sorted(whole)
+        assert all(found[name][...].tobytes() == whole[name][...].tobytes() for name in whole)
+        assert unickpt.verify(path).ok
+    unickpt.convert(sharded / "shards", tmp_path / "own")
+    assert unickpt.diff(tmp_path / "own", sharded / "whole.weights.h5").same
+
+
+@pytest.mark.integration
+def test_one_of_several_files_says_so(sharded: Path) -> None:
+    shard = sharded / "shards" / "model_00001.weights.h5"
+    told = CliRunner().invoke(app, ["inspect", str(shard)]).output
+    assert "not part of it: model.weights.json" in told
+    with pytest.raises(unickpt.LoadMismatch, match=r"one of several files.*model\.weights\.json"):
+        unickpt.load(shard, {"layers/rnn/cell/vars/0": np.zeros((3, 24), np.float32)})
+
+
+@pytest.mark.integration
+def test_a_shard_that_is_missing_or_another_is_named(sharded: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(sharded / "shards", tmp_path / "c"))
+    index = json.loads((path / "model.weights.json").read_text())
+    index["weight_map"]["/layers/new/vars"] = ["model_00001.weights.h5"]
+    (path / "model.weights.json").write_text(json.dumps(index))
+    with pytest.raises(
+        CheckpointCorrupt, match=r"'layers/new/vars' is in model_00001.*not contain"
+    ):
+        unickpt.open(path)
+    for text in (b"{", b"[]", b'{"weight_map": {"/a": ["../x_00000.weights.h5"]}}'):
+        (path / "model.weights.json").write_bytes(text)
+        with pytest.raises(CheckpointCorrupt, match=r"model\.weights\.json"):
+            unickpt.open(path)
+    shutil.copy(sharded / "shards" / "model.weights.json", path)
+    (path / "model_00001.weights.h5").unlink()
+    with pytest.raises(CheckpointCorrupt, match=r"model_00001\.weights\.h5 is missing"):
+        unickpt.open(path)

@@ -44,6 +44,8 @@ class Kind:
         shared: those of the suffixes that other files have too, so that their content decides.
         is_named: whether a file has a name of this kind, without a suffix; its content decides.
         together: names of files that are one checkpoint, if the groups in them are the same.
+        indexes: how the names of files end that say which of several files has what; by default,
+            as in folders of Hugging Face.
     """
 
     name: str
@@ -53,6 +55,11 @@ class Kind:
     shared: tuple[str, ...] = ()
     is_named: Callable[[str], bool] = lambda name: False
     together: re.Pattern[str] | None = None
+    indexes: tuple[str, ...] = ()
+
+    def is_index(self, name: str) -> bool:
+        """Whether a file says which of several files has what."""
+        return name.endswith(self.indexes or tuple(suffix + _INDEX for suffix in self.suffixes))
 
 
 def _is_safetensors(head: bytes) -> bool:
@@ -113,7 +120,7 @@ FLAX = Kind(
     "flax", (".msgpack",), is_flax, ("flax_model.msgpack",),
     is_named=lambda name: re.fullmatch(r"[\w-]*[0-9](\.[0-9]+)?", name) is not None,
 )  # fmt: skip
-HDF5 = Kind("hdf5", (".h5", ".hdf5", ".keras"), _is_hdf5)
+HDF5 = Kind("hdf5", (".h5", ".hdf5", ".keras"), _is_hdf5, indexes=(".weights.json",))
 GGUF_PART = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.gguf", re.DOTALL)
 """The name of one of several files of a model: the model's, and how many there are."""
 GGUF = Kind(
@@ -189,7 +196,7 @@ def find(files: Files) -> tuple[Kind, Found] | None:
     names = files.here
     every = [name for name in names if name.endswith(_SUFFIXES)]
     for kind in KINDS:
-        indexes = [n for n in names if n.endswith(tuple(s + _INDEX for s in kind.suffixes))]
+        indexes = [name for name in names if kind.is_index(name)]
         weights = [n for n in names if n in kind.weights]
         if len(indexes) + len(weights) > 1:
             raise _ambiguous(files, [*indexes, *weights])
@@ -234,7 +241,7 @@ def _are_together(kind: Kind, names: Sequence[str]) -> bool:
 
 def _single(files: Files, name: str) -> tuple[Kind, Found] | None:
     for kind in KINDS:
-        if name.endswith(tuple(suffix + _INDEX for suffix in kind.suffixes)):
+        if kind.is_index(name):
             return kind, Found((), name)
     head = files.head(name)
     return next(((kind, Found((name,))) for kind in KINDS if kind.begins(head)), None)
