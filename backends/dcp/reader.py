@@ -21,6 +21,7 @@ from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, CoverageError,
 from unickpt.foreign.elements import FileRange
 from unickpt.foreign.file_ranges import WHOLE, FileBox, RangeReader, of_boxes, whole
 from unickpt.foreign.files import Files
+from unickpt.foreign.known_objects import LOCAL
 from unickpt.foreign.pickles import BadPickle
 from unickpt.format.coverage import check_boxes
 from unickpt.format.index import ArrayEntry, Index
@@ -202,6 +203,12 @@ class _Level(dict[Any, Any]):
 # --- the reader ---------------------------------------------------------------------------------
 
 
+_ONE_PART = (
+    "with flatten_state_dict=False, DCP stores of a DTensor in a nested dict only the part of the "
+    f"rank that wrote the dict (<name>/{LOCAL}); the other parts are not in the checkpoint"
+)
+
+
 class DcpReader(RangeReader):
     """Reads arrays that are stored in chunks; for all formats that build on DCP.
 
@@ -235,6 +242,8 @@ class DcpReader(RangeReader):
                 plain[name] = value
         super().__init__(files, Index(tree.to_json(node), entries, values=plain), boxes)
         self.version = version
+        if any(name.rpartition("/")[2] == LOCAL for name in entries):
+            self.lacks = _ONE_PART
 
 
 def _is_leaf(value: Any) -> bool:

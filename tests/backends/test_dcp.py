@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import TESTS, foreign, s3_server
+from support.forks import Forks
 from support.reader_suite import ReaderSuite
 
 import unickpt
@@ -539,3 +540,44 @@ def test_other_pickles_are_not_ours(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(b"")
     with pytest.raises(CheckpointCorrupt, match=r"\.metadata is damaged"):
         unickpt.open(tmp_path)
+
+
+ALONE = """
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+dist.init_process_group("gloo", init_method=f"file://{ARGS[0]}/meet", rank=0, world_size=1)
+mesh, x = init_device_mesh("cpu", (1,)), torch.arange(12.0).reshape(4, 3)
+whole = torch.Size((9, 3))
+state = {"model": {
+    "rows": distribute_tensor(x, mesh, [Shard(0)]),
+    "same": distribute_tensor(x + 1, mesh, [Replicate()]),
+    "part": DTensor.from_local(x, mesh, [Shard(0)], run_check=False, shape=whole, stride=(3, 1)),
+    "plain": x + 2,
+}, "step": 3}
+planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+dcp.save(state, checkpoint_id=ARGS[0] + "/dcp", planner=planner)
+torch.save(state, ARGS[0] + "/file.pt")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("name", ["dcp", "file.pt"])
+def test_dtensors_within_objects_are_whole_arrays_or_called_parts(
+    name: str, tmp_path: Path, forks: Forks
+) -> None:
+    (ended,) = forks.wait_all([forks.start(ALONE, str(tmp_path))])
+    assert ended.code == 0, ended
+    x = np.arange(12, dtype=np.float32).reshape(4, 3)
+    found = unickpt.open(tmp_path / name)
+    assert sorted(found) == [
+        "model/part/_local_tensor", "model/plain", "model/rows", "model/same"
+    ]  # fmt: skip
+    assert np.array_equal(found["model/rows"][...], x)
+    assert np.array_equal(found["model/same"][...], x + 1)
+    assert unickpt.load(tmp_path / name)["model"]["part"]["shape_of_whole"] == [9, 3]
+    told = "the other parts are not in the check" if name == "dcp" else "model/part/_local_tensor"
+    with pytest.raises(unickpt.LoadMismatch, match=told):
+        unickpt.load(tmp_path / name, {"model": {"part": np.zeros((9, 3), np.float32)}})

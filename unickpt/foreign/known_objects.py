@@ -138,6 +138,31 @@ def _name_of(dtype: DType) -> str | None:
         return None
 
 
+# --- torch --------------------------------------------------------------------------------------
+
+
+def _dtensor(found: Opaque) -> Any:
+    """A DTensor that was pickled as an object: its array, if this process held all of it; else its
+    part, below a name that says so, and the shape of the whole."""
+    try:
+        rebuild, kind, arguments, (_, state) = found.args
+        shape, local = arguments[2], state["_local_tensor"]
+    except (ValueError, TypeError, LookupError):
+        return None
+    names = [made.name for made in (rebuild, kind) if isinstance(made, Global)]
+    is_one = names[:1] == ["torch._utils._rebuild_wrapper_subclass"] and names[-1] in _DTENSORS
+    if not is_one or not isinstance(shape, tuple) or not isinstance(local, Tensor):
+        return None
+    if local.shape == shape:
+        return local
+    return {LOCAL: local, "shape_of_whole": list(shape)}
+
+
+LOCAL = "_local_tensor"
+"""The name of the only part of a DTensor that is stored."""
+_DTENSORS = ("torch.distributed.tensor.DTensor", "torch.distributed._tensor.api.DTensor")
+
+
 # --- Python -------------------------------------------------------------------------------------
 
 
@@ -179,6 +204,7 @@ _KNOWN: Mapping[str, Callable[[Opaque], Any]] = {
     **dict.fromkeys(("collections.deque", "builtins.frozenset"), _sequence),
     "__builtin__.frozenset": _sequence,
     "collections.Counter": _counter,
+    "torch._tensor._rebuild_from_type_v2": _dtensor,
     **dict.fromkeys(("builtins.complex", "__builtin__.complex"), _complex),
     **dict.fromkeys(("pathlib.PosixPath", "pathlib.PurePosixPath"), _path(PurePosixPath)),
     **dict.fromkeys(("pathlib._local.PosixPath",), _path(PurePosixPath)),
