@@ -13,7 +13,7 @@ import math
 import struct
 import threading
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,17 +26,14 @@ from unickpt.backends.hdf5.blocks import Blocks
 from unickpt.backends.hdf5.chunks import Chunk, Storage, storage
 from unickpt.backends.hdf5.objects import File, Object
 from unickpt.errors import CheckpointCorrupt, UnickptError, UnsupportedFormat
-from unickpt.foreign import loose_files
 from unickpt.foreign.elements import FileRange
 from unickpt.foreign.file_ranges import CHUNK_BYTES, FileBox, RangeReader, read_box, whole
 from unickpt.foreign.files import Files
-from unickpt.foreign.loose_files import Found, open_kind
 from unickpt.foreign.zip_files import DEFLATED, STORED, Member, ZipFile
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, Index
-from unickpt.format.reader import Reader
 from unickpt.quoting import quoted
-from unickpt.storage.errors import Damaged, Failed, reading_failed
+from unickpt.storage.errors import Failed, reading_failed
 from unickpt.trees import tree
 
 _MOST_RANK = 32
@@ -50,35 +47,6 @@ _MOST_UNPACKED, _MOST_JSON = 256 << 20, 1 << 20
 _ZIP = b"PK\x03\x04"
 # What a damaged structure leads to in Python.
 _DAMAGES = (struct.error, LookupError, ValueError, TypeError, ArithmeticError, RecursionError)
-
-HINTS: Collection[str] = ()
-
-
-def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
-    """Opens an HDF5 file, or a .keras file; None if there is none.
-
-    Raises:
-        CheckpointCorrupt: it is damaged.
-        UnsupportedFormat: it contains what is no array, links, or filters that are not read.
-        StorageError: the storage failed.
-    """
-
-    def make(found: Found) -> Reader:
-        from unickpt.backends.hdf5 import shards  # made of readers of this module
-
-        if found.index is not None:
-            return shards.ShardsReader(files, found.index)
-        reader = Hdf5Reader(files, found.names[0])
-        index = shards.index_of(found.names[0])
-        if index is not None and _is_there(files, index):
-            reader.part_of = index
-        return reader
-
-    found = open_kind(files, loose_files.HDF5, make)
-    if isinstance(found, Hdf5Reader) and found.part_of:
-        found.beside = (found.part_of,)
-        found.lacks = f"this is one of several files of a model; open {found.part_of} for all of it"
-    return found
 
 
 @dataclass(frozen=True)
@@ -169,13 +137,6 @@ def _size(files: Files, name: str) -> int:
     return int(struct.unpack_from("<Q", head, at)[0])
 
 
-def _is_there(files: Files, name: str) -> bool:
-    try:
-        return bool(files.head(name))
-    except Damaged:
-        return False
-
-
 LayerNames = Mapping[tuple[str, ...], Mapping[str, str]]
 """By the path of a group of layers, the names of these by those in the file."""
 
@@ -233,8 +194,6 @@ class Hdf5Reader(RangeReader):
                 raise
             raise CheckpointCorrupt(f"{self._where} is damaged: {error!r}") from error
         index = Index(tree.to_json(node), entries, aliases=found.aliases)
-        self.part_of = ""
-        """The file that says that it is one of several, if there is any."""
         self.groups = {*found.groups.values()}
         """The paths of the file's groups."""
         super().__init__(files, index, boxes)

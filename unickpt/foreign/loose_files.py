@@ -169,7 +169,7 @@ def open_kind(files: Files, kind: Kind, make: Callable[[Found], R]) -> R | None:
         reader = make(found)
     except Failed as error:
         raise reading_failed(error, str(files.location)) from error
-    reader.beside = found.beside
+    reader.beside = (*found.beside, *reader.beside)
     return reader
 
 

@@ -46,7 +46,7 @@ _BUILT_IN = (
     "safetensors.reader",
     "torch_files",
     "flax_msgpack",
-    "hdf5.reader",
+    "hdf5.opening",
     "gguf",
     "npz",
     "npy",

@@ -1,4 +1,6 @@
-"""Weights that Keras wrote into several files: `model.weights.json` says which groups lie in which.
+"""Opens HDF5 files: one, or those into which Keras wrote the weights of one model.
+
+`model.weights.json` says which groups lie in which of several files.
 
 Source: keras/src/saving/saving_lib.py, `ShardedH5IOStore`. A group can continue in the next file,
 and only the first of these has the name of its layer.
@@ -8,14 +10,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.backends.hdf5.reader import Hdf5Reader, LayerNames, layer_names
 from unickpt.errors import CheckpointCorrupt
+from unickpt.foreign import loose_files
 from unickpt.foreign.files import Files
+from unickpt.foreign.loose_files import Found, open_kind
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import ParallelMap, Reader
@@ -25,6 +29,38 @@ from unickpt.trees import tree
 
 _SHARD = re.compile(r"(.+)_[0-9]{5}(\.weights)\.h5", re.DOTALL)
 _MOST_INDEX = 64 << 20
+
+
+HINTS: Collection[str] = ()
+
+
+def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
+    """Opens an HDF5 file, or a .keras file; None if there is none.
+
+    Raises:
+        CheckpointCorrupt: it is damaged.
+        UnsupportedFormat: it contains what is no array, links, or filters that are not read.
+        StorageError: the storage failed.
+    """
+
+    def make(found: Found) -> Reader:
+        if found.index is not None:
+            return ShardsReader(files, found.index)
+        reader = Hdf5Reader(files, found.names[0])
+        index = index_of(found.names[0])
+        if index is not None and _is_there(files, index):
+            reader.lacks = f"this is one of several files of a model; open {index} for all of it"
+            reader.beside = (index,)
+        return reader
+
+    return open_kind(files, loose_files.HDF5, make)
+
+
+def _is_there(files: Files, name: str) -> bool:
+    try:
+        return bool(files.head(name))
+    except Damaged:
+        return False
 
 
 def index_of(shard: str) -> str | None:
