@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from unickpt.errors import CheckpointCorrupt, naming_memory
+from unickpt.errors import CheckpointCorrupt, StorageError, naming_memory
 from unickpt.format import chunk_grid
 from unickpt.format.reader import ChunkId, Reader
 from unickpt.progress import Progress, ProgressFunction, nothing, reporting
@@ -212,10 +213,24 @@ class _Checker(ChunkReader):
             if stored.read_chunk(read.entry, read.part, read.number, read.row, chunk, requested):
                 return nbytes, []
             reason = "the stored bytes do not match their digest"
-        except CheckpointCorrupt as error:
+        except (CheckpointCorrupt, StorageError) as error:
+            if isinstance(error, StorageError) and (stored.location.is_remote or _is_lack(error)):
+                raise  # the data may be sound
             reason = str(error)
         process = None if read.row is None else int(read.row["process"])
         return nbytes, [Damage(read.entry.name, str(read.box), process, reason)]
+
+
+def _is_lack(error: BaseException | None) -> bool:
+    """Whether this process lacks descriptors or memory, or may not read: no fault of the data."""
+    while error is not None:
+        if getattr(error, "errno", None) in _LACKS or "RESOURCE_EXHAUSTED" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+_LACKS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.ESTALE}
 
 
 def _chunks(reads: Iterator[ChunkRead], checker: _Checker) -> Iterator[Checked]:
