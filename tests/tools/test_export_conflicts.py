@@ -16,7 +16,13 @@ from support.forks import Forks
 from support.saving import in_job
 
 import unickpt
-from unickpt import CheckpointCorrupt, CheckpointExists, SaveConflict, SaveOptions
+from unickpt import (
+    CheckpointCorrupt,
+    CheckpointExists,
+    SaveConflict,
+    SaveOptions,
+    StorageError,
+)
 from unickpt.commit import lease
 from unickpt.steps import cleanup, remnants
 from unickpt.storage import local_folders
@@ -105,7 +111,7 @@ def test_what_a_killed_export_moved_away_is_put_back_by_the_next(
 ) -> None:
     beside = killed(forks, tmp_path, "between")
     assert not (tmp_path / "out").exists()
-    assert [name.rpartition(".")[2] for name in beside] == ["old", "partial", "__lock"]
+    assert {name.rpartition(".")[2] for name in beside} == {"old", "partial", "__lock"}
     with pytest.raises(CheckpointExists, match="overwrite=True"):
         export(tmp_path, 2, tmp_path / "out")
     assert version_at(tmp_path / "out") == 1
@@ -142,6 +148,28 @@ def test_a_kill_after_the_exchange_leaves_the_new_one(
     assert version_at(tmp_path / "out") == 2
 
 
+def test_clean_beside_an_export_that_only_reads_never_makes_it_lose_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading back what was written may take longer than a remnant is young."""
+    sources(tmp_path)
+    export(tmp_path, 1, tmp_path / "out")
+    commit = destinations.LocalDestination.commit
+
+    def cleaned(self: Any, files: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(remnants, "RECENT_S", 0.0)
+            found = cleanup.find(tmp_path).remnants
+            assert [r.kind for r in found] == ["export"]
+            cleanup.clean(tmp_path, found)
+        commit(self, files)
+
+    monkeypatch.setattr(destinations.LocalDestination, "commit", cleaned)
+    with pytest.raises(StorageError, match=r"out: .* was removed .* nothing was replaced"):
+        export(tmp_path, 2, tmp_path / "out", overwrite=True)
+    assert version_at(tmp_path / "out") == 1
+
+
 def test_two_local_exports_replace_one_after_the_other(tmp_path: Path) -> None:
     sources(tmp_path)
     for number in range(6):
@@ -166,10 +194,10 @@ def test_the_local_loser_is_told_that_another_was_faster(
     sources(tmp_path)
     commit, to = destinations.LocalDestination.commit, tmp_path / "out"
 
-    def overtaken(self: Any) -> None:
+    def overtaken(self: Any, files: Any) -> None:
         monkeypatch.setattr(destinations.LocalDestination, "commit", commit)
         export(tmp_path, 1, to)
-        commit(self)
+        commit(self, files)
 
     monkeypatch.setattr(destinations.LocalDestination, "commit", overtaken)
     with pytest.raises(CheckpointExists, match="another was faster; pass overwrite=True"):

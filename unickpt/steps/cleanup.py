@@ -139,9 +139,9 @@ def _remove(location: Location, remnant: Remnant, context: ts.Context) -> bool:
 
 def _remove_of_export(folder: str, remnant: Remnant) -> None:
     """Removes what a killed export wrote, or puts back what it was about to replace."""
-    if remnant.kind == EXPORT:
-        local_folders.remove(os.path.join(folder, remnant.name))
-        return
     (of,) = remnant.attempts
-    with local_locks.locked(folder, f".{of}", _LOCK_S):
-        destinations.restore(folder, of)
+    with local_locks.locked(folder, f".{of}", _LOCK_S):  # under which exports commit
+        if remnant.kind == EXPORT:
+            local_folders.remove(os.path.join(folder, remnant.name))
+        else:
+            destinations.restore(folder, of)

@@ -90,14 +90,12 @@ def search(location: Location, context: ts.Context) -> Iterator[Remnant]:
 
 def _of_exports(folder: str) -> Iterator[Remnant]:
     """What killed exports left in a local folder."""
-    for name, put_back in destinations.left_in(folder):
-        files = [
-            f for f in local_folders.walk_all(os.path.join(folder, name)) if f.age_s is not None
-        ]
+    for name, of, is_missing in destinations.left_in(folder):
+        files = list(local_folders.walk_all(os.path.join(folder, name)))
         age_s = min((f.age_s for f in files if f.age_s is not None), default=None)
         count = sum(not f.name.endswith("/") for f in files)
         nbytes = sum(f.nbytes or 0 for f in files)
-        yield Remnant(name, REPLACED if put_back else EXPORT, count, nbytes, age_s, (put_back,))
+        yield Remnant(name, REPLACED if is_missing else EXPORT, count, nbytes, age_s, (of,))
 
 
 def _in_folder(

@@ -21,7 +21,6 @@ LOCK_SUFFIX = ".__lock"
 _OURS = ("processes", MANIFEST)
 _TIMES_PARENTS_MAY_VANISH = 100
 _HERE, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD, and a flag of renameat2
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def is_directory(existing: str, path: str) -> bool:
@@ -273,7 +272,10 @@ def exchange(one: str, other: str) -> bool:
     Raises:
         Failed: it can, and did not.
     """
-    if sys.platform != "linux" or (rename := getattr(_LIBC, "renameat2", None)) is None:
+    if sys.platform != "linux":
+        return False
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
         return False
     if rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _RENAME_EXCHANGE) == 0:
         return True

@@ -20,6 +20,7 @@ from unickpt.errors import (
     CheckpointCorrupt,
     CheckpointExists,
     CheckpointNotFound,
+    StorageError,
     UnsupportedFormat,
 )
 from unickpt.foreign import registry
@@ -111,8 +112,15 @@ class Destination(ABC):
         """Opens a file for writing; it is stored at the end of the `with` block."""
 
     @abstractmethod
-    def commit(self) -> None:
-        """Makes all files visible, if they are not; called by one process after all."""
+    def commit(self, files: Sequence[PlannedFile]) -> None:
+        """Makes all files visible, if they are not; called by one process after all.
+
+        Arguments:
+            files: that were written.
+
+        Raises:
+            StorageError: some are gone; nothing was replaced.
+        """
 
     @abstractmethod
     def discard(self) -> None:
@@ -228,8 +236,9 @@ class LocalDestination(Destination):
         finally:
             os.close(handle)
 
-    def commit(self) -> None:
-        local_folders.make(self._work)  # of a checkpoint without files
+    def commit(self, files: Sequence[PlannedFile]) -> None:
+        if not files:
+            local_folders.make(self._work)
         if self.fsync:
             self._sync_folders()
         with local_locks.locked(self._above, f".{self._name}", _LOCK_S):
@@ -237,6 +246,7 @@ class LocalDestination(Destination):
                 not self._overwrite
             ):
                 raise self._refuse("appeared while this export ran: another was faster", False)
+            self._check_written(files)
             if self.file is not None:
                 with system_calls():
                     os.replace(os.path.join(self._work, self.file), self._final)
@@ -247,6 +257,16 @@ class LocalDestination(Destination):
                 local_folders.sync(self._above, self._final, self._missing + 1)
         local_folders.remove(self._work)  # with what it was exchanged for
         local_folders.remove(self._old)
+
+    def _check_written(self, files: Sequence[PlannedFile]) -> None:
+        """Looks at the files once more: under this lock, `clean` removes what seems forgotten."""
+        for file in files:
+            at = os.path.join(self._work, file.name)
+            if not os.path.isfile(at) or os.path.getsize(at) != file.size:
+                raise StorageError(
+                    f"{self.name}: {file.name} was removed or changed while it was exported; "
+                    "nothing was replaced, export again"
+                )
 
     def _replace_folder(self) -> None:
         if self._in_use and local_folders.exchange(self._work, self._final):
@@ -318,7 +338,7 @@ class ObjectDestination(Destination):
         self._written.append(file.name)
         self.folder.store(self.context).write(file.name, bytes(buffer)).result()
 
-    def commit(self) -> None:
+    def commit(self, files: Sequence[PlannedFile]) -> None:
         """The last file is there already."""
 
     def discard(self) -> None:
@@ -336,9 +356,9 @@ def _tells(key: str) -> bool:
     return name[:1] in (".", "_") or name.endswith(".json") or name == MANIFEST
 
 
-def left_in(folder: str) -> Iterator[tuple[str, str]]:
-    """The names of what exports have left in a folder, or still write, each with the name of a
-    checkpoint that it is and that is missing, so that it has to be put back; else with "".
+def left_in(folder: str) -> Iterator[tuple[str, str, bool]]:
+    """The names of what exports have left in a folder, or still write, each with the name of its
+    destination, and whether it is the checkpoint that is missing there.
 
     Arguments:
         folder: its path.
@@ -347,8 +367,7 @@ def left_in(folder: str) -> Iterator[tuple[str, str]]:
     for name in sorted(there):
         match = _LEFT.fullmatch(name)
         if match is not None and not os.path.islink(os.path.join(folder, name)):
-            is_needed = match["kind"] == _OLD and match["of"] not in there
-            yield name, match["of"] if is_needed else ""
+            yield name, match["of"], match["kind"] == _OLD and match["of"] not in there
 
 
 def restore(folder: str, of: str) -> None:
@@ -359,11 +378,11 @@ def restore(folder: str, of: str) -> None:
         folder: its path.
         of: the name of the checkpoint.
     """
-    for name, _ in left_in(folder):
-        match, at = _LEFT.fullmatch(name), os.path.join(folder, name)
-        if match is None or (match["of"], match["kind"]) != (of, _OLD):
+    for name, destination_of, is_missing in left_in(folder):
+        at = os.path.join(folder, name)
+        if destination_of != of or not name.endswith(f".{_OLD}"):
             continue
-        if os.path.lexists(os.path.join(folder, of)):
+        if not is_missing or os.path.lexists(os.path.join(folder, of)):
             local_folders.remove(at)
             continue
         with system_calls():

@@ -19,6 +19,7 @@ from unickpt.arrays.dtypes import Array
 from unickpt.arrays.host_memory import HostBuffers
 from unickpt.commit.notes import Notes
 from unickpt.errors import (
+    CheckpointCorrupt,
     ProcessFailed,
     SaveConflict,
     SaveTimeout,
@@ -122,7 +123,7 @@ class ExportJob:
                     self._to.check(overwrite)
                     self._complete([self._write_own()])
                     verify()
-                    self._to.commit()
+                    self._to.commit(self._plan.files)
                 except BaseException:
                     with suppress(Exception):
                         self._to.discard()
@@ -148,12 +149,16 @@ class ExportJob:
                 notes.put(_WRITTEN, b"")
             else:
                 self._wait(notes, lambda there: _WRITTEN in there)
-            verify()
+            try:
+                verify()
+            except CheckpointCorrupt:
+                notes.poll()  # or is it that another failed, and took away what it had written?
+                raise
             notes.put(_verified(self._group.index), b"")
             if self._group.index == 0:
                 all_of_them = [_verified(process) for process in range(self._group.count)]
                 self._wait(notes, lambda there: there.issuperset(all_of_them))
-                self._to.commit()
+                self._to.commit(self._plan.files)
                 notes.put(_COMMITTED, b"")
             else:
                 self._wait(notes, lambda there: _COMMITTED in there)
