@@ -31,17 +31,12 @@ import xxhash
 
 import unickpt
 from unickpt.arrays.layout import Layout, Mesh
-from unickpt.commit import places
 from unickpt.commit.attempt import Attempt
-from unickpt.commit.places import Places
 from unickpt.commit.record import CHUNK_DTYPE, Record
-from unickpt.format import chunk_store, index_json
-from unickpt.format.index import INDEX_KEY, ArrayEntry, Index
+from unickpt.format import codec, index_json
+from unickpt.format.index import ArrayEntry, Index
 from unickpt.frameworks.process_group import ProcessGroup
 from unickpt.storage import contexts, paths
-from unickpt.storage.btree import builder
-from unickpt.storage.btree.builder import PLACE_DTYPE
-from unickpt.storage.btree.nodes import DataReference
 
 _COLUMNS = 32
 ROW = np.arange(_COLUMNS, dtype=np.float32)
@@ -95,25 +90,17 @@ def write_parts(job: Job, index: Index, folder: Path) -> int:
     per_process = job.devices * job.rows
     chunks = np.zeros(job.arrays * per_process, CHUNK_DTYPE)
     chunks["array"] = np.repeat(np.arange(job.arrays), per_process)
-    chunks["digest"] = chunk_store.digest(ROW)
-    rows = np.zeros(len(chunks), PLACE_DTYPE)
-    rows["length"] = ROW.nbytes
+    chunks["digest"] = codec.digest(ROW)
+    chunks["length"] = ROW.nbytes
     (folder / "records").mkdir(parents=True)
     for process in range(job.processes):
         own = folder / f"{process:05d}"
         (own / "d").mkdir(parents=True)
         data = f"d/{secrets.token_hex(16)}"
-        at = DataReference(data, 0, ROW.nbytes)
-        description = DataReference(data, ROW.nbytes, len(encoded))
         numbers = range(process * per_process, (process + 1) * per_process)
-        keys = [f"{name}/c/{number}/0".encode() for name in index.arrays for number in numbers]
-        values = [(INDEX_KEY.encode(), description), *((key, at) for key in keys)]
-        manifest, nodes = builder.build(values, "d/nodes")
-        (own / "d" / "nodes").write_bytes(nodes)
-        (own / "manifest.ocdbt").write_bytes(manifest)
         (own / data).write_bytes(ROW.tobytes() + (encoded if process == 0 else b""))
         chunks["chunk"] = np.tile(numbers, job.arrays)
-        record = Record(digest, chunks, places=Places((data,), rows))
+        record = Record(digest, chunks, (data,), described=(0, ROW.nbytes, len(encoded)))
         (folder / "records" / f"{process:05d}.ok").write_bytes(record.encode())
     return digest
 
@@ -129,8 +116,6 @@ class Took:
     """MiB more than before the commit, at most."""
     tree: float
     """MiB of the root's B-tree, with digests and index."""
-    places: float
-    """To look where what one process wrote is."""
     open: float
     read: float
     """To read what one process wrote, from a checkpoint that was just opened."""
@@ -151,9 +136,7 @@ def run(job: Job, parent: Path) -> Took:
     )
     attempt.check_destination(False)
     numbers = range(job.devices * job.rows)
-    keys = [f"{name}/c/{number}/0" for name in index.arrays for number in numbers]
-    looked, found = timed(lambda: places.find(keys, [("", attempt.database(0))]))
-    attempt.publish(replace(own, places=found))
+    attempt.publish(own)
     before, started = _peak(), time.perf_counter()
     commit, _ = timed(lambda: attempt.commit(index, digest, lambda wanted: own))
     commit_s, memory = time.perf_counter() - started, _peak() - before
@@ -164,7 +147,7 @@ def run(job: Job, parent: Path) -> Took:
     if any(row.tobytes() != ROW.tobytes() * len(numbers) for row in rows):
         raise SystemExit(f"{job}: the checkpoint is wrong")
     shutil.rmtree(folder)
-    return Took(commit_s, commit, memory, size, looked, opening, read)
+    return Took(commit_s, commit, memory, size, opening, read)
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
@@ -189,8 +172,8 @@ def run_alone(job: Job, folder: Path) -> Took:
 # --- table and plot -------------------------------------------------------------------------------
 
 _HEAD = """\
-| processes | devices of each | arrays | rows | chunks | commit | us per chunk | memory | B-tree | look | open | read |
-|---|---|---|---|---|---|---|---|---|---|---|---|"""  # noqa: E501
+| processes | devices of each | arrays | rows | chunks | commit | us per chunk | memory | B-tree | open | read |
+|---|---|---|---|---|---|---|---|---|---|---|"""  # noqa: E501
 
 
 def row(job: Job, took: Took) -> str:
@@ -205,7 +188,6 @@ def row(job: Job, took: Took) -> str:
         f"{1e6 * took.commit / job.chunks:.2f}",
         f"{took.memory:.0f} MiB",
         f"{took.tree:.1f} MiB",
-        f"{1e3 * took.places:.1f} ms",
         f"{1e3 * took.open:.1f} ms",
         f"{took.read:.2f} s",
     ]

@@ -28,11 +28,12 @@ from unickpt import (
 )
 from unickpt.commit import attempt, merge, root
 from unickpt.commit.notes import Notes
-from unickpt.format import chunk_store
+from unickpt.format import compression
 from unickpt.saving import chunk_source, save_job, writer
 from unickpt.saving.staging import kept_state
+from unickpt.storage import data_files
+from unickpt.storage.data_files import DataFile
 from unickpt.storage.errors import Failed
-from unickpt.storage.local_database_writer import DataFile, LocalDatabaseWriter
 
 STATE = {f"w{i}": np.arange(100_000.0) + i for i in range(4)}
 # Several transactions, so that some are under way when a later one fails.
@@ -63,11 +64,11 @@ PLACES: list[tuple[Any, str, int, BaseException]] = [
     (save_job.SaveJob, "plan", 1, FULL),
     (DataFile, "add", 1, FULL),
     (DataFile, "add", 25, FULL),
-    (LocalDatabaseWriter, "finish", 1, FULL),
-    (LocalDatabaseWriter, "finish", 1, KeyboardInterrupt()),
-    (chunk_store.ChunkStore, "write", 1, FULL),  # compressed
-    (chunk_store.ChunkStore, "write", 25, FULL),
-    (chunk_store.ChunkStore, "write", 25, KeyboardInterrupt()),
+    (data_files._LocalFile, "close", 1, FULL),
+    (data_files._LocalFile, "close", 2, KeyboardInterrupt()),
+    (compression, "encode", 1, FULL),
+    (compression, "encode", 25, FULL),
+    (compression, "encode", 25, KeyboardInterrupt()),
     (chunk_source, "stage", 20, StateChanged("its memory was freed")),
     (Notes, "publish", 1, FULL),
     (attempt.Attempt, "_collect", 1, KeyboardInterrupt()),
@@ -95,8 +96,7 @@ def test_one_process_leaves_nothing(
         unickpt.save(path, {"old": 1})
     before = everything(tmp_path)
     monkeypatch.setattr(module, name, failing_at(calls, error, getattr(module, name)))
-    compression = "zstd" if module is chunk_store.ChunkStore else None
-    options = replace(OPTIONS, compression=compression)
+    options = replace(OPTIONS, compression="zstd" if module is compression else None)
     with pytest.raises((UnickptError, KeyboardInterrupt)):
         unickpt.save(path, STATE, overwrite=True, options=options)
     assert everything(tmp_path) == before
@@ -108,18 +108,18 @@ def test_one_process_leaves_nothing(
 def test_a_failure_is_told_before_all_that_was_begun_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written: list[str] = []
+    written: list[Any] = []
     real = DataFile.add
 
-    def slow(self: DataFile, key: str, *arguments: Any) -> None:
-        if key.startswith("w0/"):
+    def slow(self: DataFile, value: Any, *arguments: Any) -> None:
+        if value[0][0]:  # of the first array
             raise FULL
         time.sleep(0.05)
-        written.append(key)
-        real(self, key, *arguments)
+        written.append(value)
+        real(self, value, *arguments)
 
     monkeypatch.setattr(DataFile, "add", slow)
-    state = {f"w{n}": np.zeros(8 << 20, np.uint8) for n in range(8)}  # each makes a file
+    state = {f"w{n}": np.full(8 << 20, n == 0, np.uint8) for n in range(8)}  # each makes a file
     with pytest.raises(StorageError, match="no space left"):
         unickpt.save(tmp_path / "c", state, options=SaveOptions(chunk_bytes=1 << 18, fsync=False))
     assert len(written) < 20, "of the 32 chunks of each file that was begun"
@@ -129,8 +129,8 @@ def test_a_failure_is_told_before_all_that_was_begun_is_written(
 def test_a_save_in_the_background_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = writer.Writer._write_batch
-    monkeypatch.setattr(writer.Writer, "_write_batch", failing_at(3, FULL, real))
+    real = writer._Batch.write
+    monkeypatch.setattr(writer._Batch, "write", failing_at(3, FULL, real))
     with unickpt.Checkpointer(tmp_path / "run", options=OPTIONS) as checkpointer:
         pending = checkpointer.save(1, STATE)
         with pytest.raises(UnickptError):
@@ -282,6 +282,7 @@ import torch
 import torch.distributed as dist
 import unickpt
 from unickpt.saving import writer as write
+from unickpt.storage import data_files
 from unickpt.storage.errors import Failed
 
 root, = sys.argv[1:]

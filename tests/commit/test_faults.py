@@ -44,7 +44,7 @@ print(json.dumps([outcome, time.monotonic() - started]))
 STEPS = [
     ("saving.save_job:describe", "before", False),  # planning
     ("saving.chunk_source:stage", "after", False),  # staging
-    ("storage.local_database_writer.DataFile:add", "after", False),  # writing
+    ("storage.data_files.DataFile:add", "after", False),  # writing
     ("commit.attempt.Attempt:publish", "before", False),  # before the record
     ("commit.attempt.Attempt:publish", "during", None),
     ("commit.attempt.Attempt:publish", "after", None),

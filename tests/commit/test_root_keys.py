@@ -20,9 +20,8 @@ from unickpt import CheckpointCorrupt, SaveOptions
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.commit import root_keys
 from unickpt.commit.merge_chunks import BORROWED, MISSING, PATCHED, WHOLE, Chunks
-from unickpt.commit.places import Places
-from unickpt.commit.record import CHUNK_DTYPE, Record
-from unickpt.format import borrowed, chunk_grid, chunk_store, digest_table, index_json, patches
+from unickpt.commit.record import CHUNK_DTYPE, PATCH_DTYPE, Record
+from unickpt.format import borrowed, chunk_grid, digest_table, index_json, patches, zarr_metadata
 from unickpt.format.index import ArrayEntry, BaseEntry, Index
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.storage.btree.builder import PLACE_DTYPE
@@ -83,10 +82,10 @@ def test_keys_ascend_and_each_has_its_own_place(grids: dict[str, list[int]], see
         (part,) = chunk_grid.parts(entry)
         for number in range(part.count):
             if kinds[row] == WHOLE:
-                expected[chunk_store.key_of(part, number).encode()] = row
+                expected[zarr_metadata.chunk_key(part, number).encode()] = row
             elif kinds[row] == PATCHED:
-                expected[chunk_store.key_of(patches.full_of(part), number).encode()] = row
-                expected[chunk_store.key_of(patches.patch_of(part), number).encode()] = patch
+                expected[zarr_metadata.chunk_key(patches.full_of(part), number).encode()] = row
+                expected[zarr_metadata.chunk_key(patches.patch_of(part), number).encode()] = patch
                 patch += 1
             row += 1
     assert found == expected
@@ -118,21 +117,33 @@ def test_tensorstore_reads_what_many_processes_wrote_into_large_grids(tmp_path: 
 
 def record(**changes: Any) -> Record:
     chunks = np.zeros(2, CHUNK_DTYPE)
-    found = Places(("d/1",), places(0, 2), b"abcd")
-    return Record(**{"description": 1, "chunks": chunks, "places": found, **changes})
+    found = {"description": 1, "chunks": chunks, "files": ("d/1",), "inline": b"abcd"}
+    return Record(**{**found, **changes})
 
 
 def with_places(file: int = 0, offset: int = 0, length: int = 0, path: str = "d/1") -> Record:
-    rows = places(0, 2)
-    rows[1] = file, offset, length
-    return record(places=Places((path,), rows, b"abcd"))
+    chunks = np.zeros(2, CHUNK_DTYPE)
+    chunks[1] = 3, 4, 5, file, offset, length
+    return record(chunks=chunks, files=(path,))
+
+
+def with_patches(*rows: tuple[int, int, int, int]) -> Record:
+    return record(patches=np.array(list(rows), PATCH_DTYPE))
 
 
 def test_a_record_says_where_each_value_is() -> None:
-    found = Record.decode(with_places(-1, 1, 3).encode())
-    assert found.places.files == ("d/1",)
-    assert found.places.inline == b"abcd"
-    assert found.places.rows.tolist() == [(0, 0, 0), (-1, 1, 3)]
+    written = replace(
+        with_places(-1, 1, 3),
+        patches=np.array([(1, 0, 7, 8)], PATCH_DTYPE),
+        blobs={"rng": (3, 4, (-1, 0, 3))},
+        described=(0, 9, 10),
+    )
+    found = Record.decode(written.encode())
+    assert (found.files, found.inline) == (("d/1",), b"abcd")
+    assert found.chunks.tolist() == [(0,) * 6, (3, 4, 5, -1, 1, 3)]
+    assert found.patches.tolist() == [(1, 0, 7, 8)]
+    assert found.blobs == written.blobs
+    assert found.described == (0, 9, 10)
 
 
 @pytest.mark.parametrize(
@@ -145,9 +156,12 @@ def test_a_record_says_where_each_value_is() -> None:
         (with_places(-1, 2**64 - 1, 2), "ends after"),
         (with_places(path="../other/d/1"), "not a file of the process"),
         (with_places(path="/etc/passwd"), "not a file of the process"),
-        (record(places=Places(("d/1",), places(0, 1))), "where each value is"),
-        (record(patched=np.array([True, False])), "where each value is"),
-        (record(blobs={"rng": (3, 4)}), "where each value is"),
+        (with_patches((2, 0, 0, 0)), "not of one of its chunks"),
+        (with_patches((1, 0, 0, 0), (1, 0, 0, 0)), "not of one of its chunks"),
+        (with_patches((1, 1, 0, 0)), "not listed"),
+        (record(blobs={"rng": (3, 4, (1, 0, 3))}), "not listed"),
+        (record(blobs={"rng": (3, 4, (-1, 3, 3))}), "ends after"),
+        (record(described=(7, 0, 3)), "not listed"),
     ],
 )
 def test_a_record_that_contradicts_itself_is_refused(wrong: Record, why: str) -> None:

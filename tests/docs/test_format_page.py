@@ -20,7 +20,7 @@ from unickpt import Layout, LocalFragments, Mesh, PerProcess, SaveOptions
 from unickpt.arrays import dtypes
 from unickpt.display import tree_table
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
-from unickpt.format import chunk_grid, chunk_store, index_json, patches, zarr_metadata
+from unickpt.format import chunk_grid, codec, index_json, patches, zarr_metadata
 from unickpt.format.index import INDEX_KEY, ArrayEntry, Index
 from unickpt.quantized import values
 from unickpt.quantized.blocks import Blocks
@@ -127,7 +127,7 @@ def test_the_patched_chunk_of_the_format() -> None:
     chunk = full.copy()
     chunk[[1, 4]] += 10
     stored = bytes.fromhex("".join(code(row[0])[0] for row in table("patched")))
-    of = patches.FullChunk(chunk_store.digest(full))
+    of = patches.FullChunk(codec.digest(full))
     assert patches.encode(full, chunk, of, 38) == stored
     patches.apply(stored, full)
     assert np.array_equal(full, chunk)

@@ -20,7 +20,7 @@ from support.forks import Forks
 
 import unickpt
 from unickpt import Box, CheckpointCorrupt, Layout, LoadOptions, Mesh, UnickptError
-from unickpt.format import chunk_grid, chunk_store, digest_table, index_json, zarr_metadata
+from unickpt.format import chunk_grid, codec, digest_table, index_json, zarr_metadata
 from unickpt.format import index as index_module
 from unickpt.format.index import ArrayEntry
 from unickpt.storage import local_files
@@ -380,7 +380,7 @@ def small() -> tuple[dict[str, bytes], ArrayEntry]:
     """All keys of a sound little checkpoint."""
     data = np.arange(200, dtype=np.float32)
     entry = array("w", (200,), layout=Layout.replicated(1, 1))
-    table = np.array([(chunk_store.digest(data), 0)], digest_table.DTYPE).tobytes()
+    table = np.array([(codec.digest(data), 0)], digest_table.DTYPE).tobytes()
     index, _ = index_of(entry)
     digest = f"{xxhash.xxh3_64_intdigest(table):016x}"
     index = index_module.Index(tree=index.tree, arrays=index.arrays, chunks=1, digests_xxh3=digest)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
-from unickpt.format import chunk_store
+from unickpt.format import codec, compression
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
 from unickpt.format.zarr_metadata import zarr_metadata
@@ -56,7 +56,7 @@ def test_they_are_those_of_tensorstore(
     for number in range(part.count):
         box = part.chunk_box(number)
         one = values[box.slices].copy()
-        array[box.slices].write(chunk_store._as_stored(one, dtype)).result()
+        array[box.slices].write(compression.as_stored(one, dtype)).result()
         expected = kv.read(part.chunk_key(number)).result().value
-        found = b"".join(chunk_store.stored(described, part, one))
+        found = b"".join(codec.raw(part, one))
         assert found == expected, box

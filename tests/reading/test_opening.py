@@ -22,15 +22,15 @@ from support.thread_groups import Threads
 import unickpt
 from unickpt import CheckpointCorrupt, CheckpointNotFound, CheckpointReplaced, StorageError
 from unickpt.commit.attempt import Attempt
-from unickpt.format import chunk_store, digest_table, index_json
+from unickpt.format import chunk_store, codec, digest_table, index_json
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.loading import loader
 from unickpt.reading import checkpoint, chunk_reader, read_plan
 from unickpt.runs.checkpointer import Checkpointer
 from unickpt.storage import contexts, local_files, paths
 from unickpt.storage.btree import nodes
+from unickpt.storage.data_files import DataFile
 from unickpt.storage.database import Database
-from unickpt.storage.local_database_writer import DataFile
 
 # --- overwriting --------------------------------------------------------------------------------
 
@@ -310,7 +310,7 @@ def test_a_bug_is_never_told_as_damage(
         assert found is bug, name
     saving: list[tuple[Any, str]] = [
         (Attempt, "_merge"), (Attempt, "_build_root"), (chunk_store, "_bytes_of"),
-        (chunk_store, "stored"), (DataFile, "add"), (index_json, "encode"),
+        (codec, "encode"), (DataFile, "add"), (index_json, "encode"),
     ]  # fmt: skip
     other = {"w": np.ones(20_000)}
     for holder, name in saving:

@@ -275,7 +275,7 @@ STEPS = [
     ("reuse.base.Base:borrow", "during"),
     ("storage.local_files.RegularFiles:link", "after"),
     ("reuse.base.Base:read", "during"),
-    ("reuse.linked_files.LinkedFiles:publish", "during"),
+    ("reuse.linked_files.LinkedFiles:take", "during"),
     ("saving.writer.Writer:write_more", "during"),
 ]
 COORDINATORS_STEPS = [

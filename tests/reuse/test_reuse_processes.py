@@ -143,9 +143,8 @@ STEPS = [
     ("reuse.base.Base:offer", "during"),
     ("storage.local_files.RegularFiles:link", "before"),
     ("storage.local_files.RegularFiles:link", "after"),
-    ("reuse.linked_files.LinkedFiles:publish", "before"),
-    ("reuse.linked_files.LinkedFiles:publish", "during"),
-    ("reuse.linked_files.LinkedFiles:publish", "after"),
+    ("reuse.linked_files.LinkedFiles:take", "during"),
+    ("reuse.linked_files.LinkedFiles:take", "after"),
 ]
 COORDINATORS_STEPS = [
     *STEPS,

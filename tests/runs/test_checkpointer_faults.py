@@ -53,7 +53,7 @@ MANY = 4
 STEPS = [
     ("saving.save_job:describe", "before"),  # planning
     ("saving.staging.kept_state:stage", "after"),  # staging
-    ("storage.local_database_writer.DataFile:add", "after"),  # writing
+    ("storage.data_files.DataFile:add", "after"),  # writing
     ("commit.attempt.Attempt:publish", "before"),  # before the record
     ("commit.attempt.Attempt:publish", "during"),
     ("commit.attempt.Attempt:publish", "after"),

@@ -43,7 +43,7 @@ from unickpt.saving.save_queue import SaveQueue, SaveRequest
 from unickpt.saving.staging import kept_state
 from unickpt.saving.staging.capture import Capture, CaptureMethod
 from unickpt.saving.staging.host_area import HostArea
-from unickpt.storage.local_database_writer import DataFile
+from unickpt.storage.data_files import DataFile
 
 MIB = 1 << 20
 COPY, LAZY = SaveOptions(staging="copy", fsync=False), SaveOptions(staging="lazy", fsync=False)

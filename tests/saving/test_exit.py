@@ -19,7 +19,7 @@ import numpy as np
 import threading
 import unickpt
 from unickpt.storage import kvstore
-from unickpt.storage.local_database_writer import DataFile
+from unickpt.storage.data_files import DataFile
 
 start = threading.Thread.start
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from unickpt.storage import contexts, ocdbt
 from unickpt.storage.btree import bounded_codecs, builder, nodes
 from unickpt.storage.btree.nodes import DataReference
+from unickpt.storage.errors import Failed
 
 KEYS = st.binary(min_size=0, max_size=12)
 PATHS = st.sampled_from(["a", "d/0123", "d/01ab", "processes/x/00003/d/ff", "b"])
@@ -137,3 +138,17 @@ def test_keys_that_end_in_zeros_stay_apart() -> None:
     values = [(b"k" + b"\0" * n, at) for n in range(50)]
     (leaf,) = found(*builder.build(values, "nodes")).leaves()
     assert leaf.keys == [key for key, _ in values]
+
+
+def test_a_key_that_is_too_long_is_named() -> None:
+    place = np.zeros(1, builder.PLACE_DTYPE)
+
+    def encoded(key: bytes) -> bytes:
+        return builder.encode([builder.Run([key], place)], ["d/1"], b"", lambda n: at(len(n)))[0]
+
+    def at(length: int) -> DataReference:
+        return DataReference("d/2", 0, length)
+
+    assert encoded(b"x" * 65_535)
+    with pytest.raises(Failed, match=r"the key 'layer/xx.*' has 65536 bytes.*shorter name"):
+        encoded(b"layer/" + b"x" * 65_530)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import cached_property, partial
 
 import tensorstore as ts
 import xxhash
@@ -20,10 +21,9 @@ import xxhash
 from unickpt._version import LIBRARY
 from unickpt.commit import attempt_state, borrowers, outcome, root
 from unickpt.commit.attempt_state import AttemptState
-from unickpt.commit.merge import Merged, merge_all
+from unickpt.commit.merge import Merged, Totals, merge_all
 from unickpt.commit.merge_chunks import Requests
 from unickpt.commit.notes import MORE, OK, REQUEST, Announcement, Notes
-from unickpt.commit.outcome import Totals
 from unickpt.commit.progress import reports
 from unickpt.commit.progress.arrivals import Arrivals
 from unickpt.commit.progress.reporter import Reporter
@@ -43,7 +43,7 @@ from unickpt.format import index_json, timing, zarr_metadata
 from unickpt.format.index import BORROWED_KEY, DIGESTS_KEY, INDEX_KEY, Index
 from unickpt.frameworks.process_group import Group
 from unickpt.reuse import linked_files
-from unickpt.storage import errors
+from unickpt.storage import data_files, errors
 from unickpt.storage.database import Database, digest_of
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
@@ -74,7 +74,6 @@ class Attempt:
         self._folder = location.child(f"processes/{name}")
         self._root = Root(Database(location, context))
         self._notes = Notes(self._folder, group, context, timeout_s)
-        self._waits = Waits(location, self._folder, context, group.index, group.count)
         self._arrivals, self._timing = Arrivals(group.count), b""
         self._missing = location.count_missing()
         self._state = AttemptState.OPEN
@@ -85,8 +84,14 @@ class Attempt:
         """The statistics in each process's record, once the coordinator has committed."""
         self.bases: tuple[str, ...] = ()
         self.differences: Sequence[Difference] = ()
-        self.quantized: Mapping[str, tuple[float, float]] = {}
         """The arrays that were assumed to be replicas but differ; likewise."""
+        self.quantized: Mapping[str, tuple[float, float]] = {}
+        """The errors of quantised arrays; likewise."""
+
+    @cached_property
+    def _waits(self) -> Waits:
+        group = self.group
+        return Waits(self.location, self._folder, self.context, group.index, group.count)
 
     def check_destination(self, overwrite: bool) -> None:
         """Refuses a destination that is in use.
@@ -121,12 +126,12 @@ class Attempt:
         self._become(AttemptState.WRITING)
 
     def make_folder(self) -> None:
-        """Creates this attempt's folder, if the storage has folders.
+        """Creates this process's folder, if the storage has folders.
 
         Raises:
             StorageError: names the directory that cannot be created.
         """
-        self._folder.make()
+        self.folder_of(self.group.index).child(data_files.FOLDER).make()
 
     def check_new(self) -> None:
         """Refuses an attempt name that was used before: its old records would be taken for new.
@@ -147,10 +152,6 @@ class Attempt:
     def folder_of(self, process: int) -> Location:
         """The folder in which a process writes."""
         return self._folder.child(f"{process:05d}")
-
-    def database(self, process: int) -> Database:
-        """The database of what a process writes."""
-        return Database(self.folder_of(process), self.context)
 
     def reporter(self) -> Reporter:
         """Says now and then, while a save takes long, how far this process is."""
@@ -185,8 +186,8 @@ class Attempt:
     def publish(self, record: Record, kind: str = OK) -> None:
         """Publishes this process's record, which ends its part."""
         own = self.folder_of(self.group.index)
-        self._sync(own.child("d"))
-        if record.linked:
+        self._sync(own.child(data_files.FOLDER))
+        if any(path.startswith(f"{linked_files.FOLDER}/") for path in record.files):
             self._sync(own.child(linked_files.FOLDER))
         is_coordinator = self.group.index == 0
         self._become(AttemptState.MERGING if is_coordinator else AttemptState.PUBLISHED)
@@ -365,8 +366,10 @@ class Attempt:
         Raises:
             SaveTimeout: it took too long; names the processes whose records are missing.
         """
+        if self.group.count > 1:
+            ready = self._waits.patiently(ready, late)
         try:
-            return self._notes.wait(self._waits.patiently(ready, late))
+            return self._notes.wait(ready)
         except TimeoutError:
             missing = self._notes.late(processes, kind)
         raise self._waits.timeout(missing, self.timeout_s)
@@ -405,7 +408,8 @@ class Attempt:
                 raise self._conflict(f"between the start of process 0 and of process {process}")
         merged = self._merge(own, records, write_more)
         self._timing = timing.encode(self._arrivals.timing(records))
-        borrowers.mark(self.location, merged.index.bases, self.context)
+        if merged.index.bases:
+            borrowers.mark(self.location, merged.index.bases, self.context)
         manifest = self._build_root(merged)
         totals = Totals.of(merged.index)
         older = self.location.child("processes").folders(self.context)
@@ -445,23 +449,29 @@ class Attempt:
 
     def _described(self, own: Mapping[int, Index], records: Records) -> dict[int, Index]:
         """The processes' descriptions by their digests; equal ones are read once."""
-        first: dict[int, int] = {}
+        first: dict[int, tuple[int, Record]] = {}
         for process, record in records:
             if record.description not in own:
-                first.setdefault(record.description, process)
-        reads = {
-            digest: self.database(process).store().read(INDEX_KEY)
-            for digest, process in first.items()
-        }
+                first.setdefault(record.description, (process, record))
+        reads = {digest: self._read_description(*by) for digest, by in first.items()}
         described = dict(own)
         for digest, read in reads.items():
-            data, where = read.result().value, str(self.database(first[digest]))
+            process, data = first[digest][0], read()
+            where = str(self.folder_of(process))
             if xxhash.xxh3_64_intdigest(data) != digest:
-                raise StorageError(
-                    f"{where}: the description of process {first[digest]} is damaged"
-                )
+                raise StorageError(f"{where}: the description of process {process} is damaged")
             described[digest] = index_json.decode(data, where, partial=True)
         return described
+
+    def _read_description(self, process: int, record: Record) -> Callable[[], bytes]:
+        assert record.described is not None, "only the coordinator does not write its own"
+        number, offset, length = record.described
+        within = slice(offset, offset + length)
+        if number < 0:
+            return partial(bytes, record.inline[within])
+        store = self.folder_of(process).store(self.context)
+        read = store.read(record.files[number], byte_range=within)
+        return lambda: bytes(read.result().value)
 
     def _build_root(self, merged: Merged) -> bytes:
         """Writes the root's B-tree, which refers to the processes' data; returns its manifest."""
@@ -480,7 +490,9 @@ class Attempt:
 
     def _announce(self, manifest: bytes, totals: Totals) -> None:
         """Announces what is about to be committed, unless a process has given up meanwhile."""
-        replaced = outcome.replaced(self.location, self._digest_found, self._notes_of)
+        replaced = {}
+        if self._digest_found:
+            replaced = outcome.replaced(self.location, self._digest_found, self._notes_of)
         if self.group.count > 1 or replaced:
             announcement = Announcement(digest_of(manifest), vars(totals), replaced)
             self._notes.announce(announcement)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import xxhash
 
@@ -34,6 +35,18 @@ class Merged:
     differences: Sequence[Difference]
 
 
+@dataclass(frozen=True)
+class Totals:
+    """Number of arrays of a checkpoint, and their logical bytes."""
+
+    arrays: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, index: Index) -> Totals:
+        return cls(len(index.arrays), sum(entry.nbytes for entry in index.arrays.values()))
+
+
 def merge_all(
     records: Records, described: Mapping[int, Index], request: Callable[[Requests], Records]
 ) -> Merged:
@@ -51,10 +64,10 @@ def merge_all(
     arrays = {digest: list(index.arrays) for digest, index in described.items()}
     names = [arrays[record.description] for _, record in records]
     index = with_boxes(unite(records, described), records, names)
-    replicas = Replicas(records, names)
-    assumed, winners = replicas.names, dict[str, int]()
+    replicas = Replicas(records, names) if len(records) > 1 else None
+    assumed, winners = set[str]() if replicas is None else replicas.names, dict[str, int]()
     chunks = merged_chunks(index, records, names, assumed)
-    differences = replicas.differences(chunks.contested)
+    differences = [] if replicas is None else replicas.differences(chunks.contested)
     if differences:
         winners = {found.name: found.stored for found in differences}
         chunks = merged_chunks(index, records, names, assumed, winners)
@@ -71,7 +84,7 @@ def merge_all(
         arrays=with_patches(
             with_errors(index, written, names, winners), chunks.patched(index.arrays)
         ),
-        metadata=with_steps(index.metadata, [(p, record.experts) for p, record in records]),
+        metadata=_metadata(index, records),
         per_process=per_process(index, records),
         chunks=len(chunks.table),
         reused=int(sum(record.statistics.get("reused_bytes", 0) for _, record in written)),
@@ -82,3 +95,9 @@ def merge_all(
         borrowed_xxh3=f"{xxhash.xxh3_64_intdigest(lent):016x}" if chunks.bases else "",
     )
     return Merged(index, chunks, differences)
+
+
+def _metadata(index: Index, records: Records) -> Mapping[str, Any]:
+    """The metadata, with the steps of experts, if some may be left out of a save."""
+    steps = [(process, record.experts) for process, record in records]
+    return with_steps(index.metadata, steps) if any(each for _, each in steps) else index.metadata

@@ -14,7 +14,7 @@ import numpy as np
 
 from unickpt.arrays.box import Box
 from unickpt.commit import chunk_owners
-from unickpt.commit.record import Names, Record, Records
+from unickpt.commit.record import ELSEWHERE, Names, Place, Record, Records
 from unickpt.errors import CoverageError
 from unickpt.format import borrowed, chunk_grid, digest_table
 from unickpt.format.index import ArrayEntry, BaseEntry, Index
@@ -29,8 +29,6 @@ WHOLE, PATCHED, BORROWED, MISSING = range(4)
 Requests = dict[int, dict[str, list[int]]]
 """For each process the positions of chunks by array name."""
 Column = np.ndarray[Any, Any]
-Place = tuple[int, int, int]
-"""An element of `PLACE_DTYPE`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,25 +170,34 @@ class _Listed:
 
     def _place(self, own: slice, process: int, record: Record) -> None:
         """Fills in how and where a record's chunks are stored."""
-        places, count = record.places.rows.copy(), len(record.chunks)
-        places["file"][places["file"] >= 0] += len(self.files)
-        if record.places.inline:
+
+        def numbered(table: Column) -> Column:
+            """Where values are, numbered after those of the records before."""
+            places = np.zeros(len(table), PLACE_DTYPE)
+            for name in PLACE_DTYPE.names or ():
+                places[name] = table[name]
             places["offset"][places["file"] == INLINE] += np.uint64(self._nbytes)
-            self.inline.append(record.places.inline)
-            self._nbytes += len(record.places.inline)
-        self.files += [(process, path) for path in record.places.files]
-        self.place[own] = places[:count]
+            places["file"][places["file"] >= 0] += len(self.files)
+            return places
+
+        self.place[own] = numbered(record.chunks)
         if record.base is not None:
-            self.kind[own][record.borrowed] = BORROWED
+            self.kind[own][record.chunks["file"] == ELSEWHERE] = BORROWED
             self.base[own] = self.bases.setdefault(record.base, len(self.bases))
-        patches = places[count : len(places) - len(record.blobs)]
-        if len(patches):
-            self.kind[own][record.patched] = PATCHED
-            self.patch[own][record.patched] = self._patch_count + np.arange(len(patches))
-            self.patches.append(patches)
-            self._patch_count += len(patches)
-        for name, place in zip(record.blobs, places[count + len(patches) :].tolist(), strict=True):
-            self.blobs[blob_key(name, process)] = place
+        if len(record.patches):
+            rows = record.patches["row"].astype(np.int64)
+            self.kind[own][rows] = PATCHED
+            self.patch[own][rows] = self._patch_count + np.arange(len(rows))
+            self.patches.append(numbered(record.patches))
+            self._patch_count += len(rows)
+        if record.blobs:
+            places = np.array([place for _, _, place in record.blobs.values()], PLACE_DTYPE)
+            for name, place in zip(record.blobs, numbered(places).tolist(), strict=True):
+                self.blobs[blob_key(name, process)] = place
+        self.files += [(process, path) for path in record.files]
+        if record.inline:
+            self.inline.append(record.inline)
+            self._nbytes += len(record.inline)
 
 
 class _Positions:

@@ -228,6 +228,6 @@ def per_process(index: Index, records: Records) -> dict[str, PerProcessEntry]:
                 "process must save one"
             )
     return {
-        name: PerProcessEntry(tuple(record.blobs[name] for _, record in records))
+        name: PerProcessEntry(tuple(record.blobs[name][:2] for _, record in records))
         for name in index.per_process
     }

@@ -4,31 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import tensorstore as ts
 
 from unickpt.commit import version
+from unickpt.commit.merge import Totals
 from unickpt.commit.notes import Notes
 from unickpt.format import index_json
-from unickpt.format.index import INDEX_KEY, Index
+from unickpt.format.index import INDEX_KEY
 from unickpt.storage.database import Database
 from unickpt.storage.locations import Location
 
 _MOST_REPLACED = 16
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Number of arrays of a checkpoint, and their logical bytes."""
-
-    arrays: int
-    nbytes: int
-
-    @classmethod
-    def of(cls, index: Index) -> Totals:
-        return cls(len(index.arrays), sum(entry.nbytes for entry in index.arrays.values()))
 
 
 NotesOf = Callable[[str], Notes]
@@ -68,10 +56,8 @@ def replaced(location: Location, root: str, notes_of: NotesOf) -> dict[str, Any]
 
     Arguments:
         location, notes_of: as for `committed`.
-        root: the digest of the root's manifest that is about to be replaced; empty if none is.
+        root: the digest of the root's manifest that is about to be replaced.
     """
-    if not root:
-        return {}
     with suppress(Exception):  # without it, such a process reports a conflict
         found = version.version_at(location)
         if found is not None and found.digest == root and found.attempt:

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from unickpt.commit import root_keys
-from unickpt.commit.merge_chunks import Chunks, Place
+from unickpt.commit.merge_chunks import Chunks
+from unickpt.commit.record import Place
 from unickpt.errors import StorageError
 from unickpt.format.index import Index
 from unickpt.storage.btree import builder

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from unickpt.commit.merge_chunks import PATCHED, WHOLE, Chunks, Place
-from unickpt.format import chunk_grid, chunk_store, patches
+from unickpt.commit.merge_chunks import PATCHED, WHOLE, Chunks
+from unickpt.commit.record import Place
+from unickpt.format import chunk_grid, patches, zarr_metadata
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.zarr_metadata import join_key
@@ -46,7 +47,7 @@ def runs(index: Index, chunks: Chunks, extra: Mapping[str, Place]) -> Iterator[R
         for part in chunk_grid.parts(entry):
             count = part.count
             if count == 1 and is_whole:
-                keys.append(chunk_store.key_of(part, 0).encode())
+                keys.append(zarr_metadata.chunk_key(part, 0).encode())
                 rows.append(first)
             else:
                 own = slice(first, first + count)

@@ -1,10 +1,9 @@
-"""The chunks of a database: how each is written, read and verified."""
+"""The chunks of a database: how each is read and verified."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,20 +17,21 @@ from unickpt.errors import (
     CheckpointReplaced,
     StorageError,
     UnsupportedFormat,
-    UnsupportedLeaf,
     naming_memory,
 )
 from unickpt.format import patches
 from unickpt.format.chunk_grid import Part
+from unickpt.format.codec import bytes_of, digest
+from unickpt.format.compression import as_stored
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import ChunkId
-from unickpt.format.zarr_metadata import Codecs, join_key, zarr_metadata
+from unickpt.format.zarr_metadata import Codecs, chunk_key, zarr_metadata
 from unickpt.quantized import values
 from unickpt.quantized.blocks import stored_bytes
 from unickpt.storage import ocdbt
 from unickpt.storage.database import Database
 from unickpt.storage.errors import Damaged, Failed, reading_failed
-from unickpt.storage.kvstore import Future, KvStore, asking
+from unickpt.storage.kvstore import asking
 from unickpt.storage.local_database import LocalDatabaseReader
 
 # Opening an array costs TensorStore about 80 us, which dominates for a small chunk. Below this size
@@ -43,69 +43,6 @@ BELIEVED = 16 << 20
 _MOST_PER_BYTE = 1 << 16
 # Only the index says how much memory a compressed chunk takes, so that is bounded.
 COMPRESSED_MOST = 1 << 30
-
-
-def digest(chunk: Array) -> int:
-    """xxh3-64 of a chunk's logical elements: row-major, little-endian."""
-    return xxhash.xxh3_64_intdigest(_bytes_of(chunk).data)
-
-
-def digest_as_stored(entry: ArrayEntry, chunk: Array) -> int:
-    """The digest of a chunk of an array; if it is quantised, of the bytes that are stored.
-
-    Raises:
-        UnsupportedLeaf: it cannot be quantised.
-    """
-    return digest(chunk if entry.quantized is None else quantized(entry, chunk).data)
-
-
-def nbytes_as_stored(entry: ArrayEntry, shape: Sequence[int]) -> int:
-    """The bytes that are stored of a chunk, before compression."""
-    if entry.quantized is None:
-        return math.prod(shape) * entry.itemsize
-    return stored_bytes(shape, entry.dtype, entry.quantized)
-
-
-def quantized(entry: ArrayEntry, chunk: Array) -> values.Encoded:
-    """A chunk of a quantised array as it is stored.
-
-    Raises:
-        UnsupportedLeaf: it cannot be quantised; names the array.
-    """
-    assert entry.quantized is not None
-    try:
-        return values.encode(chunk, entry.quantized)
-    except values.NotQuantizable as error:
-        raise UnsupportedLeaf(
-            f"array {entry.name!r} ({entry.dtype_and_shape}) cannot be stored as "
-            f"{entry.quantized} (SaveOptions.quantize): {error}. Leave it out, with None for its "
-            "name before the pattern that matches it"
-        ) from None
-
-
-def stored(entry: ArrayEntry, part: Part, chunk: Array) -> tuple[memoryview, ...]:
-    """A chunk as Zarr stores it without compression, in parts: its elements, or more.
-
-    A chunk at the end of a part is stored as long as the others: the rest is zero.
-
-    Arguments:
-        entry: the array.
-        part: the part of the array.
-        chunk: its elements; of a quantised array, what `quantized` made of them.
-    """
-    own = _bytes_of(chunk).data
-    if entry.quantized is not None or chunk.shape == part.chunk:
-        return (own,)
-    if chunk.shape[1:] == part.chunk[1:]:
-        rest = math.prod(part.chunk) * chunk.itemsize - chunk.nbytes
-        return own, memoryview(bytes(rest))
-    whole = np.zeros(part.chunk, chunk.dtype)
-    whole[tuple(slice(size) for size in chunk.shape)] = chunk
-    return _bytes_of(whole).data, memoryview(b"")
-
-
-def _bytes_of(chunk: Array) -> Array:
-    return np.ascontiguousarray(chunk).reshape(-1).view(np.uint8)
 
 
 class ChunkStore:
@@ -125,11 +62,6 @@ class ChunkStore:
         self._local = self.values if isinstance(self.values, LocalDatabaseReader) else None
         self._open: dict[str, ts.TensorStore] = {}
         self._backed: set[str] = set()
-
-    @cached_property
-    def store(self) -> KvStore:
-        """The database as a key-value store, for writing; readers do not need it."""
-        return self.database.store()
 
     def array(self, entry: ArrayEntry, part: Part) -> ts.TensorStore:
         """The zarr array of a part, opened without I/O.
@@ -159,27 +91,11 @@ class ChunkStore:
             self._open[part.key] = found
         return found
 
-    def write(
-        self, entry: ArrayEntry, part: Part, number: int, chunk: Array, transaction: ts.Transaction
-    ) -> Future[Any]:
-        """Adds a chunk to a transaction; `chunk` must stay unchanged until that is committed.
-
-        Of a quantised array, `chunk` is what `quantized` made of it.
-        """
-        if entry.quantized is not None or self._is_raw(part, chunk.shape, entry):
-            store = self.store.with_transaction(transaction)
-            return store.write(key_of(part, number), _bytes_of(chunk).tobytes())
-        box = part.chunk_box(number).relative_to(part.box.start)
-        target = self.array(entry, part).with_transaction(transaction)[box.slices]
-        stored = _as_stored(chunk, entry.dtype)
-        with asking():
-            return Future(target.write(stored, can_reference_source_data_indefinitely=True).copy)
-
     def request(self, chunks: Sequence[ChunkId]) -> Sequence[Any]:
         """Starts to read the small ones among chunks, whose bytes TensorStore need not decode; None
         for the others, and for those of which `read` will say what is wrong."""
         keys = [
-            key_of(part, number) if self._is_small(entry, part, number) else None
+            chunk_key(part, number) if self._is_small(entry, part, number) else None
             for entry, part, number in chunks
         ]
         found = self.values.request_all([key for key in keys if key is not None])
@@ -267,8 +183,8 @@ class ChunkStore:
         if self._local is not None and plain:
             hashers = [xxhash.xxh3_64() for _ in plain]
             done = self._local.read_each(
-                [key_of(*chunks[at][1:]) for at in plain],
-                [_bytes_of(out[at]).data for at in plain],
+                [chunk_key(*chunks[at][1:]) for at in plain],
+                [bytes_of(out[at]).data for at in plain],
                 [math.prod(chunks[at][1].chunk) * out[at].itemsize for at in plain],
                 [hasher.update for hasher in hashers] if hashed else None,
             )
@@ -318,7 +234,7 @@ class ChunkStore:
         """
         if not entry.patched:
             return None
-        key = key_of(patches.patch_of(part), number)
+        key = chunk_key(patches.patch_of(part), number)
         length, most = self.values.length(key), part.chunk_box(number).size * entry.itemsize
         if length is None:
             return None
@@ -334,7 +250,7 @@ class ChunkStore:
         """
         if not entry.patched:
             return False
-        return self.values.length(key_of(patches.patch_of(part), number)) is not None
+        return self.values.length(chunk_key(patches.patch_of(part), number)) is not None
 
     def stored_part(self, entry: ArrayEntry, part: Part, number: int) -> Part:
         """Where a whole chunk is: the chunk, or the full chunk that its patch refers to.
@@ -367,9 +283,9 @@ class ChunkStore:
             return digest(data) if hashed else None
         if self._local is not None and requested is None and self._is_plain(entry, part, out):
             whole = math.prod(part.chunk) * out.itemsize
-            hasher, key = xxhash.xxh3_64(), key_of(part, number)
+            hasher, key = xxhash.xxh3_64(), chunk_key(part, number)
             look = hasher.update if hashed else None
-            self._local.read_into(key, _bytes_of(out).data, whole, look)
+            self._local.read_into(key, bytes_of(out).data, whole, look)
             return hasher.intdigest() if hashed else None
         if requested is not None:
             result = requested.result()
@@ -377,10 +293,10 @@ class ChunkStore:
                 found = len(result.value) if result.state == "value" else "no"
                 raise Damaged(f"{found} bytes stored, {out.nbytes} expected")
             # Unlike NumPy, this keeps the GIL, for which other threads would compete.
-            _bytes_of(out).data[:] = result.value
+            bytes_of(out).data[:] = result.value
         else:
             local = part.chunk_box(number).relative_to(part.box.start)
-            target = ts.array(_as_stored(out, entry.dtype), context=self.database.context)
+            target = ts.array(as_stored(out, entry.dtype), context=self.database.context)
             self.check_backed(entry, part, number)
             self.values.check(part.key)
             source = self.array(entry, part)[local.slices]
@@ -399,7 +315,7 @@ class ChunkStore:
         assert entry.quantized is not None
         shape = part.chunk_box(number).shape
         length = stored_bytes(shape, entry.dtype, entry.quantized)
-        data = self.read_key(key_of(part, number), length, requested)
+        data = self.read_key(chunk_key(part, number), length, requested)
         if data is None:
             raise Damaged(f"no bytes stored, {length} expected")
         return np.frombuffer(data, np.uint8)
@@ -444,7 +360,7 @@ class ChunkStore:
             raise Damaged(f"a compressed chunk of {nbytes} bytes is not allowed")
         else:
             least = -(-nbytes // _MOST_PER_BYTE) if self.codecs else nbytes
-        if not self.values.has(key_of(part, number), least):
+        if not self.values.has(chunk_key(part, number), least):
             raise Damaged(f"no bytes stored, {least} expected")
         with naming_memory(f"{self.location}: array {entry.name!r}, a chunk"):
             np.empty(nbytes, np.uint8)
@@ -460,16 +376,6 @@ class ChunkStore:
         if self.codecs or shape != part.chunk:
             return False
         return math.prod(shape) * dtypes.from_name(entry.dtype).itemsize <= SMALL
-
-
-def key_of(part: Part, number: int) -> str:
-    """The key of a chunk in the database."""
-    return join_key(part.key, part.chunk_key(number))
-
-
-def _as_stored(chunk: Array, dtype: str) -> Array:
-    stored = ts.dtype(dtypes.stored_as(dtype)).numpy_dtype
-    return chunk if chunk.dtype == stored else chunk.view(stored)
 
 
 def unless_replaced(found: Exception, database: Database) -> Exception:

@@ -170,7 +170,7 @@ class OcdbtReader(Reader):
                 for number in range(part.count):
                     base = self._base_of(entry, part, number)
                     if base is not None:
-                        yield self._borrowed_value(base, chunk_store.key_of(part, number))
+                        yield self._borrowed_value(base, zarr_metadata.chunk_key(part, number))
 
     def _borrowed_value(self, base: int, key: str) -> tuple[str, bytes]:
         store = self._bases[base]
@@ -254,7 +254,7 @@ class OcdbtReader(Reader):
             self.read_chunk(entries[at], part, 0, None, out[at])
         if rows is None:
             return ()
-        hashed: Sequence[Any] = out  # as `chunk_store.digest`, of what is contiguous
+        hashed: Sequence[Any] = out  # as `codec.digest`, of what is contiguous
         digests = zip(map(xxhash.xxh3_64_intdigest, hashed), rows["digest"].tolist(), strict=True)
         return [at for at, (found, stored) in enumerate(digests) if found != stored]
 
@@ -290,7 +290,7 @@ class OcdbtReader(Reader):
         store = self._store_of(entry, part, number)
         try:
             there = store.stored_part(entry, part, number)
-            return store.values.tree.find(chunk_store.key_of(there, number))
+            return store.values.tree.find(zarr_metadata.chunk_key(there, number))
         except Failed as error:
             raise self._explained(error, entry) from error
 
@@ -303,7 +303,7 @@ class OcdbtReader(Reader):
         """
         store = self._store_of(entry, part, number)
         try:
-            key = chunk_store.key_of(store.stored_part(entry, part, number), number)
+            key = zarr_metadata.chunk_key(store.stored_part(entry, part, number), number)
             store.values.has(key, store.values.length(key) or 0)
         except Failed as error:
             raise self._explained(error, entry) from error
@@ -458,7 +458,7 @@ class OcdbtReader(Reader):
         for process in range(len(blobs)) if of is None else of:
             size, digest = blobs[process]
             data = self.read_key(blob_key(name, process), size)
-            if chunk_store.digest(np.frombuffer(data, np.uint8)) != digest:
+            if xxhash.xxh3_64_intdigest(data) != digest:
                 raise self.damaged(
                     f"the value of process {process} for {name!r} does not match its digest"
                 )

@@ -50,5 +50,5 @@ def read(
 
 
 def _key_of(entry: ArrayEntry) -> str:
-    """As `chunk_store.key_of`, of an array's only chunk."""
+    """As `zarr_metadata.chunk_key`, of an array's only chunk."""
     return join_key(entry.name, only_key(len(entry.shape)))

@@ -96,3 +96,8 @@ def zarr_keys(index: Index) -> dict[str, bytes]:
 
 def join_key(prefix: str, key: str) -> str:
     return f"{prefix}/{key}" if prefix else key
+
+
+def chunk_key(part: Part, number: int) -> str:
+    """The key of a chunk in the database."""
+    return join_key(part.key, part.chunk_key(number))

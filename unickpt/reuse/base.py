@@ -8,20 +8,20 @@ the new checkpoint borrows them from the one beside it (`siblings`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import threading
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import tensorstore as ts
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.host_memory import Scratch
 from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, StorageError, UnickptError
-from unickpt.format import chunk_grid, chunk_store, ocdbt_reader, patches
+from unickpt.format import chunk_grid, codec, ocdbt_reader, patches
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, BaseEntry, Index
 from unickpt.format.ocdbt_reader import OcdbtReader
@@ -45,20 +45,17 @@ FAULTY = (
 _NEXT = "Nothing was saved; the next save writes all experts"
 
 
+Taken = DataReference | BaseEntry
+"""Where a chunk is that was taken: in a file, below the folder of the process, or in a checkpoint
+beside the new one."""
+
+
 class Share(Protocol):
     """How a checkpoint refers to chunks of its base. What stays alive for them, a *unit*, stays as
     a whole."""
 
     takes_full_chunks: bool
     """Whether patches can refer to its chunks."""
-
-    @property
-    def linked(self) -> int:
-        """The number of chunks that were taken in linked files."""
-
-    @property
-    def borrowed(self) -> Mapping[BaseEntry, set[tuple[str, int]]]:
-        """The chunks that were taken of checkpoints beside this one: part's key, and number."""
 
     def find(self, entry: ArrayEntry, part: Part, number: int) -> Any:
         """Where a chunk of the base is; None if it cannot be referred to."""
@@ -76,17 +73,13 @@ class Share(Protocol):
     def is_older(self, where: Any) -> bool:
         """Whether the base itself took a chunk from an earlier checkpoint."""
 
-    def take(self, where: Any, part: Part, number: int, *, as_full: bool = False) -> bool:
-        """Refers to a chunk; False if it has to be written after all.
+    def take(self, where: Any, *, as_full: bool = False) -> Taken | None:
+        """Refers to a chunk; None if it has to be written after all.
 
         Arguments:
             where: of the chunk.
-            part, number: of the chunk in the base.
             as_full: whether a patch will refer to it, or to what its own patch refers to.
         """
-
-    def publish(self, context: ts.Context) -> None:
-        """Writes what is needed to find the chunks that were taken."""
 
 
 @dataclass(frozen=True)
@@ -189,10 +182,12 @@ class Compared:
 
     Arguments:
         digest: of the chunk.
-        patch: what differs from a full chunk that the base has, if that is little.
+        taken: where it is; None if it has to be written.
+        patch: what is to be written, as what was taken is a full chunk that differs by so little.
     """
 
     digest: int
+    taken: Taken | None = None
     patch: bytes | None = None
 
 
@@ -207,7 +202,7 @@ class Base:
 
     def __init__(self, reader: OcdbtReader, share: Share | None, how: How) -> None:
         self._reader, self.share, self._how = reader, share, how
-        self._scratch = Scratch()
+        self._scratch, self._lock = Scratch(), threading.Lock()
         self._parts: dict[str, dict[str, tuple[int, Part]]] = {}
         self._candidates: dict[tuple[str, int], _Candidate] = {}
         self._is_faulty = False
@@ -243,7 +238,7 @@ class Base:
         for entry, part, number in chunks:
             found = self._find(entry, part, number)
             if found is not None and found.where is not None:
-                nbytes = chunk_store.nbytes_as_stored(entry, part.chunk_box(number).shape)
+                nbytes = codec.nbytes_as_stored(entry, part.chunk_box(number).shape)
                 self._candidates[part.key, number] = found
                 unit = share.unit(found.where)
                 used[unit] = used.get(unit, 0) + nbytes
@@ -301,30 +296,36 @@ class Base:
         found = self._find(entry, part, number)
         return None if found is None else found.digest
 
-    def takes(self, part: Part, number: int, digest: Callable[[], int], chunk: Array) -> bool:
-        """Whether the base has a chunk, which is then not to be written.
+    def compare(self, entry: ArrayEntry, part: Part, number: int, chunk: Array) -> Compared:
+        """Takes a chunk, or what differs little from it, if the base has that; several threads may
+        call it.
 
         Arguments:
-            part, number: of the chunk.
-            digest: returns its digest.
+            entry, part, number: which chunk.
             chunk: its elements, or the bytes that would be stored of a quantised one.
         """
+        digest = codec.digest(chunk)
         found = self._candidates.get((part.key, number))
-        if found is None or found.is_patched or digest() != found.digest:
-            return False
-        if self._how.compare and not self._is_equal(found, number, chunk):
-            return False
-        return self._take(found, number)
+        if found is None:
+            return Compared(digest)
+        if not found.is_patched and digest == found.digest:
+            is_equal = not self._how.compare or self._is_equal(found, number, chunk)
+            return Compared(digest, self._take(found, number) if is_equal else None)
+        patch = self._patch(found, number, chunk) if self.patches(entry) else None
+        taken = None if patch is None else self._take(found, number, patch)
+        return Compared(digest, taken, None if taken is None else patch)
 
-    def _take(self, found: _Candidate, number: int, patch: bytes | None = None) -> bool:
-        share, is_patch = self.share, patch is not None
-        if share is None:
-            return False
-        if not share.take(found.where, found.part, number, as_full=is_patch):
-            self._warn("a file of it can no longer be linked")
-            return False
-        self.nbytes += found.part.chunk_box(number).size * found.entry.itemsize - len(patch or b"")
-        return True
+    def _take(self, found: _Candidate, number: int, patch: bytes | None = None) -> Taken | None:
+        if self.share is None:
+            return None
+        with self._lock:
+            taken = self.share.take(found.where, as_full=patch is not None)
+            if taken is None:
+                self._warn("a file of it can no longer be linked")
+                return None
+            nbytes = found.part.chunk_box(number).size * found.entry.itemsize
+            self.nbytes += nbytes - len(patch or b"")
+            return taken
 
     # --- patches ----------------------------------------------------------------------------------
 
@@ -333,33 +334,20 @@ class Base:
         can = self._how.patch and self.share is not None and self.share.takes_full_chunks
         return can and entry.quantized is None
 
-    def compared(self, part: Part, number: int, chunk: Array) -> Compared:
-        """Compares a chunk with that of the base; several threads may call it.
-
-        Arguments:
-            part, number: of the chunk.
-            chunk: its elements.
-        """
-        digest = chunk_store.digest(chunk)
-        found = self._candidates.get((part.key, number))
-        if found is None or (digest == found.digest and not found.is_patched):
-            return Compared(digest)
-        if self.comparable_at_once(chunk.nbytes) < 1:
-            return Compared(digest)
-        try:
-            return Compared(digest, self._patch(found, number, chunk))
-        except UnickptError as error:  # it is damaged, and must not be referred to
-            self._warn(error)
-            return Compared(digest)
-
     def comparable_at_once(self, nbytes: int) -> int:
         """How many chunks of a size the memory allows to compare at the same time."""
         return self._how.budget_bytes // (_COPIES * max(1, nbytes))
 
     def _patch(self, found: _Candidate, number: int, chunk: Array) -> bytes | None:
-        """What differs from the full chunk; None if that is too much."""
+        """What differs from the full chunk; None if that is too much, or cannot be told."""
+        if self.comparable_at_once(chunk.nbytes) < 1:
+            return None
         full = self._scratch.array(chunk.shape, chunk.dtype)
-        of = self._reader.read_full(found.entry, found.part, number, found.row, full)
+        try:
+            of = self._reader.read_full(found.entry, found.part, number, found.row, full)
+        except UnickptError as error:  # it is damaged, and must not be referred to
+            self._warn(error)
+            return None
         # Neither what compression saves nor padding counts. Patches grow from step to step. Once
         # all since the chunk was written whole take as much as it, it is time to write it whole:
         # for steady growth, the best time.
@@ -367,22 +355,18 @@ class Base:
         most = min(int(_MOST_OF_CHUNK * whole), whole - of.spent)
         return patches.encode(full, chunk, of, most)
 
-    def take_full(self, part: Part, number: int, patch: bytes) -> bool:
-        """Takes the chunk to which a patch of `compared` refers; False if it cannot be."""
-        return self._take(self._candidates[part.key, number], number, patch)
-
     # --- chunks that the save does not have -------------------------------------------------------
 
-    def borrow(self, part: Part, number: int) -> bool:
-        """Takes a chunk, whatever it holds; False if it must be copied."""
+    def borrow(self, part: Part, number: int) -> Taken | None:
+        """Takes a chunk, whatever it holds; None if it must be copied."""
         found = self._candidates.get((part.key, number))
-        return found is not None and not found.is_patched and self._take(found, number)
+        return None if found is None or found.is_patched else self._take(found, number)
 
     def digest(self, entry: ArrayEntry, part: Part, number: int) -> int:
         """The digest of a chunk as the base has it. Raises as `read`."""
         with self._naming(entry, part, number):
             found = self._candidates.get((part.key, number)) or self._find(entry, part, number)
-        return chunk_store.digest(self.read(entry, part, number)) if found is None else found.digest
+        return codec.digest(self.read(entry, part, number)) if found is None else found.digest
 
     def read(self, entry: ArrayEntry, part: Part, number: int) -> Array:
         """Reads a chunk of the save from the base, in whatever chunks it has it.

@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from dataclasses import replace
 
-import tensorstore as ts
-
-from unickpt.format import chunk_store, patches
 from unickpt.format.chunk_grid import Part
-from unickpt.format.index import ArrayEntry, BaseEntry
+from unickpt.format.index import ArrayEntry
 from unickpt.format.ocdbt_reader import OcdbtReader
-from unickpt.storage.btree import builder
 from unickpt.storage.btree.nodes import DataReference
-from unickpt.storage.database import Database
 from unickpt.storage.local_files import RegularFiles
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
 
 FOLDER = "reused"
-"""In the folder of a process: the linked files, and the database that refers to their chunks."""
+"""In the folder of a process: the linked files."""
 # Of a data file's bytes, the share that a process must use of it to link it.
 _LEAST_USED = 0.5
-_NODES, _PROBE = "nodes", "probe"
-
-
-def database(folder: Location, context: ts.Context) -> Database:
-    """The database that refers to the chunks in files that a process linked.
-
-    Arguments:
-        folder: in which the process writes.
-        context: the TensorStore context of the save.
-    """
-    return Database(folder.child(FOLDER), context)
+_PROBE = "probe"
 
 
 class LinkedFiles:
@@ -51,14 +36,7 @@ class LinkedFiles:
         self._reader, self._files = reader, files
         self.takes_full_chunks = True
         self._folder, self._fsync = folder.child(FOLDER), fsync
-        self.borrowed: Mapping[BaseEntry, set[tuple[str, int]]] = {}
         self._names: dict[str, str | None] = {}
-        self._taken: list[tuple[bytes, DataReference]] = []
-
-    @property
-    def linked(self) -> int:
-        """The number of chunks that were taken."""
-        return len(self._taken)
 
     def are_possible(self) -> bool:
         """Whether both checkpoints are in one file system, and it has links."""
@@ -86,15 +64,10 @@ class LinkedFiles:
         """Whether the data file was linked already."""
         return f"/{FOLDER}/" in where.path
 
-    def take(self, where: DataReference, part: Part, number: int, *, as_full: bool = False) -> bool:
-        """Refers to a chunk; False if its file cannot be linked."""
+    def take(self, where: DataReference, *, as_full: bool = False) -> DataReference | None:
+        """Refers to a chunk; None if its file cannot be linked."""
         name = self._linked(where.path)
-        if name is None:
-            return False
-        linked = DataReference(name, where.offset, where.length)
-        new = patches.full_of(part) if as_full else part
-        self._taken.append((chunk_store.key_of(new, number).encode(), linked))
-        return True
+        return None if name is None else replace(where, path=f"{FOLDER}/{name}")
 
     def _linked(self, path: str) -> str | None:
         """The name of a file of the base in this process's folder; None if it cannot be linked."""
@@ -106,16 +79,3 @@ class LinkedFiles:
             at = f"{self._folder.spec['path']}{name}"
             self._names[path] = name if self._files.link(path, at, fsync=self._fsync) else None
         return self._names[path]
-
-    def publish(self, context: ts.Context) -> None:
-        """Writes the database that refers to the chunks that were taken.
-
-        Arguments:
-            context: the TensorStore context of the save.
-        """
-        if self._taken:
-            manifest, nodes = builder.build(self._taken, _NODES)
-            store = self._folder.store(context)
-            # At once: nobody looks for either before the record is published.
-            for written in [store.write(_NODES, nodes), store.write(MANIFEST, manifest)]:
-                written.result()

@@ -7,10 +7,6 @@ one-shot differential; when too much has changed since, the next checkpoint is w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import tensorstore as ts
-
 from unickpt.format import borrowed
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, BaseEntry
@@ -28,14 +24,12 @@ class Siblings:
         reader: of the checkpoint before.
     """
 
-    linked = 0
     takes_full_chunks = False
 
     def __init__(self, reader: OcdbtReader) -> None:
         self._reader = reader
         own = BaseEntry(borrowed.name_of(reader.location), reader.manifest_digest)
         self.base = reader.index.bases[0] if reader.index.bases else own
-        self._taken: set[tuple[str, int]] = set()
 
     def is_worthwhile(self) -> bool:
         """Whether enough of the base is still in use. All processes find the same."""
@@ -62,19 +56,6 @@ class Siblings:
         """Whether the base borrowed it, too."""
         return bool(self._reader.index.bases)
 
-    def take(
-        self, where: bytes | DataReference, part: Part, number: int, *, as_full: bool = False
-    ) -> bool:
+    def take(self, where: bytes | DataReference, *, as_full: bool = False) -> BaseEntry | None:
         """Borrows a chunk; no full chunk."""
-        if as_full:
-            return False
-        self._taken.add((part.key, number))
-        return True
-
-    @property
-    def borrowed(self) -> Mapping[BaseEntry, set[tuple[str, int]]]:
-        """By the base, the part's key and the number of each chunk that was borrowed."""
-        return {self.base: self._taken} if self._taken else {}
-
-    def publish(self, context: ts.Context) -> None:
-        """Does nothing: the index will name the base."""
+        return None if as_full else self.base

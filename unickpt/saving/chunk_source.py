@@ -10,7 +10,7 @@ from typing import Protocol
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.host_memory import HostBuffers
 from unickpt.errors import StateChanged
-from unickpt.format import chunk_store
+from unickpt.format import codec
 from unickpt.frameworks.host_copy import stage
 from unickpt.reuse.base import Base
 from unickpt.saving.write_plan import WriteItem
@@ -98,7 +98,7 @@ class DirectSource:
     def digest(self, item: WriteItem) -> int:
         staged = self.fetch(item)
         try:
-            return chunk_store.digest_as_stored(item.entry, staged.data)
+            return codec.digest_as_stored(item.entry, staged.data)
         finally:
             staged.release()
 

@@ -139,10 +139,11 @@ def describe(
         raise unstorable(bad)
     if group.count == 1:
         check_quantized(options, entries)
-    try:
-        check_counts(experts)
-    except ValueError as error:
-        raise UnsupportedLeaf(str(error)) from None
+    if experts:
+        try:
+            check_counts(experts)
+        except ValueError as error:
+            raise UnsupportedLeaf(str(error)) from None
     index = Index(
         tree=tree.to_json(node),
         arrays=entries,
@@ -190,7 +191,9 @@ def _entry(name: str, source: ArraySource, options: SaveOptions, single: int | N
             f"{chunk_store.COMPRESSED_MOST}; lower SaveOptions.chunk_bytes, or do not compress"
         )
     boxes = source.boxes if source.boxes is not None else () if source.layout is None else None
-    codes = choice.codes_for(options.quantize, name, dtype, source.shape, source.prng)
+    codes = None
+    if options.quantize:
+        codes = choice.codes_for(options.quantize, name, dtype, source.shape, source.prng)
     return ArrayEntry(
         name, source.shape, dtype, chunk, source.layout, cut, boxes, source.prng, codes
     )
@@ -202,6 +205,8 @@ def check_quantized(options: SaveOptions, arrays: Iterable[str]) -> None:
     Raises:
         UnsupportedLeaf: names the patterns.
     """
+    if not options.quantize:
+        return
     try:
         choice.check_used(options.quantize, arrays)
     except ValueError as error:

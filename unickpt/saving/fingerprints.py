@@ -13,7 +13,7 @@ import xxhash
 from unickpt.arrays import dtypes
 from unickpt.arrays.dtypes import Array
 from unickpt.commit.record import REPLICA_DTYPE, Record
-from unickpt.format import chunk_store
+from unickpt.format import codec
 from unickpt.frameworks.protocol import ArraySource, Fragment
 from unickpt.saving.write_plan import WriteItem
 
@@ -60,7 +60,7 @@ def _fingerprint(found: Array, source: ArraySource) -> int:
     native = source.dtype.newbyteorder("=")
     if native == np.bool_:  # a bool may be any byte in memory
         found = np.not_equal(np.ascontiguousarray(found).view(np.uint8), 0)
-    what = f"{dtypes.name_of(native)} {source.shape} {chunk_store.digest(found.astype(native)):x}"
+    what = f"{dtypes.name_of(native)} {source.shape} {codec.digest(found.astype(native)):x}"
     return xxhash.xxh3_64_intdigest(what.encode())
 
 

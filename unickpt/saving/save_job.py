@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from enum import Enum, auto
 from functools import cached_property, partial
@@ -12,7 +12,7 @@ from typing import Any
 
 from unickpt.commit import replicas
 from unickpt.commit.attempt import Attempt, WriteMore
-from unickpt.commit.outcome import Totals
+from unickpt.commit.merge import Totals
 from unickpt.commit.progress.reporter import Reporter
 from unickpt.commit.progress.reports import Report
 from unickpt.commit.record import Record
@@ -97,7 +97,6 @@ class SaveJob:
         """How many processes share the memory of this node."""
         self.working_bytes = share(options.budget_bytes, self.on_node)
         """Memory of this process to write with, in bytes."""
-        self._writer: Writer | None = None
         self._has_begun = False  # to make folders
         self._samples: dict[int, Callable[[], int]] = {}
 
@@ -193,8 +192,6 @@ class SaveJob:
             if isinstance(raised, Exception):
                 error = self._attempt.explained(raised)
             self._attempt.publish_error(error, refused=refused)
-            if self._writer is not None:
-                self._writer.settle()
             if self._has_begun or self.group.count > 1:
                 self._attempt.discard()
             if error is raised:
@@ -220,10 +217,9 @@ class SaveJob:
             before_commit: called by the coordinator right before the commit; likewise.
         """
         timings = self.timings
-        process = self.group.index
         with (
             self.failing(),
-            reporting(self.options.progress, "saving", process) as told,
+            self._reporting() as told,
             closing(self._attempt.reporter()) as reporter,
         ):
             with timings.phase("write"):
@@ -256,8 +252,17 @@ class SaveJob:
             replicas.warn(self._attempt.differences)
         return report
 
+    def _reporting(self) -> AbstractContextManager[ProgressFunction | None]:
+        """What is told of the bytes that are done, if anything is."""
+        progress = self.options.progress
+        return reporting(progress, "saving", self.group.index) if progress else nullcontext()
+
     def _write(
-        self, plan: WritePlan, source: ChunkSource, reporter: Reporter, told: ProgressFunction
+        self,
+        plan: WritePlan,
+        source: ChunkSource,
+        reporter: Reporter,
+        told: ProgressFunction | None,
     ) -> tuple[Writer, Record]:
         self.check_destination()
         self._has_begun = True
@@ -266,7 +271,7 @@ class SaveJob:
         self._become(SaveState.WRITING)
         if base is not None:
             source = BorrowingSource(source, base)
-        self._writer = writer = Writer(
+        writer = Writer(
             self._attempt, self.description, self.working_bytes, source, base, reuses, told
         )
         total = sum(item.nbytes for item in plan.own)
@@ -371,6 +376,8 @@ class SaveJob:
 
     def _with_replicas(self, record: Record, plan: WritePlan, source: ChunkSource) -> Record:
         """A record with fingerprints of this process's assumed replicas."""
+        if not (self.options.check_replicas or self._samples):
+            return record
         if self.options.check_replicas:
             rows = fingerprints.whole(plan.held, record, source.digest)
         else:

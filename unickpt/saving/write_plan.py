@@ -11,7 +11,7 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.commit import chunk_owners
 from unickpt.commit.chunk_owners import Shared
-from unickpt.format import chunk_grid, chunk_store
+from unickpt.format import chunk_grid, codec
 from unickpt.format.chunk_grid import Part
 from unickpt.format.coverage import check_boxes
 from unickpt.format.index import ArrayEntry
@@ -127,7 +127,7 @@ def _shared(run: Sequence[WriteItem]) -> Shared:
     box, replicas = first.fragment.box, first.fragment.replicas
     nbytes = 0
     if len(replicas) > 1:
-        nbytes = sum(chunk_store.nbytes_as_stored(first.entry, item.box.shape) for item in run)
+        nbytes = sum(codec.nbytes_as_stored(first.entry, item.box.shape) for item in run)
     return Shared(first.part.key, box.start, replicas, len(run), nbytes)
 
 

@@ -1,11 +1,12 @@
-"""Write: staged chunks -> this process's own database, a bounded number of bytes at a time."""
+"""Write: staged chunks -> data files, a bounded number of bytes at a time, and a record of them."""
 
 from __future__ import annotations
 
 import itertools
 import os
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
@@ -14,31 +15,41 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from unickpt.commit import places
 from unickpt.commit.attempt import Attempt
-from unickpt.commit.places import Places
-from unickpt.commit.record import CHUNK_DTYPE, Record
-from unickpt.format import chunk_store, patches
-from unickpt.format.chunk_grid import Part
-from unickpt.format.chunk_store import ChunkStore
-from unickpt.format.index import INDEX_KEY
-from unickpt.frameworks.per_process import blob_key
-from unickpt.progress import ProgressFunction, nothing
-from unickpt.reuse import linked_files
-from unickpt.reuse.base import Base
-from unickpt.saving.batches import Batch, Digest, batches_for
+from unickpt.commit.record import CHUNK_DTYPE, ELSEWHERE, PATCH_DTYPE, Place, Record
+from unickpt.errors import StorageError
+from unickpt.format import codec
+from unickpt.format.index import BaseEntry
+from unickpt.progress import ProgressFunction
+from unickpt.reuse.base import Base, Taken
 from unickpt.saving.chunk_source import ChunkSource, StagedChunk
 from unickpt.saving.describe import Description
 from unickpt.saving.write_plan import WriteItem
+from unickpt.storage import contexts, data_files
+from unickpt.storage.btree.builder import INLINE, PLACE_DTYPE
+from unickpt.storage.data_files import DataFile
 from unickpt.threads import Window, Workers, in_batches
 
 _MOST_CHUNKS = 16384  # of a batch
 _MOST_THREADS = 16  # which also quantise, or compare with the base
 _LOOK_EVERY_S = 0.5
+_HASHED_FIRST_BYTES = 64 << 10  # of so little, the cache has all when it is written
+
+# Measured: with more threads than CPUs pieces fall out of the cache; but those that wait for the
+# disk are idle, so that durable saves have twice as many.
+_THREADS = max(2, min(8, os.cpu_count() or 1))
+# In the background of a training loop each keeps a CPU busy, which it may need (measured, too).
+_THREADS_BEHIND = max(1, min(8, (os.cpu_count() or 1) // 4))
+_THREADS_REMOTE = 4  # each waits for its object
+_FILE_BYTES = 256 << 20  # of a file at most, unless one chunk is larger
+_LEAST_FILE_BYTES, _LEAST_OBJECT_BYTES = 8 << 20, 64 << 20
+_FILES_EACH = 8  # so many for each thread, so that they end together
+# In the background of a training loop, which needs the GIL, a thread should rarely ask for it.
+_PIECE_BEHIND = 8 << 20
 
 
 class Writer:
-    """Stages, hashes and writes chunks in transactions.
+    """Stages, encodes, hashes and writes chunks, each batch of them as one file.
 
     Arguments:
         attempt: the attempt to save that this is part of.
@@ -47,7 +58,7 @@ class Writer:
         source: provides the chunks.
         base: the earlier checkpoint whose chunks are not written again.
         reuses: whether that goes for all chunks that are equal, or only for those of other experts.
-        told: called with the bytes that are done and those in total.
+        told: called with the bytes that are done and those in total; None for nobody.
     """
 
     def __init__(
@@ -58,23 +69,20 @@ class Writer:
         source: ChunkSource,
         base: Base | None = None,
         reuses: bool = False,
-        told: ProgressFunction = nothing,
+        told: ProgressFunction | None = None,
     ) -> None:
         self._attempt, self._description, self._budget = attempt, description, budget_bytes
-        database = attempt.database(attempt.group.index)
-        self._store = ChunkStore(database, description.index.codecs)
         self._source = source
         self._base, self._looked_in = base, base if reuses else None
-        self._batches = batches_for(self._store, behind=source.behind)
-        self.nbytes, self.stored_bytes, self.count = 0, 0, 0
+        self._folder = attempt.folder_of(attempt.group.index)
+        self._is_local = self._folder.is_local
+        self.is_stopped = False
+        """Whether something has failed, so that no further chunk needs to be written."""
+        self.nbytes, self.stored_bytes, self.count, self.patched = 0, 0, 0, 0
+        """Of what was written: logical bytes, bytes before compression, chunks; of these, those
+        that are patches."""
         self._told, self._done, self._total = told, 0, 0
         self._errors: dict[int, tuple[float, float]] = {}
-        self._patched: set[tuple[str, int]] = set()
-
-    @property
-    def patched(self) -> int:
-        """The number of chunks that were written as patches."""
-        return len(self._patched)
 
     @property
     def reused_bytes(self) -> int:
@@ -86,30 +94,35 @@ class Writer:
         started = time.perf_counter()
         self._total = sum(item.nbytes for item in items)
         self._count(0)
-        blobs, sources = self._description.blobs, self._description.sources
-        rest = {blob_key(name, self._attempt.group.index): data for name, data in blobs.items()}
-        found = self._take_or_write(items, rest, {INDEX_KEY: self._description.encoded})
-        arrays = self._description.index.arrays.items()
-        return Record(
-            description=self._description.digest,
+        description, process = self._description, self._attempt.group.index
+        blobs, sources = description.blobs, description.sources
+        # The coordinator has its own.
+        values = [*blobs.values(), *([description.encoded] if process > 0 else [])]
+        done = self._take_or_write(items, values)
+        places = dict(zip(blobs, done.others, strict=False))
+        return done.record(
+            description.digest,
             boxes={
                 number: tuple(f.box for f in sources[name].fragments)
-                for number, (name, entry) in enumerate(arrays)
+                for number, (name, entry) in enumerate(description.index.arrays.items())
                 if entry.boxes == ()
             },
-            blobs={name: (len(b), xxhash.xxh3_64_intdigest(b)) for name, b in blobs.items()},
+            blobs={
+                name: (len(b), xxhash.xxh3_64_intdigest(b), places[name])
+                for name, b in blobs.items()
+            },
+            described=done.others[-1] if process > 0 else None,
             statistics={"bytes": self.nbytes, "seconds": time.perf_counter() - started},
             errors=self._errors,
-            **found,
         )
 
     def write_more(self, items: Sequence[WriteItem]) -> Record:
         """Writes chunks that the coordinator asked for after all had written theirs."""
         before, count = self.reused_bytes, self.count
         nbytes, stored_bytes = self.nbytes, self.stored_bytes
-        found = self._take_or_write(items, {}, {})
-        return Record(
-            description=self._description.digest,
+        done = self._take_or_write(items, [])
+        return done.record(
+            self._description.digest,
             statistics={
                 "reused_bytes": self.reused_bytes - before,
                 "bytes": self.nbytes - nbytes,
@@ -117,61 +130,28 @@ class Writer:
                 "chunks": self.count - count,
             },
             errors=self._errors,
-            **found,
         )
 
-    def _take_or_write(
-        self, items: Sequence[WriteItem], blobs: dict[str, bytes], rest: dict[str, bytes]
-    ) -> dict[str, Any]:
-        """Takes from the base what it has, and writes the rest; returns what a record says."""
+    def _take_or_write(self, items: Sequence[WriteItem], values: Sequence[bytes]) -> _References:
+        """Takes from the base what it has, and writes the rest, and some other values."""
         if self._base is None:
-            chunks = self._write(items, {**blobs, **rest})
-            own = [chunk_store.key_of(item.part, item.number) for item in items]
-            return {"chunks": chunks, "places": self._places([*own, *blobs])}
+            return self._write(items, _References(items), values)
         offered = items if self._looked_in else [item for item in items if item.borrowed]
         self._base.offer((item.entry, item.part, item.number) for item in offered)
         if not self._source.behind:  # staged copies come in the order of the plan
             items = self._likely_changed_first(items, self._base)
-        others, taken = list[WriteItem](), list[WriteItem]()
+        others, taken = list[WriteItem](), list[tuple[WriteItem, Taken]]()
         for item in items:
-            is_taken = item.borrowed and self._base.borrow(item.part, item.number)
-            (taken if is_taken else others).append(item)
-        self._count(sum(item.nbytes for item in taken))
-        written = self._write(others, {**blobs, **rest}, self._looked_in)
-        digests = map(self._source.digest, taken)
-        found: dict[str, Any] = {"chunks": np.concatenate([written, self._table(taken, digests)])}
-        every = [(item.part, item.number) for item in [*others, *taken]]
-        if self._patched:
-            found["patched"] = np.array([(part.key, n) in self._patched for part, n in every])
-        share, elsewhere = self._base.share, set[tuple[str, int]]()
-        if share is not None:
-            share.publish(self._attempt.context)
-            found["linked"] = share.linked
-            for base, elsewhere in share.borrowed.items():
-                of = [(part.key, number) in elsewhere for part, number in every]
-                found |= {"base": base, "borrowed": np.array(of)}
-        keys = [self._key(part, n) if (part.key, n) not in elsewhere else None for part, n in every]
-        patch_keys = [
-            chunk_store.key_of(patches.patch_of(part), n)
-            for part, n in every
-            if (part.key, n) in self._patched
-        ]
-        return {**found, "places": self._places([*keys, *patch_keys, *blobs])}
-
-    def _key(self, part: Part, number: int) -> str:
-        """Of a chunk, or of the full chunk that its patch refers to."""
-        is_patched = (part.key, number) in self._patched
-        return chunk_store.key_of(patches.full_of(part) if is_patched else part, number)
-
-    def _places(self, keys: Sequence[str | None]) -> Places:
-        """Where the values of keys are, as the databases of this process say."""
-        attempt = self._attempt
-        databases = [("", attempt.database(attempt.group.index))]
-        if self._base is not None and self._base.share is not None and self._base.share.linked:
-            folder = attempt.folder_of(attempt.group.index)
-            linked = linked_files.database(folder, attempt.context)
-            databases.append((f"{linked_files.FOLDER}/", linked))
-        return places.find(keys, databases)
+            at = self._base.borrow(item.part, item.number) if item.borrowed else None
+            if at is None:
+                others.append(item)
+            else:
+                taken.append((item, at))
+        self._count(sum(item.nbytes for item, _ in taken))
+        done = _References([*others, *(item for item, _ in taken)])
+        for row, (item, at) in enumerate(taken, len(others)):
+            done.take(row, at, self._source.digest(item))
+        return self._write(others, done, values, self._looked_in)
 
     @staticmethod
     def _likely_changed_first(items: Sequence[WriteItem], base: Base) -> Sequence[WriteItem]:
@@ -183,74 +163,69 @@ class Writer:
 
         return sorted(items, key=rank)
 
-    def settle(self) -> None:
-        """Waits, after a failure, until all writes in progress have ended."""
-        self._batches.settle()
-
     def _write(
-        self, items: Sequence[WriteItem], rest: dict[str, bytes], base: Base | None = None
-    ) -> Any:
+        self,
+        items: Sequence[WriteItem],
+        done: _References,
+        values: Sequence[bytes],
+        base: Base | None = None,
+    ) -> _References:
+        """Writes chunks, which are the first rows of `done`, and values."""
         size_of = attrgetter("nbytes")
-        most_bytes = self._batches.most_bytes(sum(map(size_of, items)))
-        most_bytes = min(most_bytes, max(1, self._budget // 4))
+        threads = self._threads(items)
+        most_bytes = self._batch_bytes(sum(map(size_of, items)))
         # The rest of the budget is for what is needed besides the data.
-        window = Window(self._budget - most_bytes, self._batches.at_once)
-        digests: list[Digest] = []
-        looked = time.monotonic()
+        window = Window(self._budget - most_bytes, threads + 1)  # so that no thread waits
+        looked, first = time.monotonic(), 0
         # Each makes a file: one expert's, so that a later save needs all of it or nothing.
         batches = [
             batch
             for _, run in itertools.groupby(items, attrgetter("expert"))
             for batch in in_batches(run, _MOST_CHUNKS, most_bytes, size_of)
-        ] or [[]]
-        workers = Workers(self._threads(items), behind=self._source.behind)
+        ] or ([[]] if values else [])
+        workers = Workers(threads, behind=self._source.behind)
         with workers as pool, self._stopping():
             for batch in batches:
                 while not self._source.ready(batch) and window.wait_oldest():
                     pass  # the chunks staged next may need the memory that this releases
                 size = sum(item.nbytes for item in batch)
                 window.make_room(size)
-                begun = self._batches.begin(pool, last=batch is batches[-1])
-                if batch is batches[0]:  # not in the file of an expert
-                    for key, data in rest.items():
-                        begun.put(key, data)
-                held, wait = self._write_batch(batch, begun, pool, digests, base)
-                window.add(held, partial(self._end_batch, wait, size))
+                chunks = [self._source.fetch(item) for item in batch]
+                # The first batch, which is none of an expert, has the other values.
+                work = _Batch(self, done, first, batch, chunks, () if first else values, base)
+                held = sum(chunk.nbytes for chunk in chunks) + self._copies * size
+                window.add(held, partial(self._end_batch, pool.submit(work.write), work, size))
+                first += len(batch)
                 if time.monotonic() - looked > _LOOK_EVERY_S:
                     self._attempt.check_others()
                     looked = time.monotonic()
             window.drain()
-            self._batches.finish()
-            return self._table(items, [result() for result in digests])
+        return done
 
-    @contextmanager
-    def _stopping(self) -> Iterator[None]:
-        """A failure is told when what was begun has ended, not all that waits for its turn."""
-        try:
-            yield
-        except BaseException:
-            self._batches.stop()
-            raise
+    @property
+    def _copies(self) -> int:
+        """How often an object is in memory while it is written."""
+        return 0 if self._is_local else 2
 
-    def _end_batch(self, wait: Callable[[], None], nbytes: int) -> None:
-        wait()
-        self._count(nbytes)
+    def _batch_bytes(self, total: int) -> int:
+        """How large a batch may be."""
+        if self._is_local:
+            each = max(total // (self._file_threads * _FILES_EACH), _LEAST_FILE_BYTES)
+        else:
+            each = max(total // self._file_threads, _LEAST_OBJECT_BYTES)
+        return min(each, _FILE_BYTES, max(1, self._budget // (4 + 2 * self._copies)))
 
-    def _count(self, nbytes: int) -> None:
-        """Counts chunks that are written, or need not be; more may be requested than planned."""
-        self._done += nbytes
-        self._told(min(self._done, self._total), self._total)
-
-    def _table(self, items: Sequence[WriteItem], digests: Iterable[int]) -> Any:
-        table = np.zeros(len(items), CHUNK_DTYPE)
-        table["array"] = [item.array for item in items]
-        table["chunk"] = [item.position for item in items]
-        table["digest"] = list(digests)
-        return table
+    @property
+    def _file_threads(self) -> int:
+        """How many files are written at once."""
+        if not self._is_local:
+            return _THREADS_REMOTE
+        threads = _THREADS_BEHIND if self._source.behind else _THREADS
+        return 2 * threads if contexts.is_durable(self._attempt.context) else threads
 
     def _threads(self, items: Sequence[WriteItem]) -> int:
-        """How many threads hash, quantise and compare."""
-        threads = self._batches.threads
+        """How many threads write, and so hash, quantise and compare."""
+        threads = self._file_threads
         compared = [item.nbytes for item in items if self._patches(item)]
         if not compared and not any(item.entry.quantized for item in items):
             return threads
@@ -264,95 +239,226 @@ class Writer:
         """Whether a chunk may be written as a patch."""
         return self._looked_in is not None and self._looked_in.patches(item.entry)
 
-    def _write_batch(
+    @contextmanager
+    def _stopping(self) -> Iterator[None]:
+        """A failure is told when what was begun has ended, not all that waits for its turn."""
+        try:
+            yield
+        except BaseException:
+            self.is_stopped = True
+            raise
+
+    def new_file(self) -> DataFile:
+        """A file for a batch."""
+        piece = _PIECE_BEHIND if self._source.behind else data_files.PIECE_BYTES
+        return data_files.new_file(self._folder, self._attempt.context, piece)
+
+    def encode(self, item: WriteItem, chunk: Any) -> codec.Encoded:
+        """A chunk as it is stored."""
+        return codec.encode(item.entry, item.part, self._description.index.codecs, chunk)
+
+    def _end_batch(self, wait: Callable[[], None], batch: _Batch, nbytes: int) -> None:
+        wait()
+        for chunk in batch.chunks:  # from whose memory it was written
+            chunk.release()
+        batch.chunks = ()
+        self.nbytes += batch.nbytes
+        self.stored_bytes += batch.stored_bytes
+        self.count += batch.count
+        self.patched += batch.patched
+        for array, (absolute, relative) in batch.errors:
+            known = self._errors.get(array, (0.0, 0.0))
+            self._errors[array] = max(known[0], absolute), max(known[1], relative)
+        self._count(nbytes)
+
+    def _count(self, nbytes: int) -> None:
+        """Counts chunks that are written, or need not be; more may be requested than planned."""
+        self._done += nbytes
+        if self._told is not None:
+            self._told(min(self._done, self._total), self._total)
+
+
+class _Batch:
+    """Chunks that one thread writes to a file.
+
+    Arguments:
+        writer: of the save.
+        done: where it notes where they are.
+        first: the row of the first chunk there.
+        items, chunks: which they are, and their elements.
+        values: what else is written to the file.
+        base: where equal chunks may be.
+    """
+
+    def __init__(
         self,
+        writer: Writer,
+        done: _References,
+        first: int,
         items: Sequence[WriteItem],
-        batch: Batch,
-        pool: Workers,
-        digests: list[Digest],
+        chunks: Sequence[StagedChunk],
+        values: Sequence[bytes],
         base: Base | None,
-    ) -> tuple[int, Callable[[], None]]:
-        """Starts to write chunks; returns the memory they hold and a function that waits."""
-        staged: list[StagedChunk] = []
-        held, begin = 0, len(digests)
-        prepared = self._prepared(items, pool, base)
-        # A chunk that may be in the base, or is quantised, is hashed before it is written; others
-        # meanwhile.
-        waits = base is not None or any(item.entry.quantized for item in items)
-        for item, chunk, found in list(prepared) if waits else prepared:
-            digest: Digest | None = found
-            if item.entry.quantized is not None:
-                chunk, digest = self._quantized(item, chunk, found)
-            elif base is not None and base.patches(item.entry):
-                compared = found()
-                digest = partial(int, compared.digest)
-                if self._write_patch(item, compared.patch, batch):
-                    held += len(compared.patch)
-                    chunk.release()
-                    digests.append(digest)
-                    continue
-            if (
-                digest is not None
-                and base is not None
-                and base.takes(item.part, item.number, digest, chunk.data)
+    ) -> None:
+        self._writer, self._done, self._first = writer, done, first
+        self._items, self.chunks, self._values, self._base = items, chunks, values, base
+        self.nbytes = self.stored_bytes = self.count = self.patched = 0
+        self.errors: list[tuple[int, tuple[float, float]]] = []
+        self._rows: list[int] = []  # of each value in the file, and -1 - row for patches
+
+    def write(self) -> None:
+        """Writes the file.
+
+        Raises:
+            Failed: the storage failed.
+            UnsupportedLeaf: a chunk cannot be quantised.
+        """
+        file = self._writer.new_file()
+        try:
+            for row, (item, chunk) in enumerate(
+                zip(self._items, self.chunks, strict=True), self._first
             ):
-                chunk.release()
-                digests.append(digest)
-                continue
-            if item.entry.quantized is None:
-                staged.append(chunk)
-            digests.append(batch.put_chunk(item, chunk, digest))
-            self.nbytes += item.nbytes
-            self.stored_bytes += chunk.data.nbytes
-            self.count += 1
-        ended = batch.end()
-        hashing = digests[begin:]
+                if self._writer.is_stopped:
+                    file.abandon()
+                    return
+                self._add(file, row, item, chunk.data)
+            for value in self._values:
+                file.add((memoryview(value),))
+            file.close()
+        except BaseException:
+            file.abandon()
+            raise
+        self._done.add(file, self._rows, len(self._values))
 
-        def wait() -> None:
-            ended()
-            for result in hashing:
-                result()  # before the memory is reused for the next chunks
-            for chunk in staged:  # which was written from this memory
-                chunk.release()
-            staged.clear()
+    def _add(self, file: DataFile, row: int, item: WriteItem, data: Any) -> None:
+        encoded, digest = None, None
+        if item.entry.quantized is not None:
+            encoded = self._writer.encode(item, data)
+            data = np.frombuffer(encoded.value[0], np.uint8)
+            if encoded.errors is not None:
+                self.errors.append((item.array, encoded.errors))
+        if self._base is not None:
+            compared = self._base.compare(item.entry, item.part, item.number, data)
+            digest = compared.digest
+            if compared.taken is not None:
+                self._done.take(row, compared.taken, digest)
+                if compared.patch is not None:
+                    self._add_patch(file, row, compared.patch)
+                return
+        value, known, _ = encoded or self._writer.encode(item, data)
+        digest = known if digest is None else digest
+        if digest is None and len(value[0]) <= _HASHED_FIRST_BYTES:
+            digest = xxhash.xxh3_64_intdigest(value[0])
+        if digest is None:
+            hasher = xxhash.xxh3_64()
+            file.add(value, hasher.update)
+            digest = hasher.intdigest()
+        else:
+            file.add(value)
+        self._rows.append(row)
+        self._done.chunks["digest"][row] = digest
+        self.nbytes += item.nbytes
+        self.stored_bytes += data.nbytes
+        self.count += 1
 
-        return held + batch.held, wait
-
-    def _write_patch(self, item: WriteItem, patch: bytes | None, batch: Batch) -> bool:
-        """Writes a chunk as a patch, if there is one, and its full chunk can be taken."""
-        assert self._base is not None
-        if patch is None or not self._base.take_full(item.part, item.number, patch):
-            return False
-        batch.put(chunk_store.key_of(patches.patch_of(item.part), item.number), patch)
-        self._patched.add((item.part.key, item.number))
+    def _add_patch(self, file: DataFile, row: int, patch: bytes) -> None:
+        file.add((memoryview(patch),))
+        self._rows.append(-1 - row)
         self.nbytes += len(patch)
         self.stored_bytes += len(patch)
-        return True
+        self.patched += 1
 
-    def _quantized(
-        self, item: WriteItem, chunk: StagedChunk, encoded: Callable[[], Any]
-    ) -> tuple[StagedChunk, Callable[[], int]]:
-        """A quantised chunk as it is stored, and its digest; releases the elements."""
-        found = encoded()
-        chunk.release()
-        known = self._errors.get(item.array, (0.0, 0.0))
-        self._errors[item.array] = max(known[0], found.absolute), max(known[1], found.relative)
-        digest = partial(int, chunk_store.digest(found.data))
-        return StagedChunk(found.data, found.data.nbytes, lambda: None), digest
 
-    def _prepared(
-        self, items: Sequence[WriteItem], pool: Workers, base: Base | None
-    ) -> Iterator[tuple[WriteItem, StagedChunk, Any]]:
-        """Chunks as they are staged, and what returns their digests, if these are needed before
-        they are written; of quantised ones, what returns them encoded, and of those that may be
-        patches, compared."""
-        for item in items:
-            chunk = self._source.fetch(item)
-            found: Callable[[], Any] | None = None
-            if item.entry.quantized is not None:
-                found = pool.submit(partial(chunk_store.quantized, item.entry, chunk.data))
-            elif base is not None and base.patches(item.entry):
-                found = pool.submit(partial(base.compared, item.part, item.number, chunk.data))
-            elif base is not None:
-                found = pool.submit(partial(chunk_store.digest, chunk.data))
-            yield item, chunk, found
+class _References:
+    """Where everything is that a process saves: what its record says. Several threads add to it.
+
+    Arguments:
+        items: the chunks, in the order of their rows.
+    """
+
+    def __init__(self, items: Sequence[WriteItem]) -> None:
+        self.chunks = np.zeros(len(items), CHUNK_DTYPE)
+        self.chunks["array"] = [item.array for item in items]
+        self.chunks["chunk"] = [item.position for item in items]
+        self.others: list[Place] = []
+        """Where the values are that are no chunks, in their order."""
+        self._files = dict[str, int]()
+        self._inline, self._nbytes = list[bytes](), 0
+        self._patches = [np.zeros(0, PATCH_DTYPE)]
+        self._base: BaseEntry | None = None
+        self._lock = threading.Lock()
+
+    def take(self, row: int, taken: Taken, digest: int) -> None:
+        """Notes where a chunk is that was not written, or its full chunk."""
+        self.chunks["digest"][row] = digest
+        if isinstance(taken, BaseEntry):
+            self._base = taken
+            self.chunks["file"][row] = ELSEWHERE
+            return
+        with self._lock:
+            number = self._files.setdefault(taken.path, len(self._files))
+        for name, value in ("file", number), ("offset", taken.offset), ("length", taken.length):
+            self.chunks[name][row] = value
+
+    def add(self, file: DataFile, rows: Sequence[int], others: int) -> None:
+        """Notes where the values of a file are.
+
+        Arguments:
+            file: with these values.
+            rows: of those that are chunks; -1 - row for the patches of chunks.
+            others: how many values follow.
+
+        Raises:
+            StorageError: it has more or fewer.
+        """
+        if len(file.lengths) != len(rows) + others:
+            raise StorageError(
+                f"{file.path}: {len(file.lengths)} values were written, not {len(rows) + others}"
+            )
+        if not file.lengths:
+            return
+        places = np.zeros(len(file.lengths), PLACE_DTYPE)
+        offsets, places["length"] = np.array(file.offsets, np.int64), file.lengths
+        is_inline = offsets < 0
+        sizes = places["length"][is_inline].astype(np.int64)
+        with self._lock:
+            if is_inline.all():
+                places["file"] = INLINE
+            else:
+                number = self._files.setdefault(file.path, len(self._files))
+                places["file"] = np.where(is_inline, INLINE, number)
+            offsets[is_inline] = self._nbytes + np.cumsum(sizes) - sizes
+            self._inline += file.inline
+            self._nbytes += int(sizes.sum())
+        places["offset"] = offsets
+        at = np.array(rows, np.int64)
+        own = places[: len(at)]
+        for name in PLACE_DTYPE.names or ():
+            self.chunks[name][at[at >= 0]] = own[name][at >= 0]
+        if (at < 0).any():
+            patches = np.zeros(int((at < 0).sum()), PATCH_DTYPE)
+            patches["row"] = -1 - at[at < 0]
+            for name in PLACE_DTYPE.names or ():
+                patches[name] = own[name][at < 0]
+            with self._lock:
+                self._patches.append(patches)
+        if others:
+            self.others = places[len(at) :].tolist()
+
+    def record(self, description: int, **more: Any) -> Record:
+        """The record of all that was noted.
+
+        Arguments:
+            description: digest of the process's description.
+            more: further fields.
+        """
+        patches = np.concatenate(self._patches)
+        return Record(
+            description=description,
+            chunks=self.chunks,
+            files=tuple(self._files),
+            inline=b"".join(self._inline),
+            base=self._base,
+            patches=patches[np.argsort(patches["row"], kind="stable")],
+            **more,
+        )

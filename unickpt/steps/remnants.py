@@ -11,16 +11,13 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import tensorstore as ts
 
 from unickpt.format.borrowed import MARKS
 from unickpt.steps.attempt_folders import FOLDER, attempts_of_checkpoint
-from unickpt.storage import local_folders
-from unickpt.storage.database import Database
-from unickpt.storage.errors import Damaged
+from unickpt.storage import data_files, local_folders
 from unickpt.storage.local_folders import LOCK_SUFFIX
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
@@ -31,14 +28,12 @@ from unickpt.tools import destinations
 RECENT_S = 900.0
 """For this long after its last write, a save may still be in progress."""
 
-# What saves and copies put below `processes/<attempt>/`: databases of processes, with linked files;
-# nodes of the root, chunks of bases, notes.
+# What saves and copies put below `processes/<attempt>/`: files of processes, also linked ones
+# (before format 2.2 with a database), nodes of the root, chunks of bases, notes.
 _OURS = (
     r"(\d{5,9}/(manifest\.ocdbt[^/]*|(d|reused)/[^/]+)|root/([0-9a-f]{16}/)?[^/]+"
     r"|borrowed/(manifest\.ocdbt[^/]*|d/[^/]+)|(records|notes|borrowers)/[^/]+)"
 )
-_DATABASE = r"\d{5,9}/manifest\.ocdbt"
-
 _BELOW = f"{FOLDER}/"
 
 UNFINISHED, UNUSED, LOCK = "unfinished", "unused", "lock"
@@ -188,27 +183,23 @@ def _remnant(
     parts = [f for files in attempts.values() for f in files]
     files = [f for f in parts if f.name and f.name[-1] != "/"]
     if any(f.nbytes is None for f in files):
-        nbytes, age_s = _read_in_manifests(location, attempts, context)
+        nbytes, age_s = _told_by_names(f for some in attempts.values() for f in some)
     else:
         nbytes = sum(f.nbytes or 0 for f in files)
         age_s = min((f.age_s for f in parts if f.age_s is not None), default=None)
     return Remnant(name, kind, len(files), nbytes, age_s, paths)
 
 
-def _read_in_manifests(
-    location: Location, attempts: Mapping[str, Sequence[StoredFile]], context: ts.Context
-) -> tuple[int, float | None]:
-    """The bytes of attempts and their age, where the storage does not say: by their manifests."""
-    times, nbytes = [], 0
-    for attempt, files in attempts.items():
-        for file in files:
-            if re.fullmatch(_DATABASE, file.name):
-                folder = location.child(f"{_BELOW}{attempt}/{file.name.partition('/')[0]}")
-                with suppress(Damaged):  # or removed meanwhile: then the age is unknown
-                    facts = Database(folder, context).facts()
-                    times.append(facts.committed)
-                    nbytes += facts.nbytes
-    # A process without a manifest may have just started.
-    folders = {(a, f.name.partition("/")[0]) for a, files in attempts.items() for f in files}
-    known = len(times) == sum(folder.isdigit() for _, folder in folders) and times
-    return nbytes, max(0.0, time.time() - max(times)) if known else None
+def _told_by_names(files: Iterable[StoredFile]) -> tuple[int, float | None]:
+    """The bytes of attempts and their age, where the storage does not say: by the names of their
+    objects. The age is unknown if a process has none yet."""
+    times, nbytes, processes, known = [], 0, set[str](), set[str]()
+    for file in files:
+        process, _, rest = file.name.partition("/")
+        if process.isdigit():
+            processes.add(process)
+            if (found := data_files.written_in(rest.rpartition("/")[2])) is not None:
+                known.add(process)
+                times.append(found[0])
+                nbytes += found[1]
+    return nbytes, max(0.0, time.time() - max(times)) if times and known == processes else None

@@ -15,7 +15,6 @@ from unickpt.storage.btree import nodes
 from unickpt.storage.errors import Damaged
 from unickpt.storage.kvstore import KvStore
 from unickpt.storage.local_database import LocalDatabaseReader
-from unickpt.storage.local_database_writer import LocalDatabaseWriter
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import DatabaseReader
 
@@ -53,13 +52,6 @@ class Database:
         if files is None:
             return DatabaseReader(store, ocdbt.Tree(self._manifest, partial(ocdbt.fetch, store)))
         return LocalDatabaseReader(store, files, ocdbt.Tree(self._manifest, files.read))
-
-    def local_writer(self) -> LocalDatabaseWriter | None:
-        """Writes it if it is new, and in a local folder; None if it is elsewhere."""
-        files = self.location.regular_files()
-        if files is None:
-            return None
-        return LocalDatabaseWriter(files.folder, self.location.store(self.context), self.context)
 
     def read_manifest(self) -> ts.KvStore.ReadResult:
         """The manifest in the folder, and the storage's name for its version."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import StateChanged
-from unickpt.format import chunk_store
+from unickpt.format import codec
 from unickpt.frameworks.protocol import Fragment
 from unickpt.saving.chunk_source import DirectSource, naming
 from unickpt.saving.staging.in_order import copy_in_order
@@ -39,7 +39,7 @@ class Changes:
 
         def hash_one(item: WriteItem, _: None) -> None:
             staged = self._direct.fetch(item)
-            self._digests[item] = chunk_store.digest(staged.data)
+            self._digests[item] = codec.digest(staged.data)
             staged.release()
 
         copy_in_order(items, lambda item: None, hash_one, lambda: False)
@@ -97,7 +97,7 @@ class Changes:
         self._watched, self._digests = {}, {}
 
     def _compare(self, item: WriteItem, copied: Array) -> None:
-        if item in self._digests and self._digests[item] != chunk_store.digest(copied):
+        if item in self._digests and self._digests[item] != codec.digest(copied):
             raise _Differs
 
     def _error(self, item: WriteItem) -> StateChanged:

@@ -11,7 +11,7 @@ from functools import partial
 
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import CoverageError, StorageError
-from unickpt.format import chunk_store
+from unickpt.format import codec
 from unickpt.frameworks.host_copy import stage
 from unickpt.frameworks.protocol import ArraySource, Fragment
 from unickpt.saving.chunk_source import DirectSource, Staged, StagedChunk
@@ -321,10 +321,10 @@ class Staging:
         else:
             found = self._fetch_copy(item)
             if not isinstance(found, SpilledChunk):
-                return chunk_store.digest_as_stored(item.entry, found.data)
+                return codec.digest_as_stored(item.entry, found.data)
             staged = self._read_back(found, lambda: None)
         try:
-            return chunk_store.digest_as_stored(item.entry, staged.data)
+            return codec.digest_as_stored(item.entry, staged.data)
         finally:
             staged.release()
 

@@ -18,8 +18,15 @@ from typing import Any
 
 import numpy as np
 
+from unickpt.quoting import quoted
 from unickpt.storage.btree import bounded_codecs
-from unickpt.storage.btree.nodes import MANIFEST_MAGIC, NODE_MAGIC, DataReference
+from unickpt.storage.btree.nodes import (
+    MANIFEST_MAGIC,
+    MOST_KEY_BYTES,
+    NODE_MAGIC,
+    DataReference,
+)
+from unickpt.storage.errors import Failed
 from unickpt.threads import in_batches
 
 _ENTRIES = 2048
@@ -36,7 +43,8 @@ _MISSING = (1 << 64) - 1
 _FEW = 32  # below this, NumPy is slower than Python
 _LONG = 1 << 10  # so long keys are compared one by one, which takes less memory
 
-PLACE_DTYPE = np.dtype([("file", "<i4"), ("offset", "<u8"), ("length", "<u8")])
+PLACE_FIELDS = ("file", "<i4"), ("offset", "<u8"), ("length", "<u8")
+PLACE_DTYPE = np.dtype([*PLACE_FIELDS])
 """Where a value is: the number of its file, or `INLINE`, and its bytes there."""
 INLINE = -1
 """Instead of a file: the value is among those that are stored in nodes."""
@@ -119,6 +127,7 @@ def encode(
 
     Raises:
         ValueError: the keys do not ascend.
+        Failed: one is too long for TensorStore.
     """
     paths = [path.encode() for path in files]
     level, last = list[_Placed](), None
@@ -126,6 +135,12 @@ def encode(
         if (last is not None and last >= keys[0]) or not all(map(lt, keys, islice(keys, 1, None))):
             raise ValueError("the keys of a database must ascend")
         last = keys[-1]
+        longest = max(keys, key=len)
+        if len(longest) > MOST_KEY_BYTES:
+            raise Failed(
+                f"the key {quoted(longest.decode())} has {len(longest)} bytes; a database takes "
+                f"at most {MOST_KEY_BYTES}; give what it stores a shorter name"
+            )
         node = _leaf(keys, places, paths, inline)
         apart = int(places["length"][places["file"] >= 0].sum())
         level.append(_Placed(keys[0], place(node), len(keys), len(node), apart))

@@ -1,0 +1,165 @@
+"""Data files: each value is where it is said to be, looked at as it is written, durably."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unickpt.storage import contexts, data_files, paths
+from unickpt.storage.data_files import DataFile
+from unickpt.storage.errors import Failed
+from unickpt.storage.locations import Location
+
+SIZES = st.sampled_from([0, 1, 7, 99, 100, 101, 1000, (64 << 10), (64 << 10) + 1, 200_000])
+VALUES = st.lists(st.tuples(SIZES, st.integers(0, 3)), max_size=6)
+
+
+def location(path: Path | str) -> Location:
+    found = paths.resolve(path)
+    found.child(data_files.FOLDER).make()
+    return found
+
+
+def new_file(folder: Location, *, fsync: bool = False) -> DataFile:
+    return data_files.new_file(folder, contexts.context(fsync=fsync), 30_000)
+
+
+def add(file: DataFile, value: bytes, cuts: int = 0) -> bytes:
+    """Adds a value in parts; returns what was looked at."""
+    looked: list[bytes] = []
+    at = len(value) // (cuts + 1)
+    file.add((memoryview(value)[:at], memoryview(value)[at:]), lambda p: looked.append(bytes(p)))
+    return b"".join(looked)
+
+
+def values_of(folder: Location, file: DataFile) -> list[bytes]:
+    """The values of a file, read where it says that they are."""
+    stored = b""
+    if any(offset >= 0 for offset in file.offsets):
+        stored = folder.store(contexts.context()).read(file.path).result().value
+    inline = iter(file.inline)
+    return [
+        next(inline) if offset < 0 else stored[offset : offset + length]
+        for offset, length in zip(file.offsets, file.lengths, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("where", ["local", "memory"])
+@settings(max_examples=40)
+@given(values=VALUES)
+def test_values_are_where_they_are_said_to_be(
+    where: str, values: list[tuple[int, int]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("files")
+    folder = location(path if where == "local" else f"memory:/{path}")
+    file, written = new_file(folder), [os.urandom(size) for size, _ in values]
+    for value, (_, cuts) in zip(written, values, strict=True):
+        assert add(file, value, cuts) == value
+    file.close()
+    assert values_of(folder, file) == written
+    large = [value for value in written if len(value) > 100]
+    assert bool(folder.child("d").files(contexts.context())) == bool(large)
+    if where == "memory" and large:
+        told = data_files.written_in(file.path.removeprefix("d/"))
+        assert told is not None
+        assert told[1] == sum(map(len, large))
+
+
+def test_a_file_is_flushed_if_that_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[str] = []
+    real = os.fsync
+
+    def fsync(handle: int) -> None:
+        flushed.append(os.path.relpath(os.readlink(f"/proc/self/fd/{handle}"), tmp_path))
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    for durable in True, False:
+        file = new_file(location(tmp_path), fsync=durable)
+        add(file, b"1" * 300)
+        file.close()
+        assert flushed == ([file.path] if durable else [])
+        flushed.clear()
+
+
+@contextmanager
+def files_of_at_most(nbytes: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("size", [300_000, 50_000])
+def test_a_write_that_is_cut_short_fails(size: int, tmp_path: Path) -> None:
+    # The system writes what fits, and says so; only the next write fails.
+    file = new_file(location(tmp_path))
+
+    def write() -> None:
+        for _ in range(4):
+            add(file, os.urandom(size))
+        file.close()
+
+    with files_of_at_most(100_001), pytest.raises(Failed) as raised:
+        write()
+    assert raised.value.errno == errno.EFBIG
+    file.abandon()
+
+
+def test_a_short_write_goes_on_where_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda handle, data: real(handle, data[:777]))
+    values = [os.urandom(100_000), os.urandom(5000), os.urandom(70_000)]
+    file = new_file(location(tmp_path))
+    for value in values:
+        add(file, value)
+    file.close()
+    monkeypatch.undo()
+    assert values_of(location(tmp_path), file) == values
+
+
+def test_a_file_that_is_there_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "urandom", lambda count: b"\xab" * count)
+    (tmp_path / "d").mkdir()
+    (tmp_path / "target").write_bytes(b"mine")
+    (tmp_path / "d" / ("ab" * 16)).symlink_to(tmp_path / "target")
+    file = new_file(location(tmp_path))
+    with pytest.raises(Failed):
+        add(file, b"1" * 100_000)
+    assert (tmp_path / "target").read_bytes() == b"mine"
+
+
+def test_files_are_closed_after_a_failure(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    file = new_file(location(tmp_path))
+    add(file, b"1" * 100_000)
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    file.abandon()
+    file.abandon()
+    full = new_file(location(tmp_path))
+    add(full, b"2" * 60_000)
+    add(full, b"2" * 20_000)
+    with files_of_at_most(61_000), pytest.raises(Failed):
+        full.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("name", ["0" * 32, "0" * 32 + "-1-x", "x-1-1", "records", "1-2-3-4"])
+def test_other_names_tell_nothing(name: str) -> None:
+    assert data_files.written_in(name) is None
