@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from unickpt.errors import LoadMismatch
-from unickpt.format.index import Index
+from unickpt.format.index import RESERVED, Index
 from unickpt.format.reader import Reader
 from unickpt.frameworks import per_process
 from unickpt.frameworks.leaves import PerProcess, PerProcessValues
@@ -21,7 +21,8 @@ from unickpt.loading.selection import Patterns, Selection
 from unickpt.loading.views import CheckpointView, StoredView, jobs_of
 from unickpt.quoting import some
 from unickpt.reading import checkpoint
-from unickpt.reading.collective_read import ReadArrays, reading
+from unickpt.reading.chunk_reader import ReadArrays
+from unickpt.reading.engine import reading
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.targets import NewTarget, NumberTarget
 from unickpt.reuse import experts
@@ -198,6 +199,8 @@ class _Load:
             return found, replace(report, older_experts=older)
 
     def _older_experts(self, stored: Reader) -> tuple[tuple[str, int, int], ...]:
+        if RESERVED not in stored.index.metadata:
+            return ()
         found = experts.older(stored.index.metadata, str(stored.location))
         if found and self.strict_experts:
             shown = some([f"{number} of {key!r} of step {step}" for key, number, step in found])

@@ -102,10 +102,10 @@ class StoredView:
 
     def _serve(self, asked: Mapping[str, Fact]) -> None:
         have = self.index.names
-        self.renamed = without_wrappers(
-            [name for name in asked if name not in have],
-            [name for name in have if name not in asked],
-        )
+        lacking = [name for name in asked if name not in have]
+        if lacking:
+            others = [name for name in have if name not in asked]
+            self.renamed = without_wrappers(lacking, others)
         index = _with_names(self.index, self.renamed)
         entries = {
             name: as_array_entry(name, v, asked.get(name)) for name, v in index.values.items()

@@ -8,19 +8,20 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import compress
 from operator import mul
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from unickpt.arrays import dtypes, strided_copy
 from unickpt.arrays.box import Box
-from unickpt.arrays.dtypes import Array
+from unickpt.arrays.dtypes import Array, DType
 from unickpt.arrays.host_memory import Scratch
 from unickpt.errors import out_of_memory
 from unickpt.format.digest_table import Table
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
-from unickpt.progress import ProgressFunction, nothing
+from unickpt.progress import ProgressFunction
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.read_plan import (
     ChunkRead,
@@ -36,11 +37,12 @@ from unickpt.reading.read_plan import (
 )
 from unickpt.reading.recipes import Copy, Recipe
 from unickpt.reading.targets import NewTarget
-from unickpt.reading.whole_reads import whole_jobs
 from unickpt.storage.local_files import files_kept_open
 from unickpt.threads import Pool, Window, in_batches, step_back
 
 T = TypeVar("T")
+ReadArrays = Callable[[Reader, Sequence[Job]], dict[str, Any]]
+"""Reads arrays of a checkpoint; see `read_arrays`."""
 
 _MOST_THREADS = 32  # of remote storage so many, because each request crosses a network
 # A task reads chunks in sequence; small chunks share a task, to reduce scheduling overhead. From a
@@ -76,14 +78,14 @@ def read_arrays(
         reader: of this checkpoint, to reuse its threads for several calls.
         filled: counts the bytes of destinations.
     """
-    filled = filled or Filled(jobs, nothing)
+    filled = filled or Filled(jobs)
     stored = _checking(stored, jobs) if options.verify and reader is None else stored
     done: dict[str, Any] = {}
     own = reader or ChunkReader(stored)
     window = Window(options.working_bytes)
     work = _Reads(stored, Planner(stored, options.verify), own, window, filled, done)
     try:
-        small, others = whole_jobs(stored, jobs)
+        small, others = _whole_jobs(stored, jobs)
         for batch in in_batches(small, TASK_CHUNKS, TASK_BYTES, lambda job: job.entry.nbytes):
             others += work.start_whole(batch)
         if reader is None:
@@ -114,22 +116,26 @@ class Filled:
 
     Arguments:
         jobs: all jobs.
-        told: called with the bytes that are filled, and those of all.
+        told: called with the bytes that are filled, and those of all; None for nobody.
     """
 
-    def __init__(self, jobs: Sequence[Job], told: ProgressFunction) -> None:
-        self._total = 0 if told is nothing else sum(job.nbytes for job in jobs)
+    def __init__(self, jobs: Sequence[Job], told: ProgressFunction | None = None) -> None:
+        self._total = 0 if told is None else sum(job.nbytes for job in jobs)
         self._done, self._told = 0, told
-        told(0, self._total)
+        self._tell(0)
 
     def part(self, nbytes: int, ended: int, tasks: int) -> None:
         """Tells that some of the tasks that fill a job have ended."""
-        self._told(self._done + nbytes * ended // tasks, self._total)
+        self._tell(nbytes * ended // tasks)
 
     def whole(self, nbytes: int) -> None:
         """Counts a job."""
         self._done += nbytes
-        self._told(self._done, self._total)
+        self._tell(0)
+
+    def _tell(self, more: int) -> None:
+        if self._told is not None:
+            self._told(self._done + more, self._total)
 
 
 @dataclass
@@ -353,3 +359,30 @@ def read_made(
     job = Job({entry.name: NewTarget(entry, box)}, {entry.name: recipe})
     found: Array = read_arrays(stored, [job], options, reader)[entry.name]
     return found
+
+
+class _Kind(NamedTuple):
+    """What arrays of one shape and dtype have in common."""
+
+    dtype: DType
+    boxes: tuple[Box, ...]
+
+
+def _whole_jobs(stored: Reader, jobs: Sequence[Job]) -> tuple[list[StoredJob], list[Job]]:
+    """The jobs that read a small array whole, as `Reader.reads_whole` says; and the others."""
+    small: list[StoredJob] = []
+    others: list[Job] = []
+    for job in jobs:
+        if isinstance(job, StoredJob) and stored.reads_whole(job.entry):
+            target, kind = job.target, _kind(job.entry.shape, job.entry.dtype)
+            if target.dtype == kind.dtype and tuple(target.boxes) == kind.boxes:
+                small.append(job)
+                continue
+        others.append(job)
+    small.sort(key=lambda job: job.entry.name)  # as in the database: neighbours are in one file
+    return small, others
+
+
+@lru_cache(maxsize=4096)
+def _kind(shape: tuple[int, ...], dtype: str) -> _Kind:
+    return _Kind(dtypes.from_name(dtype), (Box.whole(shape),))

@@ -30,11 +30,9 @@ from unickpt.errors import (
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
-from unickpt.frameworks.process_group import Group, tell_all, within
-from unickpt.frameworks.protocol import Adapter
-from unickpt.frameworks.registry import current_group
+from unickpt.frameworks.process_group import Group, tell_all
 from unickpt.progress import ProgressFunction, nothing, reporting
-from unickpt.reading.chunk_reader import ChunkReader, Filled, read_arrays
+from unickpt.reading.chunk_reader import ChunkReader, Filled, ReadArrays
 from unickpt.reading.fillings import (
     Fillings,
     Wants,
@@ -43,7 +41,6 @@ from unickpt.reading.fillings import (
     wants_from,
     wants_of,
 )
-from unickpt.reading.node_read import read_on_node
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.read_plan import ChunkRead, Consumer, Job
 from unickpt.reading.recipes import Unchanged
@@ -57,23 +54,17 @@ _SAME: Mapping[str, type[Exception]] = {
     kind.__name__: kind for kind in (CheckpointCorrupt, CheckpointNotFound, CheckpointReplaced)
 }
 
-ReadArrays = Callable[[Reader, Sequence[Job]], dict[str, Any]]
-
 
 @contextmanager
-def reading(options: LoadOptions, among: Sequence[Adapter]) -> Iterator[ReadArrays]:
-    """The function that reads arrays: for the processes of a node where that reads less, or, as
-    `exchange` says, for each process alone or for all together.
+def exchanging(group: Group, options: LoadOptions) -> Iterator[ReadArrays]:
+    """The function that reads arrays for all processes of a job together.
 
     If one process fails before it is called, the others learn of it.
+
+    Arguments:
+        group: the job.
+        options: see `LoadOptions`.
     """
-    found = (options.group or current_group(among)) if options.exchange else None
-    group = None if found is None else within(found, options.timeout_s)
-    if group is None or group.count == 1:
-        alone = read_on_node if options.exchange is None else read_arrays
-        with _telling(options, among) as told:
-            yield lambda stored, jobs: alone(stored, jobs, options, filled=Filled(jobs, told))
-        return
     exchange = _Exchange(group, options)
     try:
         with reporting(options.progress, _LOADING, group.index) as told:
@@ -83,15 +74,6 @@ def reading(options: LoadOptions, among: Sequence[Adapter]) -> Iterator[ReadArra
         with suppress(_Unreachable):  # then this error says more
             exchange.fail(error)  # raises if the others do not know yet
         raise
-
-
-@contextmanager
-def _telling(options: LoadOptions, among: Sequence[Adapter]) -> Iterator[ProgressFunction]:
-    """Reports the progress of a process that reads alone, which may still be one of a job."""
-    bar = options.progress is True
-    process = (options.group or current_group(among)).index if bar else 0
-    with reporting(options.progress, _LOADING, process) as told:
-        yield told
 
 
 class _Unreachable(ProcessFailed):

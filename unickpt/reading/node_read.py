@@ -30,7 +30,6 @@ from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
 from unickpt.frameworks.node_count import launched_on_node
-from unickpt.progress import nothing
 from unickpt.reading.chunk_reader import ChunkReader, Filled, Task, read_arrays
 from unickpt.reading.fillings import (
     Fillings,
@@ -69,7 +68,7 @@ def read_on_node(
 ) -> dict[str, Any]:
     """As `read_arrays`, together with the other processes of this node where that reads less."""
     done: dict[str, Any] = {}
-    filled = filled or Filled(jobs, nothing)
+    filled = filled or Filled(jobs)
     count = launched_on_node() or 1
     shares = _is_slow(stored) or stored.location.is_local  # not the memory of this process
     if can_meet(count) and shares and stored.index.attempt:
