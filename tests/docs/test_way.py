@@ -1,0 +1,78 @@
+"""How many files a warm save and a warm load enter: what is not asked for is not entered."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from support.processes import Processes
+
+TRACED = """
+import json, os, shutil, sys, tempfile, threading
+import numpy as np, torch, torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+import unickpt
+
+what, top = sys.argv[1], os.path.dirname(os.path.realpath(unickpt.__file__))
+tops = tuple(os.path.realpath(p) + os.sep for p in (top, f"{top}/adapters", f"{top}/backends"))
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+mesh = init_device_mesh("cpu", (1,))
+weights = distribute_tensor(torch.ones(4096, 256), mesh, [Shard(0)])
+options = unickpt.SaveOptions(fsync=False)
+path = tempfile.mkdtemp()
+state = {"w": weights, "step": 3}
+paths, entered = {}, set()
+
+def profiler(frame, event, argument):
+    code = frame.f_code
+    if event == "call" and code.co_name != "<module>":
+        name = code.co_filename
+        if name not in paths:
+            real = os.path.realpath(name)
+            paths[name] = real if real.startswith(tops) else None
+        if paths[name] is not None:
+            entered.add(paths[name])
+
+def walk(work):
+    threading.setprofile(profiler)
+    sys.setprofile(profiler)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+if what == "save":
+    unickpt.save(f"{path}/0", state, options=options)
+    walk(lambda: unickpt.save(f"{path}/1", state, options=options))
+elif what == "load":
+    unickpt.save(f"{path}/0", state, options=options)
+    unickpt.load(f"{path}/0", state)
+    walk(lambda: unickpt.load(f"{path}/0", state))
+elif what == "rules":
+    unickpt.save(f"{path}/0", {"params": {"up": {"kernel": torch.ones(512, 256)}}}, options=options)
+    rules = unickpt.Rules.parse("params/{m...}/kernel [i o] <-> {m...}.weight [o i]")
+    like = {"up.weight": torch.zeros(256, 512)}
+    unickpt.load(f"{path}/0", like, rules=rules)
+    walk(lambda: unickpt.load(f"{path}/0", like, rules=rules))
+else:
+    with unickpt.Checkpointer(f"{path}/run", keep_last=2, options=options) as checkpointer:
+        checkpointer.save(1, state).result()
+        walk(lambda: (checkpointer.save(2, state).result(), checkpointer.wait()))
+print(json.dumps(sorted(entered)))
+shutil.rmtree(path)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "most"), [("save", 63), ("load", 58), ("rules", 69), ("Checkpointer.save", 88)]
+)
+def test_the_way_is_short(what: str, most: int, processes: Processes) -> None:
+    """A feature is a module at one seam: a save or a load that does not use it does not enter it.
+
+    If this fails because the way got longer, say why in the commit, or make it shorter again.
+    """
+    (out,) = processes.finish([processes.start(TRACED, what)])
+    entered = json.loads(out.splitlines()[-1])
+    assert len(entered) <= most, "\n".join(entered)
