@@ -46,13 +46,13 @@ path, slow, late_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 waits._FIRST_S, reporter._FIRST_S = late_s, 0.1
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-real = writer.Writer._write_batch
-def write_batch(self, *arguments):
+real = writer._Batch.write
+def write(self):
     if rank == slow:
         print("writing", os.getpid(), flush=True)
         time.sleep(0.5)
-    return real(self, *arguments)
-writer.Writer._write_batch = write_batch
+    return real(self)
+writer._Batch.write = write
 options = unickpt.SaveOptions(timeout_s=float(sys.argv[4]), fsync=False)
 try:
     unickpt.save(path, {"w": torch.full((1000,), 1.0), "mine": unickpt.PerProcess(rank)},

@@ -297,8 +297,8 @@ def test_a_bug_is_never_told_as_damage(
 
     places: list[tuple[Any, str]] = [
         (read_plan.Piece, "place"), (chunk_reader, "_direct"), (chunk_reader, "consumers_of"),
-        (chunk_store, "key_of"),
-        (chunk_store, "_bytes_of"), (nodes, "_keys"),
+        (chunk_store, "chunk_key"),
+        (chunk_store, "bytes_of"), (nodes, "_keys"),
         (loader, "jobs_of"), (index_json, "_layout"),
         (index_json, "_array"),
         (OcdbtReader, "check_backed"), (chunk_store.ChunkStore, "read"), (digest_table, "decode"),
@@ -309,7 +309,7 @@ def test_a_bug_is_never_told_as_damage(
         found = outcome(holder, name, lambda: (unickpt.load(path, like), unickpt.verify(path)))
         assert found is bug, name
     saving: list[tuple[Any, str]] = [
-        (Attempt, "_merge"), (Attempt, "_build_root"), (chunk_store, "_bytes_of"),
+        (Attempt, "_merge"), (Attempt, "_build_root"), (codec, "bytes_of"),
         (codec, "encode"), (DataFile, "add"), (index_json, "encode"),
     ]  # fmt: skip
     other = {"w": np.ones(20_000)}
