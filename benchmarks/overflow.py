@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 import unickpt
-from unickpt.saving.writer import Writer
+from unickpt.storage import data_files
 
 COLUMNS = ("call", "step", "committed", "waited", "staged", "drained", "spilled")
 WAYS = ("fits", "wait", "drain", "spill", "both")
@@ -109,17 +109,17 @@ class Training:
 @contextmanager
 def slowed(rate: float) -> Iterator[None]:
     """The storage takes so many MB/s."""
-    real = Writer._write_batch
+    real = data_files.DataFile.add
 
-    def write(self: Writer, batch: Any, *arguments: Any) -> Any:
-        time.sleep(sum(item.nbytes for item in batch) / (rate * 1e6))
-        return real(self, batch, *arguments)
+    def write(self: data_files.DataFile, value: Any, *arguments: Any) -> None:
+        time.sleep(sum(map(len, value)) / (rate * 1e6))
+        real(self, value, *arguments)
 
-    Writer._write_batch = write  # type: ignore[method-assign]
+    data_files.DataFile.add = write  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Writer._write_batch = real  # type: ignore[method-assign]
+        data_files.DataFile.add = real  # type: ignore[method-assign]
 
 
 def measure(
