@@ -1,4 +1,4 @@
-"""Commit: the processes' databases -> one atomic root, coordinated through the storage alone.
+"""Commit: the processes' records -> one atomic root, coordinated through the storage alone.
 
 Every process ends its part with a record in the attempt's folder, or with an error note. The
 coordinator reads the records, checks that each chunk was written exactly once, builds the root

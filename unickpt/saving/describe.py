@@ -49,7 +49,7 @@ class Description:
 
     @cached_property
     def encoded(self) -> bytes:
-        """The index as stored in this process's database until the commit."""
+        """The index as this process writes it, until the commit."""
         return index_json.encode(self.index)
 
     @cached_property
