@@ -8,7 +8,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -45,7 +45,7 @@ from unickpt.frameworks.protocol import (
     Sample,
     whole_source,
 )
-from unickpt.threads import Workers
+from unickpt.threads import Pool
 from unickpt.trees.tree import Expansion, Leaf, Node
 
 
@@ -124,11 +124,11 @@ def copier(out: Sequence[Array]) -> Callable[[Sequence[Any]], None]:
 
     def copy(leaves: Sequence[Any]) -> None:
         own = list(map(_own, leaves))
-        with Workers(len(parts) - 1) as workers:
-            waits = [workers.submit(partial(_copy, to[part], own[part])) for part in parts[1:]]
+        with Pool(len(parts) - 1) as pool:
+            waits = [pool.submit(_copy, to[part], own[part]) for part in parts[1:]]
             _copy(to[parts[0]], own[parts[0]])
             for wait in waits:
-                wait()
+                wait.result()
 
     return copy
 

@@ -32,7 +32,7 @@ import xxhash
 import unickpt
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.commit.attempt import Attempt
-from unickpt.commit.record import CHUNK_DTYPE, Record
+from unickpt.commit.messages import CHUNK_DTYPE, Record
 from unickpt.format import codec, index_json
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.frameworks.process_group import ProcessGroup

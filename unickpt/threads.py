@@ -1,5 +1,5 @@
-"""Threads: workers, work in the background, batches of work, a bounded window of it; pauses of
-garbage collection."""
+"""Threads: pools of them, work in the background, what they wait for, batches of work, a bounded
+window of it; pauses of garbage collection."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from queue import SimpleQueue
-from types import TracebackType
-from typing import Generic, ParamSpec, Self, TypeVar
+from enum import Enum
+from typing import Generic, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -175,91 +174,76 @@ def start(
 
 
 class Pool(ThreadPoolExecutor):
-    """A `ThreadPoolExecutor` that runs work on the submitting thread once it accepts none."""
+    """A `ThreadPoolExecutor` that runs work on the submitting thread where no thread can be had.
+
+    Arguments:
+        threads: at most; without any, `submit` runs the work.
+        name: of each thread, with a number after it.
+        background: whether they work beside a training loop, see `step_back`.
+    """
+
+    def __init__(
+        self, threads: int, name: str = "unickpt worker", *, background: bool = False
+    ) -> None:
+        self._none = threads < 1
+        super().__init__(max(1, threads), name, step_back if background else None)
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        done: Future[T] = Future()
+        run = threading.Lock()  # a thread that starts after all must not run it again
+
+        def once() -> None:
+            if not run.acquire(blocking=False):
+                return
+            try:
+                done.set_result(fn(*args, **kwargs))
+            except BaseException as error:
+                done.set_exception(error)
+
+        if self._none:
+            once()
+            return done
         try:
-            return super().submit(fn, *args, **kwargs)
+            super().submit(once)
         except RuntimeError:
-            done: Future[T] = Future()
-        try:
-            done.set_result(fn(*args, **kwargs))
-        except BaseException as error:
-            done.set_exception(error)
+            once()
         return done
 
 
-class Workers:
-    """A few threads, which end with the `with` block; without threads, `submit` runs the work.
+EventKind = TypeVar("EventKind", bound=Enum)
 
-    Arguments:
-        count: number of threads.
-        behind: whether they work in the background of a training loop, see `step_back`.
+
+class Events(Generic[EventKind]):
+    """What happened of a few things that may happen, and threads wait for; nothing happens twice.
 
     Example:
-        >>> with Workers(2) as workers:
-        ...     result = workers.submit(lambda: 6 * 7)
-        ...     result()
-        42
+        >>> class Meal(Enum):
+        ...     COOKED = 1
+        ...     EATEN = 2
+        >>> events = Events[Meal]()
+        >>> events.happened(Meal.COOKED)
+        >>> events.wait(Meal.COOKED), events.wait(Meal.EATEN, timeout=0.0)
+        (True, False)
     """
 
-    def __init__(self, count: int, *, behind: bool = False) -> None:
-        self._count, self._behind = count, behind
-        self._work: SimpleQueue[_Task[object] | None] = SimpleQueue()
-        self._threads: list[threading.Thread] = []
+    def __init__(self) -> None:
+        self.changed = threading.Condition(threading.RLock())
+        """Guards what threads share beside, too; who changes that, notifies all."""
+        self._happened = set[EventKind]()
 
-    def submit(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Runs work on a thread; returns a function that waits for its result or error."""
-        task = _Task(work)
-        if self._threads:
-            self._work.put(task)  # type: ignore[arg-type]
-        else:
-            task.run()
-        return task.result
+    def happened(self, *events: EventKind) -> None:
+        """From here on these have happened; wakes all who wait."""
+        with self.changed:
+            self._happened.update(events)
+            self.changed.notify_all()
 
-    def __enter__(self) -> Self:
-        started = [start(self._run, "unickpt worker") for _ in range(self._count)]
-        self._threads = [thread for thread in started if thread is not None]
-        return self
+    def __contains__(self, event: object) -> bool:
+        return event in self._happened
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for _ in self._threads:
-            self._work.put(None)
-        for thread in self._threads:
-            thread.join()
-
-    def _run(self) -> None:
-        if self._behind:
-            step_back()
-        while (task := self._work.get()) is not None:
-            task.run()
-
-
-class _Task(Generic[T]):
-    def __init__(self, work: Callable[[], T]) -> None:
-        self._work: Callable[[], T] | None = work
-        self._done = threading.Event()
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        assert self._work is not None, "a task is run once"
-        try:
-            self._value = self._work()
-        except BaseException as error:
-            self._error = error
-        self._work = None
-        self._done.set()
-
-    def result(self) -> T:
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
-        return self._value
+    def wait(self, event: EventKind, timeout: float | None = None) -> bool:
+        """Waits until one has happened; False if that takes more than `timeout` seconds."""
+        with self.changed:
+            return self.changed.wait_for(lambda: event in self._happened, timeout)
 
 
 _pauses = 0

@@ -32,12 +32,11 @@ from unickpt import (
 )
 from unickpt.commit import attempt
 from unickpt.commit.attempt import Attempt
-from unickpt.commit.notes import Notes
+from unickpt.commit.messages import Notes
 from unickpt.frameworks.registry import adapters
 from unickpt.saving import writer
-from unickpt.saving.chunk_source import DirectSource
 from unickpt.saving.describe import describe
-from unickpt.saving.write_plan import plan_writes
+from unickpt.saving.write_plan import DirectSource, plan_writes
 from unickpt.storage import contexts, paths
 from unickpt.storage.data_files import DataFile
 from unickpt.storage.errors import Failed

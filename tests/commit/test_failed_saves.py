@@ -27,10 +27,9 @@ from unickpt import (
     UnickptError,
 )
 from unickpt.commit import attempt, merge, root
-from unickpt.commit.notes import Notes
+from unickpt.commit.messages import Notes
 from unickpt.format import compression
-from unickpt.saving import chunk_source, save_job, writer
-from unickpt.saving.staging import kept_state
+from unickpt.saving import snapshot, task, write_plan, writer
 from unickpt.storage import data_files
 from unickpt.storage.data_files import DataFile
 from unickpt.storage.errors import Failed
@@ -60,8 +59,8 @@ def failing_at(calls: int, error: BaseException, real: Callable[..., Any]) -> Ca
 
 FULL = Failed("RESOURCE_EXHAUSTED: no space left")
 PLACES: list[tuple[Any, str, int, BaseException]] = [
-    (save_job, "describe", 1, FULL),
-    (save_job.SaveJob, "plan", 1, FULL),
+    (task, "describe", 1, FULL),
+    (task.SaveTask, "plan", 1, FULL),
     (DataFile, "add", 1, FULL),
     (DataFile, "add", 25, FULL),
     (data_files._LocalFile, "close", 1, FULL),
@@ -69,7 +68,7 @@ PLACES: list[tuple[Any, str, int, BaseException]] = [
     (compression, "encode", 1, FULL),
     (compression, "encode", 25, FULL),
     (compression, "encode", 25, KeyboardInterrupt()),
-    (chunk_source, "stage", 20, StateChanged("its memory was freed")),
+    (write_plan, "stage", 20, StateChanged("its memory was freed")),
     (Notes, "publish", 1, FULL),
     (attempt.Attempt, "_collect", 1, KeyboardInterrupt()),
     (merge, "merged_chunks", 1, FULL),
@@ -141,13 +140,13 @@ def test_a_save_in_the_background_leaves_nothing(
 def test_a_place_that_is_taken_meanwhile_is_left_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened, real = threading.Event(), kept_state.Staging.plan
+    opened, real = threading.Event(), snapshot.Staging.plan
 
     def late(self: Any) -> Any:
         assert opened.wait(30)
         return real(self)
 
-    monkeypatch.setattr(kept_state.Staging, "plan", late)
+    monkeypatch.setattr(snapshot.Staging, "plan", late)
     reference = SaveOptions(staging="reference", fsync=False)
     pending = unickpt.save_async(tmp_path / "c", {"w": np.ones(3)}, options=reference)
     unickpt.save(tmp_path / "c", {"w": np.zeros(3)})

@@ -18,9 +18,9 @@ from support.saving import in_job, save_in_job
 import unickpt
 from unickpt import CheckpointCorrupt, SaveOptions
 from unickpt.arrays.layout import Layout, Mesh
-from unickpt.commit import root_keys
+from unickpt.commit import root
 from unickpt.commit.merge_chunks import BORROWED, MISSING, PATCHED, WHOLE, Chunks
-from unickpt.commit.record import CHUNK_DTYPE, PATCH_DTYPE, Record
+from unickpt.commit.messages import CHUNK_DTYPE, PATCH_DTYPE, Record
 from unickpt.format import borrowed, chunk_grid, digest_table, index_json, patches, zarr_metadata
 from unickpt.format.index import ArrayEntry, BaseEntry, Index
 from unickpt.format.ocdbt_reader import OcdbtReader
@@ -72,7 +72,7 @@ def test_keys_ascend_and_each_has_its_own_place(grids: dict[str, list[int]], see
     assert MISSING not in kinds
     found: dict[bytes, int] = {}
     keys = list[bytes]()
-    for run in root_keys.runs(index, chunks, {"unickpt.json": (0, 6000, 1)}):
+    for run in root.runs(index, chunks, {"unickpt.json": (0, 6000, 1)}):
         keys += run.keys
         found.update(zip(run.keys, run.places["offset"].tolist(), strict=True))
     assert keys == sorted(set(keys))

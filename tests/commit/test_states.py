@@ -14,7 +14,7 @@ import unickpt
 from unickpt import ProcessFailed, SaveConflict, SaveOptions, StorageError
 from unickpt.commit.attempt import Attempt
 from unickpt.commit.attempt_state import NEXT, REMOVABLE, AttemptState
-from unickpt.saving.save_job import SaveJob
+from unickpt.saving.task import SaveTask
 from unickpt.saving.writer import Writer
 
 States = dict[int, list[str]]
@@ -41,7 +41,7 @@ def test_what_may_be_committed_is_never_removable() -> None:
 
 
 def test_the_states_of_a_job_that_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    attempts, saves = entered(monkeypatch, Attempt), entered(monkeypatch, SaveJob)
+    attempts, saves = entered(monkeypatch, Attempt), entered(monkeypatch, SaveTask)
     save_in_job(tmp_path, 2, lambda index: numbers(1))
     assert attempts[0] == ["WRITING", "MERGING", "COMMITTING", "COMMITTED"]
     assert attempts[1] == ["WRITING", "PUBLISHED", "COMMITTED"]
@@ -59,7 +59,7 @@ def test_the_states_of_a_job_of_which_one_fails(
         return real(self, items)
 
     monkeypatch.setattr(Writer, "write_all", fail)
-    attempts, saves = entered(monkeypatch, Attempt), entered(monkeypatch, SaveJob)
+    attempts, saves = entered(monkeypatch, Attempt), entered(monkeypatch, SaveTask)
     errors = save_in_job(tmp_path, 2, lambda index: numbers(1))
     assert isinstance(errors[0], ProcessFailed)
     assert attempts[0][:1] == attempts[1] == ["WRITING"]

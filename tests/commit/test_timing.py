@@ -16,10 +16,9 @@ from support.saving import numbers, save_in_job
 
 import unickpt
 from unickpt import PerProcess, SaveOptions
-from unickpt.commit.progress.arrivals import Arrivals
-from unickpt.commit.record import CHUNK_DTYPE, Record
+from unickpt.commit.messages import CHUNK_DTYPE, Record
 from unickpt.format import timing
-from unickpt.format.timing import PHASES, TIMING_KEY, Timing
+from unickpt.format.timing import PHASES, TIMING_KEY, Arrivals, Timing
 from unickpt.saving import writer
 
 
@@ -131,7 +130,7 @@ def test_what_the_coordinator_saw_corrects_the_hosts_clocks() -> None:
         (3, record(9000, 9)),  # one an hour ahead: between 6 and 20
     ]
     clock.now = 121
-    found = arrivals.timing(records)
+    found = arrivals.timing([each.statistics for _, each in records])
     np.testing.assert_allclose(found.done, [1, 3.5, 5, 20], atol=1e-5)
     np.testing.assert_allclose(found.began, [0, 0.5, 3, 11], atol=1e-5)
     assert (found.collected, found.merged) == (20, 21)
@@ -268,7 +267,7 @@ def test_a_save_whose_statistics_are_nonsense_is_not_kept_from_committing(tmp_pa
     arrivals.published()
     arrivals.looked([])
     strange = dataclasses.replace(record(0, 1), statistics={"began": float("nan"), "bytes": 1e300})
-    found = arrivals.timing([(0, record(0, 1)), (1, strange)])
+    found = arrivals.timing([record(0, 1).statistics, strange.statistics])
     assert timing.decode(timing.encode(found), 2).processes == 2
 
 

@@ -23,10 +23,9 @@ from typer.testing import CliRunner
 
 import unickpt
 from unickpt.cli.app import app
-from unickpt.commit.progress import reporter, reports, waits
-from unickpt.commit.progress.reporter import Reporter
-from unickpt.commit.progress.reports import Report
-from unickpt.commit.progress.waits import Late, Waits
+from unickpt.commit import progress_reports, waits
+from unickpt.commit.progress_reports import Report, Reporter
+from unickpt.commit.waits import Late, Waits
 from unickpt.saving import writer
 from unickpt.steps.watching import Watch
 from unickpt.storage import contexts, paths
@@ -40,10 +39,11 @@ import torch
 import torch.distributed as dist
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 import unickpt
-from unickpt.commit.progress import reporter, waits
+from unickpt.commit import progress_reports
+from unickpt.commit import waits
 from unickpt.saving import writer
 path, slow, late_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-waits._FIRST_S, reporter._FIRST_S = late_s, 0.1
+waits._FIRST_S, progress_reports._FIRST_S = late_s, 0.1
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 real = writer._Batch.write
@@ -156,7 +156,7 @@ def of(tmp_path: Path, process: int, count: int = 4) -> Waits:
 
 
 def say(records: KvStore, process: int, phase: str) -> None:
-    records.write(reports.name_of(process), Report(phase, 1.0, 5, 10, 4).encode()).result()
+    records.write(progress_reports.name_of(process), Report(phase, 1.0, 5, 10, 4).encode()).result()
 
 
 def test_what_a_process_does_is_seen_by_its_files_if_it_said_nothing(
@@ -273,9 +273,9 @@ def test_a_hostile_note_says_nothing(note: bytes, tmp_path: Path, records: KvSto
     ],
 )
 def test_a_hostile_report_is_none(data: bytes) -> None:
-    assert reports.decode(data) is None
+    assert progress_reports.decode(data) is None
     sound = Report("write", 1.5, 3, 4, 5, 6)
-    assert reports.decode(sound.encode()) == sound
+    assert progress_reports.decode(sound.encode()) == sound
 
 
 # --- the thread that reports ----------------------------------------------------------------------
@@ -283,7 +283,7 @@ def test_a_hostile_report_is_none(data: bytes) -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(reporter, "_FIRST_S", 0.05)
+    monkeypatch.setattr(progress_reports, "_FIRST_S", 0.05)
     yield
     assert "unickpt report" not in [thread.name for thread in threading.enumerate()]
 
@@ -294,7 +294,7 @@ def test_reports_end_with_the_last_of_them(records: KvStore) -> None:
 
     def now() -> Report:
         found = Report("write", 1.0, done[0], 100, 1)
-        if reports.read(records, [7]):
+        if progress_reports.read(records, [7]):
             asked.set()
             time.sleep(0.3)  # it is under way when the reporter is closed
         return found
@@ -303,11 +303,11 @@ def test_reports_end_with_the_last_of_them(records: KvStore) -> None:
         told.start(now)
         assert asked.wait(60)
         done[0] = 100
-    last = reports.read(records, [7])[7]
+    last = progress_reports.read(records, [7])[7]
     assert last.nbytes == 100, "the last report has all bytes"
     assert last.number >= 2
     time.sleep(0.5)
-    assert reports.read(records, [7])[7] == last, "it writes no more"
+    assert progress_reports.read(records, [7])[7] == last, "it writes no more"
 
 
 @pytest.mark.usefixtures("quick")
@@ -320,7 +320,7 @@ def test_a_report_that_cannot_be_written_does_not_disturb_the_save(
         asked.append(process)
         raise OSError("no")
 
-    monkeypatch.setattr(reports, "name_of", refuse)
+    monkeypatch.setattr(progress_reports, "name_of", refuse)
     monkeypatch.setattr(writer.Writer, "write_all", slowly(writer.Writer.write_all, 0.3))
     unickpt.save(tmp_path, numbers(1))
     assert asked
@@ -420,8 +420,8 @@ def test_watch_shows_what_is_committed_and_what_is_being_saved(tmp_path: Path) -
     folder = under_way(tmp_path, "step_11")
     store = paths.resolve(folder).child("records").store(contexts.context())
     store.write("00000.ok", b"").result()
-    store.write(reports.name_of(0), Report("wait", 4.0, 50, 100, 5).encode()).result()
-    store.write(reports.name_of(3), Report("write", 2.0, 30, 100, 5).encode()).result()
+    store.write(progress_reports.name_of(0), Report("wait", 4.0, 50, 100, 5).encode()).result()
+    store.write(progress_reports.name_of(3), Report("write", 2.0, 30, 100, 5).encode()).result()
     store.write("00001.ok", b"").result()
     (folder / "00002").mkdir()
     (folder / "00002" / "manifest.ocdbt").touch()

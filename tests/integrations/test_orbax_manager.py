@@ -375,7 +375,7 @@ def test_a_failed_save_is_raised_and_does_not_count(
         manager.save(1, args=ours.args.StandardSave(tree(1)))
         manager.wait_until_finished()
         with monkeypatch.context() as patch:
-            patch.setattr("unickpt.saving.save_job.SaveJob.run", _full)
+            patch.setattr("unickpt.saving.task.SaveTask.run", _full)
             manager.save(2, args=ours.args.StandardSave(tree(2)))
             with pytest.raises(OSError, match="disk is full"):
                 manager.wait_until_finished()
@@ -399,7 +399,7 @@ def test_the_best_step_goes_only_when_a_better_one_is_committed(
             manager.save(step, args=args, metrics={"score": score})
         manager.wait_until_finished()
         assert manager.all_steps() == [1, 3]  # the best, and the newest
-        monkeypatch.setattr("unickpt.saving.save_job.SaveJob.run", _full)
+        monkeypatch.setattr("unickpt.saving.task.SaveTask.run", _full)
         manager.save(4, args=ours.args.StandardSave(tree(4)), metrics={"score": 9})
         with pytest.raises(OSError, match="disk is full"):
             manager.wait_until_finished()

@@ -152,7 +152,7 @@ def test_a_failed_save_is_raised_by_its_response(
 
     told: list[bool] = []
     with ours.training.Checkpointer(tmp_path) as run:
-        monkeypatch.setattr("unickpt.saving.save_job.SaveJob.run", full)
+        monkeypatch.setattr("unickpt.saving.task.SaveTask.run", full)
         response = run.save_async(1, tree(1))
         assert response is not None
         response.on_complete(told.append)

@@ -15,7 +15,7 @@ from support.saving import in_job, same
 import unickpt
 from unickpt import Checkpointer, SaveOptions, StorageError
 from unickpt.format.ocdbt_reader import OcdbtReader
-from unickpt.saving.save_job import SaveJob
+from unickpt.saving.task import SaveTask
 from unickpt.steps.step_folder import Steps
 
 OPTIONS = SaveOptions(chunk_bytes=4096, fsync=False, timeout_s=20)
@@ -120,14 +120,14 @@ def test_a_base_that_is_gone_stops_the_save_and_the_next_one_is_whole(
     with Checkpointer(run, partial=PARTIAL, options=OPTIONS) as steps:
         for step in range(2):
             steps.save(step, state(step), wait=True)
-        real = SaveJob._publish
+        real = SaveTask._publish
 
         def publish(*arguments: Any) -> None:  # what it borrows was taken
             Steps(run).remove(0)
             real(*arguments)
 
         with monkeypatch.context() as patch:
-            patch.setattr(SaveJob, "_publish", publish)
+            patch.setattr(SaveTask, "_publish", publish)
             with pytest.raises(StorageError, match="step_0, which is missing"):
                 steps.save(2, state(2), wait=True)
         assert Steps(run).committed() == [1]

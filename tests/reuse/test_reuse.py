@@ -17,8 +17,7 @@ from support.saving import same
 import unickpt
 from unickpt import Checkpointer, CheckpointNotFound, SaveOptions
 from unickpt.format.ocdbt_reader import OcdbtReader
-from unickpt.saving.chunk_source import DirectSource, StagedChunk
-from unickpt.saving.write_plan import WriteItem
+from unickpt.saving.write_plan import DirectSource, StagedChunk, WriteItem
 from unickpt.storage import local_files
 
 CHUNK = 4096

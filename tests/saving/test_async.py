@@ -38,11 +38,11 @@ from unickpt.adapters import jax as jax_adapter
 from unickpt.adapters import torch as torch_adapter
 from unickpt.arrays import host_memory
 from unickpt.frameworks import host_copy
-from unickpt.saving.pending import SaveCallbacks
-from unickpt.saving.save_queue import SaveQueue, SaveRequest
-from unickpt.saving.staging import kept_state
-from unickpt.saving.staging.capture import Capture, CaptureMethod
-from unickpt.saving.staging.host_area import HostArea
+from unickpt.saving import snapshot
+from unickpt.saving.background import SaveCallbacks, SaveQueue, SaveRequest
+from unickpt.saving.capture import Capture, CaptureMethod
+from unickpt.saving.staging_memory import HostArea
+from unickpt.saving.task import SaveEvent
 from unickpt.storage.data_files import DataFile
 
 MIB = 1 << 20
@@ -89,7 +89,7 @@ def copying(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Gate:
             return gate.before(real)(*arguments, **named)
         return real(*arguments, **named)
 
-    monkeypatch.setattr(kept_state, "stage", stopped)
+    monkeypatch.setattr(snapshot, "stage", stopped)
     return gate
 
 
@@ -436,7 +436,7 @@ def test_a_change_without_a_trace_is_found(
         if back:
             copying.opened.set()
             deadline = time.monotonic() + 30
-            while pending._staging._error is None and time.monotonic() < deadline:
+            while pending._snapshot._error is None and time.monotonic() < deadline:
                 time.sleep(0.001)
             param.data.copy_(old)
         copying.opened.set()
@@ -477,7 +477,7 @@ def test_an_optimizers_step_waits_at_the_fence(
             lazily.append(box.shape)
         return real(fragment, box, *rest, **named)
 
-    monkeypatch.setattr(kept_state, "stage", slow)
+    monkeypatch.setattr(snapshot, "stage", slow)
     with unickpt.Checkpointer(
         tmp_path / "run", optimizers=[optimizer], options=LAZY
     ) as checkpointer:
@@ -576,7 +576,7 @@ def test_an_error_while_staging_reaches_the_caller(
         raise MemoryError("no more memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(kept_state, "stage", fail)
+        patch.setattr(snapshot, "stage", fail)
         with pytest.raises(unickpt.OutOfMemory, match="/c: out of memory: no more") as caught:
             unickpt.save_async(tmp_path / "c", {"w": np.ones(100_000)})
     assert any("'w'" in note for note in caught.value.__notes__)
@@ -748,7 +748,7 @@ def test_who_waits_for_a_save_waits_for_its_metrics(tmp_path: Path) -> None:
         first.result(0.01)
     good(queue, tmp_path / "2")
     second = queue._pending[-1]
-    assert second._ended.wait(30), "a save waits for the metrics of the one before it"
+    assert second._events.wait(SaveEvent.ENDED, 30), "a save waits for the metrics of the one before it"
     good(queue, tmp_path / "3")  # though two are told of yet
     assert not second.done(), "reports come one after another"
     go_on.set()
@@ -860,7 +860,7 @@ def test_memory_of_a_save_that_fails_while_it_is_staged_is_given_back(
     """As on a device: a clone is copied in the background, and meanwhile a change is found."""
     changing, behind = torch.zeros(1 << 19), torch.ones(1 << 19)
     began, may_end = threading.Event(), threading.Event()
-    decide, stage, areas = Capture._decide, kept_state.stage, set[Any]()
+    decide, stage, areas = Capture._decide, snapshot.stage, set[Any]()
 
     def decided(self: Any, fragment: Any, dtype: Any) -> Any:
         method, kept = decide(self, fragment, dtype)
@@ -877,10 +877,10 @@ def test_memory_of_a_save_that_fails_while_it_is_staged_is_given_back(
         areas.add(area)
         init(self, job, area, *others)
 
-    init = kept_state.Staging.__init__
+    init = snapshot.Staging.__init__
     monkeypatch.setattr(Capture, "_decide", decided)
-    monkeypatch.setattr(kept_state, "stage", staged)
-    monkeypatch.setattr(kept_state.Staging, "__init__", keeping_area)
+    monkeypatch.setattr(snapshot, "stage", staged)
+    monkeypatch.setattr(snapshot.Staging, "__init__", keeping_area)
     options = SaveOptions(staging="lazy", fsync=False)
     pending = unickpt.save_async(tmp_path / "c", {"a": changing, "b": behind}, options=options)
     assert began.wait(30)

@@ -56,7 +56,7 @@ with unickpt.Checkpointer(root, optimizers=[optimizer], options=options) as chec
         pending = checkpointer.save(step, {"model": model, "optimizer": optimizer,
                                            "mine": unickpt.PerProcess(rank)})
         if mode != "auto":  # then what does not fit into the budget is copied lazily
-            assert pending._staging.is_fenced == (mode == "lazy"), "lazily or not"
+            assert pending._snapshot.is_fenced == (mode == "lazy"), "lazily or not"
 if rank == 0:
     np.savez(root + "/expected.npz", **{f"{s}/{k}": v for s, t in expected.items()
                                          for k, v in t.items()})

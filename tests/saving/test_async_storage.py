@@ -9,6 +9,7 @@ import struct
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,7 @@ def test_a_full_disk_fails_the_save_and_the_next_works(small_disk: Path) -> None
         with pytest.raises(StorageError, match=f"saving to {path}: .*{FULL}"):
             pending.result(LONG_S)
     pending = unickpt.save_async(two, LARGE)
-    assert pending._finished.wait(LONG_S)
+    assert wait([pending._finished], LONG_S).done
     with pytest.raises(StorageError, match=FULL) as caught:
         unickpt.save_async(two, numbers(2))
     assert any("in the background" in note for note in caught.value.__notes__)
@@ -830,7 +831,7 @@ def test_s3_that_fails_at_the_first_save(
     s3.break_down("500")
     checkpointer = Checkpointer(run, options=FAST)
     pending = checkpointer.save(1, numbers(1))
-    assert pending._finished.wait(LONG_S)
+    assert wait([pending._finished], LONG_S).done
     with pytest.raises(StorageError, match=run):
         checkpointer.save(2, numbers(2))
     s3.heal()

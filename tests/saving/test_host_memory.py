@@ -23,8 +23,7 @@ import unickpt
 from unickpt import LocalFragments, PerProcess, SaveOptions, StateChanged
 from unickpt.arrays import guarded_copy
 from unickpt.frameworks import host_copy
-from unickpt.saving import chunk_source
-from unickpt.saving.staging import in_order, kept_state
+from unickpt.saving import changes, snapshot, write_plan
 
 MODES = ["auto", "copy", "reference", "lazy", "device"]
 
@@ -47,9 +46,9 @@ def behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
             assert opened.wait(30)
         return real(*arguments, **named)
 
-    for module in (kept_state, chunk_source):
+    for module in (snapshot, write_plan):
         monkeypatch.setattr(module, "stage", stopped)
-    monkeypatch.setattr(in_order, "_THREADS", 1)  # so that the call copies on its own thread
+    monkeypatch.setattr(changes, "_THREADS", 1)  # so that the call copies on its own thread
     yield opened
     opened.set()
 
@@ -266,7 +265,7 @@ def test_memory_that_is_freed_during_the_call_is_an_error(
         resize(weight)
         return real(*arguments, **named)
 
-    monkeypatch.setattr(chunk_source, "stage", late)
+    monkeypatch.setattr(write_plan, "stage", late)
     with pytest.raises(StateChanged, match=r"'w'.*freed"):
         unickpt.save(tmp_path / "c", {"w": weight})
 

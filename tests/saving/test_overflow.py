@@ -20,7 +20,7 @@ from support.saving import in_job
 
 import unickpt
 from unickpt import Checkpointer, SaveOptions, SaveReport
-from unickpt.saving.save_queue import SaveQueue, SaveRequest
+from unickpt.saving.background import SaveQueue, SaveRequest
 from unickpt.saving.writer import Writer
 from unickpt.storage import spill_files
 from unickpt.storage.spill_files import SpillFiles, file_system_of
@@ -358,7 +358,7 @@ def test_what_the_disk_has_lost_is_an_error(
     caplog.set_level(logging.CRITICAL)
     queue, tree = SaveQueue(), tensors()
     pending = queue.save(SaveRequest(tmp_path / "c", tree, SaveOptions(spill=disk, **SMALL)))
-    spill = pending._staging._places.spill
+    spill = pending._snapshot._places.spill
     assert spill is not None
     (file,) = spill.files._files
     os.pwrite(file.number, b"\x01", MIB // 2)
@@ -448,7 +448,7 @@ def save(name, budget_bytes):
     return pending
 save("warm", 8 * MIB).result()
 dist.barrier()
-from unickpt.saving.staging.host_area import HostArea
+from unickpt.saving.staging_memory import HostArea
 most, real = [0], HostArea.take
 def take(self, *arguments):
     most[0] = max(most[0], self._held)
@@ -485,7 +485,7 @@ def test_the_ranks_of_a_node_share_its_budget(
 JAX = """
 import sys, numpy as np, jax, jax.numpy as jnp, unickpt
 from jax.sharding import NamedSharding, PartitionSpec as P
-from unickpt.saving.staging.host_area import HostArea
+from unickpt.saving.staging_memory import HostArea
 mesh = jax.make_mesh((2,), ("x",))
 n = 1 << 20
 tree = {f"w{i}": jax.make_array_from_callback((2 * n,), NamedSharding(mesh, P("x")),

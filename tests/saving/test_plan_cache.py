@@ -22,9 +22,8 @@ from support.saving import in_job
 
 import unickpt
 from unickpt import PerProcess, ProcessGroup, SaveOptions, StateChanged, UnsupportedLeaf
-from unickpt.saving import saver
-from unickpt.saving.save_queue import SaveQueue, SaveRequest
-from unickpt.saving.staging import plan_cache
+from unickpt.saving import plan_cache, saver
+from unickpt.saving.background import SaveQueue, SaveRequest
 from unickpt.trees import tree as trees
 from unickpt.trees.skeleton import leaves_of, skeleton
 

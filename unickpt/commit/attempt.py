@@ -19,18 +19,24 @@ import tensorstore as ts
 import xxhash
 
 from unickpt._version import LIBRARY
-from unickpt.commit import attempt_state, borrowers, outcome, root
+from unickpt.commit import attempt_state, borrowers, outcome, progress_reports, root
 from unickpt.commit.attempt_state import AttemptState
 from unickpt.commit.merge import Merged, Totals, merge_all
 from unickpt.commit.merge_chunks import Requests
-from unickpt.commit.notes import MORE, OK, REQUEST, Announcement, Notes
-from unickpt.commit.progress import reports
-from unickpt.commit.progress.arrivals import Arrivals
-from unickpt.commit.progress.reporter import Reporter
-from unickpt.commit.progress.waits import Waits
-from unickpt.commit.record import Record, Records, statistics_of
+from unickpt.commit.messages import (
+    MORE,
+    OK,
+    REQUEST,
+    Announcement,
+    Notes,
+    Record,
+    Records,
+    statistics_of,
+)
+from unickpt.commit.progress_reports import Reporter
 from unickpt.commit.replicas import Difference
 from unickpt.commit.root import Root
+from unickpt.commit.waits import Waits
 from unickpt.errors import (
     CheckpointExists,
     ProcessFailed,
@@ -41,6 +47,7 @@ from unickpt.errors import (
 )
 from unickpt.format import index_json, timing, zarr_metadata
 from unickpt.format.index import BORROWED_KEY, DIGESTS_KEY, INDEX_KEY, Index
+from unickpt.format.timing import Arrivals
 from unickpt.frameworks.process_group import Group
 from unickpt.reuse import linked_files
 from unickpt.storage import data_files, errors
@@ -162,8 +169,8 @@ class Attempt:
     def phase(self) -> str:
         """What this process does: one of `reports.WORDS`."""
         if self._state in (AttemptState.OPEN, AttemptState.WRITING):
-            return reports.WRITE
-        return reports.WAIT if self._arrivals.waiting else reports.COMMIT
+            return progress_reports.WRITE
+        return progress_reports.WAIT if self._arrivals.waiting else progress_reports.COMMIT
 
     def explained(self, error: Exception) -> Exception:
         """The error to raise: the storage's and a lack of memory as ours, or `SaveConflict` if
@@ -407,7 +414,9 @@ class Attempt:
             if record.replaces != self._digest_found:
                 raise self._conflict(f"between the start of process 0 and of process {process}")
         merged = self._merge(own, records, write_more)
-        self._timing = timing.encode(self._arrivals.timing(records))
+        self._timing = timing.encode(
+            self._arrivals.timing([record.statistics for _, record in records])
+        )
         if merged.index.bases:
             borrowers.mark(self.location, merged.index.bases, self.context)
         manifest = self._build_root(merged)

@@ -5,19 +5,24 @@ Checks that a checkpoint is complete and consistent. Nothing here does I/O.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import xxhash
 
+from unickpt.arrays.box import Box
 from unickpt.commit.merge_chunks import Chunks, Requests, merged_chunks, requests
-from unickpt.commit.merge_index import per_process, unite, with_boxes, with_errors, with_patches
-from unickpt.commit.record import Records
+from unickpt.commit.messages import Names, Records
 from unickpt.commit.replicas import Difference, Replicas
+from unickpt.errors import CoverageError
 from unickpt.format import digest_table
-from unickpt.format.index import Index
+from unickpt.format.coverage import check_boxes
+from unickpt.format.index import RESERVED, ArrayEntry, Index, PerProcessEntry
+from unickpt.quantized import codes
 from unickpt.reuse.experts import with_steps
+from unickpt.trees import tree
 
 
 @dataclass(frozen=True)
@@ -101,3 +106,218 @@ def _metadata(index: Index, records: Records) -> Mapping[str, Any]:
     """The metadata, with the steps of experts, if some may be left out of a save."""
     steps = [(process, record.experts) for process, record in records]
     return with_steps(index.metadata, steps) if any(each for _, each in steps) else index.metadata
+
+
+# The tables of an index that are joined by name.
+_SINGULAR = {
+    "arrays": "array",
+    "aliases": "alias",
+    "values": "value",
+    "per_process": "PerProcess leaf",
+}
+
+
+# --- descriptions -------------------------------------------------------------------------------
+
+
+def unite(records: Records, described: Mapping[int, Index]) -> Index:
+    """Joins the descriptions of processes that hold different parts of one tree.
+
+    Arguments:
+        records: of all processes; each has the digest of its process's description.
+        described: the descriptions by their digests.
+
+    Raises:
+        CoverageError: two contradict each other; names the leaf and what each process has.
+    """
+    first: dict[int, int] = {}
+    for process, record in records:
+        first.setdefault(record.description, process)
+    distinct = [(process, described[digest]) for digest, process in first.items()]
+    ours = distinct[0][1]
+    if len(distinct) == 1:
+        return ours
+    for process, theirs in distinct[1:]:
+        _check_settings(ours, theirs, process)
+    tables: dict[str, Any] = _facts(distinct)
+    structure = _trees([(process, index.tree) for process, index in distinct])
+    names = {leaf.name for leaf in tree.leaves(tree.from_json(structure))}
+    unnamed = sorted(names ^ {name for table in tables.values() for name in table})
+    if unnamed:
+        raise CoverageError(
+            f"the processes' trees differ at {unnamed[0]!r}: a key is a str on some processes and "
+            "an int on others"
+        )
+    return replace(ours, tree=structure, **tables)
+
+
+def _check_settings(ours: Index, theirs: Index, process: int) -> None:
+    for what in ("processes", "codecs", "metadata"):
+        mine, other = getattr(ours, what), getattr(theirs, what)
+        if what == "metadata":
+            mine, other = map(_shared, (mine, other))
+        if mine != other:
+            raise CoverageError(
+                f"the processes save with different {what}: process 0 with {str(mine)[:80]}, "
+                f"process {process} with {str(other)[:80]}"
+            )
+
+
+def _shared(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What all processes must have alike: not what process 0 alone decides for its step, but what
+    was merged of what."""
+    own = metadata.get(RESERVED)
+    merge = own.get("merge") if isinstance(own, dict) else None
+    return {**{k: v for k, v in metadata.items() if k != RESERVED}, "unickpt merge": merge}
+
+
+def _facts(distinct: Sequence[tuple[int, Index]]) -> dict[str, dict[str, Any]]:
+    tables: dict[str, dict[str, Any]] = {kind: {} for kind in _SINGULAR}
+    first: dict[str, tuple[int, str, Any]] = {}
+    for process, index in distinct:
+        for kind in _SINGULAR:
+            for name, fact in getattr(index, kind).items():
+                known = first.setdefault(name, (process, kind, fact))
+                if known[1] != kind or not _agree(known[2], fact):
+                    raise _disagreement(name, known, (process, kind, fact))
+                tables[kind][name] = known[2]
+    return tables
+
+
+def _disagreement(
+    name: str, first: tuple[int, str, Any], second: tuple[int, str, Any]
+) -> CoverageError:
+    both = [f"process {process} has {_show(kind, fact)}" for process, kind, fact in (first, second)]
+    what = f"{_SINGULAR[first[1]]} " if first[1] == second[1] else ""
+    advice = ""
+    if what == "value ":
+        advice = ". Values that differ by process belong in unickpt.PerProcess"
+    return CoverageError(f"the processes disagree about {what}{name!r}: {', '.join(both)}{advice}")
+
+
+def _agree(mine: Any, other: Any) -> bool:
+    if mine is other:
+        return True
+    if isinstance(mine, ArrayEntry) and isinstance(other, ArrayEntry):
+        return mine == other or _agree_but_for_processes(mine, other)
+    if type(mine) is float and type(other) is float:
+        return struct.pack("<d", mine) == struct.pack("<d", other)
+    return type(mine) is type(other) and bool(mine == other)
+
+
+def _agree_but_for_processes(mine: ArrayEntry, other: ArrayEntry) -> bool:
+    """Whether two arrays differ only in the processes of their meshes (one mesh per replica)."""
+    a, b = mine.layout, other.layout
+    if a is None or b is None or replace(mine, layout=b) != other:
+        return False
+    return (a.mesh.axes, a.mesh.shape, a.dims) == (b.mesh.axes, b.mesh.shape, b.dims)
+
+
+def _show(kind: str, fact: Any) -> str:
+    if isinstance(fact, ArrayEntry):
+        laid_out = "in boxes" if fact.layout is None else f"laid out {fact.layout}"
+        dtype = codes.joined(fact.dtype, fact.quantized)
+        return f"{dtype}{list(fact.shape)} {laid_out} in chunks of {list(fact.chunk)}"
+    if kind == "per_process":
+        return "a PerProcess"
+    return ("an alias of " if kind == "aliases" else "the value ") + repr(fact)[:80]
+
+
+def _trees(items: list[tuple[int, Any]]) -> Any:
+    """Joins trees pairwise, so that large ones are not walked once per process."""
+    while len(items) > 1:
+        items = [_pair(items[i : i + 2]) for i in range(0, len(items), 2)]
+    return items[0][1]
+
+
+def _pair(items: Sequence[tuple[int, Any]]) -> tuple[int, Any]:
+    if len(items) == 1:
+        return items[0]
+    (first, ours), (second, theirs) = items
+    try:
+        return first, tree.merge(ours, theirs)
+    except ValueError as error:
+        raise CoverageError(
+            f"process {first} and process {second} save different trees: {error}"
+        ) from None
+
+
+# --- boxes --------------------------------------------------------------------------------------
+
+
+def with_boxes(index: Index, records: Records, names: Names) -> Index:
+    """The index with the boxes of arrays whose fragments each process declares itself.
+
+    Raises:
+        CoverageError: they do not cover an array exactly once.
+    """
+    declared: dict[str, list[tuple[Box, tuple[int, ...]]]] = {}
+    for process, record in records:
+        for number, boxes in record.boxes.items():
+            at = declared.setdefault(names[process][number], [])
+            at += [(box, (process,)) for box in boxes]
+    arrays = dict(index.arrays)
+    for name, entry in index.arrays.items():
+        if entry.boxes == ():
+            boxes_of_all = tuple(declared.get(name, ()))
+            check_boxes(entry, boxes_of_all)
+            arrays[name] = replace(entry, boxes=boxes_of_all)
+    return replace(index, arrays=arrays)
+
+
+# --- quantised arrays -----------------------------------------------------------------------------
+
+
+def with_errors(
+    index: Index, records: Records, names: Names, winners: Mapping[str, int]
+) -> dict[str, ArrayEntry]:
+    """The arrays, those that are quantised with the largest errors of all processes.
+
+    Arguments:
+        index: of all processes.
+        records: what they wrote.
+        names: for each process the arrays that it has.
+        winners: arrays of which only the chunks of one process count, with that process.
+    """
+    arrays = dict(index.arrays)
+    for process, record in records:
+        for number, found in record.errors.items():
+            name = names[process][number]
+            if winners.get(name, process) == process:
+                known = arrays[name].errors
+                worst = max(known[0], found[0]), max(known[1], found[1])
+                arrays[name] = replace(arrays[name], errors=worst)
+    return arrays
+
+
+# --- patches --------------------------------------------------------------------------------------
+
+
+def with_patches(
+    arrays: Mapping[str, ArrayEntry], counts: Mapping[str, int]
+) -> dict[str, ArrayEntry]:
+    """The arrays, each with the number of its chunks that are stored as patches."""
+    patched = {name: replace(arrays[name], patched=count) for name, count in counts.items()}
+    return {**arrays, **patched}
+
+
+# --- per-process values ---------------------------------------------------------------------------
+
+
+def per_process(index: Index, records: Records) -> dict[str, PerProcessEntry]:
+    """Size and digest of every process's value of each per-process leaf.
+
+    Raises:
+        CoverageError: a process has none.
+    """
+    for process, record in records:
+        missing = sorted(index.per_process.keys() - record.blobs.keys())
+        if missing:
+            raise CoverageError(
+                f"process {process} has no value for the PerProcess leaf {missing[0]!r}; every "
+                "process must save one"
+            )
+    return {
+        name: PerProcessEntry(tuple(record.blobs[name][:2] for _, record in records))
+        for name in index.per_process
+    }

@@ -14,7 +14,7 @@ import numpy as np
 
 from unickpt.arrays.box import Box
 from unickpt.commit import chunk_owners
-from unickpt.commit.record import ELSEWHERE, Names, Place, Record, Records
+from unickpt.commit.messages import ELSEWHERE, Names, Place, Record, Records
 from unickpt.errors import CoverageError
 from unickpt.format import borrowed, chunk_grid, digest_table
 from unickpt.format.index import ArrayEntry, BaseEntry, Index

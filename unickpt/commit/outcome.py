@@ -10,7 +10,7 @@ import tensorstore as ts
 
 from unickpt.commit import version
 from unickpt.commit.merge import Totals
-from unickpt.commit.notes import Notes
+from unickpt.commit.messages import Notes
 from unickpt.format import index_json
 from unickpt.format.index import INDEX_KEY
 from unickpt.storage.database import Database

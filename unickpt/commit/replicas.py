@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from unickpt.commit.record import REPLICA_DTYPE, Names, Records
+from unickpt.commit.messages import REPLICA_DTYPE, Names, Records
 from unickpt.errors import CoverageError, ReplicasDiffer
 from unickpt.trees import name_ranges
 

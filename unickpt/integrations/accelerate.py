@@ -43,8 +43,8 @@ from unickpt.reading import checkpoint
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.listing import checkpoints_below
 from unickpt.saving import saver
+from unickpt.saving.background import PendingSave
 from unickpt.saving.options import SaveOptions, SaveReport
-from unickpt.saving.pending import PendingSave
 from unickpt.steps import attempt_folders
 from unickpt.storage import contexts, paths
 

@@ -28,8 +28,8 @@ from unickpt.reading import checkpoint
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.options import LoadOptions
 from unickpt.saving import saver
+from unickpt.saving.background import PendingSave
 from unickpt.saving.options import SaveOptions, SaveReport
-from unickpt.saving.pending import PendingSave
 from unickpt.storage import paths
 from unickpt.trees.tree import Key, component
 

@@ -22,8 +22,8 @@ from ray.train import Checkpoint, CheckpointUploadMode
 
 from unickpt.errors import InvalidPath
 from unickpt.saving import saver
+from unickpt.saving.background import PendingSave
 from unickpt.saving.options import SaveOptions
-from unickpt.saving.pending import PendingSave
 
 _SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://"}
 """What precedes the paths of PyArrow's file systems in unickpt's."""

@@ -40,8 +40,8 @@ from unickpt.reading.checkpoint import Checkpoint
 from unickpt.runs.agreement import on_process_0
 from unickpt.runs.checkpointer import Checkpointer
 from unickpt.saving import saver
+from unickpt.saving.background import PendingSave
 from unickpt.saving.options import SaveOptions
-from unickpt.saving.pending import PendingSave
 from unickpt.storage import contexts, paths
 from unickpt.storage.ocdbt import MANIFEST
 from unickpt.tools import conversion

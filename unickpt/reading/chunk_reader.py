@@ -38,7 +38,7 @@ from unickpt.reading.read_plan import (
 from unickpt.reading.recipes import Copy, Recipe
 from unickpt.reading.targets import NewTarget
 from unickpt.storage.local_files import files_kept_open
-from unickpt.threads import Pool, Window, in_batches, step_back
+from unickpt.threads import Pool, Window, in_batches
 
 T = TypeVar("T")
 ReadArrays = Callable[[Reader, Sequence[Job]], dict[str, Any]]
@@ -52,10 +52,10 @@ TASK_CHUNKS = 256
 _TASKS_PER_THREAD = 4
 
 
-def threads_for(stored: Reader, name: str, *, behind: bool = False) -> ThreadPoolExecutor:
+def threads_for(stored: Reader, name: str, *, background: bool = False) -> ThreadPoolExecutor:
     """Threads that read chunks: many if each request crosses a network."""
     count = _MOST_THREADS if stored.location.is_remote else _local_threads()
-    return Pool(count, thread_name_prefix=name, initializer=step_back if behind else None)
+    return Pool(count, name, background=background)
 
 
 def _local_threads() -> int:
@@ -212,8 +212,10 @@ class Task:
 class ChunkReader:
     """Threads that read chunks; small chunks share a task, also across arrays."""
 
-    def __init__(self, stored: Reader, name: str = "unickpt-load", *, behind: bool = False) -> None:
-        self._pool = threads_for(stored, name, behind=behind)
+    def __init__(
+        self, stored: Reader, name: str = "unickpt-load", *, background: bool = False
+    ) -> None:
+        self._pool = threads_for(stored, name, background=background)
         self._files = ExitStack()
         self._files.enter_context(files_kept_open())
         self._stored, self._scratch, self._task = stored, Scratch(), Task()

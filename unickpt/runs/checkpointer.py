@@ -24,9 +24,8 @@ from unickpt.runs.removal import Removal
 from unickpt.runs.retention import Retention
 from unickpt.runs.save_triggers import Policy, SigtermHandler
 from unickpt.runs.step_loader import StepLoader
+from unickpt.saving.background import PendingSave, SaveQueue, SaveRequest
 from unickpt.saving.options import SaveOptions
-from unickpt.saving.pending import PendingSave
-from unickpt.saving.save_queue import SaveQueue, SaveRequest
 from unickpt.steps.branch import Branch
 from unickpt.steps.tier import Tier
 from unickpt.steps.tiers import Tiers

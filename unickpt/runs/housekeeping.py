@@ -16,8 +16,8 @@ from unickpt.runs.copying import Copying
 from unickpt.runs.retention import Retention
 from unickpt.runs.step_order import StepOrder
 from unickpt.runs.steps_in_use import StepsInUse
+from unickpt.saving.background import SaveCallbacks
 from unickpt.saving.options import SaveOptions
-from unickpt.saving.pending import SaveCallbacks
 from unickpt.steps.branch import Branch
 from unickpt.steps.lineage import Lineage
 from unickpt.steps.tier import Tier

@@ -14,7 +14,7 @@ from unickpt.reuse.expert_keys import ExpertKeys
 from unickpt.reuse.experts import Choose, ExpertRecord, Steps, stored
 from unickpt.reuse.partial_save import PartialBase, PartialSave
 from unickpt.reuse.siblings import Siblings
-from unickpt.saving.pending import SaveCallbacks
+from unickpt.saving.background import SaveCallbacks
 from unickpt.steps.tier import Tier
 from unickpt.storage import paths
 

@@ -12,7 +12,7 @@ import xxhash
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.dtypes import Array
-from unickpt.commit.record import REPLICA_DTYPE, Record
+from unickpt.commit.messages import REPLICA_DTYPE, Record
 from unickpt.format import codec
 from unickpt.frameworks.protocol import ArraySource, Fragment
 from unickpt.saving.write_plan import WriteItem

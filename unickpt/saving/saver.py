@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from unickpt.saving.chunk_source import DirectSource
+from unickpt.saving.background import PendingSave, SaveQueue, SaveRequest
 from unickpt.saving.options import SaveOptions, SaveReport
-from unickpt.saving.pending import PendingSave
-from unickpt.saving.save_job import SaveJob, call_metrics
-from unickpt.saving.save_queue import SaveQueue, SaveRequest
-from unickpt.saving.staging.plan_cache import PlanCache, SameTree
+from unickpt.saving.plan_cache import PlanCache, SameTree
+from unickpt.saving.task import SaveTask, call_metrics
+from unickpt.saving.write_plan import DirectSource
 from unickpt.storage import paths
 from unickpt.threads import collection_paused
 from unickpt.trees.tree import Node
@@ -112,12 +111,12 @@ def save(
     """
     options = SaveOptions.or_default(options)
     with collection_paused():
-        report = _save(SaveJob(path, overwrite, options), tree, metadata)
+        report = _save(SaveTask(path, overwrite, options), tree, metadata)
     call_metrics(options, report)
     return report
 
 
-def _save(job: SaveJob, root: Any, metadata: Mapping[str, Any] | None) -> SaveReport:
+def _save(job: SaveTask, root: Any, metadata: Mapping[str, Any] | None) -> SaveReport:
     """Saves; what it needs is freed when it returns, before Python looks for cycles again."""
     plans = _plans(os.getpid())
     found, known = plans.describe(job, root, metadata), None

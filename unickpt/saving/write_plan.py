@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import attrgetter
+from typing import Protocol
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
+from unickpt.arrays.dtypes import Array
+from unickpt.arrays.host_memory import HostBuffers
 from unickpt.commit import chunk_owners
 from unickpt.commit.chunk_owners import Shared
+from unickpt.errors import StateChanged
 from unickpt.format import chunk_grid, codec
 from unickpt.format.chunk_grid import Part
 from unickpt.format.coverage import check_boxes
 from unickpt.format.index import ArrayEntry
+from unickpt.frameworks.host_copy import stage
 from unickpt.frameworks.protocol import Fragment
+from unickpt.reuse.base import Base
 from unickpt.reuse.partial_save import Expert
 from unickpt.saving.describe import Description
 
@@ -29,7 +36,7 @@ class WriteItem:
         entry: the array.
         part: the part of the array.
         number: the chunk's row-major number in the part.
-        position: its number among the chunks of all parts (see `commit.record`).
+        position: its number among the chunks of all parts (see `commit.messages`).
         box: its box in the global array.
         nbytes: of its elements in memory.
         fragment: holds its data.
@@ -141,3 +148,134 @@ def check_alone(description: Description) -> None:
         if entry.boxes == ():
             fragments = description.sources[name].fragments
             check_boxes(entry, [(f.box, f.replicas) for f in fragments])
+
+
+@dataclass(slots=True, eq=False)  # not frozen: a save makes one for each chunk, see `protocol`
+class StagedChunk:
+    """A chunk in host memory, unchanged until `release`; never modified.
+
+    Arguments:
+        data: the chunk, contiguous and in native byte order.
+        nbytes: memory that this holds, beyond the state itself and what was counted before.
+        release: releases the memory.
+    """
+
+    data: Array
+    nbytes: int
+    release: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """What was staged before it was asked for; see `SaveReport`."""
+
+    staged_bytes: int = 0
+    drained_bytes: int = 0
+    spilled_bytes: int = 0
+    budget_wait_s: float = 0.0
+
+
+class ChunkSource(Protocol):
+    """Where a writer gets its chunks from.
+
+    `background` says whether it is written in the background of a training loop.
+    """
+
+    background: bool
+
+    @property
+    def staged(self) -> Staged: ...
+
+    def ready(self, items: Sequence[WriteItem]) -> bool:
+        """Whether `fetch` returns without waiting."""
+
+    def fetch(self, item: WriteItem) -> StagedChunk:
+        """Waits until a chunk is staged, and returns it."""
+
+    def digest(self, item: WriteItem) -> int:
+        """The digest of a chunk, which can still be fetched afterwards."""
+
+
+class DirectSource:
+    """Stages chunks when they are written, from memory that does not change.
+
+    Arguments:
+        budget_bytes: bytes of memory to keep for copies.
+    """
+
+    background = False
+    staged = Staged()
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._buffers = HostBuffers(budget_bytes)
+
+    def ready(self, items: Sequence[WriteItem]) -> bool:
+        return True
+
+    def fetch(self, item: WriteItem) -> StagedChunk:
+        taken: list[Array] = []
+
+        def take(nbytes: int) -> Array:
+            taken.append(self._buffers.take(nbytes))
+            return taken[0]
+
+        try:
+            data = stage(item.fragment, item.box, item.dtype, take)
+        except StateChanged as error:
+            raise naming(error, item) from None
+        # Kept for every chunk until its commit: as few objects as possible, because Python's
+        # garbage collector visits each again and again.
+        if not taken:
+            return StagedChunk(data, 0, _nothing_to_release)
+        return StagedChunk(data, data.nbytes, partial(self._buffers.give, taken[0]))
+
+    def digest(self, item: WriteItem) -> int:
+        staged = self.fetch(item)
+        try:
+            return codec.digest_as_stored(item.entry, staged.data)
+        finally:
+            staged.release()
+
+
+def _nothing_to_release() -> None:
+    """For a chunk that is a view of the state itself, or memory of its own."""
+
+
+class BorrowingSource:
+    """Takes some chunks from the base of a save, to write them again.
+
+    Arguments:
+        source: provides the others.
+        base: has those that are borrowed.
+    """
+
+    def __init__(self, source: ChunkSource, base: Base) -> None:
+        self._source, self._base = source, base
+        self.background = source.background
+
+    @property
+    def staged(self) -> Staged:
+        return self._source.staged
+
+    def ready(self, items: Sequence[WriteItem]) -> bool:
+        return self._source.ready([item for item in items if not item.borrowed])
+
+    def fetch(self, item: WriteItem) -> StagedChunk:
+        if not item.borrowed:
+            return self._source.fetch(item)
+        data = self._base.read(item.entry, item.part, item.number)
+        return StagedChunk(data, data.nbytes, _nothing_to_release)
+
+    def digest(self, item: WriteItem) -> int:
+        if not item.borrowed:
+            return self._source.digest(item)
+        return self._base.digest(item.entry, item.part, item.number)
+
+
+def naming(error: StateChanged, item: WriteItem) -> StateChanged:
+    """The error that names the array if its memory is gone when a chunk is read."""
+    return StateChanged(
+        f"array {item.entry.name!r} {item.box}: {error} after the save was requested and before "
+        "it was read. The checkpoint was not saved. Call PendingSave.wait_staged() before that "
+        'change, or save with SaveOptions(staging="copy")'
+    )

@@ -16,19 +16,18 @@ import numpy as np
 import xxhash
 
 from unickpt.commit.attempt import Attempt
-from unickpt.commit.record import CHUNK_DTYPE, ELSEWHERE, PATCH_DTYPE, Place, Record
+from unickpt.commit.messages import CHUNK_DTYPE, ELSEWHERE, PATCH_DTYPE, Place, Record
 from unickpt.errors import StorageError
 from unickpt.format import codec
 from unickpt.format.index import BaseEntry
 from unickpt.progress import ProgressFunction
 from unickpt.reuse.base import Base, Taken
-from unickpt.saving.chunk_source import ChunkSource, StagedChunk
 from unickpt.saving.describe import Description
-from unickpt.saving.write_plan import WriteItem
+from unickpt.saving.write_plan import ChunkSource, StagedChunk, WriteItem
 from unickpt.storage import contexts, data_files
 from unickpt.storage.btree.builder import INLINE, PLACE_DTYPE
 from unickpt.storage.data_files import DataFile
-from unickpt.threads import Window, Workers, in_batches
+from unickpt.threads import Pool, Window, in_batches
 
 _MOST_CHUNKS = 16384  # of a batch
 _MOST_THREADS = 16  # which also quantise, or compare with the base
@@ -39,13 +38,13 @@ _HASHED_FIRST_BYTES = 64 << 10  # of so little, the cache has all when it is wri
 # disk are idle, so that durable saves have twice as many.
 _THREADS = max(2, min(8, os.cpu_count() or 1))
 # In the background of a training loop each keeps a CPU busy, which it may need (measured, too).
-_THREADS_BEHIND = max(1, min(8, (os.cpu_count() or 1) // 4))
+_BACKGROUND_THREADS = max(1, min(8, (os.cpu_count() or 1) // 4))
 _THREADS_REMOTE = 4  # each waits for its object
 _FILE_BYTES = 256 << 20  # of a file at most, unless one chunk is larger
 _LEAST_FILE_BYTES, _LEAST_OBJECT_BYTES = 8 << 20, 64 << 20
 _FILES_EACH = 8  # so many for each thread, so that they end together
 # In the background of a training loop, which needs the GIL, a thread should rarely ask for it.
-_PIECE_BEHIND = 8 << 20
+_BACKGROUND_PIECE = 8 << 20
 
 
 class Writer:
@@ -138,7 +137,7 @@ class Writer:
             return self._write(items, _References(items), values)
         offered = items if self._looked_in else [item for item in items if item.borrowed]
         self._base.offer((item.entry, item.part, item.number) for item in offered)
-        if not self._source.behind:  # staged copies come in the order of the plan
+        if not self._source.background:  # staged copies come in the order of the plan
             items = self._likely_changed_first(items, self._base)
         others, taken = list[WriteItem](), list[tuple[WriteItem, Taken]]()
         for item in items:
@@ -183,8 +182,7 @@ class Writer:
             for _, run in itertools.groupby(items, attrgetter("expert"))
             for batch in in_batches(run, _MOST_CHUNKS, most_bytes, size_of)
         ] or ([[]] if values else [])
-        workers = Workers(threads, behind=self._source.behind)
-        with workers as pool, self._stopping():
+        with Pool(threads, background=self._source.background) as pool, self._stopping():
             for batch in batches:
                 while not self._source.ready(batch) and window.wait_oldest():
                     pass  # the chunks staged next may need the memory that this releases
@@ -194,7 +192,8 @@ class Writer:
                 # The first batch, which is none of an expert, has the other values.
                 work = _Batch(self, done, first, batch, chunks, () if first else values, base)
                 held = sum(chunk.nbytes for chunk in chunks) + self._copies * size
-                window.add(held, partial(self._end_batch, pool.submit(work.write), work, size))
+                written = pool.submit(work.write)
+                window.add(held, partial(self._end_batch, written.result, work, size))
                 first += len(batch)
                 if time.monotonic() - looked > _LOOK_EVERY_S:
                     self._attempt.check_others()
@@ -220,7 +219,7 @@ class Writer:
         """How many files are written at once."""
         if not self._is_local:
             return _THREADS_REMOTE
-        threads = _THREADS_BEHIND if self._source.behind else _THREADS
+        threads = _BACKGROUND_THREADS if self._source.background else _THREADS
         return 2 * threads if contexts.is_durable(self._attempt.context) else threads
 
     def _threads(self, items: Sequence[WriteItem]) -> int:
@@ -230,7 +229,7 @@ class Writer:
         if not compared and not any(item.entry.quantized for item in items):
             return threads
         cpus = os.cpu_count() or 1
-        wanted = max(threads, cpus // 4 if self._source.behind else min(cpus, _MOST_THREADS))
+        wanted = max(threads, cpus // 4 if self._source.background else min(cpus, _MOST_THREADS))
         if compared and self._base is not None:
             wanted = min(wanted, max(1, self._base.comparable_at_once(max(compared))))
         return wanted
@@ -250,7 +249,7 @@ class Writer:
 
     def new_file(self) -> DataFile:
         """A file for a batch."""
-        piece = _PIECE_BEHIND if self._source.behind else data_files.PIECE_BYTES
+        piece = _BACKGROUND_PIECE if self._source.background else data_files.PIECE_BYTES
         return data_files.new_file(self._folder, self._attempt.context, piece)
 
     def encode(self, item: WriteItem, chunk: Any) -> codec.Encoded:

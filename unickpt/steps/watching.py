@@ -1,5 +1,5 @@
 """Watching: which checkpoints of a run are committed, and how far the others are; from the storage
-alone, by what the processes of a save leave there (`commit.progress.reports`)."""
+alone, by what the processes of a save leave there (`commit.progress_reports`)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 
 import tensorstore as ts
 
-from unickpt.commit import version
-from unickpt.commit.progress import reports
-from unickpt.commit.progress.reports import DONE, NOT_BEGUN, WORDS, WRITE, Report
+from unickpt.commit import progress_reports, version
+from unickpt.commit.progress_reports import DONE, NOT_BEGUN, WORDS, WRITE, Report
 from unickpt.errors import CheckpointNotFound, UnickptError
 from unickpt.reading import checkpoint
 from unickpt.reading.listing import Listed, checkpoints_below, natural
@@ -246,4 +245,4 @@ def _read(
 ) -> dict[int, Report]:
     """Their reports; first of those that are not done, if there are too many."""
     first = sorted(told, key=lambda process: (process in done, process))[:_MOST_READ]
-    return reports.read(folder.child("records").store(context), first)
+    return progress_reports.read(folder.child("records").store(context), first)

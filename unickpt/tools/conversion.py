@@ -32,7 +32,7 @@ from unickpt.reading.options import LoadOptions
 from unickpt.rules.plan import Fact
 from unickpt.rules.rule_set import Rules
 from unickpt.saving.options import SaveOptions, SaveReport
-from unickpt.saving.save_job import SaveJob, call_metrics
+from unickpt.saving.task import SaveTask, call_metrics
 from unickpt.saving.write_plan import WriteItem
 from unickpt.storage import paths
 from unickpt.threads import in_batches
@@ -125,7 +125,7 @@ def convert(
     if isinstance(view, RuledView):
         view.check(reading)
         metadata = view.provenance.merged_into(metadata)
-    job = SaveJob(destination, overwrite, writing)
+    job = SaveTask(destination, overwrite, writing)
     leaves = leaves_of(view, job.group, "convert")
     job.describe(tree.with_values(view.node(), leaves.__getitem__), metadata)
     plan = job.plan()

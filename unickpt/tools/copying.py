@@ -441,7 +441,7 @@ def _damage(location: Location, manifest: bytes, skips: Callable[[ChunkId], bool
     draft = Database(location, contexts.context()).with_manifest(manifest)
     try:
         opened = partial(ocdbt_reader.open_pinned, draft)
-        report = verify_opened(location.url, opened, behind=True, skips=skips)
+        report = verify_opened(location.url, opened, background=True, skips=skips)
     except CheckpointNotFound as error:
         return str(error)
     return "; ".join(map(str, report.damage[:3]))

@@ -17,7 +17,7 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.host_memory import HostBuffers
-from unickpt.commit.notes import Notes
+from unickpt.commit.messages import Notes
 from unickpt.errors import (
     CheckpointCorrupt,
     ProcessFailed,

@@ -24,7 +24,7 @@ from unickpt.progress import Progress
 from unickpt.reading import checkpoint
 from unickpt.reading.options import LoadOptions
 from unickpt.saving.options import SaveOptions, SaveReport
-from unickpt.saving.save_job import SaveJob, call_metrics
+from unickpt.saving.task import SaveTask, call_metrics
 from unickpt.saving.write_plan import WriteItem
 from unickpt.storage import contexts, paths
 from unickpt.threads import in_batches
@@ -224,7 +224,7 @@ class _Job:
         working = options.working_bytes
         budget, held = (ProcessBytes(max(1, working // part)) for part in (AHEAD, WRITER))
         merger = Merger(plan, budget, held, self.allow_nonfinite)
-        job = SaveJob(destination, overwrite, replace(options, budget_bytes=held))
+        job = SaveTask(destination, overwrite, replace(options, budget_bytes=held))
         leaves = leaves_of(view, job.group, "merge")
         job.describe(tree.with_values(view.node(), leaves.__getitem__), _metadata(plan))
         with job.failing():

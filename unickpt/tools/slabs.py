@@ -20,8 +20,7 @@ from unickpt.loading.views import CheckpointView, jobs_of
 from unickpt.reading.chunk_reader import read_arrays
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.targets import NewTarget
-from unickpt.saving.chunk_source import Staged, StagedChunk
-from unickpt.saving.write_plan import WriteItem
+from unickpt.saving.write_plan import Staged, StagedChunk, WriteItem
 
 # Shares of the budget of a conversion or a merge: two slabs, of which one is read ahead, and what
 # the writer holds.
@@ -97,7 +96,7 @@ class SlabSource:
         buffers: which `read` takes memory from.
     """
 
-    behind = False
+    background = False
     staged = Staged()
 
     def __init__(

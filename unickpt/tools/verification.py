@@ -125,7 +125,7 @@ def verify_opened(
     opened: Callable[[], Reader],
     told: ProgressFunction = nothing,
     *,
-    behind: bool = False,
+    background: bool = False,
     skips: Callable[[ChunkId], bool] = lambda chunk: False,
 ) -> VerifyReport:
     """As `verify`, for a checkpoint that may not be committed at its path yet.
@@ -134,7 +134,7 @@ def verify_opened(
         url: its name in the report.
         opened: opens it.
         told: called with the bytes checked so far and in total.
-        behind: whether it runs in the background of a training loop; see `threads.step_back`.
+        background: whether it runs in the background of a training loop; see `threads.step_back`.
         skips: whether a chunk is not read.
     """
     started = time.perf_counter()
@@ -146,7 +146,7 @@ def verify_opened(
         arrays = len(stored.index.arrays)
         stored.check_total(stored.index.arrays.values())
         total = sum(entry.nbytes for entry in stored.index.arrays.values())
-        checker = _Checker(stored, "unickpt-verify", behind=behind)
+        checker = _Checker(stored, "unickpt-verify", background=background)
         try:
             for name, reason in stored.check_structure(checker.map):
                 damage.append(Damage(name, "", None, reason))

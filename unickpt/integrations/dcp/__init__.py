@@ -31,8 +31,8 @@ from unickpt.loading.views import StoredView
 from unickpt.reading import checkpoint
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.saving import saver
+from unickpt.saving.background import PendingSave
 from unickpt.saving.options import SaveReport
-from unickpt.saving.pending import PendingSave
 from unickpt.storage import paths
 
 __all__ = ["StorageReader", "StorageWriter", "async_save", "load", "save"]

@@ -20,7 +20,7 @@ from unickpt.integrations.fsspec.folder import StepsFolder
 from unickpt.runs.agreement import barrier, on_process_0
 from unickpt.runs.checkpointer import Checkpointer
 from unickpt.runs.retention import Retention
-from unickpt.saving.pending import PendingSave
+from unickpt.saving.background import PendingSave
 from unickpt.storage import paths
 from unickpt.threads import SerialExecutor
 
@@ -173,7 +173,7 @@ class MirroredCheckpointer(Checkpointer):
     # --- on process 0 --------------------------------------------------------------------------
 
     def _copy_after(self, pending: PendingSave) -> None:
-        pending._ended.wait()
+        pending.wait_ended()
         self._copy()
 
     def _copy(self) -> None:

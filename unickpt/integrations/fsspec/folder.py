@@ -197,7 +197,7 @@ class StepsFolder:
             self._fs.put_file(str(names[name]), there)
             self._compare(names[name], there)
 
-        with Pool(_AT_ONCE, thread_name_prefix="unickpt-mirror") as pool:
+        with Pool(_AT_ONCE, "unickpt-mirror") as pool:
             list(pool.map(send, names))
         return {name: path.stat().st_size for name, path in names.items()}
 
@@ -237,7 +237,7 @@ class StepsFolder:
         def fetch(name: str) -> None:
             self._fs.get_file(f"{self._at(step)}/{name}", str(to / name))
 
-        with Pool(_AT_ONCE, thread_name_prefix="unickpt-mirror") as pool:
+        with Pool(_AT_ONCE, "unickpt-mirror") as pool:
             list(pool.map(fetch, names))
 
     @contextmanager

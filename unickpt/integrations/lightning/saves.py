@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from unickpt.errors import SaveTimeout, StorageError, UnickptError
+from unickpt.saving.background import SaveCallbacks, SaveQueue, SaveRequest
 from unickpt.saving.options import SaveOptions, SaveReport
-from unickpt.saving.pending import SaveCallbacks
-from unickpt.saving.save_queue import SaveQueue, SaveRequest
 from unickpt.steps import attempt_folders
 from unickpt.storage import contexts, paths
 

@@ -30,8 +30,8 @@ from unickpt.reading.checkpoint import Checkpoint, open
 from unickpt.reading.listing import other_folders
 from unickpt.runs.arguments import step_number
 from unickpt.runs.checkpointer import Checkpointer
+from unickpt.saving.background import PendingSave
 from unickpt.saving.options import SaveOptions
-from unickpt.saving.pending import PendingSave
 from unickpt.storage import paths
 
 _FOREIGN = re.compile(r"(?:.*_)?0*([0-9]{1,18})")

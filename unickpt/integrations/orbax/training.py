@@ -21,7 +21,7 @@ from unickpt.integrations.orbax.run import (
 from unickpt.integrations.orbax.stored import as_path, item_metadata, item_of, items_of
 from unickpt.integrations.orbax.values import STATE, described_values, restored_value
 from unickpt.reading.checkpoint import Checkpoint
-from unickpt.saving.pending import PendingSave
+from unickpt.saving.background import PendingSave
 from unickpt.storage import paths
 
 __all__ = [

@@ -24,10 +24,10 @@ from unickpt.frameworks.leaves import PerProcess, expand, is_leaf
 from unickpt.frameworks.process_group import Group
 from unickpt.frameworks.protocol import Adapter, ArraySource, Fragment, Memory, Read
 from unickpt.frameworks.registry import adapter_of, adapters
+from unickpt.saving.capture import Capture, CaptureMethod
 from unickpt.saving.describe import Description, checked_metadata, unstorable
 from unickpt.saving.options import SaveOptions
-from unickpt.saving.save_job import SaveJob
-from unickpt.saving.staging.capture import Capture, CaptureMethod
+from unickpt.saving.task import SaveTask
 from unickpt.saving.write_plan import WritePlan
 from unickpt.trees import plain_values, tree
 from unickpt.trees.skeleton import Skeleton, leaves_of, skeleton
@@ -328,9 +328,9 @@ class PlanCache:
         self._names: list[int] = []
 
     def describe(
-        self, job: SaveJob, root: Any, metadata: Mapping[str, Any] | None
+        self, job: SaveTask, root: Any, metadata: Mapping[str, Any] | None
     ) -> SameTree | tree.Node | tree.Leaf:
-        """Describes what a save has to save, as `SaveJob.describe`.
+        """Describes what a save has to save, as `SaveTask.describe`.
 
         Returns:
             What is known of the tree; else the tree, flattened.
@@ -393,7 +393,7 @@ class PlanCache:
     def learn(
         self,
         root: tree.Node,
-        job: SaveJob,
+        job: SaveTask,
         kept: Mapping[str, ArraySource],
         methods: Mapping[Fragment, CaptureMethod] | None,
     ) -> CachedPlan | None:

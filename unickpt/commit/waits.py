@@ -17,8 +17,8 @@ from functools import cached_property
 import tensorstore as ts
 
 from unickpt import quoting
-from unickpt.commit.progress import reports
-from unickpt.commit.progress.reports import COMMIT, NOT_BEGUN, WORDS, WRITE
+from unickpt.commit import progress_reports
+from unickpt.commit.progress_reports import COMMIT, NOT_BEGUN, WORDS, WRITE
 from unickpt.errors import SaveTimeout
 from unickpt.storage.kvstore import KvStore
 from unickpt.storage.locations import Location
@@ -113,7 +113,7 @@ class Waits:
         found = self.of(late)
         note = {"count": found.count, "phases": list(found.phases.items()), "again_s": again_s}
         data = json.dumps({**note, "at": time.monotonic()}).encode()
-        self._records.write(_LATE, reports.padded(data, _BYTES)).result()
+        self._records.write(_LATE, progress_reports.padded(data, _BYTES)).result()
         return found
 
     def timeout(self, late: Sequence[int], timeout_s: float) -> SaveTimeout:
@@ -125,7 +125,7 @@ class Waits:
         """
         whom, done = (self.of(late), "finish") if late else (self._coordinator(), "commit")
         may = "may have died"
-        if reports.NOT_BEGUN in whom.phases.values():
+        if progress_reports.NOT_BEGUN in whom.phases.values():
             may += ", or never called save: all processes must, with the same path"
         return SaveTimeout(
             f"{self._location}: {whom} did not {done} within {timeout_s:g} s "
@@ -140,7 +140,7 @@ class Waits:
             Failed: the storage failed.
         """
         named = list(late[:_NAMED])
-        found = reports.read(self._records, named)
+        found = progress_reports.read(self._records, named)
         return Late(len(late), {p: found[p].words if p in found else self._seen(p) for p in named})
 
     def _coordinator(self) -> Late:
@@ -162,7 +162,7 @@ class Waits:
         Raises:
             Failed: the storage failed.
         """
-        told = reports.reading(self._records, _LATE, _BYTES)()
+        told = progress_reports.reading(self._records, _LATE, _BYTES)()
         now = time.monotonic()
         if told != self._told:
             self._told, self._told_at = told, now

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
@@ -13,9 +14,8 @@ from typing import Any
 from unickpt.commit import replicas
 from unickpt.commit.attempt import Attempt, WriteMore
 from unickpt.commit.merge import Totals
-from unickpt.commit.progress.reporter import Reporter
-from unickpt.commit.progress.reports import Report
-from unickpt.commit.record import Record
+from unickpt.commit.messages import Record
+from unickpt.commit.progress_reports import Report, Reporter
 from unickpt.errors import (
     CheckpointCorrupt,
     CheckpointNotFound,
@@ -32,13 +32,69 @@ from unickpt.progress import ProgressFunction, reporting
 from unickpt.reuse.base import FAULTY, Base, How, open_base
 from unickpt.reuse.partial_save import PartialSave
 from unickpt.saving import fingerprints
-from unickpt.saving.chunk_source import BorrowingSource, ChunkSource, Staged
 from unickpt.saving.describe import Description, check_quantized, describe
 from unickpt.saving.options import SaveOptions, SaveReport
-from unickpt.saving.timings import Timings
-from unickpt.saving.write_plan import WriteItem, WritePlan, check_alone, plan_writes
+from unickpt.saving.write_plan import (
+    BorrowingSource,
+    ChunkSource,
+    Staged,
+    WriteItem,
+    WritePlan,
+    check_alone,
+    plan_writes,
+)
 from unickpt.saving.writer import Writer
 from unickpt.storage import contexts, paths
+from unickpt.threads import Events
+
+
+class Timings:
+    """Seconds of one save, from its creation on; see `SaveReport.phases`.
+
+    `lap` is for the thread of the caller, `phase` for the thread that saves. Both write a phase
+    once, so they may be used at the same time.
+    """
+
+    def __init__(self) -> None:
+        self._started, self._asked = time.perf_counter(), time.time()
+        self._lap_ended = 0.0
+        self.phases: dict[str, float] = {}
+        self._began: dict[str, float] = {}
+        self.blocked_s = 0.0
+        """For how long the call blocked the caller; 0 if it returns only after the save."""
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the save was requested."""
+        return time.perf_counter() - self._started
+
+    def lap(self, phase: str) -> None:
+        """Ends a phase of the call, which began when the one before it ended."""
+        ended = self.elapsed
+        self._began[phase] = self._lap_ended
+        self.phases[phase], self._lap_ended = ended - self._lap_ended, ended
+
+    @contextmanager
+    def phase(self, phase: str) -> Iterator[None]:
+        """A phase of the thread that saves; not recorded if it fails."""
+        began = self._began[phase] = self.elapsed
+        yield
+        self.phases[phase] = self.elapsed - began
+
+    @property
+    def statistics(self) -> dict[str, float]:
+        """Of all phases until now, for the record: when each began, and how long it took, or has
+        taken so far; and `began`, when the save was requested, by this host's clock."""
+        now, found = self.elapsed, {"began": self._asked, "blocked_s": self.blocked_s}
+        for phase, began in list(self._began.items()):  # the caller's thread may add one
+            found[f"{phase}_at"] = began
+            found[f"{phase}_s"] = self.phases.get(phase, now - began)
+        return found
+
+    def unblock(self) -> None:
+        """Records that the call returns now, before the save has ended."""
+        self.blocked_s = self.elapsed
+
 
 _log = logging.getLogger("unickpt")
 
@@ -64,7 +120,22 @@ class SaveState(Enum):
     """The other processes were notified, and this process's files are removed where possible."""
 
 
-class SaveJob:
+class SaveEvent(Enum):
+    """What happens during a save in the background, and its threads wait for."""
+
+    WRITABLE = auto()
+    """Writing would not slow the caller down, or the caller waits for it."""
+    RETURNED = auto()
+    """The call has staged what it must."""
+    SAFE = auto()
+    """The state may be changed."""
+    STAGED = auto()
+    """It needs no more memory for copies."""
+    ENDED = auto()
+    """The save is over, and the next one may start."""
+
+
+class SaveTask:
     """A save: `describe` what to save, `plan` which process writes what, `run` it.
 
     Arguments:
@@ -85,7 +156,7 @@ class SaveJob:
         find_base: Callable[[], paths.Path | None] = lambda: None,
     ) -> None:
         self.timings = Timings()
-        self.state = SaveState.REQUESTED
+        self.state, self.events = SaveState.REQUESTED, Events[SaveEvent]()
         self._overwrite, self.options, self._find_base = overwrite, options, find_base
         self.location = paths.resolve(path)
         self.group = within(options.group or saving_group(adapters()), options.timeout_s)

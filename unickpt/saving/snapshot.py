@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from unickpt.arrays.dtypes import Array
@@ -14,61 +13,160 @@ from unickpt.errors import CoverageError, StorageError
 from unickpt.format import codec
 from unickpt.frameworks.host_copy import stage
 from unickpt.frameworks.protocol import ArraySource, Fragment
-from unickpt.saving.chunk_source import DirectSource, Staged, StagedChunk
-from unickpt.saving.save_job import SaveJob, SaveState
-from unickpt.saving.staging.capture import BACKGROUND, Capture, CaptureMethod
-from unickpt.saving.staging.changes import Changes
-from unickpt.saving.staging.host_area import HostArea
-from unickpt.saving.staging.in_order import copy_in_order
-from unickpt.saving.staging.places import NoSlot, Place, Places
-from unickpt.saving.staging.plan_cache import CachedPlan, SameTree
-from unickpt.saving.staging.spill import SpilledChunk
-from unickpt.saving.staging.staged_plan import Key, StagedPlan, key, plan_staging
-from unickpt.saving.write_plan import WriteItem, WritePlan
+from unickpt.saving.capture import BACKGROUND, Capture, CaptureMethod
+from unickpt.saving.changes import Changes, copy_in_order
+from unickpt.saving.plan_cache import CachedPlan, SameTree
+from unickpt.saving.staging_memory import HostArea, NoSlot, Place, Places, SpilledChunk
+from unickpt.saving.task import SaveEvent, SaveState, SaveTask
+from unickpt.saving.write_plan import DirectSource, Staged, StagedChunk, WriteItem, WritePlan
 from unickpt.storage.spill_files import Slot
 
+Key = tuple[int, int]
+"""Of a chunk: its array, and its position there."""
+_COPIES = {CaptureMethod.COPY_NOW, CaptureMethod.COPY_LATER}
 
-class Staging:
+
+def _none() -> dict[CaptureMethod, list[WriteItem]]:
+    return {method: [] for method in CaptureMethod}
+
+
+@dataclass(frozen=True)
+class StagedPlan:
+    """The chunks of one save.
+
+    Arguments:
+        writes: what this process holds and writes.
+        items: the chunks by how they are kept, in the order in which they are copied.
+        deferred: those to be copied later because they do not fit.
+        never_in_memory: those whose copies may only be in files.
+        waits_for_commit: whether the state may change only after the commit.
+    """
+
+    writes: WritePlan = field(default_factory=lambda: WritePlan((), ()))
+    items: dict[CaptureMethod, list[WriteItem]] = field(default_factory=_none)
+    deferred: Sequence[WriteItem] = ()
+    never_in_memory: frozenset[Key] = frozenset()
+    waits_for_commit: bool = False
+
+
+def plan_staging(writes: WritePlan, capture: Capture, places: Places) -> StagedPlan:
+    """Plans how the chunks of a save are staged.
+
+    Arguments:
+        writes: what this process holds and writes.
+        capture: decides how fragments are kept.
+        places: for copies.
+    """
+    own = {key(item) for item in writes.own}
+    spare = [item for item in kept(writes.held) if item.assumed and key(item) not in own]
+    held_back = _held_back(spare, writes.own, capture, places)
+    waits_for_commit = bool(held_back) and not places.can_spill
+    room = places.room
+    if not waits_for_commit:
+        room -= sum(item.nbytes for item in spare if key(item) not in held_back)
+    planned, deferred = _deferring(writes.own, capture, room)
+    planned.sort(key=lambda item: capture.methods[item.fragment].value)
+    items = _none()
+    for item in kept(planned):
+        items[capture.methods[item.fragment]].append(item)
+    for item in spare:
+        method = capture.methods[item.fragment]
+        copy = method in _COPIES and not waits_for_commit
+        items[method if copy else CaptureMethod.REFERENCE].append(item)
+    writes = WritePlan(writes.held, planned)
+    return StagedPlan(writes, items, deferred, held_back, waits_for_commit)
+
+
+def _held_back(
+    spare: Sequence[WriteItem], own: Sequence[WriteItem], capture: Capture, places: Places
+) -> frozenset[Key]:
+    """Of chunks that another process should write, those that have no room in memory.
+
+    If that process lacks them, this one must write them; so they are held until the commit. They
+    may have up to half of the memory. If the others find no place in a file, nothing is copied, and
+    the caller waits for the commit.
+    """
+    room = places.budget // 2 - max((item.nbytes for item in kept(own)), default=0)
+    found = set()
+    for item in spare:
+        if capture.methods[item.fragment] in _COPIES:
+            room -= item.nbytes
+            if room < 0:
+                found.add(key(item))
+    return frozenset(found)
+
+
+def _deferring(
+    own: Sequence[WriteItem], capture: Capture, room: int
+) -> tuple[list[WriteItem], list[WriteItem]]:
+    """What this process writes, and of that what is copied later, because it does not fit.
+
+    Arguments:
+        own: what it writes.
+        capture: knows of which chunks that is safe.
+        room: bytes of copies that fit.
+    """
+    found, deferred = [], []
+    for item in own:
+        if not item.borrowed and capture.methods[item.fragment] is CaptureMethod.COPY_NOW:
+            room -= item.nbytes
+            later = capture.deferred(item.fragment) if room < 0 else None
+            if later is not None:
+                item = replace(item, fragment=later)
+                deferred.append(item)
+        found.append(item)
+    return found, deferred
+
+
+def key(item: WriteItem) -> Key:
+    """By which a chunk is found."""
+    return item.array, item.position
+
+
+def kept(items: Iterable[WriteItem]) -> list[WriteItem]:
+    """Those whose own data are saved."""
+    return [item for item in items if not item.borrowed]
+
+
+class Snapshot:
     """The state that one save keeps; a `ChunkSource`.
 
     Arguments:
-        job: the save.
+        task: the save.
         area: memory for copies.
         owners: what the optimizers own whose steps wait for this; None if no steps wait.
         waited_s: for how long this save has already waited for an earlier one's memory.
         same: its tree, if a plan for it is known.
     """
 
-    behind = True
+    background = True
     cached: CachedPlan | None = None
     """What may be known of the tree in the next save of it."""
 
     def __init__(
         self,
-        job: SaveJob,
+        task: SaveTask,
         area: HostArea,
         owners: set[Hashable] | None,
         waited_s: float = 0.0,
         same: SameTree | None = None,
     ) -> None:
-        self._job, self._area = job, area
-        self.may_write = threading.Event()
-        """Set when writing would not slow the caller down, or when the caller waits for it."""
+        self._task, self._area = task, area
         self._abandoned = self._wait_for_commit = False
-        self._places = Places(job, area, waited_s, lambda: self._abandoned, self.may_write.set)
+        self._events = task.events
+        self._changed = self._events.changed
+        writes = partial(self._events.happened, SaveEvent.WRITABLE)
+        self._places = Places(task, area, waited_s, lambda: self._abandoned, writes)
         self._budget, self.working_bytes = self._places.budget, self._places.working_bytes
         self._direct = DirectSource(self.working_bytes)
-        self._changed = threading.Condition()
-        self._planning = threading.Lock()
         self._plan: StagedPlan | None = None
         self._changes = Changes(self._direct)
         self._staged: dict[Key, StagedChunk | SpilledChunk] = {}
         self._references: dict[Key, WriteItem] = {}
         self._error: BaseException | None = None
-        self._safe, self._complete = threading.Event(), threading.Event()
-        described = job.description
+        described = task.description
         sources = described.sources.values() if same is None else same.others
-        self._capture = capture = Capture(job.options, owners, sources, self._budget)
+        self._capture = capture = Capture(task.options, owners, sources, self._budget)
         self.sources: Mapping[str, ArraySource]
         """The arrays of the save, as they are kept."""
         if same is None:
@@ -111,7 +209,7 @@ class Staging:
 
     def _planned(self) -> StagedPlan:
         """The plan, which is made once."""
-        with self._planning:
+        with self._changed:
             if self._abandoned:
                 return StagedPlan()
             if self._plan is None:
@@ -124,8 +222,8 @@ class Staging:
 
     def _writes(self) -> WritePlan:
         if self.cached is None:
-            return self._job.plan()
-        self.cached.plan = self._job.plan(self.cached.plan)
+            return self._task.plan()
+        self.cached.plan = self._task.plan(self.cached.plan)
         return self.cached.plan
 
     # --- staging -------------------------------------------------------------------------------
@@ -139,7 +237,7 @@ class Staging:
         if not self.has_later:
             self._end()
         elif not self.is_fenced and not self._wait_for_commit:
-            self._safe.set()
+            self._events.happened(SaveEvent.SAFE)
 
     def stage_later(self) -> None:
         """Copies the rest; errors are raised by `fetch`."""
@@ -148,16 +246,14 @@ class Staging:
                 raise self._error
             self._copy(CaptureMethod.COPY_LATER, 1)
             if not self._wait_for_commit:
-                self._safe.set()
+                self._events.happened(SaveEvent.SAFE)
             self._copy(CaptureMethod.CLONE, 1)
         self._end()
 
     def _end(self) -> None:
         if not self._wait_for_commit:
-            self._safe.set()
-        with self._changed:
-            self._complete.set()
-            self._changed.notify_all()
+            self._events.happened(SaveEvent.SAFE)
+        self._events.happened(SaveEvent.STAGED)
 
     @contextmanager
     def failing(self) -> Iterator[None]:
@@ -274,7 +370,7 @@ class Staging:
         Raises:
             StateChanged: it has already changed.
         """
-        if not self._safe.wait(timeout):
+        if not self._events.wait(SaveEvent.SAFE, timeout):
             return False
         self.settle()
         return True
@@ -296,7 +392,7 @@ class Staging:
             For how many seconds, if that is because not all copies fit into memory.
         """
         began = time.perf_counter()
-        self._complete.wait()
+        self._events.wait(SaveEvent.STAGED)
         return time.perf_counter() - began if self.staged.drained_bytes else 0.0
 
     # --- for the writer ------------------------------------------------------------------------
@@ -340,8 +436,13 @@ class Staging:
     def _fetch_copy(self, item: WriteItem) -> StagedChunk | SpilledChunk:
         of = key(item)
         with self._changed:
-            while not (of in self._staged or self._error is not None or self._complete.is_set()):
-                self._changed.wait()
+            self._changed.wait_for(
+                lambda: (
+                    of in self._staged
+                    or self._error is not None
+                    or SaveEvent.STAGED in self._events
+                )
+            )
             found = self._staged.get(of)
             if found is not None:
                 return found
@@ -375,15 +476,15 @@ class Staging:
         """Ends the save, written or not, and releases all that it keeps."""
         self._abandoned = True
         self._area.wake()
-        self._complete.wait()
+        self._events.wait(SaveEvent.STAGED)
         for of in list(self._staged):
             self._release(of)
         self._places.close()
-        if self.cached is not None and self._job.state is SaveState.COMMITTED:
+        if self.cached is not None and self._task.state is SaveState.COMMITTED:
             self.cached.give_back()
         self._plan = self.cached = None
         self.sources, self.methods = {}, {}
         self._references = {}
         self._changes.forget()
-        del self._job, self._capture
-        self._safe.set()
+        del self._task, self._capture
+        self._events.happened(SaveEvent.SAFE)

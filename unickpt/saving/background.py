@@ -1,0 +1,387 @@
+"""A save in the background, on its own thread; no save and no error is lost.
+
+The threads are not daemons, so that Python waits for them before it exits. An error that was never
+raised makes the program exit with status 1.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import Future, wait
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from unickpt.errors import ForkedProcess, SaveTimeout, out_of_memory
+from unickpt.reuse.partial_save import PartialSave
+from unickpt.saving.failures import BackgroundErrors, Failure, exit_child, unfinished
+from unickpt.saving.options import SaveOptions, SaveReport
+from unickpt.saving.plan_cache import PlanCache, SameTree
+from unickpt.saving.snapshot import Snapshot
+from unickpt.saving.staging_memory import Abandoned, HostArea
+from unickpt.saving.task import SaveEvent, SaveTask, call_metrics
+from unickpt.storage import paths
+from unickpt.threads import collection_paused, step_back
+from unickpt.trees import tree
+
+_log = logging.getLogger("unickpt")
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class SaveCallbacks:
+    """Callbacks of a save; called on the thread that saves, unless stated otherwise.
+
+    Arguments:
+        begin: in the call, before the save starts; an error fails the save.
+        prepare: before this process writes anything, with the name of the attempt; an error fails
+            the save.
+        check: right before the commit, on the coordinator; an error fails the save.
+        committed: after the commit; raises nothing.
+        failed: with the error that made the save fail; raises nothing.
+        ended: at the end of the save, failed or not, even if it never started; raises nothing.
+    """
+
+    begin: Callable[[], None] = _nothing
+    prepare: Callable[[str], None] = _nothing
+    check: Callable[[], None] = _nothing
+    committed: Callable[[], None] = _nothing
+    failed: Callable[[BaseException], None] = _nothing
+    ended: Callable[[], object] = _nothing
+
+
+class PendingSave:
+    """A save that runs in the background, as `unickpt.save_async` returns it.
+
+    Example:
+        >>> import numpy as np, unickpt
+        >>> pending = unickpt.save_async("memory://run/pending", {"w": np.ones(3)})
+        >>> pending.wait_staged()  # from here on the state may change
+        >>> pending.result().arrays
+        1
+    """
+
+    def __init__(
+        self,
+        task: SaveTask,
+        snapshot: Snapshot,
+        previous: PendingSave | None,
+        callbacks: SaveCallbacks,
+        errors: BackgroundErrors,
+    ) -> None:
+        self.url: str = task.location.url
+        """Where the checkpoint will be."""
+        self._task, self._snapshot, self._previous = task, snapshot, previous
+        self._callbacks, self._errors, self._events = callbacks, errors, task.events
+        self._finished: Future[None] = Future()
+        """Done when the save is over, and its `SaveOptions.metrics` was called."""
+        self._report: SaveReport | None = None
+        self._failure: Failure | None = None
+        self._process = os.getpid()
+
+    def wait_staged(self, timeout: float | None = None) -> None:
+        """Waits until the state that is being saved may be changed.
+
+        Arguments:
+            timeout: seconds; None waits without limit.
+
+        Raises:
+            StateChanged: the state was changed too early; the save fails.
+            SaveTimeout: it takes longer; the save continues.
+        """
+        self._check_process()
+        try:
+            if not self._snapshot.wait_safe(timeout):
+                raise SaveTimeout(f"{self.url}: not staged within {timeout:g} s; it continues")
+        except Abandoned:
+            pass  # the save failed for another reason, and no longer needs the state
+
+    def result(self, timeout: float | None = None) -> SaveReport:
+        """Waits until the checkpoint is committed, or the save has failed.
+
+        Arguments:
+            timeout: seconds; None waits without limit.
+
+        Returns:
+            What was written.
+
+        Raises:
+            SaveTimeout: it takes longer; the save continues.
+            UnickptError: the error that made the save fail, as for `unickpt.save`.
+        """
+        self._check_process()
+        if not self._wait_over(timeout):
+            raise SaveTimeout(f"{self.url}: not committed within {timeout:g} s; it continues")
+        if self._failure is not None:
+            self._errors.raise_these([self._failure])
+        assert self._report is not None, "a save ends with a report or with an error"
+        return self._report
+
+    def wait_ended(self) -> None:
+        """Waits until the save is over, but not for its `SaveOptions.metrics`; raises no error."""
+        self._events.wait(SaveEvent.ENDED)
+
+    def done(self) -> bool:
+        """Whether the save has ended, with a checkpoint or with an error."""
+        return SaveEvent.ENDED in self._events if _calling_metrics.active else self._finished.done()
+
+    def add_done_callback(self, function: Callable[[], object]) -> None:
+        """Calls a function when the save has ended, with a checkpoint or with an error; on the
+        thread that saves, or at once if it has ended already.
+
+        Arguments:
+            function: an error that it raises is logged, and does not affect the save.
+        """
+        self._check_process()
+
+        def call(_: object) -> None:
+            try:
+                function()
+            except Exception:
+                _log.exception("a function to call at the end of the save of %s failed", self.url)
+
+        self._finished.add_done_callback(call)
+
+    def _wait_over(self, timeout: float | None = None) -> bool:
+        """Waits until this save is over.
+
+        A `SaveOptions.metrics` function waits only for saves to end, never for such a function to
+        return: that could be itself, or one that waits for it.
+        """
+        if _calling_metrics.active:
+            return self._events.wait(SaveEvent.ENDED, timeout)
+        return bool(wait([self._finished], timeout).done)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise ForkedProcess(
+                f"{self.url}: this save belongs to the parent process; wait for it there"
+            )
+
+    # --- on the thread of the caller -----------------------------------------------------------
+
+    def begin(self) -> None:
+        """Starts the thread that waits for its turn to write."""
+        threading.Thread(target=self._run, name=f"unickpt save {self.url}").start()
+        unfinished.add(self)
+
+    def stage(self) -> None:
+        """Stages what must be staged while the caller waits; starts the rest in the background."""
+        timings, snapshot = self._task.timings, self._snapshot
+        let_go = SaveEvent.RETURNED, SaveEvent.WRITABLE  # earlier it would slow the caller down
+        try:
+            with snapshot.failing():
+                snapshot.prepare()
+                if snapshot.has_later:  # now, because the program may end right after this call
+                    name = f"unickpt stage {self.url}"
+                    threading.Thread(target=self._stage_later, name=name).start()
+                snapshot.stage_now()
+        except Abandoned:
+            pass  # the writer failed; its error is reported like any other
+        except BaseException as error:
+            self._events.happened(*let_go)
+            self._events.wait(SaveEvent.ENDED)
+            self._errors.forget(self._failure)
+            if isinstance(error, MemoryError):
+                raise out_of_memory(f"saving to {self.url.rstrip('/')}", error) from error
+            raise
+        timings.lap("stage")
+        if snapshot.has_later or not snapshot.waits_for_commit:
+            timings.unblock()
+        self._events.happened(*let_go)
+        if not snapshot.has_later:
+            self.wait_staged()
+
+    # --- on its own threads --------------------------------------------------------------------
+
+    def _stage_later(self) -> None:
+        step_back()
+        self._events.wait(SaveEvent.RETURNED)
+        self._snapshot.stage_later()
+
+    def _run(self) -> None:
+        previous, self._previous = self._previous, None
+        options = self._task.options
+        try:
+            self._write(previous)
+            if previous is not None:
+                wait([previous._finished])  # one report after another
+            if self._report is not None and self._failure is None:
+                with _calling_metrics:
+                    call_metrics(options, self._report)
+        except BaseException:  # such as SystemExit, which would end this thread silently
+            _log.exception("SaveOptions.metrics failed; the checkpoint %s is committed", self.url)
+        finally:
+            unfinished.discard(self)
+            self._finished.set_result(None)
+            exit_child()
+
+    def _write(self, previous: PendingSave | None) -> None:
+        task, snapshot, callbacks = self._task, self._snapshot, self._callbacks
+        self._events.wait(SaveEvent.WRITABLE)
+        with task.timings.phase("queue"):
+            if previous is not None:
+                previous.wait_ended()
+        try:
+            with task.failing():
+                callbacks.prepare(task.attempt)
+                plan = snapshot.plan()
+            self._report = task.run(plan, snapshot, self._before_publish, callbacks.check)
+            callbacks.committed()
+        except BaseException as error:
+            self._failure = self._errors.add(f"the save of {self.url}", error)
+            callbacks.failed(error)
+        finally:
+            del self._task, self._callbacks
+            snapshot.close()
+            callbacks.ended()
+            self._events.happened(SaveEvent.ENDED)
+
+    def _before_publish(self) -> None:
+        self._events.wait(SaveEvent.RETURNED)
+        self._snapshot.settle()
+
+
+class _CallingMetrics(threading.local):
+    """Whether this thread is calling `SaveOptions.metrics`."""
+
+    active = False
+
+    def __enter__(self) -> None:
+        self.active = True
+
+    def __exit__(self, *_: object) -> None:
+        self.active = False
+
+
+_calling_metrics = _CallingMetrics()
+
+
+_MOST = 2  # saves in flight: one is written while the next is staged
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """What to save in the background.
+
+    Arguments:
+        path, tree, options, overwrite: as for `save_async`.
+        metadata: returns the metadata; an error fails the save.
+        owners: what the optimizers own whose steps wait for staging.
+        callbacks: of this save.
+        find_base: see `SaveTask`.
+        partial: returns which experts need not be written; an error fails the save.
+    """
+
+    path: paths.Path
+    tree: Any
+    options: SaveOptions
+    overwrite: bool = False
+    metadata: Callable[[], Mapping[str, Any] | None] = lambda: None
+    owners: set[Hashable] | None = None
+    callbacks: SaveCallbacks = field(default_factory=SaveCallbacks)
+    find_base: Callable[[], paths.Path | None] = lambda: None
+    partial: Callable[[], PartialSave | None] = lambda: None
+
+
+class SaveQueue:
+    """Runs saves one after another, in order, with at most two in flight."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._beginning = threading.RLock()  # `SaveOptions.metrics` may save on another thread
+        self._area, self._plans = HostArea(), PlanCache(_MOST)
+        self._pending: list[PendingSave] = []
+        self.errors = BackgroundErrors()
+
+    def save(self, request: SaveRequest) -> PendingSave:
+        """Starts a save, as `save_async`.
+
+        Raises:
+            Exception: also the error of an earlier save, if it was not raised before.
+        """
+        self._check_process(f"{request.path}: ")
+        with self._beginning, ExitStack() as undo:
+            undo.callback(request.callbacks.ended)
+            pending = self._begin(request)
+            undo.pop_all()
+            pending.stage()
+        return pending
+
+    def _begin(self, request: SaveRequest) -> PendingSave:
+        if len(self._pending) >= _MOST:
+            self._pending[-_MOST].wait_ended()
+        task = SaveTask(request.path, request.overwrite, request.options, request.find_base)
+        with task.failing(refused=True):  # so that the other processes are notified
+            self.errors.raise_unless_refused()
+        with task.failing():
+            request.callbacks.begin()
+            metadata, partial = request.metadata(), request.partial()
+        with collection_paused():
+            found = self._describe(task, request.tree, metadata, partial)
+        # Early, if that costs the caller no time; and again when it is this save's turn.
+        if not task.location.is_remote and task.location.exists():
+            with task.failing():
+                task.check_destination()
+        previous = self._pending[-1] if self._pending else None
+        waited_s = 0.0 if previous is None else previous._snapshot.wait_complete()
+        with task.failing(), collection_paused():
+            same = found if isinstance(found, SameTree) else None
+            snapshot = Snapshot(task, self._area, request.owners, waited_s, same)
+            if isinstance(found, tree.Node):
+                snapshot.cached = self._plans.learn(found, task, snapshot.sources, snapshot.methods)
+            task.keep(snapshot.sources, snapshot.working_bytes)
+            pending = PendingSave(task, snapshot, previous, request.callbacks, self.errors)
+            pending.begin()
+        self._pending = [*(p for p in self._pending if not p._finished.done()), pending]
+        return pending
+
+    def _describe(
+        self,
+        task: SaveTask,
+        root: Any,
+        metadata: Mapping[str, Any] | None,
+        partial: PartialSave | None,
+    ) -> SameTree | tree.Node | tree.Leaf | None:
+        """Describes a tree; returns what is known of it, else its structure."""
+        if partial is not None:  # what is saved of it differs each time
+            task.describe(root, metadata, partial)
+            return None
+        return self._plans.describe(task, root, metadata)
+
+    def fence(self) -> None:
+        """Waits until the state of all saves may change; their errors are reported elsewhere."""
+        for pending in self._pending:
+            pending._snapshot.wait_fence()
+
+    def wait_ended(self) -> None:
+        """Waits until all saves are committed, or have failed; raises nothing."""
+        for pending in self._pending:
+            pending.wait_ended()
+
+    def wait(self) -> None:
+        """Waits for all saves; raises none of their errors.
+
+        Raises:
+            ForkedProcess: they are saves of the parent process.
+        """
+        self._check_process("")
+        while unfinished := self.unfinished():  # meanwhile another thread may begin one
+            unfinished[0]._wait_over()
+
+    def unfinished(self) -> list[PendingSave]:
+        return [pending for pending in self._pending if not pending.done()]
+
+    def _check_process(self, what: str) -> None:
+        """Refuses to work in a forked process, where no thread of the parent exists."""
+        if os.getpid() != self._process:
+            raise ForkedProcess(
+                f"{what}this Checkpointer belongs to the parent process; create one in a process "
+                'that is started by "spawn"'
+            )

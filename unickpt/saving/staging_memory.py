@@ -1,0 +1,316 @@
+"""Where copies of chunks go: into memory, within a budget; into files; or nowhere yet."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+from unickpt.arrays.dtypes import Array
+from unickpt.arrays.host_memory import HostBuffers
+from unickpt.frameworks import budget
+from unickpt.frameworks.budget import MOST_WORKING, share
+from unickpt.frameworks.host_copy import stage
+from unickpt.frameworks.protocol import Memory
+from unickpt.saving.changes import Changes
+from unickpt.saving.task import SaveTask
+from unickpt.saving.write_plan import Staged, StagedChunk, WriteItem
+from unickpt.storage.local_locations import LocalLocation
+from unickpt.storage.spill_files import Slot, SpillFiles
+
+
+class HostArea:
+    """Host memory for staged chunks of all saves in flight: bounded, and reused."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition(threading.RLock())
+        self._held = 0
+        self._node_bytes: int | None = None
+        self._pools: dict[object, HostBuffers] = {}
+
+    @property
+    def node_bytes(self) -> int:
+        """What all processes of the node stage by default; as it was when this was first asked."""
+        with self._changed:  # later, what is held here is in use
+            if self._node_bytes is None:
+                self._node_bytes = budget.node_bytes()
+            return self._node_bytes
+
+    def room(self, budget_bytes: int) -> int:
+        """How many bytes fit into the budget now."""
+        with self._changed:
+            return max(0, budget_bytes - self._held)
+
+    def reserve_anyway(self, nbytes: int) -> None:
+        """Reserves `nbytes` even if they do not fit."""
+        with self._changed:
+            self._held += nbytes
+
+    def reserve(self, nbytes: int, budget_bytes: int) -> bool:
+        """Reserves `nbytes` if they fit into the budget, or if nothing else is held."""
+        with self._changed:
+            fits = not self._held or self._held + nbytes <= budget_bytes
+            self._held += nbytes if fits else 0
+            return fits
+
+    def wait_and_reserve(
+        self, nbytes: int, budget_bytes: int, abandoned: Callable[[], bool]
+    ) -> None:
+        """As `reserve`, but waits until it succeeds.
+
+        Raises:
+            Abandoned: the save that needs them was abandoned meanwhile.
+        """
+        with self._changed:
+            while not self.reserve(nbytes, budget_bytes):
+                if abandoned():
+                    raise Abandoned
+                self._changed.wait()
+
+    def unreserve(self, nbytes: int) -> None:
+        with self._changed:
+            self._held -= nbytes
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Wakes the waiting threads, to check whether their save was abandoned."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def take(self, nbytes: int, budget_bytes: int, memory: Memory) -> Array:
+        with self._changed:
+            pool = self._pools.setdefault(memory.allocate, HostBuffers(0, memory.allocate))
+            pool.most_bytes = max(pool.most_bytes, budget_bytes)
+            return pool.take(nbytes)
+
+    def give(self, buffer: Array, memory: Memory) -> None:
+        with self._changed:
+            self._pools[memory.allocate].give(buffer)
+
+
+class Abandoned(Exception):
+    """The save has failed already; its error is reported elsewhere."""
+
+
+class Spill:
+    """Writes chunks to files; may be used by several threads.
+
+    Arguments:
+        files: where.
+        budget_bytes: bytes of memory to keep for chunks on their way to a file and back.
+    """
+
+    def __init__(self, files: SpillFiles, budget_bytes: int) -> None:
+        self.files, self.buffers = files, HostBuffers(budget_bytes)
+
+    def write(self, item: WriteItem, slot: Slot, changes: Changes) -> SpilledChunk | None:
+        """Copies a chunk to a file; None if that failed.
+
+        Arguments:
+            item: the chunk.
+            slot: its place; given up if this fails.
+            changes: notices if the chunk changes before it is copied.
+
+        Raises: what reading the chunk raises.
+        """
+        taken: list[Array] = []
+
+        def take(nbytes: int) -> Array:
+            taken.append(self.buffers.take(nbytes))
+            return taken[0]
+
+        try:
+            with changes.noticed(item) as compare:
+                data = stage(item.fragment, item.box, item.dtype, take)  # a view where possible
+                compare(data)
+                written = slot.write(data)
+        except BaseException:
+            slot.free()
+            raise
+        finally:
+            for buffer in taken:
+                self.buffers.give(buffer)
+        if not written:
+            slot.free()
+            return None
+        return SpilledChunk(self, item, slot)
+
+
+@dataclass(frozen=True, slots=True)
+class SpilledChunk:
+    """A chunk in a file.
+
+    Arguments:
+        spill: what wrote it.
+        item: which.
+        slot: where.
+    """
+
+    spill: Spill
+    item: WriteItem
+    slot: Slot
+
+    def fetch(self, release: Callable[[], None]) -> StagedChunk:
+        """Reads it back; `release` is called when that memory is released.
+
+        Raises:
+            StorageError: it is lost.
+        """
+        nbytes = self.slot.nbytes
+        buffer = self.spill.buffers.take(nbytes)
+
+        def give() -> None:
+            self.spill.buffers.give(buffer)
+            release()
+
+        data = buffer[:nbytes].view(self.item.dtype).reshape(self.item.box.shape)
+        try:
+            self.slot.read(data)
+        except BaseException:
+            self.spill.buffers.give(buffer)
+            raise
+        return StagedChunk(data, nbytes, give)
+
+    def release(self) -> None:
+        """Gives its place back."""
+        self.slot.free()
+
+
+_log = logging.getLogger("unickpt")
+_WARN_S = 0.1
+
+
+class NoSlot(Enum):
+    """Where a copy goes that is not in a file."""
+
+    MEMORY = auto()
+    NOWHERE = auto()
+
+
+Place = Slot | NoSlot
+
+
+class Places:
+    """The places for the copies of one save.
+
+    Arguments:
+        job: the save.
+        area: memory for copies.
+        waited_s: for how long this save has already waited for an earlier one's memory.
+        abandoned: whether the save was abandoned.
+        writes: called before waiting for memory, which only writing makes free.
+    """
+
+    def __init__(
+        self,
+        job: SaveTask,
+        area: HostArea,
+        waited_s: float,
+        abandoned: Callable[[], bool],
+        writes: Callable[[], None],
+    ) -> None:
+        self._area, self._abandoned, self._writes = area, abandoned, writes
+        options = job.options
+        default = area.node_bytes if options.budget_bytes is None else None
+        total = share(options.budget_bytes, job.on_node, default)
+        self.working_bytes = max(1, min(total // 4, MOST_WORKING))
+        """Memory to write with, in bytes."""
+        self.budget = total - self.working_bytes
+        """Memory for copies, in bytes."""
+        self.spill: Spill | None = None
+        if options.spill is not None:
+            folder = os.path.abspath(options.spill)
+            self.spill = Spill(_files(folder, job), self.working_bytes)
+        self.calling = True
+        """Whether the caller of the save waits for the copies."""
+        self._lock = threading.Lock()
+        self._staged = Staged(budget_wait_s=waited_s)
+        self._since: float | None = None
+
+    @property
+    def room(self) -> int:
+        """How many bytes of copies fit into memory now."""
+        return self._area.room(self.budget)
+
+    @property
+    def can_spill(self) -> bool:
+        """Whether there are files for copies."""
+        return self.spill is not None and self.spill.files.usable
+
+    def find(self, item: WriteItem, *, in_memory: bool = True, counted: bool = False) -> Place:
+        """A place for a copy; waits until there is one.
+
+        Arguments:
+            item: what to copy.
+            in_memory: whether memory is a place for it; if not, there may be none.
+            counted: whether it is counted as drained already.
+
+        Raises:
+            Abandoned: the save was abandoned meanwhile.
+        """
+        if in_memory and self._area.reserve(item.nbytes, self.budget):
+            return NoSlot.MEMORY
+        slot = None if self.spill is None else self.spill.files.reserve(item.nbytes)
+        if slot is not None:
+            return slot
+        if not in_memory:
+            return NoSlot.NOWHERE
+        self._writes()
+        began = time.perf_counter()
+        self._area.wait_and_reserve(item.nbytes, self.budget, self._abandoned)
+        if self.calling:
+            self.count(waited_s=time.perf_counter() - began)
+        elif not counted:
+            self.count(drained=item.nbytes)
+        return NoSlot.MEMORY
+
+    def count(
+        self, *, copied: int = 0, drained: int = 0, spilled: int = 0, waited_s: float = 0.0
+    ) -> None:
+        """Counts bytes that were copied to memory, were put off, or were copied to files."""
+        with self._lock:
+            known = self._staged
+            self._staged = Staged(
+                known.staged_bytes + copied,
+                known.drained_bytes + drained,
+                known.spilled_bytes + spilled,
+                known.budget_wait_s + waited_s,
+            )
+
+    def returns(self, *, waits_for_commit: bool) -> None:
+        """The call has copied what it must; it returns, or waits for the commit."""
+        self.calling = False
+        if waits_for_commit:
+            self._since = time.perf_counter()
+        elif (waited_s := self._staged.budget_wait_s) > _WARN_S:
+            _log.warning(
+                "staging blocked the caller for %.2f s, because the copies exceed this process's "
+                "share of SaveOptions.budget_bytes (%.3g GB), so that it waited for the storage; "
+                "raise it, or name a local folder in SaveOptions.spill",
+                *(waited_s, self.budget / 1e9),
+            )
+
+    @property
+    def facts(self) -> Staged:
+        """What became of the copies."""
+        if self._since is None:
+            return self._staged
+        waited_s = time.perf_counter() - self._since
+        return replace(self._staged, budget_wait_s=self._staged.budget_wait_s + waited_s)
+
+    def close(self) -> None:
+        """Gives the files up; called when nothing is in them that is needed."""
+        if self.spill is not None:
+            self.spill.files.close()
+
+
+def _files(folder: str, job: SaveTask) -> SpillFiles:
+    beside = None
+    if isinstance(job.location, LocalLocation):
+        arrays = job.description.index.arrays.values()
+        beside = job.location.path, sum(entry.nbytes for entry in arrays)
+    return SpillFiles(folder, beside)
