@@ -174,17 +174,10 @@ class NpzReader(RangeReader):
         checked = {name for name, (member, _) in self._deflated.items() if member.crc}
         return [name for name in super().unchecked() if name not in checked]
 
-    def read_chunk(
-        self,
-        entry: ArrayEntry,
-        part: Part,
-        number: int,
-        row: Any,
-        out: Array,
-        requested: Any = None,
-    ) -> bool:
+    def read_box(self, entry: ArrayEntry, part: Part, box: Box, out: Array) -> None:
         if entry.name not in self._deflated:
-            return super().read_chunk(entry, part, number, row, out, requested)
+            super().read_box(entry, part, box, out)
+            return
         member, header = self._deflated[entry.name]
         is_plain = header.strides == row_major(header.shape)
         flat = out.reshape(-1) if is_plain else np.empty(out.size, out.dtype)
@@ -198,7 +191,6 @@ class NpzReader(RangeReader):
             out[...] = flat.reshape(header.shape[::-1]).T
         if header.big_endian:
             out.byteswap(inplace=True)
-        return True
 
 
 def parsed(data: bytes, where: str) -> Header:

@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from urllib.request import Request, urlopen
 
@@ -135,14 +135,14 @@ def rank(url: str, rounds: int) -> None:
 
     dist.init_process_group("gloo")
     read = 0
-    read_chunk = OcdbtReader.read_chunk
+    read_requests = OcdbtReader.read
 
-    def counted(self: OcdbtReader, *given: object) -> bool:
+    def counted(self: OcdbtReader, requests: Sequence[Request]) -> Sequence[int]:
         nonlocal read
-        read += given[4].nbytes  # type: ignore[attr-defined]
-        return read_chunk(self, *given)  # type: ignore[arg-type]
+        read += sum(request.out.nbytes for request in requests)
+        return read_requests(self, requests)
 
-    OcdbtReader.read_chunk = counted  # type: ignore[method-assign]
+    OcdbtReader.read = counted  # type: ignore[method-assign]
     mesh = init_device_mesh("cpu", (RANKS,))
     rules = unickpt.Rules.parse(RULES)
     stored = unickpt.open(url)

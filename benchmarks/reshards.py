@@ -19,7 +19,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,7 @@ def torch_rank(folder: Path) -> dict[str, int]:
 
     import unickpt
     from unickpt.format.ocdbt_reader import OcdbtReader
+    from unickpt.format.reader import Request
     from unickpt.reading import node_read
 
     store = f"file://{folder / 'torch-store'}"
@@ -136,14 +137,14 @@ def torch_rank(folder: Path) -> dict[str, int]:
         "replicas": (flat, [Replicate()]),
     }
     read = 0
-    read_chunk = OcdbtReader.read_chunk
+    read_requests = OcdbtReader.read
 
-    def counted(self: OcdbtReader, *given: Any) -> bool:
+    def counted(self: OcdbtReader, requests: Sequence[Request]) -> Sequence[int]:
         nonlocal read
-        read += given[4].nbytes
-        return read_chunk(self, *given)
+        read += sum(request.out.nbytes for request in requests)
+        return read_requests(self, requests)
 
-    OcdbtReader.read_chunk = counted  # type: ignore[method-assign]
+    OcdbtReader.read = counted  # type: ignore[method-assign]
     node_read._LEAST_BYTES = 1 << 20
 
     def tree(layout: str, filled: bool) -> dict[str, Any]:

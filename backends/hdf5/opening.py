@@ -13,16 +13,13 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from unickpt.arrays.box import Box
-from unickpt.arrays.dtypes import Array
 from unickpt.backends.hdf5.reader import Hdf5Reader, LayerNames, layer_names
 from unickpt.errors import CheckpointCorrupt
 from unickpt.foreign import loose_files
 from unickpt.foreign.files import Files
 from unickpt.foreign.loose_files import Found, open_kind
-from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, Index
-from unickpt.format.reader import ParallelMap, Reader
+from unickpt.format.reader import ParallelMap, Reader, Request
 from unickpt.quoting import quoted
 from unickpt.storage.errors import Damaged
 from unickpt.trees import tree
@@ -107,22 +104,13 @@ class ShardsReader(Reader):
                 )
         self.index = Index(tree.to_json(tree.from_names(entries)), entries)
 
-    def read_chunk(
-        self,
-        entry: ArrayEntry,
-        part: Part,
-        number: int,
-        row: Any,
-        out: Array,
-        requested: Any = None,
-    ) -> bool:
-        return self._reader_of[entry.name].read_chunk(entry, part, number, row, out, requested)
+    def read(self, requests: Sequence[Request]) -> Sequence[int]:
+        for request in requests:
+            self._reader_of[request.entry.name].read([request])
+        return ()
 
     def reads_boxes(self, entry: ArrayEntry) -> bool:
         return True
-
-    def read_box(self, entry: ArrayEntry, part: Part, box: Box, out: Array) -> None:
-        self._reader_of[entry.name].read_box(entry, part, box, out)
 
     def check_backed(self, entry: ArrayEntry) -> None:
         self._reader_of[entry.name].check_backed(entry)

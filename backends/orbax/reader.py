@@ -22,7 +22,7 @@ from unickpt.errors import CheckpointCorrupt, UnsupportedLeaf
 from unickpt.foreign.files import Files
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, Index
-from unickpt.format.reader import ChunkId, Reader
+from unickpt.format.reader import Reader, Request
 from unickpt.storage import contexts
 from unickpt.storage.errors import Failed, reading_failed
 from unickpt.threads import Pool
@@ -133,10 +133,15 @@ class OrbaxReader(Reader):
         except Failed as error:
             raise reading_failed(error, str(self.location)) from error
 
-    def request_chunks(self, chunks: Sequence[ChunkId]) -> Sequence[Any]:
-        return [self._request(*chunk) for chunk in chunks]
+    def read(self, requests: Sequence[Request]) -> Sequence[int]:
+        started = [self._start(request) for request in requests]
+        for request, values in zip(requests, started, strict=True):
+            self._finish(request, values)
+        return ()
 
-    def _request(self, entry: ArrayEntry, part: Part, number: int) -> Any:
+    def _start(self, request: Request) -> Any:
+        """Starts to read a small chunk; None for others."""
+        entry, part, number, *_ = request
         if entry.name in self._inline:
             return None
         leaf, box = self._arrays[entry.name], part.chunk_box(number)
@@ -148,26 +153,19 @@ class OrbaxReader(Reader):
         except Failed as error:
             raise reading_failed(error, f"{self.location}: array {entry.name!r} {box}") from error
 
-    def read_chunk(
-        self,
-        entry: ArrayEntry,
-        part: Part,
-        number: int,
-        row: Any,
-        out: Array,
-        requested: Any = None,
-    ) -> bool:
+    def _finish(self, request: Request, started: Any) -> None:
+        entry, part, number, out, *_ = request
         if entry.name in self._inline:
-            return self._inline[entry.name].read_chunk(entry, part, number, row, out)
+            self._inline[entry.name].read([request])
+            return
         leaf, box = self._arrays[entry.name], part.chunk_box(number)
-        if requested is None:
+        if started is None:
             self._read(entry.name, leaf, box, out)
-            return True
+            return
         try:
-            out[...] = requested.result().view(out.dtype)
+            out[...] = started.result().view(out.dtype)
         except Failed as error:
             raise reading_failed(error, f"{self.location}: array {entry.name!r} {box}") from error
-        return True
 
     def _read(self, name: str, leaf: Located, box: Box, out: Array) -> None:
         try:

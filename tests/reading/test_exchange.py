@@ -420,7 +420,7 @@ def test_a_rank_that_is_killed_is_an_error_soon(stored: Path, processes: Process
             def die(self, *arguments):
                 os.kill(os.getpid(), signal.SIGKILL)
             if dist.get_rank() == 1:
-                OcdbtReader.read_chunks = die
+                OcdbtReader.read = die
             begun = time.monotonic()
             try:
                 unickpt.load(sys.argv[1] + "/left", options=TOGETHER)

@@ -105,14 +105,13 @@ def replacing_once(monkeypatch: pytest.MonkeyPatch, path: Any) -> list[int]:
 
 def before_chunks(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
     """Does something before chunks are read, each time."""
-    for name in ("read", "read_each"):
-        real = getattr(chunk_store.ChunkStore, name)
+    real = chunk_store.ChunkStore.read
 
-        def read(*arguments: Any, real: Any = real, **options: Any) -> Any:
-            act()
-            return real(*arguments, **options)
+    def read(*arguments: Any) -> Any:
+        act()
+        return real(*arguments)
 
-        monkeypatch.setattr(chunk_store.ChunkStore, name, read)
+    monkeypatch.setattr(chunk_store.ChunkStore, "read", read)
 
 
 @pytest.fixture(params=["local", "memory", "s3"])

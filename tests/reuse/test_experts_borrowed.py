@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from support.saving import in_job, same
 import unickpt
 from unickpt import Checkpointer, SaveOptions, StorageError
 from unickpt.format.ocdbt_reader import OcdbtReader
+from unickpt.format.reader import Request
 from unickpt.saving.task import SaveTask
 from unickpt.steps.step_folder import Steps
 
@@ -72,8 +73,13 @@ def check(path: str, step: int) -> dict[str, dict[int, int]]:
 
 def test_experts_are_borrowed_from_a_whole_step(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     read = list[str]()
-    real = OcdbtReader.read_chunk
-    monkeypatch.setattr(OcdbtReader, "read_chunk", lambda *a: (read.append(a[1].name), real(*a))[1])
+    real = OcdbtReader.read
+
+    def listed(reader: OcdbtReader, requests: Sequence[Request]) -> Sequence[int]:
+        read.extend(request.entry.name for request in requests)
+        return real(reader, requests)
+
+    monkeypatch.setattr(OcdbtReader, "read", listed)
     with Checkpointer(run, partial=PARTIAL, keep_last=1, options=OPTIONS) as steps:
         written = list[list[int]]()
         for step in range(9):

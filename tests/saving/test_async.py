@@ -748,7 +748,8 @@ def test_who_waits_for_a_save_waits_for_its_metrics(tmp_path: Path) -> None:
         first.result(0.01)
     good(queue, tmp_path / "2")
     second = queue._pending[-1]
-    assert second._events.wait(SaveEvent.ENDED, 30), "a save waits for the metrics of the one before it"
+    ended = second._events.wait(SaveEvent.ENDED, 30)
+    assert ended, "a save waits for the metrics of the one before it"
     good(queue, tmp_path / "3")  # though two are told of yet
     assert not second.done(), "reports come one after another"
     go_on.set()

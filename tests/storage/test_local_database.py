@@ -52,11 +52,11 @@ def of(path: Path) -> local_database.LocalDatabaseReader:
 def test_every_value_is_found(tree: Tree, tmp_path: Path) -> None:
     values = of(tmp_path)
     for key, value in KEYS.items():
-        out = bytearray(len(value))
+        out = np.empty(len(value), np.uint8)
         seen = bytearray()
-        values.read_into(key, memoryview(out), len(value), seen.extend)
-        assert seen == out == value
-        values.read_into(key, memoryview(out)[:1], len(value), seen.extend)
+        assert values.read_into([key], [out], [len(value)], [seen.extend]) == [True]
+        assert seen == out.tobytes() == value == values.read(key, len(value))
+        assert values.read_into([key], [out[:1]], [len(value)], [seen.extend]) == [True]
         assert seen == value + value[:1]
     kinds = {type(tree.find(key)) for key in KEYS}
     assert kinds == {bytes, DataReference}
@@ -65,8 +65,8 @@ def test_every_value_is_found(tree: Tree, tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["", "a", "params/l%y:001/c/0", "params/l%y:088/c/1", "z"])
 def test_a_missing_key_is_missing(tree: Tree, tmp_path: Path, key: str) -> None:
     assert tree.find(key) is None
-    with pytest.raises(ValueError, match="no bytes stored, 3 expected"):
-        of(tmp_path).read_into(key, memoryview(bytearray(3)), 3, print)
+    assert of(tmp_path).read(key, 3) is None
+    assert of(tmp_path).read_into([key], [np.empty(3, np.uint8)], [3], [None]) == [False]
 
 
 def test_an_empty_database_has_no_values(tmp_path: Path, context: ts.Context) -> None:
@@ -116,7 +116,7 @@ def test_values_are_read_into_memory_together(
     out = [np.full(len(KEYS.get(key, b"four")), 255, np.uint8) for key in keys]
     wrong = keys.index("params/l%y:044/c/0")
     out[wrong] = np.full(7, 255, np.uint8)
-    done = values.read_all(keys, out)
+    done = values.read_into(keys, out, [to.nbytes for to in out], [None] * len(keys))
     assert done == [key in KEYS and at != wrong for at, key in enumerate(keys)]
     for key, to, is_done in zip(keys, out, done, strict=True):
         assert to.tobytes() == (KEYS[key] if is_done else b"\xff" * len(to))
@@ -131,7 +131,7 @@ def test_values_that_are_cut_off_are_not_read(tree: Tree, tmp_path: Path) -> Non
     for file in (tmp_path / "d").iterdir():
         os.truncate(file, min(file.stat().st_size, 700))
     out = [np.empty(len(KEYS[key]), np.uint8) for key in keys]
-    done = values.read_all(keys, out)
+    done = values.read_into(keys, out, [to.nbytes for to in out], [None] * len(keys))
     assert any(done), "those in the nodes"
     assert not all(done)
     read = [(key, to) for key, to, is_done in zip(keys, out, done, strict=True) if is_done]
@@ -155,7 +155,9 @@ def test_a_value_of_another_length_is_refused(tree: Tree, tmp_path: Path, wrong:
     key = "params/l%y:088/c/0"
     assert len(KEYS[key]) == 969
     with pytest.raises(ValueError, match=f"969 bytes stored, {wrong} expected"):
-        of(tmp_path).read_into(key, memoryview(bytearray(9)), wrong, print)
+        of(tmp_path).read(key, wrong)
+    out = [np.empty(9, np.uint8)]
+    assert of(tmp_path).read_into([key], out, [wrong], [None]) == [False]
 
 
 @pytest.mark.parametrize("path", ["../passwd", "/etc/passwd", "a/../../passwd", "..", "a\0b"])
@@ -210,6 +212,7 @@ def test_large_values_are_read_piece_by_piece(
     tree: Tree, tmp_path: Path, hashed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_database, "_PIECE_BYTES", 300)
+    monkeypatch.setattr(local_database, "_MOST_BYTES", 0)
     values, sizes = of(tmp_path), list[int]()
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda *a: sizes.append(len(a[1][0])) or preadv(*a))
@@ -218,20 +221,20 @@ def test_large_values_are_read_piece_by_piece(
     lengths = [len(KEYS.get(key, b"four")) for key in keys]
     wrong = keys.index("params/l%y:044/c/0")
     lengths[wrong] += 1
-    out, seen = [bytearray(length) for length in lengths], [bytearray() for _ in keys]
+    out, seen = [np.zeros(length, np.uint8) for length in lengths], [bytearray() for _ in keys]
     shorter = keys.index("params/l%y:088/c/0")  # what is left out is padding
-    del out[shorter][-9:]
-    looks = [each.extend for each in seen] if hashed else None
-    done = values.read_each(keys, [memoryview(to) for to in out], lengths, looks)
-    in_files = {key for key, value in KEYS.items() if len(value) > 100}
-    assert done == [key in in_files and at != wrong for at, key in enumerate(keys)]
+    out[shorter] = out[shorter][:-9]
+    looks = [each.extend if hashed else None for each in seen]
+    done = values.read_into(keys, out, lengths, looks)
+    assert done == [key in KEYS and at != wrong for at, key in enumerate(keys)]
     for key, to, each, is_done in zip(keys, out, seen, done, strict=True):
         if is_done:
-            assert to == KEYS[key][: len(to)]
-            assert each == (to if hashed else b"")
+            assert to.tobytes() == KEYS[key][: len(to)]
+            assert each == (to.tobytes() if hashed else b"")
         else:
             assert not any(to)
-    large = [to for to, is_done in zip(out, done, strict=True) if is_done]
+    in_files = {key for key, value in KEYS.items() if len(value) > 100}
+    large = [to for key, to, d in zip(keys, out, done, strict=True) if d and key in in_files]
     pieces = sum(-(-len(to) // 300) for to in large)
     read = [n for n in sizes if n]
     assert len(read) == (pieces if hashed else len(large))
@@ -250,13 +253,14 @@ def test_what_a_file_does_not_give_at_once_is_left_to_the_others(
         return preadv(handle, [buffers[0][:700]], offset)
 
     monkeypatch.setattr(os, "preadv", at_most)
-    out = [bytearray(len(KEYS[key])) for key in keys]
+    monkeypatch.setattr(local_database, "_MOST_BYTES", 0)
+    out = [np.empty(len(KEYS[key]), np.uint8) for key in keys]
     lengths = list(map(len, out))
-    done = values.read_each(keys, [memoryview(to) for to in out], lengths, [len] * len(keys))
+    done = values.read_into(keys, out, lengths, [len] * len(keys))
     assert done == [len(KEYS[key]) <= 700 for key in keys]
     for file in (tmp_path / "d").iterdir():
         os.truncate(file, min(file.stat().st_size, 700))
-    cut = values.read_each(keys, [memoryview(to) for to in out], lengths)
+    cut = values.read_into(keys, out, lengths, [None] * len(keys))
     assert not all(cut)
     read = [(key, to) for key, to, is_done in zip(keys, out, cut, strict=True) if is_done]
-    assert all(to == KEYS[key] for key, to in read)
+    assert all(to.tobytes() == KEYS[key] for key, to in read)

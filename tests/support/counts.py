@@ -6,12 +6,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, NamedTuple
 from unittest import mock
 
 import tensorstore as ts
 
 from unickpt.format.ocdbt_reader import OcdbtReader
+from unickpt.format.reader import Request
 from unickpt.storage.local_database import LocalDatabaseReader
 from unickpt.storage.ocdbt import DatabaseReader
 
@@ -28,33 +30,13 @@ class ChunkRead(NamedTuple):
 def chunks_read() -> Iterator[list[ChunkRead]]:
     """Lists each chunk that is read, by any thread, until the block ends."""
     seen: list[ChunkRead] = []
-    read = OcdbtReader.read_chunk
+    read = OcdbtReader.read
 
-    def counted(
-        self: OcdbtReader, entry: Any, part: Any, number: int, row: Any, out: Any, *rest: Any
-    ) -> bool:
-        seen.append(ChunkRead(part.key, number, out.nbytes))
-        return read(self, entry, part, number, row, out, *rest)
+    def counted(self: OcdbtReader, requests: Sequence[Request]) -> Sequence[int]:
+        seen.extend(ChunkRead(r.part.key, r.number, r.out.nbytes) for r in requests)
+        return read(self, requests)
 
-    each = OcdbtReader.read_chunks
-
-    def each_counted(self: OcdbtReader, chunks: Any, rows: Any, out: Any) -> Any:
-        if not self._bases:  # else `read_chunk` reads them
-            each_one = zip(chunks, out, strict=True)
-            seen.extend(ChunkRead(part.key, n, to.nbytes) for (_, part, n), to in each_one)
-        return each(self, chunks, rows, out)
-
-    together = OcdbtReader.read_whole
-
-    def all_counted(self: OcdbtReader, entries: Any, rows: Any, out: Any) -> Any:
-        seen.extend(ChunkRead(e.name, 0, to.nbytes) for e, to in zip(entries, out, strict=True))
-        return together(self, entries, rows, out)
-
-    with (
-        mock.patch.object(OcdbtReader, "read_chunk", counted),
-        mock.patch.object(OcdbtReader, "read_chunks", each_counted),
-        mock.patch.object(OcdbtReader, "read_whole", all_counted),
-    ):
+    with mock.patch.object(OcdbtReader, "read", counted):
         yield seen
 
 
@@ -83,15 +65,15 @@ def keys_read() -> Iterator[Count]:
         past.extend(found)
         return found
 
-    each = LocalDatabaseReader.read_each
+    into = LocalDatabaseReader.read_into
 
-    def each_counted(self: LocalDatabaseReader, keys: Sequence[str], *rest: Any) -> Any:
-        past.extend(keys)
-        return each(self, keys, *rest)
+    def into_counted(self: LocalDatabaseReader, keys: Sequence[str], *rest: Any) -> Any:
+        done = into(self, keys, *rest)
+        past.extend(compress(keys, done))
+        return done
 
     with (
-        mock.patch.object(LocalDatabaseReader, "read_into", counted(LocalDatabaseReader.read_into)),
-        mock.patch.object(LocalDatabaseReader, "read_each", each_counted),
+        mock.patch.object(LocalDatabaseReader, "read_into", into_counted),
         mock.patch.object(DatabaseReader, "read", counted(DatabaseReader.read)),
         mock.patch.object(DatabaseReader, "request", counted(DatabaseReader.request)),
         mock.patch.object(LocalDatabaseReader, "request_all", all_counted),

@@ -14,9 +14,9 @@ from unickpt.arrays.box import Box
 from unickpt.arrays.layout import Layout
 from unickpt.errors import CheckpointCorrupt
 from unickpt.foreign.files import Files
-from unickpt.format.chunk_grid import Part, free_chunk
+from unickpt.format.chunk_grid import free_chunk
 from unickpt.format.index import ArrayEntry, Index
-from unickpt.format.reader import Reader
+from unickpt.format.reader import Reader, Request
 from unickpt.format.writer import Data, Plan, PlannedFile, text_file
 from unickpt.storage.locations import Location
 from unickpt.trees import tree
@@ -45,22 +45,17 @@ class NpyReader(Reader):
         entries = {name: _entry(name, *facts) for name, facts in found["arrays"].items()}
         self.index = Index(tree.to_json(node), entries, values=found["values"])
 
-    def read_chunk(
-        self,
-        entry: ArrayEntry,
-        part: Part,
-        number: int,
-        row: Any,
-        out: np.ndarray,
-        requested: Any = None,
-    ) -> bool:
-        box: Box = part.chunk_box(number)
-        try:
-            stored = np.load(self._files[entry.name], mmap_mode="r")
-            out[...] = stored[box.slices]
-        except (OSError, ValueError) as error:
-            raise CheckpointCorrupt(f"{self.location}: array {entry.name!r}: {error}") from error
-        return True
+    def read(self, requests: Sequence[Request]) -> Sequence[int]:
+        for entry, part, number, out, _, _ in requests:
+            box: Box = part.chunk_box(number)
+            try:
+                stored = np.load(self._files[entry.name], mmap_mode="r")
+                out[...] = stored[box.slices]
+            except (OSError, ValueError) as error:
+                raise CheckpointCorrupt(
+                    f"{self.location}: array {entry.name!r}: {error}"
+                ) from error
+        return ()
 
 
 def _entry(name: str, shape: list[int], dtype: str) -> ArrayEntry:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from support.thread_groups import Threads
 from unickpt import Box, CheckpointCorrupt, CheckpointNotFound, LoadMismatch, Rules
 from unickpt.cli.app import app
 from unickpt.foreign import file_ranges
-from unickpt.format.reader import Reader
+from unickpt.format.reader import Request
 
 ROWS, COLUMNS = 11, 70
 
@@ -213,21 +212,13 @@ class ReaderSuite:
         self, path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         opened = unickpt.open(path)
-        read_chunk, read_box, boxes = opened.reader.read_chunk, opened.reader.read_box, list[Box]()
+        read, boxes = opened.reader.read, list[Box]()
 
-        def counted_chunk(entry: Any, part: Any, number: int, *rest: Any) -> bool:
-            boxes.append(part.chunk_box(number))
-            return read_chunk(entry, part, number, *rest)
+        def counted(requests: Sequence[Request]) -> Sequence[int]:
+            boxes.extend(r.box or r.part.chunk_box(r.number) for r in requests)
+            return read(requests)
 
-        def counted_box(entry: Any, part: Any, box: Box, out: Any) -> None:
-            boxes.append(box)
-            read_box(entry, part, box, out)
-
-        monkeypatch.setattr(opened.reader, "read_chunk", counted_chunk)
-        monkeypatch.setattr(
-            opened.reader, "read_chunks", partial(Reader.read_chunks, opened.reader)
-        )
-        monkeypatch.setattr(opened.reader, "read_box", counted_box)
+        monkeypatch.setattr(opened.reader, "read", counted)
         assert opened[self.w][0, 0] == arrays()["layers/0/w"][0, 0]
         entry = opened.index.arrays[self.w]
         (box,) = boxes

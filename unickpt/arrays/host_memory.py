@@ -6,14 +6,16 @@ import ctypes
 import math
 import mmap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from unickpt.arrays.dtypes import Array, DType
 
+_ALIGN = 64  # bytes
 _SMALL = 1 << 20
 _STEP = 64 << 10
 _WORTH_HUGE_PAGES = 4 << 20  # as NumPy does for its own arrays
@@ -95,13 +97,18 @@ def _from_system(nbytes: int) -> Array:
 
 
 class Scratch(threading.local):
-    """Memory for one chunk per thread, reused: fresh pages cost twice as much."""
+    """Memory of each thread for chunks, reused: fresh pages cost twice as much."""
 
     def __init__(self) -> None:
         self._raw: Array = np.empty(0, np.uint8)
 
-    def array(self, shape: tuple[int, ...], dtype: DType) -> Array:
-        nbytes = math.prod(shape) * dtype.itemsize
-        if self._raw.nbytes < nbytes:
-            self._raw = np.empty(nbytes, np.uint8)
-        return self._raw[:nbytes].view(dtype).reshape(shape)
+    def arrays(self, kinds: Sequence[tuple[tuple[int, ...], DType]]) -> list[Array]:
+        """Arrays of some shapes and dtypes, until this thread asks for others."""
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in kinds]
+        begins = list(accumulate((-(-size // _ALIGN) * _ALIGN for size in sizes), initial=0))
+        if self._raw.nbytes < begins[-1]:
+            self._raw = np.empty(begins[-1], np.uint8)
+        return [
+            self._raw[begin : begin + size].view(dtype).reshape(shape)
+            for begin, size, (shape, dtype) in zip(begins, sizes, kinds, strict=False)
+        ]

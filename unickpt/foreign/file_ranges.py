@@ -9,7 +9,7 @@ import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -24,7 +24,7 @@ from unickpt.foreign.elements import ByteRange, Elements
 from unickpt.foreign.files import CheckedFiles, Files
 from unickpt.format.chunk_grid import Part, free_chunk
 from unickpt.format.index import ArrayEntry, Index
-from unickpt.format.reader import Reader
+from unickpt.format.reader import Reader, Request
 from unickpt.storage.errors import Failed, reading_failed
 
 CHUNK_BYTES = 16 << 20
@@ -235,22 +235,16 @@ class RangeReader(Reader):
             raise reading_failed(error, f"{self.location}: array {entry.name!r}") from error
         return size is None or end <= size
 
-    def read_chunk(
-        self,
-        entry: ArrayEntry,
-        part: Part,
-        number: int,
-        row: Any,
-        out: Array,
-        requested: Any = None,
-    ) -> bool:
-        self.read_box(entry, part, part.chunk_box(number), out)
-        return True
+    def read(self, requests: Sequence[Request]) -> Sequence[int]:
+        for entry, part, number, out, _, box in requests:
+            self.read_box(entry, part, box or part.chunk_box(number), out)
+        return ()
 
     def reads_boxes(self, entry: ArrayEntry) -> bool:
         return entry.name in self._boxes
 
     def read_box(self, entry: ArrayEntry, part: Part, box: Box, out: Array) -> None:
+        """Reads a box of a part."""
         found = self._boxes[entry.name][part.box.start]
         try:
             read_box(self._files, found, box.relative_to(part.box.start), out)

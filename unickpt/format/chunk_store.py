@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,20 +19,17 @@ from unickpt.errors import (
     UnsupportedFormat,
     naming_memory,
 )
-from unickpt.format import patches
+from unickpt.format import codec, patches
 from unickpt.format.chunk_grid import Part
-from unickpt.format.codec import bytes_of, digest
+from unickpt.format.codec import NotDecodable, bytes_of, digest
 from unickpt.format.compression import as_stored
 from unickpt.format.index import ArrayEntry
-from unickpt.format.reader import ChunkId
+from unickpt.format.reader import Request
 from unickpt.format.zarr_metadata import Codecs, chunk_key, zarr_metadata
-from unickpt.quantized import values
-from unickpt.quantized.blocks import stored_bytes
 from unickpt.storage import ocdbt
 from unickpt.storage.database import Database
 from unickpt.storage.errors import Damaged, Failed, reading_failed
 from unickpt.storage.kvstore import asking
-from unickpt.storage.local_database import LocalDatabaseReader
 
 # Opening an array costs TensorStore about 80 us, which dominates for a small chunk. Below this size
 # the bytes are written to the database directly, exactly as zarr would write them.
@@ -59,7 +56,7 @@ class ChunkStore:
     ) -> None:
         self.database, self.location, self.codecs = database, database.location, codecs
         self.values = values or database.reader()  # here, so that threads share one
-        self._local = self.values if isinstance(self.values, LocalDatabaseReader) else None
+        self._is_local = database.location.is_local
         self._open: dict[str, ts.TensorStore] = {}
         self._backed: set[str] = set()
 
@@ -91,112 +88,85 @@ class ChunkStore:
             self._open[part.key] = found
         return found
 
-    def request(self, chunks: Sequence[ChunkId]) -> Sequence[Any]:
-        """Starts to read the small ones among chunks, whose bytes TensorStore need not decode; None
-        for the others, and for those of which `read` will say what is wrong."""
-        keys = [
-            chunk_key(part, number) if self._is_small(entry, part, number) else None
-            for entry, part, number in chunks
+    def read(self, requests: Sequence[Request]) -> Sequence[int]:
+        """As `Reader.read`."""
+        digests = self._read_as_stored(requests)
+        rest = [at for at in range(len(requests)) if at not in digests]
+        values = self._request([requests[at] for at in rest])
+        for at in rest:
+            digests[at] = self._read_one(requests[at], values)
+        return [
+            at
+            for at, request in enumerate(requests)
+            if request.digest is not None and request.digest != digests[at]
         ]
-        found = self.values.request_all([key for key in keys if key is not None])
-        return [None if key is None else found.get(key) for key in keys]
 
-    def _is_small(self, entry: ArrayEntry, part: Part, number: int) -> bool:
-        if entry.patched:  # it may be two values
-            return False
-        if math.prod(part.chunk) * entry.itemsize > SMALL:
-            return False
-        shape = part.chunk_box(number).shape
-        if entry.quantized is not None:
-            return math.prod(shape) * entry.itemsize <= SMALL
-        return self._is_raw(part, shape, entry)
+    def _read_as_stored(self, requests: Sequence[Request]) -> dict[int, int | None]:
+        """Reads chunks that are stored just as they lie in memory, as far as possible.
 
-    def request_key(self, key: str) -> Any:
-        """Likewise for any key."""
-        return self.values.request(key) if self._local is None else None
-
-    def read_key(self, key: str, length: int | None = None, requested: Any = None) -> bytes | None:
-        """The bytes of a key; None where there is none.
-
-        Arguments:
-            key: of the database.
-            length: how many bytes it must have, where that is known.
-            requested: what `request_key` gave for it.
-
-        Raises:
-            Failed: it has another length, or cannot be read.
+        Returns:
+            By the positions of those that were read, their digests; None of those that need none.
         """
-        if requested is None:
-            return self.values.read(key, length)
-        found = requested.result()
-        if found.state != "value":
-            return None
-        if length is not None and len(found.value) != length:
-            raise Damaged(f"{len(found.value)} bytes stored, {length} expected")
-        value: bytes = found.value
-        return value
+        positions, hashers = list[int](), list[xxhash.xxh3_64 | None]()
+        keys, memory, lengths = list[str](), list[Any](), list[int]()
+        for at, (entry, part, number, out, expected, _) in enumerate(requests):
+            if not entry.patched and self._is_as_stored(entry, part, out):
+                positions.append(at)
+                keys.append(chunk_key(part, number))
+                memory.append(out)
+                lengths.append(math.prod(part.chunk) * out.itemsize)
+                # While the cache has it; what is small stays there until all are read.
+                is_large = expected is not None and out.nbytes > SMALL
+                hashers.append(xxhash.xxh3_64() if is_large else None)
+        if not positions:
+            return {}
+        looks = [None if hasher is None else hasher.update for hasher in hashers]
+        found: dict[int, int | None] = {}
+        done = self.values.read_into(keys, memory, lengths, looks)
+        for at, is_done, hasher, out in zip(positions, done, hashers, memory, strict=True):
+            if is_done and hasher is not None:
+                found[at] = hasher.intdigest()
+            elif is_done:
+                hashed = requests[at].digest is not None  # as `digest`, of what is contiguous
+                found[at] = xxhash.xxh3_64_intdigest(out) if hashed else None
+        return found
 
-    def read(
-        self,
-        entry: ArrayEntry,
-        part: Part,
-        number: int,
-        out: Array,
-        requested: Any = None,
-        *,
-        hashed: bool = False,
-    ) -> int | None:
-        """Reads a chunk into contiguous memory of its shape.
+    def _request(self, requests: Sequence[Request]) -> Mapping[str, Any]:
+        """Starts to read small values that have to be decoded, by their keys."""
+        return self.values.request_all(
+            [
+                chunk_key(part, number)
+                for entry, part, number, out, _, _ in requests
+                if entry.quantized is not None and not entry.patched and out.nbytes <= SMALL
+            ]
+        )
+
+    def _read_one(self, request: Request, values: Mapping[str, Any]) -> int | None:
+        """Reads a chunk.
 
         Arguments:
-            entry: the array.
-            part: the part of the array.
-            number: the chunk's row-major number in the part.
-            out: where the chunk goes.
-            requested: what `request` gave for it.
-            hashed: return the digest of what was read.
+            request: which.
+            values: what `_request` gave.
+
+        Returns:
+            Its digest; None if that is not needed.
 
         Raises:
             CheckpointCorrupt: it is missing or cannot be decoded.
             StorageError: the storage failed.
         """
+        entry, part, number, out, expected, _ = request
+        hashed = expected is not None
         try:
             patch = self._patch(entry, part, number)
             if patch is None:
-                return self._read(entry, part, number, out, requested, hashed=hashed)
+                value = values.get(chunk_key(part, number)) if values else None
+                return self._read(entry, part, number, out, value, hashed=hashed)
             self._read(entry, patches.full_of(part), number, out)
             patches.apply(patch, out)
-        except (Failed, values.NotDecodable, patches.BadPatch) as error:
+        except (Failed, NotDecodable, patches.BadPatch) as error:
             raise self._naming(error, entry, part, number) from error
         return digest(out) if hashed else None
-
-    def read_each(
-        self, chunks: Sequence[ChunkId], out: Sequence[Array], *, hashed: bool
-    ) -> Sequence[int | None]:
-        """Reads chunks one after the other; arguments, result and errors as `read` for each."""
-        plain = [
-            at
-            for at, ((entry, part, _), to) in enumerate(zip(chunks, out, strict=True))
-            if not entry.patched and self._is_plain(entry, part, to)
-        ]
-        digests: dict[int, int] = {}
-        if self._local is not None and plain:
-            hashers = [xxhash.xxh3_64() for _ in plain]
-            done = self._local.read_each(
-                [chunk_key(*chunks[at][1:]) for at in plain],
-                [bytes_of(out[at]).data for at in plain],
-                [math.prod(chunks[at][1].chunk) * out[at].itemsize for at in plain],
-                [hasher.update for hasher in hashers] if hashed else None,
-            )
-            digests = {
-                at: hasher.intdigest()
-                for at, hasher, is_done in zip(plain, hashers, done, strict=True)
-                if is_done
-            }
-        return [
-            digests[at] if at in digests else self.read(*chunk, to, hashed=hashed)
-            for at, (chunk, to) in enumerate(zip(chunks, out, strict=True))
-        ]
 
     def read_full(
         self, entry: ArrayEntry, part: Part, number: int, out: Array
@@ -217,7 +187,7 @@ class ChunkStore:
             of = None if patch is None else patches.of_patch(patch)
             stored = part if patch is None else patches.full_of(part)
             return self._read(entry, stored, number, out, hashed=True), of
-        except (Failed, values.NotDecodable, patches.BadPatch) as error:
+        except (Failed, NotDecodable, patches.BadPatch) as error:
             raise self._naming(error, entry, part, number) from error
 
     def _naming(self, error: Exception, entry: ArrayEntry, part: Part, number: int) -> Exception:
@@ -275,26 +245,11 @@ class ChunkStore:
         Raises:
             Failed, NotDecodable: it is missing or cannot be decoded.
         """
-        if requested is None and self._local is None:
-            (requested,) = self.request([(entry, part, number)])
         if entry.quantized is not None:
-            data = self._quantized(entry, part, number, requested)
-            values.decode(data, out, entry.quantized)
+            data = self._coded(entry, part, number, requested)
+            codec.decode(entry, data, out)
             return digest(data) if hashed else None
-        if self._local is not None and requested is None and self._is_plain(entry, part, out):
-            whole = math.prod(part.chunk) * out.itemsize
-            hasher, key = xxhash.xxh3_64(), chunk_key(part, number)
-            look = hasher.update if hashed else None
-            self._local.read_into(key, bytes_of(out).data, whole, look)
-            return hasher.intdigest() if hashed else None
-        if requested is not None:
-            result = requested.result()
-            if result.state != "value" or len(result.value) != out.nbytes:
-                found = len(result.value) if result.state == "value" else "no"
-                raise Damaged(f"{found} bytes stored, {out.nbytes} expected")
-            # Unlike NumPy, this keeps the GIL, for which other threads would compete.
-            bytes_of(out).data[:] = result.value
-        else:
+        if not (self._is_as_stored(entry, part, out) and self._read_value(part, number, out)):
             local = part.chunk_box(number).relative_to(part.box.start)
             target = ts.array(as_stored(out, entry.dtype), context=self.database.context)
             self.check_backed(entry, part, number)
@@ -304,29 +259,48 @@ class ChunkStore:
                 target.write(source).result()
         return digest(out) if hashed else None
 
-    def _quantized(
-        self, entry: ArrayEntry, part: Part, number: int, requested: Any = None
-    ) -> Array:
+    def _read_value(self, part: Part, number: int, out: Array) -> bool:
+        """Reads a chunk that is stored as it lies in memory; False if TensorStore does it better.
+
+        Raises:
+            Failed: it is missing or incomplete, or cannot be read.
+        """
+        key, length = chunk_key(part, number), math.prod(part.chunk) * out.itemsize
+        (is_done,) = self.values.read_into([key], [out], [length], [None])
+        if is_done:
+            return True
+        if not self._is_local and out.nbytes > SMALL:
+            return False
+        value = self.values.read(key, length)  # which says why it was not
+        if value is None:
+            raise Damaged(f"no bytes stored, {length} expected")
+        bytes_of(out).data[:] = value[: out.nbytes]
+        return True
+
+    def _coded(self, entry: ArrayEntry, part: Part, number: int, requested: Any = None) -> Array:
         """The stored bytes of a chunk of a quantised array.
 
         Raises:
             Failed: they are missing, not as many as the chunk's shape says, or cannot be read.
         """
-        assert entry.quantized is not None
-        shape = part.chunk_box(number).shape
-        length = stored_bytes(shape, entry.dtype, entry.quantized)
-        data = self.read_key(chunk_key(part, number), length, requested)
-        if data is None:
-            raise Damaged(f"no bytes stored, {length} expected")
+        length = codec.nbytes_as_stored(entry, part.chunk_box(number).shape)
+        if requested is None:
+            data = self.values.read(chunk_key(part, number), length)
+        else:
+            found = requested.result()
+            data = found.value if found.state == "value" else None
+        if data is None or len(data) != length:
+            stored = "no" if data is None else len(data)
+            raise Damaged(f"{stored} bytes stored, {length} expected")
         return np.frombuffer(data, np.uint8)
 
     def has_bytes(self, entry: ArrayEntry, part: Part, number: int, stored: Array) -> bool:
         """Whether a chunk of a quantised array is stored as these bytes.
 
         Raises:
-            Failed: as `_quantized`.
+            Failed: as `_coded`.
         """
-        return np.array_equal(self._quantized(entry, part, number), stored)
+        return np.array_equal(self._coded(entry, part, number), stored)
 
     def explained(self, error: Failed, where: str) -> Exception:
         """What to raise for a failure to read: damage, the storage's fault, or another's save."""
@@ -355,7 +329,7 @@ class ChunkStore:
         if nbytes <= BELIEVED or part.key in self._backed:
             return
         if entry.quantized is not None:
-            least = stored_bytes(part.chunk_box(number).shape, entry.dtype, entry.quantized)
+            least = codec.nbytes_as_stored(entry, part.chunk_box(number).shape)
         elif self.codecs and nbytes > COMPRESSED_MOST:
             raise Damaged(f"a compressed chunk of {nbytes} bytes is not allowed")
         else:
@@ -366,16 +340,10 @@ class ChunkStore:
             np.empty(nbytes, np.uint8)
         self._backed.add(part.key)
 
-    def _is_plain(self, entry: ArrayEntry, part: Part, out: Array) -> bool:
+    def _is_as_stored(self, entry: ArrayEntry, part: Part, out: Array) -> bool:
         """Whether a chunk is stored just as it lies in memory, but for padding behind it."""
-        if self.codecs or entry.quantized is not None:
-            return False
-        return part.chunk[1:] == tuple(out.shape[1:])
-
-    def _is_raw(self, part: Part, shape: tuple[int, ...], entry: ArrayEntry) -> bool:
-        if self.codecs or shape != part.chunk:
-            return False
-        return math.prod(shape) * dtypes.from_name(entry.dtype).itemsize <= SMALL
+        is_coded = bool(self.codecs) or entry.quantized is not None
+        return not is_coded and part.chunk[1:] == tuple(out.shape[1:])
 
 
 def unless_replaced(found: Exception, database: Database) -> Exception:

@@ -66,6 +66,30 @@ def _quantized(entry: ArrayEntry, codes: str, chunk: Array) -> Encoded:
     return Encoded((found.data.data,), None, (found.absolute, found.relative))
 
 
+class NotDecodable(ValueError):
+    """Why stored bytes cannot be decoded."""
+
+
+def decode(entry: ArrayEntry, data: Array, out: Array) -> None:
+    """Decodes a chunk of a quantised array.
+
+    Arguments:
+        entry: the array.
+        data: the bytes that are stored, as many as `nbytes_as_stored` says; untrusted.
+        out: of the chunk's shape; receives its elements.
+
+    Raises:
+        NotDecodable: they are not what an encoder makes.
+    """
+    from unickpt.quantized import values
+
+    assert entry.quantized is not None, "others are stored as they are, or decoded by TensorStore"
+    try:
+        values.decode(data, out, entry.quantized)
+    except values.BadCodes as error:
+        raise NotDecodable(str(error)) from None
+
+
 def digest(chunk: Array) -> int:
     """xxh3-64 of a chunk's logical elements: row-major, little-endian."""
     return xxhash.xxh3_64_intdigest(bytes_of(chunk).data)

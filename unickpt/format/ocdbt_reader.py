@@ -27,14 +27,13 @@ from unickpt.format import (
     digest_table,
     index_json,
     timing,
-    whole_arrays,
     zarr_metadata,
 )
 from unickpt.format.chunk_grid import Part
 from unickpt.format.chunk_store import ChunkStore
 from unickpt.format.index import BORROWED_KEY, DIGESTS_KEY, INDEX_KEY, ArrayEntry, BaseEntry, Index
 from unickpt.format.patches import FullChunk
-from unickpt.format.reader import ChunkId, ParallelMap, Reader
+from unickpt.format.reader import ParallelMap, Reader, Request
 from unickpt.format.timing import TIMING_KEY, Timing
 from unickpt.frameworks.per_process import blob_key
 from unickpt.storage import contexts, errors, ocdbt
@@ -48,7 +47,6 @@ from unickpt.trees import tree
 # Zarr metadata of one array has a few hundred bytes; many hostile keys may share one large value.
 _MOST_METADATA = 1 << 20
 _KEYS_AT_ONCE = 256
-_REFUSED = object()
 FORMAT = "unickpt"
 """The name of this format."""
 
@@ -175,7 +173,7 @@ class OcdbtReader(Reader):
     def _borrowed_value(self, base: int, key: str) -> tuple[str, bytes]:
         store = self._bases[base]
         try:
-            value = store.read_key(key)
+            value = store.values.read(key)
         except Failed as error:
             raise store.explained(error, f"{store.location}: key {key!r}") from error
         if value is None:
@@ -210,53 +208,22 @@ class OcdbtReader(Reader):
         except ValueError as error:
             raise self.damaged(str(error)) from None
 
-    def request_chunks(self, chunks: Sequence[ChunkId]) -> Sequence[Any]:
+    def read(self, requests: Sequence[Request]) -> Sequence[int]:
         if not self._bases:
-            return self._chunks.request(chunks)
-        return [self._store_of(*chunk).request([chunk])[0] for chunk in chunks]
+            return self._chunks.read(requests)
+        of_store: dict[ChunkStore, list[int]] = {}
+        for at, request in enumerate(requests):
+            store = self._store_of(request.entry, request.part, request.number)
+            of_store.setdefault(store, []).append(at)
+        return sorted(
+            positions[at]
+            for store, positions in of_store.items()
+            for at in store.read([requests[position] for position in positions])
+        )
 
-    def read_chunk(
-        self,
-        entry: ArrayEntry,
-        part: Part,
-        number: int,
-        row: Any,
-        out: Array,
-        requested: Any = None,
-    ) -> bool:
-        hashed = row is not None
-        store = self._store_of(entry, part, number)
-        digest = store.read(entry, part, number, out, requested, hashed=hashed)
-        return not hashed or digest == row["digest"]
-
-    def read_chunks(
-        self, chunks: Sequence[ChunkId], rows: Sequence[Any], out: Sequence[Array]
-    ) -> Sequence[int]:
-        if self._bases or not chunks:
-            return super().read_chunks(chunks, rows, out)
-        digests = self._chunks.read_each(chunks, out, hashed=rows[0] is not None)
-        each = enumerate(zip(digests, rows, strict=True))
-        return [at for at, (found, row) in each if row is not None and found != row["digest"]]
-
-    def reads_whole(self, entry: ArrayEntry) -> bool:
-        return not (self._bases or self.index.codecs) and whole_arrays.is_one_chunk(entry)
-
-    def rows_of(self, entries: Sequence[ArrayEntry]) -> digest_table.Table:
+    def first_digests(self, entries: Sequence[ArrayEntry]) -> digest_table.Table:
         spans = self._spans
         return self._rows(np.array([spans[entry.name].start for entry in entries], np.int64))
-
-    def read_whole(
-        self, entries: Sequence[ArrayEntry], rows: digest_table.Table | None, out: Sequence[Array]
-    ) -> Sequence[int]:
-        done = whole_arrays.read(self._chunks.values, entries, out)
-        for at in (at for at, is_done in enumerate(done) if not is_done):  # or this says why not
-            (part,) = chunk_grid.parts(entries[at])
-            self.read_chunk(entries[at], part, 0, None, out[at])
-        if rows is None:
-            return ()
-        hashed: Sequence[Any] = out  # as `codec.digest`, of what is contiguous
-        digests = zip(map(xxhash.xxh3_64_intdigest, hashed), rows["digest"].tolist(), strict=True)
-        return [at for at, (found, stored) in enumerate(digests) if found != stored]
 
     def has_bytes(self, entry: ArrayEntry, part: Part, number: int, stored: Array) -> bool:
         """Whether a chunk of a quantised array is stored as these bytes.
@@ -465,20 +432,19 @@ class OcdbtReader(Reader):
             out.append(data)
         return tuple(out)
 
-    def read_key(self, key: str, length: int | None = None, requested: Any = None) -> bytes:
+    def read_key(self, key: str, length: int | None = None) -> bytes:
         """The bytes of one key of the database.
 
         Arguments:
             key: of the database.
             length: the number of bytes it must have, if the index says.
-            requested: the result of `request_key` for it.
 
         Raises:
             CheckpointCorrupt: it is missing, unreadable or has a different length.
         """
         where = f"{self.location}: key {key!r}"
         try:
-            data = self._chunks.read_key(key, length, requested)
+            data = self._chunks.values.read(key, length)
         except Failed as error:
             raise self._chunks.explained(error, where) from error
         if data is None:
@@ -551,27 +517,40 @@ class OcdbtReader(Reader):
 
     def _different(self, expected: Sequence[tuple[str, bytes]]) -> list[str]:
         """The keys whose stored value differs from the expected one."""
-        requests = [self._request_small(key) for key, _ in expected]
-        return [
-            key
-            for (key, value), requested in zip(expected, requests, strict=True)
-            if requested is _REFUSED or not self._is_stored(key, value, requested)
-        ]
+        small = [key for key, _ in expected if self._is_small(key)]
+        found = dict(zip(small, self._values(small), strict=True))
+        return [key for key, value in expected if not _is_json(found.get(key), value)]
 
-    def _request_small(self, key: str) -> Any:
-        """Requests a key of zarr metadata, unless its value is too large to be that."""
+    def _is_small(self, key: str) -> bool:
+        """Whether a key's value is no larger than Zarr metadata is."""
         try:
-            is_small = (self.key_length(key) or 0) <= _MOST_METADATA
-            return self._chunks.request_key(key) if is_small else _REFUSED
-        except CheckpointCorrupt:
-            return _REFUSED
-
-    def _is_stored(self, key: str, value: bytes, requested: Any) -> bool:
-        try:
-            found = self.read_key(key, requested=requested)
+            return (self.key_length(key) or 0) <= _MOST_METADATA
         except CheckpointCorrupt:
             return False
-        try:
-            return found == value or bool(json.loads(found) == json.loads(value))
-        except (ValueError, RecursionError):  # not valid JSON
-            return False
+
+    def _values(self, keys: Sequence[str]) -> Iterator[bytes | None]:
+        """The values of some keys; None where one is missing or damaged."""
+        requested = self._chunks.values.request_all(keys)
+        for key in keys:
+            try:
+                if key in requested:
+                    yield bytes(requested[key].result().value)
+                else:
+                    yield self.read_key(key)
+            except CheckpointCorrupt:
+                yield None
+            except Failed as error:
+                raised = self._chunks.explained(error, f"{self.location}: key {key!r}")
+                if not isinstance(raised, CheckpointCorrupt):
+                    raise raised from error
+                yield None
+
+
+def _is_json(found: bytes | None, expected: bytes) -> bool:
+    """Whether bytes are these, or JSON of the same."""
+    if found is None or found == expected:
+        return found is not None
+    try:
+        return bool(json.loads(found) == json.loads(expected))
+    except (ValueError, RecursionError):  # not valid JSON
+        return False

@@ -8,8 +8,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import Any, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
+import numpy as np
 import tensorstore as ts
 
 from unickpt.arrays.box import Box
@@ -34,6 +35,27 @@ ChunkId = tuple[ArrayEntry, Part, int]
 """A chunk: the array, its part, and the chunk's row-major number in the part."""
 
 
+class Request(NamedTuple):
+    """A chunk to read, or a box of one.
+
+    Arguments:
+        entry: the array.
+        part: the part of the array.
+        number: the chunk's row-major number in the part.
+        out: contiguous memory of the array's dtype, and of the shape of what is read.
+        digest: of the chunk, which the stored bytes are compared with; None to read them only.
+        box: what to read of the chunk, in the array's coordinates, where `Reader.reads_boxes` says
+            that this is possible; None for all of it.
+    """
+
+    entry: ArrayEntry
+    part: Part
+    number: int
+    out: Array
+    digest: int | None = None
+    box: Box | None = None
+
+
 class ParallelMap(Protocol):
     """Calls a function with each item, on several threads; returns the results in order."""
 
@@ -43,8 +65,8 @@ class ParallelMap(Protocol):
 class Reader(Protocol):
     """An opened checkpoint of one format. Its methods are called from several threads.
 
-    A format derives its reader from this class. It needs the attributes and `read_chunk`; the
-    methods with a body say what holds for a format without digests, values that differ by process,
+    A format derives its reader from this class. It needs the attributes and `read`; the methods
+    with a body say what holds for a format without digests, values that differ by process,
     or protection against a save that replaces the checkpoint.
 
     The arrays of the index say where their elements are: an array consists of parts, which are
@@ -68,101 +90,37 @@ class Reader(Protocol):
     beside: Sequence[str] = ()
     """Files in the same folder that could be taken for a checkpoint, and are not part of it."""
 
-    def read_chunk(
-        self,
-        entry: ArrayEntry,
-        part: Part,
-        number: int,
-        row: Any,
-        out: Array,
-        requested: Any = None,
-    ) -> bool:
-        """Reads a chunk into contiguous memory.
+    def read(self, requests: Sequence[Request]) -> Sequence[int]:
+        """Reads chunks, or boxes of them, into memory; many at once, because that is less work for
+        each, and lets a storage answer several together.
 
         Arguments:
-            entry: the array.
-            part: the part of the array.
-            number: the chunk's row-major number in the part.
-            row: its row of `digests_of`; None if it is not to be verified.
-            out: memory of the chunk's shape and the array's dtype.
-            requested: what `request_chunks` returned for it.
-
-        Returns:
-            Whether it matches its digest; true without a row.
-
-        Raises:
-            CheckpointCorrupt: it is missing or cannot be decoded.
-            StorageError: the storage failed.
-        """
-
-    def read_chunks(
-        self, chunks: Sequence[ChunkId], rows: Sequence[Any], out: Sequence[Array]
-    ) -> Sequence[int]:
-        """Reads chunks one after the other: less work for each than `read_chunk`.
-
-        Arguments:
-            chunks, rows, out: what `read_chunk` takes of each.
+            requests: what to read, and to where.
 
         Returns:
             The positions of those that do not match their digests.
 
         Raises:
-            CheckpointCorrupt, StorageError: as `read_chunk`.
+            CheckpointCorrupt: one is missing or cannot be decoded.
+            StorageError: the storage failed.
         """
-        each = enumerate(zip(chunks, rows, out, strict=True))
-        return [at for at, (chunk, row, to) in each if not self.read_chunk(*chunk, row, to)]
 
     def reads_boxes(self, entry: ArrayEntry) -> bool:
-        """Whether no more than a box needs can be read of a chunk, with `read_box`. Its digest
+        """Whether no more than a box can be read of a chunk of an array. The digest of the chunk
         cannot be checked then."""
         return False
 
-    def read_box(self, entry: ArrayEntry, part: Part, box: Box, out: Array) -> None:
-        """Reads a box within a chunk of an array for which `reads_boxes` is true.
-
-        Arguments:
-            entry, part: as in `read_chunk`.
-            box: in the array's coordinates.
-            out: contiguous memory of the box's shape and the array's dtype.
-
-        Raises:
-            CheckpointCorrupt, StorageError: as `read_chunk`.
-        """
-        raise AssertionError(f"{self.format}: array {entry.name!r} is read in whole chunks")
-
-    def reads_whole(self, entry: ArrayEntry) -> bool:
-        """Whether an array is one small chunk, and `read_whole` reads it with others."""
-        return False
-
-    def rows_of(self, entries: Sequence[ArrayEntry]) -> Table:
-        """The rows of `digests_of` of arrays for which `reads_whole` is true, one each.
+    def first_digests(self, entries: Sequence[ArrayEntry]) -> Table | None:
+        """The row of `digests_of` of the first chunk of each of some arrays; None if the format
+        stores none. Less work for each array than `digests_of`.
 
         Raises:
             CheckpointCorrupt: the digests contradict the arrays.
         """
-        raise AssertionError(f"{self.format}: arrays are not read together")
-
-    def read_whole(
-        self, entries: Sequence[ArrayEntry], rows: Table | None, out: Sequence[Array]
-    ) -> Sequence[int]:
-        """Reads arrays for which `reads_whole` is true: less work for each than `read_chunk`.
-
-        Arguments:
-            entries: the arrays.
-            rows: theirs, from `rows_of`; None if they are not to be verified.
-            out: contiguous memory of each array's shape and dtype.
-
-        Returns:
-            The positions of those that do not match their digests.
-
-        Raises:
-            CheckpointCorrupt, StorageError: as `read_chunk`.
-        """
-        raise AssertionError(f"{self.format}: arrays are not read together")
-
-    def request_chunks(self, chunks: Sequence[ChunkId]) -> Sequence[Any]:
-        """Starts to read chunks, where that makes several reads faster; None for the others."""
-        return [None] * len(chunks)
+        tables = [self.digests_of(entry.name) for entry in entries]
+        if not tables or any(table is None for table in tables):
+            return None
+        return np.concatenate([table[:1] for table in tables if table is not None])
 
     def digests_of(self, name: str) -> Table | None:
         """The digests of an array's chunks, in the order of its parts; None if the format stores

@@ -22,7 +22,7 @@ class NotQuantizable(ValueError):
     """Why elements cannot be quantised."""
 
 
-class NotDecodable(ValueError):
+class BadCodes(ValueError):
     """Why stored bytes cannot be decoded."""
 
 
@@ -176,7 +176,7 @@ def decode(data: Array, out: Array, codes: str) -> None:
         codes: how it is stored.
 
     Raises:
-        NotDecodable: a value is not finite, or a scale is negative.
+        BadCodes: a value is not finite, or a scale is negative.
     """
     dtype = dtypes.name_of(out.dtype)
     work, blocks = kinds.working(dtype), Blocks.of(out.shape)
@@ -202,13 +202,13 @@ def _round_back(data: Array, target: Array) -> None:
     stored = data.view(dtypes.from_name(kinds.ROUNDED)).reshape(target.shape)
     target[...] = stored.astype(target.dtype)
     if not np.isfinite(target).all():
-        raise NotDecodable("an element is not finite")
+        raise BadCodes("an element is not finite")
 
 
 def _check_scales(low: Array, scale: Array, levels: int, dtype: dtypes.DType) -> None:
     """Checks that every code of every block is finite."""
     if not (scale >= 0).all():
-        raise NotDecodable("a scale is negative or NaN")
+        raise BadCodes("a scale is negative or NaN")
     for end in (low, scale * levels + low):
         if not np.isfinite(end.astype(dtype)).all():
-            raise NotDecodable("the range of a block is not finite")
+            raise BadCodes("the range of a block is not finite")

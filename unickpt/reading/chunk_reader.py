@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import compress
-from operator import mul
+from operator import attrgetter, mul
 from typing import Any, NamedTuple, TypeVar
 
 from unickpt.arrays import dtypes, strided_copy
@@ -18,9 +18,10 @@ from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array, DType
 from unickpt.arrays.host_memory import Scratch
 from unickpt.errors import out_of_memory
-from unickpt.format.digest_table import Table
+from unickpt.format import chunk_grid
+from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
-from unickpt.format.reader import Reader
+from unickpt.format.reader import Reader, Request
 from unickpt.progress import ProgressFunction
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.read_plan import (
@@ -49,6 +50,7 @@ _MOST_THREADS = 32  # of remote storage so many, because each request crosses a 
 # disk also larger ones do, if enough tasks are left for each thread.
 TASK_BYTES, _MOST_TASK_BYTES = 1 << 20, 16 << 20
 TASK_CHUNKS = 256
+_SMALL_ARRAY = 64 << 10
 _TASKS_PER_THREAD = 4
 
 
@@ -85,7 +87,7 @@ def read_arrays(
     window = Window(options.working_bytes)
     work = _Reads(stored, Planner(stored, options.verify), own, window, filled, done)
     try:
-        small, others = _whole_jobs(stored, jobs)
+        small, others = _whole_jobs(jobs)
         for batch in in_batches(small, TASK_CHUNKS, TASK_BYTES, lambda job: job.entry.nbytes):
             others += work.start_whole(batch)
         if reader is None:
@@ -181,14 +183,25 @@ class _Reads:
         """
         nbytes = sum(job.entry.nbytes for job in batch)
         self.window.make_room(nbytes)
-        rows = self.stored.rows_of([job.entry for job in batch])  # before memory is allocated
+        digests: Sequence[int | None] = [None] * len(batch)
+        if self.planner.verify:  # before memory is allocated
+            rows = self.stored.first_digests([job.entry for job in batch])
+            digests = digests if rows is None else rows["digest"].tolist()
         memory = [buffer_of(self.stored, job.name, job.target, 0) for job in batch]
         plain = [to.flags.c_contiguous for to in memory]
         whole, out = list(compress(batch, plain)), list(compress(memory, plain))
         read = sum(to.nbytes for to in out)
-        ended = self.reader.submit_whole(
-            [job.entry for job in whole], rows[plain] if self.planner.verify else None, out
-        )
+        requests = [
+            Request(
+                job.entry,
+                Part.whole(job.entry.name, job.entry.shape, job.entry.chunk),
+                0,
+                to,
+                digest,
+            )
+            for job, to, digest in zip(whole, out, compress(digests, plain), strict=True)
+        ]
+        ended = self.reader.submit_requests(requests)
 
         def finish() -> None:
             ended.result()
@@ -236,18 +249,9 @@ class ChunkReader:
             self._flush()
         return task
 
-    def submit_whole(
-        self, entries: Sequence[ArrayEntry], rows: Table | None, out: Sequence[Array]
-    ) -> Future[None]:
-        """Reads arrays on a thread; the arguments are those of `Reader.read_whole`."""
-        return self._pool.submit(self._run_whole, entries, rows, out)
-
-    def _run_whole(
-        self, entries: Sequence[ArrayEntry], rows: Table | None, out: Sequence[Array]
-    ) -> None:
-        for at in self._stored.read_whole(entries, rows, out):
-            assert rows is not None, "only what is verified can differ"
-            raise self._mismatch(entries[at], Box.whole(entries[at].shape), rows[at])
+    def submit_requests(self, requests: Sequence[Request]) -> Future[None]:
+        """Reads chunks on a thread."""
+        return self._pool.submit(self._read, requests)
 
     def wait(self, task: Task) -> Any:
         """Waits for a task; returns its result or raises its error."""
@@ -271,49 +275,45 @@ class ChunkReader:
 
     def _run(self, reads: list[ChunkRead]) -> Any:
         """Reads the chunks of one task; `wait` returns the result."""
-        stored = self._stored
-        requests = stored.request_chunks([(r.entry, r.part, r.number) for r in reads])
-        direct: list[tuple[ChunkRead, Array]] = []
-        for read, requested in zip(reads, requests, strict=True):
-            is_box = stored.reads_boxes(read.entry)
-            if is_box:
+        indirect: list[ChunkRead] = []
+        requests: list[Request] = []
+        for read in reads:
+            if self._stored.reads_boxes(read.entry):
                 read = narrowed(read)
             there = _direct(read)
-            if there is not None and requested is None and not is_box:
-                direct.append((read, there))
-            elif there is not None:
-                self._fetch(read, there, requested)
+            if there is None:
+                indirect.append(read)
             else:
-                chunk = self._memory(read)
-                self._fetch(read, chunk, requested)
+                requests.append(read.request(there))
+        self._read(requests)
+        for batch in in_batches(indirect, TASK_CHUNKS, TASK_BYTES, attrgetter("nbytes")):
+            memory = self._memory(batch)
+            self._read([read.request(to) for read, to in zip(batch, memory, strict=True)])
+            for read, chunk in zip(batch, memory, strict=True):
                 for piece in read.pieces:
                     piece.place(chunk)
-        bad = stored.read_chunks(
-            [(read.entry, read.part, read.number) for read, _ in direct],
-            [read.row for read, _ in direct],
-            [there for _, there in direct],
-        )
-        for read, _ in (direct[at] for at in bad):
-            raise self._mismatch(read.entry, read.box, read.row)
 
-    def _memory(self, read: ChunkRead) -> Array:
-        """Memory for a chunk, until this thread asks for the next one."""
+    def _memory(self, reads: Sequence[ChunkRead]) -> Sequence[Array]:
+        """Memory for chunks, until this thread asks for that of others."""
+        kinds = [(read.box.shape, dtypes.from_name(read.entry.dtype)) for read in reads]
         try:
-            return self._scratch.array(read.box.shape, dtypes.from_name(read.entry.dtype))
+            return self._scratch.arrays(kinds)
         except MemoryError as error:
-            where = f"{self._stored.location}: array {read.entry.name!r} {read.box}"
+            where = f"{self._stored.location}: array {reads[0].entry.name!r} {reads[0].box}"
             raise out_of_memory(where, error) from None
 
-    def _fetch(self, read: ChunkRead, out: Array, requested: Any) -> None:
-        stored, row = self._stored, read.row
-        if stored.reads_boxes(read.entry):
-            stored.read_box(read.entry, read.part, read.box, out)
-        elif not stored.read_chunk(read.entry, read.part, read.number, row, out, requested):
-            raise self._mismatch(read.entry, read.box, row)
+    def _read(self, requests: Sequence[Request]) -> None:
+        for at in self._stored.read(requests) if requests else ():
+            raise self._mismatch(requests[at])
 
-    def _mismatch(self, entry: ArrayEntry, box: Box, row: Any) -> Exception:
-        return self._stored.damaged(
-            f"array {entry.name!r} {box}, written by process {row['process']}: "
+    def _mismatch(self, request: Request) -> Exception:
+        stored, entry, part, number = self._stored, request.entry, request.part, request.number
+        rows, before = stored.digests_of(entry.name), 0
+        for first, other in chunk_grid.numbered_parts(entry):
+            before = first if other.box == part.box else before
+        process = "?" if rows is None else rows[before + number]["process"]
+        return stored.damaged(
+            f"array {entry.name!r} {part.chunk_box(number)}, written by process {process}: "
             "the stored bytes do not match their digest"
         )
 
@@ -370,12 +370,12 @@ class _Kind(NamedTuple):
     boxes: tuple[Box, ...]
 
 
-def _whole_jobs(stored: Reader, jobs: Sequence[Job]) -> tuple[list[StoredJob], list[Job]]:
-    """The jobs that read a small array whole, as `Reader.reads_whole` says; and the others."""
+def _whole_jobs(jobs: Sequence[Job]) -> tuple[list[StoredJob], list[Job]]:
+    """The jobs that read an array whole that is one small chunk; and the others."""
     small: list[StoredJob] = []
     others: list[Job] = []
     for job in jobs:
-        if isinstance(job, StoredJob) and stored.reads_whole(job.entry):
+        if isinstance(job, StoredJob) and _is_one_chunk(job.entry):
             target, kind = job.target, _kind(job.entry.shape, job.entry.dtype)
             if target.dtype == kind.dtype and tuple(target.boxes) == kind.boxes:
                 small.append(job)
@@ -388,3 +388,14 @@ def _whole_jobs(stored: Reader, jobs: Sequence[Job]) -> tuple[list[StoredJob], l
 @lru_cache(maxsize=4096)
 def _kind(shape: tuple[int, ...], dtype: str) -> _Kind:
     return _Kind(dtypes.from_name(dtype), (Box.whole(shape),))
+
+
+def _is_one_chunk(entry: ArrayEntry) -> bool:
+    """Whether an array is stored as one small chunk.
+
+    A model may have 100,000 of them. What it costs to read one is then not its bytes, but Python's
+    work for a chunk; so no more is made of it than a `Request`.
+    """
+    if entry.shape != entry.chunk or entry.cut or entry.boxes is not None:
+        return False
+    return entry.nbytes <= _SMALL_ARRAY

@@ -15,7 +15,7 @@ from unickpt.errors import OutOfMemory
 from unickpt.format import chunk_grid
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
-from unickpt.format.reader import Reader
+from unickpt.format.reader import Reader, Request
 from unickpt.frameworks.protocol import ArrayTarget
 from unickpt.reading.placement import place, put
 from unickpt.reading.recipes import Copy, Needed, Recipe, Source, Unchanged
@@ -145,6 +145,20 @@ class ChunkRead:
     box: Box
     row: Any
     pieces: Sequence[Piece]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is read."""
+        return self.box.size * self.entry.itemsize
+
+    def request(self, out: Array) -> Request:
+        """This read, into memory of the box's shape."""
+        entry, part, number = self.entry, self.part, self.number
+        if self.box.size < part.chunk_box(number).size:
+            return Request(entry, part, number, out, None, self.box)
+        return Request(
+            entry, part, number, out, None if self.row is None else int(self.row["digest"])
+        )
 
 
 def buffers_of(stored: Reader, job: Job) -> dict[str, list[Array]]:

@@ -25,7 +25,7 @@ from unickpt.format import chunk_grid, codec, ocdbt_reader, patches
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, BaseEntry, Index
 from unickpt.format.ocdbt_reader import OcdbtReader
-from unickpt.format.reader import ChunkId
+from unickpt.format.reader import ChunkId, Request
 from unickpt.format.zarr_metadata import Codecs
 from unickpt.reuse.linked_files import LinkedFiles
 from unickpt.reuse.siblings import Siblings
@@ -411,8 +411,8 @@ class Base:
         common = have.intersect(box)
         assert common is not None, "only chunks that intersect the box are asked for"
         data = out if have == box else np.empty(have.shape, out.dtype)
-        row = self._reader.digests_of(theirs.name)[first + number]
-        if not self._reader.read_chunk(theirs, part, number, row, data):
+        digest = int(self._reader.digests_of(theirs.name)[first + number]["digest"])
+        if self._reader.read([Request(theirs, part, number, data, digest)]):
             raise CheckpointCorrupt("it does not match its digest")
         if data is not out:
             inside = common.relative_to(have.start).slices
@@ -423,7 +423,7 @@ class Base:
             if found.entry.quantized is not None:
                 return self._reader.has_bytes(found.entry, found.part, number, chunk)
             out = np.empty(chunk.shape, dtypes.from_name(found.entry.dtype))
-            self._reader.read_chunk(found.entry, found.part, number, None, out)
+            self._reader.read([Request(found.entry, found.part, number, out)])
         except UnickptError as error:  # it is damaged, and must not be referred to
             self._warn(error)
             return False

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -14,7 +12,7 @@ import numpy as np
 from unickpt.arrays.dtypes import Array
 from unickpt.storage import ocdbt
 from unickpt.storage.btree.nodes import DataReference, Numbers
-from unickpt.storage.errors import Damaged, Failed, system_calls
+from unickpt.storage.errors import Failed, system_calls
 from unickpt.storage.kvstore import Future, KvStore
 from unickpt.storage.local_files import RegularFiles
 from unickpt.storage.ocdbt import ReadyResult
@@ -82,141 +80,110 @@ class LocalDatabaseReader(ocdbt.DatabaseReader):
             for offset, length, key in run
         }
 
-    def read_all(self, keys: Sequence[str], out: Sequence[Array]) -> Sequence[bool]:
-        """Reads values that lie beside each other in a file together, each to where it belongs."""
-        done = np.zeros(len(keys), bool)
+    def read_into(
+        self,
+        keys: Sequence[str],
+        out: Sequence[Array],
+        lengths: Sequence[int],
+        looks: Sequence[ocdbt.Look | None],
+    ) -> Sequence[bool]:
+        """As `DatabaseReader.read_into`, of any size: small values that lie beside each other in a
+        file together, large ones in pieces.
+
+        Between these, next to no Python runs: what the processor's cache has lost since it ran last
+        takes many times as long, and other threads wait for the GIL meanwhile.
+        """
+        done, expected = np.zeros(len(keys), bool), np.array(lengths, np.int64)
         nbytes = np.array([to.nbytes for to in out], np.int64)
         with suppress(Failed):
             for leaf, numbers, at in self.tree.find_all(keys):
                 there = np.array(numbers)
-                fits = leaf.lengths[at] == nbytes[there]
+                fits = leaf.lengths[at] == expected[there]
                 files, offsets = leaf.which[at], leaf.offsets[at].astype(np.int64)
                 for position in np.flatnonzero(fits & (files < 0)).tolist():
                     number, offset = numbers[position], int(offsets[position])
-                    value = leaf.inline[offset : offset + out[number].nbytes]
-                    out[number].reshape(-1).view(np.uint8).data[:] = value
+                    memory = _bytes_of(out[number])
+                    memory[:] = leaf.inline[offset : offset + len(memory)]
                     done[number] = True
+                    _show(looks[number], memory)
+                is_small = nbytes[there] <= _MOST_BYTES
                 for file in sorted(set(files[fits & (files >= 0)].tolist())):
                     here = fits & (files == file)
-                    rows = np.stack([there[here], offsets[here], nbytes[there[here]]])
-                    self._read_beside(leaf.files[file][0], rows, out, done)
+                    rows = np.stack([there, offsets, nbytes[there]])
+                    path = leaf.files[file][0]
+                    with self._files.opened(path) as handle:
+                        if (small := here & is_small).any():
+                            _read_beside(handle, rows[:, small], out, done, looks)
+                        if (large := here & ~is_small).any():
+                            _read_large(handle, rows[:, large], out, done, looks)
         return done.tolist()
 
-    def _read_beside(self, path: str, rows: Numbers, out: Sequence[Array], done: Numbers) -> None:
-        """Reads values of a file.
 
-        Arguments:
-            path: the file.
-            rows: of each value: its number, its offset, its length.
-            out, done: by number, its memory and whether it was read.
-        """
-        numbers, begins, lengths = rows[:, np.argsort(rows[1], kind="stable")]
-        gaps = np.concatenate([[0], begins[1:] - begins[:-1] - lengths[:-1]])
-        cuts = np.flatnonzero((gaps < 0) | (gaps > _GAP_BYTES)).tolist()  # shared bytes, or far
-        gap = np.empty(_GAP_BYTES, np.uint8)
-        with self._files.opened(path) as handle:
-            for first, stop in zip([0, *cuts], [*cuts, len(numbers)], strict=True):
-                for at in range(first, stop, _MOST_TOGETHER):
-                    run = slice(at, min(at + _MOST_TOGETHER, stop))
-                    buffers: list[Any] = []
-                    for number, skipped in zip(
-                        numbers[run].tolist(), gaps[run].tolist(), strict=True
-                    ):
-                        if skipped and buffers:
-                            buffers.append(gap[:skipped])
-                        buffers.append(out[number])
-                    with system_calls():
-                        count = os.preadv(handle, buffers, int(begins[at]))
-                    done[numbers[run]] = begins[run] + lengths[run] <= begins[at] + count
+def _read_beside(
+    handle: int,
+    rows: Numbers,
+    out: Sequence[Array],
+    done: Numbers,
+    looks: Sequence[ocdbt.Look | None],
+) -> None:
+    """Reads small values of a file.
 
-    def read_into(
-        self,
-        key: str,
-        out: memoryview,
-        length: int,
-        look: Callable[[memoryview], object] | None = None,
-    ) -> None:
-        """Reads the first bytes of a value, as many as `out` takes.
+    Arguments:
+        handle: of the file.
+        rows: of each value: its number, its offset, how much of it is read.
+        out, done, looks: by number, its memory, whether it was read, and what is shown it.
+    """
+    numbers, begins, lengths = rows[:, np.argsort(rows[1], kind="stable")]
+    gaps = np.concatenate([[0], begins[1:] - begins[:-1] - lengths[:-1]])
+    cuts = np.flatnonzero((gaps < 0) | (gaps > _GAP_BYTES)).tolist()  # shared bytes, or far
+    gap = np.empty(_GAP_BYTES, np.uint8)
+    for first, stop in zip([0, *cuts], [*cuts, len(numbers)], strict=True):
+        for at in range(first, stop, _MOST_TOGETHER):
+            run = slice(at, min(at + _MOST_TOGETHER, stop))
+            buffers: list[Any] = []
+            for number, skipped in zip(numbers[run].tolist(), gaps[run].tolist(), strict=True):
+                if skipped and buffers:
+                    buffers.append(gap[:skipped])
+                buffers.append(out[number])
+            with system_calls():
+                count = os.preadv(handle, buffers, int(begins[at]))
+            done[numbers[run]] = begins[run] + lengths[run] <= begins[at] + count
+    for number in numbers.tolist():
+        if done[number] and looks[number] is not None:
+            _show(looks[number], _bytes_of(out[number]))
 
-        Arguments:
-            key: of the value.
-            out: contiguous bytes.
-            length: of the value, in bytes.
-            look: called with each piece that was read, while it is in the processor's cache.
 
-        Raises:
-            Damaged: the value is missing or incomplete, or the database is damaged.
-            Failed: the storage failed.
-        """
-        found = self.tree.find(key)
-        if found is None:
-            raise Damaged(f"no bytes stored, {length} expected")
-        if ocdbt.length_of(found) != length:
-            raise Damaged(f"{ocdbt.length_of(found)} bytes stored, {length} expected")
-        if isinstance(found, DataReference):
-            self._read_into(found, out, look)
-        else:
-            out[:] = found[: len(out)]
-            if look is not None:
-                look(out)
-
-    def read_each(
-        self,
-        keys: Sequence[str],
-        out: Sequence[memoryview],
-        lengths: Sequence[int],
-        looks: Sequence[Callable[[memoryview], object]] | None = None,
-    ) -> Sequence[bool]:
-        """Reads large values one after the other, each as `read_into`.
-
-        Between the pieces, next to no Python runs: what the processor's cache has lost since it ran
-        last takes many times as long, and other threads wait for the GIL meanwhile.
-
-        Returns:
-            For each whether it was read; for the others, `read_into` says why not.
-        """
-        done = [False] * len(keys)
-        values: list[tuple[str, int, list[tuple[memoryview, int]]]] = []
-        most = _PIECE_BYTES if looks is not None else _MOST_AT_ONCE
-        with suppress(Failed):
-            for leaf, numbers, at in self.tree.find_all(keys):
-                for number, entry in zip(numbers, at, strict=True):
-                    found = leaf.find(entry)
-                    if isinstance(found, DataReference) and found.length == lengths[number]:
-                        to, begin = out[number], found.offset
-                        pieces = [(to[a : a + most], begin + a) for a in range(0, len(to), most)]
-                        values.append((found.path, number, pieces))
-            for path, here in itertools.groupby(values, key=itemgetter(0)):
-                with self._files.opened(path) as handle, system_calls():
-                    for _, number, pieces in here:
-                        look = None if looks is None else looks[number]
-                        for piece, offset in pieces:
-                            if os.preadv(handle, [piece], offset) != len(piece):
-                                break
-                            if look is not None:
-                                look(piece)
-                        else:
-                            done[number] = True
-        return done
-
-    def _read_into(
-        self,
-        reference: DataReference,
-        out: memoryview,
-        look: Callable[[memoryview], object] | None,
-    ) -> None:
-        # Between the pieces, a thread needs the GIL: the less it does then, the less others wait.
-        offset, most = reference.offset, _PIECE_BYTES if look is not None else len(out)
-        with self._files.opened(reference.path) as handle, system_calls():
-            while out:
-                piece = out[:most]
-                count = os.preadv(handle, [piece], offset)
+def _read_large(
+    handle: int,
+    rows: Numbers,
+    out: Sequence[Array],
+    done: Numbers,
+    looks: Sequence[ocdbt.Look | None],
+) -> None:
+    """Reads large values of a file, piece by piece; arguments as for `_read_beside`."""
+    values = []
+    for number, begin, _ in rows.T.tolist():
+        memory, most = _bytes_of(out[number]), _PIECE_BYTES if looks[number] else _MOST_AT_ONCE
+        pieces = [(memory[a : a + most], begin + a) for a in range(0, len(memory), most)]
+        values.append((number, looks[number], pieces))
+    with system_calls():
+        for number, look, pieces in values:
+            for piece, offset in pieces:
+                if os.preadv(handle, [piece], offset) != len(piece):
+                    break
                 if look is not None:
-                    look(piece if count == len(piece) else piece[:count])
-                if count == 0:
-                    path = self._files.folder + reference.path
-                    raise Damaged(f"{path} ends at byte {offset}")
-                offset, out = offset + count, out[count:]
+                    look(piece)
+            else:
+                done[number] = True
+
+
+def _bytes_of(array: Array) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+def _show(look: ocdbt.Look | None, memory: memoryview) -> None:
+    if look is not None:
+        look(memory)
 
 
 def _runs(there: Sequence[_Stored]) -> Iterator[Sequence[_Stored]]:

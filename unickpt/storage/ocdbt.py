@@ -10,6 +10,7 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -218,6 +219,11 @@ def _after(prefix: bytes) -> bytes | None:
     return kept[:-1] + bytes([kept[-1] + 1]) if kept else None
 
 
+_SMALL = 64 << 10
+Look = Callable[[memoryview], object]
+"""What is called with bytes that were read."""
+
+
 class DatabaseReader:
     """Reads the values of an untrusted database.
 
@@ -249,27 +255,38 @@ class DatabaseReader:
                 found[key] = self.request(key)
         return found
 
-    def read_all(self, keys: Sequence[str], out: Sequence[Array]) -> Sequence[bool]:
-        """Reads values into memory.
+    def read_into(
+        self,
+        keys: Sequence[str],
+        out: Sequence[Array],
+        lengths: Sequence[int],
+        looks: Sequence[Look | None],
+    ) -> Sequence[bool]:
+        """Reads values into memory, as far as that is good for them.
 
         Arguments:
             keys: of the values.
-            out: contiguous memory, of as many bytes as each value must have.
+            out: contiguous memory for the first bytes of each value.
+            lengths: how many bytes each value must have.
+            looks: called with what was read, while it is in the processor's cache; None for none.
 
         Returns:
-            For each whether it was read; for the others, `read` says why not.
+            For each whether it was read; for the others, `read` says why not. Here those are read
+            that are small: larger ones TensorStore reads with less copies.
         """
-        found, done = self.request_all(keys), []
-        for key, to in zip(keys, out, strict=True):
-            requested = found.get(key)
-            try:
-                value = b"" if requested is None else requested.result().value
-            except Failed:
-                value = b""
-            done.append(requested is not None and len(value) == to.nbytes)
-            if done[-1]:
+        small = [to.nbytes <= _SMALL for to in out]
+        found, done = self.request_all(list(compress(keys, small))), [False] * len(keys)
+        for at, (key, to) in enumerate(zip(keys, out, strict=True)):
+            with suppress(Failed):
+                value = found[key].result().value if key in found and small[at] else b""
+                done[at] = key in found and small[at] and len(value) == lengths[at]
+            if done[at]:
                 # Unlike NumPy, this keeps the GIL, for which other threads would compete.
-                to.reshape(-1).view(np.uint8).data[:] = value
+                memory = to.reshape(-1).view(np.uint8).data
+                memory[:] = value[: to.nbytes]
+                look = looks[at]
+                if look is not None:
+                    look(memory)
         return done
 
     def read(self, key: str, length: int | None = None) -> bytes | None:

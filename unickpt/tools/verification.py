@@ -7,11 +7,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from unickpt.errors import CheckpointCorrupt, StorageError, naming_memory
 from unickpt.format import chunk_grid
-from unickpt.format.reader import ChunkId, Reader
+from unickpt.format.reader import ChunkId, Reader, Request
 from unickpt.progress import Progress, ProgressFunction, nothing, reporting
 from unickpt.quoting import quoted
 from unickpt.reading import checkpoint
@@ -203,22 +203,36 @@ class _Checker(ChunkReader):
         return self._pool.map(function, items)
 
     def _run(self, reads: list[ChunkRead]) -> list[Checked]:
-        requests = self._stored.request_chunks([(r.entry, r.part, r.number) for r in reads])
-        return [self._check(*item) for item in zip(reads, requests, strict=True)]
-
-    def _check(self, read: ChunkRead, requested: Any) -> Checked:
-        stored, nbytes = self._stored, read.box.size * read.entry.itemsize
         try:
-            chunk = self._memory(read)
-            if stored.read_chunk(read.entry, read.part, read.number, read.row, chunk, requested):
-                return nbytes, []
-            reason = "the stored bytes do not match their digest"
+            differ = set(self._stored.read(self._requests(reads)))
+        except (CheckpointCorrupt, StorageError):
+            return [self._check(read) for read in reads]
+        return [
+            (read.nbytes, [_damage(read, _DIFFERS)] if at in differ else [])
+            for at, read in enumerate(reads)
+        ]
+
+    def _requests(self, reads: Sequence[ChunkRead]) -> list[Request]:
+        return [read.request(to) for read, to in zip(reads, self._memory(reads), strict=True)]
+
+    def _check(self, read: ChunkRead) -> Checked:
+        """Checks a chunk of several of which some cannot be read."""
+        try:
+            reason = _DIFFERS if self._stored.read(self._requests([read])) else ""
         except (CheckpointCorrupt, StorageError) as error:
-            if isinstance(error, StorageError) and (stored.location.is_remote or _is_lack(error)):
+            remote = self._stored.location.is_remote
+            if isinstance(error, StorageError) and (remote or _is_lack(error)):
                 raise  # the data may be sound
             reason = str(error)
-        process = None if read.row is None else int(read.row["process"])
-        return nbytes, [Damage(read.entry.name, str(read.box), process, reason)]
+        return read.nbytes, [_damage(read, reason)] if reason else []
+
+
+_DIFFERS = "the stored bytes do not match their digest"
+
+
+def _damage(read: ChunkRead, reason: str) -> Damage:
+    process = None if read.row is None else int(read.row["process"])
+    return Damage(read.entry.name, str(read.box), process, reason)
 
 
 def _is_lack(error: BaseException | None) -> bool:
