@@ -140,13 +140,13 @@ def test_a_save_in_the_background_leaves_nothing(
 def test_a_place_that_is_taken_meanwhile_is_left_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened, real = threading.Event(), snapshot.Staging.plan
+    opened, real = threading.Event(), snapshot.Snapshot.plan
 
     def late(self: Any) -> Any:
         assert opened.wait(30)
         return real(self)
 
-    monkeypatch.setattr(snapshot.Staging, "plan", late)
+    monkeypatch.setattr(snapshot.Snapshot, "plan", late)
     reference = SaveOptions(staging="reference", fsync=False)
     pending = unickpt.save_async(tmp_path / "c", {"w": np.ones(3)}, options=reference)
     unickpt.save(tmp_path / "c", {"w": np.zeros(3)})

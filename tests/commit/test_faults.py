@@ -42,7 +42,7 @@ print(json.dumps([outcome, time.monotonic() - started]))
 
 # In the order in which they are taken. The last field: whether the checkpoint is there after it.
 STEPS = [
-    ("saving.save_job:describe", "before", False),  # planning
+    ("saving.task:describe", "before", False),  # planning
     ("saving.write_plan:stage", "after", False),  # staging
     ("storage.data_files.DataFile:add", "after", False),  # writing
     ("commit.attempt.Attempt:publish", "before", False),  # before the record

@@ -878,10 +878,10 @@ def test_memory_of_a_save_that_fails_while_it_is_staged_is_given_back(
         areas.add(area)
         init(self, job, area, *others)
 
-    init = snapshot.Staging.__init__
+    init = snapshot.Snapshot.__init__
     monkeypatch.setattr(Capture, "_decide", decided)
     monkeypatch.setattr(snapshot, "stage", staged)
-    monkeypatch.setattr(snapshot.Staging, "__init__", keeping_area)
+    monkeypatch.setattr(snapshot.Snapshot, "__init__", keeping_area)
     options = SaveOptions(staging="lazy", fsync=False)
     pending = unickpt.save_async(tmp_path / "c", {"a": changing, "b": behind}, options=options)
     assert began.wait(30)
