@@ -21,7 +21,7 @@ from unickpt.arrays.layout import Layout, Mesh
 from unickpt.commit import root
 from unickpt.commit.merge_chunks import BORROWED, MISSING, PATCHED, WHOLE, Chunks
 from unickpt.commit.messages import CHUNK_DTYPE, PATCH_DTYPE, Record
-from unickpt.format import borrowed, chunk_grid, digest_table, index_json, patches, zarr_metadata
+from unickpt.format import borrowed, chunk_grid, digest_table, index_json, patches
 from unickpt.format.index import ArrayEntry, BaseEntry, Index
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.storage.btree.builder import PLACE_DTYPE
@@ -51,9 +51,9 @@ def test_keys_ascend_and_each_has_its_own_place(grids: dict[str, list[int]], see
         )
         for name, grid in grids.items()
     }
-    count, random = digest_table.length(arrays), np.random.default_rng(seed)
+    count, random = chunk_grid.total_chunks(arrays), np.random.default_rng(seed)
     kinds = random.choice([WHOLE, PATCHED, BORROWED], count).astype(np.uint8)
-    spans = digest_table.spans(arrays)
+    spans = chunk_grid.chunk_spans(arrays)
     patched = {name: int((kinds[span] == PATCHED).sum()) for name, span in spans.items()}
     arrays = {name: replace(entry, patched=patched[name]) for name, entry in arrays.items()}
     index = Index("*", arrays, bases=(BaseEntry("other", "0" * 16),), chunks=count)
@@ -82,10 +82,10 @@ def test_keys_ascend_and_each_has_its_own_place(grids: dict[str, list[int]], see
         (part,) = chunk_grid.parts(entry)
         for number in range(part.count):
             if kinds[row] == WHOLE:
-                expected[zarr_metadata.chunk_key(part, number).encode()] = row
+                expected[chunk_grid.chunk_key(part, number).encode()] = row
             elif kinds[row] == PATCHED:
-                expected[zarr_metadata.chunk_key(patches.full_of(part), number).encode()] = row
-                expected[zarr_metadata.chunk_key(patches.patch_of(part), number).encode()] = patch
+                expected[chunk_grid.chunk_key(patches.full_of(part), number).encode()] = row
+                expected[chunk_grid.chunk_key(patches.patch_of(part), number).encode()] = patch
                 patch += 1
             row += 1
     assert found == expected

@@ -14,7 +14,7 @@ import tensorstore as ts
 import xxhash
 
 from unickpt import Box
-from unickpt.format import digest_table, index_json
+from unickpt.format import chunk_grid, digest_table, index_json
 from unickpt.format import index as index_module
 from unickpt.format.index import ArrayEntry, Index
 
@@ -55,7 +55,7 @@ def index_of(*arrays: ArrayEntry, rows: int | None = None, **fields: Any) -> tup
     """An index of arrays, consistent in itself, with a digest table of any number of rows."""
     entries = {entry.name: entry for entry in arrays}
     if rows is None:
-        rows = digest_table.length(entries)
+        rows = chunk_grid.total_chunks(entries)
     table = np.zeros(rows, digest_table.DTYPE).tobytes()
     index = Index(
         tree={"dict": [[name, "*"] for name in entries]},

@@ -19,7 +19,7 @@ from unickpt.commit.replicas import Difference, Replicas
 from unickpt.errors import CoverageError
 from unickpt.format import digest_table
 from unickpt.format.coverage import check_boxes
-from unickpt.format.index import RESERVED, ArrayEntry, Index, PerProcessEntry
+from unickpt.format.index import RESERVED, ArrayEntry, DigestBlocks, Index, PerProcessEntry
 from unickpt.quantized import codes
 from unickpt.reuse.experts import with_steps
 from unickpt.trees import tree
@@ -94,12 +94,17 @@ def merge_all(
         chunks=len(chunks.table),
         reused=int(sum(record.statistics.get("reused_bytes", 0) for _, record in written)),
         digests_xxh3=f"{xxhash.xxh3_64_intdigest(chunks.table.tobytes()):016x}",
-        digest_blocks=digest_table.blocks(chunks.table),
+        digest_blocks=_digest_blocks(chunks.table),
         bases=chunks.bases,
         borrowed=len(chunks.borrowed),
         borrowed_xxh3=f"{xxhash.xxh3_64_intdigest(lent):016x}" if chunks.bases else "",
     )
     return Merged(index, chunks, differences)
+
+
+def _digest_blocks(table: digest_table.Table) -> DigestBlocks | None:
+    """The digests of the blocks of a digest table; None if it is short."""
+    return digest_table.blocks(table) if len(table) > digest_table.BLOCK_ROWS else None
 
 
 def _metadata(index: Index, records: Records) -> Mapping[str, Any]:

@@ -65,7 +65,7 @@ class Chunks:
         """How many chunks of each array are stored as patches; only of those that have some."""
         if not len(self.patches):
             return {}
-        at, spans = np.flatnonzero(self.kinds == PATCHED), digest_table.spans(arrays)
+        at, spans = np.flatnonzero(self.kinds == PATCHED), chunk_grid.chunk_spans(arrays)
         counts = {
             name: int(np.diff(np.searchsorted(at, (span.start, span.stop)))[0])
             for name, span in spans.items()
@@ -97,7 +97,7 @@ def merged_chunks(
     """
     listed = _Listed(index, records, names, winners or {})
     # Where an index occurs twice, NumPy keeps what is assigned last: the first process's.
-    chosen = np.full(digest_table.length(index.arrays), -1, np.int64)
+    chosen = np.full(chunk_grid.total_chunks(index.arrays), -1, np.int64)
     for kind in (BORROWED, PATCHED, WHOLE):
         rows = np.flatnonzero(listed.kind == kind)[::-1]
         chosen[listed.where[rows]] = rows
@@ -208,7 +208,7 @@ class _Positions:
     """
 
     def __init__(self, index: Index) -> None:
-        self._index, spans = index, digest_table.spans(index.arrays)
+        self._index, spans = index, chunk_grid.chunk_spans(index.arrays)
         self._starts = {name: span.start for name, span in spans.items()}
         self._stops = {name: span.stop for name, span in spans.items()}
         self._known: dict[int, tuple[Column, Column]] = {}

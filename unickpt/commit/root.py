@@ -19,10 +19,9 @@ import numpy as np
 from unickpt.commit.merge_chunks import PATCHED, WHOLE, Chunks
 from unickpt.commit.messages import Place
 from unickpt.errors import StorageError
-from unickpt.format import chunk_grid, patches, zarr_metadata
-from unickpt.format.chunk_grid import Part
+from unickpt.format import chunk_grid, patches
+from unickpt.format.chunk_grid import Part, join_key
 from unickpt.format.index import ArrayEntry, Index
-from unickpt.format.zarr_metadata import join_key
 from unickpt.storage.btree import builder
 from unickpt.storage.btree.builder import PLACE_DTYPE, Run
 from unickpt.storage.btree.nodes import DataReference
@@ -254,7 +253,7 @@ def runs(index: Index, chunks: Chunks, extra: Mapping[str, Place]) -> Iterator[R
         for part in chunk_grid.parts(entry):
             count = part.count
             if count == 1 and is_whole:
-                keys.append(zarr_metadata.chunk_key(part, 0).encode())
+                keys.append(chunk_grid.chunk_key(part, 0).encode())
                 rows.append(first)
             else:
                 own = slice(first, first + count)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from unickpt.arrays.box import Box
@@ -109,7 +111,6 @@ class Part:
             yield sum(i * s for i, s in zip(at, strides, strict=True))
 
 
-@lru_cache(maxsize=64)
 @lru_cache(maxsize=64)
 def only_key(rank: int) -> str:
     """The key of the only chunk of a part."""
@@ -333,3 +334,61 @@ def box_part(entry: ArrayEntry, box: Box) -> Part:
     )
     suffix = "part_" + "_".join(map(str, box.start))
     return Part.of(f"{entry.name}/{suffix}" if entry.name else suffix, box, chunk)
+
+
+def chunk_count(entry: ArrayEntry) -> int:
+    """Number of chunks of all parts of an array.
+
+    Its time does not depend on the number of chunks, because the index is untrusted.
+    """
+    if entry.boxes is None and not entry.cut:
+        return grid_of(entry.shape, entry.chunk)[1]
+    if math.prod(entry.shape) == 0:
+        return 0
+    if entry.boxes is not None:
+        return sum(box_part(entry, box).count for box, _ in entry.boxes)
+    return math.prod(_count_along(entry, dim) for dim in range(len(entry.shape)))
+
+
+def _count_along(entry: ArrayEntry, dim: int) -> int:
+    n, chunk = entry.shape[dim], entry.chunk[dim]
+    if dim not in entry.cut:
+        return -(-n // chunk)
+    assert entry.layout is not None, "the index is checked: only arrays with a layout are cut"
+    lengths = Counter({n: 1})
+    for axis in entry.layout.dims[dim]:
+        lengths = _split(lengths, entry.layout.mesh.size(axis))
+    # Balancing the chunks of a part does not change their number.
+    return sum(times * -(-length // chunk) for length, times in lengths.items())
+
+
+def _split(lengths: Counter[int], pieces: int) -> Counter[int]:
+    """How often each length occurs after every interval is cut into pieces, as layouts do."""
+    out: Counter[int] = Counter()
+    for length, times in lengths.items():
+        step = -(-length // pieces)
+        out[step] += times * (length // step)
+        if length % step:
+            out[length % step] += times
+    return out
+
+
+def total_chunks(arrays: Mapping[str, ArrayEntry]) -> int:
+    """Number of chunks of all arrays, which is that of the rows of the digest table."""
+    return sum(map(chunk_count, arrays.values()))
+
+
+def chunk_spans(arrays: Mapping[str, ArrayEntry]) -> dict[str, slice]:
+    """The rows of each array's chunks in the digest table."""
+    stops = list(accumulate(map(chunk_count, arrays.values())))
+    return dict(zip(arrays, map(slice, [0, *stops], stops), strict=True))
+
+
+def join_key(prefix: str, key: str) -> str:
+    """A key below a prefix."""
+    return f"{prefix}/{key}" if prefix else key
+
+
+def chunk_key(part: Part, number: int) -> str:
+    """The key of a chunk in the database."""
+    return join_key(part.key, part.chunk_key(number))

@@ -2,71 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from unickpt.format import chunk_grid
-from unickpt.format.index import ArrayEntry, DigestBlocks, Index
+from unickpt.format.index import DigestBlocks, Index
 
 DTYPE = np.dtype([("digest", "<u8"), ("process", "<u4")])
 Table = np.ndarray[Any, Any]
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
-# Of a table of one block, its own digest is enough. 196 KB: about as much as a node of the B-tree.
-_BLOCK_ROWS = 1 << 14
-
-
-def count(entry: ArrayEntry) -> int:
-    """Number of chunks of all parts of an array.
-
-    Its time does not depend on the number of chunks, because the index is untrusted.
-    """
-    if entry.boxes is None and not entry.cut:
-        return chunk_grid.grid_of(entry.shape, entry.chunk)[1]
-    if math.prod(entry.shape) == 0:
-        return 0
-    if entry.boxes is not None:
-        return sum(chunk_grid.box_part(entry, box).count for box, _ in entry.boxes)
-    return math.prod(_count_along(entry, dim) for dim in range(len(entry.shape)))
-
-
-def _count_along(entry: ArrayEntry, dim: int) -> int:
-    n, chunk = entry.shape[dim], entry.chunk[dim]
-    if dim not in entry.cut:
-        return -(-n // chunk)
-    assert entry.layout is not None, "the index is checked: only arrays with a layout are cut"
-    lengths = Counter({n: 1})
-    for axis in entry.layout.dims[dim]:
-        lengths = _split(lengths, entry.layout.mesh.size(axis))
-    # Balancing the chunks of a part does not change their number.
-    return sum(times * -(-length // chunk) for length, times in lengths.items())
-
-
-def _split(lengths: Counter[int], pieces: int) -> Counter[int]:
-    """How often each length occurs after every interval is cut into pieces, as layouts do."""
-    out: Counter[int] = Counter()
-    for length, times in lengths.items():
-        step = -(-length // pieces)
-        out[step] += times * (length // step)
-        if length % step:
-            out[length % step] += times
-    return out
-
-
-def length(arrays: Mapping[str, ArrayEntry]) -> int:
-    """Number of rows of the table: one for each chunk of each array."""
-    return sum(map(count, arrays.values()))
-
-
-def spans(arrays: Mapping[str, ArrayEntry]) -> dict[str, slice]:
-    """The rows of each array's chunks."""
-    stops = list(accumulate(map(count, arrays.values())))
-    return dict(zip(arrays, map(slice, [0, *stops], stops), strict=True))
+BLOCK_ROWS = 1 << 14
+"""Rows of a block: 196 KB, about as much as a node of the B-tree. Of a table of one block, its own
+digest is enough."""
 
 
 class Mismatch(ValueError):
@@ -118,7 +67,7 @@ def blocks(table: Table, rows: int = 0) -> DigestBlocks | None:
         table: the table.
         rows: of a block; 0 for as many as this version writes.
     """
-    size = rows or _BLOCK_ROWS
+    size = rows or BLOCK_ROWS
     if not rows and len(table) <= size:
         return None
     found = (

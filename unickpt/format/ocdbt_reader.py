@@ -168,7 +168,7 @@ class OcdbtReader(Reader):
                 for number in range(part.count):
                     base = self._base_of(entry, part, number)
                     if base is not None:
-                        yield self._borrowed_value(base, zarr_metadata.chunk_key(part, number))
+                        yield self._borrowed_value(base, chunk_grid.chunk_key(part, number))
 
     def _borrowed_value(self, base: int, key: str) -> tuple[str, bytes]:
         store = self._bases[base]
@@ -257,7 +257,7 @@ class OcdbtReader(Reader):
         store = self._store_of(entry, part, number)
         try:
             there = store.stored_part(entry, part, number)
-            return store.values.tree.find(zarr_metadata.chunk_key(there, number))
+            return store.values.tree.find(chunk_grid.chunk_key(there, number))
         except Failed as error:
             raise self._explained(error, entry) from error
 
@@ -270,7 +270,7 @@ class OcdbtReader(Reader):
         """
         store = self._store_of(entry, part, number)
         try:
-            key = zarr_metadata.chunk_key(store.stored_part(entry, part, number), number)
+            key = chunk_grid.chunk_key(store.stored_part(entry, part, number), number)
             store.values.has(key, store.values.length(key) or 0)
         except Failed as error:
             raise self._explained(error, entry) from error
@@ -321,7 +321,7 @@ class OcdbtReader(Reader):
     @cached_property
     def _spans(self) -> dict[str, slice]:
         """The rows of each array's chunks in the digest table."""
-        return digest_table.spans(self.index.arrays)
+        return chunk_grid.chunk_spans(self.index.arrays)
 
     @property
     def _chunk_count(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from unickpt.arrays import dtypes
 from unickpt.format import chunk_grid
-from unickpt.format.chunk_grid import Part
+from unickpt.format.chunk_grid import Part, join_key
 from unickpt.format.index import ArrayEntry, Index
 
 Codecs = Sequence[Mapping[str, Any]]
@@ -92,12 +92,3 @@ def zarr_keys(index: Index) -> dict[str, bytes]:
     for group in groups:
         out.setdefault(join_key(group, "zarr.json"), GROUP_JSON)
     return out
-
-
-def join_key(prefix: str, key: str) -> str:
-    return f"{prefix}/{key}" if prefix else key
-
-
-def chunk_key(part: Part, number: int) -> str:
-    """The key of a chunk in the database."""
-    return join_key(part.key, part.chunk_key(number))

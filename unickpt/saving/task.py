@@ -303,22 +303,8 @@ class SaveTask:
                 write_more = partial(_write_more, writer, plan.held)
                 totals = self._commit(write_more, before_commit, reporter)
         report = self._report(totals, writer, source.staged)
-        _log.info(
-            "saved %s: %.3g GB in %.2f s (%.2f GB/s), blocked the caller for %.3f s",
-            *(report.url, report.bytes / 1e9, report.seconds, report.gb_per_s, report.blocked_s),
-        )
-        if report.processes > 1 and report.writers:
-            _log.info(
-                "%s: the busiest of %d processes wrote %.3g GB, and %.3g GB is the mean",
-                *(
-                    report.url,
-                    report.processes,
-                    report.busiest_bytes / 1e9,
-                    report.mean_bytes / 1e9,
-                ),
-            )
-        if report.bases:
-            _log.info("%s cannot be read without %s", report.url, ", ".join(report.bases))
+        if _log.isEnabledFor(logging.INFO):
+            _log_report(report)
         if self._attempt.differences:
             replicas.warn(self._attempt.differences)
         return report
@@ -463,6 +449,25 @@ it is until the save has ended."""
 
 def _sample(source: ArraySource) -> int:
     return fingerprints.keep_sample(source)()
+
+
+def _log_report(report: SaveReport) -> None:
+    _log.info(
+        "saved %s: %.3g GB in %.2f s (%.2f GB/s), blocked the caller for %.3f s",
+        *(report.url, report.bytes / 1e9, report.seconds, report.gb_per_s, report.blocked_s),
+    )
+    if report.processes > 1 and report.writers:
+        _log.info(
+            "%s: the busiest of %d processes wrote %.3g GB, and %.3g GB is the mean",
+            *(
+                report.url,
+                report.processes,
+                report.busiest_bytes / 1e9,
+                report.mean_bytes / 1e9,
+            ),
+        )
+    if report.bases:
+        _log.info("%s cannot be read without %s", report.url, ", ".join(report.bases))
 
 
 def call_metrics(options: SaveOptions, report: SaveReport) -> None:

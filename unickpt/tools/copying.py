@@ -24,7 +24,7 @@ from unickpt.errors import (
     StorageError,
     UnsupportedFormat,
 )
-from unickpt.format import index_json, ocdbt_reader, zarr_metadata
+from unickpt.format import chunk_grid, index_json, ocdbt_reader
 from unickpt.format.index import BORROWED_KEY, INDEX_KEY, BaseEntry, Index
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.format.reader import ChunkId
@@ -320,7 +320,7 @@ def _borrowing(index: Index, lent: HeldFiles) -> tuple[Index, dict[str, bytes | 
     """The index of a copy that borrows chunks, and what else changes in its database, by key."""
     table = lent.table.tobytes()
     changed: dict[str, bytes | None] = {
-        zarr_metadata.chunk_key(chunk.part, chunk.number): None
+        chunk_grid.chunk_key(chunk.part, chunk.number): None
         for some in lent.chunks.values()
         for chunk in some
     }
