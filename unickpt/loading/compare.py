@@ -14,8 +14,7 @@ from unickpt.frameworks.protocol import ArrayTarget
 from unickpt.loading import mismatch
 from unickpt.loading.mismatch import Difference
 from unickpt.loading.report import LoadReport
-from unickpt.loading.request import Request
-from unickpt.loading.selection import ALL, Selection
+from unickpt.loading.request import ALL, Request, Selection
 from unickpt.loading.views import CheckpointView, leaf_text, same_digests, stored_leaf
 from unickpt.trees import plain_values, tree
 from unickpt.trees.name_ranges import natural

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -12,17 +12,18 @@ from unickpt.format.index import RESERVED, Index
 from unickpt.format.reader import Reader
 from unickpt.frameworks import per_process
 from unickpt.frameworks.leaves import PerProcess, PerProcessValues
+from unickpt.frameworks.node_count import launched_on_node
+from unickpt.frameworks.process_group import within
 from unickpt.frameworks.protocol import Adapter, ArrayTarget
 from unickpt.frameworks.registry import adapters, current_group
 from unickpt.loading.compare import Policy, compare, is_number
 from unickpt.loading.report import LoadReport
-from unickpt.loading.request import Request
-from unickpt.loading.selection import Patterns, Selection
+from unickpt.loading.request import Patterns, Request, Selection
 from unickpt.loading.views import CheckpointView, StoredView, jobs_of
+from unickpt.progress import ProgressFunction, reporting
 from unickpt.quoting import some
 from unickpt.reading import checkpoint
-from unickpt.reading.chunk_reader import ReadArrays
-from unickpt.reading.engine import reading
+from unickpt.reading.chunk_reader import Filled, ReadArrays, read_arrays
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.targets import NewTarget, NumberTarget
 from unickpt.reuse import experts
@@ -32,6 +33,7 @@ from unickpt.trees.name_ranges import natural
 
 if TYPE_CHECKING:
     from unickpt.rules.rule_set import Rules
+import logging
 
 _log = logging.getLogger("unickpt")
 _HALF = (
@@ -189,7 +191,7 @@ class _Load:
 
     def load(self, path: checkpoint.Source, like: Any) -> tuple[Any, LoadReport]:
         """One attempt to load; see `checkpoint.again`."""
-        with collection_paused(), reading(self.options, self.among) as read:
+        with collection_paused(), _reading(self.options, self.among) as read:
             stored = checkpoint.opened(path).reader
             older = self._older_experts(stored)
             if like is None:
@@ -344,3 +346,38 @@ def _own_value(
             "PerProcessValues of all values)."
         )
     return PerProcess(own, like.redistribute)
+
+
+@contextmanager
+def _reading(options: LoadOptions, among: Sequence[Adapter]) -> Iterator[ReadArrays]:
+    """The function that reads arrays: for the processes of a node where that reads less, or, as
+    `exchange` says, for each process alone or for all together.
+
+    If one process fails before it is called, the others learn of it.
+    """
+    if options.exchange:
+        group = within(options.group or current_group(among), options.timeout_s)
+        if group.count > 1:
+            from unickpt.reading.collective_read import exchanging  # only where it is asked for
+
+            with exchanging(group, options) as read:
+                yield read
+            return
+    alone: Callable[..., dict[str, Any]] = read_arrays
+    if options.exchange is None and (launched_on_node() or 1) > 1:
+        from unickpt.reading.node_read import read_on_node  # only if there are others
+
+        alone = read_on_node
+    with _telling(options, among) as told:
+        yield lambda stored, jobs: alone(stored, jobs, options, filled=Filled(jobs, told))
+
+
+def _telling(
+    options: LoadOptions, among: Sequence[Adapter]
+) -> AbstractContextManager[ProgressFunction | None]:
+    """Reports the progress of a process that reads alone, which may still be one of a job."""
+    if not options.progress:
+        return nullcontext()
+    is_bar = options.progress is True
+    process = (options.group or current_group(among)).index if is_bar else 0
+    return reporting(options.progress, "loading", process)

@@ -18,8 +18,7 @@ from unickpt.format.index import ArrayEntry, Index, PerProcessEntry
 from unickpt.format.reader import Reader
 from unickpt.frameworks.protocol import Adapter
 from unickpt.loading.provenance import Provenance
-from unickpt.loading.request import Request
-from unickpt.loading.selection import ALL, Selection
+from unickpt.loading.request import ALL, Request, Selection
 from unickpt.loading.views import (
     as_array_entry,
     leaf_text,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, ValuesView
 from typing import Any, TypeVar
 
-from unickpt.errors import CheckpointNotFound, CheckpointReplaced, naming_memory
+from unickpt.errors import CheckpointNotFound, CheckpointReplaced, out_of_memory
 from unickpt.foreign import registry
 from unickpt.format.reader import Reader
 from unickpt.format.timing import Timing
@@ -90,8 +90,11 @@ def again(work: Callable[[], T], times: int = _READINGS) -> T:
 
 
 def _open(location: Location, hints: Hints) -> Checkpoint:
-    with collection_paused(), naming_memory(f"opening {location}"):
-        reader = registry.open_reader(location, hints)
+    try:
+        with collection_paused():
+            reader = registry.open_reader(location, hints)
+    except MemoryError as error:
+        raise out_of_memory(f"opening {location}", error) from error
     if reader is None:
         raise CheckpointNotFound(nothing_at(location))
     return Checkpoint(reader, hints)

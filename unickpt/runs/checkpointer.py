@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, overload
 from unickpt.frameworks.process_group import Group, within
 from unickpt.frameworks.registry import adapters, current_group
 from unickpt.loading.report import LoadReport
-from unickpt.loading.selection import Patterns
+from unickpt.loading.request import Patterns
 from unickpt.reading.options import LoadOptions
 from unickpt.reuse.experts import Choose
 from unickpt.reuse.partial_save import PartialSave
