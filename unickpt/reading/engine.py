@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from unickpt.frameworks.node_count import launched_on_node
-from unickpt.frameworks.process_group import within
+from unickpt.frameworks.process_group import launched_on_node, within
 from unickpt.frameworks.protocol import Adapter
 from unickpt.frameworks.registry import current_group
 from unickpt.progress import ProgressFunction, reporting
