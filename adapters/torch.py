@@ -16,9 +16,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from unickpt.adapters.torch_dtypes import TO_NUMPY
 from unickpt.adapters.torch_group import group as group
 from unickpt.adapters.torch_layout import (
+    TO_NUMPY,
     LocalShard,
     is_dtensor,
     local_shard_of,

@@ -8,8 +8,7 @@ from typing import Any
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
-from unickpt.backends.dcp.chunks import Compressed, decompressed
-from unickpt.backends.dcp.memory_files import InMemory, Known
+from unickpt.backends.dcp.chunks import Compressed, InMemory, Known, decompressed
 from unickpt.backends.dcp.metadata import Blob
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.foreign.file_ranges import FileBox
