@@ -18,7 +18,7 @@ from unickpt.commit.record import Place
 from unickpt.errors import StorageError
 from unickpt.format.index import Index
 from unickpt.storage.btree import builder
-from unickpt.storage.btree.builder import Run
+from unickpt.storage.btree.builder import TreeEntries
 from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.database import Database, digest_of
 from unickpt.storage.errors import Failed
@@ -156,11 +156,11 @@ class Root:
                 self._store.write(MANIFEST, None, if_equal=found.stamp.generation).result()
 
 
-def _numbered(run: Run, numbers: Any) -> Run:
+def _numbered(run: TreeEntries, numbers: Any) -> TreeEntries:
     """A run with other numbers of its files; the last is that of `INLINE`."""
     places = run.places.copy()
     places["file"] = numbers[places["file"]]
-    return Run(run.keys, places)
+    return TreeEntries(run.keys, places)
 
 
 class _DataFiles:

@@ -22,12 +22,12 @@ from unickpt.format import chunk_grid, patches, zarr_metadata
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.zarr_metadata import join_key
-from unickpt.storage.btree.builder import PLACE_DTYPE, Run
+from unickpt.storage.btree.builder import PLACE_DTYPE, TreeEntries
 
 Column = np.ndarray[Any, Any]
 
 
-def runs(index: Index, chunks: Chunks, extra: Mapping[str, Place]) -> Iterator[Run]:
+def runs(index: Index, chunks: Chunks, extra: Mapping[str, Place]) -> Iterator[TreeEntries]:
     """All entries of the root database of a checkpoint.
 
     Arguments:
@@ -91,13 +91,13 @@ class _Grid:
         """Of the keys of these chunks, and of no other key."""
         return join_key(self.part.key, "c").encode()
 
-    def run(self, orders: _Orders) -> Run:
+    def run(self, orders: _Orders) -> TreeEntries:
         """Their entries."""
         tails, numbers = orders.of(self.part.grid)
         prefix, chosen = self.prefix, self.chosen[numbers]
         if not chosen.all():
             tails, numbers = list(compress(tails, chosen.tolist())), numbers[chosen]
-        return Run([prefix + tail for tail in tails], self.places[numbers])
+        return TreeEntries([prefix + tail for tail in tails], self.places[numbers])
 
 
 class _Orders:
@@ -120,14 +120,16 @@ class _Orders:
         return self._found
 
 
-def _ordered(keys: Sequence[bytes], places: Column, grids: Sequence[_Grid]) -> Iterator[Run]:
+def _ordered(
+    keys: Sequence[bytes], places: Column, grids: Sequence[_Grid]
+) -> Iterator[TreeEntries]:
     """Entries, and between them those of grids, all in order."""
     at, orders = 0, _Orders()
     for grid in sorted(grids, key=attrgetter("prefix")):
         end = bisect_left(keys, grid.prefix, at)
         if end > at:
-            yield Run(keys[at:end], places[at:end])
+            yield TreeEntries(keys[at:end], places[at:end])
         at = end
         yield grid.run(orders)
     if at < len(keys):
-        yield Run(keys[at:], places[at:])
+        yield TreeEntries(keys[at:], places[at:])

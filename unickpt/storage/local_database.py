@@ -13,7 +13,7 @@ import numpy as np
 
 from unickpt.arrays.dtypes import Array
 from unickpt.storage import ocdbt
-from unickpt.storage.btree.nodes import DataReference, Numbers
+from unickpt.storage.btree.nodes import DataReference, NodeColumn
 from unickpt.storage.errors import Damaged, Failed, system_calls
 from unickpt.storage.kvstore import Future, KvStore
 from unickpt.storage.local_files import RegularFiles
@@ -102,7 +102,9 @@ class LocalDatabaseReader(ocdbt.DatabaseReader):
                     self._read_beside(leaf.files[file][0], rows, out, done)
         return done.tolist()
 
-    def _read_beside(self, path: str, rows: Numbers, out: Sequence[Array], done: Numbers) -> None:
+    def _read_beside(
+        self, path: str, rows: NodeColumn, out: Sequence[Array], done: NodeColumn
+    ) -> None:
         """Reads values of a file.
 
         Arguments:

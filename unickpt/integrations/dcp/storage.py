@@ -48,7 +48,7 @@ from unickpt.trees.plain_values import Plain
 from unickpt.trees.tree import Key, Leaf, Node, rebuild
 
 Keys = tuple[Key, ...]
-PlainValues = Mapping[str, Plain]
+ValuesByName = Mapping[str, Plain]
 
 
 class _AtPath:
@@ -350,7 +350,7 @@ class _Opened:
         return cls(stored, nodes, keys_of)
 
 
-def _bytes(node: Node | Leaf, values: PlainValues) -> io.BytesIO:
+def _bytes(node: Node | Leaf, values: ValuesByName) -> io.BytesIO:
     """What a planner takes for a value."""
     value = value_of(node, values)
     if isinstance(node, Node) and node.type_name == BYTES:
@@ -375,7 +375,7 @@ def _done(result: Any) -> Future[Any]:
 
 
 def items(
-    node: Node | Leaf, values: PlainValues, above: Keys = ()
+    node: Node | Leaf, values: ValuesByName, above: Keys = ()
 ) -> Iterator[tuple[Keys, Node | Leaf]]:
     """The items of a stored tree, with the keys that lead to each.
 
@@ -396,7 +396,7 @@ def items(
         yield from items(child, values, above if node.kind == "wrapper" else (*above, key))
 
 
-def is_value(node: Node | Leaf, values: PlainValues) -> bool:
+def is_value(node: Node | Leaf, values: ValuesByName) -> bool:
     """Whether a part of a tree consists of values and sequences alone."""
     if isinstance(node, Leaf):
         return node.name in values
@@ -404,7 +404,7 @@ def is_value(node: Node | Leaf, values: PlainValues) -> bool:
     return groups and all(is_value(child, values) for child in node.children)
 
 
-def value_of(node: Node | Leaf, values: PlainValues) -> Any:
+def value_of(node: Node | Leaf, values: ValuesByName) -> Any:
     """The value that such a part holds."""
     return rebuild(node, values.__getitem__)
 
@@ -418,7 +418,7 @@ def portable(given: Any) -> Any:
     return given.getvalue() if isinstance(given, io.BytesIO) else given
 
 
-def with_stored_lists(given: Any, node: Node | Leaf | None, values: PlainValues) -> Any:
+def with_stored_lists(given: Any, node: Node | Leaf | None, values: ValuesByName) -> Any:
     """A state dict to load into, in which lists of values have the length that is stored, and an
     `io.BytesIO` is bytes.
 
