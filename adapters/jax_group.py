@@ -15,14 +15,15 @@ from jax.sharding import NamedSharding, Sharding
 
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import ProcessFailed, SaveTimeout
-from unickpt.frameworks.node_count import NodeCount, launched_on_node
+from unickpt.frameworks.budget import node_name
 from unickpt.frameworks.process_group import (
     DECIDE,
     LOAD,
     SAVE,
     BoundedGroup,
-    Call,
     Group,
+    JobSession,
+    JointCall,
     new_session,
 )
 
@@ -59,27 +60,26 @@ class JaxGroup(BoundedGroup):
     def next_attempt(self) -> str:
         client = _client()
         conversation = _conversation(client)
-        if not conversation.session and self.index == 0:
-            conversation.session = new_session()
-            client.key_value_set(_SESSION_KEY, conversation.session)
-        elif not conversation.session:
-            with self._waiting("for process 0, which did not start to save", SAVE):
-                conversation.session = client.blocking_key_value_get(_SESSION_KEY, self._timeout_ms)
-        counts = hasattr(client, "key_value_increment")  # older versions of jaxlib cannot
-        if counts and conversation.nodes is None and launched_on_node(self.count) is None:
-            nodes = NodeCount(_KeyValueCounters(client), self.count, conversation.session)
-            conversation.nodes = nodes
-            nodes.arrive()
-        return f"{conversation.session}-{next(conversation.attempts):06d}"
+        if conversation.session is None:
+            if self.index == 0:
+                name = new_session()
+                client.key_value_set(_SESSION_KEY, name)
+            else:
+                with self._waiting("for process 0, which did not start to save", SAVE):
+                    name = client.blocking_key_value_get(_SESSION_KEY, self._timeout_ms)
+            can_count = hasattr(client, "key_value_increment")  # older versions of jaxlib cannot
+            counters = _KeyValueCounters(client) if can_count else None
+            conversation.session = JobSession.begin(name, self.count, counters, node_name)
+        return conversation.session.next_attempt()
 
-    def on_node(self) -> int:
-        nodes = _conversation(_client()).nodes
-        return self.count if nodes is None else nodes.at_most()
+    @property
+    def session(self) -> JobSession | None:
+        return _conversation(_client()).session
 
     def agree(self, value: int) -> int:
         return self._agree(value, DECIDE)
 
-    def _agree(self, value: int, call: Call) -> int:
+    def _agree(self, value: int, call: JointCall) -> int:
         client = _client()
         number = next(_conversation(client).agreements)
         place = f"unickpt/agree/{number}"
@@ -100,7 +100,7 @@ class JaxGroup(BoundedGroup):
         return max(1, int(self._timeout_s * 1000))
 
     @contextmanager
-    def _waiting(self, what: str, call: Call) -> Iterator[None]:
+    def _waiting(self, what: str, call: JointCall) -> Iterator[None]:
         try:
             yield
         except jax.errors.JaxRuntimeError as error:
@@ -169,10 +169,8 @@ class _KeyValueCounters:
 class _Conversation:
     """The state of the communication through one client of jax.distributed."""
 
-    session: str = ""
-    attempts: Iterator[int] = field(default_factory=itertools.count)
+    session: JobSession | None = None
     agreements: Iterator[int] = field(default_factory=itertools.count)
-    nodes: NodeCount | None = None
 
 
 @lru_cache(maxsize=1)

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from unickpt.adapters.torch_dtypes import TO_NUMPY
 from unickpt.adapters.torch_group import group as group
 from unickpt.adapters.torch_layout import (
+    TO_NUMPY,
     LocalShard,
     is_dtensor,
     local_shard_of,
@@ -58,7 +58,7 @@ def source(leaf: Any, group: Group) -> ArraySource:
     if leaf.is_meta:
         raise TypeError("a tensor on the meta device has no data; it can only be loaded into")
     if type(leaf) in _PLAIN or not is_dtensor(leaf):
-        held = _Held(_memory(leaf))
+        held = _TensorMemory(_memory(leaf))
         tensor, shape = held.tensor, held.shape
         memory = _facts(held, (0,) * len(shape), _changed(tensor))
         sample = None if held.on_host else _sampler(tensor)
@@ -70,7 +70,7 @@ def source(leaf: Any, group: Group) -> ArraySource:
             f"{group.count} processes save here; save its full_tensor() or to_local()"
         )
     shard = local_shard_of(leaf)
-    held = _Held(_local(leaf, shard))
+    held = _TensorMemory(_local(leaf, shard))
     fragments: tuple[Fragment, ...] = ()
     if shard.box is not None and not shard.box.empty:
         # Optimizers change local tensors without incrementing any version counter.
@@ -147,7 +147,7 @@ _FROM_NUMPY = {dtype: own for own, dtype in TO_NUMPY.items()}
 
 
 def kept(leaves: Sequence[Any]) -> list[Read]:
-    return [_reader(_Held(_own(leaf).detach()), (0,) * leaf.ndim) for leaf in leaves]
+    return [_reader(_TensorMemory(_own(leaf).detach()), (0,) * leaf.ndim) for leaf in leaves]
 
 
 def _own(leaf: Any) -> torch.Tensor:
@@ -156,7 +156,7 @@ def _own(leaf: Any) -> torch.Tensor:
     return own
 
 
-class _Held:
+class _TensorMemory:
     """A tensor with its own memory, and what torch says of it: asked for once, because that takes
     most of the time in which a small tensor is described.
 
@@ -176,7 +176,7 @@ class _Held:
         self.as_is = self.on_host and not any(self.lazily)
 
 
-def _reader(held: _Held, start: tuple[int, ...]) -> Read:
+def _reader(held: _TensorMemory, start: tuple[int, ...]) -> Read:
     """A function that reads a tensor whose first element is at `start` of the global array."""
     tensor, shape, where, on_host = held.tensor, held.shape, held.where, held.on_host
     as_is = held.as_is
@@ -221,14 +221,16 @@ def _sampler(tensor: torch.Tensor) -> Sample:
     return sample
 
 
-def _facts(held: _Held, start: tuple[int, ...], changed: Callable[[], bool] | None) -> Memory:
+def _facts(
+    held: _TensorMemory, start: tuple[int, ...], changed: Callable[[], bool] | None
+) -> Memory:
     tensor, owner = held.tensor, held.owner
     if held.on_host:
         return Memory(changed=changed, owner=owner, spans=lambda: [_span(tensor)])
 
     def clone() -> Read:
         try:
-            return _reader(_Held(tensor.clone()), start)
+            return _reader(_TensorMemory(tensor.clone()), start)
         except torch.OutOfMemoryError as error:
             raise MemoryError(str(error)) from error
 
@@ -372,7 +374,7 @@ class TorchTarget:
                 "cannot be filled; make it contiguous first"
             )
         self.boxes: Sequence[Box] = () if box is None else (box,)
-        held = _Held(local)
+        held = _TensorMemory(local)
         self.identity: Hashable = None if self.abstract else _tie(held)
         self._filled: Any = None if self.abstract else leaf
         self._inspect(held)
@@ -387,9 +389,9 @@ class TorchTarget:
             # Like `DTensor.from_local`, which would lose the order of the shards.
             make = type(self.leaf.detach())
             self._filled = make(self._local, self.leaf._spec, requires_grad=False)
-        self._inspect(_Held(self._local))
+        self._inspect(_TensorMemory(self._local))
 
-    def _inspect(self, held: _Held) -> None:
+    def _inspect(self, held: _TensorMemory) -> None:
         """Asks torch about the memory; before threads read, because each such question releases the
         GIL, for which they compete."""
         self._local = local = held.tensor
@@ -556,7 +558,7 @@ def _as_torch(array: Array, dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def _tie(held: _Held) -> Hashable:
+def _tie(held: _TensorMemory) -> Hashable:
     # By its storage, not its address: empty tensors have none, and must agree across ranks too.
     tensor = held.tensor
     return (

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -15,14 +14,15 @@ import torch.distributed as dist
 
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import ProcessFailed, SaveTimeout
-from unickpt.frameworks.node_count import NodeCount, launched_on_node
+from unickpt.frameworks.budget import node_name
 from unickpt.frameworks.process_group import (
     DECIDE,
     LOAD,
     SAVE,
     BoundedGroup,
-    Call,
     Group,
+    JobSession,
+    JointCall,
     new_session,
 )
 
@@ -50,18 +50,14 @@ class TorchGroup(BoundedGroup):
 
     def next_attempt(self) -> str:
         if self._world not in _sessions:
-            session = self._new_session()
-            _sessions[self._world] = (session, itertools.count())
-            store = _store()
-            if store is not None and launched_on_node(self.count) is None:
-                _nodes[self._world] = nodes = NodeCount(_StoreCounters(store), self.count, session)
-                nodes.arrive()
-        session, counter = _sessions[self._world]
-        return f"{session}-{next(counter):06d}"
+            name, store = self._new_session(), _store()
+            counters = None if store is None else _StoreCounters(store)
+            _sessions[self._world] = JobSession.begin(name, self.count, counters, node_name)
+        return _sessions[self._world].next_attempt()
 
-    def on_node(self) -> int:
-        nodes = _nodes.get(self._world)
-        return self.count if nodes is None else nodes.at_most()
+    @property
+    def session(self) -> JobSession | None:
+        return _sessions.get(self._world)
 
     def agree(self, value: int) -> int:
         largest = torch.tensor(value, dtype=torch.int64, device=self._device())
@@ -109,7 +105,7 @@ class TorchGroup(BoundedGroup):
         self._finish(dist.broadcast(shared, src=0, async_op=True), SAVE)
         return bytes(shared.tolist()).hex()
 
-    def _finish(self, work: Any, call: Call) -> None:
+    def _finish(self, work: Any, call: JointCall) -> None:
         """Waits for a collective that is part of a call.
 
         Raises:
@@ -136,7 +132,7 @@ class TorchGroup(BoundedGroup):
             pause = min(2 * pause, 5e-3)
         work.wait()
 
-    def _late(self, call: Call) -> SaveTimeout:
+    def _late(self, call: JointCall) -> SaveTimeout:
         others = [rank for rank in range(self.count) if rank != self.index]
         shown = ", ".join(map(str, others[:8])) + ", ..." * (len(others) > 8)
         return SaveTimeout(
@@ -145,7 +141,7 @@ class TorchGroup(BoundedGroup):
             f"{call.duty}"
         )
 
-    def _limit(self, call: Call) -> str:
+    def _limit(self, call: JointCall) -> str:
         if self._timeout_s is None:
             return "the timeout of torch.distributed"
         return f"{self._timeout_s:g} s ({call.option})"
@@ -182,5 +178,4 @@ def _store() -> Any:
 
 
 # A session lasts as long as its process group; weak keys, so that a new group gets a new one.
-_sessions: WeakKeyDictionary[Any, tuple[str, Iterator[int]]] = WeakKeyDictionary()
-_nodes: WeakKeyDictionary[Any, NodeCount] = WeakKeyDictionary()
+_sessions: WeakKeyDictionary[Any, JobSession] = WeakKeyDictionary()

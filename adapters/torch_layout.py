@@ -1,4 +1,4 @@
-"""DTensors: which box of the global array a rank holds, by device mesh and placements."""
+"""torch's dtypes as NumPy's; and DTensors: which box of the global array a rank holds."""
 
 from __future__ import annotations
 
@@ -8,10 +8,19 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
+from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.layout import Layout, Mesh
+
+TO_NUMPY: dict[torch.dtype, dtypes.DType] = {
+    getattr(torch, name): dtypes.from_name(name)
+    for name in dtypes.supported()
+    if isinstance(getattr(torch, name, None), torch.dtype)
+    and not name.startswith(("int4", "int2", "float4"))  # shells without operations
+}
 
 
 def is_dtensor(leaf: object) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -17,9 +16,6 @@ def spec(url: str) -> dict[str, Any]:
     return local_locations.spec_of(unquote(parts.path))
 
 
-def context() -> Mapping[str, Any]:
-    """No locks of TensorStore's: only the manifest needs one; see `local_locks.manifest_locked`."""
-    return {"file_io_locking": {"mode": "none"}}
-
-
-schemes.register(schemes.Scheme("file", spec, context, local_locations.LocalLocation))
+# No locks of TensorStore's: only the manifest needs one; see `local_locks.manifest_locked`.
+_RESOURCES = {"file_io_locking": {"mode": "none"}}
+schemes.register(schemes.Scheme("file", spec, _RESOURCES, local_locations.LocalLocation))

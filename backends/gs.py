@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from unickpt.storage import schemes
@@ -13,10 +12,6 @@ def spec(url: str) -> dict[str, Any]:
     return {"driver": "gcs", "bucket": bucket, "path": path}
 
 
-def context() -> Mapping[str, Any]:
-    """How often requests are tried. As for S3: about one minute instead of 15."""
-    retries = {"max_retries": 9, "initial_delay": "500ms", "max_delay": "16s"}
-    return {"gcs_request_retries": retries}
-
-
-schemes.register(schemes.Scheme("gs", spec, context))
+# How often requests are tried. As for S3: about one minute instead of 15.
+_RETRIES = {"max_retries": 9, "initial_delay": "500ms", "max_delay": "16s"}
+schemes.register(schemes.Scheme("gs", spec, {"gcs_request_retries": _RETRIES}))

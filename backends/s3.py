@@ -38,7 +38,7 @@ def spec(url: str) -> dict[str, Any]:
             )
         # With a custom endpoint TensorStore does not look up the region.
         out |= {"endpoint": endpoint.rstrip("/"), "aws_region": region or "us-east-1"}
-    return out | {"aws_credentials": _CREDENTIALS + _source()}
+    return out | {"aws_credentials": _CREDENTIALS + _source(), "s3_request_retries": retries()}
 
 
 def _source() -> str:
@@ -98,9 +98,4 @@ def retries() -> dict[str, Any]:
     return {"max_retries": attempts - 1, "initial_delay": "500ms", "max_delay": "16s"}
 
 
-def context() -> Mapping[str, Any]:
-    """The sources of credentials, and how often requests are tried."""
-    return {**_SOURCES, "s3_request_retries": retries()}
-
-
-schemes.register(schemes.Scheme("s3", spec, context))
+schemes.register(schemes.Scheme("s3", spec, _SOURCES))

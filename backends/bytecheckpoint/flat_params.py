@@ -14,7 +14,7 @@ from typing import Any
 
 from unickpt.arrays.box import Box
 from unickpt.backends.dcp.metadata import extents
-from unickpt.backends.dcp.reader import StoredArray
+from unickpt.backends.dcp.reader import ChunkedArray
 from unickpt.foreign.elements import Joined, Run
 from unickpt.foreign.file_ranges import FileBox
 from unickpt.foreign.pickles import BadPickle
@@ -114,7 +114,7 @@ def _whole_names(flat: str, names: Sequence[str], known: Collection[str]) -> lis
     return list(names) if old else relative
 
 
-def split(name: str, flat: StoredArray, parts: Sequence[Part]) -> Mapping[str, StoredArray]:
+def split(name: str, flat: ChunkedArray, parts: Sequence[Part]) -> Mapping[str, ChunkedArray]:
     """The parameters that are stored in a flat array, by name.
 
     Arguments:

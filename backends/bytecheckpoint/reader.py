@@ -15,13 +15,13 @@ from typing import Any
 
 from unickpt.arrays import dtypes
 from unickpt.backends.bytecheckpoint.flat_params import FLAT, Part, parts_of, split
-from unickpt.backends.dcp.chunks import Located
-from unickpt.backends.dcp.metadata import Blob, Chunk, Metadata, Path, TensorFacts, fields
+from unickpt.backends.dcp.chunks import LocatedElements
+from unickpt.backends.dcp.metadata import Blob, DcpChunk, KeyPath, Metadata, TensorFacts, fields
 from unickpt.backends.dcp.objects import read_file, read_objects
 from unickpt.backends.dcp.reader import (
     METADATA,
+    ChunkedArray,
     DcpReader,
-    StoredArray,
     check_files,
     nested,
     read_metadata,
@@ -154,12 +154,12 @@ class _Folder:
         state = dict(sorted(state.items(), key=lambda item: order.get(item[0], len(order))))
         return nested(self._files, state, paths)
 
-    def _split(self, part: str, state: dict[str, Any], paths: dict[str, Path]) -> None:
+    def _split(self, part: str, state: dict[str, Any], paths: dict[str, KeyPath]) -> None:
         """Replaces flat parameters by what is in them, and finds the paths of all slots."""
         flats = self._flat_params()
         prefix = f"{_STATE}." if part == _OPTIMIZER else ""
         # A slot that is a single number belongs to the flat parameter itself.
-        flat_ones = [n for n, x in state.items() if isinstance(x, StoredArray) and x.shape]
+        flat_ones = [n for n, x in state.items() if isinstance(x, ChunkedArray) and x.shape]
         for name in flat_ones:
             flat, slot = _flat_and_slot(name.removeprefix(prefix), flats, bool(prefix))
             if flat is not None and name.startswith(prefix):
@@ -243,12 +243,14 @@ def _arrays(metadata: Metadata) -> dict[str, Any]:
             form = forms.get((name, chunk.box.start))
             if not isinstance(form, bytes):
                 raise BadPickle(f"it does not describe {quoted(name)} at {list(chunk.box.start)}")
-            boxes.append(FileBox(chunk.box, Located(chunk.blob, partial(_raw, form, facts, chunk))))
-        found[name] = StoredArray(facts.dtype, facts.shape, boxes)
+            boxes.append(
+                FileBox(chunk.box, LocatedElements(chunk.blob, partial(_raw, form, facts, chunk)))
+            )
+        found[name] = ChunkedArray(facts.dtype, facts.shape, boxes)
     return found
 
 
-def _raw(form: bytes, facts: TensorFacts, chunk: Chunk, files: Files) -> FileBox:
+def _raw(form: bytes, facts: TensorFacts, chunk: DcpChunk, files: Files) -> FileBox:
     """Where the elements of a chunk are: its bytes are those of the storage of a tensor.
 
     Arguments:

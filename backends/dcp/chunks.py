@@ -10,15 +10,14 @@ from __future__ import annotations
 import importlib
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.dtypes import Array
-from unickpt.backends.dcp.memory_files import InMemory, Known, Rest
-from unickpt.backends.dcp.metadata import Blob, Chunk, TensorFacts
+from unickpt.backends.dcp.metadata import Blob, DcpChunk, TensorFacts
 from unickpt.backends.safetensors.reader import Header, read_header
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.foreign.elements import ByteRange, Elements
@@ -30,10 +29,11 @@ from unickpt.storage.errors import Damaged
 
 _ZIP = b"PK\x03\x04"
 _EDGE = 1024  # of a chunk's zip: its pickle is at the beginning, its directory at the end
+_ZIP_END = b"PK\x05\x06"
 _AROUND = 1 << 20  # what a zip has at most beside the elements of its tensor
 
 
-class Located:
+class LocatedElements:
     """The elements of a chunk, in row-major order; where they are is found out when first read.
 
     Arguments:
@@ -72,7 +72,7 @@ class Compressed:
     def read(self, files: Files, first: int, out: Array) -> None:
         data = files.read(self._blob.file, self._blob.offset, self._blob.length)
         plain = decompressed(data, self._most, self._blob.file)
-        self._inner().read(CheckedFiles(InMemory(files, plain)), first, out)
+        self._inner().read(CheckedFiles(MemoryFile(files, plain)), first, out)
 
     def ranges(self, first: int, count: int, itemsize: int) -> Iterator[ByteRange]:
         yield ByteRange(self._blob.file, self._blob.offset, self._blob.offset + self._blob.length)
@@ -116,13 +116,13 @@ def zstandard(file: str) -> Any:
         ) from None
 
 
-class Chunks:
+class ChunkFinder:
     """Finds the chunks of one checkpoint in its files."""
 
     def __init__(self) -> None:
         self._headers: dict[tuple[str, int], Header] = {}
 
-    def elements(self, name: str, facts: TensorFacts, chunk: Chunk) -> Elements:
+    def elements(self, name: str, facts: TensorFacts, chunk: DcpChunk) -> Elements:
         """The elements of a chunk.
 
         Arguments:
@@ -133,13 +133,13 @@ class Chunks:
         blob = chunk.blob
         find = partial(self._find, name, facts, chunk)
         if not blob.compressed:
-            return Located(blob, find)
+            return LocatedElements(blob, find)
         needed = chunk.box.size * dtypes.from_name(facts.dtype).itemsize
         inner = replace(chunk, blob=Blob(blob.file, 0, 0))
         find = partial(_in_zip, facts.dtype, inner)
-        return Compressed(blob, needed + _AROUND, partial(Located, inner.blob, find))
+        return Compressed(blob, needed + _AROUND, partial(LocatedElements, inner.blob, find))
 
-    def _find(self, name: str, facts: TensorFacts, chunk: Chunk, files: Files) -> FileBox:
+    def _find(self, name: str, facts: TensorFacts, chunk: DcpChunk, files: Files) -> FileBox:
         """Where the elements of a chunk are, by its own header, which must fit the metadata."""
         blob = chunk.blob
         header = self._headers.get((blob.file, blob.offset))
@@ -156,7 +156,7 @@ class Chunks:
         return _in_safetensors(name, facts, chunk, header)
 
 
-def _in_zip(dtype: str, chunk: Chunk, files: Files) -> FileBox:
+def _in_zip(dtype: str, chunk: DcpChunk, files: Files) -> FileBox:
     blob = chunk.blob
     found = TorchFile(files, blob.file, blob.offset, blob.length or None)
     tensor = found.value
@@ -166,7 +166,7 @@ def _in_zip(dtype: str, chunk: Chunk, files: Files) -> FileBox:
     return found.box(tensor)
 
 
-def _in_safetensors(name: str, facts: TensorFacts, chunk: Chunk, header: Header) -> FileBox:
+def _in_safetensors(name: str, facts: TensorFacts, chunk: DcpChunk, header: Header) -> FileBox:
     tensor = header.tensors.get(name)
     others = [other for other in facts.chunks if other.blob.file == chunk.blob.file]
     if tensor is None or len(others) > 1:  # it can hold one tensor of a name
@@ -178,12 +178,12 @@ def _in_safetensors(name: str, facts: TensorFacts, chunk: Chunk, header: Header)
     return FileBox(chunk.box, tensor.elements(chunk.blob.file, chunk.blob.offset))
 
 
-def _check(expected: str, chunk: Chunk, dtype: str, shape: tuple[int, ...]) -> None:
+def _check(expected: str, chunk: DcpChunk, dtype: str, shape: tuple[int, ...]) -> None:
     if (dtype, shape) != (expected, chunk.box.shape):
         raise _contradicts(expected, chunk, dtypes.with_shape(dtype, shape))
 
 
-def _contradicts(dtype: str, chunk: Chunk, found: str) -> CheckpointCorrupt:
+def _contradicts(dtype: str, chunk: DcpChunk, found: str) -> CheckpointCorrupt:
     expected = dtypes.with_shape(dtype, chunk.box.shape)
     return CheckpointCorrupt(
         f"{chunk.blob.file} contains {found} at byte {chunk.blob.offset}, where the metadata "
@@ -200,3 +200,77 @@ def _recorded_start(header: Header, name: str) -> Any:
         raise CheckpointCorrupt(
             f"the places of tensors in its header are damaged: {error}"
         ) from error
+
+
+# --- files of which some bytes are in memory ------------------------------------------------------
+
+
+class Known(Files):
+    """Files of which some bytes are in memory already.
+
+    Arguments:
+        files: the others.
+        known: offsets and bytes, all of the one file that is parsed.
+    """
+
+    def __init__(self, files: Files, known: Iterable[tuple[int, bytes]]) -> None:
+        super().__init__(files.location, files.single is not None)
+        self._files, self._all = files, list(known)
+        self.summed = files.summed
+
+    def read(self, file: str, offset: int, length: int) -> bytes:
+        for begin, data in self._all:
+            if begin <= offset and offset + length <= begin + len(data):
+                return data[offset - begin : offset - begin + length]
+        begin, data = self._all[-1]
+        if offset + length == begin + len(data) and _ZIP_END in data:
+            # Who looks for the end of a zip asks for more than the end has, except for comments.
+            return bytes(length - len(data)) + data
+        return self._files.read(file, offset, length)
+
+
+class Rest(Files):
+    """Files without their first bytes.
+
+    Arguments:
+        files: the whole ones.
+        begin: how many bytes are missing.
+    """
+
+    def __init__(self, files: Files, begin: int) -> None:
+        super().__init__(files.location, files.single is not None)
+        self._files, self._begin = files, begin
+
+    def size(self, file: str) -> int | None:
+        size = self._files.size(file)
+        return None if size is None else size - self._begin
+
+    def read(self, file: str, offset: int, length: int) -> bytes:
+        return self._files.read(file, self._begin + offset, length)
+
+
+class MemoryFile(Files):
+    """One file, whose bytes are all in memory; under any name.
+
+    Arguments:
+        files: of the checkpoint, for messages.
+        data: the bytes.
+    """
+
+    def __init__(self, files: Files, data: bytes) -> None:
+        super().__init__(files.location, files.single is not None)
+        self._data = data
+
+    def size(self, file: str) -> int | None:
+        return len(self._data)
+
+    def read(self, file: str, offset: int, length: int) -> bytes:
+        if not 0 <= offset <= offset + length <= len(self._data):
+            raise Damaged(f"{file} ends before byte {offset + length} of its contents")
+        return self._data[offset : offset + length]
+
+    def tail(self, file: str, most: int) -> bytes:
+        return self._data[-most:]
+
+    def read_into(self, file: str, offset: int, out: memoryview) -> None:
+        out[:] = self.read(file, offset, len(out))

@@ -29,7 +29,7 @@ _TORCH = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta",
 _MOST_EXTENT = 1 << 62
 _MOST_DIMENSIONS = 32
 _LEAST_CHUNK = 16  # bytes that a chunk takes in the pickle
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 """The keys of nested containers."""
 
 
@@ -50,7 +50,7 @@ class Blob:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class DcpChunk:
     """A box of a tensor, and where it is."""
 
     box: Box
@@ -69,7 +69,7 @@ class TensorFacts:
 
     dtype: str
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[DcpChunk, ...]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Metadata:
     tensors: Mapping[str, TensorFacts]
     objects: Mapping[str, Blob]
     names: tuple[str, ...]
-    paths: Mapping[str, Path]
+    paths: Mapping[str, KeyPath]
     version: str
     added: Mapping[str, Any]
 
@@ -201,7 +201,7 @@ class _Decoder:
         boxes = dict.fromkeys(
             _box(what, shape, fields(chunk, "ChunkStorageMetadata")) for chunk in chunks
         )
-        found = tuple(Chunk(box, self._blob(name, box.start)) for box in boxes if not box.empty)
+        found = tuple(DcpChunk(box, self._blob(name, box.start)) for box in boxes if not box.empty)
         return TensorFacts(self._dtype(name, facts.get("properties")), shape, found)
 
     def _dtype(self, name: str, properties: Any) -> str:
@@ -216,7 +216,7 @@ class _Decoder:
         except BadPickle as error:
             raise UnsupportedFormat(f"{self._where}: {quoted(name)}: {error}") from None
 
-    def _paths(self) -> dict[str, Path]:
+    def _paths(self) -> dict[str, KeyPath]:
         """The paths; other planners than torch's own may store anything in their place."""
         found = self._root.get("planner_data")
         return {

@@ -8,8 +8,7 @@ from typing import Any
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
-from unickpt.backends.dcp.chunks import Compressed, decompressed
-from unickpt.backends.dcp.memory_files import InMemory, Known
+from unickpt.backends.dcp.chunks import Compressed, Known, MemoryFile, decompressed
 from unickpt.backends.dcp.metadata import Blob
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
 from unickpt.foreign.file_ranges import FileBox
@@ -32,7 +31,7 @@ _THREADS = 16
 
 
 @dataclass(frozen=True)
-class Inside:
+class InnerTensor:
     """A tensor within a value, such as within a list.
 
     Arguments:
@@ -52,7 +51,7 @@ def read_objects(files: Files, objects: Mapping[str, Blob]) -> dict[str, Any]:
         objects: where each of them is.
 
     Returns:
-        Containers of plain values, of which objects of unknown classes are some, and of `Inside`.
+        Containers of plain values, some of them objects of unknown classes, and of `InnerTensor`.
 
     Raises:
         CheckpointCorrupt: names the one that is damaged.
@@ -83,7 +82,7 @@ def read_file(files: Files, name: str) -> Any:
     """
     try:
         found = TorchFile(files, name)
-        return _Values(found, found.pickle_size).value(found.value)
+        return _PickledValues(found, found.pickle_size).value(found.value)
     except BadPickle as error:
         raise CheckpointCorrupt(f"{files.location}: {name}: {error}") from error
     except Failed as error:
@@ -114,18 +113,18 @@ def _read_object(files: Files, name: str, blob: Blob) -> Any:
     try:
         if not blob.compressed:
             found = TorchFile(files, blob.file, blob.offset, blob.length)
-            return _Values(found, blob.length).value(found.value)
+            return _PickledValues(found, blob.length).value(found.value)
         data = files.read(blob.file, blob.offset, blob.length)
         plain = decompressed(data, _MOST_COMPRESSED, blob.file)
-        found = TorchFile(InMemory(files, plain), blob.file)
-        return _Values(found, len(plain), blob).value(found.value)
+        found = TorchFile(MemoryFile(files, plain), blob.file)
+        return _PickledValues(found, len(plain), blob).value(found.value)
     except (CheckpointCorrupt, BadPickle) as error:
         reason = str(error).removeprefix(f"{files.location}: ")
         raise CheckpointCorrupt(f"{files.location}: {quoted(name)}: {reason}") from error
 
 
-class _Values:
-    """Turns pickled values into containers of plain values and of `Inside`.
+class _PickledValues:
+    """Turns pickled values into containers of plain values and of `InnerTensor`.
 
     Arguments:
         file: which holds them.
@@ -162,7 +161,7 @@ class _Values:
             numbers = Box.whole(found.shape).size
             # One that repeats its elements could have any size.
             if numbers * dtypes.from_name(found.dtype).itemsize <= found.nbytes:
-                return Inside(found, self._box(found))
+                return InnerTensor(found, self._box(found))
         if isinstance(found, Opaque) and holds_tensors(found, self._without, self._spend):
             found = dict(attributes(found))
             if all(map(_is_key, found)):

@@ -14,9 +14,9 @@ from typing import Any
 
 from unickpt.arrays.box import Box
 from unickpt.backends.dcp import metadata
-from unickpt.backends.dcp.chunks import Chunks, zstandard
-from unickpt.backends.dcp.metadata import Metadata, Path, TensorFacts
-from unickpt.backends.dcp.objects import Inside, read_objects
+from unickpt.backends.dcp.chunks import ChunkFinder, zstandard
+from unickpt.backends.dcp.metadata import KeyPath, Metadata, TensorFacts
+from unickpt.backends.dcp.objects import InnerTensor, read_objects
 from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, CoverageError, UnsupportedLeaf
 from unickpt.foreign.elements import FileRange
 from unickpt.foreign.file_ranges import WHOLE, FileBox, RangeReader, of_boxes, whole
@@ -94,7 +94,7 @@ def read_metadata(
 
 
 @dataclass(frozen=True)
-class StoredArray:
+class ChunkedArray:
     """An array, a leaf of a state.
 
     Arguments:
@@ -118,7 +118,7 @@ def state_of(files: Files, metadata: Metadata) -> dict[str, Any]:
     """
     check_files(files, metadata)
     values = read_objects(files, metadata.objects)
-    chunks = Chunks()
+    chunks = ChunkFinder()
     return {
         name: stored_array(chunks, name, metadata.tensors[name])
         if name in metadata.tensors
@@ -149,7 +149,7 @@ def check_files(files: Files, metadata: Metadata) -> None:
         zstandard(f"{files.location}: {quoted(name)} in {file}")
 
 
-def stored_array(chunks: Chunks, name: str, facts: TensorFacts) -> StoredArray:
+def stored_array(chunks: ChunkFinder, name: str, facts: TensorFacts) -> ChunkedArray:
     """A tensor as a leaf.
 
     Arguments:
@@ -159,10 +159,10 @@ def stored_array(chunks: Chunks, name: str, facts: TensorFacts) -> StoredArray:
     """
     boxes = [FileBox(c.box, chunks.elements(name, facts, c)) for c in facts.chunks]
     compressed = any(chunk.blob.compressed for chunk in facts.chunks)
-    return StoredArray(facts.dtype, facts.shape, boxes, compressed)
+    return ChunkedArray(facts.dtype, facts.shape, boxes, compressed)
 
 
-def nested(files: Files, state: Mapping[str, Any], paths: Mapping[str, Path]) -> Any:
+def nested(files: Files, state: Mapping[str, Any], paths: Mapping[str, KeyPath]) -> Any:
     """A state as it was saved: nested containers.
 
     Arguments:
@@ -173,15 +173,15 @@ def nested(files: Files, state: Mapping[str, Any], paths: Mapping[str, Path]) ->
     Raises:
         CheckpointCorrupt: one value lies within another.
     """
-    root = _Level()
+    root = _NestedLevel()
     for name, value in state.items():
         *above, last = paths.get(name) or (name,)
         level = root
         for key in above:
-            level = level.setdefault(key, _Level())
-            if not isinstance(level, _Level):
+            level = level.setdefault(key, _NestedLevel())
+            if not isinstance(level, _NestedLevel):
                 break
-        if not isinstance(level, _Level) or last in level:
+        if not isinstance(level, _NestedLevel) or last in level:
             raise CheckpointCorrupt(
                 f"{files.location}: {METADATA}: {quoted(name)} has the same place in the saved "
                 "state as another value"
@@ -190,11 +190,11 @@ def nested(files: Files, state: Mapping[str, Any], paths: Mapping[str, Path]) ->
     return root.containers()
 
 
-class _Level(dict[Any, Any]):
+class _NestedLevel(dict[Any, Any]):
     """A container of a state; values can be dicts, too."""
 
     def containers(self) -> Any:
-        found = {k: v.containers() if isinstance(v, _Level) else v for k, v in self.items()}
+        found = {k: v.containers() if isinstance(v, _NestedLevel) else v for k, v in self.items()}
         if found and all(type(key) is int for key in found) and max(found) == len(found) - 1:
             return [found[position] for position in range(len(found))]
         return found
@@ -214,7 +214,7 @@ class DcpReader(RangeReader):
 
     Arguments:
         files: of the checkpoint.
-        state: nested containers of `StoredArray`, `Inside` and plain values.
+        state: nested containers of `ChunkedArray`, `InnerTensor` and plain values.
         version: of the metadata.
 
     Raises:
@@ -233,9 +233,9 @@ class DcpReader(RangeReader):
         plain = dict[str, plain_values.Plain]()
         for leaf in tree.leaves(node):
             name, value = leaf.name, leaf.value
-            if isinstance(value, StoredArray):
+            if isinstance(value, ChunkedArray):
                 entries[name], boxes[name] = _entry(files, name, value), value.boxes
-            elif isinstance(value, Inside):
+            elif isinstance(value, InnerTensor):
                 entries[name] = whole(name, value.tensor.shape, value.tensor.dtype, value.box)
                 boxes[name] = (value.box,)
             else:
@@ -247,10 +247,10 @@ class DcpReader(RangeReader):
 
 
 def _is_leaf(value: Any) -> bool:
-    return isinstance(value, (StoredArray, Inside)) or plain_values.is_plain(value)
+    return isinstance(value, (ChunkedArray, InnerTensor)) or plain_values.is_plain(value)
 
 
-def _entry(files: Files, name: str, array: StoredArray) -> ArrayEntry:
+def _entry(files: Files, name: str, array: ChunkedArray) -> ArrayEntry:
     everything = Box.whole(array.shape)
     if everything.empty:
         return whole(name, array.shape, array.dtype, FileBox(everything, FileRange("", 0)))

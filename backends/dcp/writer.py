@@ -26,8 +26,8 @@ _CHUNK_BYTES = 64 << 20
 _FILE_BYTES = 1 << 30
 _OVERHEAD = 4096  # of a chunk's zip, at most
 _DCP = "torch.distributed.checkpoint"
-_Path = tuple[str | int, ...]
-_Visited = tuple[_Path, tree.Node | tree.Leaf]
+_KeyPath = tuple[str | int, ...]
+_Visited = tuple[_KeyPath, tree.Node | tree.Leaf]
 _MAPPINGS = ("dict", "ordereddict", "namedtuple", "object")
 
 
@@ -45,10 +45,10 @@ class DcpWriter:
                 "DCP stores dicts, and this checkpoint is a single leaf, a list or a tuple; put it "
                 "below a name by a rule"
             )
-        return _Planner(index, most_bytes).plan(root)
+        return _DcpPlanner(index, most_bytes).plan(root)
 
 
-class _Planner:
+class _DcpPlanner:
     """Collects blobs and what the metadata say of them.
 
     Arguments:
@@ -61,7 +61,7 @@ class _Planner:
         self._files = _Blobs(min(_FILE_BYTES, most_bytes))
         self._chunk_bytes = max(1, min(_CHUNK_BYTES, most_bytes - _OVERHEAD))
         self._described: dict[str, Any] = {}
-        self._paths: dict[str, _Path] = {}
+        self._paths: dict[str, _KeyPath] = {}
         self._stored: dict[Any, Any] = {}
         self._of_array: dict[str, tuple[Any, list[tuple[Box, Any]]]] = {}
         self._arrays: dict[str, str] = {}
@@ -92,7 +92,7 @@ class _Planner:
         last = text_file(".metadata", dumps(metadata), last=True)
         return Plan((*self._files.planned(), last), self._arrays, self._values)
 
-    def _visited(self, node: tree.Node | tree.Leaf, path: _Path) -> Iterator[_Visited]:
+    def _visited(self, node: tree.Node | tree.Leaf, path: _KeyPath) -> Iterator[_Visited]:
         """What DCP stores under a name of its own, with its path.
 
         That is all in dicts, and in lists that contain tensors or dicts; anything else is one

@@ -14,7 +14,7 @@ from typing import Any
 
 from unickpt.arrays.box import Box
 from unickpt.backends.dcp.metadata import extents
-from unickpt.backends.dcp.reader import StoredArray
+from unickpt.backends.dcp.reader import ChunkedArray
 from unickpt.foreign.elements import Joined, Run
 from unickpt.foreign.file_ranges import FileBox
 from unickpt.foreign.pickles import BadPickle
@@ -43,7 +43,7 @@ def shapes_of(found: Any) -> Mapping[str, tuple[int, ...]]:
     }
 
 
-def unflattened(name: str, stored: StoredArray, shape: tuple[int, ...]) -> StoredArray:
+def unflattened(name: str, stored: ChunkedArray, shape: tuple[int, ...]) -> ChunkedArray:
     """A flattened array as it was before.
 
     Arguments:
@@ -93,7 +93,7 @@ def _joined(name: str, box: Box, pieces: list[tuple[int, Run]]) -> Joined:
     return Joined([run for _, run in sorted(pieces, key=lambda piece: piece[0])])
 
 
-def _contradicts(name: str, stored: StoredArray, shape: tuple[int, ...]) -> BadPickle:
+def _contradicts(name: str, stored: ChunkedArray, shape: tuple[int, ...]) -> BadPickle:
     return BadPickle(
         f"{quoted(name)} of shape {list(shape)} is stored flattened as {list(stored.shape)}, which "
         "does not divide it"

@@ -17,8 +17,8 @@ from unickpt.backends.dcp.metadata import Metadata
 from unickpt.backends.dcp.objects import read_file
 from unickpt.backends.dcp.reader import (
     METADATA,
+    ChunkedArray,
     DcpReader,
-    StoredArray,
     nested,
     read_metadata,
     state_of,
@@ -84,7 +84,7 @@ def _open(files: Files, extra_state: bool) -> Reader:
     try:
         for name, shape in shapes_of(metadata.added.get("mcore_data")).items():
             stored = state.get(name)
-            if isinstance(stored, StoredArray):
+            if isinstance(stored, ChunkedArray):
                 state[name] = unflattened(name, stored, shape)
     except BadPickle as error:
         raise CheckpointCorrupt(f"{files.location}: {METADATA}: {error}") from error

@@ -10,9 +10,9 @@ import pytest
 from support.processes import Processes
 
 from unickpt import LoadOptions, ProcessGroup, SaveOptions
-from unickpt.frameworks import budget, node_memory
-from unickpt.frameworks.budget import ProcessBytes, share
-from unickpt.frameworks.node_count import NodeCount, launched_on_node
+from unickpt.frameworks import budget
+from unickpt.frameworks.budget import MemoryBudget, node_memory, share
+from unickpt.frameworks.process_group import NodeCount, launched_on_node
 
 GIB = 1 << 30
 
@@ -33,7 +33,7 @@ def system(root: Path, cgroup: str, files: dict[str, str]) -> Path:
 
 
 def limits(root: Path, cgroup: str, files: dict[str, str]) -> tuple[float, float]:
-    found = node_memory.find(system(root, cgroup, files))
+    found = node_memory(system(root, cgroup, files))
     return found.total / GIB, found.available / GIB
 
 
@@ -89,8 +89,7 @@ def test_the_memory_of_a_node(
 def test_containers_with_limits_of_their_own_are_different_nodes(tmp_path: Path) -> None:
     files = {"a/memory.max": str(8 * GIB), "b/memory.max": str(8 * GIB), "c/x": ""}
     names = [
-        node_memory.find(system(tmp_path, f"0::/{of}\n", files)).name
-        for of in ("a", "a", "b", "c", "d")
+        node_memory(system(tmp_path, f"0::/{of}\n", files)).name for of in ("a", "a", "b", "c", "d")
     ]
     assert names[0] == names[1]
     assert len({names[0], names[2], names[3]}) == 3
@@ -100,12 +99,12 @@ def test_containers_with_limits_of_their_own_are_different_nodes(tmp_path: Path)
 def test_a_share() -> None:
     assert share(1000, 8) == 125
     assert share(3, 8) == 1
-    assert share(ProcessBytes(1000), 8) == 1000, "it is a process's already"
+    assert share(MemoryBudget(1000, "process"), 8) == 1000, "it is a process's already"
     assert share(None, 8, default=800) == 100
     assert share(None, 1) <= budget.MOST_WORKING
-    assert budget.everywhere(1000, 8) == 125
-    assert budget.everywhere(ProcessBytes(1000), 8) == 1000
-    memory = node_memory.find()
+    assert MemoryBudget.of(1000).share(8) == 125
+    assert MemoryBudget.of(None).share(8) == budget.MOST_WORKING
+    memory = node_memory()
     assert 0 < budget.node_bytes() <= memory.total // 4
 
 
@@ -159,13 +158,9 @@ class Memory:
         self._ready.wait(0)
 
 
-def test_processes_that_have_not_arrived_count_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_have_not_arrived_count_as_well() -> None:
     memory = Memory()
-    counts = []
-    for node in ("a", "b", "a", "a"):
-        found = node_memory.NodeMemory(1, 1, node)
-        monkeypatch.setattr(node_memory, "find", lambda found=found: found)
-        counts.append(NodeCount(memory, 4, "s"))
+    counts = [NodeCount(memory, 4, "s", node) for node in ("a", "b", "a", "a")]
     expected = ([4], [3, 3], [3, 2, 3], [3, 1, 3, 3])
     for number, count in enumerate(counts):
         count.arrive()

@@ -20,8 +20,7 @@ import unickpt
 
 fsspec = pytest.importorskip("fsspec")
 
-from unickpt.integrations.fsspec import MirroredCheckpointer  # noqa: E402
-from unickpt.integrations.fsspec.folder import StepsFolder  # noqa: E402
+from unickpt.integrations.fsspec import MirroredCheckpointer, StepsFolder  # noqa: E402
 from unickpt.saving.background import PendingSave  # noqa: E402
 
 STORAGES = ("memory", "file", "s3", "abfs")

@@ -105,7 +105,7 @@ def test_runs_of_values_in_nodes_and_files_are_found(
         else:
             places[n] = files.index(value.path), value.offset, value.length
     starts = range(0, len(keys), size)
-    runs = [builder.Run(keys[at : at + size], places[at : at + size]) for at in starts]
+    runs = [builder.TreeEntries(keys[at : at + size], places[at : at + size]) for at in starts]
     out = bytearray()
 
     def place(node: bytes) -> DataReference:
@@ -144,7 +144,9 @@ def test_a_key_that_is_too_long_is_named() -> None:
     place = np.zeros(1, builder.PLACE_DTYPE)
 
     def encoded(key: bytes) -> bytes:
-        return builder.encode([builder.Run([key], place)], ["d/1"], b"", lambda n: at(len(n)))[0]
+        return builder.encode(
+            [builder.TreeEntries([key], place)], ["d/1"], b"", lambda n: at(len(n))
+        )[0]
 
     def at(length: int) -> DataReference:
         return DataReference("d/2", 0, length)

@@ -30,8 +30,9 @@ def test_cloud_urls_become_the_specs_of_their_drivers(monkeypatch: pytest.Monkey
         "bucket": "bucket",
         "path": "a b/c/",
     }
-    plain = {"driver": "s3", "bucket": "bucket", "path": "run/1/"}
+    plain: dict[str, Any] = {"driver": "s3", "bucket": "bucket", "path": "run/1/"}
     plain["aws_credentials"] = "aws_credentials#anonymous"
+    plain["s3_request_retries"] = s3.retries()
     assert paths.resolve("s3://bucket/run/1").spec == plain
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-central-1")
     assert paths.resolve("s3://bucket/run/1").spec == {**plain, "aws_region": "eu-central-1"}
@@ -72,10 +73,7 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> schemes.Scheme:
         store = "memory_key_value_store#notebook"
         return {"driver": "memory", "memory_key_value_store": store, "path": path and path + "/"}
 
-    def context() -> dict[str, Any]:
-        return {"memory_key_value_store#notebook": NOTEBOOKS}
-
-    scheme = schemes.Scheme("notebook", spec, context, Page)
+    scheme = schemes.Scheme("notebook", spec, {"memory_key_value_store#notebook": NOTEBOOKS}, Page)
     schemes.register(scheme)
     return scheme
 

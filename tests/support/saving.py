@@ -118,7 +118,7 @@ def in_agreeing_job(count: int, work: Callable[[ProcessGroup], Any]) -> list[Any
     agree = agreeing(count)
 
     def run(group: ProcessGroup) -> Any:
-        return work(ProcessGroup(group.index, group.count, group._session, agree))
+        return work(ProcessGroup(group.index, group.count, group._session.name, agree))
 
     return in_job(count, run)
 

@@ -134,22 +134,6 @@ def _under(box: Box, start: int, stop: int) -> Box:
     return Box((start, *box.start), (stop, *box.stop))
 
 
-def box_to_flat_range(shape: Sequence[int], box: Box) -> tuple[int, int] | None:
-    """The flat row-major range `[start, stop)` that `box` fills, or None if it fills none.
-
-    The inverse of `flat_range_to_boxes` for a single box.
-    """
-    if box.empty:
-        return (0, 0)
-    start = 0
-    for n, a in zip(shape, box.start, strict=True):
-        start = start * n + a
-    last = 0
-    for n, b in zip(shape, box.stop, strict=True):
-        last = last * n + b - 1
-    return (start, last + 1) if last + 1 - start == box.size else None
-
-
 def cut(box: Box, most: int) -> Iterator[Box]:
     """Pieces of a box in row-major order, each a contiguous range of at most `most` elements.
 
@@ -166,9 +150,8 @@ def cut(box: Box, most: int) -> Iterator[Box]:
     dim = wide[0]
     rows = max(1, most // (box.size // box.shape[dim]))
     for at in range(box.start[dim], box.stop[dim], rows):
-        start, stop = list(box.start), list(box.stop)
-        start[dim], stop[dim] = at, min(at + rows, box.stop[dim])
-        yield from cut(Box(tuple(start), tuple(stop)), most)
+        stop = min(at + rows, box.stop[dim])
+        yield from cut(Box(_replaced(box.start, dim, at), _replaced(box.stop, dim, stop)), most)
 
 
 def overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
@@ -295,72 +278,44 @@ def fill_exactly(whole: Box, boxes: Sequence[Box]) -> bool:
 
 
 def uncovered(whole: Box, boxes: Iterable[Box]) -> Box | None:
-    """A part of `whole` that no box covers, or None if all of it is covered."""
-    boxes = list(boxes)
-    if overlap(boxes) is None:
-        return _gap(whole, boxes)
-    rest = [] if whole.empty else [whole]
-    for box in boxes:
-        if not rest:
-            return None
-        rest = [piece for hole in rest for piece in _subtract(hole, box)]
-    return rest[0] if rest else None
-
-
-def _gap(whole: Box, boxes: Sequence[Box]) -> Box | None:
-    """A part of `whole` that no box covers; the boxes are disjoint.
+    """A part of `whole` that no box covers, or None if all of it is covered.
 
     Halves it repeatedly, and continues with a half that has more elements than its boxes.
+
+    Arguments:
+        whole: to be covered.
+        boxes: disjoint.
     """
-    inside = [common for box in boxes if (common := whole.intersect(box)) is not None]
+    inside = _within(whole, boxes)
     if sum(box.size for box in inside) == whole.size:
         return None
     while inside:
         dim, at = _halfway(whole, inside)
-        start, stop = list(whole.start), list(whole.stop)
         for half in (
-            Box(whole.start, _replaced(stop, dim, at)),
-            Box(_replaced(start, dim, at), whole.stop),
+            Box(whole.start, _replaced(whole.stop, dim, at)),
+            Box(_replaced(whole.start, dim, at), whole.stop),
         ):
-            within = [common for box in inside if (common := half.intersect(box)) is not None]
+            within = _within(half, inside)
             if sum(box.size for box in within) < half.size:
                 whole, inside = half, within
                 break
     return whole
 
 
+def _within(whole: Box, boxes: Iterable[Box]) -> list[Box]:
+    """What each box has in common with another one, without those that have nothing."""
+    return [common for box in boxes if (common := whole.intersect(box)) is not None]
+
+
 def _halfway(whole: Box, boxes: Sequence[Box]) -> tuple[int, int]:
     """A dimension, and the median of all box sides within `whole` along it."""
-    best: list[int] = []
-    dim = 0
-    for d, (a, b) in enumerate(zip(whole.start, whole.stop, strict=True)):
-        sides = [side for box in boxes for side in (box.start[d], box.stop[d]) if a < side < b]
-        if len(sides) > len(best):
-            best, dim = sides, d
-    return dim, sorted(best)[len(best) // 2]
+    sides = [
+        sorted(s for box in boxes for s in (box.start[d], box.stop[d]) if a < s < b)
+        for d, (a, b) in enumerate(zip(whole.start, whole.stop, strict=True))
+    ]
+    dim = max(range(len(sides)), key=lambda d: len(sides[d]))
+    return dim, sides[dim][len(sides[dim]) // 2]
 
 
 def _replaced(position: Sequence[int], dim: int, at: int) -> tuple[int, ...]:
-    return tuple(at if d == dim else p for d, p in enumerate(position))
-
-
-def _subtract(hole: Box, box: Box) -> list[Box]:
-    common = hole.intersect(box)
-    if common is None:
-        return [hole]
-    pieces: list[Box] = []
-    start, stop = list(hole.start), list(hole.stop)
-    for d in range(len(start)):
-        if start[d] < common.start[d]:
-            pieces.append(_replace(start, stop, d, start[d], common.start[d]))
-        if common.stop[d] < stop[d]:
-            pieces.append(_replace(start, stop, d, common.stop[d], stop[d]))
-        start[d], stop[d] = common.start[d], common.stop[d]
-    return pieces
-
-
-def _replace(start: list[int], stop: list[int], dim: int, a: int, b: int) -> Box:
-    return Box(
-        tuple(a if d == dim else s for d, s in enumerate(start)),
-        tuple(b if d == dim else s for d, s in enumerate(stop)),
-    )
+    return (*position[:dim], at, *position[dim + 1 :])

@@ -33,13 +33,13 @@ class Digit:
 
 
 Dim = tuple[Digit, ...]
-Ranges = tuple[tuple[int, int], ...]
+AxisRanges = tuple[tuple[int, int], ...]
 """A half-open range of each axis."""
 
 
 def pull(
-    dims: Sequence[Dim], start: Sequence[int], stop: Sequence[int], whole: Ranges
-) -> list[Ranges]:
+    dims: Sequence[Dim], start: Sequence[int], stop: Sequence[int], whole: AxisRanges
+) -> list[AxisRanges]:
     """The boxes of axes whose elements lie within a box of the array.
 
     Arguments:
@@ -53,7 +53,7 @@ def pull(
     return found
 
 
-def _pull_dim(dim: Dim, low: int, high: int, ranges: Ranges) -> Iterator[Ranges]:
+def _pull_dim(dim: Dim, low: int, high: int, ranges: AxisRanges) -> Iterator[AxisRanges]:
     """`ranges` narrowed to where a mixed-radix number lies within [low, high)."""
     if low >= high:
         return
@@ -85,7 +85,7 @@ def _pull_dim(dim: Dim, low: int, high: int, ranges: Ranges) -> Iterator[Ranges]
             yield from _pull_dim(rest, inner_low, inner_high, narrowed)
 
 
-def _pull_digit(digit: Digit, low: int, high: int, ranges: Ranges) -> Iterator[Ranges]:
+def _pull_digit(digit: Digit, low: int, high: int, ranges: AxisRanges) -> Iterator[AxisRanges]:
     low, high = max(low - digit.offset, 0), min(high - digit.offset, digit.extent)
     if low >= high:
         return
@@ -113,7 +113,7 @@ class LinearIndex:
     def at(self, indices: Sequence[int]) -> int:
         return self.constant + sum(step * indices[axis] for axis, step in self.steps)
 
-    def bounds(self, ranges: Ranges) -> tuple[int, int]:
+    def bounds(self, ranges: AxisRanges) -> tuple[int, int]:
         """The first index and one past the last index for these ranges of the axes."""
         low = high = self.constant
         for axis, step in self.steps:

@@ -11,7 +11,7 @@ import typer
 import unickpt
 from unickpt import Checkpoint, Rules
 from unickpt.cli.output import fail
-from unickpt.frameworks.budget import ProcessBytes
+from unickpt.frameworks.budget import MemoryBudget
 
 RulesName = Annotated[
     str | None, typer.Option("--rules", help="A file of rules, or the name of a preset.")
@@ -53,9 +53,9 @@ Overwrite = Annotated[
 ]
 
 
-def of_process(budget: int | None) -> int | None:
+def of_process(budget: int | None) -> MemoryBudget | None:
     """What `--budget` says, as a budget of this process, not of its node."""
-    return None if budget is None else ProcessBytes(budget)
+    return None if budget is None else MemoryBudget(budget, "process")
 
 
 def read_rules(name: str | None, inverse: bool, sizes: list[str] | None) -> Rules | None:

@@ -23,7 +23,7 @@ from unickpt.format import chunk_grid, patches
 from unickpt.format.chunk_grid import Part, join_key
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.storage.btree import builder
-from unickpt.storage.btree.builder import PLACE_DTYPE, Run
+from unickpt.storage.btree.builder import PLACE_DTYPE, TreeEntries
 from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.database import Database, digest_of
 from unickpt.storage.errors import Failed
@@ -161,11 +161,11 @@ class Root:
                 self._store.write(MANIFEST, None, if_equal=found.stamp.generation).result()
 
 
-def _numbered(run: Run, numbers: Any) -> Run:
+def _numbered(run: TreeEntries, numbers: Any) -> TreeEntries:
     """A run with other numbers of its files; the last is that of `INLINE`."""
     places = run.places.copy()
     places["file"] = numbers[places["file"]]
-    return Run(run.keys, places)
+    return TreeEntries(run.keys, places)
 
 
 class _DataFiles:
@@ -233,7 +233,7 @@ class _DataFiles:
 Column = np.ndarray[Any, Any]
 
 
-def runs(index: Index, chunks: Chunks, extra: Mapping[str, Place]) -> Iterator[Run]:
+def runs(index: Index, chunks: Chunks, extra: Mapping[str, Place]) -> Iterator[TreeEntries]:
     """All entries of the root database of a checkpoint.
 
     Arguments:
@@ -297,13 +297,13 @@ class _Grid:
         """Of the keys of these chunks, and of no other key."""
         return join_key(self.part.key, "c").encode()
 
-    def run(self, orders: _Orders) -> Run:
+    def run(self, orders: _Orders) -> TreeEntries:
         """Their entries."""
         tails, numbers = orders.of(self.part.grid)
         prefix, chosen = self.prefix, self.chosen[numbers]
         if not chosen.all():
             tails, numbers = list(compress(tails, chosen.tolist())), numbers[chosen]
-        return Run([prefix + tail for tail in tails], self.places[numbers])
+        return TreeEntries([prefix + tail for tail in tails], self.places[numbers])
 
 
 class _Orders:
@@ -326,14 +326,16 @@ class _Orders:
         return self._found
 
 
-def _ordered(keys: Sequence[bytes], places: Column, grids: Sequence[_Grid]) -> Iterator[Run]:
+def _ordered(
+    keys: Sequence[bytes], places: Column, grids: Sequence[_Grid]
+) -> Iterator[TreeEntries]:
     """Entries, and between them those of grids, all in order."""
     at, orders = 0, _Orders()
     for grid in sorted(grids, key=attrgetter("prefix")):
         end = bisect_left(keys, grid.prefix, at)
         if end > at:
-            yield Run(keys[at:end], places[at:end])
+            yield TreeEntries(keys[at:end], places[at:end])
         at = end
         yield grid.run(orders)
     if at < len(keys):
-        yield Run(keys[at:], places[at:])
+        yield TreeEntries(keys[at:], places[at:])

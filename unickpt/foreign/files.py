@@ -12,7 +12,7 @@ from unickpt.foreign.crc32 import Parts, Range, Ranges
 from unickpt.storage import contexts
 from unickpt.storage.errors import Damaged, system_calls
 from unickpt.storage.kvstore import KvStore
-from unickpt.storage.local_files import Inside, check_regular, open_to_read
+from unickpt.storage.local_files import FolderBoundary, check_regular, open_to_read
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
 
@@ -26,7 +26,7 @@ class Files:
     threads.
 
     Only regular files are opened, and only in the location: symbolic links are followed as
-    `local_files.Inside` says. The location itself may be a link.
+    `local_files.FolderBoundary` says. The location itself may be a link.
 
     Arguments:
         location: the folder; or the file, if it is one.
@@ -231,7 +231,7 @@ class Files:
         assert self._folder is not None, "only local files are opened"
         at = self._folder + file
         if file not in self._inside:
-            Inside(self._folder).check(file)
+            FolderBoundary(self._folder).check(file)
             self._inside.add(file)
         handle = open_to_read(at)
         try:

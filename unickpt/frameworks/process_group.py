@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Protocol
 
@@ -14,6 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
+_PATIENCE_S = 1.0
+_LAUNCHERS = (
+    ("LOCAL_WORLD_SIZE", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),
+    ("MPI_LOCALNRANKS", "PMI_SIZE"),
+)
 
 
 class Group(Protocol):
@@ -64,7 +70,7 @@ class Group(Protocol):
 
 
 @dataclass(frozen=True)
-class Call:
+class JointCall:
     """For messages: a call that all processes must make.
 
     Arguments:
@@ -76,9 +82,9 @@ class Call:
     duty: str
 
 
-SAVE = Call("SaveOptions.timeout_s", "call save")
-DECIDE = Call("SaveOptions.timeout_s", "call the Checkpointer at the same steps")
-LOAD = Call("LoadOptions.timeout_s", "call load in the same way, and one may have ended")
+SAVE = JointCall("SaveOptions.timeout_s", "call save")
+DECIDE = JointCall("SaveOptions.timeout_s", "call the Checkpointer at the same steps")
+LOAD = JointCall("LoadOptions.timeout_s", "call load in the same way, and one may have ended")
 
 
 class BoundedGroup(ABC):
@@ -94,9 +100,15 @@ class BoundedGroup(ABC):
     def within(self, timeout_s: float) -> Group:
         """The same group, whose methods raise `SaveTimeout` after `timeout_s`."""
 
+    @property
+    def session(self) -> JobSession | None:
+        """What its processes have agreed on, since the first save."""
+        return None
+
     def on_node(self) -> int:
         """How many processes share the memory of this node; at most, before that is known."""
-        return self.count
+        nodes = None if self.session is None else self.session.nodes
+        return self.count if nodes is None else nodes.at_most()
 
 
 def within(group: Group, timeout_s: float) -> Group:
@@ -146,13 +158,12 @@ class ProcessGroup:
             raise ValueError(f"session {session!r} must consist of letters, digits, '-', '_', '.'")
         if local_count is not None and not (_is_integer(local_count) and 1 <= local_count <= count):
             raise ValueError(f"local_count={local_count!r} must be from 1 to {count}")
-        self.index, self.count, self._session = index, count, session
+        self.index, self.count, self._session = index, count, JobSession(session)
         self._local_count = local_count
-        self._counter = itertools.count()
         self._agree, self._exchange = agree, exchange
 
     def next_attempt(self) -> str:
-        return f"{self._session}-{next(self._counter):06d}"
+        return self._session.next_attempt()
 
     def on_node(self) -> int:
         """How many of the processes share the memory of this node, at most."""
@@ -192,17 +203,139 @@ def alone() -> ProcessGroup:
     return ProcessGroup(0, 1, new_session())
 
 
-def tell_all(group: Group, told: bytes) -> list[bytes]:
-    """What each process of a job tells all others; called by all of them at the same point.
+def all_gather_bytes(group: Group, data: bytes) -> list[bytes]:
+    """The bytes of every process; called by all of them at the same point.
 
     Raises: as `Group.exchange`.
     """
     if group.count == 1:
-        return [told]
-    size = np.array([len(told)], np.int64).view(np.uint8)
+        return [data]
+    size = np.array([len(data)], np.int64).view(np.uint8)
     each = [len(size)] * group.count
     sizes = group.exchange(np.tile(size, group.count), each, each).view(np.int64).tolist()
-    data = np.tile(np.frombuffer(told, np.uint8), group.count)
-    found = group.exchange(data, [len(told)] * group.count, sizes).tobytes()
+    copies = np.tile(np.frombuffer(data, np.uint8), group.count)
+    gathered = group.exchange(copies, [len(data)] * group.count, sizes).tobytes()
     ends = itertools.accumulate(sizes)
-    return [found[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+    return [gathered[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+
+
+# --- the processes of this node ------------------------------------------------------------------
+
+
+class Counters(Protocol):
+    """The key-value store of a job."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a counter, which begins at 0; returns what it is then."""
+
+    def announce(self, key: str) -> None:
+        """Ends `wait` on all processes."""
+
+    def wait(self, key: str, seconds: float) -> None:
+        """Waits until a key is announced, at most so long; raises nothing."""
+
+
+def launched_on_node(count: int | None = None) -> int | None:
+    """How many processes the launcher started on this node, as torchrun and MPI say.
+
+    Arguments:
+        count: number of processes of the job; of one that is alone among those of the launcher, 1;
+            None for any.
+
+    Returns:
+        None if that is not known, or if it is said of another job.
+    """
+    for here, everywhere in _LAUNCHERS:
+        local, world = _number(here), _number(everywhere)
+        if local and (count is None or (local <= world and count in (1, world))):
+            return local
+    return None
+
+
+def _number(name: str) -> int:
+    """An environment variable that is a number; 0 if it is not."""
+    text = os.environ.get(name, "")
+    return int(text) if text.isascii() and text.isdigit() else 0
+
+
+class NodeCount:
+    """Counts the processes of a job on this node, by its key-value store.
+
+    Arguments:
+        counters: the store.
+        count: number of processes of the job.
+        session: a name that the job has used for nothing else.
+        node: the name of this node.
+    """
+
+    def __init__(self, counters: Counters, count: int, session: str, node: str) -> None:
+        self._counters, self._count = counters, count
+        self._all = f"unickpt/nodes/{session}"
+        self._here = f"{self._all}/{node}"
+        self._ready = f"{self._all}/ready"
+        self._exact = 0
+
+    def arrive(self) -> None:
+        """Counts this process; waits a moment for the others, which are about to arrive."""
+        self._counters.add(self._here, 1)
+        if self._counters.add(self._all, 1) == self._count:
+            self._counters.announce(self._ready)
+        else:
+            self._counters.wait(self._ready, _PATIENCE_S)
+
+    def at_most(self) -> int:
+        """The number of processes on this node; those that have not arrived count as well."""
+        if self._exact:
+            return self._exact
+        arrived = self._counters.add(self._all, 0)
+        # In this order: who arrives meanwhile counts twice rather than never.
+        here = self._counters.add(self._here, 0)
+        if arrived == self._count:
+            self._exact = here
+        return here + self._count - arrived
+
+
+def processes_on_node(group: Group) -> int:
+    """How many processes share the memory of this node; at most, if that is not known exactly."""
+    launched = launched_on_node(group.count)
+    if launched is not None:
+        return launched
+    if isinstance(group, BoundedGroup | ProcessGroup):
+        return group.on_node()
+    return group.count
+
+
+@dataclass
+class JobSession:
+    """What the processes of a job have agreed on before their first save.
+
+    Arguments:
+        name: that the job has used for nothing else.
+        nodes: counts the processes on this node; None if the launcher says how many there are, or
+            if nobody can count them.
+    """
+
+    name: str
+    nodes: NodeCount | None = None
+    _attempts: Iterator[int] = field(default_factory=itertools.count)
+
+    @classmethod
+    def begin(
+        cls, name: str, count: int, counters: Counters | None, node: Callable[[], str]
+    ) -> JobSession:
+        """Begins a session, which all processes of a job do at once.
+
+        Arguments:
+            name: as for the class.
+            count: number of processes of the job.
+            counters: its key-value store, if it has one that counts.
+            node: returns the name of this node.
+        """
+        if counters is None or launched_on_node(count) is not None:
+            return cls(name)
+        nodes = NodeCount(counters, count, name, node())
+        nodes.arrive()
+        return cls(name, nodes)
+
+    def next_attempt(self) -> str:
+        return f"{self.name}-{next(self._attempts):06d}"

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, TypeVar, cast
 
-from unickpt.frameworks.budget import processes_on_node
-from unickpt.frameworks.process_group import Group, alone
+from unickpt.frameworks.process_group import Group, alone, processes_on_node
 from unickpt.frameworks.protocol import Adapter
 
 T = TypeVar("T")

@@ -207,19 +207,19 @@ def _text(value: Any) -> str | None:
 def _text_of_parts(value: Any) -> str | None:
     """The text of a container of settings, or of a dataclass of them."""
     if type(value) in (list, tuple):
-        return repr(type(value)(map(_Part, value)))
+        return repr(type(value)(map(_Shown, value)))
     if isinstance(value, dict):
-        return f"{{{', '.join(sorted(f'{_Part(k)!r}: {_Part(v)!r}' for k, v in value.items()))}}}"
+        return f"{{{', '.join(sorted(f'{_Shown(k)!r}: {_Shown(v)!r}' for k, v in value.items()))}}}"
     if isinstance(value, set | frozenset):
-        return f"{{{', '.join(sorted(repr(_Part(each)) for each in value))}}}"
+        return f"{{{', '.join(sorted(repr(_Shown(each)) for each in value))}}}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
-        texts = [f"{name}={_Part(getattr(value, name, None))!r}" for name in names]
+        texts = [f"{name}={_Shown(getattr(value, name, None))!r}" for name in names]
         return f"{type(value).__name__}({', '.join(texts)})"
     return None
 
 
-class _Part:
+class _Shown:
     """A value as a part of a text; one without a text is not compared."""
 
     def __init__(self, value: Any) -> None:

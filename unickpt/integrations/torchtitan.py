@@ -278,7 +278,7 @@ class CheckpointManager(BaseCheckpointManager):
                 f"{path} holds only the model, as the last save of a training does "
                 f"(last_save_model_only); {do}, or begin another training with initial_load_path="
             )
-        request = dcp.Request(states)
+        request = dcp.RequestedState(states)
         request.view = StoredView(stored.reader)
         self._checkpointer.load(request, step=step, unexpected="skip", cast=True)
         request.give_back()

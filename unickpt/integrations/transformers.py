@@ -45,7 +45,7 @@ _EXPORT = ".unickpt-step"
 
 
 @dataclasses.dataclass(frozen=True)
-class _Resumed:
+class _ResumedTraining:
     """The step from which a call of `train` goes on.
 
     Arguments:
@@ -88,7 +88,7 @@ class UnickptMixin:
     _checkpointer: Checkpointer | None = None
     _given: Checkpointer | None = None
     _hf_files = False
-    _resumed: _Resumed | None = None
+    _resumed: _ResumedTraining | None = None
     _saved: set[int]
 
     def __init__(
@@ -184,7 +184,7 @@ class UnickptMixin:
             # Else the Trainer goes on with the batches of a process then; see _check_batches.
             state["train_batch_size"] = self.args.train_batch_size
             Path(folder, TRAINER_STATE_NAME).write_text(json.dumps(state))
-            self._resumed = _Resumed(path, folder, found)
+            self._resumed = _ResumedTraining(path, folder, found)
             try:
                 yield folder
             finally:

@@ -12,8 +12,7 @@ from unickpt.format.index import RESERVED, Index
 from unickpt.format.reader import Reader
 from unickpt.frameworks import per_process
 from unickpt.frameworks.leaves import PerProcess, PerProcessValues
-from unickpt.frameworks.node_count import launched_on_node
-from unickpt.frameworks.process_group import within
+from unickpt.frameworks.process_group import launched_on_node, within
 from unickpt.frameworks.protocol import Adapter, ArrayTarget
 from unickpt.frameworks.registry import adapters, current_group
 from unickpt.loading.compare import Policy, compare, is_number

@@ -30,7 +30,7 @@ from unickpt.errors import (
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
-from unickpt.frameworks.process_group import Group, tell_all
+from unickpt.frameworks.process_group import Group, all_gather_bytes
 from unickpt.progress import ProgressFunction, nothing, reporting
 from unickpt.reading.chunk_reader import ChunkReader, Filled, ReadArrays
 from unickpt.reading.fillings import (
@@ -342,7 +342,7 @@ class _Exchange:
 def _gather(group: Group, data: bytes) -> list[bytes]:
     """The `data` of each process of a group."""
     with _reaching():
-        return tell_all(group, data)
+        return all_gather_bytes(group, data)
 
 
 def _exchange(group: Group, data: Array, sent: Sequence[int], received: Sequence[int]) -> Array:

@@ -29,7 +29,7 @@ from unickpt.arrays.dtypes import Array
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
-from unickpt.frameworks.node_count import launched_on_node
+from unickpt.frameworks.process_group import launched_on_node
 from unickpt.reading.chunk_reader import ChunkReader, Filled, Task, read_arrays
 from unickpt.reading.fillings import (
     Fillings,

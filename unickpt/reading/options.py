@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from unickpt.frameworks.options import CommonOptions, check_group, check_number
+from unickpt.frameworks.budget import CommonOptions, MemoryBudget
 from unickpt.frameworks.process_group import Group
-from unickpt.progress import Progress, check_progress
+from unickpt.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -46,17 +46,13 @@ class LoadOptions(CommonOptions):
     """
 
     verify: bool = True
-    budget_bytes: int | None = None
+    budget_bytes: int | MemoryBudget | None = None
     exchange: bool | None = None
     timeout_s: float = 600.0
     group: Group | None = None
     progress: Progress = None
 
     def __post_init__(self) -> None:
-        if self.budget_bytes is not None:
-            check_number("budget_bytes", self.budget_bytes)
-        check_number("timeout_s", self.timeout_s)
+        self.check_common()
         if not (self.exchange is None or isinstance(self.exchange, bool)):
             raise TypeError(f"exchange={self.exchange!r} must be True, False or None")
-        check_group(self.group)
-        check_progress(self.progress)

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
-from unickpt.arrays.index_map import Digit, Dim, LinearIndex, Ranges, linear_index, pull
+from unickpt.arrays.index_map import AxisRanges, Digit, Dim, LinearIndex, linear_index, pull
 from unickpt.arrays.strided_copy import unit_steps
 from unickpt.format.index import ArrayEntry
 
@@ -117,17 +117,17 @@ class MappedSource:
         ranges = pull(self.out, box.start, box.stop, tuple((0, n) for n in self.extents))
         return _Pulled(self, box, ranges) if ranges else None
 
-    def bounds(self, ranges: Ranges) -> Box:
+    def bounds(self, ranges: AxisRanges) -> Box:
         """A box of the stored array that contains everything that the ranges of the axes need."""
         found = [line.bounds(ranges) for line in self._source_indices]
         return Box(tuple(a for a, _ in found), tuple(b for _, b in found))
 
-    def held(self, chunk: Box) -> list[Ranges]:
+    def held(self, chunk: Box) -> list[AxisRanges]:
         """The axes' ranges that lie within a box of the stored array."""
         whole = tuple((0, n) for n in self.extents)
         return pull(self.source, chunk.start, chunk.stop, whole)
 
-    def copy(self, common: Ranges, box: Box, chunk: Box) -> Copy:
+    def copy(self, common: AxisRanges, box: Box, chunk: Box) -> Copy:
         """Where ranges lie in a chunk, and in a box of the requested array."""
         first = [a for a, _ in common]
         return Copy(
@@ -142,7 +142,7 @@ class MappedSource:
 class _Pulled:
     """What a box needs from a source."""
 
-    def __init__(self, source: MappedSource, box: Box, ranges: Sequence[Ranges]) -> None:
+    def __init__(self, source: MappedSource, box: Box, ranges: Sequence[AxisRanges]) -> None:
         self._source, self._box, self._ranges = source, box, ranges
         self.boxes: Sequence[Box] = [source.bounds(r) for r in ranges]
 

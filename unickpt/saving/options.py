@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal
 
-from unickpt.frameworks.options import CommonOptions, check_group, check_number
+from unickpt.frameworks.budget import CommonOptions, MemoryBudget, check_number
 from unickpt.frameworks.process_group import Group
-from unickpt.progress import Progress, check_progress
+from unickpt.progress import Progress
 from unickpt.quantized import choice
 from unickpt.storage import paths
 from unickpt.trees import name_ranges
@@ -142,7 +142,7 @@ class SaveOptions(CommonOptions):
 
     staging: Literal["auto", "copy", "reference", "lazy", "device"] = "auto"
     fsync: bool = True
-    budget_bytes: int | None = None
+    budget_bytes: int | MemoryBudget | None = None
     spill: str | os.PathLike[str] | None = None
     chunk_bytes: int = 8 << 20
     chunk_shape: tuple[int, ...] | None = None
@@ -159,9 +159,8 @@ class SaveOptions(CommonOptions):
     def __post_init__(self) -> None:
         if self.staging not in STAGINGS:
             raise ValueError(f"staging {self.staging!r} is not one of {', '.join(STAGINGS)}")
-        for name in ("budget_bytes", "chunk_bytes", "timeout_s"):
-            if name != "budget_bytes" or self.budget_bytes is not None:
-                check_number(name, getattr(self, name))
+        self.check_common()
+        check_number("chunk_bytes", self.chunk_bytes)
         if self.spill is not None and not _is_local_path(self.spill):
             raise ValueError(f"spill={self.spill!r} must be the path of a folder on a local disk")
         if self.chunk_shape is not None and not _is_shape(self.chunk_shape):
@@ -173,13 +172,11 @@ class SaveOptions(CommonOptions):
         if self.base is not None:
             paths.resolve(self.base)
         choice.check(self.quantize)
-        check_group(self.group)
         if self.metrics is not None and not callable(self.metrics):
             raise TypeError(
                 f"metrics is of type {type(self.metrics).__name__}, but is called with each "
                 "SaveReport; pass the metrics of a step to Checkpointer.save"
             )
-        check_progress(self.progress)
         if self.compression is not None and self.compression not in COMPRESSORS:
             raise ValueError(
                 f"compression {self.compression!r} is not one of None, {', '.join(COMPRESSORS)}"

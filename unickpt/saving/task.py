@@ -24,8 +24,8 @@ from unickpt.errors import (
     UnsupportedFormat,
 )
 from unickpt.format.index import Index
-from unickpt.frameworks.budget import processes_on_node, share
-from unickpt.frameworks.process_group import within
+from unickpt.frameworks.budget import share
+from unickpt.frameworks.process_group import processes_on_node, within
 from unickpt.frameworks.protocol import ArraySource
 from unickpt.frameworks.registry import adapters, saving_group
 from unickpt.progress import ProgressFunction, reporting

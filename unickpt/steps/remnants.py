@@ -18,10 +18,9 @@ import tensorstore as ts
 from unickpt.format.borrowed import MARKS
 from unickpt.steps.attempt_folders import FOLDER, attempts_of_checkpoint
 from unickpt.storage import data_files, local_folders
-from unickpt.storage.local_folders import LOCK_SUFFIX
+from unickpt.storage.local_folders import LOCK_SUFFIX, StoredFile
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
-from unickpt.storage.stored_files import StoredFile
 from unickpt.tools import destinations
 
 # Longer than the default timeout, during which processes may wait without writing.

@@ -156,7 +156,7 @@ def _begin(operation: Callable[..., Any], *arguments: Any, **options: Any) -> Fu
 # --- fork ---------------------------------------------------------------------------------------
 
 
-class _Use:
+class _TensorStoreUse:
     """Whether this process has used TensorStore, and whether it is a fork of one that had.
 
     If it is, TensorStore would abort the process, because its threads do not survive a fork.
@@ -169,7 +169,7 @@ class _Use:
         self.began = self.is_over = False
 
 
-_use = _Use()
+_use = _TensorStoreUse()
 
 
 def _forked_process() -> ForkedProcess:

@@ -11,7 +11,7 @@ import numpy as np
 
 from unickpt.arrays.dtypes import Array
 from unickpt.storage import ocdbt
-from unickpt.storage.btree.nodes import DataReference, Numbers
+from unickpt.storage.btree.nodes import DataReference, NodeColumn
 from unickpt.storage.errors import Failed, system_calls
 from unickpt.storage.kvstore import Future, KvStore
 from unickpt.storage.local_files import RegularFiles
@@ -121,9 +121,9 @@ class LocalDatabaseReader(ocdbt.DatabaseReader):
 
 def _read_beside(
     handle: int,
-    rows: Numbers,
+    rows: NodeColumn,
     out: Sequence[Array],
-    done: Numbers,
+    done: NodeColumn,
     looks: Sequence[ocdbt.Look | None],
 ) -> None:
     """Reads small values of a file.
@@ -155,9 +155,9 @@ def _read_beside(
 
 def _read_large(
     handle: int,
-    rows: Numbers,
+    rows: NodeColumn,
     out: Sequence[Array],
-    done: Numbers,
+    done: NodeColumn,
     looks: Sequence[ocdbt.Look | None],
 ) -> None:
     """Reads large values of a file, piece by piece; arguments as for `_read_beside`."""

@@ -25,7 +25,7 @@ _HOLE_BYTES = 1 << 20
 _flush = getattr(os, "fdatasync", os.fsync)
 
 
-class Inside:
+class FolderBoundary:
     """Whether files belong to a folder: no link on the way to one may lead out of it.
 
     The folder itself may be a link or lie below one. In a cache of Hugging Face, files of
@@ -91,7 +91,7 @@ class RegularFiles:
     """The regular files of one folder; never blocks on other kinds of files.
 
     An untrusted checkpoint may contain a FIFO, which blocks forever, or a link to a device or to a
-    file elsewhere on this machine, whose bytes must not get into arrays; see `Inside`.
+    file elsewhere on this machine, whose bytes must not get into arrays; see `FolderBoundary`.
 
     Arguments:
         folder: ends with `/`.
@@ -100,7 +100,7 @@ class RegularFiles:
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self._known: dict[str, tuple[int, int]] = {}
-        self._inside = Inside(folder)
+        self._inside = FolderBoundary(folder)
 
     def check(self, path: str) -> None:
         """Checks that TensorStore may open a file.

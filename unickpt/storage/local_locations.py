@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+import stat
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tensorstore as ts
 
-from unickpt.errors import InvalidPath
+from unickpt.errors import InvalidPath, StorageError
 from unickpt.storage import local_folders, local_locks
+from unickpt.storage.errors import Failed, MissingFolder, system_calls
 from unickpt.storage.kvstore import KvStore
 from unickpt.storage.local_files import LocalKvStore, RegularFiles
-from unickpt.storage.local_folders import LOCK_SUFFIX
+from unickpt.storage.local_folders import LOCK_SUFFIX, StoredFile
 from unickpt.storage.local_locks import FileLock
 from unickpt.storage.locations import Location
-from unickpt.storage.stored_files import StoredFile
+from unickpt.storage.ocdbt import MANIFEST
+
+_OURS = ("processes", MANIFEST)
 
 
 @dataclass(frozen=True)
@@ -50,16 +56,29 @@ class LocalLocation(Location):
         return LocalKvStore(super().store(context).raw, self.path)
 
     def exists(self) -> bool:
-        return local_folders.exists(self.path)
+        return os.path.isdir(self.path)
 
     def names(self, context: ts.Context) -> set[str]:
         return set(local_folders.names(self.path))
 
     def folders(self, context: ts.Context) -> list[str]:
-        return local_folders.folders(self.path)
+        if self.link is not None:  # which may lead anywhere
+            return []
+        return [e.name for e in self._entries() if e.is_dir(follow_symlinks=False)]
 
     def files(self, context: ts.Context) -> list[str]:
-        return local_folders.files(self.path)
+        return [e.name for e in self._entries() if e.is_file(follow_symlinks=False)]
+
+    def links(self) -> list[str]:
+        return [e.name for e in self._entries() if e.is_symlink()]
+
+    def _entries(self) -> list[os.DirEntry[str]]:
+        """All that is in it; nothing if it is not there, or just went, or is no folder."""
+        if os.path.isdir(self.path):
+            gone = suppress(FileNotFoundError, NotADirectoryError)
+            with system_calls(), gone, os.scandir(self.path) as entries:
+                return list(entries)
+        return []
 
     def has_file(self, name: str, context: ts.Context) -> bool:
         return os.path.isfile(os.path.join(self.path, name))
@@ -68,7 +87,7 @@ class LocalLocation(Location):
         return os.path.isfile(self.path.rstrip("/"))
 
     def check_folder(self, text: str) -> None:
-        local_folders.is_directory(self.path.rstrip("/") or "/", text)
+        _is_directory(self.path.rstrip("/") or "/", text)
 
     def missing(self, files: Iterable[str], context: ts.Context) -> list[str]:
         there = dict[str, set[str]]()  # one listing for all files of a folder
@@ -82,18 +101,26 @@ class LocalLocation(Location):
         return gone
 
     def folders_with(self, file: str, context: ts.Context) -> list[str]:
-        return local_folders.folders_with(file, self.path)
+        found = ["."] if os.path.lexists(self.path + file) else []
+        try:
+            with system_calls(), os.scandir(self.path) as entries:
+                there = [entry for entry in entries if entry.is_dir()]
+                return found + [e.name for e in there if os.path.lexists(f"{e.path}/{file}")]
+        except Failed as error:
+            if error.errno == errno.ENOENT:
+                raise MissingFolder(error.reason, error.errno) from error
+            raise
 
     def folders_below(self, inside: str, context: ts.Context) -> dict[str, set[str]]:
         return {
-            name: set(local_folders.folders(os.path.join(self.path, name, inside)))
+            name: set(self._at("", f"{self.path}{name}/{inside}/").folders(context))
             for name in self.folders(context)
         }
 
     def files_by_folder(self, inside: str, context: ts.Context) -> dict[str, list[StoredFile]]:
         names = ["", *self.folders(context)]
         paths = {name: self.path + name + "/" if name else self.path for name in names}
-        return {name: list(local_folders.walk(path, inside)) for name, path in paths.items()}
+        return {name: list(_walk(path, inside)) for name, path in paths.items()}
 
     def holds_only(self, inside: str, context: ts.Context) -> bool:
         return not self.foreign_files()  # which `inside` is not
@@ -102,29 +129,55 @@ class LocalLocation(Location):
         local_folders.remove(self.path)
 
     def remove_file(self, name: str, context: ts.Context) -> None:
-        local_folders.remove_file(self.path, name)
+        # Only if no folder between them is a symbolic link.
+        top, between = os.path.realpath(self.path), os.path.dirname(name)
+        above = os.path.join(top, between) if between else top
+        if os.path.realpath(above) == above:
+            with system_calls(), suppress(FileNotFoundError):
+                os.unlink(os.path.join(self.path, name))
 
     def regular_files(self) -> RegularFiles:
         return RegularFiles(self.path)
 
     def foreign_files(self) -> list[str]:
-        return local_folders.foreign(self.path)
+        try:
+            names = os.listdir(self.path)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise StorageError(f"{self.path}: cannot be read: {error.strerror}") from error
+        return sorted(
+            n for n in names if not n.endswith(LOCK_SUFFIX) and n not in _OURS and n[0] != "."
+        )
 
     @property
     def link(self) -> str | None:
-        return local_folders.link(self.path)
-
-    def links(self) -> list[str]:
-        return local_folders.links(self.path)
+        try:
+            return os.readlink(self.path.rstrip("/"))
+        except OSError:
+            return None
 
     def unlink(self) -> None:
-        local_folders.unlink(self.path)
+        path = self.path.rstrip("/")
+        try:
+            os.unlink(path)
+        except OSError as error:
+            why = f"{path}: the link cannot be removed: {error.strerror}"
+            raise Failed(why, error.errno) from error
 
     def make(self, *, durable: bool = False) -> None:
         local_folders.make(self.path, durable=durable)
 
     def remove_empty(self) -> None:
-        local_folders.remove_empty(self.path)
+        for name in ("processes", ""):
+            folder = os.path.join(self.path, name)
+            with suppress(OSError):
+                if os.path.islink(folder.rstrip("/")):
+                    break  # the target is not ours
+                for entry in os.listdir(folder):
+                    if entry.endswith(LOCK_SUFFIX):
+                        os.unlink(os.path.join(folder, entry))
+                os.rmdir(folder)
 
     def count_missing(self) -> int:
         return local_folders.count_missing(self.path)
@@ -173,8 +226,63 @@ def spec_of(path: str) -> dict[str, Any]:
     except UnicodeEncodeError:
         raise InvalidPath(f"{path!r} is not valid Unicode") from None
     existing = absolute
-    while not os.path.isfile(existing) and not local_folders.is_directory(existing, path):
+    while not os.path.isfile(existing) and not _is_directory(existing, path):
         existing = os.path.dirname(existing)
     if existing != absolute:
-        local_folders.is_directory(existing, path)  # no file contains another
+        _is_directory(existing, path)  # no file contains another
     return {"driver": "file", "path": absolute.rstrip("/") + "/"}
+
+
+def _is_directory(existing: str, path: str) -> bool:
+    """Whether a directory exists; one system call, because another process may remove it."""
+    try:
+        if stat.S_ISDIR(os.stat(existing).st_mode):
+            return True
+    except OSError as error:  # other errors show when the path is used
+        if error.errno == errno.ENAMETOOLONG:
+            raise InvalidPath(f"{path!r}: {error.strerror}; give a shorter one") from None
+        if not os.path.islink(existing):
+            return False
+    where = repr(path) if existing == path else f"{path!r}: {existing!r}"
+    raise InvalidPath(f"{where} is not a directory; a checkpoint needs its own directory")
+
+
+def _walk(top: str, inside: str) -> Iterator[StoredFile]:
+    """The files of a checkpoint's folder: those in it, and all that lie below its folder `inside`.
+
+    Folders count, too: a file that was linked from an older checkpoint keeps its time, and the
+    folder's is that of the link. If a checkpoint has a single folder in `inside`, which must be
+    what it is made of, that folder stands for its files.
+
+    Arguments:
+        top: of the checkpoint; ends with `/`.
+        inside: name of the folder.
+    """
+    now = time.time()
+    single = len(local_folders.names(os.path.join(top, inside))) == 1 and os.path.isfile(
+        top + MANIFEST
+    )
+    stack = [""]
+    while stack:
+        folder = stack.pop()
+        try:
+            entries = sorted(os.scandir(top + folder), key=lambda entry: entry.name)
+            changed = os.stat(top + folder, follow_symlinks=False).st_mtime
+        except OSError:
+            yield StoredFile(folder + "?", 0)
+            continue
+        if folder:
+            yield StoredFile(folder, 0, max(0.0, now - changed))
+        for entry in entries:
+            name = folder + entry.name
+            if entry.is_dir(follow_symlinks=False) and (folder or entry.name == inside):
+                if single and folder:
+                    yield StoredFile(name + "/", 0)
+                else:
+                    stack.append(name + "/")
+            elif not entry.is_file(follow_symlinks=False):
+                yield StoredFile(name + "?", 0)
+            else:
+                with suppress(FileNotFoundError):
+                    facts = entry.stat(follow_symlinks=False)
+                    yield StoredFile(name, facts.st_size, max(0.0, now - facts.st_mtime))

@@ -76,9 +76,9 @@ class Tree:
         self, manifest: Callable[[], bytes | None], fetch: Callable[[DataReference], bytes]
     ) -> None:
         self._manifest, self._fetch = manifest, fetch
-        self._nodes: dict[tuple[DataReference | None, bytes], nodes.Node | None] = {}
+        self._nodes: dict[tuple[DataReference | None, bytes], nodes.BTreeNode | None] = {}
         self._top: set[str] = set()
-        self._budget, self._stored = nodes.Budget(), set[DataReference]()
+        self._budget, self._stored = nodes.NodeBudget(), set[DataReference]()
         self._lock = threading.Lock()
 
     def find(self, key: str) -> bytes | DataReference | None:
@@ -92,7 +92,9 @@ class Tree:
             leaf = self._leaf(key.encode())
         return _value(leaf, key.encode())
 
-    def find_all(self, keys: Sequence[str]) -> Iterator[tuple[nodes.Node, list[int], list[int]]]:
+    def find_all(
+        self, keys: Sequence[str]
+    ) -> Iterator[tuple[nodes.BTreeNode, list[int], list[int]]]:
         """The leaves that have some of the keys, each with which keys these are, ascending, and
         their positions in it; leaves out keys that are missing.
 
@@ -121,7 +123,7 @@ class Tree:
                 yield leaf, which, positions
             ahead = max(stop, ahead + 1)  # beyond the last key of this leaf: no leaf has it
 
-    def leaves(self) -> Iterator[nodes.Node]:
+    def leaves(self) -> Iterator[nodes.BTreeNode]:
         """All leaves, in order.
 
         Raises:
@@ -129,7 +131,7 @@ class Tree:
         """
         with self._lock:
             root = self._root()
-            ahead, seen = [] if root is None else [root], set[nodes.Node]()
+            ahead, seen = [] if root is None else [root], set[nodes.BTreeNode]()
             while ahead:
                 node = ahead.pop()
                 if node in seen:  # a few hostile nodes that share children can make many paths
@@ -139,7 +141,7 @@ class Tree:
                     yield node
                 ahead += reversed([self._below(node, at) for at in range(len(node.common))])
 
-    def _leaf(self, wanted: bytes) -> nodes.Node | None:
+    def _leaf(self, wanted: bytes) -> nodes.BTreeNode | None:
         """The leaf that has a key, if any has it."""
         node = self._root()
         while node is not None and node.height > 0:
@@ -160,7 +162,7 @@ class Tree:
         with self._lock:
             root = self._root()
             named = set(self._top)
-            ahead, seen = [] if root is None else [root], set[nodes.Node]()
+            ahead, seen = [] if root is None else [root], set[nodes.BTreeNode]()
             while ahead:
                 node = ahead.pop()
                 seen.add(node)  # a few hostile nodes that share children can make many paths
@@ -175,7 +177,7 @@ class Tree:
                     ahead += dict.fromkeys(each for each in below if each not in seen)
         return named
 
-    def _root(self) -> nodes.Node | None:
+    def _root(self) -> nodes.BTreeNode | None:
         if (None, b"") not in self._nodes:
             data = self._manifest()
             found = nodes.manifest(data) if data is not None else None
@@ -187,13 +189,13 @@ class Tree:
                 self._nodes[None, b""] = None
         return self._nodes[None, b""]
 
-    def _below(self, node: nodes.Node, at: int) -> nodes.Node:
+    def _below(self, node: nodes.BTreeNode, at: int) -> nodes.BTreeNode:
         """The node that an entry of an inner node leads to."""
         reference = node.find(at)
         assert isinstance(reference, DataReference), "inner nodes hold no values"
         return self._node(reference, node.height - 1, node.keys[at][: node.common[at]])
 
-    def _node(self, reference: DataReference, height: int, prefix: bytes) -> nodes.Node:
+    def _node(self, reference: DataReference, height: int, prefix: bytes) -> nodes.BTreeNode:
         found = self._nodes.get((reference, prefix))
         if found is not None:
             return found
@@ -206,7 +208,7 @@ class Tree:
         return found
 
 
-def _value(leaf: nodes.Node | None, wanted: bytes) -> bytes | DataReference | None:
+def _value(leaf: nodes.BTreeNode | None, wanted: bytes) -> bytes | DataReference | None:
     at = 0 if leaf is None else bisect_left(leaf.keys, wanted)
     if leaf is None or at == len(leaf.keys) or leaf.keys[at] != wanted:
         return None

@@ -17,7 +17,8 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -28,10 +29,6 @@ _BUILT_IN = ("file", "memory", "s3", "gs")
 _registered: dict[str, Scheme] = {}
 
 
-def _no_resources() -> Mapping[str, Any]:
-    return {}
-
-
 @dataclass(frozen=True)
 class Scheme:
     """A storage scheme.
@@ -40,13 +37,14 @@ class Scheme:
         name: what stands before `://`, in lower case.
         spec: URL -> the JSON of TensorStore's key-value store; its `path` ends with `/`, or is
             empty for a whole bucket. Raises InvalidPath for a malformed URL.
-        context: returns the resources that these stores need in a TensorStore context.
+        resources: what these stores share within a TensorStore context, by the names that `spec`
+            refers to.
         location: the class of its locations; `LocalLocation` if its driver is `file`.
     """
 
     name: str
     spec: Callable[[str], dict[str, Any]]
-    context: Callable[[], Mapping[str, Any]] = _no_resources
+    resources: Mapping[str, Any] = field(default_factory=dict)
     location: type[Location] = Location
 
 
@@ -60,6 +58,7 @@ def register(scheme: Scheme) -> None:
         raise ValueError(f"{scheme.name!r} is not the name of a URL scheme, such as 's3'")
     if _registered.setdefault(scheme.name, scheme) != scheme:
         raise ValueError(f"the storage scheme {scheme.name!r} is already registered")
+    resources.cache_clear()
 
 
 def find(name: str) -> Scheme | None:
@@ -73,12 +72,10 @@ def names() -> list[str]:
     return [*_BUILT_IN, *others]
 
 
-def resources() -> dict[str, Any]:
-    """The resources in a TensorStore context that the stores of all schemes need."""
-    found: dict[str, Any] = {}
-    for scheme in list(_schemes().values()):
-        found |= scheme.context()
-    return found
+@cache  # every save and every load asks
+def resources() -> Mapping[str, Any]:
+    """The resources of all schemes."""
+    return {name: each for scheme in _schemes().values() for name, each in scheme.resources.items()}
 
 
 def _schemes() -> Mapping[str, Scheme]:

@@ -18,7 +18,7 @@ from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
 from unickpt.format.writer import Writer
 from unickpt.frameworks import per_process
-from unickpt.frameworks.budget import ProcessBytes
+from unickpt.frameworks.budget import MemoryBudget
 from unickpt.frameworks.leaves import Described, PerProcess
 from unickpt.frameworks.process_group import Group
 from unickpt.frameworks.protocol import ArraySource, Memory, whole_source
@@ -145,8 +145,8 @@ def convert(
 def _budgets(options: SaveOptions) -> tuple[LoadOptions, SaveOptions, int]:
     """To read a slab, and to write; bytes for what is being written."""
     working = options.working_bytes
-    ahead, held = (ProcessBytes(max(1, working // part)) for part in (AHEAD, WRITER))
-    return LoadOptions(budget_bytes=ahead), replace(options, budget_bytes=held), held
+    ahead, held = (MemoryBudget(max(1, working // part), "process") for part in (AHEAD, WRITER))
+    return LoadOptions(budget_bytes=ahead), replace(options, budget_bytes=held), held.bytes
 
 
 def check_written(destination: paths.Path) -> None:

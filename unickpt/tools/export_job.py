@@ -29,7 +29,7 @@ from unickpt.errors import (
 from unickpt.foreign import crc32
 from unickpt.format.index import ArrayEntry
 from unickpt.format.writer import Plan, PlannedFile
-from unickpt.frameworks.budget import MOST_WORKING, ProcessBytes
+from unickpt.frameworks.budget import MemoryBudget
 from unickpt.frameworks.process_group import Group
 from unickpt.loading.views import CheckpointView
 from unickpt.reading.options import LoadOptions
@@ -72,7 +72,7 @@ class ExportJob:
     ) -> None:
         self._view, self._plan, self._to, self._group = view, plan, destination, group
         self._slab_bytes = max(1, budget_bytes // _SLABS)
-        self._reading = LoadOptions(budget_bytes=ProcessBytes(self._slab_bytes))
+        self._reading = LoadOptions(budget_bytes=MemoryBudget(self._slab_bytes, "process"))
         self._buffers = HostBuffers(2 * self._slab_bytes)
         self._timeout_s, self._progress = timeout_s, progress
         self._entries = {
@@ -84,19 +84,19 @@ class ExportJob:
         self.written_bytes = self.count = 0
         """Bytes of arrays that this process wrote, and in how many pieces."""
 
-    def check(self, most: int, asked: int | None) -> None:
+    def check(self, most: int, requested: MemoryBudget) -> None:
         """Checks that the destination can take the files.
 
         Arguments:
             most: bytes of a file that it takes.
-            asked: the budget that `most` follows from; see `budget.everywhere`.
+            requested: the budget that `most` follows from.
 
         Raises:
             UnsupportedLeaf: a file is too large.
         """
         for file in self._plan.files:
             if file.size > most:
-                least = -(-file.size * (asked or MOST_WORKING) // most)
+                least = -(-file.size * requested.bytes // most)
                 raise UnsupportedLeaf(
                     f"{self._to.name}: {file.name} has {file.size} bytes, and object storage takes "
                     f"files as a whole, at most {most} bytes here; use "

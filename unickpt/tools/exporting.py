@@ -11,7 +11,7 @@ from unickpt.errors import CheckpointCorrupt, CheckpointExists, UnsupportedLeaf
 from unickpt.foreign import registry
 from unickpt.format.reader import Reader
 from unickpt.format.writer import Plan, Writer
-from unickpt.frameworks.budget import ProcessBytes, everywhere
+from unickpt.frameworks.budget import MemoryBudget
 from unickpt.frameworks.process_group import Group, within
 from unickpt.frameworks.registry import adapters, current_group
 from unickpt.loading.ruled_view import RuledView
@@ -75,16 +75,17 @@ def export(
             f"keeps; drop it by a rule: {opaque[0]} <-> drop"
         )
     budget_bytes = options.working_bytes
-    reading = LoadOptions(budget_bytes=ProcessBytes(budget_bytes))
+    reading = LoadOptions(budget_bytes=MemoryBudget(budget_bytes, "process"))
     if isinstance(view, RuledView):
         view.check(reading)
     index = replace(view.index, tree=tree.to_json(view.node()))
     # All processes must plan the same files, whatever their nodes have.
-    most = to.most_bytes(everywhere(options.budget_bytes, group.count))
+    requested = MemoryBudget.of(options.budget_bytes)
+    most = to.most_bytes(requested.share(group.count))
     plan = writer.plan(index, most, to.file)
     with reporting(options.progress, "exporting", group.index) as told:
         job = ExportJob(view, plan, to, group, budget_bytes, options.timeout_s, told)
-        job.check(most, options.budget_bytes)
+        job.check(most, requested)
         job.run(overwrite, lambda: _verify(view, plan, to, group, reading) if verify else None)
     return SaveReport(
         url=to.name,

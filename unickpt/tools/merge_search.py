@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from unickpt.errors import MergeError, ProcessFailed
-from unickpt.frameworks.process_group import Group, tell_all
+from unickpt.frameworks.process_group import Group, all_gather_bytes
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.tools.merge_methods import Search
 
@@ -112,7 +112,7 @@ class _Trials:
     def follow(self) -> tuple[Weights, float]:
         """Tries what process 0 says, up to the end."""
         while True:
-            order = json.loads(tell_all(self._group, b"{}")[0])
+            order = json.loads(all_gather_bytes(self._group, b"{}")[0])
             if order.get("error"):
                 raise ProcessFailed(f"process 0 failed: {order['error']}")
             if not order:
@@ -127,7 +127,7 @@ class _Trials:
         self._order({} if error is None else {"error": f"{type(error).__name__}: {error}"})
 
     def _order(self, order: dict[str, Any]) -> None:
-        tell_all(self._group, json.dumps(order).encode())
+        all_gather_bytes(self._group, json.dumps(order).encode())
 
     def _try(self, weights: Weights) -> float:
         score, told = 0.0, ""
@@ -137,9 +137,8 @@ class _Trials:
                 raise MergeError(f"the score of the weights {list(weights)} is nan")
         except Exception as error:
             self.error, told = error, f"{type(error).__name__}: {error}"
-        everyone = [
-            json.loads(said) for said in tell_all(self._group, json.dumps([score, told]).encode())
-        ]
+        mine = json.dumps([score, told]).encode()
+        everyone = [json.loads(said) for said in all_gather_bytes(self._group, mine)]
         for process, (_, problem) in enumerate(everyone):
             if problem:
                 self.error = self.error or ProcessFailed(f"process {process} failed: {problem}")

@@ -17,7 +17,7 @@ from unickpt.arrays.dtypes import Array
 from unickpt.arrays.host_memory import HostBuffers
 from unickpt.errors import CheckpointNotFound, MergeError
 from unickpt.format.index import RESERVED, ArrayEntry
-from unickpt.frameworks.budget import ProcessBytes
+from unickpt.frameworks.budget import MemoryBudget
 from unickpt.loading.provenance import Provenance
 from unickpt.loading.ruled_view import RuledView
 from unickpt.loading.views import CheckpointView, leaf_text, same_digests, stored_leaf
@@ -168,7 +168,7 @@ def plan_merge(asked: Request) -> MergePlan:
     facts = [source.facts for source in sources]
     plan = MergePlan(asked.method, sources, base, weights_of(asked.method, facts, asked.weights))
     _check(plan)
-    options = LoadOptions(budget_bytes=ProcessBytes(asked.budget_bytes))
+    options = LoadOptions(budget_bytes=MemoryBudget(asked.budget_bytes, "process"))
     for source in plan.inputs:
         if isinstance(source.view, RuledView):
             source.view.check(options)

@@ -16,8 +16,8 @@ from unickpt.arrays.dtypes import Array
 from unickpt.arrays.host_memory import HostBuffers
 from unickpt.errors import CheckpointExists, CheckpointNotFound, MergeError, ProcessFailed
 from unickpt.format.index import RESERVED, ArrayEntry
-from unickpt.frameworks.budget import ProcessBytes
-from unickpt.frameworks.process_group import Group, new_session, tell_all, within
+from unickpt.frameworks.budget import MemoryBudget
+from unickpt.frameworks.process_group import Group, all_gather_bytes, new_session, within
 from unickpt.frameworks.registry import adapters, current_group
 from unickpt.loading.ruled_view import RuledView
 from unickpt.progress import Progress
@@ -222,9 +222,10 @@ class _Job:
         """Writes what a plan makes."""
         options, view = self.options, plan.last.view
         working = options.working_bytes
-        budget, held = (ProcessBytes(max(1, working // part)) for part in (AHEAD, WRITER))
+        budget, held = (max(1, working // part) for part in (AHEAD, WRITER))
         merger = Merger(plan, budget, held, self.allow_nonfinite)
-        job = SaveTask(destination, overwrite, replace(options, budget_bytes=held))
+        options = replace(options, budget_bytes=MemoryBudget(held, "process"))
+        job = SaveTask(destination, overwrite, options)
         leaves = leaves_of(view, job.group, "merge")
         job.describe(tree.with_values(view.node(), leaves.__getitem__), _metadata(plan))
         with job.failing():
@@ -260,7 +261,7 @@ def _searched(plan: MergePlan, method: Search, job: _Job, to: str, overwrite: bo
     if not overwrite and _exists(to):
         raise CheckpointExists(f"{to} already holds a checkpoint; pass overwrite=True")
     group = within(job.options.group or current_group(adapters()), job.options.timeout_s)
-    name = tell_all(group, f"trial-{new_session()}".encode())[0].decode()
+    name = all_gather_bytes(group, f"trial-{new_session()}".encode())[0].decode()
     parent, _, last = to.rstrip("/").rpartition("/")
     trials = f"{parent}/{last}.{name}" if method.scratch is None else f"{method.scratch}/{name}"
     options = replace(job.options, fsync=False, metrics=None, base=None, progress=None)
@@ -320,7 +321,7 @@ class Merger:
         self.nonfinite: set[tuple[str, str]] = set()
         """The sources and arrays with NaN or infinite elements, where they are allowed."""
         self._inputs = HostBuffers(budget_bytes)
-        self._reading = LoadOptions(budget_bytes=ProcessBytes(budget_bytes))
+        self._reading = LoadOptions(budget_bytes=MemoryBudget(budget_bytes, "process"))
         self._allowed = allow_nonfinite
         self._from_last = frozenset(plan.from_last)
         self._found: dict[str, list[float]] = {}
@@ -348,7 +349,7 @@ class Merger:
         except Exception as raised:
             error = raised
         told = {"found": mine, "error": "" if error is None else f"{type(error).__name__}: {error}"}
-        everyone = tell_all(group, json.dumps(told).encode())
+        everyone = all_gather_bytes(group, json.dumps(told).encode())
         if error is not None:
             raise error
         for process, data in enumerate(everyone):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from unickpt.trees.tree import Expansion, Key, Leaf, Node, child_names
+from unickpt.trees.tree import Expand, Key, Leaf, Node, child_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +36,6 @@ class Skeleton:
         )
 
 
-Level = Callable[[Any, str], Expansion | None]
-
-
 def skeleton(root: Node | Leaf) -> Skeleton | None:
     """The structure of a flattened tree; None if it is a leaf, or contains a wrapped leaf."""
     return _skeleton(root, "") if isinstance(root, Node) else None
@@ -59,7 +55,7 @@ def _skeleton(node: Node, name: str) -> Skeleton | None:
     return Skeleton(name, of, node.kind, node.keys, node.type_name, tuple(children))
 
 
-def leaves_of(root: Any, like: Skeleton, level: Level) -> list[Any] | None:
+def leaves_of(root: Any, like: Skeleton, level: Expand) -> list[Any] | None:
     """The values of a tree's leaves, in the order of its containers.
 
     Arguments:
@@ -74,7 +70,7 @@ def leaves_of(root: Any, like: Skeleton, level: Level) -> list[Any] | None:
     return found if _collect(root, like, level, found) else None
 
 
-def _collect(obj: Any, like: Skeleton, level: Level, found: list[Any]) -> bool:
+def _collect(obj: Any, like: Skeleton, level: Expand, found: list[Any]) -> bool:
     children = _children(obj, like, level)
     if children is None:
         return False
@@ -89,7 +85,7 @@ def _collect(obj: Any, like: Skeleton, level: Level, found: list[Any]) -> bool:
     return True
 
 
-def _children(obj: Any, like: Skeleton, level: Level) -> Any:
+def _children(obj: Any, like: Skeleton, level: Expand) -> Any:
     """The children of a container; None if it has another structure."""
     of = type(obj)
     if of is not like.of:

@@ -9,10 +9,11 @@ own functions and planners. docs/integrations/dcp.md says what differs.
 
 from __future__ import annotations
 
+import copy
 import threading
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,9 +24,14 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
-from unickpt.frameworks.process_group import Group, alone
-from unickpt.integrations.dcp.storage import StorageReader, StorageWriter
-from unickpt.integrations.dcp.values import filled, portable, with_stored_lists
+from unickpt.frameworks.process_group import alone
+from unickpt.integrations.dcp.storage import (
+    StorageReader,
+    StorageWriter,
+    filled,
+    portable,
+    with_stored_lists,
+)
 from unickpt.loading import loader
 from unickpt.loading.views import StoredView
 from unickpt.reading import checkpoint
@@ -36,6 +42,9 @@ from unickpt.saving.options import SaveReport
 from unickpt.storage import paths
 
 __all__ = ["StorageReader", "StorageWriter", "async_save", "load", "save"]
+
+T = TypeVar("T", StorageReader, StorageWriter)
+_TO_SAVE = "storage_writer", "where to save"
 
 
 def save(
@@ -77,9 +86,9 @@ def save(
         >>> state
         {'w': tensor([1., 1.]), 'step': 3}
     """
-    writer = _writer(checkpoint_id, storage_writer)
+    writer = _storage(StorageWriter, checkpoint_id, storage_writer, *_TO_SAVE)
     _check_save(planner, process_group)
-    options = replace(writer.options, group=_group(no_dist, writer.options.group))
+    options = replace(writer.options, group=alone() if no_dist else writer.options.group)
     state, overwrite = to_save(state_dict), writer.overwrite
     return saver.save(writer.checkpoint_id, state, overwrite=overwrite, options=options)
 
@@ -116,7 +125,7 @@ def async_save(
         ValueError, TypeError: an argument cannot be honoured; names it.
         UnickptError: as `unickpt.save_async`.
     """
-    writer = _writer(checkpoint_id, storage_writer)
+    writer = _storage(StorageWriter, checkpoint_id, storage_writer, *_TO_SAVE)
     _check_save(planner, process_group)
     if async_checkpointer_type is not AsyncCheckpointerType.THREAD:
         raise ValueError(
@@ -124,7 +133,7 @@ def async_save(
             "on threads of this process, which step back behind the training; leave it out"
         )
     later = _stages_later(async_stager)
-    options = replace(writer.options, group=_group(no_dist, writer.options.group))
+    options = replace(writer.options, group=alone() if no_dist else writer.options.group)
     if later:
         options = replace(options, staging="lazy")
     state, overwrite = to_save(state_dict), writer.overwrite
@@ -163,12 +172,14 @@ def load(
         ValueError, TypeError: an argument cannot be honoured; names it.
         UnickptError: as `unickpt.load`.
     """
-    reader = _reader(checkpoint_id, storage_reader)
+    reader = _storage(
+        StorageReader, checkpoint_id, storage_reader, "storage_reader", "what to load"
+    )
     _check_group(process_group)
     partial = _allows_partial(planner)
-    options = replace(reader.options, group=_group(no_dist, reader.options.group))
+    options = replace(reader.options, group=alone() if no_dist else reader.options.group)
 
-    request = Request(state_dict)
+    request = RequestedState(state_dict)
 
     def read(stored: Checkpoint) -> None:
         request.view = StoredView(stored.reader)
@@ -185,7 +196,7 @@ def load(
     request.give_back()
 
 
-class Request:
+class RequestedState:
     """What a state dict asks for; made within the load, so that it fails on all ranks if an object
     fails on one.
 
@@ -219,7 +230,7 @@ class Request:
                 self._given[key] = found
 
 
-class Stateful:
+class ObjectState:
     """An object's state to save; asked for within the save, for the same reason."""
 
     def __init__(self, value: Any) -> None:
@@ -234,7 +245,7 @@ class Stateful:
 
 def to_save(state_dict: dict[str, Any]) -> dict[str, Any]:
     """What to save of a state dict."""
-    return {k: Stateful(v) if _is_stateful(v) else portable(v) for k, v in state_dict.items()}
+    return {k: ObjectState(v) if _is_stateful(v) else portable(v) for k, v in state_dict.items()}
 
 
 class SaveFuture(Future[Any]):
@@ -271,35 +282,25 @@ def _wait_staged(pending: PendingSave, staged: Future[None]) -> None:
 # --- arguments: what cannot be honoured is refused by its name ------------------------------------
 
 
-def _writer(
-    checkpoint_id: paths.Path | None, given: torch_storage.StorageWriter | None
-) -> StorageWriter:
-    if given is not None and not isinstance(given, StorageWriter):
-        raise TypeError(_other("storage_writer", given, "StorageWriter"))
-    path = checkpoint_id if checkpoint_id is not None else getattr(given, "path", None)
-    if path is None:
-        raise ValueError("checkpoint_id= is missing: say where to save")
-    if given is None:
-        return StorageWriter(path)
-    return StorageWriter(path, options=given.options, overwrite=given.overwrite)
+def _storage(kind: type[T], path: paths.Path | None, given: Any, argument: str, do: str) -> T:
+    """A storage class with the path that is given, and the options of one that is given.
 
-
-def _reader(
-    checkpoint_id: paths.Path | None, given: torch_storage.StorageReader | None
-) -> StorageReader:
-    if given is not None and not isinstance(given, StorageReader):
-        raise TypeError(_other("storage_reader", given, "StorageReader"))
-    path = checkpoint_id if checkpoint_id is not None else getattr(given, "path", None)
-    if path is None:
-        raise ValueError("checkpoint_id= is missing: say what to load")
-    return StorageReader(path, options=given.options if given is not None else None)
-
-
-def _other(argument: str, given: object, ours: str) -> str:
-    return (
-        f"{argument}= is a {type(given).__name__}, which has files of its own; pass "
-        f"checkpoint_id=, or unickpt.integrations.dcp.{ours}(path)"
-    )
+    Arguments:
+        kind: `StorageWriter` or `StorageReader`.
+        path: None for that of the given one.
+        given: the argument, if any.
+        argument, do: for messages: its name, and what is done at the path.
+    """
+    if given is not None and not isinstance(given, kind):
+        raise TypeError(
+            f"{argument}= is a {type(given).__name__}, which has files of its own; pass "
+            f"checkpoint_id=, or unickpt.integrations.dcp.{kind.__name__}(path)"
+        )
+    made = kind() if given is None else copy.copy(given)
+    made.reset(path)
+    if made.path is None:
+        raise ValueError(f"checkpoint_id= is missing: say {do}")
+    return made
 
 
 def _check_save(planner: SavePlanner | None, process_group: dist.ProcessGroup | None) -> None:
@@ -345,11 +346,6 @@ def _check_group(process_group: dist.ProcessGroup | None) -> None:
             f"process_group= has {max(size, 0)} of the {world} ranks; call this on all ranks "
             "without it: replicas, as in HSDP, are written once, by whoever holds them"
         )
-
-
-def _group(no_dist: bool, given: Group | None) -> Group | None:
-    """The processes; None for those of torch.distributed, if it is initialised."""
-    return alone() if no_dist else given
 
 
 def _stages_later(stager: AsyncStager | None) -> bool:

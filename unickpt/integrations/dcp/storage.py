@@ -6,7 +6,8 @@ torch gathers the plans of all ranks, as ever; the data and the commit are those
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,7 +36,6 @@ from unickpt.arrays.box import Box
 from unickpt.errors import CheckpointReplaced, InvalidPath, LoadMismatch, UnsupportedLeaf
 from unickpt.frameworks.leaves import LocalFragments
 from unickpt.frameworks.process_group import ProcessGroup, new_session
-from unickpt.integrations.dcp.values import BYTES, Path, Values, items, value_of
 from unickpt.loading.views import StoredView, jobs_of
 from unickpt.reading import checkpoint
 from unickpt.reading.checkpoint import Checkpoint
@@ -44,7 +44,11 @@ from unickpt.reading.options import LoadOptions
 from unickpt.saving import saver
 from unickpt.saving.options import SaveOptions
 from unickpt.storage import paths
-from unickpt.trees.tree import Leaf, Node
+from unickpt.trees.plain_values import Plain
+from unickpt.trees.tree import Key, Leaf, Node, rebuild
+
+Keys = tuple[Key, ...]
+ValuesByName = Mapping[str, Plain]
 
 
 class _AtPath:
@@ -130,7 +134,7 @@ class StorageWriter(_AtPath, storage.StorageWriter):
         if not isinstance(rank, _Rank):
             raise ValueError("the plan is not the one that prepare_global_plan made")
         group = ProcessGroup(rank.index, rank.count, rank.session)
-        state = Planned(plan, planner)
+        state = PlannedState(plan, planner)
         saver.save(
             self.checkpoint_id,
             state,
@@ -162,7 +166,7 @@ class _Rank:
 
 
 class TorchSaved:
-    """Bytes that a planner made of an object; in the stored tree a wrapper of this name."""
+    """Bytes that a planner made of an object; in the stored tree a wrapper, `BYTES`."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -174,10 +178,10 @@ class TorchSaved:
         self._data = state
 
 
-assert TorchSaved.__name__ == BYTES
+BYTES = TorchSaved.__name__
 
 
-class Planned:
+class PlannedState:
     """What a plan writes, as a tree; made within the save, so that it fails on all ranks if the
     planner fails on one."""
 
@@ -322,7 +326,7 @@ class _Opened:
 
     stored: Checkpoint
     items: Mapping[str, Node | Leaf]
-    keys: Mapping[str, Path]
+    keys: Mapping[str, Keys]
 
     @classmethod
     def at(cls, path: paths.Path) -> _Opened:
@@ -334,7 +338,7 @@ class _Opened:
         """
         stored = checkpoint.open(path)
         nodes: dict[str, Node | Leaf] = {}
-        keys_of: dict[str, Path] = {}
+        keys_of: dict[str, Keys] = {}
         for keys, node in items(StoredView(stored.reader).node(), stored.index.values):
             name = ".".join(map(str, keys))
             if name in nodes:
@@ -346,7 +350,7 @@ class _Opened:
         return cls(stored, nodes, keys_of)
 
 
-def _bytes(node: Node | Leaf, values: Values) -> io.BytesIO:
+def _bytes(node: Node | Leaf, values: ValuesByName) -> io.BytesIO:
     """What a planner takes for a value."""
     value = value_of(node, values)
     if isinstance(node, Node) and node.type_name == BYTES:
@@ -365,3 +369,114 @@ def _done(result: Any) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(result)
     return future
+
+
+# --- state dicts as torch sees them: which values of a tree are one item -------------------------
+
+
+def items(
+    node: Node | Leaf, values: ValuesByName, above: Keys = ()
+) -> Iterator[tuple[Keys, Node | Leaf]]:
+    """The items of a stored tree, with the keys that lead to each.
+
+    As in DCP, dicts are always taken apart, lists only if arrays or dicts are in them, and tuples
+    only if they cannot be values.
+
+    Arguments:
+        node: the structure.
+        values: the plain values, by name.
+        above: the keys that lead to `node`.
+    """
+    whole = isinstance(node, Leaf) or node.type_name == BYTES
+    if whole or (_is_sequence(node) and is_value(node, values)):
+        yield above, node
+        return
+    assert isinstance(node, Node)
+    for key, child in zip(node.keys, node.children, strict=True):
+        yield from items(child, values, above if node.kind == "wrapper" else (*above, key))
+
+
+def is_value(node: Node | Leaf, values: ValuesByName) -> bool:
+    """Whether a part of a tree consists of values and sequences alone."""
+    if isinstance(node, Leaf):
+        return node.name in values
+    groups = node.kind == "wrapper" or _is_sequence(node)
+    return groups and all(is_value(child, values) for child in node.children)
+
+
+def value_of(node: Node | Leaf, values: ValuesByName) -> Any:
+    """The value that such a part holds."""
+    return rebuild(node, values.__getitem__)
+
+
+def portable(given: Any) -> Any:
+    """A state dict to save, in which what is in an `io.BytesIO` is bytes."""
+    if type(given) in (dict, OrderedDict):
+        return type(given)((key, portable(value)) for key, value in given.items())
+    if type(given) is list:
+        return [portable(value) for value in given]
+    return given.getvalue() if isinstance(given, io.BytesIO) else given
+
+
+def with_stored_lists(given: Any, node: Node | Leaf | None, values: ValuesByName) -> Any:
+    """A state dict to load into, in which lists of values have the length that is stored, and an
+    `io.BytesIO` is bytes.
+
+    To DCP such a list is one item, which a load replaces as a whole.
+
+    Arguments:
+        given: a state dict, or a part of it.
+        node: the same part of what is stored, if it is there.
+        values: the stored plain values, by name.
+
+    Raises:
+        LoadMismatch: an object is asked for that is stored as pickled bytes.
+    """
+    while isinstance(node, Node) and node.kind == "wrapper":
+        (child,) = node.children
+        if node.type_name == BYTES and isinstance(child, Leaf):
+            raise LoadMismatch(
+                f"{child.name!r} was stored by a StorageWriter, as bytes that only torch's planner "
+                "unpickles: load it with torch.distributed.checkpoint.load and "
+                "unickpt.integrations.dcp.StorageReader(path)"
+            )
+        node = child
+    if isinstance(given, io.BytesIO):
+        return b""
+    if node is not None and _is_sequence(node) and is_value(node, values) and _is_whole(given):
+        return value_of(node, values)
+    below = zip(node.keys, node.children, strict=True) if isinstance(node, Node) else ()
+    children = {str(key): child for key, child in below}
+    if type(given) in (dict, OrderedDict):
+        adopted = (with_stored_lists(v, children.get(str(k)), values) for k, v in given.items())
+        return type(given)(zip(given, adopted, strict=True))
+    if type(given) is list:
+        numbered = enumerate(given)
+        return [with_stored_lists(v, children.get(str(n)), values) for n, v in numbered]
+    return given
+
+
+def filled(given: Any, found: Any) -> Any:
+    """What was loaded, in the dicts and lists that were given: DCP changes these in place."""
+    if given is found:
+        return given
+    if isinstance(given, dict) and isinstance(found, dict):
+        for key, value in found.items():
+            given[key] = filled(given[key], value)
+        return given
+    if isinstance(given, list) and isinstance(found, list):
+        same = len(given) == len(found)
+        given[:] = [filled(*pair) for pair in zip(given, found, strict=True)] if same else found
+        return given
+    return io.BytesIO(found) if isinstance(given, io.BytesIO) else found
+
+
+def _is_sequence(node: Node | Leaf) -> bool:
+    return isinstance(node, Node) and node.kind in ("list", "tuple", "namedtuple")
+
+
+def _is_whole(given: Any) -> bool:
+    """Whether DCP would replace this as a whole."""
+    if isinstance(given, list | tuple):
+        return all(map(_is_whole, given))
+    return not isinstance(given, Mapping | torch.Tensor)

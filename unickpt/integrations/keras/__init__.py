@@ -23,7 +23,7 @@ from keras.src.callbacks.monitor_callback import MonitorCallback
 from unickpt.errors import CheckpointNotFound, LoadMismatch
 from unickpt.frameworks.leaves import PerProcess
 from unickpt.frameworks.registry import adapters, current_group
-from unickpt.integrations.keras.state import ModelState, random_state, set_random_state
+from unickpt.integrations.keras.state import KerasState, random_state, set_random_state
 from unickpt.loading import loader
 from unickpt.loading.report import LoadReport
 from unickpt.reading import checkpoint
@@ -58,7 +58,7 @@ def save(
         ValueError: the model is not built, or the backend is not supported.
         UnickptError: as `unickpt.save`.
     """
-    tree = ModelState(model, weights_only).tree()
+    tree = KerasState(model, weights_only).tree()
     return saver.save(path, tree, overwrite=overwrite, options=options)
 
 
@@ -97,7 +97,7 @@ def load(
             )
         if not optimizer.built:
             optimizer.build(model.trainable_variables)
-    state = ModelState(model, weights_only)
+    state = KerasState(model, weights_only)
 
     def read(stored: checkpoint.Checkpoint) -> LoadReport:
         wanted = ["model/**"]
@@ -126,7 +126,7 @@ def _explained() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Position:
+class FitPosition:
     """How far a `fit` has come.
 
     Arguments:
@@ -211,7 +211,7 @@ class UnickptCheckpoint(MonitorCallback):
         # Lets Keras call all callbacks of a batch on a thread, if none needs the batch's state.
         self.async_safe = save_freq == "epoch"
         self._checkpointer: Checkpointer | None = None
-        self._resumed: _Resumed | None = None
+        self._resumed: _ResumedFit | None = None
         self._random_at_begin: dict[str, Any] | None = None
         self._end_skipping: Callable[[], None] = _nothing
         self._epoch = self._unsaved = self._seen = self._batches_seen = 0
@@ -303,9 +303,9 @@ class UnickptCheckpoint(MonitorCallback):
         self.best = value
         return True
 
-    def _save(self, step: int, position: Position) -> None:
+    def _save(self, step: int, position: FitPosition) -> None:
         assert self._checkpointer is not None
-        tree = ModelState(self.model, self.save_weights_only).tree()
+        tree = KerasState(self.model, self.save_weights_only).tree()
         begin = self._random_at_begin if position.batch else None
         randoms = {"now": random_state(), "begin": begin}
         tree["fit"] = {**asdict(position), "random": PerProcess(randoms)}
@@ -313,9 +313,9 @@ class UnickptCheckpoint(MonitorCallback):
         if self.verbose and current_group(adapters()).index == 0:
             print(f"\nsaving step {step} to {self._checkpointer.path(step)}", flush=True)
 
-    def _position(self, epoch: int, batch: int) -> Position:
+    def _position(self, epoch: int, batch: int) -> FitPosition:
         best = math.nan if self.best is None else float(self.best)
-        return Position(epoch, batch, self._batches_per_epoch(), best)
+        return FitPosition(epoch, batch, self._batches_per_epoch(), best)
 
     def _batches_per_epoch(self) -> int:
         steps = (self.params or {}).get("steps")
@@ -325,8 +325,8 @@ class UnickptCheckpoint(MonitorCallback):
 
     def _load(self, checkpointer: Checkpointer) -> None:
         model = self.model
-        state = ModelState(model)
-        fit = {**asdict(Position(0, 0, 0, math.nan)), "random": PerProcess(redistribute=_shared)}
+        state = KerasState(model)
+        fit = {**asdict(FitPosition(0, 0, 0, math.nan)), "random": PerProcess(redistribute=_shared)}
         try:
             with _explained():
                 found = checkpointer.load({**state.like(), "fit": fit})
@@ -336,19 +336,19 @@ class UnickptCheckpoint(MonitorCallback):
             return
         stored = dict(found["fit"])
         randoms = stored.pop("random").value
-        position = Position(**stored)
+        position = FitPosition(**stored)
         if min(position.epoch, position.batch) < 0:
             raise LoadMismatch(f"{self.directory}: a position that cannot be: {position}")
         metrics = found.pop("metrics")
         state.assign(found)
         if not math.isnan(position.best):
             self.best = position.best
-        self._resumed = _Resumed(position, randoms, state, metrics)
+        self._resumed = _ResumedFit(position, randoms, state, metrics)
         model._initial_epoch = position.epoch
 
 
 @dataclass(frozen=True)
-class _Resumed:
+class _ResumedFit:
     """A `fit` that goes on: what is to do when its first epoch begins.
 
     Arguments:
@@ -359,9 +359,9 @@ class _Resumed:
         metrics: the values of its metrics at the save.
     """
 
-    position: Position
+    position: FitPosition
     randoms: dict[str, Any] | None
-    state: ModelState
+    state: KerasState
     metrics: dict[str, Any]
 
     def begin(self, model: Any, epoch: int, batches: int) -> Callable[[], None]:

@@ -25,7 +25,7 @@ _SEED = "seed_generator_state"
 
 
 @dataclass(frozen=True)
-class ModelState:
+class KerasState:
     """The variables of a model: "model", "optimizer" and "metrics", each by path.
 
     Arguments:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import state_dict as torch_state
 
 from unickpt.errors import CheckpointNotFound
 from unickpt.frameworks.process_group import Group, alone
-from unickpt.integrations.lightning.saves import Destination, Saves
+from unickpt.integrations.lightning.saves import SaveDestination, Saves
 from unickpt.integrations.lightning.values import ToSave, read, with_fragments
 from unickpt.loading import loader
 from unickpt.reading import checkpoint
@@ -119,7 +119,7 @@ class UnickptCheckpointIO(_CheckpointIO):
     def _begin(
         self,
         checkpoint: Mapping[str, Any],
-        destination: Destination,
+        destination: SaveDestination,
         options: SaveOptions,
         rank: int,
         ranks: int,
@@ -251,7 +251,7 @@ class ShardedCheckpoints:
         _check_storage_options(storage_options)
         io = self.checkpoint_io
         found = io._saves.destination(filepath) if self.is_global_zero else None
-        destination: Destination = self.broadcast(found)  # type: ignore[attr-defined]
+        destination: SaveDestination = self.broadcast(found)  # type: ignore[attr-defined]
         if not self.is_global_zero:
             checkpoint = {key: checkpoint[key] for key in _SHARDED if key in checkpoint}
         io._begin(checkpoint, destination, io.options, self.global_rank, self.world_size)

@@ -28,7 +28,7 @@ _PAUSE_S = 0.01
 
 
 @dataclass(frozen=True)
-class Destination:
+class SaveDestination:
     """Where a checkpoint is saved.
 
     Arguments:
@@ -42,7 +42,7 @@ class Destination:
     hidden: str | None
 
     @classmethod
-    def of(cls, path: paths.Path) -> Destination:
+    def of(cls, path: paths.Path) -> SaveDestination:
         """Looks what is at a path."""
         text = _whole(path)
         if "://" in text or (os.path.lexists(text) and not os.path.islink(text)):
@@ -66,7 +66,7 @@ class _Save:
         over: whether it is committed, or has failed.
     """
 
-    destination: Destination
+    destination: SaveDestination
     rank: int
     ranks: int
     attempt: str = ""
@@ -128,16 +128,16 @@ class Saves:
         self._lock = threading.RLock()  # a signal handler of Lightning may save
         self._saves: list[_Save] = []
 
-    def destination(self, path: paths.Path) -> Destination:
+    def destination(self, path: paths.Path) -> SaveDestination:
         """Where to save; waits if a save or a removal of the same path is in flight."""
         with self._lock:
             named = {name for save in self._unfinished() for name in self._names(save)}
         if _whole(path) in named:
             self.wait()
-        return Destination.of(path)
+        return SaveDestination.of(path)
 
     def begin(
-        self, tree: Any, destination: Destination, options: SaveOptions, rank: int, ranks: int
+        self, tree: Any, destination: SaveDestination, options: SaveOptions, rank: int, ranks: int
     ) -> None:
         """Begins a save; returns when the state may change.
 

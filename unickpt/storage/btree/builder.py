@@ -48,11 +48,11 @@ PLACE_DTYPE = np.dtype([*PLACE_FIELDS])
 """Where a value is: the number of its file, or `INLINE`, and its bytes there."""
 INLINE = -1
 """Instead of a file: the value is among those that are stored in nodes."""
-Table = np.ndarray[Any, Any]
+PlaceArray = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class TreeEntries:
     """Some entries of a database.
 
     Arguments:
@@ -61,7 +61,7 @@ class Run:
     """
 
     keys: Sequence[bytes]
-    places: Table
+    places: PlaceArray
 
 
 @dataclass(frozen=True)
@@ -103,13 +103,13 @@ def build(values: Iterable[tuple[bytes, DataReference]], nodes: str) -> tuple[by
     ordered = sorted(values, key=lambda value: value[0])
     numbers = {path: n for n, path in enumerate(sorted({at.path for _, at in ordered}))}
     places = [(numbers[at.path], at.offset, at.length) for _, at in ordered]
-    run = Run([key for key, _ in ordered], np.array(places, PLACE_DTYPE))
+    run = TreeEntries([key for key, _ in ordered], np.array(places, PLACE_DTYPE))
     manifest, _ = encode([run], list(numbers), b"", place)
     return manifest, bytes(out)
 
 
 def encode(
-    runs: Iterable[Run],
+    runs: Iterable[TreeEntries],
     files: Sequence[str],
     inline: bytes,
     place: Callable[[bytes], DataReference],
@@ -152,9 +152,9 @@ def encode(
     return _manifest(root, height), 0 if root is None else root.keys
 
 
-def _batches(runs: Iterable[Run]) -> Iterator[tuple[list[bytes], Table]]:
+def _batches(runs: Iterable[TreeEntries]) -> Iterator[tuple[list[bytes], PlaceArray]]:
     """The entries of each leaf."""
-    keys, places = list[bytes](), list[Table]()
+    keys, places = list[bytes](), list[PlaceArray]()
     for run in runs:
         at = 0
         while at < len(run.keys):
@@ -205,7 +205,9 @@ def _manifest(root: _Placed | None, height: int) -> bytes:
     return _sealed(MANIFEST_MAGIC, b"".join(body))
 
 
-def _leaf(keys: Sequence[bytes], places: Table, paths: Sequence[bytes], inline: bytes) -> bytes:
+def _leaf(
+    keys: Sequence[bytes], places: PlaceArray, paths: Sequence[bytes], inline: bytes
+) -> bytes:
     file = places["file"]
     apart = file >= 0
     used, which = np.unique(file[apart], return_inverse=True)

@@ -33,10 +33,10 @@ _ENTRY_BYTES = 96
 _FREE_BYTES = 32 << 20
 _PER_STORED_BYTE = 256  # measured: up to 85 for keys that follow a pattern
 
-Numbers = np.ndarray[Any, Any]
+NodeColumn = np.ndarray[Any, Any]
 
 
-class Budget:
+class NodeBudget:
     """Limits the memory of a database's nodes relative to their stored bytes."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Manifest:
 
 
 @dataclass(frozen=True, eq=False)
-class Node:
+class BTreeNode:
     """A B-tree node; equal to itself alone.
 
     Arguments:
@@ -124,9 +124,9 @@ class Node:
     height: int
     keys: list[bytes]
     files: list[tuple[str, int]]
-    which: Numbers
-    offsets: Numbers
-    lengths: Numbers
+    which: NodeColumn
+    offsets: NodeColumn
+    lengths: NodeColumn
     common: list[int]
     inline: bytes
 
@@ -149,7 +149,7 @@ def manifest(data: bytes) -> Manifest:
         raise Damaged(
             f"the manifest has {len(data)} bytes; a checkpoint's has at most {MOST_MANIFEST_BYTES}"
         )
-    budget = Budget()
+    budget = NodeBudget()
     body = _open(data, MANIFEST_MAGIC, "the manifest", budget)
     body.take(16)  # the database's name
     if body.byte() != 0:
@@ -176,7 +176,9 @@ def manifest(data: bytes) -> Manifest:
     return Manifest(root, heights[-1], keys, sum(nbytes), committed)
 
 
-def node(data: bytes, where: DataReference, height: int, prefix: bytes, budget: Budget) -> Node:
+def node(
+    data: bytes, where: DataReference, height: int, prefix: bytes, budget: NodeBudget
+) -> BTreeNode:
     """Decodes a B-tree node.
 
     Arguments:
@@ -203,7 +205,7 @@ def node(data: bytes, where: DataReference, height: int, prefix: bytes, budget: 
         which, offsets, lengths = (body.numbers(count) for _ in range(3))
         _check_references(which, offsets, lengths, files)
         common = [len(prefix) + n for n in common]
-        return Node(height, keys, files, which.astype(np.int64), offsets, lengths, common, b"")
+        return BTreeNode(height, keys, files, which.astype(np.int64), offsets, lengths, common, b"")
     lengths = body.numbers(count)
     apart = np.frombuffer(body.take(count), np.uint8) != 0
     there = int(apart.sum())
@@ -217,10 +219,10 @@ def node(data: bytes, where: DataReference, height: int, prefix: bytes, budget: 
     offsets = np.cumsum(within) - within
     offsets[apart] = starts
     inline = body.take(int(within.sum()))
-    return Node(0, keys, files, which, offsets, lengths, [], inline)
+    return BTreeNode(0, keys, files, which, offsets, lengths, [], inline)
 
 
-def _open(data: bytes, magic: bytes, at: str, budget: Budget) -> _Body:
+def _open(data: bytes, magic: bytes, at: str, budget: NodeBudget) -> _Body:
     """Checks the header and checksum of a manifest or a node."""
     length = int.from_bytes(data[4:12], "little")
     if data[:4] != magic or length != len(data) or len(data) < _HEADER_BYTES + _ENDING_BYTES:
@@ -245,7 +247,7 @@ class _Body:
         budget: for what is unpacked.
     """
 
-    def __init__(self, stored: bytes, packed: bool, at: str, budget: Budget) -> None:
+    def __init__(self, stored: bytes, packed: bool, at: str, budget: NodeBudget) -> None:
         self._stored, self._packed, self._name, self._budget = stored, packed, at, budget
         self._data = b"" if packed else stored
         self._at = 0
@@ -306,7 +308,7 @@ class _Body:
                 return value
         raise Damaged(f"{self._name} holds a number of more than 64 bits")
 
-    def numbers(self, count: int) -> Numbers:
+    def numbers(self, count: int) -> NodeColumn:
         """The next numbers, as `number` gives them."""
         if count < _FEW:
             return np.array(self._few(count), np.uint64)
@@ -355,7 +357,7 @@ class _Body:
         return found
 
 
-def _files(body: _Body, base: str, budget: Budget) -> list[tuple[str, int]]:
+def _files(body: _Body, base: str, budget: NodeBudget) -> list[tuple[str, int]]:
     """The table of files: their paths, and the length of each base path."""
     count = body.number()
     if count > _MOST_ENTRIES:
@@ -385,7 +387,7 @@ def _text(path: bytes) -> str:
 
 
 def _keys(
-    body: _Body, count: int, prefix: bytes, is_inner: bool, budget: Budget
+    body: _Body, count: int, prefix: bytes, is_inner: bool, budget: NodeBudget
 ) -> tuple[list[bytes], list[int]]:
     """The keys of a node; for an inner node also the prefix of the keys below each."""
     shared, rest = [0, *body.lengths(count - 1)], body.lengths(count)

@@ -1,7 +1,10 @@
-"""Steps in a folder of fsspec: copied there, back, and removed, each whole or not at all.
+"""A second tier in any storage that fsspec reaches: Azure, HDFS, the Hugging Face Hub, ...
 
-A step is there if its manifest is. It is written last, under another name first, because not every
-storage writes a file at once; and removed first.
+    from unickpt.integrations.fsspec import MirroredCheckpointer
+    MirroredCheckpointer("runs/llama", "abfs://container/llama", keep_last=2, mirror_keep_last=9)
+
+TensorStore cannot read and write there, so steps are committed in local files first, and copied in
+the background. docs/integrations/fsspec.md has the promises.
 """
 
 from __future__ import annotations
@@ -10,23 +13,32 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from unickpt.commit.version import Version
 from unickpt.errors import (
     CheckpointCorrupt,
+    CheckpointNotFound,
+    LaterStepsExist,
     MissingPackage,
     StorageError,
     UnickptError,
 )
 from unickpt.quoting import quoted
+from unickpt.runs.agreement import barrier, on_process_0
+from unickpt.runs.checkpointer import Checkpointer
+from unickpt.runs.retention import Retention
+from unickpt.saving.background import PendingSave
 from unickpt.steps.attempt_folders import FOLDER
 from unickpt.steps.step_folder import Steps
+from unickpt.storage import paths
 from unickpt.storage.local_folders import sync_folder
 from unickpt.storage.ocdbt import MANIFEST
-from unickpt.threads import Pool
+from unickpt.threads import Pool, SerialExecutor
 from unickpt.tools.verification import verify
 
 try:
@@ -36,6 +48,8 @@ except ImportError as error:
         "a second tier by fsspec needs fsspec: pip install 'unickpt[fsspec]'"
     ) from error
 
+__all__ = ["MirroredCheckpointer"]
+
 _log = logging.getLogger("unickpt")
 _STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 _MESSAGES = ("records", "notes", "borrowers")
@@ -43,10 +57,205 @@ _MESSAGES = ("records", "notes", "borrowers")
 _BLOCK = 8 << 20
 _AT_ONCE = 8
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
+_RULES = ("keep_last", "keep_every", "keep_best", "keep")
+
+
+class MirroredCheckpointer(Checkpointer):
+    """A `unickpt.Checkpointer` whose steps are also copied to another storage, by fsspec.
+
+    Process 0 copies each step after its commit, in the background. A copy is read back and compared
+    before its manifest appears, so a step is there whole, or it is not. A step is not removed from
+    `root` before it was copied. Steps that an earlier job did not copy are copied after the first
+    save. Errors of a copy are raised by the next `save`, `wait` or `close`, else the program exits
+    with status 1; the copy is tried again after the next save.
+
+    One job at a time may use a mirror.
+
+    Arguments:
+        root: a local path, for the steps; all processes share it.
+        mirror: a URL of fsspec, such as "abfs://container/run", "hdfs://host/run" or
+            "hf://datasets/me/run".
+        mirror_keep_last, mirror_keep_every: which steps remain in the mirror; by default all. As
+            for `Checkpointer`, the newest always does.
+        storage_options: for fsspec's file system, such as `{"account_name": ...}`.
+        arguments: as for `Checkpointer`; except `after`, instead of which there is
+            `drop_later_steps`, `local`, which `root` is here, and `partial`, whose steps need each
+            other.
+
+    Raises:
+        ValueError: the arguments are invalid.
+        MissingPackage: fsspec, or its package for this storage, is not installed.
+
+    Example:
+        >>> import numpy as np, tempfile
+        >>> state = {"w": np.zeros(3)}
+        >>> with MirroredCheckpointer(tempfile.mkdtemp(), "memory://mirrored/run") as ckpt:
+        ...     if ckpt.restore() is not None or ckpt.latest() is not None:
+        ...         state = ckpt.load(state)
+        ...     _ = ckpt.save(10, state)
+        >>> with MirroredCheckpointer(tempfile.mkdtemp(), "memory://mirrored/run") as ckpt:
+        ...     ckpt.restore()  # on another machine
+        10
+    """
+
+    def __init__(
+        self,
+        root: paths.Path,
+        mirror: str,
+        *,
+        mirror_keep_last: int | None = None,
+        mirror_keep_every: int | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        **arguments: Any,
+    ) -> None:
+        for name in ("after", "local", "partial"):
+            if arguments.get(name) is not None:
+                raise ValueError(f"{name}= is not supported with a mirror")
+        if not paths.resolve(root).is_local:
+            raise ValueError(f"root={str(root)!r} must be a local path; its steps are copied")
+        self._there = StepsFolder(mirror, storage_options or {})
+        if self._there.is_at(Path(paths.resolve(root).spec["path"])):
+            raise ValueError(f"mirror={mirror!r} is the folder of root=; give another one")
+        self._there_keeps = Retention(mirror_keep_last, mirror_keep_every)
+        self._settled: dict[int, Version] = {}
+        """The versions of steps that are copied, or that the mirror need not have."""
+        if any(arguments.get(rule) is not None for rule in _RULES):
+            arguments["keep"] = self._keep(arguments.get("keep"))
+        super().__init__(root, **arguments)
+        failed = partial(self._queue.errors.add, f"copying steps to {self._there}")
+        self._copies = SerialExecutor("unickpt-mirror", failed)
+
+    def save(self, step: int, tree: Any, **arguments: Any) -> PendingSave:
+        """As `Checkpointer.save`; the step is copied after its commit."""
+        waits = arguments.pop("wait", False)
+        pending = super().save(step, tree, **arguments)
+        if self._group().index == 0:
+            # Now, so that whoever waits for the save waits for its copy.
+            self._copies.add(partial(self._copy_after, pending))
+        if waits:
+            pending.result()
+        return pending
+
+    def restore(self, step: int | None = None) -> int | None:
+        """Downloads a step from the mirror, if `root` lacks it; `load` loads it then.
+
+        All processes of a job call this; process 0 downloads, and the others wait for it. The step
+        is checked against its digests before it appears in `root`.
+
+        Arguments:
+            step: its number; by default the newest in the mirror, if that is newer than all in
+                `root`.
+
+        Returns:
+            The step that was downloaded, on all processes; None if nothing was.
+
+        Raises:
+            CheckpointNotFound: the mirror does not have the step.
+            CheckpointCorrupt: it is damaged there; nothing appeared in `root`.
+            StorageError: a storage failed.
+        """
+        group = self._group()
+        found: list[int] = []
+        root = self._tiers.root
+
+        def download() -> None:
+            there = self._there.steps()
+            wanted = max(there, default=-1) if step is None else step
+            if step is not None and step not in there:
+                have = ", ".join(map(str, there[-10:])) or "none"
+                raise CheckpointNotFound(f"step {step} is not in {self._there}; it has: {have}")
+            here = root.committed()
+            if (
+                wanted >= 0
+                and wanted not in here
+                and (step is not None or wanted > max(here, default=-1))
+            ):
+                self._there.get(wanted, Path(root.path(wanted)))
+                found.append(wanted)
+
+        on_process_0(group, root.location, f"download a step from {self._there}", download)
+        got = found[0] if found else -1
+        if group.count > 1:
+            got = group.agree(got + 1) - 1
+        return got if got >= 0 else None
+
+    def drop_later_steps(self, step: int | None = None) -> list[int]:
+        """As `Checkpointer.drop_later_steps`; in the mirror, too."""
+        removed = super().drop_later_steps(step)
+        kept = self.loaded_step if step is None else step
+        assert kept is not None
+        self._remove_there(lambda there: there > kept)
+        return removed
+
+    def delete(self, step: int) -> None:
+        """As `Checkpointer.delete`; in the mirror, too."""
+        super().delete(step)
+        self._remove_there(lambda there: there == step)
+
+    def wait(self) -> None:
+        """As `Checkpointer.wait`, and until all steps are copied."""
+        self._drain()
+        super().wait()
+
+    def _drain(self) -> None:
+        super()._drain()
+        self._copies.wait()
+
+    # --- on process 0 --------------------------------------------------------------------------
+
+    def _copy_after(self, pending: PendingSave) -> None:
+        pending.wait_ended()
+        self._copy()
+
+    def _copy(self) -> None:
+        """Copies what the mirror lacks, then removes there what no rule keeps."""
+        root, there = self._tiers.root, self._there.steps()
+        here = root.committed()
+        if not here:
+            return
+        if later := [step for step in there if step > here[-1]]:
+            raise LaterStepsExist(
+                f"{self._there} has later steps than {here[-1]}: {', '.join(map(str, later))}; "
+                f"call drop_later_steps({here[-1]}) to remove them, or restore() before saving"
+            )
+        spare = self._there_keeps.expendable({step: {} for step in {*here, *there}})
+        failures: list[Exception] = []
+        for step in here:
+            found = root.version(step)  # it may be replaced while it is copied
+            if found is None or self._settled.get(step) == found:
+                continue
+            try:
+                if step in spare or self._there.put(step, root):
+                    self._settled[step] = found
+            except UnickptError as error:  # others may succeed
+                failures.append(error)
+        if failures:
+            raise failures[0]
+        for step in set(spare) & set(there):
+            self._there.remove(step)
+
+    def _keep(self, keep: Callable[[int], bool] | None) -> Callable[[int], bool]:
+        def stays(step: int) -> bool:
+            found = self._tiers.root.version(step)
+            return found != self._settled.get(step) or (keep is not None and keep(step))
+
+        return stays
+
+    def _remove_there(self, which: Callable[[int], bool]) -> None:
+        def remove() -> None:
+            for step in sorted(filter(which, self._there.steps()), reverse=True):
+                self._there.remove(step)
+
+        group = self._group()
+        on_process_0(group, self._tiers.root.location, f"remove steps in {self._there}", remove)
+        barrier(group)
 
 
 class StepsFolder:
-    """The steps in a folder of fsspec.
+    """Steps in a folder of fsspec: copied there, back, and removed, each whole or not at all.
+
+    A step is there if its manifest is. It is written last, under another name first, because not
+    every storage writes a file at once; and removed first.
 
     Arguments:
         url: as fsspec has them.
@@ -150,7 +359,9 @@ class StepsFolder:
                         f"{self.url}: step {step} is damaged: {report.damage[0]}; restore an "
                         "earlier one: restore(step=...)"
                     )
-                _sync(part)
+                for at, _, names in os.walk(part):
+                    for name in (*names, "."):
+                        sync_folder(os.path.join(at, name))  # and so are files
                 _appear(part, to)
         finally:
             shutil.rmtree(part, ignore_errors=True)
@@ -187,7 +398,11 @@ class StepsFolder:
         if not verify(source).ok:
             raise CheckpointCorrupt(f"{source} is damaged; not copied to {self.url}")
         top = source / "processes" / attempt
-        local = [p for p in top.rglob("*") if p.is_file() and not _is_message(p.relative_to(top))]
+        local = [
+            p
+            for p in top.rglob("*")
+            if p.is_file() and p.relative_to(top).parts[0] not in _MESSAGES
+        ]
         names = {path.relative_to(source).as_posix(): path for path in local}
         for folder in sorted({name.rpartition("/")[0] for name in names}):
             self._fs.makedirs(f"{self._at(step)}/{folder}", exist_ok=True)
@@ -251,10 +466,6 @@ class StepsFolder:
             raise StorageError(f"{self.url}: cannot {what}: {told}") from error
 
 
-def _is_message(name: Path) -> bool:
-    return name.parts[0] in _MESSAGES
-
-
 def _appear(part: Path, to: Path) -> None:
     """Puts a step into its place, in which a killed save or removal may have left attempts."""
     if to.is_symlink() or not to.is_dir():
@@ -269,14 +480,3 @@ def _appear(part: Path, to: Path) -> None:
     sync_folder(str(to))
     os.rename(part / MANIFEST, to / MANIFEST)
     sync_folder(str(to))
-
-
-def _sync(folder: Path) -> None:
-    """Makes all files of a folder durable."""
-    for at, _, names in os.walk(folder):
-        for name in (*names, "."):
-            handle = os.open(os.path.join(at, name), os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
