@@ -181,7 +181,7 @@ def test_a_record_that_ends_early_is_refused() -> None:
 
 @pytest.fixture
 def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digest_table, "_BLOCK_ROWS", 8)
+    monkeypatch.setattr(digest_table, "BLOCK_ROWS", 8)
 
 
 TREE = {f"w{k}": np.arange(k * 100.0, k * 100 + 50).reshape(5, 10) for k in range(9)}

@@ -19,8 +19,8 @@ from support.counts import chunks_read
 import unickpt
 from unickpt import CheckpointCorrupt, LoadOptions, SaveOptions
 from unickpt.format import digest_table
+from unickpt.format.chunk_store import ChunkStore
 from unickpt.format.index import DigestBlocks
-from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.reading import chunk_reader
 from unickpt.storage.local_files import RegularFiles
 
@@ -68,7 +68,7 @@ def test_many_arrays_of_all_kinds_keep_their_own_elements(
     rows: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if rows is not None:
-        monkeypatch.setattr(digest_table, "_BLOCK_ROWS", rows)
+        monkeypatch.setattr(digest_table, "BLOCK_ROWS", rows)
     state = states(700)
     unickpt.save(tmp_path / "c", state, options=FAST)
     makers: list[Callable[[np.ndarray], Any]] = [
@@ -152,7 +152,7 @@ def test_many_small_arrays_take_few_reads_and_each_is_read_once(
         unickpt.load(tmp_path / "c", state)
     assert sorted(each.key for each in seen) == sorted(state)
     assert len(reads) < 40
-    monkeypatch.setattr(OcdbtReader, "read_chunk", None)  # none was read for itself
+    monkeypatch.setattr(ChunkStore, "_read_one", None)  # none was read for itself
     monkeypatch.setattr(chunk_reader, "TASK_CHUNKS", 7)
     found = unickpt.load(tmp_path / "c")
     assert all(same(found[name], array) for name, array in state.items())

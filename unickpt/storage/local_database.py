@@ -169,7 +169,12 @@ def _read_large(
     with system_calls():
         for number, look, pieces in values:
             for piece, offset in pieces:
-                if os.preadv(handle, [piece], offset) != len(piece):
+                count = os.preadv(handle, [piece], offset)
+                while 0 < count < len(piece):
+                    count += (more := os.preadv(handle, [piece[count:]], offset + count))
+                    if not more:
+                        break
+                if count < len(piece):
                     break
                 if look is not None:
                     look(piece)
