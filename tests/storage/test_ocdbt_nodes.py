@@ -170,8 +170,8 @@ def test_the_decoder_ends_where_bytes_do() -> None:
         for packed in (False, True):
             data = node(plain(body[:size]) if packed and size else body[:size], packed=packed)
             with pytest.raises(Damaged):
-                decoder.node(data, where, 0, b"", decoder.Budget())
-    assert decoder.node(node(body), where, 0, b"", decoder.Budget()).keys[0] == b"k0"
+                decoder.node(data, where, 0, b"", decoder.NodeBudget())
+    assert decoder.node(node(body), where, 0, b"", decoder.NodeBudget()).keys[0] == b"k0"
     assert digest_table.DTYPE.itemsize == 12
 
 
@@ -191,4 +191,4 @@ def test_a_number_without_end_is_refused_at_once(
     body = bytes([0]) + files([]) + varint(40) + bytes(38) + b"\xff" * 500_000
     data = node(plain(body) if packed else body, packed=packed)
     with pytest.raises(Damaged, match="a number of more than 64 bits"):
-        decoder.node(data, decoder.DataReference("x", 0, 0), 0, b"", decoder.Budget())
+        decoder.node(data, decoder.DataReference("x", 0, 0), 0, b"", decoder.NodeBudget())
