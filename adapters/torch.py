@@ -16,14 +16,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from unickpt.adapters.torch_group import group as group
-from unickpt.adapters.torch_layout import (
+from unickpt.adapters.torch_distributed import (
     TO_NUMPY,
     LocalShard,
     is_dtensor,
     local_shard_of,
     sharding_of,
 )
+from unickpt.adapters.torch_distributed import group as group
 from unickpt.adapters.torch_modules import canonical_names, is_wrapped
 from unickpt.adapters.torch_optimizer import (
     NamedOptimizer,

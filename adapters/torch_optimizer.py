@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 import torch
 
-from unickpt.adapters.torch_layout import TO_NUMPY, is_dtensor
+from unickpt.adapters.torch_distributed import TO_NUMPY, is_dtensor
 from unickpt.adapters.torch_modules import canonical_names
 from unickpt.arrays import dtypes
 from unickpt.errors import LoadMismatch, UnsupportedLeaf

@@ -27,7 +27,7 @@ from unickpt.foreign.loose_files import Found, open_kind
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted
-from unickpt.trees import plain_values, tree
+from unickpt.trees import tree, tree_json
 
 _ARRAY, _COMPLEX, _SCALAR, _TUPLE = 1, 2, 3, 4  # extensions; the last one is Orbax's
 _CHUNKED = "__msgpack_chunked_array__"
@@ -137,7 +137,7 @@ class FlaxReader(RangeReader):
         except UnickptError as error:
             raise UnsupportedFormat(f"{files.location}: {error}") from error
         entries, boxes = dict[str, ArrayEntry](), dict[str, tuple[FileBox]]()
-        values = dict[str, plain_values.Plain]()
+        values = dict[str, tree_json.Plain]()
         for leaf in tree.leaves(node):
             found = leaf.value
             if isinstance(found, Elsewhere):
@@ -152,11 +152,11 @@ class FlaxReader(RangeReader):
             where = FileBox(Box.whole(found.shape), found.elements)
             entries[leaf.name] = whole(leaf.name, found.shape, found.dtype, where)
             boxes[leaf.name] = (where,)
-        super().__init__(files, Index(tree.to_json(node), entries, values=values), boxes)
+        super().__init__(files, Index(tree_json.to_json(node), entries, values=values), boxes)
 
 
 def _is_leaf(value: Any) -> bool:
-    return isinstance(value, (InFile, Elsewhere)) or plain_values.is_plain(value)
+    return isinstance(value, (InFile, Elsewhere)) or tree_json.is_plain(value)
 
 
 class _Scanner:

@@ -32,7 +32,7 @@ from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted
 from unickpt.storage.errors import Damaged
-from unickpt.trees import tree
+from unickpt.trees import tree, tree_json
 
 _VERSIONS = (2, 3)
 _ALIGNMENT = "general.alignment"
@@ -200,8 +200,8 @@ class GgufReader(RangeReader):
                 ends.append((tensor.offset, tensor.offset + nbytes, tensor.name))
             header.check_places(ends)
         metadata = {**_metadata(headers), **({"quantized": packed} if packed else {})}
-        node = tree.from_names(entries)
-        super().__init__(files, Index(tree.to_json(node), entries, metadata=metadata), boxes)
+        node = tree_json.from_names(entries)
+        super().__init__(files, Index(tree_json.to_json(node), entries, metadata=metadata), boxes)
 
 
 def _headers(files: Files, name: str) -> Sequence[_Header]:

@@ -15,7 +15,7 @@ from unickpt.foreign.files import Files
 from unickpt.foreign.loose_files import Found, open_kind
 from unickpt.format.index import Index
 from unickpt.format.reader import Reader
-from unickpt.trees import tree
+from unickpt.trees import tree, tree_json
 
 _MOST = MOST_HEADER + 12  # bytes before the elements
 
@@ -58,5 +58,5 @@ class NpyReader(RangeReader):
         elements = FileRange(file, header.length, header.big_endian)
         where = FileBox(Box.whole(header.shape), elements, 0, header.strides)
         entries = {name: whole(name, header.shape, header.dtype, where)}
-        index = Index(tree.to_json(tree.from_names(entries)), entries)
+        index = Index(tree_json.to_json(tree_json.from_names(entries)), entries)
         super().__init__(files, index, {name: (where,)})

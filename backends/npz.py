@@ -31,7 +31,7 @@ from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted
 from unickpt.storage.errors import Failed, reading_failed
-from unickpt.trees import tree
+from unickpt.trees import tree, tree_json
 
 _MAGIC = b"\x93NUMPY"
 MOST_HEADER = 10_000  # as NumPy's own limit for files that are not trusted
@@ -118,8 +118,8 @@ class NpzReader(RangeReader):
                     entries[array].layout,
                 )
                 self._deflated[array] = member, header
-        node = tree.from_names(entries)
-        super().__init__(files, Index(tree.to_json(node), entries), boxes)
+        node = tree_json.from_names(entries)
+        super().__init__(files, Index(tree_json.to_json(node), entries), boxes)
 
     def _header(self, member: Member) -> tuple[Header, FileBox]:
         where = f"{self._zip.files.location}: {self._zip.name}: {quoted(member.name)}"
@@ -248,7 +248,7 @@ def _nested(member: Member) -> str:
 def _can_nest(members: Iterable[Member]) -> bool:
     """Whether no array has the name of what would contain others."""
     try:
-        tree.from_names(dict.fromkeys(map(_nested, members)))
+        tree_json.from_names(dict.fromkeys(map(_nested, members)))
     except (ValueError, RecursionError):
         return False
     return True

@@ -15,7 +15,7 @@ from unickpt.foreign.flat_names import flat_names, plain_values, refuse
 from unickpt.foreign.zip_layout import Content, ZipLayout
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.writer import Plan, PlannedFile
-from unickpt.trees import tree
+from unickpt.trees import tree, tree_json
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def _shown(names: dict[str, str]) -> dict[str, str]:
     """The names as unickpt reads them: as containers, unless one is both a leaf and a container."""
     nested = {name: "/".join(map(tree.component, text.split("/"))) for name, text in names.items()}
     try:
-        tree.from_names(nested.values())
+        tree_json.from_names(nested.values())
     except ValueError:
         return {name: tree.component(text) for name, text in names.items()}
     return nested

@@ -22,7 +22,7 @@ from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted, shortened
 from unickpt.storage.errors import Failed, reading_failed
-from unickpt.trees import plain_values, tree
+from unickpt.trees import tree, tree_json
 
 _SCRIPT = "constants.pkl"
 _MOST_TEXT = 1000
@@ -74,7 +74,7 @@ class TorchFilesReader(RangeReader):
         except UnickptError as error:
             raise UnsupportedFormat(f"{files.location}: {error}") from error
         entries, boxes = dict[str, ArrayEntry](), dict[str, tuple[FileBox]]()
-        aliases, values = dict[str, str](), dict[str, plain_values.Plain]()
+        aliases, values = dict[str, str](), dict[str, tree_json.Plain]()
         first: dict[tuple[int, str], str] = {}
         for leaf in tree.leaves(node):
             if not isinstance(leaf.value, Tensor):
@@ -88,7 +88,7 @@ class TorchFilesReader(RangeReader):
             where = _box(files, file, leaf)
             entries[leaf.name] = whole(leaf.name, leaf.value.shape, leaf.value.dtype, where)
             boxes[leaf.name] = (where,)
-        index = Index(tree.to_json(node), entries, aliases=aliases, values=values)
+        index = Index(tree_json.to_json(node), entries, aliases=aliases, values=values)
         super().__init__(files, index, boxes)
 
 
@@ -163,7 +163,7 @@ class _Object:
 
 
 def _is_leaf(value: Any) -> bool:
-    return isinstance(value, Tensor) or plain_values.is_plain(value)
+    return isinstance(value, Tensor) or tree_json.is_plain(value)
 
 
 def expand(found: Any, name: str) -> tree.Expansion | None:
@@ -229,11 +229,11 @@ class PlainTree:
             made = self._file.opaque(found, self._opaque)
             self._opaque -= len(made.pickle)
             return made
-        return self._counted(found) if plain_values.is_plain(found) else _text(found)
+        return self._counted(found) if tree_json.is_plain(found) else _text(found)
 
-    def _counted(self, found: plain_values.Plain) -> plain_values.Plain:
+    def _counted(self, found: tree_json.Plain) -> tree_json.Plain:
         """A plain value, whose length counts: whoever writes it writes all of it."""
-        self._values -= plain_values.length(found)
+        self._values -= tree_json.length(found)
         if self._values < 0:
             raise CheckpointCorrupt(f"{self._where}: its values are too long for its size")
         return found
@@ -284,6 +284,6 @@ def _text(found: Any) -> str:
     """What is neither an array nor a plain value, as a text for people."""
     if isinstance(found, Opaque | Global):  # as a key
         return f"<{shortened(found.name, _MOST_TEXT)}>"
-    if plain_values.is_plain(found) or isinstance(found, tuple):  # of a key, which is short
+    if tree_json.is_plain(found) or isinstance(found, tuple):  # of a key, which is short
         return quoted(found, _MOST_TEXT)
     return f"<{type(found).__name__}>"

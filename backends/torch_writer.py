@@ -11,7 +11,7 @@ from unickpt.foreign import torch_layout
 from unickpt.foreign.flat_names import refuse
 from unickpt.format.index import Index
 from unickpt.format.writer import Plan, PlannedFile
-from unickpt.trees import tree
+from unickpt.trees import tree_json
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class TorchWriter:
             leaves[name] = torch_layout.tensor(entry, entry.shape, str(number))
             storages[str(number)] = (name, Box.whole(entry.shape), entry.nbytes)
         leaves |= {alias: leaves[name] for alias, name in index.aliases.items()}
-        value = torch_layout.object_of(tree.from_json(index.tree), leaves.__getitem__)
+        value = torch_layout.object_of(tree_json.from_json(index.tree), leaves.__getitem__)
         zipped = torch_layout.saved(value, storages)
         planned = PlannedFile(
             file or "checkpoint.pt", zipped.size, zipped.texts, tuple(zipped.data), zipped.ending,

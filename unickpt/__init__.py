@@ -45,7 +45,7 @@ from unickpt.reading.stored_array import StoredArray
 from unickpt.saving.background import PendingSave
 from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.saving.saver import save, save_async
-from unickpt.trees.plain_values import Opaque
+from unickpt.trees.tree import Opaque
 
 if _CHECKING:
     from unickpt.reporting.html_report import report

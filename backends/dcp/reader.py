@@ -28,7 +28,7 @@ from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted
 from unickpt.storage.errors import Failed, reading_failed
-from unickpt.trees import plain_values, tree
+from unickpt.trees import tree, tree_json
 
 METADATA = ".metadata"
 _MOST_METADATA = 1 << 30
@@ -230,7 +230,7 @@ class DcpReader(RangeReader):
         except UnsupportedLeaf as error:
             raise CheckpointCorrupt(f"{files.location}: {METADATA}: {error}") from error
         entries, boxes = dict[str, ArrayEntry](), dict[str, Sequence[FileBox]]()
-        plain = dict[str, plain_values.Plain]()
+        plain = dict[str, tree_json.Plain]()
         for leaf in tree.leaves(node):
             name, value = leaf.name, leaf.value
             if isinstance(value, ChunkedArray):
@@ -240,14 +240,14 @@ class DcpReader(RangeReader):
                 boxes[name] = (value.box,)
             else:
                 plain[name] = value
-        super().__init__(files, Index(tree.to_json(node), entries, values=plain), boxes)
+        super().__init__(files, Index(tree_json.to_json(node), entries, values=plain), boxes)
         self.version = version
         if any(name.rpartition("/")[2] == LOCAL for name in entries):
             self.lacks = _ONE_PART
 
 
 def _is_leaf(value: Any) -> bool:
-    return isinstance(value, (ChunkedArray, InnerTensor)) or plain_values.is_plain(value)
+    return isinstance(value, (ChunkedArray, InnerTensor)) or tree_json.is_plain(value)
 
 
 def _entry(files: Files, name: str, array: ChunkedArray) -> ArrayEntry:

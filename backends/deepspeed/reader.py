@@ -31,7 +31,7 @@ from unickpt.format.coverage import check_boxes
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import ParallelMap, Reader
 from unickpt.storage.errors import Failed, reading_failed
-from unickpt.trees import plain_values, tree
+from unickpt.trees import tree, tree_json
 
 HINTS: Collection[str] = merging.HINTS
 
@@ -77,13 +77,13 @@ class DeepSpeedReader(RangeReader):
         except UnickptError as error:
             raise UnsupportedFormat(f"{files.location}: {error}") from error
         entries, boxes = dict[str, ArrayEntry](), dict[str, Sequence[FileBox]]()
-        aliases, values = dict[str, str](), dict[str, plain_values.Plain]()
+        aliases, values = dict[str, str](), dict[str, tree_json.Plain]()
         first: dict[int, str] = {}
         copies: list[_Copy] = []
         for leaf in tree.leaves(node):
             array = leaf.value
             known = first.setdefault(id(array), leaf.name)
-            if plain_values.is_plain(array):
+            if tree_json.is_plain(array):
                 values[leaf.name] = array
             elif known != leaf.name:
                 aliases[leaf.name] = known
@@ -96,7 +96,7 @@ class DeepSpeedReader(RangeReader):
                 copies += [(leaf.name, array.boxes, copy.boxes) for copy in array.copies]
         meshes = [len(entry.layout.mesh.processes) for entry in entries.values() if entry.layout]
         index = Index(
-            tree.to_json(node),
+            tree_json.to_json(node),
             entries,
             aliases=aliases,
             values=values,
@@ -134,7 +134,7 @@ class DeepSpeedReader(RangeReader):
 
 
 def _is_leaf(value: Any) -> bool:
-    return isinstance(value, Merged | Tensor) or plain_values.is_plain(value)
+    return isinstance(value, Merged | Tensor) or tree_json.is_plain(value)
 
 
 def _entry(files: Files, name: str, array: Merged) -> ArrayEntry:

@@ -34,7 +34,7 @@ from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.quoting import quoted
 from unickpt.storage.errors import Failed, reading_failed
-from unickpt.trees import tree
+from unickpt.trees import tree, tree_json
 
 _MOST_RANK = 32
 # Chunks can be compressed or missing. What an array takes in memory may exceed what is stored for
@@ -188,12 +188,12 @@ class Hdf5Reader(RangeReader):
                 if where is not None:
                     boxes[array] = (where,)
             self._check_total(entries)
-            node = tree.from_names([*entries, *found.aliases])
+            node = tree_json.from_names([*entries, *found.aliases])
         except _DAMAGES as error:
             if isinstance(error, UnickptError | Failed):
                 raise
             raise CheckpointCorrupt(f"{self._where} is damaged: {error!r}") from error
-        index = Index(tree.to_json(node), entries, aliases=found.aliases)
+        index = Index(tree_json.to_json(node), entries, aliases=found.aliases)
         self.groups = {*found.groups.values()}
         """The paths of the file's groups."""
         super().__init__(files, index, boxes)

@@ -23,10 +23,10 @@ from unickpt.foreign.files import Files
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader, Request
-from unickpt.storage import contexts
+from unickpt.storage import database
 from unickpt.storage.errors import Failed, reading_failed
 from unickpt.threads import Pool
-from unickpt.trees import plain_values, tree
+from unickpt.trees import tree, tree_json
 from unickpt.trees.tree import Expansion
 
 _THREADS = 16
@@ -44,7 +44,7 @@ def open(files: Files, hints: Mapping[str, Any]) -> Reader | None:
         StorageError: the storage failed.
     """
     # Shared by all that is read: it keeps the manifests of databases as they are now.
-    context = contexts.context()
+    context = database.context()
     try:
         found = folders.find(files, context)
         return None if found is None else OrbaxReader(files, found, context)
@@ -96,7 +96,7 @@ class OrbaxReader(Reader):
         entries = {name: inline.index.arrays[name] for name, inline in self._inline.items()}
         entries.update({name: _entry(name, leaf) for name, leaf in self._arrays.items()})
         self.index = Index(
-            tree.to_json(node),
+            tree_json.to_json(node),
             entries,
             values=values,
             metadata=found.metadata,
@@ -189,7 +189,7 @@ class OrbaxReader(Reader):
 
 
 def _is_leaf(value: Any) -> bool:
-    return isinstance(value, (Located, Inline)) or plain_values.is_plain(value)
+    return isinstance(value, (Located, Inline)) or tree_json.is_plain(value)
 
 
 def _expand(value: Any, name: str) -> Expansion | None:

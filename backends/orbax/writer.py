@@ -21,7 +21,7 @@ from unickpt.foreign.flat_names import refuse
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.writer import Data, Plan, PlannedFile, text_file
 from unickpt.quoting import quoted
-from unickpt.trees import tree
+from unickpt.trees import tree, tree_json
 
 _CHUNK_BYTES = 64 << 20
 _HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
@@ -39,7 +39,7 @@ class OrbaxWriter:
     suffixes: ClassVar[Sequence[str]] = ()
 
     def plan(self, index: Index, most_bytes: int, file: str | None) -> Plan:
-        node = _unwrapped(tree.from_json(index.tree))
+        node = _unwrapped(tree_json.from_json(index.tree))
         if isinstance(node, tree.Leaf):
             raise UnsupportedLeaf(
                 "Orbax stores trees, and this checkpoint is a single leaf; put it below a name by "

@@ -27,7 +27,7 @@ from unickpt.format.coverage import check_boxes
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted
-from unickpt.trees import tree
+from unickpt.trees import tree, tree_json
 
 _SUFFIX = ".safetensors"
 # As transformers numbers the files of a folder; those of torch's ranks are numbered otherwise.
@@ -137,10 +137,10 @@ class SafetensorsReader(RangeReader):
                     f"missing? {error}"
                 ) from error
             boxes[component] = of_tensor
-        node = tree.from_names(entries)
+        node = tree_json.from_names(entries)
         metadata = {k: v for header in headers.values() for k, v in header.metadata.items()}
         metadata.pop(_SHARDING, None)
-        super().__init__(files, Index(tree.to_json(node), entries, metadata=metadata), boxes)
+        super().__init__(files, Index(tree_json.to_json(node), entries, metadata=metadata), boxes)
 
 
 def _entry(name: str, dtype: str, boxes: Sequence[FileBox]) -> ArrayEntry:

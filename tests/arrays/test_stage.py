@@ -17,9 +17,8 @@ import unickpt
 from unickpt.arrays import strided_copy
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
-from unickpt.arrays.host_memory import HostBuffers
 from unickpt.format import codec
-from unickpt.frameworks.host_copy import stage
+from unickpt.frameworks.host_memory import HostBuffers, stage
 from unickpt.frameworks.protocol import Fragment
 from unickpt.threads import Window, collection_paused, in_batches
 

@@ -26,7 +26,7 @@ from unickpt import CheckpointCorrupt, CheckpointNotFound, UnsupportedFormat
 from unickpt.backends.orbax import zarr
 from unickpt.cli.app import app
 from unickpt.errors import UnickptError
-from unickpt.storage import contexts
+from unickpt.storage import database
 from unickpt.storage.paths import resolve
 
 jax = pytest.importorskip("jax")
@@ -88,7 +88,7 @@ def restored(path: Path) -> Any:
         return checkpointer.restore(path)
 
 
-def database(path: Path) -> Any:
+def keys_of(path: Path) -> Any:
     """The keys of the arrays, to damage them."""
     base = f"file://{path}/"
     is_ocdbt = (path / "manifest.ocdbt").exists()
@@ -175,7 +175,7 @@ def test_in_an_object_store(
     s3_server.use(moto, monkeypatch)
     s3_server.make_bucket(moto, case)
     path = unpacked(case, tmp_path)
-    store = resolve(f"s3://{case}/run/").store(contexts.context())
+    store = resolve(f"s3://{case}/run/").store(database.context())
     for file in path.rglob("*"):
         if file.is_file():
             store.write(str(file.relative_to(path)), file.read_bytes()).result()
@@ -509,13 +509,13 @@ class TestSuite(ReaderSuite):
             is_empty = isinstance(value, np.ndarray) and not value.size
             level[last] = np.ones((1, *value.shape[1:]), value.dtype) if is_empty else value
         save(path, state, self.kind, chunk_bytes=1024)
-        store = database(path)
+        store = keys_of(path)
         for name in (name for name, array in arrays.items() if not array.size):
             facts = json.loads(store[f"{name}/.zarray"])
             store[f"{name}/.zarray"] = json.dumps({**facts, "shape": list(arrays[name].shape)})
 
     def damage(self, path: Path, name: str) -> None:
-        database(path)[name.replace("/", ".") + "/0.0"] = b"damage"
+        keys_of(path)[name.replace("/", ".") + "/0.0"] = b"damage"
 
     @contextlib.contextmanager
     def registered(self) -> Iterator[None]:
@@ -534,7 +534,7 @@ class TestSuiteOfFiles(TestSuite):
 def test_a_missing_chunk_is_an_error_unless_zeros_are_left_out(tmp_path: Path) -> None:
     for kind, key in {"ocdbt": "w/1", "files": "w/1", "zarr3": "w/c/1"}.items():
         path = save(tmp_path / kind, {"w": on_mesh(a(8), "x")}, kind)
-        del database(path)[key]
+        del keys_of(path)[key]
         with pytest.raises(CheckpointCorrupt, match="array 'w'"):
             unickpt.load(path)
         edited(path, "_METADATA", lambda c: c.update(store_array_data_equal_to_fill_value=False))
@@ -611,7 +611,7 @@ BAD_ARRAYS: dict[str, tuple[type[UnickptError], str, Callable[[Any], None]]] = {
 @pytest.mark.parametrize("bad", BAD_ARRAYS)
 def test_bad_metadata_of_arrays(bad: str, kind: str, tmp_path: Path) -> None:
     expected, told, change = BAD_ARRAYS[bad]
-    store = database(save(tmp_path / "c", {"w": a(4)}, kind))
+    store = keys_of(save(tmp_path / "c", {"w": a(4)}, kind))
     content = json.loads(store["w/.zarray"])
     change(content)
     store["w/.zarray"] = json.dumps(content)

@@ -28,7 +28,7 @@ from unickpt import (
 )
 from unickpt.commit import attempt, merge, root
 from unickpt.commit.messages import Notes
-from unickpt.format import compression
+from unickpt.format import codec
 from unickpt.saving import snapshot, task, write_plan, writer
 from unickpt.storage import data_files
 from unickpt.storage.data_files import DataFile
@@ -65,9 +65,9 @@ PLACES: list[tuple[Any, str, int, BaseException]] = [
     (DataFile, "add", 25, FULL),
     (data_files._LocalFile, "close", 1, FULL),
     (data_files._LocalFile, "close", 2, KeyboardInterrupt()),
-    (compression, "encode", 1, FULL),
-    (compression, "encode", 25, FULL),
-    (compression, "encode", 25, KeyboardInterrupt()),
+    (codec, "_compressed", 1, FULL),
+    (codec, "_compressed", 25, FULL),
+    (codec, "_compressed", 25, KeyboardInterrupt()),
     (write_plan, "stage", 20, StateChanged("its memory was freed")),
     (Notes, "publish", 1, FULL),
     (attempt.Attempt, "_collect", 1, KeyboardInterrupt()),
@@ -95,7 +95,7 @@ def test_one_process_leaves_nothing(
         unickpt.save(path, {"old": 1})
     before = everything(tmp_path)
     monkeypatch.setattr(module, name, failing_at(calls, error, getattr(module, name)))
-    options = replace(OPTIONS, compression="zstd" if module is compression else None)
+    options = replace(OPTIONS, compression="zstd" if module is codec else None)
     with pytest.raises((UnickptError, KeyboardInterrupt)):
         unickpt.save(path, STATE, overwrite=True, options=options)
     assert everything(tmp_path) == before

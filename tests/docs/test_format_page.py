@@ -20,11 +20,11 @@ from unickpt import Layout, LocalFragments, Mesh, PerProcess, SaveOptions
 from unickpt.arrays import dtypes
 from unickpt.display import tree_table
 from unickpt.errors import CheckpointCorrupt, UnsupportedFormat
-from unickpt.format import chunk_grid, codec, index_json, patches, zarr_metadata
+from unickpt.format import chunk_grid, codec, index_json, patches
 from unickpt.format.index import INDEX_KEY, ArrayEntry, Index
 from unickpt.quantized import values
 from unickpt.quantized.blocks import Blocks
-from unickpt.trees import plain_values, tree
+from unickpt.trees import tree, tree_json
 
 HERE = Path(TESTS)
 DOCS = HERE.parent / "docs"
@@ -66,8 +66,8 @@ def test_names_of_the_format() -> None:
 def test_values_of_the_format() -> None:
     for python, stored in table("values"):
         value = eval(code(python)[0])
-        assert json.dumps(plain_values.to_json(value)) == code(stored)[0]
-        assert repr(plain_values.from_json(json.loads(code(stored)[0]))) == repr(value)
+        assert json.dumps(tree_json.value_to_json(value)) == code(stored)[0]
+        assert repr(tree_json.value_from_json(json.loads(code(stored)[0]))) == repr(value)
 
 
 def test_layouts_of_the_format() -> None:
@@ -136,10 +136,10 @@ def test_the_patched_chunk_of_the_format() -> None:
 def test_zarr_metadata_of_the_format() -> None:
     entry = entry_of({"name": "w", "shape": [6, 10], "chunk": [4, 10]})
     expected = json.loads(after_mark("zarr"))
-    assert zarr_metadata.zarr_metadata(entry, chunk_grid.parts(entry)[0], ()) == expected
+    assert codec.zarr_metadata(entry, chunk_grid.parts(entry)[0], ()) == expected
     group = re.search(r"A group's is `(.*?)`", FORMAT)
     assert group is not None
-    assert json.loads(group[1]) == json.loads(zarr_metadata.GROUP_JSON)
+    assert json.loads(group[1]) == json.loads(codec.GROUP_JSON)
 
 
 def test_dtypes_of_the_format() -> None:

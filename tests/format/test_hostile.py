@@ -20,7 +20,7 @@ from support.forks import Forks
 
 import unickpt
 from unickpt import Box, CheckpointCorrupt, Layout, LoadOptions, Mesh, UnickptError
-from unickpt.format import chunk_grid, codec, digest_table, index_json, zarr_metadata
+from unickpt.format import chunk_grid, codec, digest_table, index_json
 from unickpt.format import index as index_module
 from unickpt.format.index import ArrayEntry
 from unickpt.storage import local_files
@@ -385,7 +385,7 @@ def small() -> tuple[dict[str, bytes], ArrayEntry]:
     digest = f"{xxhash.xxh3_64_intdigest(table):016x}"
     index = index_module.Index(tree=index.tree, arrays=index.arrays, chunks=1, digests_xxh3=digest)
     keys = {
-        **zarr_metadata.zarr_keys(index),
+        **codec.zarr_keys(index),
         index_module.INDEX_KEY: index_json.encode(index),
         index_module.DIGESTS_KEY: table,
         "w/c/0": data.tobytes(),

@@ -36,7 +36,7 @@ from unickpt import (
 )
 from unickpt.arrays import dtypes
 from unickpt.cli.app import app
-from unickpt.format import index_json, zarr_metadata
+from unickpt.format import codec, index_json
 from unickpt.quantized import choice, values
 from unickpt.quantized import codes as kinds
 
@@ -580,8 +580,8 @@ def test_a_bad_entry_is_damage(change: dict[str, Any], reason: str) -> None:
 def test_the_zarr_metadata_names_a_codec_that_nobody_knows() -> None:
     entry = quantised((256,))
     (part,) = unickpt.format.chunk_grid.parts(entry)
-    codecs = zarr_metadata.codecs_for("zstd")
-    found = zarr_metadata.zarr_metadata(entry, part, codecs)
+    codecs = codec.codecs_for("zstd")
+    found = codec.zarr_metadata(entry, part, codecs)
     assert found["codecs"] == [{"name": "unickpt.quantized", "configuration": {"codes": "int4"}}]
     assert found["data_type"] == "float32"
 

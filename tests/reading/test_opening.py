@@ -27,7 +27,7 @@ from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.loading import loader
 from unickpt.reading import checkpoint, chunk_reader, read_plan
 from unickpt.runs.checkpointer import Checkpointer
-from unickpt.storage import contexts, local_database, local_files, paths
+from unickpt.storage import database, local_database, local_files, paths
 from unickpt.storage.btree import nodes
 from unickpt.storage.data_files import DataFile
 from unickpt.storage.database import Database
@@ -213,7 +213,7 @@ def test_damage_is_still_damage(place: str) -> None:
     """Although it is looked for first whether the checkpoint was replaced."""
     unickpt.save(place, tree(1))
     location = paths.resolve(place)
-    store = location.store(contexts.context())
+    store = location.store(database.context())
     (key,) = [k.decode() for k in store.list().result() if b"/00000/d/" in k]
     data = bytearray(store.read(key).result().value)
     data[data.index(np.full(9, 1.0).tobytes()) + 3] ^= 1

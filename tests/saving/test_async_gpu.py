@@ -14,7 +14,7 @@ from support.saving import same
 
 import unickpt
 from unickpt import Checkpointer, SaveOptions, StateChanged
-from unickpt.arrays.host_memory import HostBuffers
+from unickpt.frameworks.host_memory import HostBuffers
 
 pytestmark = pytest.mark.gpu
 

@@ -25,7 +25,7 @@ from unickpt import PerProcess, ProcessGroup, SaveOptions, StateChanged, Unsuppo
 from unickpt.saving import plan_cache, saver
 from unickpt.saving.background import SaveQueue, SaveRequest
 from unickpt.trees import tree as trees
-from unickpt.trees.skeleton import leaves_of, skeleton
+from unickpt.trees.tree import leaves_of, skeleton
 
 FAST = SaveOptions(fsync=False)
 Pair = namedtuple("Pair", "a b")

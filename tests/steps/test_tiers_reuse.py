@@ -23,7 +23,7 @@ from unickpt.reuse import held_files
 from unickpt.steps import remnants
 from unickpt.steps.step_folder import Steps
 from unickpt.steps.tier import Tier
-from unickpt.storage import contexts, paths
+from unickpt.storage import database, paths
 
 CHUNK = 4096
 OPTIONS = SaveOptions(chunk_bytes=CHUNK, fsync=False, timeout_s=20)
@@ -73,7 +73,7 @@ class Run:
         """The bytes of a step in the root that no other step has."""
         if not self.links:
             location = paths.resolve(self.path(step))
-            store = location.store(contexts.context())
+            store = location.store(database.context())
             return sum(
                 len(store.read(key.decode()).result().value) for key in store.list().result()
             )
@@ -334,7 +334,7 @@ def test_a_damaged_copy_is_made_again_and_its_borrowers_stay(run: Run, damaged: 
             steps.save(step, changed(now, step, step))
             steps.wait()
             shutil.copytree(run.local / f"step_{step}", run.local / f"kept_{step}")
-    store = paths.resolve(run.path(damaged)).store(contexts.context())
+    store = paths.resolve(run.path(damaged)).store(database.context())
     for key in map(bytes.decode, store.list().result()):
         if "/root/" in key:
             store.write(key, b"damaged").result()
@@ -396,8 +396,8 @@ def test_what_an_interrupted_copy_leaves_is_known(run: Run) -> None:
             steps.wait()
     for folder in (run.root, str(run.local)):
         location = paths.resolve(f"{folder}/step_1")
-        location.store(contexts.context()).write("manifest.ocdbt", None).result()
-        found = list(remnants.search(paths.resolve(folder), contexts.context()))
+        location.store(database.context()).write("manifest.ocdbt", None).result()
+        found = list(remnants.search(paths.resolve(folder), database.context()))
         assert [(each.name, each.kind) for each in found if each.kind != remnants.LOCK] == [
             ("step_1", remnants.UNFINISHED)
         ]

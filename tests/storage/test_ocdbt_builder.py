@@ -10,7 +10,7 @@ import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unickpt.storage import contexts, ocdbt
+from unickpt.storage import database, ocdbt
 from unickpt.storage.btree import bounded_codecs, builder, nodes
 from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.errors import Failed
@@ -61,7 +61,7 @@ def test_tensorstore_reads_and_copies_it(
     manifest, node_file = builder.build([(k.encode(), v) for k, v in values.items()], "nodes")
     (below / "nodes").write_bytes(node_file)
     (below / "manifest.ocdbt").write_bytes(manifest)
-    context = contexts.context()
+    context = database.context()
     source = ts.KvStore.open(ocdbt.spec({"driver": "file", "path": f"{below}/"}), context=context)
     copied = ts.KvStore.open(
         ocdbt.spec({"driver": "file", "path": f"{tmp_path}/"}), context=context

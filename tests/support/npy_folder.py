@@ -19,7 +19,7 @@ from unickpt.format.index import ArrayEntry, Index
 from unickpt.format.reader import Reader, Request
 from unickpt.format.writer import Data, Plan, PlannedFile, text_file
 from unickpt.storage.locations import Location
-from unickpt.trees import tree
+from unickpt.trees import tree_json
 
 _CHUNK_BYTES = 1 << 10
 
@@ -41,9 +41,9 @@ class NpyReader(Reader):
         self.location, self._folder = location, folder
         found = json.loads((folder / "shapes.json").read_text())
         self._files = {name: folder / f"{n}.npy" for n, name in enumerate(found["arrays"])}
-        node = tree.from_names([*found["arrays"], *found["values"]])
+        node = tree_json.from_names([*found["arrays"], *found["values"]])
         entries = {name: _entry(name, *facts) for name, facts in found["arrays"].items()}
-        self.index = Index(tree.to_json(node), entries, values=found["values"])
+        self.index = Index(tree_json.to_json(node), entries, values=found["values"])
 
     def read(self, requests: Sequence[Request]) -> Sequence[int]:
         for entry, part, number, out, _, _ in requests:

@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from unickpt.trees import tree
+from unickpt.trees import tree, tree_json
 
 _LINE = re.compile(
     r"# (stored|makes): (.+?)(?: ((?:b?float|u?int)\d+|bool))? (?:\[([\d ]*)\]|= (-?\d+))$"
@@ -54,7 +54,7 @@ def leaf(fact: Any, rng: np.random.Generator) -> Any:
 
 def flat_tree(leaves: dict[str, Any]) -> Any:
     """Nested dicts out of names."""
-    return tree.rebuild(tree.from_names(leaves), leaves.__getitem__)
+    return tree.rebuild(tree_json.from_names(leaves), leaves.__getitem__)
 
 
 def flat_names(nested: Any, prefix: str = "") -> dict[str, Any]:

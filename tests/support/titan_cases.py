@@ -315,10 +315,10 @@ def refused(folder: str) -> None:
 
 
 def names_in(url: str) -> set[str]:
-    from unickpt.storage import contexts, paths
+    from unickpt.storage import database, paths
 
     dist.barrier()
-    return paths.resolve(url).names(contexts.context())
+    return paths.resolve(url).names(database.context())
 
 
 def main() -> None:

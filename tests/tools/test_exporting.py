@@ -27,7 +27,7 @@ from unickpt import (
     SaveOptions,
     UnsupportedLeaf,
 )
-from unickpt.arrays.host_memory import HostBuffers
+from unickpt.frameworks.host_memory import HostBuffers
 from unickpt.loading.ruled_view import through
 from unickpt.loading.views import StoredView
 from unickpt.tools import destinations, export_job

@@ -11,13 +11,13 @@ from hypothesis import given
 from support.strategies import plain, trees
 
 from unickpt import UnsupportedLeaf
-from unickpt.trees import plain_values, tree
+from unickpt.trees import tree, tree_json
 
 Point = namedtuple("Point", ["x", "y"])
 
 
 def flatten(obj: Any) -> Any:
-    return tree.flatten(obj, plain_values.is_plain, lambda obj, name: None)
+    return tree.flatten(obj, tree_json.is_plain, lambda obj, name: None)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -37,7 +37,7 @@ def test_a_tree_comes_back_the_same_with_and_without_like(obj: Any) -> None:
     node = flatten(obj)
     stored = {leaf.name: leaf.value for leaf in tree.leaves(node)}
     assert same(tree.rebuild(node, stored.__getitem__), obj)
-    again = tree.from_json(tree.to_json(node))
+    again = tree_json.from_json(tree_json.to_json(node))
     assert same(tree.rebuild(again, stored.__getitem__), obj)
 
 
@@ -67,8 +67,8 @@ def test_names(obj: Any, names: set[str]) -> None:
 def test_plain_values_survive_json(value: Any) -> None:
     import json
 
-    stored = json.loads(json.dumps(plain_values.to_json(value), allow_nan=False))
-    assert same(plain_values.from_json(stored), value)
+    stored = json.loads(json.dumps(tree_json.value_to_json(value), allow_nan=False))
+    assert same(tree_json.value_from_json(stored), value)
 
 
 def test_containers_of_the_library_come_back_with_like() -> None:
@@ -100,7 +100,7 @@ def test_without_like_namedtuples_keep_their_fields_and_dataclasses_become_dicts
 
     node = flatten({"p": Point(1, 2), "s": State(3)})
     stored = {leaf.name: leaf.value for leaf in tree.leaves(node)}
-    got = tree.rebuild(tree.from_json(tree.to_json(node)), stored.__getitem__)
+    got = tree.rebuild(tree_json.from_json(tree_json.to_json(node)), stored.__getitem__)
     assert got["p"]._asdict() == {"x": 1, "y": 2}
     assert type(got["p"]).__name__ == "Point"
     assert got["s"] == {"step": 3}
@@ -142,23 +142,26 @@ def test_cycles_and_bottomless_trees_are_refused() -> None:
 )
 def test_hostile_structures_are_refused(structure: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        tree.from_json(structure)
+        tree_json.from_json(structure)
 
 
 def test_trees_of_pipeline_stages_unite() -> None:
-    ours = tree.to_json(flatten({"layers": {0: 1, 1: 2}, "step": 3}))
-    theirs = tree.to_json(flatten({"layers": {2: 1, 3: 2}, "step": 3}))
-    united = tree.from_json(tree.merge(ours, theirs))
+    ours = tree_json.to_json(flatten({"layers": {0: 1, 1: 2}, "step": 3}))
+    theirs = tree_json.to_json(flatten({"layers": {2: 1, 3: 2}, "step": 3}))
+    united = tree_json.from_json(tree_json.merge(ours, theirs))
     assert [leaf.name for leaf in tree.leaves(united)] == [
         "layers/0", "layers/1", "layers/2", "layers/3", "step",
     ]  # fmt: skip
     with pytest.raises(ValueError, match="differ at 'layers'"):
-        tree.merge(ours, tree.to_json(flatten({"layers": [1], "step": 3})))
+        tree_json.merge(ours, tree_json.to_json(flatten({"layers": [1], "step": 3})))
 
 
 def test_wrappers_of_one_type_unite_what_they_hold() -> None:
     one, other = ({"wrapper": {"dict": [[key, "*"]]}, "type": "Net"} for key in ("a", "b"))
-    assert tree.merge(one, other) == {"wrapper": {"dict": [["a", "*"], ["b", "*"]]}, "type": "Net"}
+    assert tree_json.merge(one, other) == {
+        "wrapper": {"dict": [["a", "*"], ["b", "*"]]},
+        "type": "Net",
+    }
     for different in ({**other, "type": "Other"}, {"wrapper": "*", "type": "Net"}):
         with pytest.raises(ValueError, match="the trees differ at"):
-            tree.merge(one, different)
+            tree_json.merge(one, different)

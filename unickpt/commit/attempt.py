@@ -45,7 +45,7 @@ from unickpt.errors import (
     StorageError,
     out_of_memory,
 )
-from unickpt.format import index_json, timing, zarr_metadata
+from unickpt.format import codec, index_json, timing
 from unickpt.format.index import BORROWED_KEY, DIGESTS_KEY, INDEX_KEY, Index
 from unickpt.format.timing import Arrivals
 from unickpt.frameworks.process_group import Group
@@ -486,7 +486,7 @@ class Attempt:
         """Writes the root's B-tree, which refers to the processes' data; returns its manifest."""
         index, chunks = merged.index, merged.chunks
         extra = {
-            **zarr_metadata.zarr_keys(index),
+            **codec.zarr_keys(index),
             DIGESTS_KEY: chunks.table.tobytes(),
             timing.TIMING_KEY: self._timing,
             INDEX_KEY: index_json.encode(index),

@@ -22,7 +22,7 @@ from unickpt.format.coverage import check_boxes
 from unickpt.format.index import RESERVED, ArrayEntry, DigestBlocks, Index, PerProcessEntry
 from unickpt.quantized import codes
 from unickpt.reuse.experts import with_steps
-from unickpt.trees import tree
+from unickpt.trees import tree, tree_json
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def unite(records: Records, described: Mapping[int, Index]) -> Index:
         _check_settings(ours, theirs, process)
     tables: dict[str, Any] = _facts(distinct)
     structure = _trees([(process, index.tree) for process, index in distinct])
-    names = {leaf.name for leaf in tree.leaves(tree.from_json(structure))}
+    names = {leaf.name for leaf in tree.leaves(tree_json.from_json(structure))}
     unnamed = sorted(names ^ {name for table in tables.values() for name in table})
     if unnamed:
         raise CoverageError(
@@ -240,7 +240,7 @@ def _pair(items: Sequence[tuple[int, Any]]) -> tuple[int, Any]:
         return items[0]
     (first, ours), (second, theirs) = items
     try:
-        return first, tree.merge(ours, theirs)
+        return first, tree_json.merge(ours, theirs)
     except ValueError as error:
         raise CoverageError(
             f"process {first} and process {second} save different trees: {error}"

@@ -6,8 +6,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-from unickpt.storage import contexts
-from unickpt.storage.database import Database, digest_of
+from unickpt.storage.database import Database, context, digest_of
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
 
@@ -47,7 +46,7 @@ def version_at(location: Location) -> Version | None:
     Raises:
         Failed: the storage failed.
     """
-    database = Database(location, contexts.context())
+    database = Database(location, context())
     read = database.read_manifest()
     if read.state != "value":
         return None

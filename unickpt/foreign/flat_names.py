@@ -8,7 +8,7 @@ from unickpt.arrays import dtypes
 from unickpt.errors import UnsupportedLeaf
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.quoting import printable, quoted, shortened
-from unickpt.trees import tree
+from unickpt.trees import tree, tree_json
 
 _KEEP = "the rule `default {leaf...} <-> {leaf...}` keeps all others"
 # What all formats have, by the kind of a dtype that one lacks.
@@ -22,13 +22,13 @@ def flat_names(index: Index) -> dict[str, str]:
         UnsupportedLeaf: two leaves would have the same one.
 
     Example:
-        >>> node = tree.from_names(["model.w", "optim/0"])
-        >>> flat_names(Index(tree.to_json(node), {}))
+        >>> node = tree_json.from_names(["model.w", "optim/0"])
+        >>> flat_names(Index(tree_json.to_json(node), {}))
         {'model.w': 'model.w', 'optim/0': 'optim/0'}
     """
     found: dict[str, str] = {}
     known: dict[str, str] = {}
-    for name, keys in tree.keys_of(tree.from_json(index.tree)):
+    for name, keys in tree.keys_of(tree_json.from_json(index.tree)):
         text = "/".join(map(str, keys))
         other = known.setdefault(text, name)
         if other != name:

@@ -12,7 +12,7 @@ from unickpt.foreign.files import Files
 from unickpt.format import ocdbt_reader
 from unickpt.format.reader import Reader
 from unickpt.quoting import quoted
-from unickpt.storage import contexts
+from unickpt.storage import database
 from unickpt.storage.errors import Failed, reading_failed
 from unickpt.storage.locations import Location
 
@@ -91,7 +91,7 @@ def open_reader(location: Location, hints: Mapping[str, Any]) -> Reader | None:
         UnsupportedFormat: it is a file of another format.
         All that `Format.open` raises.
     """
-    if location.is_local and location.is_file(contexts.context()):
+    if location.is_local and location.is_file(database.context()):
         return _open_file(location, hints)
     not_own: CheckpointNotFound | None = None
     try:
@@ -105,7 +105,7 @@ def open_reader(location: Location, hints: Mapping[str, Any]) -> Reader | None:
     try:
         _ = files.here  # listed once for all of them
         reader = _first(files, hints)
-        if reader is None and not location.is_local and location.is_file(contexts.context()):
+        if reader is None and not location.is_local and location.is_file(database.context()):
             return _open_file(location, hints)
     except Failed as error:
         if error.status == "NOT_FOUND":  # such as a bucket that does not exist

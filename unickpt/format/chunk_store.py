@@ -21,11 +21,9 @@ from unickpt.errors import (
 )
 from unickpt.format import codec, patches
 from unickpt.format.chunk_grid import Part, chunk_key
-from unickpt.format.codec import NotDecodable, bytes_of, digest
-from unickpt.format.compression import as_stored
+from unickpt.format.codec import Codecs, NotDecodable, as_stored, bytes_of, digest, zarr_metadata
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Request
-from unickpt.format.zarr_metadata import Codecs, zarr_metadata
 from unickpt.storage import ocdbt
 from unickpt.storage.database import Database
 from unickpt.storage.errors import Damaged, Failed, reading_failed

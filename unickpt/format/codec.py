@@ -1,19 +1,106 @@
-"""Codecs: a chunk -> the bytes that are stored of it. Those that are read say how in the index."""
+"""Codecs: a chunk -> the bytes that are stored of it, and back; the Zarr metadata that says how."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+import tensorstore as ts
 import xxhash
 
+from unickpt.arrays import dtypes
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import UnsupportedLeaf
-from unickpt.format.chunk_grid import Part
-from unickpt.format.index import ArrayEntry
-from unickpt.format.zarr_metadata import Codecs
+from unickpt.format import chunk_grid
+from unickpt.format.chunk_grid import Part, join_key
+from unickpt.format.index import ArrayEntry, Index
+from unickpt.storage.kvstore import asking
+
+Codecs = Sequence[Mapping[str, Any]]
+QUANTIZED = "unickpt.quantized"
+"""The codec that `zarr.json` of a quantised array names."""
+PATCHED = "unickpt.patched"
+"""The last codec that `zarr.json` of an array with patches names."""
+
+
+def codecs_for(compression: str | None) -> tuple[dict[str, Any], ...]:
+    """The zarr v3 codecs that follow `bytes`."""
+    settings = {
+        "zstd": {"level": 3},
+        "gzip": {"level": 5},
+        "blosc": {"cname": "zstd", "clevel": 5, "shuffle": "shuffle"},
+    }
+    if compression is None:
+        return ()
+    return ({"name": compression, "configuration": settings[compression]},)
+
+
+def zarr_metadata(entry: ArrayEntry, part: Part, codecs: Codecs) -> dict[str, Any]:
+    """The `zarr.json` of a part."""
+    stored = dtypes.stored_as(entry.dtype)
+    itemsize = dtypes.from_name(entry.dtype).itemsize
+    fill: Any = False if stored == "bool" else 0
+    if stored.startswith("complex"):
+        fill = [0, 0]
+    to_bytes: dict[str, Any] = {"name": "bytes", "configuration": {"endian": "little"}}
+    if itemsize == 1:
+        to_bytes = {"name": "bytes"}
+    if entry.quantized is not None:  # a name that TensorStore does not know, and so refuses
+        to_bytes, codecs = {"name": QUANTIZED, "configuration": {"codes": entry.quantized}}, ()
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(part.box.shape),
+        "data_type": stored,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(part.chunk)}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": fill,
+        "codecs": [to_bytes, *(_complete(codec, itemsize) for codec in codecs)],
+        "attributes": {},
+    }
+
+
+def _complete(codec: Mapping[str, Any], itemsize: int) -> Mapping[str, Any]:
+    """A codec with the settings that depend on the array."""
+    if codec["name"] != "blosc":
+        return codec
+    settings = {"typesize": itemsize, "blocksize": 0, **codec["configuration"]}
+    return {**codec, "configuration": settings}
+
+
+def zarr_json(metadata: Mapping[str, Any]) -> bytes:
+    return json.dumps(metadata, separators=(",", ":")).encode()
+
+
+GROUP_JSON = zarr_json({"zarr_format": 3, "node_type": "group", "attributes": {}})
+
+
+def zarr_keys(index: Index) -> dict[str, bytes]:
+    """The zarr metadata of all groups and parts, by key."""
+    groups, out = {""}, dict[str, bytes]()
+    of_kind: dict[tuple[Any, ...], bytes] = {}  # arrays of one shape share it
+    for name, entry in index.arrays.items():
+        is_patched = entry.patched > 0
+        for part in chunk_grid.parts(entry) or [Part.whole(name, entry.shape, entry.chunk)]:
+            kind = part.box, part.chunk, entry.dtype, entry.quantized, is_patched
+            found = of_kind.get(kind)
+            if found is None:
+                metadata = zarr_metadata(entry, part, index.codecs)
+                if is_patched:  # a name that TensorStore does not know, and so refuses
+                    metadata["codecs"].append({"name": PATCHED})
+                found = of_kind[kind] = zarr_json(metadata)
+            out[join_key(part.key, "zarr.json")] = found
+            parent = part.key.rpartition("/")[0]
+            while parent not in groups:
+                groups.add(parent)
+                parent = parent.rpartition("/")[0]
+    for group in groups:
+        out.setdefault(join_key(group, "zarr.json"), GROUP_JSON)
+    return out
 
 
 class Encoded(NamedTuple):
@@ -45,9 +132,7 @@ def encode(entry: ArrayEntry, part: Part, codecs: Codecs, chunk: Array) -> Encod
     if entry.quantized is not None:
         return _quantized(entry, entry.quantized, chunk)
     if codecs:
-        from unickpt.format import compression
-
-        return Encoded((compression.encode(entry, part, codecs, chunk),), digest(chunk))
+        return Encoded((_compressed(entry, part, codecs, chunk),), digest(chunk))
     value = raw(part, chunk)
     return Encoded(value, None if len(value) == 1 else digest(chunk))
 
@@ -132,3 +217,37 @@ def raw(part: Part, chunk: Array) -> tuple[memoryview, ...]:
 def bytes_of(chunk: Array) -> Array:
     """The bytes of an array, row-major."""
     return np.ascontiguousarray(chunk).reshape(-1).view(np.uint8)
+
+
+def _compressed(entry: ArrayEntry, part: Part, codecs: Codecs, chunk: Array) -> memoryview:
+    """A chunk as Zarr stores it: TensorStore writes it into memory, from where it is taken.
+
+    Arguments:
+        entry: the array.
+        part: the part of the array.
+        codecs: the compression.
+        chunk: the elements of the chunk.
+    """
+    memory = {"driver": "memory", "path": f"{os.urandom(16).hex()}/"}
+    metadata = zarr_metadata(entry, part, codecs)
+    metadata["shape"] = list(part.chunk)
+    spec: dict[str, Any] = {
+        "driver": "zarr3",
+        "kvstore": memory,
+        "metadata": metadata,
+        "store_data_equal_to_fill_value": True,  # else such a chunk would be left out
+    }
+    with asking():
+        context = ts.Context({"memory_key_value_store": {}})
+        opened = ts.open(spec, context=context, open=True, assume_metadata=True).result()
+        where = opened[tuple(slice(size) for size in chunk.shape)] if chunk.ndim else opened
+        where.write(as_stored(chunk, entry.dtype)).result()
+        store = ts.KvStore.open(memory, context=context).result()
+        key = "/".join(["c", *("0" for _ in chunk.shape)])
+        return memoryview(store.read(key).result().value)
+
+
+def as_stored(chunk: Array, dtype: str) -> Array:
+    """An array with the element type that Zarr knows for it."""
+    stored = ts.dtype(dtypes.stored_as(dtype)).numpy_dtype
+    return chunk if chunk.dtype == stored else chunk.view(stored)

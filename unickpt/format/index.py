@@ -14,7 +14,7 @@ from typing import Any
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.layout import Layout
-from unickpt.trees import plain_values
+from unickpt.trees import tree_json
 
 FORMAT = (1, 3)
 PATCHED_FORMAT = (2, 1)
@@ -119,7 +119,7 @@ class Index:
     tree: Any
     arrays: Mapping[str, ArrayEntry]
     aliases: Mapping[str, str] = field(default_factory=dict)
-    values: Mapping[str, plain_values.Plain] = field(default_factory=dict)
+    values: Mapping[str, tree_json.Plain] = field(default_factory=dict)
     per_process: Mapping[str, PerProcessEntry] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
     codecs: tuple[Mapping[str, Any], ...] = ()

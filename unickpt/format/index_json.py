@@ -28,7 +28,7 @@ from unickpt.format.index import (
 )
 from unickpt.quantized import codes
 from unickpt.quoting import quoted
-from unickpt.trees import plain_values, tree
+from unickpt.trees import tree_json
 
 T = TypeVar("T")
 # The codecs that may follow `bytes`, with their settings. Others are refused: some zarr codecs
@@ -66,7 +66,7 @@ def encode(index: Index) -> bytes:
     }
     body = {
         "aliases": dict(index.aliases),
-        "values": {name: plain_values.to_json(v) for name, v in index.values.items()},
+        "values": {name: tree_json.value_to_json(v) for name, v in index.values.items()},
         "per_process": {
             name: [[size, f"{digest:016x}"] for size, digest in entry.blobs]
             for name, entry in index.per_process.items()
@@ -157,12 +157,12 @@ def decode(data: bytes, where: str, *, partial: bool = False) -> Index:
         if seal is None or int(seal[1], 16) != xxhash.xxh3_64_intdigest(data[: seal.start()]):
             raise _Bad("its seal does not match its bytes")
         index = _decode(_Reader(body, "index"), partial)
-        if tree.has_opaque(data):
-            index = replace(index, values=tree.with_opaque(index.tree, index.values))
+        if tree_json.has_opaque(data):
+            index = replace(index, values=tree_json.with_opaque(index.tree, index.values))
         return index
-    except tree.BadTree as error:
+    except tree_json.BadTree as error:
         raise CheckpointCorrupt(f"{where}: the index is damaged: {error}") from None
-    except (_Bad, plain_values.BadValue) as error:
+    except (_Bad, tree_json.BadValue) as error:
         raise CheckpointCorrupt(f"{where}: the index is damaged: {error}") from None
 
 
@@ -335,7 +335,7 @@ def _decode(r: _Reader, partial: bool) -> Index:
         tree=r.body.get("tree"),
         arrays=arrays,
         aliases=aliases,
-        values={k: plain_values.from_json(v) for k, v in plain.items()},
+        values={k: tree_json.value_from_json(v) for k, v in plain.items()},
         per_process=per_process,
         metadata=r.get("metadata", dict),
         codecs=_codecs(r.get("codecs", list)),

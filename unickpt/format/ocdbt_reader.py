@@ -24,10 +24,10 @@ from unickpt.format import (
     borrowed,
     chunk_grid,
     chunk_store,
+    codec,
     digest_table,
     index_json,
     timing,
-    zarr_metadata,
 )
 from unickpt.format.chunk_grid import Part
 from unickpt.format.chunk_store import ChunkStore
@@ -36,13 +36,13 @@ from unickpt.format.patches import FullChunk
 from unickpt.format.reader import ParallelMap, Reader, Request
 from unickpt.format.timing import TIMING_KEY, Timing
 from unickpt.frameworks.per_process import blob_key
-from unickpt.storage import contexts, errors, ocdbt
+from unickpt.storage import database, errors, ocdbt
 from unickpt.storage.btree.nodes import DataReference
 from unickpt.storage.database import Database
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
 from unickpt.threads import in_batches
-from unickpt.trees import tree
+from unickpt.trees import tree, tree_json
 
 # Zarr metadata of one array has a few hundred bytes; many hostile keys may share one large value.
 _MOST_METADATA = 1 << 20
@@ -62,7 +62,7 @@ def open(location: Location) -> OcdbtReader | None:
         StorageError: the storage failed.
     """
     # Its own context has its own cache, so another save at this path does not affect it.
-    context = contexts.context()
+    context = database.context()
     try:
         pinned = Database(location, context).pinned()
     except Failed as error:
@@ -477,13 +477,13 @@ class OcdbtReader(Reader):
         index = self.index
         self.read_digests()  # on its own, the index may claim any number of chunks
         try:
-            names = {leaf.name for leaf in tree.leaves(tree.from_json(index.tree))}
-        except tree.BadTree as error:
+            names = {leaf.name for leaf in tree.leaves(tree_json.from_json(index.tree))}
+        except tree_json.BadTree as error:
             yield "", f"the tree in the index is invalid: {error}"
             return
         for name in sorted(names ^ index.names.keys()):
             yield name, "is in the tree or in the index, but not in both"
-        expected = zarr_metadata.zarr_keys(index)
+        expected = codec.zarr_keys(index)
         for different in run(self._different, list(in_batches(expected.items(), _KEYS_AT_ONCE))):
             for key in different:
                 yield "", f"{key!r} differs from what the index describes"

@@ -15,13 +15,13 @@ from unickpt.frameworks.process_group import Group
 from unickpt.frameworks.protocol import Adapter, ArraySource, Fragment, Memory, Read
 from unickpt.frameworks.registry import adapter_of, adapters
 from unickpt.quoting import quoted
-from unickpt.trees import plain_values, tree
+from unickpt.trees import tree, tree_json
 
 
 def is_leaf(obj: Any, among: Sequence[Adapter]) -> bool:
     """Whether an object of a tree is a leaf for saving and loading."""
     return (
-        plain_values.is_plain(obj)
+        tree_json.is_plain(obj)
         or isinstance(obj, PerProcess | Described)
         or adapter_of(obj, among) is not None
     )

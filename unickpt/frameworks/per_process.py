@@ -12,15 +12,14 @@ import numpy as np
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
-from unickpt.arrays.host_memory import HostBuffers
 from unickpt.errors import CheckpointCorrupt, LoadMismatch
-from unickpt.frameworks.host_copy import stage
+from unickpt.frameworks.host_memory import HostBuffers, stage
 from unickpt.frameworks.leaves import LocalFragments, PerProcess
 from unickpt.frameworks.process_group import alone
 from unickpt.frameworks.protocol import Adapter
 from unickpt.frameworks.registry import adapter_of
 from unickpt.quoting import quoted
-from unickpt.trees import plain_values, tree
+from unickpt.trees import tree, tree_json
 
 
 class _Malformed(ValueError):
@@ -50,7 +49,7 @@ def encode(value: Any, among: Sequence[Adapter]) -> bytes:
     for leaf in tree.leaves(root):
         adapter = adapter_of(leaf.value, among)
         if adapter is None:
-            plain[leaf.name] = plain_values.to_json(leaf.value)
+            plain[leaf.name] = tree_json.value_to_json(leaf.value)
             continue
         source = adapter.source(leaf.value, alone())
         whole = Box.whole(source.shape)
@@ -66,7 +65,7 @@ def encode(value: Any, among: Sequence[Adapter]) -> bytes:
             "data": base64.b64encode(data).decode(),
             **({} if source.prng is None else {"prng": source.prng}),
         }
-    body = {"tree": tree.to_json(root), "values": plain, "arrays": arrays}
+    body = {"tree": tree_json.to_json(root), "values": plain, "arrays": arrays}
     return json.dumps(body, separators=(",", ":")).encode()
 
 
@@ -125,11 +124,11 @@ def _decode(data: bytes) -> tuple[tree.Node | tree.Leaf, dict[str, Any], dict[st
         raise _Malformed(f"a per-process value is not JSON: {error}") from None
     plain, arrays = (_table(body, kind) for kind in ("values", "arrays"))
     try:
-        root = tree.from_json(body.get("tree"))
-        found = {name: plain_values.from_json(stored) for name, stored in plain.items()}
-        if tree.has_opaque(data):
-            found = tree.with_opaque(body.get("tree"), found)
-    except (tree.BadTree, plain_values.BadValue) as error:
+        root = tree_json.from_json(body.get("tree"))
+        found = {name: tree_json.value_from_json(stored) for name, stored in plain.items()}
+        if tree_json.has_opaque(data):
+            found = tree_json.with_opaque(body.get("tree"), found)
+    except (tree_json.BadTree, tree_json.BadValue) as error:
         raise _Malformed(f"a per-process value is malformed: {error}") from None
     found |= {name: _array(name, stored) for name, stored in arrays.items()}
     if {leaf.name for leaf in tree.leaves(root)} != set(found):
@@ -145,7 +144,7 @@ def _table(body: Any, kind: str) -> dict[str, Any]:
 
 
 def _is_leaf(x: Any, among: Sequence[Adapter]) -> bool:
-    return plain_values.is_plain(x) or adapter_of(x, among) is not None
+    return tree_json.is_plain(x) or adapter_of(x, among) is not None
 
 
 def _refuse_marks(obj: Any, name: str) -> None:
@@ -187,12 +186,12 @@ def _bad_array(name: str, why: str) -> _Malformed:
 
 
 def _plain_as_asked(template: Any, value: Any, name: str) -> Any:
-    if type(plain_values.plain(template)) is not type(value):
+    if type(tree_json.plain(template)) is not type(value):
         raise _Misfit(
             f"{name!r}: stored {type(value).__name__}, asked for {type(template).__name__}"
         )
     try:
-        return plain_values.as_asked(value, template)
+        return tree_json.as_asked(value, template)
     except ValueError as error:
         raise _Misfit(f"{name!r}: {error}") from None
 
@@ -200,11 +199,11 @@ def _plain_as_asked(template: Any, value: Any, name: str) -> Any:
 def _into(template: Any, value: Any, prng: str | None, name: str, among: Sequence[Adapter]) -> Any:
     adapter = adapter_of(template, among)
     target = None if adapter is None else adapter.target(template)
-    if target is not None and target.shape == () and plain_values.is_plain(value):
-        number = plain_values.as_array(value, target.dtype)
+    if target is not None and target.shape == () and tree_json.is_plain(value):
+        number = tree_json.as_array(value, target.dtype)
         value = value if number is None else number
     elif target is None and isinstance(value, np.ndarray) and value.shape == ():
-        same_kind = plain_values.is_kind(plain_values.plain(template), value.dtype)
+        same_kind = tree_json.is_kind(tree_json.plain(template), value.dtype)
         value = value.item() if same_kind else value
     if target is None or not isinstance(value, np.ndarray):
         return _plain_as_asked(template, value, name)

@@ -16,7 +16,7 @@ from unickpt.loading.mismatch import Difference
 from unickpt.loading.report import LoadReport
 from unickpt.loading.request import ALL, Request, Selection
 from unickpt.loading.views import CheckpointView, leaf_text, same_digests, stored_leaf
-from unickpt.trees import plain_values, tree
+from unickpt.trees import tree, tree_json
 from unickpt.trees.name_ranges import natural
 
 Shape = tuple[int, ...]
@@ -208,10 +208,10 @@ def _problem(value: Any, leaf: Any, target: ArrayTarget | None, per_process: boo
     if isinstance(leaf, ArrayEntry):
         return None if is_number(value, leaf) else "kind"
     if target is not None:
-        scalar = tuple(target.shape) == () and plain_values.is_kind(leaf, target.dtype)
+        scalar = tuple(target.shape) == () and tree_json.is_kind(leaf, target.dtype)
         return "value" if scalar else "kind"
     try:
-        plain_values.as_asked(leaf, value)
+        tree_json.as_asked(leaf, value)
     except ValueError:
         return "member"
     return None
@@ -224,7 +224,7 @@ def is_number(value: Any, entry: ArrayEntry) -> bool:
     """
     if entry.shape != () or entry.prng is not None:
         return False
-    return plain_values.is_kind(value, dtypes.from_name(entry.dtype))
+    return tree_json.is_kind(value, dtypes.from_name(entry.dtype))
 
 
 def _shared_memory(view: CheckpointView, targets: Mapping[str, ArrayTarget]) -> list[Difference]:

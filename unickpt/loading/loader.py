@@ -27,7 +27,7 @@ from unickpt.reading.options import LoadOptions
 from unickpt.reading.targets import NewTarget, NumberTarget
 from unickpt.reuse import experts
 from unickpt.threads import collection_paused
-from unickpt.trees import plain_values, tree
+from unickpt.trees import tree, tree_json
 from unickpt.trees.name_ranges import natural
 
 if TYPE_CHECKING:
@@ -294,7 +294,7 @@ class _Load:
             if isinstance(value, PerProcess) and name in index.per_process:
                 found[name] = _own_value(view, name, value, group, self.among)
             elif name in index.values:
-                found[name] = plain_values.as_asked(index.values[name], value)
+                found[name] = tree_json.as_asked(index.values[name], value)
         return found
 
 

@@ -33,7 +33,7 @@ from unickpt.rules.functions import Function
 from unickpt.rules.plan import Constant, Fact, Made, RulePlan, Same, Stored
 from unickpt.rules.planner import make_plan, offers
 from unickpt.rules.rule_set import Rules
-from unickpt.trees import plain_values, tree
+from unickpt.trees import tree, tree_json
 
 
 class RuledView:
@@ -57,9 +57,9 @@ class RuledView:
     ) -> None:
         self.checkpoint, self.plan, self.provenance = checkpoint, plan, provenance
         self._recipes: dict[str, Recipe] = {}
-        self.numbers: dict[str, plain_values.Plain] = {}
+        self.numbers: dict[str, tree_json.Plain] = {}
         arrays: dict[str, ArrayEntry] = {}
-        plain: dict[str, plain_values.Plain] = {}
+        plain: dict[str, tree_json.Plain] = {}
         self._sources: dict[str, str] = {}
         blobs: dict[str, PerProcessEntry] = {}
         stored = checkpoint.index
@@ -90,9 +90,9 @@ class RuledView:
         return leaf_text(stored_leaf(self.checkpoint.index, name))
 
     def node(self) -> tree.Node | tree.Leaf:
-        return tree.from_names(self.index.names)
+        return tree_json.from_names(self.index.names)
 
-    def keep(self, plain: Mapping[str, plain_values.Plain]) -> None:
+    def keep(self, plain: Mapping[str, tree_json.Plain]) -> None:
         """Adds values that no rule makes."""
         self.index = replace(self.index, values={**self.index.values, **plain})
 

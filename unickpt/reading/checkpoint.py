@@ -15,7 +15,7 @@ from unickpt.reading.stored_array import StoredArray
 from unickpt.storage import paths
 from unickpt.storage.locations import Location
 from unickpt.threads import collection_paused
-from unickpt.trees import plain_values
+from unickpt.trees import tree_json
 
 T = TypeVar("T")
 Hints = Mapping[str, Any]
@@ -212,14 +212,14 @@ Source = paths.Path | Checkpoint
 """The path of a checkpoint, or an opened one."""
 
 
-class PlainValues(Mapping[str, plain_values.Plain]):
+class PlainValues(Mapping[str, tree_json.Plain]):
     """A checkpoint's plain values by name; calling it gives its arrays, as `Mapping.values()`
     does."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
 
-    def __getitem__(self, name: str) -> plain_values.Plain:
+    def __getitem__(self, name: str) -> tree_json.Plain:
         found = self._checkpoint.index.values
         if name in found:
             return found[name]

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple, TypeVar
 from unickpt.arrays import dtypes, strided_copy
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array, DType
-from unickpt.arrays.host_memory import Scratch
 from unickpt.errors import out_of_memory
 from unickpt.format import chunk_grid
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader, Request
+from unickpt.frameworks.host_memory import Scratch
 from unickpt.progress import ProgressFunction
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.read_plan import (

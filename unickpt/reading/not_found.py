@@ -9,7 +9,7 @@ from unickpt.foreign import registry
 from unickpt.foreign.loose_files import SeveralCheckpoints
 from unickpt.quoting import shortened
 from unickpt.reading.listing import Listed, checkpoints_below, natural, other_folders
-from unickpt.storage import contexts, paths
+from unickpt.storage import database, paths
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
 
@@ -32,7 +32,7 @@ def nothing_at(location: Location) -> str:
         below = [listed for listed in checkpoints_below(location.url) if listed.name != "."]
         if below:
             return f"{said}: it contains checkpoints but is not one itself {_of(location, below)}"
-        names = sorted(location.names(contexts.context()), key=natural)
+        names = sorted(location.names(database.context()), key=natural)
         others = [listed for listed in other_folders(location.url)[-_SHOWN:] if _opens(listed)]
         if others:
             return f"{said}: it contains checkpoints but is not one itself {_of(location, others)}"
@@ -83,16 +83,16 @@ def _above(location: Location) -> str:
         return f"nothing is there. {_LIST}"
     what = "the folder is empty" if location.is_local and location.exists() else "nothing is there"
     folder = location.parent
-    while folder is not None and (not folder.exists() or not folder.names(contexts.context())):
+    while folder is not None and (not folder.exists() or not folder.names(database.context())):
         folder = folder.parent
     if folder is None:
         return f"{what}. {_LIST}"
-    if folder.has_file(MANIFEST, contexts.context()):
+    if folder.has_file(MANIFEST, database.context()):
         return (
             f"it is inside of the checkpoint {folder}; open that, and take arrays from it by their "
             "names"
         )
-    names = sorted(folder.names(contexts.context()), key=natural)
+    names = sorted(folder.names(database.context()), key=natural)
     names = [name for name in names if not name.startswith(".")]  # such as lock files
     return f"{what}; {folder} has {_shown(names) if names else 'only hidden files'}. {_LIST}"
 

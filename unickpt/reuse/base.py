@@ -19,14 +19,14 @@ import numpy as np
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
-from unickpt.arrays.host_memory import Scratch
 from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, StorageError, UnickptError
 from unickpt.format import chunk_grid, codec, ocdbt_reader, patches
 from unickpt.format.chunk_grid import Part
+from unickpt.format.codec import Codecs
 from unickpt.format.index import ArrayEntry, BaseEntry, Index
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.format.reader import ChunkId, Request
-from unickpt.format.zarr_metadata import Codecs
+from unickpt.frameworks.host_memory import Scratch
 from unickpt.reuse.linked_files import LinkedFiles
 from unickpt.reuse.siblings import Siblings
 from unickpt.storage.btree.nodes import DataReference

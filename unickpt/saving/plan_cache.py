@@ -29,8 +29,8 @@ from unickpt.saving.describe import Description, checked_metadata, unstorable
 from unickpt.saving.options import SaveOptions
 from unickpt.saving.task import SaveTask
 from unickpt.saving.write_plan import WritePlan
-from unickpt.trees import plain_values, tree
-from unickpt.trees.skeleton import Skeleton, leaves_of, skeleton
+from unickpt.trees import tree, tree_json
+from unickpt.trees.tree import Skeleton, leaves_of, skeleton
 
 _PLAIN = {int, float, bool, str, bytes, type(None)}
 _ALIGNMENT = 64
@@ -251,7 +251,7 @@ class SameTree:
         Raises:
             UnsupportedLeaf: a value per process, or the metadata, cannot be stored.
         """
-        plain: dict[str, plain_values.Plain] = {}
+        plain: dict[str, tree_json.Plain] = {}
         blobs: dict[str, bytes] = {}
         bad: list[str] = []
         for number, name in self.plan.names.items():

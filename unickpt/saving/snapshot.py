@@ -11,7 +11,7 @@ from functools import partial
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import CoverageError, StorageError
 from unickpt.format import codec
-from unickpt.frameworks.host_copy import stage
+from unickpt.frameworks.host_memory import stage
 from unickpt.frameworks.protocol import ArraySource, Fragment
 from unickpt.saving.capture import BACKGROUND, Capture, CaptureMethod
 from unickpt.saving.changes import Changes, copy_in_order

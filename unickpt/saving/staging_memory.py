@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from unickpt.arrays.dtypes import Array
-from unickpt.arrays.host_memory import HostBuffers
 from unickpt.frameworks import budget
 from unickpt.frameworks.budget import MOST_WORKING, share
-from unickpt.frameworks.host_copy import stage
+from unickpt.frameworks.host_memory import HostBuffers, stage
 from unickpt.frameworks.protocol import Memory
 from unickpt.saving.changes import Changes
 from unickpt.saving.task import SaveTask

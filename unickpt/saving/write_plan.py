@@ -12,7 +12,6 @@ from typing import Protocol
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
-from unickpt.arrays.host_memory import HostBuffers
 from unickpt.commit import chunk_owners
 from unickpt.commit.chunk_owners import Shared
 from unickpt.errors import StateChanged
@@ -20,7 +19,7 @@ from unickpt.format import chunk_grid, codec
 from unickpt.format.chunk_grid import Part
 from unickpt.format.coverage import check_boxes
 from unickpt.format.index import ArrayEntry
-from unickpt.frameworks.host_copy import stage
+from unickpt.frameworks.host_memory import HostBuffers, stage
 from unickpt.frameworks.protocol import Fragment
 from unickpt.reuse.base import Base
 from unickpt.reuse.partial_save import Expert

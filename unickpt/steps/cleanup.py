@@ -12,7 +12,7 @@ from unickpt.commit.lease import Lease, holder
 from unickpt.reading.listing import natural
 from unickpt.steps import attempt_folders
 from unickpt.steps.remnants import EXPORT, LOCK, REPLACED, Remnant, search
-from unickpt.storage import contexts, errors, local_folders, local_locks, paths
+from unickpt.storage import database, errors, local_folders, local_locks, paths
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
@@ -55,7 +55,7 @@ def find(root: paths.Path) -> Found:
         ()
     """
     location = paths.resolve(root, whole=True)
-    context = contexts.context()
+    context = database.context()
     try:
         found = sorted(search(location, context), key=lambda remnant: natural(remnant.name))
         owner = holder(_lease_location(location))
@@ -86,7 +86,7 @@ def clean(root: paths.Path, remnants: Sequence[Remnant]) -> list[Remnant]:
     removed = []
     try:
         lease.check()
-        context = contexts.context()
+        context = database.context()
         now = {remnant.name: remnant for remnant in search(location, context)}
         for remnant in remnants:
             there = now.get(remnant.name)
@@ -109,7 +109,7 @@ def _lease_location(location: Location) -> Location:
     """The folder whose lease covers this one: for a step, the run's folder."""
     parent = location.parent
     if parent is not None and Lease.was_taken(parent):
-        context = contexts.context()
+        context = database.context()
         if attempt_folders.holds_checkpoint_parts(location, context):
             return parent
     return location

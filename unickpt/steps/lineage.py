@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from unickpt.storage import contexts
+from unickpt.storage import database
 from unickpt.storage.locations import Location
 
 _NOTE, _COPIED = "lineage", "copied"
@@ -61,7 +61,7 @@ def recorded(location: Location, attempt: str) -> Lineage:
     Raises:
         Failed: the storage failed.
     """
-    notes = _notes(location, attempt).store(contexts.context())
+    notes = _notes(location, attempt).store(database.context())
     copied = notes.read(_COPIED).result().state == "value"
     read = notes.read(_NOTE).result()
     try:
@@ -73,7 +73,7 @@ def recorded(location: Location, attempt: str) -> Lineage:
 
 def _write(location: Location, attempt: str, name: str, data: bytes, fsync: bool) -> None:
     notes = _notes(location, attempt)
-    notes.store(contexts.context(fsync=fsync)).write(name, data).result()
+    notes.store(database.context(fsync=fsync)).write(name, data).result()
     if fsync:
         notes.sync(location)
 

@@ -21,7 +21,7 @@ from unickpt.reading import checkpoint
 from unickpt.reading.listing import checkpoints_below
 from unickpt.steps import attempt_folders, lineage, remnants
 from unickpt.steps.lineage import Lineage
-from unickpt.storage import contexts, errors, paths
+from unickpt.storage import database, errors, paths
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
 
@@ -42,7 +42,7 @@ class Steps:
     def __init__(self, root: paths.Path) -> None:
         self._root = root
         self.location = paths.resolve(root)
-        self._context = contexts.context()
+        self._context = database.context()
 
     def path(self, step: int) -> str:
         """The path of a step, saved or not."""

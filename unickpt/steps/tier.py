@@ -23,7 +23,7 @@ from unickpt.reuse import held_files
 from unickpt.reuse.held_files import HeldFiles
 from unickpt.saving.options import SaveOptions
 from unickpt.steps.step_folder import Steps
-from unickpt.storage import contexts, errors, paths
+from unickpt.storage import database, errors, paths
 from unickpt.storage.database import Database
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
@@ -102,7 +102,7 @@ class Tier(Steps):
         if not version.attempt:
             raise CheckpointCorrupt(f"{where}: its manifest is damaged; nothing was copied")
         try:
-            root = Root(Database(destination, contexts.context()))
+            root = Root(Database(destination, database.context()))
             found = root.read()
             if found.digest != (replaced.digest if replaced else ""):
                 raise SaveConflict(f"{destination}: another job committed here during the copy")
@@ -115,7 +115,7 @@ class Tier(Steps):
             )
         try:
             manifest, bases = self._send(source.at(step), step, version, base, options)
-            borrowers.mark(destination, bases, contexts.context())
+            borrowers.mark(destination, bases, database.context())
             is_current = source.version(step) == version
             self.lease.check()
         except Exception as error:
@@ -164,7 +164,7 @@ class Tier(Steps):
         except UnickptError as error:  # a damaged step must not prevent copies of later ones
             _log.warning("%s: nothing is shared with earlier steps: %s", reader.location, error)
             return None
-        return held_files.held_by(base, linked, reader, contexts.context())
+        return held_files.held_by(base, linked, reader, database.context())
 
     def _undo(self, step: int, version: Version, replaced: Version | None) -> None:
         """Removes what a failed copy wrote, if nothing can need it."""
@@ -173,7 +173,7 @@ class Tier(Steps):
         if version.name in self._offered:
             return  # an earlier try got no answer and may have been committed
         with suppress(Exception):
-            self.at(step).child(f"processes/{version.attempt}").remove(contexts.context())
+            self.at(step).child(f"processes/{version.attempt}").remove(database.context())
             if replaced is None:
                 self.at(step).remove_empty()
 
@@ -184,7 +184,7 @@ def _opened(origin: Location, version: Version) -> OcdbtReader | None:
     Raises:
         StorageError: the storage failed.
     """
-    pinned = Database(origin, contexts.context()).with_manifest(version.manifest)
+    pinned = Database(origin, database.context()).with_manifest(version.manifest)
     try:
         return ocdbt_reader.open_pinned(pinned)
     except StorageError:

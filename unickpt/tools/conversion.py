@@ -11,7 +11,6 @@ from typing import Any
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
-from unickpt.arrays.host_memory import HostBuffers
 from unickpt.errors import CheckpointCorrupt, LoadMismatch
 from unickpt.foreign import writers
 from unickpt.format.index import ArrayEntry
@@ -19,6 +18,7 @@ from unickpt.format.reader import Reader
 from unickpt.format.writer import Writer
 from unickpt.frameworks import per_process
 from unickpt.frameworks.budget import MemoryBudget
+from unickpt.frameworks.host_memory import HostBuffers
 from unickpt.frameworks.leaves import Described, PerProcess
 from unickpt.frameworks.process_group import Group
 from unickpt.frameworks.protocol import ArraySource, Memory, whole_source

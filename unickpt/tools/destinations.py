@@ -25,7 +25,7 @@ from unickpt.errors import (
 )
 from unickpt.foreign import registry
 from unickpt.format.writer import PlannedFile
-from unickpt.storage import contexts, local_folders, local_locks, paths
+from unickpt.storage import database, local_folders, local_locks, paths
 from unickpt.storage.errors import system_calls
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
@@ -75,7 +75,7 @@ class Destination(ABC):
 
     @cached_property
     def context(self) -> ts.Context:
-        return contexts.context(fsync=self.fsync)
+        return database.context(fsync=self.fsync)
 
     @abstractmethod
     def most_bytes(self, budget_bytes: int) -> int:

@@ -16,7 +16,6 @@ import numpy as np
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
-from unickpt.arrays.host_memory import HostBuffers
 from unickpt.commit.messages import Notes
 from unickpt.errors import (
     CheckpointCorrupt,
@@ -30,6 +29,7 @@ from unickpt.foreign import crc32
 from unickpt.format.index import ArrayEntry
 from unickpt.format.writer import Plan, PlannedFile
 from unickpt.frameworks.budget import MemoryBudget
+from unickpt.frameworks.host_memory import HostBuffers
 from unickpt.frameworks.process_group import Group
 from unickpt.loading.views import CheckpointView
 from unickpt.reading.options import LoadOptions

@@ -23,8 +23,8 @@ from unickpt.storage import paths
 from unickpt.tools import difference
 from unickpt.tools.destinations import Destination, destination
 from unickpt.tools.export_job import ExportJob
-from unickpt.trees import tree
-from unickpt.trees.plain_values import Opaque
+from unickpt.trees import tree_json
+from unickpt.trees.tree import Opaque
 
 _MOST_LINES = 10
 
@@ -78,7 +78,7 @@ def export(
     reading = LoadOptions(budget_bytes=MemoryBudget(budget_bytes, "process"))
     if isinstance(view, RuledView):
         view.check(reading)
-    index = replace(view.index, tree=tree.to_json(view.node()))
+    index = replace(view.index, tree=tree_json.to_json(view.node()))
     # All processes must plan the same files, whatever their nodes have.
     requested = MemoryBudget.of(options.budget_bytes)
     most = to.most_bytes(requested.share(group.count))

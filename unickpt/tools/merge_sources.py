@@ -14,10 +14,10 @@ import numpy as np
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, cut
 from unickpt.arrays.dtypes import Array
-from unickpt.arrays.host_memory import HostBuffers
 from unickpt.errors import CheckpointNotFound, MergeError
 from unickpt.format.index import RESERVED, ArrayEntry
 from unickpt.frameworks.budget import MemoryBudget
+from unickpt.frameworks.host_memory import HostBuffers
 from unickpt.loading.provenance import Provenance
 from unickpt.loading.ruled_view import RuledView
 from unickpt.loading.views import CheckpointView, leaf_text, same_digests, stored_leaf

@@ -13,10 +13,10 @@ import numpy as np
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, cut, flat_range_to_boxes
 from unickpt.arrays.dtypes import Array
-from unickpt.arrays.host_memory import HostBuffers
 from unickpt.errors import CheckpointExists, CheckpointNotFound, MergeError, ProcessFailed
 from unickpt.format.index import RESERVED, ArrayEntry
 from unickpt.frameworks.budget import MemoryBudget
+from unickpt.frameworks.host_memory import HostBuffers
 from unickpt.frameworks.process_group import Group, all_gather_bytes, new_session, within
 from unickpt.frameworks.registry import adapters, current_group
 from unickpt.loading.ruled_view import RuledView
@@ -26,7 +26,7 @@ from unickpt.reading.options import LoadOptions
 from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.saving.task import SaveTask, call_metrics
 from unickpt.saving.write_plan import WriteItem
-from unickpt.storage import contexts, paths
+from unickpt.storage import database, paths
 from unickpt.threads import in_batches
 from unickpt.tools.conversion import check_written, leaves_of
 from unickpt.tools.merge_arithmetic import (
@@ -275,7 +275,7 @@ def _searched(plan: MergePlan, method: Search, job: _Job, to: str, overwrite: bo
         weights, score = search(method, group, plan.weights, merged)
     finally:
         if group.index == 0:
-            paths.resolve(trials).remove(contexts.context())
+            paths.resolve(trials).remove(database.context())
     return replace(plan, weights=weights, score=score)
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
-from unickpt.arrays.host_memory import HostBuffers
 from unickpt.errors import CheckpointCorrupt
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
+from unickpt.frameworks.host_memory import HostBuffers
 from unickpt.frameworks.process_group import Group
 from unickpt.loading.views import CheckpointView, jobs_of
 from unickpt.reading.chunk_reader import read_arrays

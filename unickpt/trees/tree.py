@@ -11,22 +11,45 @@ import enum
 import keyword
 import re
 import unicodedata
-from collections import OrderedDict, namedtuple
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from operator import itemgetter
 from typing import Any
-from urllib.parse import unquote
 
 from unickpt.errors import UnsupportedLeaf
 from unickpt.quoting import quoted
-from unickpt.trees import plain_values
+from unickpt.trees import hints
 
 Key = str | int
 Rebuild = Callable[[list[Any]], Any]
 Check = Callable[["Node", Callable[[str], Any]], None]
 MAX_DEPTH = 200
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """An object of another system that only its class can read: kept as it was stored, never run.
+
+    `pickle.loads(x.pickle)` restores it where its class can be imported. This runs code that the
+    checkpoint names, so do it only with checkpoints that you trust.
+
+    Arguments:
+        class_name: of its class, or of the function that makes it, with its module.
+        pickle: the object as a pickle.
+
+    Example:
+        >>> import fractions, pickle
+        >>> value = Opaque("fractions.Fraction", pickle.dumps(fractions.Fraction(1, 3)))
+        >>> value.class_name, pickle.loads(value.pickle)
+        ('fractions.Fraction', Fraction(1, 3))
+    """
+
+    class_name: str
+    pickle: bytes
+
+    def __repr__(self) -> str:
+        return f"<opaque {quoted(self.class_name)}, {len(self.pickle)} bytes>"
 
 
 @dataclass(slots=True, unsafe_hash=True)  # not frozen: there is one for each array, see `protocol`
@@ -133,7 +156,7 @@ def _flatten(
 ) -> Node | Leaf:
     if is_leaf(obj):
         leaf = Leaf(name, obj)
-        if isinstance(obj, plain_values.Opaque) and len(stack) == MAX_DEPTH:
+        if isinstance(obj, Opaque) and len(stack) == MAX_DEPTH:
             bad.append(f"{quoted(name)}: nested deeper than {MAX_DEPTH} levels")
         if not isinstance(obj, enum.Enum) or len(stack) == MAX_DEPTH:
             return leaf
@@ -172,18 +195,18 @@ def _leaf_problem(obj: Any) -> str:
     return (
         f"{type(obj).__module__}.{type(obj).__qualname__} is neither an array, a "
         "plain value (int, float, bool, str, bytes, None) nor a container; "
-        f"{plain_values.hint(obj)}"
+        f"{hints.hint(obj)}"
     )
 
 
 def _level_problem(level: Expansion) -> str | None:
-    problem = _key_problem(level.keys)
+    problem = key_problem(level.keys)
     if level.kind == "namedtuple" and not problem:
-        problem = _namedtuple_problem(level.keys, level.type_name)
+        problem = namedtuple_problem(level.keys, level.type_name)
     return problem
 
 
-def _key_problem(keys: tuple[Any, ...]) -> str | None:
+def key_problem(keys: tuple[Any, ...]) -> str | None:
     for key in keys:
         if isinstance(key, bool) or not isinstance(key, str | int):
             return f"key {quoted(key)} is a {type(key).__name__}; keys must be str or int"
@@ -355,169 +378,7 @@ def with_values(node: Node | Leaf, value: Callable[[str], Any]) -> Node | Leaf:
     return replace(node, children=tuple(with_values(child, value) for child in node.children))
 
 
-# --- the structure as JSON -------------------------------------------------------------------
-
-LEAF = "*"
-_PICKLE = "pickle:"  # before the name of the class of an opaque leaf
-
-
-def to_json(node: Node | Leaf) -> Any:
-    """The structure, without leaf values, as JSON types (see docs/format.md)."""
-    if isinstance(node, Leaf):
-        if isinstance(node.value, plain_values.Opaque):
-            return {"wrapper": LEAF, "type": _PICKLE + node.value.class_name}
-        return LEAF
-    children = [to_json(child) for child in node.children]
-    if node.kind in ("list", "tuple"):
-        return {node.kind: children}
-    if node.kind == "wrapper":
-        return {"wrapper": children[0], "type": node.type_name}
-    pairs = [[key, child] for key, child in zip(node.keys, children, strict=True)]
-    if node.kind in ("namedtuple", "object"):
-        return {node.kind: pairs, "type": node.type_name}
-    return {node.kind: pairs}
-
-
-def with_opaque(structure: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The plain values of a tree, in which those that are opaque are `Opaque`s.
-
-    Arguments:
-        structure: as `to_json` returns it.
-        values: by name; of what is opaque, its pickle.
-
-    Raises:
-        BadTree: the structure is invalid.
-    """
-    found = dict(values)
-    for leaf in leaves(from_json(structure)):
-        if isinstance(leaf.value, plain_values.Opaque):
-            pickle = found.get(leaf.name)
-            if type(pickle) is bytes:
-                found[leaf.name] = plain_values.Opaque(leaf.value.class_name, pickle)
-    return found
-
-
-def has_opaque(data: bytes) -> bool:
-    """Whether the JSON of a tree could contain leaves that are opaque."""
-    return f'"{_PICKLE}'.encode() in data
-
-
-class BadTree(ValueError):
-    """The stored tree is invalid; says why."""
-
-
-def from_json(structure: Any) -> Node | Leaf:
-    """The inverse of `to_json`, with Python's built-in containers.
-
-    Namedtuples keep their name and fields; objects (dataclasses, registered pytrees) become dicts,
-    and wrappers what they wrap. No class is ever looked up by name. A leaf that is opaque has as
-    its value an `Opaque` without its pickle, others have none.
-
-    Raises:
-        BadTree: says what is wrong with the structure.
-    """
-    return _from_json(structure, "", 0)
-
-
-def from_names(names: Iterable[str]) -> Node | Leaf:
-    """The nested dicts that names describe.
-
-    Raises:
-        ValueError: a name is both a leaf and a container.
-    """
-    root: dict[str, Any] = {}
-    for name in names:
-        *parents, last = ["" if part == "%" else unquote(part) for part in name.split("/")]
-        level = root
-        for parent in parents:
-            level = level.setdefault(parent, {})
-            if not isinstance(level, dict):
-                raise ValueError(f"{quoted(name)} lies below a name that is itself a leaf")
-        if last in level:
-            raise ValueError(f"{quoted(name)} is a leaf, but other names lie below it")
-        level[last] = Leaf(name, None)
-    return _nested(root)
-
-
-def _nested(level: Any) -> Node | Leaf:
-    if isinstance(level, Leaf):
-        return level
-    keys = tuple(level)
-    children = tuple(map(_nested, level.values()))
-    return Node("dict", keys, children, lambda xs: dict(zip(keys, xs, strict=True)))
-
-
-def _from_json(structure: Any, name: str, depth: int) -> Node | Leaf:
-    if structure == LEAF:
-        return Leaf(name, None)
-    if depth >= MAX_DEPTH:
-        raise BadTree(f"tree is nested deeper than {MAX_DEPTH} levels at {quoted(name)}")
-    if not isinstance(structure, dict):
-        raise BadTree(f"tree node {quoted(name)} is {quoted(structure)}")
-    type_name = structure.get("type", "")
-    kinds = [k for k in structure if k != "type"]
-    if len(kinds) != 1 or not isinstance(type_name, str):
-        raise BadTree(f"tree node {quoted(name)} has the fields {quoted(list(structure))}")
-    kind, body = kinds[0], structure[kinds[0]]
-    if kind == "wrapper" and body == LEAF and type_name.startswith(_PICKLE):
-        return Leaf(name, plain_values.Opaque(type_name.removeprefix(_PICKLE), b""))
-    if kind == "wrapper":
-        child = _from_json(body, name, depth + 1)
-        return Node(kind, (0,), (child,), lambda xs: xs[0], type_name)
-    keys, items = _children(kind, body, name)
-    names = child_names(kind, keys, name)
-    children = tuple(
-        _from_json(item, child, depth + 1) for item, child in zip(items, names, strict=True)
-    )
-    return Node(kind, keys, children, _python_container(kind, keys, type_name, name), type_name)
-
-
-def _children(kind: str, body: Any, name: str) -> tuple[tuple[Key, ...], list[Any]]:
-    """The keys of a container, and what it has under these.
-
-    Raises:
-        BadTree: they are not as `to_json` writes them.
-    """
-    if not isinstance(body, list):
-        raise BadTree(f"tree node {quoted(name)}: {quoted(kind)} does not contain a list")
-    if kind in ("list", "tuple"):
-        return tuple(range(len(body))), body
-    for pair in body:
-        if not (isinstance(pair, list) and len(pair) == 2):
-            raise BadTree(
-                f"tree node {quoted(name)}: {quoted(kind)} contains {quoted(pair)}, not a pair"
-            )
-    keys = tuple(key for key, _ in body)
-    problem = _key_problem(keys)
-    if problem:
-        raise BadTree(f"tree node {quoted(name)}: {problem}")
-    return keys, [item for _, item in body]
-
-
-def _python_container(kind: str, keys: tuple[Key, ...], type_name: str, name: str) -> Rebuild:
-    if kind == "list":
-        return list
-    if kind == "tuple":
-        return tuple
-    if kind == "ordereddict":
-        return lambda xs: OrderedDict(zip(keys, xs, strict=True))
-    if kind in ("dict", "object"):
-        return lambda xs: dict(zip(keys, xs, strict=True))
-    if kind == "namedtuple":
-        problem = _namedtuple_problem(keys, type_name)
-        if problem:
-            raise BadTree(f"tree node {quoted(name)}: {problem}")
-        make = _namedtuple(type_name, keys)
-        return lambda xs: make(*xs)
-    raise BadTree(f"tree node {quoted(name)}: unknown container {quoted(kind)}")
-
-
-@lru_cache(maxsize=256)
-def _namedtuple(type_name: str, fields: tuple[str, ...]) -> Callable[..., Any]:
-    return namedtuple(type_name, fields)
-
-
-def _namedtuple_problem(fields: tuple[Any, ...], type_name: str) -> str | None:
+def namedtuple_problem(fields: tuple[Any, ...], type_name: str) -> str | None:
     """Why Python cannot create a namedtuple with these fields, or only a different one.
 
     Python treats two spellings of an identifier as equal if they have the same NFKC form, such as
@@ -542,25 +403,93 @@ def _is_name(text: str) -> bool:
     return all(t.isidentifier() and not keyword.iskeyword(t) for t in (text, form))
 
 
-def merge(ours: Any, theirs: Any, name: str = "") -> Any:
-    """Merges the structures of two processes: dicts unite their keys, also in wrappers of one type;
-    everything else must be equal.
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    """A container's structure; holds neither the container nor its leaves.
 
-    Raises:
-        ValueError: names the place where they differ.
+    Arguments:
+        name: of the container in its tree.
+        of: its type.
+        kind, keys, type_name: as of `Node`.
+        children: their structures; None for a leaf.
     """
-    if ours == theirs:
-        return ours
-    for kind in ("dict", "ordereddict"):
-        if isinstance(ours, dict) and isinstance(theirs, dict) and kind in ours and kind in theirs:
-            mine = {(type(k), k): child for k, child in ours[kind]}
-            for key, child in theirs[kind]:
-                at = (type(key), key)
-                inner = join(name, component(key))
-                mine[at] = merge(mine[at], child, inner) if at in mine else child
-            return {kind: [[key, child] for (_, key), child in mine.items()]}
-    if isinstance(ours, dict) and isinstance(theirs, dict) and "wrapper" in ours:
-        pair = ours["wrapper"], theirs.get("wrapper")
-        if ours.get("type") == theirs.get("type") and all(isinstance(x, dict) for x in pair):
-            return {**ours, "wrapper": merge(*pair, name)}
-    raise ValueError(f"the trees differ at {quoted(name)}")
+
+    name: str
+    of: type
+    kind: str
+    keys: tuple[Key, ...]
+    type_name: str
+    children: tuple[Skeleton | None, ...]
+
+    def is_of(self, kind: str, keys: tuple[Key, ...], type_name: str) -> bool:
+        """Whether a container has this structure, but for its children."""
+        return (
+            kind == self.kind
+            and keys == self.keys
+            and type_name == self.type_name
+            and list(map(type, keys)) == list(map(type, self.keys))  # because 1 == True
+        )
+
+
+def skeleton(root: Node | Leaf) -> Skeleton | None:
+    """The structure of a flattened tree; None if it is a leaf, or contains a wrapped leaf."""
+    return _skeleton(root, "") if isinstance(root, Node) else None
+
+
+def _skeleton(node: Node, name: str) -> Skeleton | None:
+    if node.original is None:
+        return None
+    names = child_names(node.kind, node.keys, name)
+    children = []
+    for child, child_name in zip(node.children, names, strict=True):
+        below = _skeleton(child, child_name) if isinstance(child, Node) else None
+        if below is None and isinstance(child, Node):
+            return None
+        children.append(below)
+    of = type(node.original)
+    return Skeleton(name, of, node.kind, node.keys, node.type_name, tuple(children))
+
+
+def leaves_of(root: Any, like: Skeleton, level: Expand) -> list[Any] | None:
+    """The values of a tree's leaves, in the order of its containers.
+
+    Arguments:
+        root: the tree.
+        like: the structure that it may have.
+        level: expands one level of a container, as `tree.flatten` does it.
+
+    Returns:
+        None if it has another structure.
+    """
+    found: list[Any] = []
+    return found if _collect(root, like, level, found) else None
+
+
+def _collect(obj: Any, like: Skeleton, level: Expand, found: list[Any]) -> bool:
+    children = _children(obj, like, level)
+    if children is None:
+        return False
+    if not any(like.children):
+        found.extend(children)
+        return True
+    for child, below in zip(children, like.children, strict=True):
+        if below is None:
+            found.append(child)
+        elif not _collect(child, below, level, found):
+            return False
+    return True
+
+
+def _children(obj: Any, like: Skeleton, level: Expand) -> Any:
+    """The children of a container; None if it has another structure."""
+    of = type(obj)
+    if of is not like.of:
+        return None
+    if of is dict:
+        return obj.values() if like.is_of("dict", tuple(obj), "") else None
+    if of is list or of is tuple:
+        return obj if len(obj) == len(like.children) else None
+    found = level(obj, like.name)
+    if found is None or not like.is_of(found.kind, found.keys, found.type_name):
+        return None
+    return found.children

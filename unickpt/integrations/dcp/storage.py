@@ -44,8 +44,8 @@ from unickpt.reading.options import LoadOptions
 from unickpt.saving import saver
 from unickpt.saving.options import SaveOptions
 from unickpt.storage import paths
-from unickpt.trees.plain_values import Plain
 from unickpt.trees.tree import Key, Leaf, Node, rebuild
+from unickpt.trees.tree_json import Plain
 
 Keys = tuple[Key, ...]
 ValuesByName = Mapping[str, Plain]

@@ -21,7 +21,7 @@ from unickpt.errors import SaveTimeout, StorageError, UnickptError
 from unickpt.saving.background import SaveCallbacks, SaveQueue, SaveRequest
 from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.steps import attempt_folders
-from unickpt.storage import contexts, paths
+from unickpt.storage import database, paths
 
 _log = logging.getLogger("unickpt")
 _PAUSE_S = 0.01
@@ -234,7 +234,7 @@ def remove(path: paths.Path) -> None:
         return
     location = paths.resolve(path)
     if location.exists():
-        attempt_folders.remove_checkpoint(location, contexts.context())
+        attempt_folders.remove_checkpoint(location, database.context())
 
 
 def _whole(path: paths.Path) -> str:

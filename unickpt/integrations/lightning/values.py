@@ -28,7 +28,7 @@ from unickpt.loading.views import StoredView
 from unickpt.quoting import quoted
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.options import LoadOptions
-from unickpt.trees import plain_values, tree
+from unickpt.trees import hints, tree, tree_json
 from unickpt.trees.tree import Leaf, Node
 
 TYPES = "unickpt_types"
@@ -154,7 +154,7 @@ class _TakenApart:
         """What is stored of a value."""
         if isinstance(value, torch.Tensor):
             return fragments(value)
-        if plain_values.is_plain(value) or isinstance(value, LocalFragments):
+        if tree_json.is_plain(value) or isinstance(value, LocalFragments):
             return value
         if type(value) in (dict, OrderedDict):
             return self._dict(value, name)
@@ -345,5 +345,5 @@ def _hint(value: Any, name: str) -> str:
         return "store dataclasses.asdict(x)"
     if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
         return "store x.state_dict()"
-    hint = plain_values.hint(value)
+    hint = hints.hint(value)
     return f"{hint}, in the state_dict() of the callback" if top == "callbacks" else hint
