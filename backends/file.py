@@ -6,16 +6,16 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from unickpt.errors import InvalidPath
-from unickpt.storage import local_locations, schemes
+from unickpt.storage import paths, schemes
 
 
 def spec(url: str) -> dict[str, Any]:
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
         raise InvalidPath(f"{url!r}: a file URL has three slashes and an absolute path")
-    return local_locations.spec_of(unquote(parts.path))
+    return paths.spec_of(unquote(parts.path))
 
 
 # No locks of TensorStore's: only the manifest needs one; see `local_locks.manifest_locked`.
 _RESOURCES = {"file_io_locking": {"mode": "none"}}
-schemes.register(schemes.Scheme("file", spec, _RESOURCES, local_locations.LocalLocation))
+schemes.register(schemes.Scheme("file", spec, _RESOURCES, paths.LocalLocation))

@@ -173,6 +173,47 @@ def start(
     return thread
 
 
+class Ticker:
+    """Calls a function on a thread again and again, at growing intervals, until it is closed.
+
+    Arguments:
+        name: of the thread.
+        first_s: seconds until the first call.
+        longest_s: the longest interval.
+    """
+
+    def __init__(self, name: str, first_s: float, longest_s: float) -> None:
+        self._name, self._first_s, self._longest_s = name, first_s, max(first_s, longest_s)
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._calls = 0
+
+    def start(self, tick: Callable[[int], object]) -> None:
+        """Starts to call a function, with the number of the call; its errors are ignored."""
+        self._tick = tick
+        self._thread = start(self._run, self._name, daemon=True)
+
+    def close(self) -> None:
+        """Ends the calls; if there was any, with a last one. When it returns, none is under way."""
+        thread, self._thread = self._thread, None
+        self._closed.set()
+        if thread is not None:
+            thread.join()
+            if self._calls:
+                self._call()
+
+    def _run(self) -> None:
+        pause = self._first_s
+        while not self._closed.wait(pause):
+            self._call()
+            pause = min(pause * 1.5, self._longest_s)
+
+    def _call(self) -> None:
+        with suppress(Exception):
+            self._tick(self._calls)
+            self._calls += 1
+
+
 class Pool(ThreadPoolExecutor):
     """A `ThreadPoolExecutor` that runs work on the submitting thread where no thread can be had.
 

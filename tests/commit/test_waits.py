@@ -24,12 +24,13 @@ from typer.testing import CliRunner
 import unickpt
 from unickpt.cli.app import app
 from unickpt.commit import progress_reports, waits
-from unickpt.commit.progress_reports import Report, Reporter
+from unickpt.commit.progress_reports import Report
 from unickpt.commit.waits import Late, Waits
-from unickpt.saving import writer
+from unickpt.saving import task, writer
 from unickpt.steps.watching import Watch
 from unickpt.storage import database, paths
 from unickpt.storage.kvstore import KvStore
+from unickpt.threads import Ticker
 
 # --- real ranks -----------------------------------------------------------------------------------
 
@@ -41,9 +42,9 @@ logging.basicConfig(stream=sys.stdout, format="%(message)s")
 import unickpt
 from unickpt.commit import progress_reports
 from unickpt.commit import waits
-from unickpt.saving import writer
+from unickpt.saving import task, writer
 path, slow, late_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-waits._FIRST_S, progress_reports._FIRST_S = late_s, 0.1
+waits._FIRST_S, task._REPORT_AFTER_S = late_s, 0.1
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 real = writer._Batch.write
@@ -283,7 +284,7 @@ def test_a_hostile_report_is_none(data: bytes) -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(progress_reports, "_FIRST_S", 0.05)
+    monkeypatch.setattr(task, "_REPORT_AFTER_S", 0.05)
     yield
     assert "unickpt report" not in [thread.name for thread in threading.enumerate()]
 
@@ -292,14 +293,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_reports_end_with_the_last_of_them(records: KvStore) -> None:
     done, asked = [0], threading.Event()
 
-    def now() -> Report:
-        found = Report("write", 1.0, done[0], 100, 1)
+    def now(number: int) -> None:
+        found = Report("write", 1.0, done[0], 100, 1, number)
         if progress_reports.read(records, [7]):
             asked.set()
             time.sleep(0.3)  # it is under way when the reporter is closed
-        return found
+        progress_reports.write(records, 7, found)
 
-    with closing(Reporter(records, 7, 1)) as told:
+    with closing(Ticker("unickpt report", 0.05, 60)) as told:
         told.start(now)
         assert asked.wait(60)
         done[0] = 100
@@ -357,8 +358,7 @@ def test_nothing_is_left_of_what_was_said(
 
 def test_few_requests_are_made_however_many_processes_there_are() -> None:
     for count in (1, 100, 4096, 100_000):
-        told = Reporter(None, 0, count)  # type: ignore[arg-type]
-        assert count / told._pause_s <= max(200, count / 5)
+        assert count / task.report_after_s(count) <= max(200, count / 5)
         location = paths.resolve("memory://waits")
         wait = Waits(location, location, database.context(), 1, count)
         assert count / wait._least_s <= max(100, count / 30)

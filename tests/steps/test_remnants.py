@@ -31,7 +31,7 @@ from unickpt.commit import lease
 from unickpt.reuse.linked_files import LinkedFiles
 from unickpt.steps import cleanup, remnants
 from unickpt.storage import database, paths
-from unickpt.storage.local_locations import LocalLocation
+from unickpt.storage.paths import LocalLocation
 
 HOUR = 3600.0
 

@@ -15,8 +15,8 @@ import unickpt
 from unickpt import CheckpointExists, InvalidPath
 from unickpt.backends import s3
 from unickpt.storage import database, paths, schemes
-from unickpt.storage.local_locations import LocalLocation
 from unickpt.storage.locations import Location
+from unickpt.storage.paths import LocalLocation
 
 
 def test_cloud_urls_become_the_specs_of_their_drivers(monkeypatch: pytest.MonkeyPatch) -> None:

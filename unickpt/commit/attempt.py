@@ -13,10 +13,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import tensorstore as ts
-import xxhash
 
 from unickpt._version import LIBRARY
 from unickpt.commit import attempt_state, borrowers, outcome, progress_reports, root
@@ -33,7 +32,7 @@ from unickpt.commit.messages import (
     Records,
     statistics_of,
 )
-from unickpt.commit.progress_reports import Reporter
+from unickpt.commit.progress_reports import Report
 from unickpt.commit.replicas import Difference
 from unickpt.commit.root import Root
 from unickpt.commit.waits import Waits
@@ -160,10 +159,10 @@ class Attempt:
         """The folder in which a process writes."""
         return self._folder.child(f"{process:05d}")
 
-    def reporter(self) -> Reporter:
-        """Says now and then, while a save takes long, how far this process is."""
+    def report(self, report: Report) -> None:
+        """Says, while a save takes long, how far this process is."""
         records = self._folder.child("records").store(self.context)
-        return Reporter(records, self.group.index, self.group.count)
+        progress_reports.write(records, self.group.index, report)
 
     @property
     def phase(self) -> str:
@@ -435,11 +434,12 @@ class Attempt:
         return totals
 
     def _merge(self, own: Mapping[int, Index], records: Records, write_more: WriteMore) -> Merged:
-        merged = merge_all(
-            records,
-            self._described(own, records),
-            lambda requests: self._request(requests, write_more),
-        )
+        described = own
+        if any(record.description not in own for _, record in records):
+            from unickpt.commit.descriptions import read  # only if some processes have others
+
+            described = {**own, **read(records, own, self.folder_of, self.context)}
+        merged = merge_all(records, described, lambda asked: self._request(asked, write_more))
         index = replace(
             merged.index,
             attempt=self.name,
@@ -455,32 +455,6 @@ class Attempt:
         own = [(ours, write_more(requests[ours]))] if ours in requests else []
         self._more = [*own, *self._collect([p for p in requests if p != ours], MORE)]
         return self._more
-
-    def _described(self, own: Mapping[int, Index], records: Records) -> dict[int, Index]:
-        """The processes' descriptions by their digests; equal ones are read once."""
-        first: dict[int, tuple[int, Record]] = {}
-        for process, record in records:
-            if record.description not in own:
-                first.setdefault(record.description, (process, record))
-        reads = {digest: self._read_description(*by) for digest, by in first.items()}
-        described = dict(own)
-        for digest, read in reads.items():
-            process, data = first[digest][0], read()
-            where = str(self.folder_of(process))
-            if xxhash.xxh3_64_intdigest(data) != digest:
-                raise StorageError(f"{where}: the description of process {process} is damaged")
-            described[digest] = index_json.decode(data, where, partial=True)
-        return described
-
-    def _read_description(self, process: int, record: Record) -> Callable[[], bytes]:
-        assert record.described is not None, "only the coordinator does not write its own"
-        number, offset, length = record.described
-        within = slice(offset, offset + length)
-        if number < 0:
-            return partial(bytes, record.inline[within])
-        store = self.folder_of(process).store(self.context)
-        read = store.read(record.files[number], byte_range=within)
-        return lambda: bytes(read.result().value)
 
     def _build_root(self, merged: Merged) -> bytes:
         """Writes the root's B-tree, which refers to the processes' data; returns its manifest."""

@@ -120,7 +120,7 @@ def _arrays_to_json(
 
 
 def _array_to_json(entry: ArrayEntry, layouts: Mapping[Layout, int]) -> dict[str, Any]:
-    dtype = codes.joined(entry.dtype, entry.quantized)
+    dtype = entry.dtype if entry.quantized is None else codes.joined(entry.dtype, entry.quantized)
     out: dict[str, Any] = {"shape": entry.shape, "dtype": dtype, "chunk": entry.chunk}
     if entry.quantized is not None:
         out["errors"] = entry.errors

@@ -192,8 +192,10 @@ class Adapter(Protocol):
             stored: while loading, the stored arrays and values by name; else None.
         """
 
-    def group(self) -> Group | None:
-        """This framework's job, if it is initialised with more than one process."""
+    @property
+    def group(self) -> Callable[[], Group | None] | None:
+        """Returns this framework's job, if it is initialised with more than one process; None if
+        the framework has none."""
 
     def fence(self, optimizer: Any, wait: Callable[[], None]) -> Fence | None:
         """Calls `wait` before every step of an optimizer; None if it is of another framework."""

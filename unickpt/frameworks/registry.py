@@ -91,4 +91,5 @@ def processes_here(group: Group | None) -> int:
 
 
 def _jobs(among: Sequence[Adapter]) -> list[Group]:
-    return [group for group in (adapter.group() for adapter in among) if group is not None]
+    found = (adapter.group() for adapter in among if adapter.group is not None)
+    return [group for group in found if group is not None]

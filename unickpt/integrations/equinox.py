@@ -40,7 +40,7 @@ _PLAIN = (bool, int, float, complex, str)
 
 
 def save(
-    path: paths.Path, model: Any, *, overwrite: bool = False, options: SaveOptions | None = None
+    path: paths.PathLike, model: Any, *, overwrite: bool = False, options: SaveOptions | None = None
 ) -> SaveReport:
     """Saves the arrays of a model, and notes its settings.
 
@@ -67,7 +67,7 @@ def save(
 
 
 def save_async(
-    path: paths.Path, model: Any, *, overwrite: bool = False, options: SaveOptions | None = None
+    path: paths.PathLike, model: Any, *, overwrite: bool = False, options: SaveOptions | None = None
 ) -> PendingSave:
     """As `save`, in the background; see `unickpt.save_async`."""
     return saver.save_async(

@@ -100,7 +100,7 @@ class MirroredCheckpointer(Checkpointer):
 
     def __init__(
         self,
-        root: paths.Path,
+        root: paths.PathLike,
         mirror: str,
         *,
         mirror_keep_last: int | None = None,

@@ -25,7 +25,7 @@ _OPENINGS = 50
 _READINGS = 20
 
 
-def open(path: paths.Path, *, hints: Hints | None = None) -> Checkpoint:
+def open(path: paths.PathLike, *, hints: Hints | None = None) -> Checkpoint:
     """Opens a checkpoint by reading its index, one small object; arrays are read on access.
 
     Arguments:
@@ -58,7 +58,7 @@ def opened(source: Source) -> Checkpoint:
     return source if isinstance(source, Checkpoint) else open(source)
 
 
-def reading(path: paths.Path, work: Callable[[Checkpoint], T]) -> T:
+def reading(path: paths.PathLike, work: Callable[[Checkpoint], T]) -> T:
     """Opens a checkpoint and reads from it; starts again if a save replaces it during the read.
 
     Arguments:
@@ -208,7 +208,7 @@ def _reopen(url: str, hints: Hints, attempt: str, created: str) -> Checkpoint:
     return found
 
 
-Source = paths.Path | Checkpoint
+Source = paths.PathLike | Checkpoint
 """The path of a checkpoint, or an opened one."""
 
 

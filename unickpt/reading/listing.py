@@ -25,7 +25,7 @@ class Listed:
     path: str
 
 
-def checkpoints_below(root: paths.Path) -> list[Listed]:
+def checkpoints_below(root: paths.PathLike) -> list[Listed]:
     """The committed checkpoints in a folder, and the folder itself if it is one.
 
     Only looks at names; use `unickpt.open` or `verify` to check a checkpoint.
@@ -57,7 +57,7 @@ def checkpoints_below(root: paths.Path) -> list[Listed]:
     return [Listed(name, _path(location, name)) for name in sorted(names, key=natural)]
 
 
-def other_folders(root: paths.Path) -> list[Listed]:
+def other_folders(root: paths.PathLike) -> list[Listed]:
     """The folders in a folder, and itself, that `checkpoints_below` does not know: they may be
     checkpoints of other systems.
 

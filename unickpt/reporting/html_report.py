@@ -36,7 +36,7 @@ SCRIPTS = (
 
 
 def report(
-    path: paths.Path, out: File = "report.html", *, metrics: File | Iterable[File] = ()
+    path: paths.PathLike, out: File = "report.html", *, metrics: File | Iterable[File] = ()
 ) -> Path:
     """Writes a page about a run, or about one checkpoint.
 

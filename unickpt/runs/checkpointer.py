@@ -127,7 +127,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        root: paths.Path,
+        root: paths.PathLike,
         *,
         keep_last: int | None = None,
         keep_every: int | None = None,
@@ -140,7 +140,7 @@ class Checkpointer:
         save_every: int | None = None,
         save_every_s: float | None = None,
         preemption: bool = False,
-        local: paths.Path | None = None,
+        local: paths.PathLike | None = None,
         reuse: bool | Literal["digest", "compare", "patch"] = False,
         partial: Mapping[str, int | tuple[int | str, int]] | None = None,
         choose: Choose | None = None,

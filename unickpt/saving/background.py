@@ -279,14 +279,14 @@ class SaveRequest:
         partial: returns which experts need not be written; an error fails the save.
     """
 
-    path: paths.Path
+    path: paths.PathLike
     tree: Any
     options: SaveOptions
     overwrite: bool = False
     metadata: Callable[[], Mapping[str, Any] | None] = lambda: None
     owners: set[Hashable] | None = None
     callbacks: SaveCallbacks = field(default_factory=SaveCallbacks)
-    find_base: Callable[[], paths.Path | None] = lambda: None
+    find_base: Callable[[], paths.PathLike | None] = lambda: None
     partial: Callable[[], PartialSave | None] = lambda: None
 
 

@@ -18,7 +18,7 @@ from unickpt.trees.tree import Node
 
 
 def save_async(
-    path: paths.Path,
+    path: paths.PathLike,
     tree: Any,
     *,
     overwrite: bool = False,
@@ -70,7 +70,7 @@ def _queue(process: int) -> SaveQueue:
 
 
 def save(
-    path: paths.Path,
+    path: paths.PathLike,
     tree: Any,
     *,
     overwrite: bool = False,

@@ -18,7 +18,7 @@ from unickpt.frameworks.protocol import Memory
 from unickpt.saving.changes import Changes
 from unickpt.saving.task import SaveTask
 from unickpt.saving.write_plan import Staged, StagedChunk, WriteItem
-from unickpt.storage.local_locations import LocalLocation
+from unickpt.storage.paths import LocalLocation
 from unickpt.storage.spill_files import Slot, SpillFiles
 
 

@@ -15,7 +15,7 @@ from unickpt.commit import replicas
 from unickpt.commit.attempt import Attempt, WriteMore
 from unickpt.commit.merge import Totals
 from unickpt.commit.messages import Record
-from unickpt.commit.progress_reports import Report, Reporter
+from unickpt.commit.progress_reports import Report
 from unickpt.errors import (
     CheckpointCorrupt,
     CheckpointNotFound,
@@ -45,7 +45,7 @@ from unickpt.saving.write_plan import (
 )
 from unickpt.saving.writer import Writer
 from unickpt.storage import database, paths
-from unickpt.threads import Events
+from unickpt.threads import Events, Ticker
 
 
 class Timings:
@@ -97,6 +97,10 @@ class Timings:
 
 
 _log = logging.getLogger("unickpt")
+_REPORT_AFTER_S, _REPORT_EVERY_S = 5.0, 60.0
+"""A save that takes less than the first reports no progress; all others do at least so often."""
+_REPORTS_PER_S = 200
+"""Of all processes of a job together, at most."""
 
 
 class SaveState(Enum):
@@ -150,10 +154,10 @@ class SaveTask:
 
     def __init__(
         self,
-        path: paths.Path,
+        path: paths.PathLike,
         overwrite: bool,
         options: SaveOptions,
-        find_base: Callable[[], paths.Path | None] = lambda: None,
+        find_base: Callable[[], paths.PathLike | None] = lambda: None,
     ) -> None:
         self.timings = Timings()
         self.state, self.events = SaveState.REQUESTED, Events[SaveEvent]()
@@ -291,17 +295,17 @@ class SaveTask:
         with (
             self.failing(),
             self._reporting() as told,
-            closing(self._attempt.reporter()) as reporter,
+            closing(self._ticker()) as ticker,
         ):
             with timings.phase("write"):
-                writer, record = self._write(plan, source, reporter, told)
+                writer, record = self._write(plan, source, ticker, told)
                 before_publish()
                 if self.group.index > 0:  # the coordinator removes all reports with the records
-                    reporter.close()
+                    ticker.close()
                 self._publish(record, writer, source.staged)
             with timings.phase("commit"):
                 write_more = partial(_write_more, writer, plan.held)
-                totals = self._commit(write_more, before_commit, reporter)
+                totals = self._commit(write_more, before_commit, ticker)
         report = self._report(totals, writer, source.staged)
         if _log.isEnabledFor(logging.INFO):
             _log_report(report)
@@ -318,7 +322,7 @@ class SaveTask:
         self,
         plan: WritePlan,
         source: ChunkSource,
-        reporter: Reporter,
+        ticker: Ticker,
         told: ProgressFunction | None,
     ) -> tuple[Writer, Record]:
         self.check_destination()
@@ -332,16 +336,20 @@ class SaveTask:
             self._attempt, self.description, self.working_bytes, source, base, reuses, told
         )
         total = sum(item.nbytes for item in plan.own)
-        reporter.start(partial(self._progress, writer, total))
+        ticker.start(partial(self._report_progress, writer, total))
         record = writer.write_all(plan.own)
         if self.description.selection is not None:
             record = replace(record, experts=self.description.selection.steps)
         return writer, self._with_replicas(record, plan, source)
 
-    def _progress(self, writer: Writer, total: int) -> Report:
+    def _ticker(self) -> Ticker:
+        return Ticker("unickpt report", report_after_s(self.group.count), _REPORT_EVERY_S)
+
+    def _report_progress(self, writer: Writer, total: int, number: int) -> None:
         done = min(total, writer.nbytes + writer.reused_bytes)
         phase, processes = self._attempt.phase, self.group.count
-        return Report(phase, self.timings.elapsed, done, total, processes)
+        elapsed = self.timings.elapsed
+        self._attempt.report(Report(phase, elapsed, done, total, processes, number))
 
     def _open_base(self) -> tuple[Base | None, bool]:
         """The earlier checkpoint whose chunks are not written again; whether that goes for all
@@ -360,7 +368,7 @@ class SaveTask:
             selection.check(None if found is None else found.index, self.location)
         return found, asked is not None
 
-    def _try_base(self, path: paths.Path, *, needed: bool) -> Base | None:
+    def _try_base(self, path: paths.PathLike, *, needed: bool) -> Base | None:
         options = self.options
         try:
             return open_base(
@@ -392,7 +400,7 @@ class SaveTask:
         self._become(SaveState.COMMITTING)
 
     def _commit(
-        self, write_more: WriteMore, before_commit: Callable[[], None], reporter: Reporter
+        self, write_more: WriteMore, before_commit: Callable[[], None], ticker: Ticker
     ) -> Totals:
         if self.group.index == 0:
             own = self.description
@@ -400,7 +408,7 @@ class SaveTask:
             def check(merged: Index) -> None:
                 check_quantized(self.options, merged.arrays)
                 before_commit()
-                reporter.close()
+                ticker.close()
 
             totals = self._attempt.commit(own.index, own.digest, write_more, check)
         else:
@@ -468,6 +476,11 @@ def _log_report(report: SaveReport) -> None:
         )
     if report.bases:
         _log.info("%s cannot be read without %s", report.url, ", ".join(report.bases))
+
+
+def report_after_s(count: int) -> float:
+    """Seconds until each of some processes reports for the first time how far it is."""
+    return max(_REPORT_AFTER_S, count / _REPORTS_PER_S)
 
 
 def call_metrics(options: SaveOptions, report: SaveReport) -> None:

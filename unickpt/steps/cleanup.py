@@ -39,7 +39,7 @@ class Found:
     holder: str | None
 
 
-def find(root: paths.Path) -> Found:
+def find(root: paths.PathLike) -> Found:
     """Searches a folder of checkpoints, or one checkpoint's own folder; changes nothing.
 
     Arguments:
@@ -70,7 +70,7 @@ def find(root: paths.Path) -> Found:
     )
 
 
-def clean(root: paths.Path, remnants: Sequence[Remnant]) -> list[Remnant]:
+def clean(root: paths.PathLike, remnants: Sequence[Remnant]) -> list[Remnant]:
     """Removes remnants that `find` found, if they have not changed since.
 
     Raises:

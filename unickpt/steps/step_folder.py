@@ -39,7 +39,7 @@ class Steps:
         root: a local path or a URL.
     """
 
-    def __init__(self, root: paths.Path) -> None:
+    def __init__(self, root: paths.PathLike) -> None:
         self._root = root
         self.location = paths.resolve(root)
         self._context = database.context()

@@ -101,7 +101,7 @@ class Watch:
         clock: seconds; for tests.
     """
 
-    root: paths.Path
+    root: paths.PathLike
     most: int = 8
     clock: Callable[[], float] = time.monotonic
     _opened: dict[str, tuple[str, Committed]] = field(default_factory=dict)

@@ -2,20 +2,297 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import tensorstore as ts
 
-from unickpt.errors import InvalidPath
-from unickpt.storage import local_locations, schemes
+from unickpt.errors import InvalidPath, StorageError
+from unickpt.storage import local_folders, local_locks, schemes
+from unickpt.storage.errors import Failed, MissingFolder, system_calls
+from unickpt.storage.kvstore import KvStore
+from unickpt.storage.local_files import LocalKvStore, RegularFiles
+from unickpt.storage.local_folders import LOCK_SUFFIX, StoredFile
+from unickpt.storage.local_locks import FileLock
 from unickpt.storage.locations import Location
+from unickpt.storage.ocdbt import MANIFEST
 
-Path = str | os.PathLike[str]
+_OURS = ("processes", MANIFEST)
 
 
-def resolve(path: Path, *, whole: bool = False, or_file: bool = False) -> Location:
+@dataclass(frozen=True)
+class LocalLocation(Location):
+    """A folder in a local file system; its files may be of any kind, and links lead anywhere."""
+
+    @property
+    def path(self) -> str:
+        """The absolute path; ends with `/`."""
+        return str(self.spec["path"])
+
+    def name_for_users(self, name: str) -> str:
+        return f"{self}/{name}"
+
+    @property
+    def parent(self) -> Location | None:
+        is_top = os.path.dirname(self.path.rstrip("/")) in ("", "/")
+        return None if is_top else super().parent
+
+    @property
+    def is_local(self) -> bool:
+        return True
+
+    @property
+    def is_remote(self) -> bool:
+        return False
+
+    def store(self, context: ts.Context) -> KvStore:
+        return LocalKvStore(super().store(context).raw, self.path)
+
+    def exists(self) -> bool:
+        return os.path.isdir(self.path)
+
+    def names(self, context: ts.Context) -> set[str]:
+        return set(local_folders.names(self.path))
+
+    def folders(self, context: ts.Context) -> list[str]:
+        if self.link is not None:  # which may lead anywhere
+            return []
+        return [e.name for e in self._entries() if e.is_dir(follow_symlinks=False)]
+
+    def files(self, context: ts.Context) -> list[str]:
+        return [e.name for e in self._entries() if e.is_file(follow_symlinks=False)]
+
+    def links(self) -> list[str]:
+        return [e.name for e in self._entries() if e.is_symlink()]
+
+    def _entries(self) -> list[os.DirEntry[str]]:
+        """All that is in it; nothing if it is not there, or just went, or is no folder."""
+        if os.path.isdir(self.path):
+            gone = suppress(FileNotFoundError, NotADirectoryError)
+            with system_calls(), gone, os.scandir(self.path) as entries:
+                return list(entries)
+        return []
+
+    def has_file(self, name: str, context: ts.Context) -> bool:
+        return os.path.isfile(os.path.join(self.path, name))
+
+    def is_file(self, context: ts.Context) -> bool:
+        return os.path.isfile(self.path.rstrip("/"))
+
+    def check_folder(self, text: str) -> None:
+        _is_directory(self.path.rstrip("/") or "/", text)
+
+    def missing(self, files: Iterable[str], context: ts.Context) -> list[str]:
+        there = dict[str, set[str]]()  # one listing for all files of a folder
+        gone = []
+        for file in files:
+            folder, _, name = file.rpartition("/")
+            if folder not in there:
+                there[folder] = set(local_folders.names(self.path + folder))
+            if name not in there[folder]:
+                gone.append(file)
+        return gone
+
+    def folders_with(self, file: str, context: ts.Context) -> list[str]:
+        found = ["."] if os.path.lexists(self.path + file) else []
+        try:
+            with system_calls(), os.scandir(self.path) as entries:
+                there = [entry for entry in entries if entry.is_dir()]
+                return found + [e.name for e in there if os.path.lexists(f"{e.path}/{file}")]
+        except Failed as error:
+            if error.errno == errno.ENOENT:
+                raise MissingFolder(error.reason, error.errno) from error
+            raise
+
+    def folders_below(self, inside: str, context: ts.Context) -> dict[str, set[str]]:
+        return {
+            name: set(self._at("", f"{self.path}{name}/{inside}/").folders(context))
+            for name in self.folders(context)
+        }
+
+    def files_by_folder(self, inside: str, context: ts.Context) -> dict[str, list[StoredFile]]:
+        names = ["", *self.folders(context)]
+        paths = {name: self.path + name + "/" if name else self.path for name in names}
+        return {name: list(_walk(path, inside)) for name, path in paths.items()}
+
+    def holds_only(self, inside: str, context: ts.Context) -> bool:
+        return not self.foreign_files()  # which `inside` is not
+
+    def remove(self, context: ts.Context) -> None:
+        local_folders.remove(self.path)
+
+    def remove_file(self, name: str, context: ts.Context) -> None:
+        # Only if no folder between them is a symbolic link.
+        top, between = os.path.realpath(self.path), os.path.dirname(name)
+        above = os.path.join(top, between) if between else top
+        if os.path.realpath(above) == above:
+            with system_calls(), suppress(FileNotFoundError):
+                os.unlink(os.path.join(self.path, name))
+
+    def regular_files(self) -> RegularFiles:
+        return RegularFiles(self.path)
+
+    def foreign_files(self) -> list[str]:
+        try:
+            names = os.listdir(self.path)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise StorageError(f"{self.path}: cannot be read: {error.strerror}") from error
+        return sorted(
+            n for n in names if not n.endswith(LOCK_SUFFIX) and n not in _OURS and n[0] != "."
+        )
+
+    @property
+    def link(self) -> str | None:
+        try:
+            return os.readlink(self.path.rstrip("/"))
+        except OSError:
+            return None
+
+    def unlink(self) -> None:
+        path = self.path.rstrip("/")
+        try:
+            os.unlink(path)
+        except OSError as error:
+            why = f"{path}: the link cannot be removed: {error.strerror}"
+            raise Failed(why, error.errno) from error
+
+    def make(self, *, durable: bool = False) -> None:
+        local_folders.make(self.path, durable=durable)
+
+    def remove_empty(self) -> None:
+        for name in ("processes", ""):
+            folder = os.path.join(self.path, name)
+            with suppress(OSError):
+                if os.path.islink(folder.rstrip("/")):
+                    break  # the target is not ours
+                for entry in os.listdir(folder):
+                    if entry.endswith(LOCK_SUFFIX):
+                        os.unlink(os.path.join(folder, entry))
+                os.rmdir(folder)
+
+    def count_missing(self) -> int:
+        return local_folders.count_missing(self.path)
+
+    def remove_made(self, count: int) -> None:
+        local_folders.remove_made(self.path, count)
+
+    def sync(self, top: Location, made: int = 1) -> None:
+        local_folders.sync(self.path, top.spec["path"], made)
+
+    def manifest_locked(self, timeout_s: float) -> AbstractContextManager[None]:
+        return local_locks.manifest_locked(self.path, timeout_s)
+
+    def file_lock(self, name: str) -> FileLock:
+        return FileLock(self.path, name)
+
+    def __str__(self) -> str:
+        return self.path.rstrip("/")
+
+
+def at_path(path: str) -> LocalLocation:
+    """The location of a local path, as users give it.
+
+    Raises:
+        InvalidPath: it cannot be that of a folder.
+    """
+    spec = spec_of(path)
+    return LocalLocation(Path(spec["path"]).as_uri().rstrip("/") + "/", spec)
+
+
+def spec_of(path: str) -> dict[str, Any]:
+    """The JSON of TensorStore's key-value store for a local path, of a folder or of a file.
+
+    Raises:
+        InvalidPath: it cannot be that of a folder.
+    """
+    absolute = "/" + os.path.abspath(os.path.expanduser(path)).strip("/")
+    parts = absolute.split("/")
+    if "\\" in absolute or any(part.endswith(LOCK_SUFFIX) for part in parts):
+        raise InvalidPath(
+            f"{path!r}: TensorStore accepts no '\\' in a path and no name that ends in "
+            f"'{LOCK_SUFFIX}'"
+        )
+    try:
+        absolute.encode()
+    except UnicodeEncodeError:
+        raise InvalidPath(f"{path!r} is not valid Unicode") from None
+    existing = absolute
+    while not os.path.isfile(existing) and not _is_directory(existing, path):
+        existing = os.path.dirname(existing)
+    if existing != absolute:
+        _is_directory(existing, path)  # no file contains another
+    return {"driver": "file", "path": absolute.rstrip("/") + "/"}
+
+
+def _is_directory(existing: str, path: str) -> bool:
+    """Whether a directory exists; one system call, because another process may remove it."""
+    try:
+        if stat.S_ISDIR(os.stat(existing).st_mode):
+            return True
+    except OSError as error:  # other errors show when the path is used
+        if error.errno == errno.ENAMETOOLONG:
+            raise InvalidPath(f"{path!r}: {error.strerror}; give a shorter one") from None
+        if not os.path.islink(existing):
+            return False
+    where = repr(path) if existing == path else f"{path!r}: {existing!r}"
+    raise InvalidPath(f"{where} is not a directory; a checkpoint needs its own directory")
+
+
+def _walk(top: str, inside: str) -> Iterator[StoredFile]:
+    """The files of a checkpoint's folder: those in it, and all that lie below its folder `inside`.
+
+    Folders count, too: a file that was linked from an older checkpoint keeps its time, and the
+    folder's is that of the link. If a checkpoint has a single folder in `inside`, which must be
+    what it is made of, that folder stands for its files.
+
+    Arguments:
+        top: of the checkpoint; ends with `/`.
+        inside: name of the folder.
+    """
+    now = time.time()
+    single = len(local_folders.names(os.path.join(top, inside))) == 1 and os.path.isfile(
+        top + MANIFEST
+    )
+    stack = [""]
+    while stack:
+        folder = stack.pop()
+        try:
+            entries = sorted(os.scandir(top + folder), key=lambda entry: entry.name)
+            changed = os.stat(top + folder, follow_symlinks=False).st_mtime
+        except OSError:
+            yield StoredFile(folder + "?", 0)
+            continue
+        if folder:
+            yield StoredFile(folder, 0, max(0.0, now - changed))
+        for entry in entries:
+            name = folder + entry.name
+            if entry.is_dir(follow_symlinks=False) and (folder or entry.name == inside):
+                if single and folder:
+                    yield StoredFile(name + "/", 0)
+                else:
+                    stack.append(name + "/")
+            elif not entry.is_file(follow_symlinks=False):
+                yield StoredFile(name + "?", 0)
+            else:
+                with suppress(FileNotFoundError):
+                    facts = entry.stat(follow_symlinks=False)
+                    yield StoredFile(name, facts.st_size, max(0.0, now - facts.st_mtime))
+
+
+PathLike = str | os.PathLike[str]
+
+
+def resolve(path: PathLike, *, whole: bool = False, or_file: bool = False) -> Location:
     """Finds the storage that a path or URL names.
 
     Arguments:
@@ -30,7 +307,7 @@ def resolve(path: Path, *, whole: bool = False, or_file: bool = False) -> Locati
     name, separator, _ = text.partition("://")
     if not separator:
         _check_slashes(text)
-        local = local_locations.at_path(text)
+        local = at_path(text)
         _check(text, local.spec)
         return local if or_file else _folder(local, text)
     scheme = schemes.find(name)
@@ -55,7 +332,7 @@ def _folder(location: Location, text: str) -> Location:
     return location
 
 
-def _text(path: Path) -> str:
+def _text(path: PathLike) -> str:
     try:
         text = os.fspath(path)
     except TypeError:

@@ -47,7 +47,7 @@ OWN = "unickpt"
 
 def convert(
     source: checkpoint.Source,
-    destination: paths.Path,
+    destination: paths.PathLike,
     *,
     rules: Rules | None = None,
     like: Any = None,
@@ -149,7 +149,7 @@ def _budgets(options: SaveOptions) -> tuple[LoadOptions, SaveOptions, int]:
     return LoadOptions(budget_bytes=ahead), replace(options, budget_bytes=held), held.bytes
 
 
-def check_written(destination: paths.Path) -> None:
+def check_written(destination: paths.PathLike) -> None:
     """Reads what was written.
 
     Raises:

@@ -68,8 +68,8 @@ class CopyReport:
 
 
 def copy(
-    source: paths.Path,
-    destination: paths.Path,
+    source: paths.PathLike,
+    destination: paths.PathLike,
     *,
     overwrite: bool = False,
     budget_bytes: int = 1 << 30,

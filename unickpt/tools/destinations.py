@@ -70,7 +70,7 @@ class Destination(ABC):
         self.name = str(folder) if file is None else folder.name_for_users(file)
         """For people."""
         self._lease: Lease | None = None  # where several exports could write the same files
-        self.readable: paths.Path = self.name
+        self.readable: paths.PathLike = self.name
         """Where all that was written can be read before `commit`."""
 
     @cached_property
@@ -152,7 +152,7 @@ class Destination(ABC):
 
 
 def destination(
-    path: paths.Path, suffixes: Sequence[str], attempt: str, fsync: bool
+    path: paths.PathLike, suffixes: Sequence[str], attempt: str, fsync: bool
 ) -> Destination:
     """The destination that a path or a URL names.
 

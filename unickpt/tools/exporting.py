@@ -31,7 +31,7 @@ _MOST_LINES = 10
 
 def export(
     view: CheckpointView,
-    path: paths.Path,
+    path: paths.PathLike,
     writer: Writer,
     options: SaveOptions,
     *,

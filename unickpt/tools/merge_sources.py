@@ -31,7 +31,7 @@ from unickpt.tools.conversion import convertible
 from unickpt.tools.merge_methods import Method, SourceFacts, weights_of
 from unickpt.tools.slabs import read_boxes
 
-Sources = Sequence[checkpoint.Source] | paths.Path
+Sources = Sequence[checkpoint.Source] | paths.PathLike
 ManyRules = Rules | Sequence[Rules | None] | None
 _STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")  # what Checkpointer calls its steps
 _MOST_ROWS = 50

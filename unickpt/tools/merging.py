@@ -120,7 +120,7 @@ def _shown(names: Sequence[str]) -> str:
 
 def merge(
     sources: Sources,
-    destination: paths.Path,
+    destination: paths.PathLike,
     *,
     how: str | Method = "mean",
     weights: Sequence[float] | None = None,
@@ -216,7 +216,7 @@ class _Job:
     def run(
         self,
         plan: MergePlan,
-        destination: paths.Path,
+        destination: paths.PathLike,
         overwrite: bool,
     ) -> MergeReport:
         """Writes what a plan makes."""

@@ -50,7 +50,7 @@ _TO_SAVE = "storage_writer", "where to save"
 def save(
     state_dict: dict[str, Any],
     *,
-    checkpoint_id: paths.Path | None = None,
+    checkpoint_id: paths.PathLike | None = None,
     storage_writer: torch_storage.StorageWriter | None = None,
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -96,7 +96,7 @@ def save(
 def async_save(
     state_dict: dict[str, Any],
     *,
-    checkpoint_id: paths.Path | None = None,
+    checkpoint_id: paths.PathLike | None = None,
     storage_writer: torch_storage.StorageWriter | None = None,
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -149,7 +149,7 @@ def async_save(
 def load(
     state_dict: dict[str, Any],
     *,
-    checkpoint_id: paths.Path | None = None,
+    checkpoint_id: paths.PathLike | None = None,
     storage_reader: torch_storage.StorageReader | None = None,
     planner: LoadPlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -282,7 +282,7 @@ def _wait_staged(pending: PendingSave, staged: Future[None]) -> None:
 # --- arguments: what cannot be honoured is refused by its name ------------------------------------
 
 
-def _storage(kind: type[T], path: paths.Path | None, given: Any, argument: str, do: str) -> T:
+def _storage(kind: type[T], path: paths.PathLike | None, given: Any, argument: str, do: str) -> T:
     """A storage class with the path that is given, and the options of one that is given.
 
     Arguments:

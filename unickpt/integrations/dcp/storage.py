@@ -54,10 +54,10 @@ ValuesByName = Mapping[str, Plain]
 class _AtPath:
     """What the storage classes have in common."""
 
-    path: paths.Path | None
+    path: paths.PathLike | None
 
     @property
-    def checkpoint_id(self) -> paths.Path:
+    def checkpoint_id(self) -> paths.PathLike:
         """The path.
 
         Raises:
@@ -67,12 +67,12 @@ class _AtPath:
             raise ValueError("checkpoint_id= is missing: give it a path")
         return self.path
 
-    def reset(self, checkpoint_id: paths.Path | None = None) -> None:
+    def reset(self, checkpoint_id: paths.PathLike | None = None) -> None:
         if checkpoint_id is not None:
             self.path = checkpoint_id
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: paths.Path) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: paths.PathLike) -> bool:
         try:
             paths.resolve(checkpoint_id, or_file=True)
         except InvalidPath:
@@ -103,7 +103,7 @@ class StorageWriter(_AtPath, storage.StorageWriter):
 
     def __init__(
         self,
-        path: paths.Path | None = None,
+        path: paths.PathLike | None = None,
         *,
         options: SaveOptions | None = None,
         overwrite: bool = True,
@@ -245,13 +245,13 @@ class StorageReader(_AtPath, storage.StorageReader):
     """
 
     def __init__(
-        self, path: paths.Path | None = None, *, options: LoadOptions | None = None
+        self, path: paths.PathLike | None = None, *, options: LoadOptions | None = None
     ) -> None:
         self.path = path
         self.options = LoadOptions.or_default(options)
         self._opened: _Opened | None = None
 
-    def reset(self, checkpoint_id: paths.Path | None = None) -> None:
+    def reset(self, checkpoint_id: paths.PathLike | None = None) -> None:
         super().reset(checkpoint_id)
         self._opened = None
 
@@ -329,7 +329,7 @@ class _Opened:
     keys: Mapping[str, Keys]
 
     @classmethod
-    def at(cls, path: paths.Path) -> _Opened:
+    def at(cls, path: paths.PathLike) -> _Opened:
         """Opens a checkpoint.
 
         Raises:

@@ -38,7 +38,7 @@ __all__ = ["UnickptCheckpoint", "load", "save"]
 
 
 def save(
-    path: paths.Path,
+    path: paths.PathLike,
     model: Any,
     *,
     weights_only: bool = False,
@@ -180,7 +180,7 @@ class UnickptCheckpoint(MonitorCallback):
 
     def __init__(
         self,
-        directory: paths.Path,
+        directory: paths.PathLike,
         monitor: str = "val_loss",
         verbose: int = 0,
         save_best_only: bool = False,

@@ -98,7 +98,7 @@ class UnickptCheckpointIO(_CheckpointIO):
         return alone()  # the same for all saves, so that what is known of the state is used again
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: paths.Path, storage_options: Any = None
+        self, checkpoint: dict[str, Any], path: paths.PathLike, storage_options: Any = None
     ) -> None:
         """Saves what one process holds; returns when it may change.
 
@@ -131,7 +131,7 @@ class UnickptCheckpointIO(_CheckpointIO):
 
     def load_checkpoint(
         self,
-        path: paths.Path,
+        path: paths.PathLike,
         map_location: Any = None,
         weights_only: bool | None = None,
         *,
@@ -168,7 +168,7 @@ class UnickptCheckpointIO(_CheckpointIO):
             path, lambda stored: read(stored, device=map_location, options=self.load_options)
         )
 
-    def remove_checkpoint(self, path: paths.Path) -> None:
+    def remove_checkpoint(self, path: paths.PathLike) -> None:
         """Removes a checkpoint, when the saves in flight are committed; it stays if they fail."""
         self._saves.remove(path)
 
@@ -240,7 +240,7 @@ class ShardedCheckpoints:
         return found
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: paths.Path, storage_options: Any = None
+        self, checkpoint: dict[str, Any], filepath: paths.PathLike, storage_options: Any = None
     ) -> None:
         """Saves the parts of all ranks; returns when they may change.
 
@@ -257,7 +257,7 @@ class ShardedCheckpoints:
         io._begin(checkpoint, destination, io.options, self.global_rank, self.world_size)
 
     def load_checkpoint(
-        self, checkpoint_path: paths.Path, weights_only: bool | None = None
+        self, checkpoint_path: paths.PathLike, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Loads into the model and the optimizers; also what Lightning itself saved.
 
@@ -308,7 +308,7 @@ class ShardedCheckpoints:
             super().teardown()  # type: ignore[misc]
 
 
-def last_checkpoint(folder: paths.Path) -> str | None:
+def last_checkpoint(folder: paths.PathLike) -> str | None:
     """The path of the newest complete checkpoint in a folder of a local disk or an object storage.
 
     Unlike `ckpt_path="last"` it also finds those that are not called so, and those at URLs.
@@ -352,7 +352,7 @@ def _check_storage_options(storage_options: object) -> None:
         )
 
 
-def _is_file(path: paths.Path) -> bool:
+def _is_file(path: paths.PathLike) -> bool:
     return "://" not in os.fspath(path) and os.path.isfile(path)
 
 

@@ -42,7 +42,7 @@ class SaveDestination:
     hidden: str | None
 
     @classmethod
-    def of(cls, path: paths.Path) -> SaveDestination:
+    def of(cls, path: paths.PathLike) -> SaveDestination:
         """Looks what is at a path."""
         text = _whole(path)
         if "://" in text or (os.path.lexists(text) and not os.path.islink(text)):
@@ -128,7 +128,7 @@ class Saves:
         self._lock = threading.RLock()  # a signal handler of Lightning may save
         self._saves: list[_Save] = []
 
-    def destination(self, path: paths.Path) -> SaveDestination:
+    def destination(self, path: paths.PathLike) -> SaveDestination:
         """Where to save; waits if a save or a removal of the same path is in flight."""
         with self._lock:
             named = {name for save in self._unfinished() for name in self._names(save)}
@@ -163,7 +163,7 @@ class Saves:
         named = _with_path(options, destination.path)
         self._queue.save(SaveRequest(at, tree, named, overwrite=True, callbacks=callbacks))
 
-    def remove(self, path: paths.Path) -> None:
+    def remove(self, path: paths.PathLike) -> None:
         """Removes a checkpoint, after the saves that are in flight; it stays if they fail."""
         with self._lock:
             unfinished = self._unfinished()
@@ -219,7 +219,7 @@ class Saves:
         return found
 
 
-def remove(path: paths.Path) -> None:
+def remove(path: paths.PathLike) -> None:
     """Removes a checkpoint, or a file of Lightning's own; of a symbolic link only the link.
 
     Raises:
@@ -237,7 +237,7 @@ def remove(path: paths.Path) -> None:
         attempt_folders.remove_checkpoint(location, database.context())
 
 
-def _whole(path: paths.Path) -> str:
+def _whole(path: paths.PathLike) -> str:
     """A path or URL by which a checkpoint is known, from whichever folder and however named."""
     text = os.fspath(path)
     if "://" in text:

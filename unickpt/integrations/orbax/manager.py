@@ -59,7 +59,7 @@ class CheckpointManager:
 
     def __init__(
         self,
-        directory: paths.Path,
+        directory: paths.PathLike,
         checkpointers: Any = None,
         options: Any = None,
         metadata: Mapping[str, Any] | None = None,
@@ -193,7 +193,7 @@ class CheckpointManager:
         step: int | None = None,
         items: Any = None,
         restore_kwargs: Any = None,
-        directory: paths.Path | None = None,
+        directory: paths.PathLike | None = None,
         args: Any = None,
     ) -> Any:
         """Restores a step, saved by this manager or by Orbax.
@@ -235,7 +235,7 @@ class CheckpointManager:
         item = item_of(info, found, name, single, partial(self._run.load, info))
         return items.restore(item, args, self._handlers.get(name))
 
-    def _restore_other(self, step: int | None, directory: paths.Path, args: Any) -> Any:
+    def _restore_other(self, step: int | None, directory: paths.PathLike, args: Any) -> Any:
         only_read = CheckpointManagerOptions(read_only=True, create=False)
         with CheckpointManager(
             directory, options=only_read, item_handlers=self._handlers or None

@@ -122,7 +122,7 @@ class Run:
 
     def __init__(
         self,
-        directory: paths.Path,
+        directory: paths.PathLike,
         rules: Rules,
         arguments: Mapping[str, Any],
         timeout_s: float | None = None,

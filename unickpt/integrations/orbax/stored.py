@@ -88,7 +88,7 @@ def item_metadata(item: StoredItem) -> Any:
     return tree.rebuild(item.node, leaf)
 
 
-def as_path(directory: paths.Path) -> Any:
+def as_path(directory: paths.PathLike) -> Any:
     """A directory as Orbax's managers show it: an `epath.Path`, if that was imported."""
     epath = sys.modules.get("etils.epath")
     if epath is not None:

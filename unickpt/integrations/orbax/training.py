@@ -127,7 +127,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        directory: paths.Path,
+        directory: paths.PathLike,
         *,
         context: Any = None,
         save_decision_policy: policies.SaveDecisionPolicy | None = None,

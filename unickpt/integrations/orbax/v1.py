@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 
-def save(path: paths.Path, state: Any, **options: Any) -> None:
+def save(path: paths.PathLike, state: Any, **options: Any) -> None:
     """Saves a tree, as `orbax.checkpoint.v1.save`.
 
     Arguments:
@@ -57,7 +57,7 @@ def save(path: paths.Path, state: Any, **options: Any) -> None:
 
 
 def save_async(
-    path: paths.Path,
+    path: paths.PathLike,
     state: Any,
     *,
     checkpointable_name: str = STATE,
@@ -80,14 +80,14 @@ def save_async(
 
 
 def save_checkpointables(
-    path: paths.Path, checkpointables: Mapping[str, Any], **options: Any
+    path: paths.PathLike, checkpointables: Mapping[str, Any], **options: Any
 ) -> None:
     """Saves several things by name, as `save`."""
     save_checkpointables_async(path, checkpointables, **options).result()
 
 
 def save_checkpointables_async(
-    path: paths.Path,
+    path: paths.PathLike,
     checkpointables: Mapping[str, Any],
     *,
     overwrite: bool = False,
@@ -104,7 +104,7 @@ def save_checkpointables_async(
 
 
 def load(
-    path: paths.Path, abstract_state: Any = None, *, checkpointable_name: str | None = None
+    path: paths.PathLike, abstract_state: Any = None, *, checkpointable_name: str | None = None
 ) -> Any:
     """Loads a tree that `save` saved, here or in Orbax.
 
@@ -125,7 +125,7 @@ def load(
 
 
 def load_checkpointables(
-    path: paths.Path, abstract_checkpointables: Mapping[str, Any] | None = None
+    path: paths.PathLike, abstract_checkpointables: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Loads several things by name, as `load`; None loads all."""
     info, found = _info(path), open(path)
@@ -139,7 +139,7 @@ def load_checkpointables(
     }
 
 
-def _info(path: paths.Path) -> Info:
+def _info(path: paths.PathLike) -> Info:
     return Info(0, str(path), foreign=open(path).reader.format == ORBAX)
 
 

@@ -1,4 +1,4 @@
-"""The codecs of OCDBT's nodes, crc32c and zstd, for untrusted bytes: in bounded memory.
+"""zstd, the codec of OCDBT's nodes, for untrusted bytes: in bounded memory.
 
 TensorStore has zstd, but exposes it only within other formats, such as a method of ZIP archives. So
 the bytes are put into an archive in memory; reading a range of a file in it unpacks only that.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import struct
 
-import google_crc32c
 import tensorstore as ts
 
 from unickpt.storage.errors import Failed
@@ -17,17 +16,6 @@ from unickpt.storage.kvstore import KvStore
 _ZSTD_IN_ZIP = 93
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _ZSTD_BLOCK = 128 << 10
-
-
-def crc32c(data: bytes) -> bytes:
-    """The CRC-32C, as four bytes."""
-    found: int = google_crc32c.value(data)
-    return found.to_bytes(4, "little")
-
-
-def crc32c_matches(data: bytes) -> bool:
-    """Whether the last four bytes are the CRC-32C of those before them."""
-    return len(data) > 4 and crc32c(data[:-4]) == data[-4:]
 
 
 def zstd_prefix(stream: bytes, size: int) -> bytes | None:

@@ -16,10 +16,10 @@ from itertools import islice, pairwise
 from operator import lt
 from typing import Any
 
+import google_crc32c
 import numpy as np
 
 from unickpt.quoting import quoted
-from unickpt.storage.btree import bounded_codecs
 from unickpt.storage.btree.nodes import (
     MANIFEST_MAGIC,
     MOST_KEY_BYTES,
@@ -324,4 +324,5 @@ def _sealed(magic: bytes, body: bytes) -> bytes:
     """A body with its header and its checksum, not compressed."""
     length = len(magic) + 8 + 2 + len(body) + 4
     data = b"".join([magic, length.to_bytes(8, "little"), b"\0\0", body])
-    return data + bounded_codecs.crc32c(data)
+    crc: int = google_crc32c.value(data)
+    return data + crc.to_bytes(4, "little")

@@ -13,6 +13,7 @@ from itertools import islice
 from operator import add, gt, le, lt
 from typing import Any
 
+import google_crc32c
 import numpy as np
 
 from unickpt.storage.btree import bounded_codecs
@@ -232,7 +233,7 @@ def _open(data: bytes, magic: bytes, at: str, budget: NodeBudget) -> _Body:
             f"{at} has version {data[12]} and compression {data[13]}; supported are version 0 and "
             "compression 0 and 1"
         )
-    if not bounded_codecs.crc32c_matches(data):
+    if not is_sealed(data):
         raise Damaged(f"{at} does not match its checksum")
     return _Body(data[_HEADER_BYTES:-_ENDING_BYTES], data[13] == 1, at, budget)
 
@@ -419,3 +420,8 @@ def _check_references(which: Any, offsets: Any, lengths: Any, files: Sequence[ob
         raise Damaged(f"a node of the B-tree names file {file} of {len(files)}")
     if offset > _MOST_OFFSET or length > _MOST_OFFSET:
         raise Damaged("a node of the B-tree refers to bytes outside of any possible file")
+
+
+def is_sealed(data: bytes) -> bool:
+    """Whether the last four bytes are the CRC-32C of those before them."""
+    return len(data) > 4 and google_crc32c.value(data[:-4]) == int.from_bytes(data[-4:], "little")
