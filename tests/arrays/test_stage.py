@@ -19,8 +19,7 @@ from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.host_memory import HostBuffers
 from unickpt.format import codec
-from unickpt.frameworks.host_copy import stage
-from unickpt.frameworks.protocol import Fragment
+from unickpt.frameworks.protocol import Fragment, stage
 from unickpt.threads import Window, collection_paused, in_batches
 
 MIB = 1 << 20

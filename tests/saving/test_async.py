@@ -37,7 +37,7 @@ from unickpt import (
 from unickpt.adapters import jax as jax_adapter
 from unickpt.adapters import torch as torch_adapter
 from unickpt.arrays import host_memory
-from unickpt.frameworks import host_copy
+from unickpt.frameworks import protocol
 from unickpt.saving.pending import SaveCallbacks
 from unickpt.saving.save_queue import SaveQueue, SaveRequest
 from unickpt.saving.staging import kept_state
@@ -82,7 +82,7 @@ def writing(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Gate:
 @pytest.fixture
 def copying(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Gate:
     """Nothing is copied to host memory in the background before it is opened."""
-    real = host_copy.stage
+    real = protocol.stage
 
     def stopped(*arguments: Any, **named: Any) -> Any:
         if threading.current_thread().name.startswith("unickpt stage"):
@@ -469,7 +469,7 @@ def test_an_optimizers_step_waits_at_the_fence(
     train()
     tree = {"model": model, "optimizer": optimizer, "ema": ema}
     unickpt.save(tmp_path / "expected", tree)
-    lazily, real = [], host_copy.stage
+    lazily, real = [], protocol.stage
 
     def slow(fragment: Any, box: Any, *rest: Any, **named: Any) -> Any:
         if threading.current_thread().name.startswith("unickpt stage"):

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import unickpt
 from unickpt import LocalFragments, PerProcess, SaveOptions, StateChanged
 from unickpt.arrays import guarded_copy
-from unickpt.frameworks import host_copy
+from unickpt.frameworks import protocol
 from unickpt.saving import chunk_source
 from unickpt.saving.staging import in_order, kept_state
 
@@ -40,7 +40,7 @@ def lonely() -> Iterator[Any]:
 @pytest.fixture
 def behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Nothing is copied or written behind the call before it is set."""
-    opened, real, caller = threading.Event(), host_copy.stage, threading.current_thread()
+    opened, real, caller = threading.Event(), protocol.stage, threading.current_thread()
 
     def stopped(*arguments: Any, **named: Any) -> Any:
         if threading.current_thread() is not caller:
@@ -260,7 +260,7 @@ def test_memory_that_is_freed_during_the_call_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight = torch.arange(1 << 20)
-    real = host_copy.stage
+    real = protocol.stage
 
     def late(*arguments: Any, **named: Any) -> Any:
         resize(weight)

@@ -14,10 +14,9 @@ from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.host_memory import HostBuffers
 from unickpt.errors import CheckpointCorrupt, LoadMismatch
-from unickpt.frameworks.host_copy import stage
 from unickpt.frameworks.leaves import LocalFragments, PerProcess
 from unickpt.frameworks.process_group import alone
-from unickpt.frameworks.protocol import Adapter
+from unickpt.frameworks.protocol import Adapter, stage
 from unickpt.frameworks.registry import adapter_of
 from unickpt.quoting import quoted
 from unickpt.trees import plain_values, tree

@@ -11,7 +11,7 @@ from unickpt.arrays.dtypes import Array
 from unickpt.arrays.host_memory import HostBuffers
 from unickpt.errors import StateChanged
 from unickpt.format import codec
-from unickpt.frameworks.host_copy import stage
+from unickpt.frameworks.protocol import stage
 from unickpt.reuse.base import Base
 from unickpt.saving.write_plan import WriteItem
 

@@ -20,8 +20,7 @@ from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array, DType
 from unickpt.errors import StateChanged
 from unickpt.format.chunk_store import SMALL
-from unickpt.frameworks.host_copy import stage
-from unickpt.frameworks.protocol import ArraySource, Fragment, Memory, Read
+from unickpt.frameworks.protocol import ArraySource, Fragment, Memory, Read, stage
 from unickpt.saving.options import SaveOptions
 
 _log = logging.getLogger("unickpt")

@@ -12,8 +12,7 @@ from functools import partial
 from unickpt.arrays.dtypes import Array
 from unickpt.errors import CoverageError, StorageError
 from unickpt.format import codec
-from unickpt.frameworks.host_copy import stage
-from unickpt.frameworks.protocol import ArraySource, Fragment
+from unickpt.frameworks.protocol import ArraySource, Fragment, stage
 from unickpt.saving.chunk_source import DirectSource, Staged, StagedChunk
 from unickpt.saving.save_job import SaveJob, SaveState
 from unickpt.saving.staging.capture import BACKGROUND, Capture, CaptureMethod

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.host_memory import HostBuffers
-from unickpt.frameworks.host_copy import stage
+from unickpt.frameworks.protocol import stage
 from unickpt.saving.chunk_source import StagedChunk
 from unickpt.saving.staging.changes import Changes
 from unickpt.saving.write_plan import WriteItem
