@@ -307,11 +307,7 @@ def _expand_module(obj: torch.nn.Module, name: str, loading: bool) -> Expansion 
     given = {new: old for old, new in names.items()}
 
     def rebuild(children: list[Any]) -> Any:
-        loaded = _renamed(children[0], given)
-        if not meta:
-            obj.load_state_dict(loaded)
-            return obj
-        obj.load_state_dict(loaded, assign=True)
+        obj.load_state_dict(_renamed(children[0], given), **({"assign": True} if meta else {}))
         return obj
 
     def check(node: Node, value: Callable[[str], Any]) -> None:

@@ -78,8 +78,8 @@ def _has_role(service: str) -> bool:
         seconds = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
         metadata.request("PUT", "/latest/api/token", headers=seconds)
         token = metadata.getresponse().read().decode()
-        asked = {"X-aws-ec2-metadata-token": token}
-        metadata.request("GET", "/latest/meta-data/iam/security-credentials/", headers=asked)
+        headers = {"X-aws-ec2-metadata-token": token}
+        metadata.request("GET", "/latest/meta-data/iam/security-credentials/", headers=headers)
         answer = metadata.getresponse()
         return answer.status == http.HTTPStatus.OK and bool(answer.read().strip())
     except (OSError, http.client.HTTPException, ValueError):

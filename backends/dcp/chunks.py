@@ -172,9 +172,9 @@ def _in_safetensors(name: str, facts: TensorFacts, chunk: DcpChunk, header: Head
     if tensor is None or len(others) > 1:  # it can hold one tensor of a name
         raise _contradicts(facts.dtype, chunk, "no tensor of its own for this chunk")
     _check(facts.dtype, chunk, tensor.dtype, tensor.shape)
-    told = _recorded_start(header, name)
-    if told is not None and told != list(chunk.box.start):
-        raise _contradicts(facts.dtype, chunk, f"the part of it that begins at {quoted(told)}")
+    start = _recorded_start(header, name)
+    if start is not None and start != list(chunk.box.start):
+        raise _contradicts(facts.dtype, chunk, f"the part of it that begins at {quoted(start)}")
     return FileBox(chunk.box, tensor.elements(chunk.blob.file, chunk.blob.offset))
 
 

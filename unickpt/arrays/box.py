@@ -196,7 +196,8 @@ def _cut_apart(starts: _Positions, stops: _Positions) -> list[_Positions] | None
 
 
 def _sweep(starts: _Positions, stops: _Positions) -> tuple[int, int] | None:
-    """Positions of two boxes that share an element; sweeps along one dimension."""
+    """Positions of two boxes that share an element, of boxes that no straight cut separates; sweeps
+    along one dimension."""
     differ = [
         d
         for d in range(starts.shape[1])
@@ -204,8 +205,9 @@ def _sweep(starts: _Positions, stops: _Positions) -> tuple[int, int] | None:
     ]
     # Dimensions in which all boxes are equal separate none of them.
     starts, stops = starts[:, differ], stops[:, differ]
-    if len(differ) < 2:
-        return _sweep_line(starts, stops)
+    if len(differ) < 2:  # there is no cut between the first two
+        order = np.argsort(starts[:, 0], kind="stable") if differ else range(2)
+        return int(order[0]), int(order[1])
     # Sweep the dimension with the most different starts, so that few boxes are open at once.
     dim = max(range(len(differ)), key=lambda d: len({*starts[:, d].tolist()}))
     if len(differ) == 2:
@@ -221,14 +223,6 @@ def _sweep(starts: _Positions, stops: _Positions) -> tuple[int, int] | None:
             return int(sweep[opened[hit[0]]]), int(sweep[k])
         opened = np.append(opened, k)
     return None
-
-
-def _sweep_line(starts: _Positions, stops: _Positions) -> tuple[int, int] | None:
-    if starts.shape[1] == 0:
-        return (0, 1) if len(starts) > 1 else None
-    order = np.argsort(starts[:, 0], kind="stable")
-    hit = np.flatnonzero(stops[order[:-1], 0] > starts[order[1:], 0])
-    return (int(order[hit[0]]), int(order[hit[0] + 1])) if hit.size else None
 
 
 def _sweep_plane(starts: list[list[int]], stops: list[list[int]]) -> tuple[int, int] | None:

@@ -18,20 +18,20 @@ from unickpt.quoting import quoted
 from unickpt.trees import tree, tree_json
 
 
-def is_leaf(obj: Any, among: Sequence[Adapter]) -> bool:
+def is_leaf(obj: Any, adapters: Sequence[Adapter]) -> bool:
     """Whether an object of a tree is a leaf for saving and loading."""
     return (
         tree_json.is_plain(obj)
         or isinstance(obj, PerProcess | Described)
-        or adapter_of(obj, among) is not None
+        or adapter_of(obj, adapters) is not None
     )
 
 
 def expand(
-    obj: Any, name: str, among: Sequence[Adapter], stored: Mapping[str, Any] | None = None
+    obj: Any, name: str, adapters: Sequence[Adapter], stored: Mapping[str, Any] | None = None
 ) -> tree.Expansion | None:
     """One level of a framework's container, or of an object with `state_dict`."""
-    for adapter in among:
+    for adapter in adapters:
         level = adapter.expand(obj, name, stored)
         if level is not None:
             return level

@@ -35,7 +35,7 @@ def blob_key(name: str, process: int) -> str:
     return f"{name}/process_{process:05d}" if name else f"process_{process:05d}"
 
 
-def encode(value: Any, among: Sequence[Adapter]) -> bytes:
+def encode(value: Any, adapters: Sequence[Adapter]) -> bytes:
     """A value of one process as JSON.
 
     Raises:
@@ -43,11 +43,11 @@ def encode(value: Any, among: Sequence[Adapter]) -> bytes:
         TypeError: an array is not on the host of this process alone.
     """
     root = tree.flatten(
-        value, lambda x: _is_leaf(x, among), _refuse_marks, "the value cannot be stored"
+        value, lambda x: _is_leaf(x, adapters), _refuse_marks, "the value cannot be stored"
     )
     arrays, plain = {}, {}
     for leaf in tree.leaves(root):
-        adapter = adapter_of(leaf.value, among)
+        adapter = adapter_of(leaf.value, adapters)
         if adapter is None:
             plain[leaf.name] = tree_json.value_to_json(leaf.value)
             continue
@@ -69,14 +69,14 @@ def encode(value: Any, among: Sequence[Adapter]) -> bytes:
     return json.dumps(body, separators=(",", ":")).encode()
 
 
-def decode(data: bytes, where: str, like: Any, among: Sequence[Adapter]) -> Any:
+def decode(data: bytes, where: str, like: Any, adapters: Sequence[Adapter]) -> Any:
     """The inverse of `encode`; arrays are returned as those of `like`, or as NumPy arrays.
 
     Arguments:
         data: what `encode` returned; untrusted.
         where: the checkpoint and the leaf, for messages.
         like: what to load; None for what is stored.
-        among: the adapters.
+        adapters: the adapters.
 
     Raises:
         CheckpointCorrupt: the bytes are not a per-process value.
@@ -87,11 +87,11 @@ def decode(data: bytes, where: str, like: Any, among: Sequence[Adapter]) -> Any:
         if like is not None:
             root = tree.flatten(
                 like,
-                lambda x: _is_leaf(x, among),
+                lambda x: _is_leaf(x, adapters),
                 lambda obj, name: None,
                 "`like` cannot be loaded into",
             )
-            found = _fitted(root, found, prngs, among)
+            found = _fitted(root, found, prngs, adapters)
     except _Malformed as error:
         raise CheckpointCorrupt(f"{where}: {error}") from None
     except _Misfit as error:
@@ -103,7 +103,7 @@ def _fitted(
     root: tree.Node | tree.Leaf,
     found: dict[str, Any],
     prngs: dict[str, str | None],
-    among: Sequence[Adapter],
+    adapters: Sequence[Adapter],
 ) -> dict[str, Any]:
     """The stored leaves as the leaves of `like` request them."""
     templates = {leaf.name: leaf.value for leaf in tree.leaves(root)}
@@ -111,7 +111,7 @@ def _fitted(
         differ = ", ".join(sorted(set(templates) ^ set(found))[:5])
         raise _Misfit(f"the stored per-process value and `like` differ in: {differ}")
     return {
-        name: _into(templates[name], value, prngs.get(name), name, among)
+        name: _into(templates[name], value, prngs.get(name), name, adapters)
         for name, value in found.items()
     }
 
@@ -143,8 +143,8 @@ def _table(body: Any, kind: str) -> dict[str, Any]:
     return table
 
 
-def _is_leaf(x: Any, among: Sequence[Adapter]) -> bool:
-    return tree_json.is_plain(x) or adapter_of(x, among) is not None
+def _is_leaf(x: Any, adapters: Sequence[Adapter]) -> bool:
+    return tree_json.is_plain(x) or adapter_of(x, adapters) is not None
 
 
 def _refuse_marks(obj: Any, name: str) -> None:
@@ -196,8 +196,10 @@ def _plain_as_asked(template: Any, value: Any, name: str) -> Any:
         raise _Misfit(f"{name!r}: {error}") from None
 
 
-def _into(template: Any, value: Any, prng: str | None, name: str, among: Sequence[Adapter]) -> Any:
-    adapter = adapter_of(template, among)
+def _into(
+    template: Any, value: Any, prng: str | None, name: str, adapters: Sequence[Adapter]
+) -> Any:
+    adapter = adapter_of(template, adapters)
     target = None if adapter is None else adapter.target(template)
     if target is not None and target.shape == () and tree_json.is_plain(value):
         number = tree_json.as_array(value, target.dtype)

@@ -24,9 +24,9 @@ def adapters() -> list[Adapter]:
     return [cast(Adapter, module) for module in modules]
 
 
-def adapter_of(leaf: Any, among: Sequence[Adapter]) -> Adapter | None:
+def adapter_of(leaf: Any, adapters: Sequence[Adapter]) -> Adapter | None:
     """The adapter that handles a leaf, if any."""
-    for adapter in among:
+    for adapter in adapters:
         if adapter.is_array(leaf):
             return adapter
     return None
@@ -45,13 +45,13 @@ def by_type(find: Callable[[Any], T]) -> Callable[[Any], T]:
     return found
 
 
-def current_group(among: Sequence[Adapter]) -> Group:
+def current_group(adapters: Sequence[Adapter]) -> Group:
     """The job of this process, as its frameworks report it.
 
     Raises:
         ValueError: two frameworks each report a job.
     """
-    groups = _jobs(among)
+    groups = _jobs(adapters)
     if len(groups) > 1:
         raise ValueError(
             "jax.distributed and torch.distributed are both initialised; say which processes save "
@@ -60,11 +60,11 @@ def current_group(among: Sequence[Adapter]) -> Group:
     return groups[0] if groups else alone()
 
 
-def saving_group(among: Sequence[Adapter]) -> Group:
+def saving_group(adapters: Sequence[Adapter]) -> Group:
     """As `current_group`, for a save: warns if the processes of a job would save apart."""
-    if not _jobs(among):
+    if not _jobs(adapters):
         _warn_if_launched()
-    return current_group(among)
+    return current_group(adapters)
 
 
 @cache
@@ -90,6 +90,6 @@ def processes_here(group: Group | None) -> int:
     return max(map(processes_on_node, groups))
 
 
-def _jobs(among: Sequence[Adapter]) -> list[Group]:
-    found = (adapter.group() for adapter in among if adapter.group is not None)
+def _jobs(adapters: Sequence[Adapter]) -> list[Group]:
+    found = (adapter.group() for adapter in adapters if adapter.group is not None)
     return [group for group in found if group is not None]

@@ -97,10 +97,8 @@ def save_state(
         >>> load_state(accelerator, "memory://accelerate/docs")
     """
     _check_save(accelerator, safe_serialization, save_model_func_kwargs)
-    path = _next_path(accelerator, output_dir)
-    tree, metadata = _tree(accelerator), _metadata(accelerator)
-    overwrite = output_dir is not None
-    report = saver.save(path, tree, overwrite=overwrite, metadata=metadata, options=options)
+    path, arguments = _to_save(accelerator, output_dir)
+    report = saver.save(path, **arguments, options=options)
     accelerator.project_configuration.iteration += 1
     _Excess(accelerator, path)()
     return report
@@ -128,10 +126,8 @@ def save_state_async(
         UnickptError: as `unickpt.save_async`.
     """
     _check_save(accelerator, safe_serialization, save_model_func_kwargs)
-    path = _next_path(accelerator, output_dir)
-    tree, metadata = _tree(accelerator), _metadata(accelerator)
-    overwrite = output_dir is not None
-    pending = saver.save_async(path, tree, overwrite=overwrite, metadata=metadata, options=options)
+    path, arguments = _to_save(accelerator, output_dir)
+    pending = saver.save_async(path, **arguments, options=options)
     accelerator.project_configuration.iteration += 1
     pending.add_done_callback(_Excess(accelerator, path))
     return pending
@@ -220,6 +216,15 @@ def _tree(accelerator: Accelerator) -> dict[str, Any]:
     return {**_state(accelerator), "values": values}
 
 
+def _to_save(
+    accelerator: Accelerator, output_dir: paths.PathLike | None
+) -> tuple[paths.PathLike, dict[str, Any]]:
+    """Where to save, and the arguments of the save."""
+    path = _next_path(accelerator, output_dir)
+    tree, metadata = _tree(accelerator), _metadata(accelerator)
+    return path, {"tree": tree, "metadata": metadata, "overwrite": output_dir is not None}
+
+
 def _metadata(accelerator: Accelerator) -> dict[str, Any]:
     """How many of each there are: those that are missing must not stay as they are unnoticed."""
     counts = {name: len(getattr(accelerator, f"_{name}")) for name in _LISTS}
@@ -262,10 +267,8 @@ def _set_position(dataloader: Any, found: Mapping[str, Any], number: int) -> Non
         dataloader.iteration = found["iteration"]
     sampler = dataloader.get_sampler() if hasattr(dataloader, "get_sampler") else None
     if found["sampler"] is not None and isinstance(sampler, SeedableRandomSampler):
-        sampler.epoch, sampler.initial_seed = (
-            found["sampler"]["epoch"],
-            found["sampler"]["initial_seed"],
-        )
+        sampler.epoch = found["sampler"]["epoch"]
+        sampler.initial_seed = found["sampler"]["initial_seed"]
     elif found["state"] is None and isinstance(sampler, RandomSampler):
         _log.warning(
             "data loader %d shuffles with torch's generator: in the middle of an epoch it goes on "

@@ -440,7 +440,7 @@ class StepsFolder:
         """The sizes of a step's files but the manifest, by name."""
         found = self._fs.find(f"{self._at(step)}/processes", detail=True)
         start = len(self._at(step)) + 1
-        return {name[start:]: int(told["size"]) for name, told in found.items()}
+        return {name[start:]: int(facts["size"]) for name, facts in found.items()}
 
     def _fetch(self, step: int, to: Path) -> None:
         names = sorted(self._sizes(step))
@@ -462,8 +462,8 @@ class StepsFolder:
         except UnickptError:
             raise
         except Exception as error:  # each file system has its own
-            told = f"{type(error).__name__}: {error}"
-            raise StorageError(f"{self.url}: cannot {what}: {told}") from error
+            reason = f"{type(error).__name__}: {error}"
+            raise StorageError(f"{self.url}: cannot {what}: {reason}") from error
 
 
 def _appear(part: Path, to: Path) -> None:

@@ -155,21 +155,15 @@ class OpenTelemetry:
                 "unickpt", __version__
             )
         self._attributes = dict(attributes or {})
-        name = "unickpt.save."
-        self._seconds = {
-            "seconds": meter.create_histogram(
-                f"{name}duration", "s", "from the call to the commit"
-            ),
-            "blocked_s": meter.create_histogram(
-                f"{name}blocked", "s", "the call blocked its caller"
-            ),
-        }
-        self._phase = meter.create_histogram(f"{name}phase", "s", "one phase of a save")
-        self._bytes = {
-            "written_bytes": meter.create_counter(f"{name}written", "By", "chunks written"),
-            "reused_bytes": meter.create_counter(f"{name}reused", "By", "chunks not written again"),
-            "staged_bytes": meter.create_counter(f"{name}staged", "By", "copied to host memory"),
-        }
+        name, seconds, count = "unickpt.save.", meter.create_histogram, meter.create_counter
+        duration = seconds(f"{name}duration", "s", "from the call to the commit")
+        blocked = seconds(f"{name}blocked", "s", "the call blocked its caller")
+        self._phase = seconds(f"{name}phase", "s", "one phase of a save")
+        written = count(f"{name}written", "By", "chunks written")
+        reused = count(f"{name}reused", "By", "chunks not written again")
+        staged = count(f"{name}staged", "By", "copied to host memory")
+        self._seconds = {"seconds": duration, "blocked_s": blocked}
+        self._bytes = {"written_bytes": written, "reused_bytes": reused, "staged_bytes": staged}
         self._size = meter.create_gauge(f"{name}size", "By", "all arrays of the checkpoint")
 
     def __call__(self, report: SaveReport) -> None:
@@ -241,9 +235,7 @@ class WandB:
         artifact = self._wandb.Artifact(name, type="checkpoint", metadata=facts)
         try:
             artifact.add_reference(report.url, checksum=False)
-        except (
-            Exception
-        ) as error:  # such as a missing library of a cloud: the URL is recorded below
+        except Exception as error:  # such as a missing library of a cloud: the URL is recorded
             _log.warning(
                 "%s: W&B has its URL, and no reference to its files: %s", report.url, error
             )

@@ -141,13 +141,13 @@ class CheckpointManager(BaseCheckpointManager):
         self._options = SaveOptions()
         self._goes_on_after: int | None = None
         """The step that was asked for and loaded, whose later steps the next save removes."""
-        behind = config.async_mode == "async_with_pinned_mem"
+        in_background = config.async_mode == "async_with_pinned_mem"
         self._checkpointer = Checkpointer(
             self.folder,
             keep_last=config.keep_latest_k or None,
             local=config.local,
             reuse=config.reuse,
-            optimizers=list(optimizers) if behind else (),
+            optimizers=list(optimizers) if in_background else (),
             options=self._options,
         )
 

@@ -215,31 +215,31 @@ class UnickptMixin:
             _export(self, run, step)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if not self._is_ours(resume_from_checkpoint):
+        resumed = self._resumed_from(resume_from_checkpoint)
+        if resumed is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
-            return
-        assert self._resumed is not None
-        _load(self._resumed.path, {"model": self.model if model is None else model})
+        else:
+            _load(resumed.path, {"model": self.model if model is None else model})
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if not self._is_ours(checkpoint):
+        resumed = self._resumed_from(checkpoint)
+        if resumed is None:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-            return
-        assert self._resumed is not None
-        tree = _tree(self)
-        del tree["model"]
-        _load(self._resumed.path, tree)
+        else:
+            tree = _tree(self)
+            del tree["model"]
+            _load(resumed.path, tree)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        if not self._is_ours(checkpoint):  # else loaded with the optimizer
+        if self._resumed_from(checkpoint) is None:  # else loaded with the optimizer
             super()._load_scaler(checkpoint)  # type: ignore[misc]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if not self._is_ours(checkpoint):
+        resumed = self._resumed_from(checkpoint)
+        if resumed is None:
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
-            return
-        assert self._resumed is not None
-        rng.restore(self._resumed.rng)
+        else:
+            rng.restore(resumed.rng)
 
     def _load_best_model(self) -> None:
         run, best = self._checkpointer, self.state.best_model_checkpoint
@@ -256,8 +256,10 @@ class UnickptMixin:
         """Whether the best step exists, or is being saved."""
         return best in {step, *self._saved} or best in run.steps()
 
-    def _is_ours(self, folder: str | None) -> bool:
-        return self._resumed is not None and folder == self._resumed.folder
+    def _resumed_from(self, folder: str | None) -> _ResumedTraining | None:
+        """What is gone on from, if a folder that the Trainer passes around stands for it."""
+        resumed = self._resumed
+        return resumed if resumed is not None and folder == resumed.folder else None
 
 
 class UnickptCallback(TrainerCallback):
@@ -409,12 +411,18 @@ def _remove_exports(trainer: Any, run: Checkpointer) -> None:
     steps = run.steps()
     if not (trainer.args.should_save and trainer._hf_files and steps):
         return
-    for folder in Path(trainer.args.output_dir).glob("checkpoint-*"):
-        number = folder.name.rpartition("-")[2]
+    for step, folder in _folders(trainer.args.output_dir):
         # Those that are being saved are newer than all that are committed.
-        is_gone = number.isdigit() and int(number) < steps[-1] and int(number) not in steps
-        if is_gone and (folder / _EXPORT).exists():
+        if step < steps[-1] and step not in steps and (folder / _EXPORT).exists():
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folders(output_dir: str) -> Iterator[tuple[int, Path]]:
+    """The folders that are called as the Trainer calls its checkpoints, each with its step."""
+    for folder in Path(output_dir).glob("checkpoint-*"):
+        step = folder.name.rpartition("-")[2]
+        if step.isdigit():
+            yield int(step), folder
 
 
 def _foreign(output_dir: str) -> str:
@@ -423,11 +431,7 @@ def _foreign(output_dir: str) -> str:
     Raises:
         ValueError: there is none.
     """
-    found = [
-        (int(folder.name.rpartition("-")[2]), folder)
-        for folder in Path(output_dir).glob("checkpoint-*")
-        if folder.name.rpartition("-")[2].isdigit() and (folder / TRAINER_STATE_NAME).is_file()
-    ]
+    found = [each for each in _folders(output_dir) if (each[1] / TRAINER_STATE_NAME).is_file()]
     if not found:
         raise ValueError(f"resume_from_checkpoint=True: no checkpoint is in {output_dir!r}")
     return str(max(found)[1])

@@ -27,11 +27,11 @@ def _bare_part(part: str) -> str:
     return ".".join([*(p for p in path if p not in WRAPPERS), last])
 
 
-def without_wrappers(asked: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
+def without_wrappers(requested: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
     """The stored names that are requested without their wrapper components.
 
     Arguments:
-        asked: requested names that are not stored under exactly this name.
+        requested: names that are not stored under exactly this name.
         stored: stored names that are not requested under exactly this name.
 
     Returns:
@@ -44,7 +44,7 @@ def without_wrappers(asked: Iterable[str], stored: Iterable[str]) -> dict[str, s
     wrapped = _by_bare_name(name for name in stored if bare(name) != name)
     sources: dict[str, list[str]] = {}
     meant: dict[str, list[str]] = {}
-    for name in asked if wrapped else ():
+    for name in requested if wrapped else ():
         sources[name] = [s for s in wrapped.get(bare(name), ()) if _leaves_out(name, s)]
         for source in sources[name]:
             meant.setdefault(source, []).append(name)

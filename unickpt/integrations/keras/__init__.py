@@ -448,14 +448,8 @@ def _skip(model: Any, batches: int, randoms: dict[str, Any] | None) -> Callable[
 def _draw(iterator: Any, most: int) -> int:
     """Draws batches, at least one."""
     next(iterator)
-    rest = 0
-    try:
-        for _ in range(most - 1):
-            next(iterator)
-            rest += 1
-    except StopIteration:
-        pass
-    return 1 + rest
+    nothing = object()
+    return 1 + sum(next(iterator, nothing) is not nothing for _ in range(most - 1))
 
 
 def _shared(saved: Sequence[Any], index: int, count: int) -> Any:

@@ -11,7 +11,6 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +21,8 @@ from unickpt.saving.background import SaveCallbacks, SaveQueue, SaveRequest
 from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.steps import attempt_folders
 from unickpt.storage import database, paths
+from unickpt.storage.errors import Failed
+from unickpt.storage.local_folders import sync_folder
 
 _log = logging.getLogger("unickpt")
 _PAUSE_S = 0.01
@@ -95,8 +96,8 @@ class _Save:
                 os.unlink(path)
             os.rename(hidden, path)
             if fsync:
-                _sync(os.path.dirname(hidden))
-        except OSError as error:
+                sync_folder(os.path.dirname(hidden))
+        except (OSError, Failed) as error:
             raise StorageError(
                 f"{path}: committed, but it could not be given its name: {error}; it is at "
                 f"{hidden}, from which it can be loaded and moved"
@@ -131,7 +132,11 @@ class Saves:
     def destination(self, path: paths.PathLike) -> SaveDestination:
         """Where to save; waits if a save or a removal of the same path is in flight."""
         with self._lock:
-            named = {name for save in self._unfinished() for name in self._names(save)}
+            named = {
+                name
+                for save in self._unfinished()
+                for name in (save.destination.path, *save.to_remove)
+            }
         if _whole(path) in named:
             self.wait()
         return SaveDestination.of(path)
@@ -155,7 +160,7 @@ class Saves:
             prepare=save.prepare,
             committed=lambda: self._committed(save, options),
             failed=lambda error: self._failed(save),
-            ended=lambda: self._ended(save),
+            ended=lambda: self._failed(save),  # if it never started
         )
         with self._lock:
             self._saves = [*self._unfinished(), save]
@@ -188,9 +193,6 @@ class Saves:
     def _unfinished(self) -> list[_Save]:
         return [save for save in self._saves if not save.over]
 
-    def _names(self, save: _Save) -> Iterable[str]:
-        return (save.destination.path, *save.to_remove)
-
     # --- on the thread that saves -------------------------------------------------------------
 
     def _committed(self, save: _Save, options: SaveOptions) -> None:
@@ -209,9 +211,6 @@ class Saves:
     def _failed(self, save: _Save) -> None:
         for path in self._close(save):
             _log.warning("%s is kept: the save after it failed", path)
-
-    def _ended(self, save: _Save) -> None:
-        self._failed(save)  # if it never started
 
     def _close(self, save: _Save) -> list[str]:
         with self._lock:
@@ -256,11 +255,3 @@ def _with_path(options: SaveOptions, path: str) -> SaveOptions:
         metrics(replace(report, url=str(paths.resolve(path))))
 
     return replace(options, metrics=call)
-
-
-def _sync(folder: str) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
