@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 from unickpt.errors import LoadMismatch
 from unickpt.format.index import RESERVED, Index
@@ -40,22 +40,43 @@ _HALF = (
 )
 
 
+class LoadArguments(TypedDict, total=False):
+    """What `load` and `Checkpointer.load` take by keyword; `load` describes it."""
+
+    rules: Rules | None
+    strict: bool
+    only: Patterns | None
+    skip: Patterns
+    missing: Literal["error", "keep"]
+    unexpected: Literal["error", "skip"]
+    mismatched: Literal["error", "keep"]
+    cast: bool
+    strict_experts: bool
+    options: LoadOptions | None
+
+
+def check_keywords(arguments: Mapping[str, object]) -> None:
+    """Refuses keywords that `load` does not take.
+
+    Raises:
+        TypeError: names the first of them, and those that there are.
+    """
+    known = LoadArguments.__annotations__
+    for name in arguments:
+        if name not in known:
+            raise TypeError(
+                f"load() got an unexpected keyword argument {name!r}; it takes "
+                f"{', '.join(known)}, return_report"
+            )
+
+
 @overload
 def load(
     path: checkpoint.Source,
     like: Any = None,
     *,
-    rules: Rules | None = None,
-    strict: bool = True,
-    only: Patterns | None = None,
-    skip: Patterns = (),
-    missing: Literal["error", "keep"] = "error",
-    unexpected: Literal["error", "skip"] = "error",
-    mismatched: Literal["error", "keep"] = "error",
-    cast: bool = False,
     return_report: Literal[False] = False,
-    strict_experts: bool = False,
-    options: LoadOptions | None = None,
+    **arguments: Unpack[LoadArguments],
 ) -> Any: ...
 
 
@@ -64,17 +85,8 @@ def load(
     path: checkpoint.Source,
     like: Any = None,
     *,
-    rules: Rules | None = None,
-    strict: bool = True,
-    only: Patterns | None = None,
-    skip: Patterns = (),
-    missing: Literal["error", "keep"] = "error",
-    unexpected: Literal["error", "skip"] = "error",
-    mismatched: Literal["error", "keep"] = "error",
-    cast: bool = False,
     return_report: Literal[True],
-    strict_experts: bool = False,
-    options: LoadOptions | None = None,
+    **arguments: Unpack[LoadArguments],
 ) -> tuple[Any, LoadReport]: ...
 
 
@@ -82,17 +94,8 @@ def load(
     path: checkpoint.Source,
     like: Any = None,
     *,
-    rules: Rules | None = None,
-    strict: bool = True,
-    only: Patterns | None = None,
-    skip: Patterns = (),
-    missing: Literal["error", "keep"] = "error",
-    unexpected: Literal["error", "skip"] = "error",
-    mismatched: Literal["error", "keep"] = "error",
-    cast: bool = False,
     return_report: bool = False,
-    strict_experts: bool = False,
-    options: LoadOptions | None = None,
+    **arguments: Unpack[LoadArguments],
 ) -> Any:
     """Loads a checkpoint onto any mesh, in any framework.
 
@@ -154,15 +157,18 @@ def load(
         >>> unickpt.load("memory://run/load")
         {'w': array([0, 1, 2]), 'step': 7}
     """
-    options = LoadOptions.or_default(options)
+    check_keywords(arguments)
+    strict = arguments.get("strict", True)
     policy = Policy(
-        _chosen("missing", missing, "keep") or not strict,
-        _chosen("unexpected", unexpected, "skip") or not strict,
-        _chosen("mismatched", mismatched, "keep"),
-        cast,
-        Selection.of(only, skip),
+        _chosen("missing", arguments.get("missing", "error"), "keep") or not strict,
+        _chosen("unexpected", arguments.get("unexpected", "error"), "skip") or not strict,
+        _chosen("mismatched", arguments.get("mismatched", "error"), "keep"),
+        arguments.get("cast", False),
+        Selection.of(arguments.get("only"), arguments.get("skip", ())),
     )
-    loading = _Load(rules, policy, strict_experts, options, adapters())
+    options = LoadOptions.or_default(arguments.get("options"))
+    whole = arguments.get("strict_experts", False)
+    loading = _Load(arguments.get("rules"), policy, whole, options, adapters())
     # Fills everything again; processes that exchange all start again together.
     found, report = checkpoint.again(lambda: loading.load(path, like))
     if _log.isEnabledFor(logging.INFO):

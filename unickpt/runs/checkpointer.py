@@ -7,12 +7,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, overload
+from typing import Any, Literal, Self, Unpack, overload
 
 from unickpt.frameworks.process_group import Group, within
 from unickpt.frameworks.registry import adapters, current_group
+from unickpt.loading.loader import LoadArguments, check_keywords
 from unickpt.loading.report import LoadReport
-from unickpt.loading.selection import Patterns
 from unickpt.reading.options import LoadOptions
 from unickpt.reuse.experts import Choose
 from unickpt.reuse.partial_save import PartialSave
@@ -31,9 +31,6 @@ from unickpt.steps.branch import Branch
 from unickpt.steps.tier import Tier
 from unickpt.steps.tiers import Tiers
 from unickpt.storage import paths
-
-if TYPE_CHECKING:
-    from unickpt.rules.rule_set import Rules
 
 
 class Checkpointer:
@@ -421,17 +418,8 @@ class Checkpointer:
         *,
         step: int | None = None,
         fallback: bool = False,
-        rules: Rules | None = None,
-        strict: bool = True,
-        only: Patterns | None = None,
-        skip: Patterns = (),
-        missing: Literal["error", "keep"] = "error",
-        unexpected: Literal["error", "skip"] = "error",
-        mismatched: Literal["error", "keep"] = "error",
-        cast: bool = False,
         return_report: Literal[False] = False,
-        strict_experts: bool = False,
-        options: LoadOptions | None = None,
+        **arguments: Unpack[LoadArguments],
     ) -> Any: ...
 
     @overload
@@ -441,17 +429,8 @@ class Checkpointer:
         *,
         step: int | None = None,
         fallback: bool = False,
-        rules: Rules | None = None,
-        strict: bool = True,
-        only: Patterns | None = None,
-        skip: Patterns = (),
-        missing: Literal["error", "keep"] = "error",
-        unexpected: Literal["error", "skip"] = "error",
-        mismatched: Literal["error", "keep"] = "error",
-        cast: bool = False,
         return_report: Literal[True],
-        strict_experts: bool = False,
-        options: LoadOptions | None = None,
+        **arguments: Unpack[LoadArguments],
     ) -> tuple[Any, LoadReport]: ...
 
     def load(
@@ -460,17 +439,8 @@ class Checkpointer:
         *,
         step: int | None = None,
         fallback: bool = False,
-        rules: Rules | None = None,
-        strict: bool = True,
-        only: Patterns | None = None,
-        skip: Patterns = (),
-        missing: Literal["error", "keep"] = "error",
-        unexpected: Literal["error", "skip"] = "error",
-        mismatched: Literal["error", "keep"] = "error",
-        cast: bool = False,
         return_report: bool = False,
-        strict_experts: bool = False,
-        options: LoadOptions | None = None,
+        **arguments: Unpack[LoadArguments],
     ) -> Any:
         """Loads a step, by default the newest, and sets `loaded_step`.
 
@@ -487,26 +457,14 @@ class Checkpointer:
             CheckpointNotFound: the step does not exist, or no step does.
             CheckpointCorrupt: it is damaged; the message names the next older one.
         """
+        check_keywords(arguments)
         self._removal.check_after()
-        options = LoadOptions.or_default(options)
+        options = LoadOptions.or_default(arguments.get("options"))
         group = self._group(options)
-        options = replace(options, group=group)
+        arguments["options"] = replace(options, group=group)
         step = None if step is None else step_number(step)
-        arguments = {
-            "like": like,
-            "rules": rules,
-            "strict": strict,
-            "only": only,
-            "skip": skip,
-            "missing": missing,
-            "unexpected": unexpected,
-            "mismatched": mismatched,
-            "cast": cast,
-            "return_report": return_report,
-            "strict_experts": strict_experts,
-            "options": options,
-        }
-        loader = StepLoader(self._tiers, self._branch, group, arguments)
+        given = {**arguments, "like": like, "return_report": return_report}
+        loader = StepLoader(self._tiers, self._branch, group, given)
         loaded, found = loader.load(step, fallback)
         if self._partial is not None and loader.path is not None:
             self._partial.loaded(loaded, loader.path)
