@@ -16,7 +16,7 @@ import unickpt
 from unickpt import Checkpointer, SaveOptions, StorageError
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.saving.save_job import SaveJob
-from unickpt.steps.step_folder import Steps
+from unickpt.steps.step_folder import StepFolder
 
 OPTIONS = SaveOptions(chunk_bytes=4096, fsync=False, timeout_s=20)
 EXPERTS = 8
@@ -123,14 +123,14 @@ def test_a_base_that_is_gone_stops_the_save_and_the_next_one_is_whole(
         real = SaveJob._publish
 
         def publish(*arguments: Any) -> None:  # what it borrows was taken
-            Steps(run).remove(0)
+            StepFolder(run).remove(0)
             real(*arguments)
 
         with monkeypatch.context() as patch:
             patch.setattr(SaveJob, "_publish", publish)
             with pytest.raises(StorageError, match="step_0, which is missing"):
                 steps.save(2, state(2), wait=True)
-        assert Steps(run).committed() == [1]
+        assert StepFolder(run).committed() == [1]
         steps.save(3, state(3), wait=True)
         assert set(check(f"{run}/step_3", 3)[KEY].values()) == {3}
 

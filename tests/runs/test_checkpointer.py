@@ -34,7 +34,7 @@ from unickpt import (
 )
 from unickpt.commit import lease
 from unickpt.runs.retention import Retention
-from unickpt.steps.step_folder import Steps
+from unickpt.steps.step_folder import StepFolder
 from unickpt.steps.tier import Tier
 from unickpt.storage import contexts
 
@@ -264,12 +264,12 @@ def test_steps_that_no_rule_keeps_are_removed(root: str, tmp_path: Path) -> None
 def test_a_step_that_cannot_be_removed_does_no_harm(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: Steps, step: int) -> None:
+    def fail(self: StepFolder, step: int) -> None:
         raise StorageError("not allowed")
 
     with Checkpointer(tmp_path, keep_last=1, options=FAST) as checkpointer:
         with monkeypatch.context() as patch:
-            patch.setattr(Steps, "remove", fail)
+            patch.setattr(StepFolder, "remove", fail)
             for step in (1, 2):
                 checkpointer.save(step, numbers(step))
             checkpointer.wait()
@@ -286,7 +286,7 @@ def test_a_step_that_cannot_be_removed_does_no_harm(
 @pytest.mark.parametrize("root", ["{tmp}", "memory://debris"])
 def test_what_crashed_jobs_left_is_removed_and_nothing_else(root: str, tmp_path: Path) -> None:
     where = root.format(tmp=tmp_path)
-    places = Steps(where)
+    places = StepFolder(where)
     context = contexts.context()
 
     def put(key: str) -> None:
@@ -501,15 +501,15 @@ def test_two_tiers(root: str, tmp_path: Path) -> None:
             assert same(unickpt.load(local / f"step_{step}"), numbers(step))
         checkpointer.wait()
         assert checkpointer.steps() == [3, 4]
-        assert Steps(where).committed() == [3, 4]
-        assert Steps(local).committed() == [4]
-        assert checkpointer.path(4) == Steps(where).path(4)
+        assert StepFolder(where).committed() == [3, 4]
+        assert StepFolder(local).committed() == [4]
+        assert checkpointer.path(4) == StepFolder(where).path(4)
         assert unickpt.verify(checkpointer.path(4)).ok
         damage(local / "step_4")
         assert same(checkpointer.load(), numbers(4)), "the other tier has it whole"
         checkpointer.save(4, numbers(44), overwrite=True)
         checkpointer.wait()
-        assert same(unickpt.load(Steps(where).path(4)), numbers(44))
+        assert same(unickpt.load(StepFolder(where).path(4)), numbers(44))
         with pytest.raises(CheckpointExists):
             checkpointer.save(4, numbers(4), wait=True)
         with pytest.raises(LaterStepsExist, match="below existing step 4"):
@@ -537,15 +537,15 @@ def test_what_was_not_copied_is_copied_by_the_next_run(
         checkpointer.save(2, numbers(2))
         with pytest.raises(StorageError):
             checkpointer.close()
-    assert Steps(root).committed() == []
+    assert StepFolder(root).committed() == []
     with Checkpointer(root, local=local, keep_last=5, options=FAST) as again:
         assert again.latest() == 2
         assert again.path(2) == str(local / "step_2")
         assert same(again.load(), numbers(2))
         again.save(3, numbers(3))
         again.wait()
-        assert Steps(root).committed() == [1, 2, 3]
-        assert Steps(local).committed() == [3]
+        assert StepFolder(root).committed() == [1, 2, 3]
+        assert StepFolder(local).committed() == [3]
 
 
 def test_the_newest_step_in_the_root_stays_while_a_newer_one_is_not_copied(
@@ -566,12 +566,12 @@ def test_the_newest_step_in_the_root_stays_while_a_newer_one_is_not_copied(
                 with pytest.raises(StorageError):
                     checkpointer.wait()
                 checkpointer._housekeeping._cleaning.clean()
-                assert Steps(root).committed() == [1]
-                assert step in Steps(local).committed()
+                assert StepFolder(root).committed() == [1]
+                assert step in StepFolder(local).committed()
         checkpointer.save(4, numbers(4))
         checkpointer.wait()
-        assert Steps(root).committed() == [4]
-        assert Steps(local).committed() == [4]
+        assert StepFolder(root).committed() == [4]
+        assert StepFolder(local).committed() == [4]
 
 
 def test_two_tiers_of_several_processes(tmp_path: Path) -> None:

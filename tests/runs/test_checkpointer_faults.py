@@ -61,13 +61,13 @@ STEPS = [
 COORDINATORS_STEPS = [
     *STEPS,
     ("commit.lease.Lease:take", "after"),
-    ("steps.step_folder.Steps:remove_remnants", "during"),
+    ("steps.step_folder.StepFolder:remove_remnants", "during"),
     ("commit.attempt.Attempt:_build_root", "during"),
     ("commit.attempt.Attempt:_write_root", "before"),  # before the commit
     ("commit.attempt.Attempt:_write_root", "during"),  # during the commit
     ("commit.attempt.Attempt:_write_root", "after"),
-    ("steps.step_folder.Steps:remove", "before"),
-    ("steps.step_folder.Steps:remove", "during"),  # during the deletion
+    ("steps.step_folder.StepFolder:remove", "before"),
+    ("steps.step_folder.StepFolder:remove", "during"),  # during the deletion
     # Its files are gone, its folder is not.
     ("storage.local_locations.LocalLocation:remove_empty", "before"),
 ]

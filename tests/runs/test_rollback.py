@@ -28,7 +28,7 @@ from unickpt import (
 )
 from unickpt.runs.retention import Retention
 from unickpt.runs.step_loader import StepLoader
-from unickpt.steps.step_folder import Steps
+from unickpt.steps.step_folder import StepFolder
 from unickpt.steps.tier import Tier
 
 FAST = SaveOptions(fsync=False, timeout_s=20, chunk_bytes=4096)
@@ -204,10 +204,10 @@ def test_processes_hear_that_process_0_could_not_remove(
 ) -> None:
     run_of(tmp_path, 100, 200)
 
-    def fail(self: Steps, step: int) -> None:
+    def fail(self: StepFolder, step: int) -> None:
         raise StorageError("not allowed")
 
-    monkeypatch.setattr(Steps, "remove", fail)
+    monkeypatch.setattr(StepFolder, "remove", fail)
 
     def run(group: ProcessGroup) -> Any:
         options = SaveOptions(group=group, timeout_s=20, fsync=False)
@@ -235,16 +235,16 @@ def test_later_steps_are_dropped_the_newest_first(
         with pytest.raises(CheckpointNotFound, match=r"step 0 is not in .*: 1, 2, 3, 4"):
             checkpointer.drop_later_steps(0)
         checkpointer.save(5, numbers(5))  # is waited for
-        removed, real = [], Steps.remove
+        removed, real = [], StepFolder.remove
 
-        def remove(self: Steps, step: int) -> None:
+        def remove(self: StepFolder, step: int) -> None:
             if step == 3:
                 raise StorageError("killed")
             removed.append(step)
             real(self, step)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Steps, "remove", remove)
+            patch.setattr(StepFolder, "remove", remove)
             with pytest.raises(StorageError, match="killed"):
                 checkpointer.drop_later_steps(2)
         assert sorted({*removed}, reverse=True) == [5, 4]

@@ -168,7 +168,7 @@ def test_not_while_a_job_has_the_lease(root: str, monkeypatch: pytest.MonkeyPatc
     before = {key for key in keys(root) if key.startswith("step_")}
     stale = cleanup.find(root).remnants
     with Checkpointer(root) as job:
-        monkeypatch.setattr("unickpt.steps.step_folder.Steps.remove_remnants", lambda *_: None)
+        monkeypatch.setattr("unickpt.steps.step_folder.StepFolder.remove_remnants", lambda *_: None)
         job.save(9, numbers(9)).result()
         listed = json.loads(run("ls", root, "--json"))
         assert listed["remnants"] == []

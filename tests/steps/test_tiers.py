@@ -27,7 +27,7 @@ from unickpt.commit import attempt, lease
 from unickpt.runs import cleaning
 from unickpt.runs.copying import Copying
 from unickpt.steps import tier
-from unickpt.steps.step_folder import Steps
+from unickpt.steps.step_folder import StepFolder
 from unickpt.steps.tier import Tier
 
 FAST = SaveOptions(fsync=False, timeout_s=20, chunk_bytes=4096)
@@ -109,7 +109,7 @@ def test_a_step_that_is_overwritten_while_it_is_copied(
         assert len(os.listdir(f"{run.root}/step_1/processes")) == 1, "nothing of others is left"
         checkpointer.save(2, numbers(3))
         checkpointer.wait()
-        assert Steps(run.local).committed() == [2]
+        assert StepFolder(run.local).committed() == [2]
         assert same(checkpointer.load(step=1), numbers(2))
 
 
@@ -149,10 +149,10 @@ def test_a_step_is_not_removed_while_it_is_copied(
         assert waits.wait(30)
         checkpointer.save(2, numbers(2)).result(30)
         checkpointer._housekeeping._cleaning.clean()
-        assert Steps(run.local).committed() == [1, 2]
+        assert StepFolder(run.local).committed() == [1, 2]
         goes_on.set()
         checkpointer.wait()
-        assert Steps(run.root).committed() == [2]
+        assert StepFolder(run.root).committed() == [2]
         assert same(run.in_root(2), numbers(2))
         assert checkpointer.steps() == [2]
 
@@ -180,7 +180,7 @@ def test_a_step_that_is_damaged_is_not_copied_and_others_are(
         assert same(run.in_root(2), numbers(2))
         checkpointer.save(3, numbers(3))
         checkpointer.wait()  # what was told once is not told again
-        assert Steps(run.root).committed() == [2, 3]
+        assert StepFolder(run.root).committed() == [2, 3]
 
 
 def test_a_step_that_is_looked_at_for_removal_is_copied_nonetheless(
@@ -188,7 +188,7 @@ def test_a_step_that_is_looked_at_for_removal_is_copied_nonetheless(
 ) -> None:
     looks, goes_on, real = threading.Event(), threading.Event(), cleaning.compare
 
-    def compare(local: Steps, root: Steps, step: int) -> Any:
+    def compare(local: StepFolder, root: StepFolder, step: int) -> Any:
         if step == 2:
             looks.set()
             assert goes_on.wait(60)
@@ -210,7 +210,7 @@ def test_a_step_that_is_looked_at_for_removal_is_copied_nonetheless(
         goes_on.set()
         copies.join(30)
         cleans.join(30)
-        assert Steps(run.root).committed() == [1, 2]
+        assert StepFolder(run.root).committed() == [1, 2]
 
 
 def test_a_step_that_somebody_removes_while_it_is_copied(
@@ -220,7 +220,7 @@ def test_a_step_that_somebody_removes_while_it_is_copied(
         with first_copy_waits(monkeypatch) as (waits, goes_on):
             checkpointer.save(1, numbers(1)).result(30)
             assert waits.wait(30)
-            Steps(run.local).remove(1)
+            StepFolder(run.local).remove(1)
             goes_on.set()
             with pytest.raises(unickpt.CheckpointNotFound, match=r"local/step_1 was removed"):
                 checkpointer.wait()
@@ -327,7 +327,7 @@ def test_hammered_steps_are_copied_as_they_were_saved_last(
                 checkpointer.wait()
                 assert all(run.in_root(step) == {"n": last[step]} for step in last)
     assert all(run.in_root(step) == {"n": number} for step, number in last.items())
-    assert Steps(run.local).committed() == [2]
+    assert StepFolder(run.local).committed() == [2]
 
 
 def test_a_save_waits_for_the_removal_of_its_step(
@@ -393,7 +393,7 @@ def test_a_step_replaced_in_the_root_is_not_hidden_by_a_stale_one(
         checkpointer.save(101, numbers(3))
         checkpointer.wait()
         assert same(run.in_root(100), numbers(2))
-        assert Steps(run.local).committed() == [101]
+        assert StepFolder(run.local).committed() == [101]
         assert same(checkpointer.load(step=100), numbers(2))
 
 
@@ -495,7 +495,7 @@ def test_a_step_removed_by_a_run_without_the_local_tier_does_not_come_back(
             other.save(4, numbers(40))
     expected = {1: 1, 2: 2} | ({4: 40} if how == "after" else {})
     newest = max(expected)
-    assert Steps(run.local).committed() == [3]
+    assert StepFolder(run.local).committed() == [3]
     with run.open() as checkpointer:
         assert checkpointer.steps() == list(expected)
         assert checkpointer.path(3) == f"{run.root}/step_3"
@@ -523,7 +523,7 @@ def test_uncopied_steps_do_not_count_when_another_run_went_on_from_an_earlier_on
         assert checkpointer.steps() == [1, 2, 3]
         assert same(checkpointer.load(), numbers(30))
         checkpointer.save(4, numbers(40))
-    assert Steps(run.root).committed() == [1, 2, 3, 4]
+    assert StepFolder(run.root).committed() == [1, 2, 3, 4]
     assert same(run.in_root(3), numbers(30))
     assert same(run.in_root(4), numbers(40))
 
@@ -538,7 +538,7 @@ def test_uncopied_steps_count_when_another_run_only_removed_older_ones(
     with run.open() as checkpointer:
         assert checkpointer.steps() == [2, 3, 4]
         checkpointer.save(5, numbers(5))
-    assert Steps(run.root).committed() == [2, 3, 4, 5]
+    assert StepFolder(run.root).committed() == [2, 3, 4, 5]
 
 
 def test_a_step_whose_copy_failed_counts_although_a_later_one_was_copied(
@@ -547,7 +547,7 @@ def test_a_step_whose_copy_failed_counts_although_a_later_one_was_copied(
     save_uncopied(run, monkeypatch, 1)
     real = Tier.copy_from
 
-    def copy_from(self: Tier, source: Steps, step: int, *arguments: Any) -> bool:
+    def copy_from(self: Tier, source: StepFolder, step: int, *arguments: Any) -> bool:
         if step == 1:
             raise StorageError("the network is down")
         return real(self, source, step, *arguments)
@@ -556,11 +556,11 @@ def test_a_step_whose_copy_failed_counts_although_a_later_one_was_copied(
         patch.setattr(Tier, "copy_from", copy_from)
         with pytest.raises(StorageError):
             save_all(run, 2)
-    assert Steps(run.root).committed() == [2]
+    assert StepFolder(run.root).committed() == [2]
     with run.open() as checkpointer:
         assert checkpointer.steps() == [1, 2]
         checkpointer.save(3, numbers(3))
-    assert Steps(run.root).committed() == [1, 2, 3]
+    assert StepFolder(run.root).committed() == [1, 2, 3]
 
 
 def test_the_steps_of_the_local_tier_count_if_the_root_is_lost(run: Run) -> None:
@@ -570,7 +570,7 @@ def test_the_steps_of_the_local_tier_count_if_the_root_is_lost(run: Run) -> None
         assert checkpointer.steps() == [2]
         assert same(checkpointer.load(), numbers(2))
         checkpointer.save(3, numbers(3))
-    assert Steps(run.root).committed() == [2, 3]
+    assert StepFolder(run.root).committed() == [2, 3]
 
 
 def test_a_copy_whose_record_is_missing_is_recorded_by_the_next_job(
@@ -578,7 +578,7 @@ def test_a_copy_whose_record_is_missing_is_recorded_by_the_next_job(
 ) -> None:
     """As if the job were killed between the two."""
     with monkeypatch.context() as patch:
-        patch.setattr(Steps, "record_copied", lambda *arguments, **options: None)
+        patch.setattr(StepFolder, "record_copied", lambda *arguments, **options: None)
         save_all(run, 1, 2)
     with run.open() as checkpointer:
         checkpointer.save(2, numbers(20), overwrite=True)
@@ -720,15 +720,15 @@ def test_a_job_killed_while_it_copies(
     for run, job, moment in zip(runs, jobs, moments, strict=True):
         _, errors = job.communicate(timeout=100)
         assert job.returncode == -9, f"{moment}: {errors}"
-        for step in Steps(run.root).committed():
+        for step in StepFolder(run.root).committed():
             assert any(same(run.in_root(step), numbers(n)) for n in (step, step - 1))
         with run.open() as checkpointer:
             newest = checkpointer.latest()
             assert newest is not None
             assert same(checkpointer.load(), numbers(newest))
             checkpointer.save(3, numbers(3))
-        assert {1, newest, 3} == set(Steps(run.root).committed())
-        for step in Steps(run.root).committed():
+        assert {1, newest, 3} == set(StepFolder(run.root).committed())
+        for step in StepFolder(run.root).committed():
             assert same(run.in_root(step), numbers(step)), f"{moment}, step {step}"
 
 

@@ -21,7 +21,7 @@ from unickpt import Checkpointer, SaveConflict, SaveOptions
 from unickpt.commit import version
 from unickpt.reuse import held_files
 from unickpt.steps import remnants
-from unickpt.steps.step_folder import Steps
+from unickpt.steps.step_folder import StepFolder
 from unickpt.steps.tier import Tier
 from unickpt.storage import contexts, paths
 
@@ -125,7 +125,7 @@ def test_only_what_changed_is_sent(run: Run) -> None:
             ) * (step > 0)
             if step:
                 assert run.sent(step) < 2 * step * CHUNK + 12_000
-            there, here = Steps(run.root).version(step), Steps(run.local).version(step)
+            there, here = StepFolder(run.root).version(step), StepFolder(run.local).version(step)
             assert there is not None
             assert here is not None
             assert there.name == here.name
@@ -134,7 +134,7 @@ def test_only_what_changed_is_sent(run: Run) -> None:
     run.check(3, now)
     if not run.links:
         unickpt.copy(run.path(3), run.local / "whole")
-        Steps(run.root).remove(0)
+        StepFolder(run.root).remove(0)
         assert same(unickpt.load(run.local / "whole"), now)
 
 
@@ -180,7 +180,7 @@ def test_retention_in_the_root_keeps_a_base_as_long_as_it_is_needed(run: Run) ->
             now = changed(now, step, *range(step * 15, step * 15 + 15) if step < 6 else [])
             steps.save(step, now)
             steps.wait()
-            there = Steps(run.root).committed()
+            there = StepFolder(run.root).committed()
             for kept in there:
                 assert unickpt.verify(run.path(kept)).ok
             run.check(step, now)
@@ -211,7 +211,7 @@ def test_a_run_goes_back_and_on(run: Run) -> None:
         for step, expected in states.items():
             run.check(step, expected)
         assert steps.drop_later_steps(0) == [1, 2, 3]
-        assert Steps(run.root).committed() == [0]
+        assert StepFolder(run.root).committed() == [0]
         steps.load()
         steps.save(1, states[1])
         steps.wait()
@@ -262,7 +262,7 @@ def test_a_base_that_somebody_removes_meanwhile(run: Run, monkeypatch: pytest.Mo
 
     def vanishing(*arguments: Any) -> Any:
         found = real(*arguments)
-        Steps(run.root).remove(0)
+        StepFolder(run.root).remove(0)
         return found
 
     with run.open() as steps:
@@ -272,7 +272,7 @@ def test_a_base_that_somebody_removes_meanwhile(run: Run, monkeypatch: pytest.Mo
             patch.setattr(held_files, "held_by", vanishing)
             steps.save(1, changed(now, 1, 9))
             steps.wait()
-    assert Steps(run.root).committed() == [1]
+    assert StepFolder(run.root).committed() == [1]
     run.check(1, changed(now, 1, 9))
     assert run.bases(1) == []
 
@@ -301,7 +301,7 @@ def test_a_base_is_not_cleaned_up_while_it_is_chosen(
             with monkeypatch.context() as inner:
                 inner.setattr(cleaning, "expendable", lambda *steps: [0])
                 cleaning.clean()
-            assert Steps(run.root).committed() == [0]
+            assert StepFolder(run.root).committed() == [0]
             goes_on.set()
             steps.wait()
         run.check(1, changed(now, 1, 9))
@@ -315,7 +315,7 @@ def test_a_version_that_others_borrow_from_is_not_replaced(run: Run) -> None:
         for step in range(2):
             steps.save(step, changed(now, step, step))
         steps.wait()
-        whole = Steps(run.root).version(0)
+        whole = StepFolder(run.root).version(0)
         other = Tier(run.local / "other")
         unickpt.save(other.path(0), now, options=OPTIONS)
         found = other.version(0)
@@ -362,7 +362,7 @@ def test_steps_that_borrow_in_the_local_tier_are_whole_in_the_root(
             assert steps.steps()[-1] == step
             run.check(step, changed(now, step, step))
             assert run.bases(step) == []
-    assert Steps(run.root).committed() == [2]
+    assert StepFolder(run.root).committed() == [2]
     with run.open(keep_last=1) as steps:
         assert steps.steps() == [2]
         steps.save(3, now)
@@ -449,7 +449,7 @@ def test_a_job_killed_while_it_copies_what_is_new(
     for each, job, moment in zip(runs, jobs, MOMENTS, strict=True):
         _, errors = job.communicate(timeout=100)
         assert job.returncode == -9, f"{moment}: {errors}"
-        for step in Steps(each.root).committed():
+        for step in StepFolder(each.root).committed():
             each.check(step, changed(now, step, *[1] * step))
         with each.open() as steps:
             assert steps.steps() == [0, 1]

@@ -26,7 +26,7 @@ from unickpt.cli.output import (
 from unickpt.cli.output import clean as cleaned
 from unickpt.reading.listing import checkpoints_below
 from unickpt.steps import cleanup
-from unickpt.steps.cleanup import Found
+from unickpt.steps.cleanup import RemnantSearch
 from unickpt.steps.remnants import Remnant
 from unickpt.storage import paths
 
@@ -85,7 +85,7 @@ def clean(
         console().print(f"removed {counted(len(removed), 'remnant')}, {nbytes}")
 
 
-def _show(root: str, wanted: Sequence[Remnant], found: Found, unknown_age: bool) -> None:
+def _show(root: str, wanted: Sequence[Remnant], found: RemnantSearch, unknown_age: bool) -> None:
     if wanted:
         print_remnants(wanted)
     else:
@@ -114,7 +114,7 @@ def print_remnants(found: Sequence[Remnant]) -> None:
     print_rows(console(), table, map(_cells, found))
 
 
-def print_spared(found: Found, unknown_age: bool = False) -> None:
+def print_spared(found: RemnantSearch, unknown_age: bool = False) -> None:
     """What is left alone, and why."""
     out = console()
     if found.under_way and found.holder is None:

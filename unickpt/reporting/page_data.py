@@ -18,7 +18,7 @@ from unickpt.reporting import timing_columns
 from unickpt.reporting.array_facts import MOST_BYTES, array_facts, mesh_facts
 from unickpt.reporting.metric_lines import Lines, LoadedLine, SavedLine
 from unickpt.reporting.run_facts import MOST_STEPS, RunFacts, StepFacts
-from unickpt.steps.cleanup import Found
+from unickpt.steps.cleanup import RemnantSearch
 from unickpt.steps.remnants import Remnant
 from unickpt.storage import paths
 
@@ -217,7 +217,7 @@ def _of(found: Checkpoint, *, attempt: str, with_arrays: bool) -> Any:
     return (timing, meshes), arrays
 
 
-def _left(found: Found | None) -> list[dict[str, Any]]:
+def _left(found: RemnantSearch | None) -> list[dict[str, Any]]:
     """What failed saves left, and what is being written."""
     if found is None:
         return []

@@ -16,7 +16,7 @@ from unickpt.reading import checkpoint
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.listing import Listed, checkpoints_below
 from unickpt.steps import cleanup
-from unickpt.steps.cleanup import Found
+from unickpt.steps.cleanup import RemnantSearch
 from unickpt.storage import paths
 
 _OPEN_AT_ONCE = 8
@@ -105,7 +105,7 @@ class RunFacts:
     is_run: bool
     steps: Sequence[StepFacts]
     others: frozenset[str] = frozenset()
-    left: Found | None = None
+    left: RemnantSearch | None = None
 
 
 def look(path: paths.Path) -> RunFacts:

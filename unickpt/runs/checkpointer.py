@@ -22,7 +22,7 @@ from unickpt.runs.housekeeping import Housekeeping
 from unickpt.runs.partial_saves import PartialSaves, without_tokens
 from unickpt.runs.removal import Removal
 from unickpt.runs.retention import Retention
-from unickpt.runs.save_triggers import Policy, SigtermHandler
+from unickpt.runs.save_triggers import SaveTriggers, SigtermHandler
 from unickpt.runs.step_loader import StepLoader
 from unickpt.saving.options import SaveOptions
 from unickpt.saving.pending import PendingSave
@@ -147,7 +147,7 @@ class Checkpointer:
         options: SaveOptions | None = None,
     ) -> None:
         retention = Retention(keep_last, keep_every, keep_best, metric, best, keep, keep_among)
-        self._policy = Policy(save_every, save_every_s, preemption)
+        self._triggers = SaveTriggers(save_every, save_every_s, preemption)
         self._options = SaveOptions.or_default(options)
         self._reuses = reuse is not False
         if not isinstance(reuse, bool):
@@ -160,7 +160,7 @@ class Checkpointer:
             raise ValueError("choose is for experts; give partial, too")
         self._queue = SaveQueue()
         self._fences = fences_of(optimizers, self._queue.fence)
-        self._sigterm = SigtermHandler(self._policy.request_stop) if preemption else None
+        self._sigterm = SigtermHandler(self._triggers.request_stop) if preemption else None
         self._branch = Branch(after if after is None else step_number(after, "after="))
         self._housekeeping = Housekeeping(
             self._tiers, retention, self._options, self._branch, self._queue.errors.add
@@ -182,16 +182,16 @@ class Checkpointer:
             ValueError: the step is not an integer, or the processes cannot agree (see
                 `ProcessGroup`).
         """
-        return self._policy.is_due(step_number(step), self._group())
+        return self._triggers.is_due(step_number(step), self._group())
 
     def preempt(self) -> None:
         """Announces that the job is about to be stopped, as SIGTERM does with `preemption=True`."""
-        self._policy.request_stop()
+        self._triggers.request_stop()
 
     @property
     def preempted(self) -> bool:
         """Whether the job must stop, as agreed by all processes in `should_save`."""
-        return self._policy.preempted
+        return self._triggers.preempted
 
     def save(
         self,
@@ -269,7 +269,7 @@ class Checkpointer:
             if self._partial is not None:
                 self._partial.forget()
             raise
-        self._policy.saved()
+        self._triggers.saved()
         if wait:
             pending.result()
         return pending

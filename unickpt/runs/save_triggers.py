@@ -1,4 +1,4 @@
-"""Policy: whether to save now; all processes of a job decide the same."""
+"""Triggers: whether to save now; all processes of a job decide the same."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _log = logging.getLogger("unickpt")
 _DUE, _PREEMPTED = 1, 2
 
 
-class Policy:
+class SaveTriggers:
     """Decides, on one process, when to save.
 
     Arguments:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, UnsupportedFormat
-from unickpt.steps.step_folder import Steps
+from unickpt.steps.step_folder import StepFolder
 
 _log = logging.getLogger("unickpt")
 
@@ -25,14 +25,14 @@ class Branch:
         self.after = after
         self.recorded = after
         """The `after` in the metadata of its steps: `after`, or that of the loaded step."""
-        self._own: set[tuple[Steps, int]] = set()
+        self._own: set[tuple[StepFolder, int]] = set()
 
-    def steps(self, tier: Steps, *, steady: bool = False) -> list[int]:
+    def steps(self, tier: StepFolder, *, steady: bool = False) -> list[int]:
         """The committed steps in a folder that this job sees, ascending.
 
         Arguments:
             tier: the folder.
-            steady: see `Steps.steady`; for a job that does not hold the lease.
+            steady: see `StepFolder.steady`; for a job that does not hold the lease.
 
         Raises:
             StorageError: the storage failed.
@@ -40,11 +40,11 @@ class Branch:
         found = tier.steady() if steady else tier.committed()
         return [step for step in found if self.has(tier, step)]
 
-    def abandoned(self, tier: Steps) -> list[int]:
+    def abandoned(self, tier: StepFolder) -> list[int]:
         """The committed steps that the job does not see, ascending. Raises as `steps`."""
         return [step for step in tier.committed() if not self.has(tier, step)]
 
-    def has(self, tier: Steps, step: int) -> bool:
+    def has(self, tier: StepFolder, step: int) -> bool:
         """Whether this job sees a step, if it exists."""
         if self.after is None or step <= self.after or (tier, step) in self._own:
             return True
@@ -60,7 +60,7 @@ class Branch:
             self._own.add((tier, step))
         return own
 
-    def continue_from(self, tier: Steps, step: int) -> None:
+    def continue_from(self, tier: StepFolder, step: int) -> None:
         """Records that a step was loaded. Without `after`, later saves belong to its branch."""
         if self.after is None:
             try:

@@ -22,7 +22,7 @@ _LOCK_S = 60.0
 
 
 @dataclass(frozen=True)
-class Found:
+class RemnantSearch:
     """What a folder contains besides committed checkpoints.
 
     Arguments:
@@ -39,7 +39,7 @@ class Found:
     holder: str | None
 
 
-def find(root: paths.Path) -> Found:
+def find(root: paths.Path) -> RemnantSearch:
     """Searches a folder of checkpoints, or one checkpoint's own folder; changes nothing.
 
     Arguments:
@@ -62,7 +62,7 @@ def find(root: paths.Path) -> Found:
     except Failed as error:
         raise errors.reading_failed(error, str(location)) from error
     still = [r for r in found if owner is None and not r.is_recent]
-    return Found(
+    return RemnantSearch(
         remnants=tuple(r for r in still if r.age_s is not None),
         under_way=tuple(r for r in found if owner is not None or r.is_recent),
         unknown=tuple(r for r in still if r.age_s is None),

@@ -32,7 +32,7 @@ PROBE = ".unickpt-"
 _NAME = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 
 
-class Steps:
+class StepFolder:
     """The steps in a folder of any storage.
 
     Arguments:
@@ -215,10 +215,6 @@ class Steps:
         with self._asking(step):
             return borrowers.of(self.at(step), self._context)
 
-    def _attempts(self, step: int) -> list[str]:
-        """The attempt that made a step; all attempts if it is too damaged to tell."""
-        return attempt_folders.attempts_of_checkpoint(self.at(step), self._context)
-
     def check_no_checkpoint(self) -> None:
         """Refuses to save steps into a folder that is a checkpoint itself.
 
@@ -298,7 +294,8 @@ class Steps:
         `remove_remnants`. Does nothing if the step is a symbolic link."""
         if self.at(step).link is not None:
             return
-        folder, kept = self.at(step).child("processes"), self._attempts(step)
+        folder = self.at(step).child("processes")
+        kept = attempt_folders.attempts_of_checkpoint(self.at(step), self._context)
         for attempt in folder.folders(self._context):
             if attempt not in kept and not _is_of(attempt, session):
                 folder.child(attempt).remove(self._context)

@@ -22,7 +22,7 @@ from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.reuse import held_files
 from unickpt.reuse.held_files import HeldFiles
 from unickpt.saving.options import SaveOptions
-from unickpt.steps.step_folder import Steps
+from unickpt.steps.step_folder import StepFolder
 from unickpt.storage import contexts, errors, paths
 from unickpt.storage.database import Database
 from unickpt.storage.errors import Failed
@@ -32,7 +32,7 @@ from unickpt.tools import copying
 _log = logging.getLogger("unickpt")
 
 
-class Tier(Steps):
+class Tier(StepFolder):
     """A folder of steps, and the lease on it.
 
     Arguments:
@@ -49,7 +49,7 @@ class Tier(Steps):
         """Takes the lease, and removes the remains of crashed jobs once.
 
         Arguments:
-            in_flight, session: see `Steps.remove_remnants`.
+            in_flight, session: see `StepFolder.remove_remnants`.
 
         Raises:
             SaveConflict: another job holds the lease.
@@ -68,7 +68,7 @@ class Tier(Steps):
 
     def copy_from(
         self,
-        source: Steps,
+        source: StepFolder,
         step: int,
         version: Version,
         replaced: Version | None,
@@ -193,7 +193,7 @@ def _opened(origin: Location, version: Version) -> OcdbtReader | None:
         return None
 
 
-def _is_current(source: Steps, step: int, version: Version) -> bool:
+def _is_current(source: StepFolder, step: int, version: Version) -> bool:
     """Whether a version is still committed; true if the storage fails."""
     try:
         return source.version(step) == version

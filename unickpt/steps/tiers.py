@@ -12,7 +12,7 @@ from unickpt.commit.lease import Lease
 from unickpt.commit.version import Version
 from unickpt.errors import CheckpointNotFound
 from unickpt.steps.branch import Branch
-from unickpt.steps.step_folder import Steps
+from unickpt.steps.step_folder import StepFolder
 from unickpt.steps.tier import Tier
 
 _log = logging.getLogger("unickpt")
@@ -53,7 +53,7 @@ class TierVersions:
         return self.local is not None and self.root is None and self.newer is Newer.ROOT
 
 
-def compare(local: Steps, root: Steps, step: int) -> TierVersions:
+def compare(local: StepFolder, root: StepFolder, step: int) -> TierVersions:
     """Finds the current one of two versions of a step by what each superseded.
 
     The local version is current if it superseded the root's, or if the root's is damaged. Otherwise
@@ -74,7 +74,7 @@ def compare(local: Steps, root: Steps, step: int) -> TierVersions:
             return found
 
 
-def _compare(local: Steps, root: Steps, step: int) -> TierVersions:
+def _compare(local: StepFolder, root: StepFolder, step: int) -> TierVersions:
     here, there = local.version(step), root.version(step)
     if here is None:
         newer = Newer.ROOT
@@ -92,7 +92,7 @@ def _compare(local: Steps, root: Steps, step: int) -> TierVersions:
     return TierVersions(here, there, newer)
 
 
-def _is_abandoned(local: Steps, root: Steps, step: int, version: Version) -> bool:
+def _is_abandoned(local: StepFolder, root: StepFolder, step: int, version: Version) -> bool:
     """Whether a version that the root lacks was removed there, or another job left it behind.
 
     It is not abandoned if it follows the newest step of the root, or if a step that is in both

@@ -23,7 +23,7 @@ from unickpt.errors import (
 )
 from unickpt.quoting import quoted
 from unickpt.steps.attempt_folders import FOLDER
-from unickpt.steps.step_folder import Steps
+from unickpt.steps.step_folder import StepFolder
 from unickpt.storage.local_folders import sync_folder
 from unickpt.storage.ocdbt import MANIFEST
 from unickpt.threads import Pool
@@ -89,7 +89,7 @@ class StepsFolder:
             found = [int(m[1]) for m in map(_STEP.fullmatch, names) if m]
             return sorted(step for step in found if self._fs.isfile(f"{self._at(step)}/{MANIFEST}"))
 
-    def put(self, step: int, source: Steps) -> bool:
+    def put(self, step: int, source: StepFolder) -> bool:
         """Copies a step of local files, unless it is there.
 
         Arguments:
