@@ -27,8 +27,8 @@ from unickpt.commit.progress import reporter, reports, waits
 from unickpt.commit.progress.reporter import Reporter
 from unickpt.commit.progress.reports import Report
 from unickpt.commit.progress.waits import Late, Waits
+from unickpt.runs.watching import Watch
 from unickpt.saving import writer
-from unickpt.steps.watching import Watch
 from unickpt.storage import contexts, paths
 from unickpt.storage.kvstore import KvStore
 

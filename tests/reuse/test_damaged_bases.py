@@ -16,7 +16,7 @@ from support.saving import in_job, same
 
 import unickpt
 from unickpt import Checkpointer, CheckpointNotFound, SaveConflict, SaveOptions, StorageError
-from unickpt.steps import cleanup
+from unickpt.runs import orphans
 from unickpt.storage import contexts, paths
 
 OPTIONS = SaveOptions(chunk_bytes=8192, fsync=False)
@@ -181,7 +181,7 @@ def test_retention_removes_a_base_that_only_a_killed_job_marked(
 def test_old_locks_of_marks_are_removed(by: str, borrowed_from: Path, tmp_path: Path) -> None:
     def remove() -> list[str]:
         if by == "clean":
-            return [r.name for r in cleanup.clean(tmp_path, cleanup.find(tmp_path).remnants)]
+            return [r.name for r in orphans.clean(tmp_path, orphans.find(tmp_path).orphans)]
         with Checkpointer(tmp_path, options=OPTIONS) as run:
             run.save(10 + len(run.steps()), state(5)).result()
         return []

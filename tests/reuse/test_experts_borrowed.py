@@ -15,8 +15,8 @@ from support.saving import in_job, same
 import unickpt
 from unickpt import Checkpointer, SaveOptions, StorageError
 from unickpt.format.ocdbt_reader import OcdbtReader
+from unickpt.runs.step_folder import StepFolder
 from unickpt.saving.save_job import SaveJob
-from unickpt.steps.step_folder import StepFolder
 
 OPTIONS = SaveOptions(chunk_bytes=4096, fsync=False, timeout_s=20)
 EXPERTS = 8

@@ -283,7 +283,7 @@ COORDINATORS_STEPS = [
     ("commit.attempt.Attempt:_build_root", "before"),
     ("commit.attempt.Attempt:_write_root", "during"),
     ("commit.attempt.Attempt:_write_root", "after"),
-    ("steps.tier.Tier:remove", "during"),
+    ("runs.tiers.Tier:remove", "during"),
 ]
 
 

@@ -61,13 +61,13 @@ STEPS = [
 COORDINATORS_STEPS = [
     *STEPS,
     ("commit.lease.Lease:take", "after"),
-    ("steps.step_folder.StepFolder:remove_remnants", "during"),
+    ("runs.step_folder.StepFolder:remove_orphans", "during"),
     ("commit.attempt.Attempt:_build_root", "during"),
     ("commit.attempt.Attempt:_write_root", "before"),  # before the commit
     ("commit.attempt.Attempt:_write_root", "during"),  # during the commit
     ("commit.attempt.Attempt:_write_root", "after"),
-    ("steps.step_folder.StepFolder:remove", "before"),
-    ("steps.step_folder.StepFolder:remove", "during"),  # during the deletion
+    ("runs.step_folder.StepFolder:remove", "before"),
+    ("runs.step_folder.StepFolder:remove", "during"),  # during the deletion
     # Its files are gone, its folder is not.
     ("storage.local_locations.LocalLocation:remove_empty", "before"),
 ]
@@ -191,7 +191,7 @@ def test_many_jobs_killed_at_random_moments(forks: Forks, tmp_path: Path) -> Non
 def test_what_a_killed_job_asked_its_processes_by_is_removed(tmp_path: Path) -> None:
     root, local = tmp_path / "root", tmp_path / "local"
     local.mkdir()
-    (local / ".unickpt-7fae10a15bc30d8").touch()  # as `agreement.check_shared` writes it
+    (local / ".unickpt-7fae10a15bc30d8").touch()  # as `removal.check_shared` writes it
     (local / ".keep").touch()
     with Checkpointer(root, local=local, options=SaveOptions(fsync=False)) as checkpointer:
         checkpointer.save(1, numbers(1))

@@ -26,10 +26,11 @@ from unickpt import (
     SaveOptions,
     StorageError,
 )
+from unickpt.runs import copying
 from unickpt.runs.retention import Retention
+from unickpt.runs.step_folder import StepFolder
 from unickpt.runs.step_loader import StepLoader
-from unickpt.steps.step_folder import StepFolder
-from unickpt.steps.tier import Tier
+from unickpt.runs.tiers import Tier
 
 FAST = SaveOptions(fsync=False, timeout_s=20, chunk_bytes=4096)
 
@@ -536,7 +537,7 @@ def test_a_step_that_failed_after_its_commit_says_why_it_failed(
 
     checkpointer = Checkpointer(tmp_path / "run", local=tmp_path / "local", options=FAST)
     with monkeypatch.context() as patch:
-        patch.setattr(Tier, "copy_from", fail)
+        patch.setattr(copying, "copy_version", fail)
         checkpointer.save(3, numbers(3))
         checkpointer._drain()
         with pytest.raises(StorageError, match="network is down"):

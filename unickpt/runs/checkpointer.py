@@ -16,20 +16,18 @@ from unickpt.loading.report import LoadReport
 from unickpt.reading.options import LoadOptions
 from unickpt.reuse.experts import Choose
 from unickpt.reuse.partial_save import PartialSave
-from unickpt.runs.agreement import check_shared
 from unickpt.runs.arguments import fences_of, step_metadata, step_number
 from unickpt.runs.housekeeping import Housekeeping
 from unickpt.runs.partial_saves import PartialSaves, without_tokens
-from unickpt.runs.removal import Removal
+from unickpt.runs.removal import Removal, check_shared
 from unickpt.runs.retention import Retention
 from unickpt.runs.save_triggers import SaveTriggers, SigtermHandler
+from unickpt.runs.step_folder import Branch
 from unickpt.runs.step_loader import StepLoader
+from unickpt.runs.tiers import Tier, Tiers
 from unickpt.saving.options import SaveOptions
 from unickpt.saving.pending import PendingSave
 from unickpt.saving.save_queue import SaveQueue, SaveRequest
-from unickpt.steps.branch import Branch
-from unickpt.steps.tier import Tier
-from unickpt.steps.tiers import Tiers
 from unickpt.storage import paths
 
 

@@ -4,16 +4,35 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
+from unickpt.commit import borrowers
+from unickpt.commit.root import Root
 from unickpt.commit.version import Version
-from unickpt.errors import CheckpointCorrupt, CheckpointNotFound, SaveConflict, StorageError
+from unickpt.errors import (
+    CheckpointCorrupt,
+    CheckpointNotFound,
+    SaveConflict,
+    StorageError,
+    UnickptError,
+)
+from unickpt.format import borrowed, ocdbt_reader
+from unickpt.format.index import BaseEntry
+from unickpt.format.ocdbt_reader import OcdbtReader
+from unickpt.reuse import held_files
+from unickpt.reuse.held_files import HeldFiles
 from unickpt.runs.cleaning import Cleaning
-from unickpt.runs.steps_in_use import StepsInUse
+from unickpt.runs.step_folder import StepFolder
+from unickpt.runs.step_order import StepsInUse
+from unickpt.runs.tiers import Newer, Tier, Tiers, TierVersions, compare
 from unickpt.saving.options import SaveOptions
-from unickpt.steps.tier import Tier
-from unickpt.steps.tiers import Newer, Tiers, TierVersions, compare
+from unickpt.storage import contexts, errors
+from unickpt.storage.database import Database
+from unickpt.storage.errors import Failed
+from unickpt.storage.locations import Location
 from unickpt.threads import SerialExecutor
+from unickpt.tools.copying import VersionCopy
 
 _log = logging.getLogger("unickpt")
 _COPIES = 2  # checkpoints that may wait to be copied from the local tier; the next save waits
@@ -96,7 +115,7 @@ class Copying:
                 base = None if versions.root is not None else self._tiers.root.before(step)
                 with self._in_use.copying([] if base is None else [base]):
                     arguments = local, step, version, versions.root, base, self._options
-                    is_copied = self._tiers.root.copy_from(*arguments)
+                    is_copied = copy_version(self._tiers.root, *arguments)
                 if is_copied:
                     self._is_copied(local, step, version)
             except CheckpointCorrupt:
@@ -136,3 +155,147 @@ class Copying:
                 f"in {self._tiers.first.path(step)}: copy it from there if you want it"
             )
         return False
+
+
+def copy_version(
+    root: Tier,
+    source: StepFolder,
+    step: int,
+    version: Version,
+    replaced: Version | None,
+    base: int | None,
+    options: SaveOptions,
+) -> bool:
+    """Copies one version of a step, completely or not at all.
+
+    The copy is read back and checked against its digests, then appears here atomically. Until
+    then, an existing version stays unchanged.
+
+    Arguments:
+        root: the tier to copy to.
+        source: the tier where it is committed.
+        step: its number.
+        version: what to copy.
+        replaced: the existing version that it may replace, if any.
+        base: an earlier step here, which nobody removes meanwhile: files that the step shares
+            with it are not sent.
+        options: of the saves; their budget, timeout and way to compare apply.
+
+    Returns:
+        Whether it was copied; false if the source no longer has this version.
+
+    Raises:
+        CheckpointCorrupt: the source is damaged.
+        StorageError: a storage failed.
+        SaveConflict: another job saved here, or holds the lease.
+    """
+    origin, destination = source.at(step), root.at(step)
+    where = f"copying {origin} to {destination}"
+    if not version.attempt:
+        raise CheckpointCorrupt(f"{where}: its manifest is damaged; nothing was copied")
+    try:
+        stored = Root(Database(destination, contexts.context()))
+        found = stored.read()
+        if found.digest != (replaced.digest if replaced else ""):
+            raise SaveConflict(f"{destination}: another job committed here during the copy")
+    except Failed as error:
+        raise errors.writing_failed(error, where) from error
+    if replaced and replaced.name != version.name and (needed := root.borrowers(step)):
+        raise SaveConflict(
+            f"{where}: the version there has chunks of {', '.join(needed[:3])}; remove these "
+            "first. Nothing was copied"
+        )
+    try:
+        manifest, bases = _send(root, source.at(step), step, version, base, options)
+        borrowers.mark(destination, bases, contexts.context())
+        is_current = source.version(step) == version
+        root.lease.check()
+    except Exception as error:
+        _undo(root, step, version, replaced)
+        if not _is_current(source, step, version):
+            return False
+        if isinstance(error, CheckpointCorrupt):
+            raise CheckpointCorrupt(f"{where}: {error}; nothing was copied") from error
+        if isinstance(error, Failed):
+            raise errors.writing_failed(error, where) from error
+        raise
+    if not is_current:
+        _undo(root, step, version, replaced)
+        return False
+    root.offered.add(version.name)
+    try:
+        if not stored.replace(found, manifest, options.timeout_s):
+            raise SaveConflict(f"{destination}: another job committed here during the copy")
+    except Failed as error:
+        raise errors.writing_failed(error, where) from error
+    _log.info("copied %s to %s", origin, destination)
+    with suppress(Failed):  # remains do no harm
+        root.remove_older(step)
+    return True
+
+
+def _send(
+    root: Tier,
+    origin: Location,
+    step: int,
+    version: Version,
+    base: int | None,
+    options: SaveOptions,
+) -> tuple[bytes, tuple[BaseEntry, ...]]:
+    """Copies what the root lacks; see `VersionCopy.run`."""
+    reader = _opened(origin, version)
+    held = None
+    if reader is not None and base is not None and not reader.index.bases:
+        held = _held(root, reader, base)
+    made = VersionCopy(origin, version, reader, root.at(step), options.working_bytes)
+    return made.run(held, check_held=options.reuse == "compare")
+
+
+def _held(root: Tier, reader: OcdbtReader, step: int) -> HeldFiles | None:
+    """What a step of the root, or the one it borrows from, has of the files of a checkpoint."""
+    try:
+        linked = held_files.linked_chunks(reader)
+        base = ocdbt_reader.open(root.at(step)) if linked else None
+        if base is not None and base.index.bases:
+            base = ocdbt_reader.open(borrowed.sibling(base.location, base.index.bases[0].name))
+        if base is None or base.index.bases or base.location.link is not None:
+            return None
+    except UnickptError as error:  # a damaged step must not prevent copies of later ones
+        _log.warning("%s: nothing is shared with earlier steps: %s", reader.location, error)
+        return None
+    return held_files.held_by(base, linked, reader, contexts.context())
+
+
+def _undo(root: Tier, step: int, version: Version, replaced: Version | None) -> None:
+    """Removes what a failed copy wrote, if nothing can need it."""
+    if replaced is not None and replaced.attempt == version.attempt:
+        return  # it rewrote a damaged version in place
+    if version.name in root.offered:
+        return  # an earlier try got no answer and may have been committed
+    with suppress(Exception):
+        root.at(step).child(f"processes/{version.attempt}").remove(contexts.context())
+        if replaced is None:
+            root.at(step).remove_empty()
+
+
+def _opened(origin: Location, version: Version) -> OcdbtReader | None:
+    """A version of a checkpoint; None if it is damaged, which the check of its copy explains.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+    pinned = Database(origin, contexts.context()).with_manifest(version.manifest)
+    try:
+        return ocdbt_reader.open_pinned(pinned)
+    except StorageError:
+        raise
+    except UnickptError:
+        return None
+
+
+def _is_current(source: StepFolder, step: int, version: Version) -> bool:
+    """Whether a version is still committed; true if the storage fails."""
+    try:
+        return source.version(step) == version
+    except UnickptError:
+        return True

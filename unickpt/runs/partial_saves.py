@@ -14,8 +14,8 @@ from unickpt.reuse.expert_keys import ExpertKeys
 from unickpt.reuse.experts import Choose, ExpertRecord, Steps, stored
 from unickpt.reuse.partial_save import PartialBase, PartialSave
 from unickpt.reuse.siblings import Siblings
+from unickpt.runs.tiers import Tier
 from unickpt.saving.pending import SaveCallbacks
-from unickpt.steps.tier import Tier
 from unickpt.storage import paths
 
 _log = logging.getLogger("unickpt")

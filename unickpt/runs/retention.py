@@ -62,12 +62,14 @@ class Retention:
         rules = (self.keep_last, self.keep_every, self.keep_best, self.keep, self.keep_among)
         return all(rule is None for rule in rules)
 
-    def expendable(self, steps: Mapping[int, Metrics], spared: Collection[int] = ()) -> list[int]:
+    def expendable(
+        self, steps: Mapping[int, Metrics], protected: Collection[int] = ()
+    ) -> list[int]:
         """Steps that no rule keeps, ascending; never the newest.
 
         Arguments:
             steps: all committed steps with their metrics.
-            spared: steps to keep in any case, such as those just saved.
+            protected: steps to keep in any case, such as those just saved.
         """
         if self.keeps_all:
             return []
@@ -79,7 +81,7 @@ class Retention:
             kept |= {step for step in ordered if self.keep(step)}
         if self.keep_among is not None:
             kept |= set(self.keep_among(ordered))
-        return [step for step in ordered if step not in kept and step not in spared]
+        return [step for step in ordered if step not in kept and step not in protected]
 
     def _best(self, steps: Mapping[int, Metrics]) -> list[int]:
         if self.keep_best is None or self.metric is None:

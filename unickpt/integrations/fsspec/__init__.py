@@ -17,8 +17,8 @@ from typing import Any
 from unickpt.commit.version import Version
 from unickpt.errors import CheckpointNotFound, LaterStepsExist, UnickptError
 from unickpt.integrations.fsspec.folder import StepsFolder
-from unickpt.runs.agreement import barrier, on_process_0
 from unickpt.runs.checkpointer import Checkpointer
+from unickpt.runs.removal import barrier, on_process_0
 from unickpt.runs.retention import Retention
 from unickpt.saving.pending import PendingSave
 from unickpt.storage import paths

@@ -22,8 +22,8 @@ from unickpt.errors import (
     UnickptError,
 )
 from unickpt.quoting import quoted
-from unickpt.steps.attempt_folders import FOLDER
-from unickpt.steps.step_folder import StepFolder
+from unickpt.runs.attempt_folders import FOLDER
+from unickpt.runs.step_folder import StepFolder
 from unickpt.storage.local_folders import sync_folder
 from unickpt.storage.ocdbt import MANIFEST
 from unickpt.threads import Pool

@@ -10,7 +10,7 @@ from unickpt.commit import lease, notes
 from unickpt.commit.record import Record
 from unickpt.errors import SaveConflict
 from unickpt.format import timing
-from unickpt.steps import lineage
+from unickpt.runs import step_folder
 from unickpt.storage import contexts
 from unickpt.storage.locations import Location
 from unickpt.storage.paths import resolve
@@ -44,7 +44,7 @@ def test_a_lineage_of_anything_is_as_if_it_were_missing(folder: Location) -> Non
     store = folder.child("processes/a/notes").store(contexts.context())
     for data in ANYTHING:
         store.write("lineage", data).result()
-        assert lineage.recorded(folder, "a") == lineage.Lineage()
+        assert step_folder.recorded(folder, "a") == step_folder.Lineage()
 
 
 @pytest.mark.parametrize("line", ANYTHING)

@@ -24,11 +24,11 @@ from support.saving import files, numbers, same
 import unickpt
 from unickpt import CheckpointCorrupt, Checkpointer, SaveConflict, SaveOptions, StorageError
 from unickpt.commit import attempt, lease
-from unickpt.runs import cleaning
+from unickpt.runs import cleaning, copying
 from unickpt.runs.copying import Copying
-from unickpt.steps import tier
-from unickpt.steps.step_folder import StepFolder
-from unickpt.steps.tier import Tier
+from unickpt.runs.step_folder import StepFolder
+from unickpt.runs.tiers import Tier
+from unickpt.tools import copying as copying_tools
 
 FAST = SaveOptions(fsync=False, timeout_s=20, chunk_bytes=4096)
 
@@ -65,7 +65,7 @@ def first_copy_waits(
 ) -> Iterator[tuple[threading.Event, threading.Event]]:
     """Has the first copy of a step wait when it has listed its files: until the second event, which
     the test sets, while the first one says that it waits."""
-    real, waits, goes_on = tier.copying._copy_values, threading.Event(), threading.Event()
+    real, waits, goes_on = copying_tools._copy_values, threading.Event(), threading.Event()
 
     def copy(*arguments: Any) -> None:
         if not waits.is_set():
@@ -74,7 +74,7 @@ def first_copy_waits(
         real(*arguments)
 
     with patch.context() as inner:
-        inner.setattr(tier.copying, "_copy_values", copy)
+        inner.setattr(copying_tools, "_copy_values", copy)
         try:
             yield waits, goes_on
         finally:
@@ -117,7 +117,7 @@ def test_a_step_that_is_overwritten_right_after_its_copy(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copy is committed, but who made it has not been told yet."""
-    real, copied, goes_on = Tier.copy_from, threading.Event(), threading.Event()
+    real, copied, goes_on = copying.copy_version, threading.Event(), threading.Event()
 
     def copy_from(*arguments: Any) -> Any:
         outcome = real(*arguments)
@@ -125,7 +125,7 @@ def test_a_step_that_is_overwritten_right_after_its_copy(
         assert goes_on.wait(60)
         return outcome
 
-    monkeypatch.setattr(Tier, "copy_from", copy_from)
+    monkeypatch.setattr(copying, "copy_version", copy_from)
     with run.open(keep_last=3) as checkpointer:
         checkpointer.save(1, numbers(1)).result(30)
         assert copied.wait(30)
@@ -231,7 +231,7 @@ def test_a_copy_that_reads_differently_is_not_committed(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The storage of the root has a bad day: what it was given is not what it gives."""
-    real = tier.copying._copy_values
+    real = copying_tools._copy_values
 
     def copy(*arguments: Any) -> None:
         real(*arguments)
@@ -239,7 +239,7 @@ def test_a_copy_that_reads_differently_is_not_committed(
 
     with run.open() as checkpointer:
         with monkeypatch.context() as patch:
-            patch.setattr(tier.copying, "_copy_values", copy)
+            patch.setattr(copying_tools, "_copy_values", copy)
             checkpointer.save(1, numbers(1))
             with pytest.raises(StorageError, match="what was written reads differently: 'large'"):
                 checkpointer.wait()
@@ -310,13 +310,13 @@ def damage_manifest(step: Path, damage: str) -> None:
 def test_hammered_steps_are_copied_as_they_were_saved_last(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = tier.copying.copy_files
+    real = copying_tools.copy_files
 
     def slow(*arguments: Any, **options: Any) -> None:
         threading.Event().wait(0.02)
         real(*arguments, **options)
 
-    monkeypatch.setattr(tier.copying, "copy_files", slow)
+    monkeypatch.setattr(copying_tools, "copy_files", slow)
     last: dict[int, int] = {}
     with run.open(keep_last=3) as checkpointer:
         for number in range(60):
@@ -407,7 +407,7 @@ def test_a_step_replaced_in_the_local_tier_counts_before_it_is_copied(
     with run.open() as checkpointer:
         checkpointer.save(100, numbers(1))
     with monkeypatch.context() as patch:
-        patch.setattr(Tier, "copy_from", fail)
+        patch.setattr(copying, "copy_version", fail)
         for number in (2, 3):  # it supersedes what the one before it superseded
             hours(number * ahead)
             with pytest.raises(StorageError), run.open() as checkpointer:
@@ -464,7 +464,7 @@ def no_copy(*arguments: Any) -> None:
 def save_uncopied(run: Run, patch: pytest.MonkeyPatch, *steps: int) -> None:
     """Saves steps into the local tier; their copies fail, as if the job were killed before them."""
     with patch.context() as inner:
-        inner.setattr(Tier, "copy_from", no_copy)
+        inner.setattr(copying, "copy_version", no_copy)
         checkpointer = run.open()
         for step in steps:
             checkpointer.save(step, numbers(step)).result(30)
@@ -545,7 +545,7 @@ def test_a_step_whose_copy_failed_counts_although_a_later_one_was_copied(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_uncopied(run, monkeypatch, 1)
-    real = Tier.copy_from
+    real = copying.copy_version
 
     def copy_from(self: Tier, source: StepFolder, step: int, *arguments: Any) -> bool:
         if step == 1:
@@ -553,7 +553,7 @@ def test_a_step_whose_copy_failed_counts_although_a_later_one_was_copied(
         return real(self, source, step, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Tier, "copy_from", copy_from)
+        patch.setattr(copying, "copy_version", copy_from)
         with pytest.raises(StorageError):
             save_all(run, 2)
     assert StepFolder(run.root).committed() == [2]
@@ -617,7 +617,7 @@ def test_runs_with_and_without_the_local_tier_see_one_history(operations: list[O
                 step = max({**root, **uncopied}, default=0) + 1
                 with patch.context() as inner, suppress(StorageError):
                     if what == "uncopied":
-                        inner.setattr(Tier, "copy_from", no_copy)
+                        inner.setattr(copying, "copy_version", no_copy)
                     with run.open() as job:
                         job.save(step, numbers(saved)).result(30)
                 if what == "uncopied":
@@ -738,13 +738,13 @@ sys.path.insert(0, {TESTS!r})
 import threading
 import unickpt
 from support.saving import numbers
-from unickpt.steps import tier
+from unickpt.tools import copying as copying_tools
 
 def slow(*arguments):
     threading.main_thread().join()
     real(*arguments)
 
-real, tier.copying.check_copy = tier.copying.check_copy, slow
+real, copying_tools.check_copy = copying_tools.check_copy, slow
 checkpointer = unickpt.Checkpointer(sys.argv[1], local=sys.argv[2])
 checkpointer.save(1, numbers(1))
 """

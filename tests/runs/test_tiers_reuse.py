@@ -20,9 +20,9 @@ import unickpt
 from unickpt import Checkpointer, SaveConflict, SaveOptions
 from unickpt.commit import version
 from unickpt.reuse import held_files
-from unickpt.steps import remnants
-from unickpt.steps.step_folder import StepFolder
-from unickpt.steps.tier import Tier
+from unickpt.runs import copying, orphans
+from unickpt.runs.step_folder import StepFolder
+from unickpt.runs.tiers import Tier
 from unickpt.storage import contexts, paths
 
 CHUNK = 4096
@@ -321,7 +321,7 @@ def test_a_version_that_others_borrow_from_is_not_replaced(run: Run) -> None:
         found = other.version(0)
         assert found is not None
         with pytest.raises(SaveConflict, match="has chunks of step_1; remove these"):
-            steps._tiers.root.copy_from(other, 0, found, whole, None, OPTIONS)
+            copying.copy_version(steps._tiers.root, other, 0, found, whole, None, OPTIONS)
     run.check(0, changed(now, 0, 0))
     run.check(1, changed(now, 1, 1))
 
@@ -397,9 +397,9 @@ def test_what_an_interrupted_copy_leaves_is_known(run: Run) -> None:
     for folder in (run.root, str(run.local)):
         location = paths.resolve(f"{folder}/step_1")
         location.store(contexts.context()).write("manifest.ocdbt", None).result()
-        found = list(remnants.search(paths.resolve(folder), contexts.context()))
-        assert [(each.name, each.kind) for each in found if each.kind != remnants.LOCK] == [
-            ("step_1", remnants.UNFINISHED)
+        found = list(orphans.search(paths.resolve(folder), contexts.context()))
+        assert [(each.name, each.kind) for each in found if each.kind != orphans.LOCK] == [
+            ("step_1", orphans.UNFINISHED)
         ]
 
 
@@ -410,7 +410,7 @@ import os, sys
 sys.path[:0] = [{TESTS!r}, {os.path.dirname(__file__)!r}]
 import unickpt
 from support.dying import die_at
-from unickpt.steps.tier import Tier
+from unickpt.runs import copying
 from test_tiers_reuse import OPTIONS, changed, refuse, state
 
 root, local, links, step, when = sys.argv[1:]
@@ -420,8 +420,8 @@ if not int(links):
 with unickpt.Checkpointer(root, local=local, reuse=True, options=OPTIONS) as steps:
     steps.save(0, state())
     steps.wait()
-    copy_from = Tier.copy_from
-    Tier.copy_from = lambda *arguments: (die_at(step, when), copy_from(*arguments))[1]
+    copy_from = copying.copy_version
+    copying.copy_version = lambda *arguments: (die_at(step, when), copy_from(*arguments))[1]
     steps.save(1, changed(state(), 1, 1))
 """
 MOMENTS = [

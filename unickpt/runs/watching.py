@@ -16,7 +16,7 @@ from unickpt.commit.progress.reports import DONE, NOT_BEGUN, WORDS, WRITE, Repor
 from unickpt.errors import CheckpointNotFound, UnickptError
 from unickpt.reading import checkpoint
 from unickpt.reading.listing import Listed, checkpoints_below, natural
-from unickpt.steps.attempt_folders import FOLDER
+from unickpt.runs.attempt_folders import FOLDER
 from unickpt.storage import contexts, errors, paths
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
