@@ -229,10 +229,9 @@ def test_a_step_that_would_not_be_found_again_is_refused(tmp_path: Path) -> None
     ("arguments", "message"),
     [
         ({"keep_last": "3"}, "keep_last='3' must be an integer, at least 1"),
-        ({"keep_every": 2.5}, "keep_every=2.5 must be an integer, at least 1"),
-        ({"keep": 3}, "keep=3 must be a function of a step"),
-        ({"save_every": "10"}, "save_every='10' must be a positive number"),
-        ({"save_every_s": "10"}, "save_every_s='10' must be a positive number"),
+        ({"keep": 3}, "keep=3 must be a Retention, such as"),
+        ({"save_every": "10"}, "save_every: steps='10' must be a positive number"),
+        ({"experts": {"e/{x}": 1}}, "must be Experts"),
     ],
 )
 def test_rules_of_a_wrong_type(arguments: Any, message: str, tmp_path: Path) -> None:

@@ -15,7 +15,14 @@ from support import s3_server
 from support.saving import in_job, same
 
 import unickpt
-from unickpt import Checkpointer, CheckpointNotFound, SaveConflict, SaveOptions, StorageError
+from unickpt import (
+    Checkpointer,
+    CheckpointNotFound,
+    Experts,
+    SaveConflict,
+    SaveOptions,
+    StorageError,
+)
 from unickpt.runs import orphans
 from unickpt.storage import contexts, paths
 
@@ -202,7 +209,9 @@ def test_experts_that_a_base_lost_cost_one_save(what: str, links: bool, tmp_path
     """They are nowhere else; the next save writes all."""
     experts = {str(n): {"w": np.full((16, 512), n, np.float32)} for n in range(4)}
     tree = {"frozen": FROZEN, "experts": experts}
-    with Checkpointer(tmp_path, reuse=True, partial={"experts/{x}/**": 1}, options=OPTIONS) as run:
+    with Checkpointer(
+        tmp_path, reuse=True, experts=Experts({"experts/{x}/**": 1}), options=OPTIONS
+    ) as run:
         for step in (0, 1):
             run.save(step, tree).result()
         for folder in tmp_path.glob("step_*"):

@@ -13,7 +13,7 @@ from support import s3_server
 from support.saving import in_job, same
 
 import unickpt
-from unickpt import Checkpointer, SaveOptions, StorageError
+from unickpt import Checkpointer, Experts, SaveOptions, StorageError
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.runs.step_folder import StepFolder
 from unickpt.saving.save_job import SaveJob
@@ -74,7 +74,7 @@ def test_experts_are_borrowed_from_a_whole_step(run: str, monkeypatch: pytest.Mo
     read = list[str]()
     real = OcdbtReader.read_chunk
     monkeypatch.setattr(OcdbtReader, "read_chunk", lambda *a: (read.append(a[1].name), real(*a))[1])
-    with Checkpointer(run, partial=PARTIAL, keep_last=1, options=OPTIONS) as steps:
+    with Checkpointer(run, experts=Experts(PARTIAL), keep_last=1, options=OPTIONS) as steps:
         written = list[list[int]]()
         for step in range(9):
             read.clear()
@@ -97,13 +97,13 @@ def test_experts_are_borrowed_from_a_whole_step(run: str, monkeypatch: pytest.Mo
 
 def test_a_run_goes_on_and_back(run: str) -> None:
     for first in (0, 3):
-        with Checkpointer(run, partial=PARTIAL, options=OPTIONS) as steps:
+        with Checkpointer(run, experts=Experts(PARTIAL), options=OPTIONS) as steps:
             if first:
                 steps.load()
             for step in range(first, first + 3):
                 steps.save(step, state(step), wait=True)
     assert [check(f"{run}/step_{step}", step)[KEY][0] for step in range(6)] == [0, 1, 2, 3, 4, 5]
-    with Checkpointer(run, partial=PARTIAL, options=OPTIONS) as steps:
+    with Checkpointer(run, experts=Experts(PARTIAL), options=OPTIONS) as steps:
         steps.load(step=2)
         steps.drop_later_steps()
         steps.save(3, state(30), wait=True)
@@ -117,7 +117,7 @@ def test_a_run_goes_on_and_back(run: str) -> None:
 def test_a_base_that_is_gone_stops_the_save_and_the_next_one_is_whole(
     run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Checkpointer(run, partial=PARTIAL, options=OPTIONS) as steps:
+    with Checkpointer(run, experts=Experts(PARTIAL), options=OPTIONS) as steps:
         for step in range(2):
             steps.save(step, state(step), wait=True)
         real = SaveJob._publish
@@ -138,7 +138,7 @@ def test_a_base_that_is_gone_stops_the_save_and_the_next_one_is_whole(
 def test_several_processes_borrow_alike(run: str) -> None:
     def work(group: unickpt.ProcessGroup) -> None:
         made = SaveOptions(chunk_bytes=4096, fsync=False, group=group, timeout_s=20)
-        with Checkpointer(run, partial=PARTIAL, options=made) as steps:
+        with Checkpointer(run, experts=Experts(PARTIAL), options=made) as steps:
             for step in range(4):
                 steps.save(step, state(step), wait=True)
 
@@ -151,7 +151,7 @@ def test_several_processes_borrow_alike(run: str) -> None:
 def test_copies_of_partial_steps_send_what_is_new(tmp_path: Any) -> None:
     root = f"memory://{secrets.token_hex(6)}"
     bases = list[list[str]]()
-    with Checkpointer(root, local=tmp_path, partial=PARTIAL, options=OPTIONS) as steps:
+    with Checkpointer(root, local=tmp_path, experts=Experts(PARTIAL), options=OPTIONS) as steps:
         for step in range(6):
             steps.save(step, state(step))
             steps.wait()

@@ -28,6 +28,7 @@ from unickpt import (
     ProcessFailed,
     ProcessGroup,
     SaveConflict,
+    SaveEvery,
     SaveOptions,
     StorageError,
     UnsupportedLeaf,
@@ -216,15 +217,32 @@ def test_retention_by_a_function_of_all_steps(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("rules", "message"),
     [
         ({"keep_among": 3}, "keep_among=3 must be a function of all steps"),
         ({"keep_last": 0}, "keep_last=0 must be an integer, at least 1"),
         ({"keep_best": 2}, "give both keep_best and metric"),
         ({"metric": "loss"}, "give both keep_best and metric"),
         ({"keep_best": 1, "metric": "a", "best": "most"}, "'min' or 'max'"),
-        ({"save_every": 0}, "save_every=0 must be a positive number"),
-        ({"save_every_s": -1.0}, "save_every_s"),
+    ],
+)
+def test_rules_that_make_no_sense(rules: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Retention(**rules)
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(-1.0, None), (None, -1), ("10", 1)])
+def test_times_that_make_no_sense(seconds: Any, steps: Any) -> None:
+    with pytest.raises(ValueError, match="must be a positive number"):
+        SaveEvery(steps, seconds)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"keep": 3}, "keep=3 must be a Retention"),
+        ({"keep_last": 2, "keep": Retention(keep_last=3)}, "not to both"),
+        ({"save_every": 0}, "save_every: steps=0 must be a positive number"),
         ({"optimizers": [object()]}, "object is not a torch.optim.Optimizer"),
         ({"optimizers": object()}, "pass a list, even for a single optimizer"),
         ({"local": "."}, "local and root are the same folder"),
@@ -241,14 +259,16 @@ def test_arguments_that_make_no_sense(
 @pytest.mark.parametrize("root", ["{tmp}", "memory://retention"])
 def test_steps_that_no_rule_keeps_are_removed(root: str, tmp_path: Path) -> None:
     losses = [5.0, 1.0, float("nan"), 3.0, 0.5, 4.0, 6.0, 7.0]
-    arguments: dict[str, Any] = {"keep_last": 2, "keep_best": 2, "metric": "loss"}
+    best: dict[str, Any] = {"keep_best": 2, "metric": "loss"}
     where = root.format(tmp=tmp_path)
-    with Checkpointer(where, keep=lambda step: step == 3, **arguments) as checkpointer:
+    keep = Retention(keep=lambda step: step == 3, **best)
+    with Checkpointer(where, keep_last=2, keep=keep) as checkpointer:
         for step, loss in enumerate(losses):
             checkpointer.save(step, numbers(step), metrics={"loss": loss})
         checkpointer.wait()
         assert checkpointer.steps() == [1, 3, 4, 6, 7]
-    with Checkpointer(where, keep_every=3, **arguments) as checkpointer:  # reads the old losses
+    keep = Retention(keep_every=3, **best)
+    with Checkpointer(where, keep_last=2, keep=keep) as checkpointer:  # reads the old losses
         checkpointer.save(8, numbers(8))
         checkpointer.wait()
         assert checkpointer.steps() == [1, 3, 4, 6, 7, 8]
@@ -439,7 +459,9 @@ def test_saving_every_so_many_seconds_is_decided_by_process_0(tmp_path: Path) ->
         seconds = 0.3 if group.index == 0 else 1e9
         options = SaveOptions(group=group, fsync=False, timeout_s=20)
         saved = []
-        with Checkpointer(tmp_path, save_every_s=seconds, options=options) as checkpointer:
+        with Checkpointer(
+            tmp_path, save_every=SaveEvery(seconds=seconds), options=options
+        ) as checkpointer:
             for step in range(12):
                 time.sleep(0.05 * (group.index + 1))
                 if checkpointer.should_save(step):
@@ -456,7 +478,9 @@ def test_saving_every_so_many_seconds_is_decided_by_process_0(tmp_path: Path) ->
 def test_one_process_that_is_told_to_stop_stops_all(tmp_path: Path) -> None:
     def run(group: ProcessGroup) -> tuple[int, bool]:
         options = SaveOptions(group=group, fsync=False, timeout_s=20)
-        with Checkpointer(tmp_path, preemption=True, options=options) as checkpointer:
+        with Checkpointer(
+            tmp_path, save_every=SaveEvery(preemption=True), options=options
+        ) as checkpointer:
             for step in range(100):
                 if step == 7 and group.index == 1:
                     checkpointer.preempt()
@@ -474,7 +498,9 @@ def test_sigterm_saves_a_last_time(tmp_path: Path) -> None:
     calls = []
     before = signal.signal(signal.SIGTERM, lambda *_: calls.append(1))
     try:
-        with Checkpointer(tmp_path, preemption=True, options=FAST) as checkpointer:
+        with Checkpointer(
+            tmp_path, save_every=SaveEvery(preemption=True), options=FAST
+        ) as checkpointer:
             assert not checkpointer.should_save(1)
             os.kill(os.getpid(), signal.SIGTERM)
             assert checkpointer.should_save(2)
@@ -687,7 +713,9 @@ def test_the_metrics_of_process_0_count(tmp_path: Path) -> None:
     def run(group: ProcessGroup) -> list[str]:
         options = SaveOptions(group=group, fsync=False, timeout_s=20)
         outcomes = []
-        with Checkpointer(tmp_path, keep_best=1, metric="loss", options=options) as checkpointer:
+        with Checkpointer(
+            tmp_path, keep=Retention(keep_best=1, metric="loss"), options=options
+        ) as checkpointer:
             for step, loss in enumerate([3.0, 1.0, "low", 2.0, 4.0]):
                 mine: Any = loss if group.index == 0 else 9.0 - step
                 try:

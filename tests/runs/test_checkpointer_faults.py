@@ -30,7 +30,8 @@ commit._GRACE_S = 0.3
 die_at(step, when)
 group = unickpt.ProcessGroup(index, count, session)
 options = unickpt.SaveOptions(group=group, timeout_s=timeout_s, chunk_bytes=4096, fsync=False)
-arguments = {{"keep_last": 2, "keep_every": 5, "options": options, "local": local}}
+arguments = {{"keep_last": 2, "options": options, "local": local}}
+arguments["keep"] = unickpt.Retention(keep_every=5)
 if local and count > 1:
     unickpt.runs.checkpointer.check_shared = lambda *_: None  # they cannot agree
     unickpt.runs.removal.Removal._remove_abandoned = lambda *_: None

@@ -51,7 +51,7 @@ def test_what_was_just_saved_is_kept_whatever_the_rules_say() -> None:
     assert Retention(keep_every=100).expendable(found, {160}) == [5, 10]
 
 
-@pytest.mark.parametrize("rules", [{"keep_last": 1}, {"keep_every": 100}])
+@pytest.mark.parametrize("rules", [{"keep_last": 1}, {"keep": Retention(keep_every=100)}])
 def test_what_was_just_saved_is_kept_beside_a_step_of_others(
     rules: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -121,7 +121,14 @@ def test_later_steps_on_s3_are_found_in_the_background(
 
 
 @pytest.mark.parametrize("local", [None, "local"])
-@pytest.mark.parametrize("rules", [{"keep_last": 1}, {"keep_every": 50}, {"keep_best": 1}])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"keep_last": 1},
+        {"keep": Retention(keep_every=50)},
+        {"keep": Retention(keep_best=1, metric="loss")},
+    ],
+)
 def test_going_on_after_an_earlier_step(
     rules: dict[str, Any], local: str | None, tmp_path: Path
 ) -> None:
@@ -129,8 +136,6 @@ def test_going_on_after_an_earlier_step(
     with Checkpointer(root, options=FAST, local=tier) as checkpointer:
         for step in (100, 150, 160, 200):
             checkpointer.save(step, numbers(step), metrics={"loss": 1000 - step})
-    if "keep_best" in rules:
-        rules = {**rules, "metric": "loss"}
     arguments: dict[str, Any] = {"after": 150, "local": tier, "options": FAST, **rules}
     with Checkpointer(root, **arguments) as checkpointer:
         assert (checkpointer.steps(), checkpointer.latest()) == ([100, 150], 150)
@@ -438,7 +443,8 @@ SAVER = """
 import sys, numpy as np, unickpt
 root = sys.argv[1]
 options = unickpt.SaveOptions(fsync=False)
-with unickpt.Checkpointer(root, keep_last=1, keep_every=10_000, options=options) as ckpt:
+keep = unickpt.Retention(keep_last=1, keep_every=10_000)
+with unickpt.Checkpointer(root, keep=keep, options=options) as ckpt:
     for step in range(1, 10_000):
         arrays = {str(k): np.full(50, step) for k in range(40)}
         ckpt.save(step, {"step": step, "arrays": arrays}, wait=True)
@@ -470,7 +476,9 @@ def test_a_step_that_is_removed_before_it_is_read_is_not_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_of(tmp_path, 1, 2)
-    with Checkpointer(tmp_path, keep_last=1, keep_every=10_000, options=FAST) as saver:
+    with Checkpointer(
+        tmp_path, keep_last=1, keep=Retention(keep_every=10_000), options=FAST
+    ) as saver:
         checkpointer = Checkpointer(tmp_path)
         real, listed = StepLoader._newest, []
 

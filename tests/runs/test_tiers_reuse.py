@@ -21,6 +21,7 @@ from unickpt import Checkpointer, SaveConflict, SaveOptions
 from unickpt.commit import version
 from unickpt.reuse import held_files
 from unickpt.runs import copying, orphans
+from unickpt.runs.retention import Retention
 from unickpt.runs.step_folder import StepFolder
 from unickpt.runs.tiers import Tier
 from unickpt.storage import contexts, paths
@@ -290,7 +291,7 @@ def test_a_base_is_not_cleaned_up_while_it_is_chosen(
         assert goes_on.wait(30)
         return found
 
-    with run.open(keep=lambda step: step == 3) as steps:
+    with run.open(keep=Retention(keep=lambda step: step == 3)) as steps:
         steps.save(0, now)
         steps.wait()
         with monkeypatch.context() as patch:

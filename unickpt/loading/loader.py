@@ -135,7 +135,7 @@ def load(
         return_report: whether to also return a `LoadReport`. Its text is always logged to the
             logger "unickpt" at level INFO.
         strict_experts: refuse a checkpoint that has the state of some experts as of an earlier step
-            (`Checkpointer(partial=)`).
+            (`Checkpointer(experts=)`).
         options: see `LoadOptions`.
 
     Returns:

@@ -25,7 +25,7 @@ class ExpertFacts:
     """What `choose` is called with: the experts of one key, as they are in the newest step.
 
     Arguments:
-        key: of `partial`.
+        key: of `Experts`.
         experts: their numbers, ascending.
         k: how many to save.
         steps: the step of which each one's state is.
@@ -306,7 +306,7 @@ def with_steps(metadata: Mapping[str, Any], written: Sequence[tuple[int, Steps]]
                         f"expert {number} of {key!r} would be of two steps: process "
                         f"{first[key, number]} has it of step {into[number]}, process {process} of "
                         f"step {step}. All processes must save the same steps with the same "
-                        "`partial` and `choose`. Nothing was saved; the next save writes all"
+                        "`experts`. Nothing was saved; the next save writes all"
                     )
                 first.setdefault((key, number), process)
     if not merged:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Literal
 
@@ -23,7 +23,8 @@ class Retention:
         metric: the name of a metric given to `Checkpointer.save`.
         best: whether the smallest or the largest value is the best.
         keep: called with a step; returns whether to keep it.
-        keep_among: called with all steps, ascending; returns those to keep.
+        keep_among: called with all steps, ascending, on process 0 in the background; returns those
+            to keep.
 
     Raises:
         ValueError: a rule is invalid.
@@ -56,6 +57,25 @@ class Retention:
             raise ValueError(f"keep={self.keep!r} must be a function of a step; see keep_last=")
         if self.keep_among is not None and not callable(self.keep_among):
             raise ValueError(f"keep_among={self.keep_among!r} must be a function of all steps")
+
+    @classmethod
+    def of(cls, keep_last: int | None, policy: Retention | None) -> Retention:
+        """What the arguments of a Checkpointer say together.
+
+        Raises:
+            ValueError: they are not valid.
+        """
+        if policy is None:
+            return cls(keep_last)
+        if not isinstance(policy, cls):
+            raise ValueError(
+                f"keep={policy!r} must be a Retention, such as Retention(keep_every=100)"
+            )
+        if keep_last is None:
+            return policy
+        if policy.keep_last is not None:
+            raise ValueError("give keep_last to the Checkpointer or to its Retention, not to both")
+        return replace(policy, keep_last=keep_last)
 
     @property
     def keeps_all(self) -> bool:

@@ -130,7 +130,7 @@ def describe(
             entries[name], sources[name] = _entry(name, source, options, axis), source
             if held is not None and entries[name].quantized is not None:
                 raise ValueError(
-                    f"it belongs to the experts of {held.key!r} (`partial`), which cannot be "
+                    f"it belongs to the experts of {held.key!r} (`experts`), which cannot be "
                     "quantised; put a pattern that matches it before, with None"
                 )
         except (TypeError, ValueError) as error:

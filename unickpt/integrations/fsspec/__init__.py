@@ -10,6 +10,7 @@ the background. docs/integrations/fsspec.md has the promises.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,6 @@ from unickpt.storage import paths
 from unickpt.threads import SerialExecutor
 
 __all__ = ["MirroredCheckpointer"]
-
-_RULES = ("keep_last", "keep_every", "keep_best", "keep")
 
 
 class MirroredCheckpointer(Checkpointer):
@@ -48,7 +47,7 @@ class MirroredCheckpointer(Checkpointer):
             for `Checkpointer`, the newest always does.
         storage_options: for fsspec's file system, such as `{"account_name": ...}`.
         arguments: as for `Checkpointer`; except `after`, instead of which there is
-            `drop_later_steps`, `local`, which `root` is here, and `partial`, whose steps need each
+            `drop_later_steps`, `local`, which `root` is here, and `experts`, whose steps need each
             other.
 
     Raises:
@@ -77,7 +76,7 @@ class MirroredCheckpointer(Checkpointer):
         storage_options: Mapping[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
-        for name in ("after", "local", "partial"):
+        for name in ("after", "local", "experts"):
             if arguments.get(name) is not None:
                 raise ValueError(f"{name}= is not supported with a mirror")
         if not paths.resolve(root).is_local:
@@ -88,9 +87,10 @@ class MirroredCheckpointer(Checkpointer):
         self._there_keeps = Retention(mirror_keep_last, mirror_keep_every)
         self._settled: dict[int, Version] = {}
         """The versions of steps that are copied, or that the mirror need not have."""
-        if any(arguments.get(rule) is not None for rule in _RULES):
-            arguments["keep"] = self._keep(arguments.get("keep"))
-        super().__init__(root, **arguments)
+        here = Retention.of(arguments.pop("keep_last", None), arguments.pop("keep", None))
+        if not here.keeps_all:
+            here = replace(here, keep=self._keep(here.keep))
+        super().__init__(root, keep=here, **arguments)
         failed = partial(self._queue.errors.add, f"copying steps to {self._there}")
         self._copies = SerialExecutor("unickpt-mirror", failed)
 
