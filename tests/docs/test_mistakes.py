@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from unickpt import (
     SaveOptions,
     UnsupportedLeaf,
 )
+from unickpt.loading.loader import LoadArguments
 
 STATE = {"w": np.arange(6.0).reshape(2, 3), "step": 3, "b": {"x": np.ones(4)}}
 ONES = np.ones(4)
@@ -237,6 +239,13 @@ def test_a_step_that_would_not_be_found_again_is_refused(tmp_path: Path) -> None
 def test_rules_of_a_wrong_type(arguments: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         Checkpointer(tmp_path, **arguments)
+
+
+def test_both_loads_take_the_same_keywords(run: Path) -> None:
+    keywords = {name for name, p in signature(unickpt.load).parameters.items() if p.kind == 3}
+    assert keywords == {*LoadArguments.__annotations__, "return_report"}
+    with pytest.raises(TypeError, match="unexpected keyword argument 'strct'"):
+        Checkpointer(run).load(strct=False)  # type: ignore[call-overload]
 
 
 def test_a_checkpointer_of_a_checkpoint_says_so(stored: Path) -> None:

@@ -34,7 +34,7 @@ from unickpt import (
     UnsupportedLeaf,
 )
 from unickpt.commit import lease
-from unickpt.runs import copying
+from unickpt.runs import tier_copies
 from unickpt.runs.retention import Retention
 from unickpt.runs.step_folder import StepFolder
 from unickpt.storage import contexts
@@ -554,7 +554,7 @@ def test_what_was_not_copied_is_copied_by_the_next_run(
 
     checkpointer = Checkpointer(root, local=local, keep_last=5, options=FAST)
     with monkeypatch.context() as patch:
-        patch.setattr(copying, "copy_version", fail)
+        patch.setattr(tier_copies, "copy_version", fail)
         checkpointer.save(1, numbers(1))
         checkpointer._drain()
         with pytest.raises(StorageError, match="network is down") as caught:
@@ -586,7 +586,7 @@ def test_the_newest_step_in_the_root_stays_while_a_newer_one_is_not_copied(
         checkpointer.save(1, numbers(1))
         checkpointer.wait()
         with monkeypatch.context() as patch:
-            patch.setattr(copying, "copy_version", fail)
+            patch.setattr(tier_copies, "copy_version", fail)
             for step in (2, 3):
                 checkpointer.save(step, numbers(step))
                 with pytest.raises(StorageError):

@@ -26,7 +26,7 @@ from unickpt import (
     SaveOptions,
     StorageError,
 )
-from unickpt.runs import copying
+from unickpt.runs import tier_copies
 from unickpt.runs.retention import Retention
 from unickpt.runs.step_folder import StepFolder
 from unickpt.runs.step_loader import StepLoader
@@ -545,7 +545,7 @@ def test_a_step_that_failed_after_its_commit_says_why_it_failed(
 
     checkpointer = Checkpointer(tmp_path / "run", local=tmp_path / "local", options=FAST)
     with monkeypatch.context() as patch:
-        patch.setattr(copying, "copy_version", fail)
+        patch.setattr(tier_copies, "copy_version", fail)
         checkpointer.save(3, numbers(3))
         checkpointer._drain()
         with pytest.raises(StorageError, match="network is down"):

@@ -24,9 +24,9 @@ from support.saving import files, numbers, same
 import unickpt
 from unickpt import CheckpointCorrupt, Checkpointer, SaveConflict, SaveOptions, StorageError
 from unickpt.commit import attempt, lease
-from unickpt.runs import cleaning, copying
-from unickpt.runs.copying import Copying
+from unickpt.runs import cleaning, tier_copies
 from unickpt.runs.step_folder import StepFolder
+from unickpt.runs.tier_copies import Copying
 from unickpt.runs.tiers import Tier
 from unickpt.tools import copying as copying_tools
 
@@ -117,7 +117,7 @@ def test_a_step_that_is_overwritten_right_after_its_copy(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copy is committed, but who made it has not been told yet."""
-    real, copied, goes_on = copying.copy_version, threading.Event(), threading.Event()
+    real, copied, goes_on = tier_copies.copy_version, threading.Event(), threading.Event()
 
     def copy_from(*arguments: Any) -> Any:
         outcome = real(*arguments)
@@ -125,7 +125,7 @@ def test_a_step_that_is_overwritten_right_after_its_copy(
         assert goes_on.wait(60)
         return outcome
 
-    monkeypatch.setattr(copying, "copy_version", copy_from)
+    monkeypatch.setattr(tier_copies, "copy_version", copy_from)
     with run.open(keep_last=3) as checkpointer:
         checkpointer.save(1, numbers(1)).result(30)
         assert copied.wait(30)
@@ -407,7 +407,7 @@ def test_a_step_replaced_in_the_local_tier_counts_before_it_is_copied(
     with run.open() as checkpointer:
         checkpointer.save(100, numbers(1))
     with monkeypatch.context() as patch:
-        patch.setattr(copying, "copy_version", fail)
+        patch.setattr(tier_copies, "copy_version", fail)
         for number in (2, 3):  # it supersedes what the one before it superseded
             hours(number * ahead)
             with pytest.raises(StorageError), run.open() as checkpointer:
@@ -464,7 +464,7 @@ def no_copy(*arguments: Any) -> None:
 def save_uncopied(run: Run, patch: pytest.MonkeyPatch, *steps: int) -> None:
     """Saves steps into the local tier; their copies fail, as if the job were killed before them."""
     with patch.context() as inner:
-        inner.setattr(copying, "copy_version", no_copy)
+        inner.setattr(tier_copies, "copy_version", no_copy)
         checkpointer = run.open()
         for step in steps:
             checkpointer.save(step, numbers(step)).result(30)
@@ -545,7 +545,7 @@ def test_a_step_whose_copy_failed_counts_although_a_later_one_was_copied(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_uncopied(run, monkeypatch, 1)
-    real = copying.copy_version
+    real = tier_copies.copy_version
 
     def copy_from(self: Tier, source: StepFolder, step: int, *arguments: Any) -> bool:
         if step == 1:
@@ -553,7 +553,7 @@ def test_a_step_whose_copy_failed_counts_although_a_later_one_was_copied(
         return real(self, source, step, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(copying, "copy_version", copy_from)
+        patch.setattr(tier_copies, "copy_version", copy_from)
         with pytest.raises(StorageError):
             save_all(run, 2)
     assert StepFolder(run.root).committed() == [2]
@@ -617,7 +617,7 @@ def test_runs_with_and_without_the_local_tier_see_one_history(operations: list[O
                 step = max({**root, **uncopied}, default=0) + 1
                 with patch.context() as inner, suppress(StorageError):
                     if what == "uncopied":
-                        inner.setattr(copying, "copy_version", no_copy)
+                        inner.setattr(tier_copies, "copy_version", no_copy)
                     with run.open() as job:
                         job.save(step, numbers(saved)).result(30)
                 if what == "uncopied":

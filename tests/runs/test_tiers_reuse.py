@@ -20,7 +20,7 @@ import unickpt
 from unickpt import Checkpointer, SaveConflict, SaveOptions
 from unickpt.commit import version
 from unickpt.reuse import held_files
-from unickpt.runs import copying, orphans
+from unickpt.runs import orphans, tier_copies
 from unickpt.runs.retention import Retention
 from unickpt.runs.step_folder import StepFolder
 from unickpt.runs.tiers import Tier
@@ -322,7 +322,7 @@ def test_a_version_that_others_borrow_from_is_not_replaced(run: Run) -> None:
         found = other.version(0)
         assert found is not None
         with pytest.raises(SaveConflict, match="has chunks of step_1; remove these"):
-            copying.copy_version(steps._tiers.root, other, 0, found, whole, None, OPTIONS)
+            tier_copies.copy_version(steps._tiers.root, other, 0, found, whole, None, OPTIONS)
     run.check(0, changed(now, 0, 0))
     run.check(1, changed(now, 1, 1))
 
@@ -411,7 +411,7 @@ import os, sys
 sys.path[:0] = [{TESTS!r}, {os.path.dirname(__file__)!r}]
 import unickpt
 from support.dying import die_at
-from unickpt.runs import copying
+from unickpt.runs import tier_copies
 from test_tiers_reuse import OPTIONS, changed, refuse, state
 
 root, local, links, step, when = sys.argv[1:]
@@ -421,8 +421,8 @@ if not int(links):
 with unickpt.Checkpointer(root, local=local, reuse=True, options=OPTIONS) as steps:
     steps.save(0, state())
     steps.wait()
-    copy_from = copying.copy_version
-    copying.copy_version = lambda *arguments: (die_at(step, when), copy_from(*arguments))[1]
+    copy_from = tier_copies.copy_version
+    tier_copies.copy_version = lambda *arguments: (die_at(step, when), copy_from(*arguments))[1]
     steps.save(1, changed(state(), 1, 1))
 """
 MOMENTS = [

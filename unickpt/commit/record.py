@@ -12,7 +12,7 @@ import xxhash
 
 from unickpt.arrays.box import Box
 from unickpt.format.index import BaseEntry
-from unickpt.reuse.experts import Steps
+from unickpt.reuse.experts import ExpertSteps
 from unickpt.storage.btree.builder import INLINE, PLACE_DTYPE, PLACE_FIELDS
 
 # `array` is the number of the array in the process's own description, `chunk` that of the chunk in
@@ -67,7 +67,7 @@ class Record:
     base: BaseEntry | None = None
     patches: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, PATCH_DTYPE))
     errors: Mapping[int, tuple[float, float]] = field(default_factory=dict)
-    experts: Steps = field(default_factory=dict)
+    experts: ExpertSteps = field(default_factory=dict)
 
     def with_statistics(self, more: Mapping[str, float]) -> Record:
         """The same with more statistics."""

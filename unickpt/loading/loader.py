@@ -41,7 +41,7 @@ _HALF = (
 
 
 class LoadArguments(TypedDict, total=False):
-    """What `load` and `Checkpointer.load` take by keyword; `load` describes it."""
+    """What `Checkpointer.load` takes by keyword as `load` does, which describes it."""
 
     rules: Rules | None
     strict: bool
@@ -53,21 +53,6 @@ class LoadArguments(TypedDict, total=False):
     cast: bool
     strict_experts: bool
     options: LoadOptions | None
-
-
-def check_keywords(arguments: Mapping[str, object]) -> None:
-    """Refuses keywords that `load` does not take.
-
-    Raises:
-        TypeError: names the first of them, and those that there are.
-    """
-    known = LoadArguments.__annotations__
-    for name in arguments:
-        if name not in known:
-            raise TypeError(
-                f"load() got an unexpected keyword argument {name!r}; it takes "
-                f"{', '.join(known)}, return_report"
-            )
 
 
 @overload
@@ -94,8 +79,17 @@ def load(
     path: checkpoint.Source,
     like: Any = None,
     *,
+    rules: Rules | None = None,
+    strict: bool = True,
+    only: Patterns | None = None,
+    skip: Patterns = (),
+    missing: Literal["error", "keep"] = "error",
+    unexpected: Literal["error", "skip"] = "error",
+    mismatched: Literal["error", "keep"] = "error",
+    cast: bool = False,
     return_report: bool = False,
-    **arguments: Unpack[LoadArguments],
+    strict_experts: bool = False,
+    options: LoadOptions | None = None,
 ) -> Any:
     """Loads a checkpoint onto any mesh, in any framework.
 
@@ -157,18 +151,14 @@ def load(
         >>> unickpt.load("memory://run/load")
         {'w': array([0, 1, 2]), 'step': 7}
     """
-    check_keywords(arguments)
-    strict = arguments.get("strict", True)
     policy = Policy(
-        _chosen("missing", arguments.get("missing", "error"), "keep") or not strict,
-        _chosen("unexpected", arguments.get("unexpected", "error"), "skip") or not strict,
-        _chosen("mismatched", arguments.get("mismatched", "error"), "keep"),
-        arguments.get("cast", False),
-        Selection.of(arguments.get("only"), arguments.get("skip", ())),
+        _chosen("missing", missing, "keep") or not strict,
+        _chosen("unexpected", unexpected, "skip") or not strict,
+        _chosen("mismatched", mismatched, "keep"),
+        cast,
+        Selection.of(only, skip),
     )
-    options = LoadOptions.or_default(arguments.get("options"))
-    whole = arguments.get("strict_experts", False)
-    loading = _Load(arguments.get("rules"), policy, whole, options, adapters())
+    loading = _Load(rules, policy, strict_experts, LoadOptions.or_default(options), adapters())
     # Fills everything again; processes that exchange all start again together.
     found, report = checkpoint.again(lambda: loading.load(path, like))
     if _log.isEnabledFor(logging.INFO):

@@ -11,13 +11,13 @@ from typing import Any, Literal, Self, Unpack, overload
 
 from unickpt.frameworks.process_group import Group, within
 from unickpt.frameworks.registry import adapters, current_group
-from unickpt.loading.loader import LoadArguments, check_keywords
+from unickpt.loading.loader import LoadArguments
 from unickpt.loading.report import LoadReport
 from unickpt.reading.options import LoadOptions
 from unickpt.reuse.partial_save import PartialSave
 from unickpt.runs.arguments import fences_of, step_metadata, step_number
 from unickpt.runs.housekeeping import Housekeeping
-from unickpt.runs.partial_saves import Experts, PartialSaves, Tokens
+from unickpt.runs.partial_saves import Experts, PartialSaves, TokensSeen
 from unickpt.runs.removal import Removal, check_shared
 from unickpt.runs.retention import Retention
 from unickpt.runs.save_triggers import SaveEvery, SaveTriggers, SigtermHandler
@@ -164,7 +164,7 @@ class Checkpointer:
         *,
         wait: bool = False,
         metrics: Mapping[str, float] | None = None,
-        tokens: Tokens | None = None,
+        tokens: TokensSeen | None = None,
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
     ) -> PendingSave:
@@ -427,7 +427,6 @@ class Checkpointer:
             CheckpointNotFound: the step does not exist, or no step does.
             CheckpointCorrupt: it is damaged; the message names the next older one.
         """
-        check_keywords(arguments)
         self._removal.check_after()
         options = LoadOptions.or_default(arguments.get("options"))
         group = self._group(options)

@@ -12,7 +12,7 @@ from unickpt.errors import UnickptError, UnsupportedLeaf
 from unickpt.format import ocdbt_reader
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.reuse.expert_keys import ExpertKeys
-from unickpt.reuse.experts import Choose, ExpertRecord, Steps, stored
+from unickpt.reuse.experts import Choose, ExpertRecord, ExpertSteps, stored
 from unickpt.reuse.partial_save import PartialBase, PartialSave
 from unickpt.reuse.siblings import Siblings
 from unickpt.runs.tiers import Tier
@@ -21,7 +21,7 @@ from unickpt.saving.pending import SaveCallbacks
 from unickpt.storage import paths
 
 _log = logging.getLogger("unickpt")
-Tokens = Mapping[str, Mapping[int, float] | Sequence[float]]
+TokensSeen = Mapping[str, Mapping[int, float] | Sequence[float]]
 """How many tokens the experts of each layer have seen: by their numbers, or of all in order."""
 
 
@@ -86,7 +86,7 @@ class PartialSaves:
         self._base: PartialBase | None = None
         self._step: int | None = None
 
-    def begin(self, step: int, tokens: Tokens | None) -> PartialSave:
+    def begin(self, step: int, tokens: TokensSeen | None) -> PartialSave:
         """The save that follows, once all earlier ones have ended.
 
         Arguments:
@@ -151,7 +151,7 @@ class PartialSaves:
             _log.warning("%s: the next save writes all experts: %s", path, error)
 
 
-def _lender(reader: OcdbtReader, path: str) -> Steps | None:
+def _lender(reader: OcdbtReader, path: str) -> ExpertSteps | None:
     """Of which step each expert is in the checkpoint from which one borrows; None if it is whole.
 
     Raises:
