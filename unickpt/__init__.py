@@ -42,10 +42,10 @@ from unickpt.loading.report import LoadReport
 from unickpt.reading.checkpoint import Checkpoint, open
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.stored_array import StoredArray
+from unickpt.saving.background import PendingSave
 from unickpt.saving.options import SaveOptions, SaveReport
-from unickpt.saving.pending import PendingSave
 from unickpt.saving.saver import save, save_async
-from unickpt.trees.plain_values import Opaque
+from unickpt.trees.tree_json import Opaque
 
 if _CHECKING:
     from unickpt.reporting.html_report import report

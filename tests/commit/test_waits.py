@@ -20,16 +20,15 @@ from support import s3_server
 from support.processes import Processes
 from support.saving import files, numbers, save_in_job
 from typer.testing import CliRunner
+from unickpt.commit.progress_reports import Report, Reporter
+from unickpt.commit.waits import Late, Waits
 
 import unickpt
 from unickpt.cli.app import app
 from unickpt.commit.progress import reporter, reports, waits
-from unickpt.commit.progress.reporter import Reporter
-from unickpt.commit.progress.reports import Report
-from unickpt.commit.progress.waits import Late, Waits
 from unickpt.runs.watching import Watch
 from unickpt.saving import writer
-from unickpt.storage import contexts, paths
+from unickpt.storage import database, paths
 from unickpt.storage.kvstore import KvStore
 
 # --- real ranks -----------------------------------------------------------------------------------
@@ -147,12 +146,12 @@ def test_processes_are_grouped_by_what_they_do() -> None:
 
 @pytest.fixture
 def records(tmp_path: Path) -> KvStore:
-    return paths.resolve(tmp_path).child("records").store(contexts.context())
+    return paths.resolve(tmp_path).child("records").store(database.context())
 
 
 def of(tmp_path: Path, process: int, count: int = 4) -> Waits:
     location = paths.resolve(tmp_path)
-    return Waits(location, location, contexts.context(), process, count)
+    return Waits(location, location, database.context(), process, count)
 
 
 def say(records: KvStore, process: int, phase: str) -> None:
@@ -360,7 +359,7 @@ def test_few_requests_are_made_however_many_processes_there_are() -> None:
         told = Reporter(None, 0, count)  # type: ignore[arg-type]
         assert count / told._pause_s <= max(200, count / 5)
         location = paths.resolve("memory://waits")
-        wait = Waits(location, location, contexts.context(), 1, count)
+        wait = Waits(location, location, database.context(), 1, count)
         assert count / wait._least_s <= max(100, count / 30)
 
 
@@ -418,7 +417,7 @@ def test_watch_shows_what_is_committed_and_what_is_being_saved(tmp_path: Path) -
     for step in (1, 2, 10):
         unickpt.save(tmp_path / f"step_{step}", {"w": np.zeros(1000)})
     folder = under_way(tmp_path, "step_11")
-    store = paths.resolve(folder).child("records").store(contexts.context())
+    store = paths.resolve(folder).child("records").store(database.context())
     store.write("00000.ok", b"").result()
     store.write(reports.name_of(0), Report("wait", 4.0, 50, 100, 5).encode()).result()
     store.write(reports.name_of(3), Report("write", 2.0, 30, 100, 5).encode()).result()

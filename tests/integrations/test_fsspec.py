@@ -20,9 +20,10 @@ import unickpt
 
 fsspec = pytest.importorskip("fsspec")
 
+from unickpt.saving.background import PendingSave  # noqa: E402
+
 from unickpt.integrations.fsspec import MirroredCheckpointer  # noqa: E402
 from unickpt.integrations.fsspec.folder import StepsFolder  # noqa: E402
-from unickpt.saving.pending import PendingSave  # noqa: E402
 
 STORAGES = ("memory", "file", "s3", "abfs")
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from support import s3_server
 from support.saving import in_job, same
+from unickpt.saving.task import SaveTask
 
 import unickpt
 from unickpt import Checkpointer, Experts, SaveOptions, StorageError
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.runs.step_folder import StepFolder
-from unickpt.saving.save_job import SaveJob
 
 OPTIONS = SaveOptions(chunk_bytes=4096, fsync=False, timeout_s=20)
 EXPERTS = 8
@@ -120,14 +120,14 @@ def test_a_base_that_is_gone_stops_the_save_and_the_next_one_is_whole(
     with Checkpointer(run, experts=Experts(PARTIAL), options=OPTIONS) as steps:
         for step in range(2):
             steps.save(step, state(step), wait=True)
-        real = SaveJob._publish
+        real = SaveTask._publish
 
         def publish(*arguments: Any) -> None:  # what it borrows was taken
             StepFolder(run).remove(0)
             real(*arguments)
 
         with monkeypatch.context() as patch:
-            patch.setattr(SaveJob, "_publish", publish)
+            patch.setattr(SaveTask, "_publish", publish)
             with pytest.raises(StorageError, match="step_0, which is missing"):
                 steps.save(2, state(2), wait=True)
         assert StepFolder(run).committed() == [1]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import xxhash
 from support import s3_server
+from unickpt.commit.messages import Record
 
 from unickpt.commit import lease, notes
-from unickpt.commit.record import Record
 from unickpt.errors import SaveConflict
 from unickpt.format import timing
 from unickpt.runs import step_folder
-from unickpt.storage import contexts
+from unickpt.storage import database
 from unickpt.storage.locations import Location
 from unickpt.storage.paths import resolve
 
@@ -34,14 +34,14 @@ def folder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> L
 
 
 def test_a_lease_of_anything_is_that_of_another_process(folder: Location) -> None:
-    store = folder.store(contexts.context())
+    store = folder.store(database.context())
     for data in ANYTHING:
         store.write(lease.NAME, data).result()
         assert lease.holder(folder) == "another process"
 
 
 def test_a_lineage_of_anything_is_as_if_it_were_missing(folder: Location) -> None:
-    store = folder.child("processes/a/notes").store(contexts.context())
+    store = folder.child("processes/a/notes").store(database.context())
     for data in ANYTHING:
         store.write("lineage", data).result()
         assert step_folder.recorded(folder, "a") == step_folder.Lineage()

@@ -44,9 +44,9 @@ from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.listing import checkpoints_below
 from unickpt.runs import attempt_folders
 from unickpt.saving import saver
+from unickpt.saving.background import PendingSave
 from unickpt.saving.options import SaveOptions, SaveReport
-from unickpt.saving.pending import PendingSave
-from unickpt.storage import contexts, paths
+from unickpt.storage import database, paths
 
 __all__ = ["load_state", "save_state", "save_state_async"]
 
@@ -60,7 +60,7 @@ _LISTS = ("models", "optimizers", "schedulers", "custom_objects", "dataloaders")
 
 def save_state(
     accelerator: Accelerator,
-    output_dir: paths.Path | None = None,
+    output_dir: paths.PathLike | None = None,
     safe_serialization: bool = True,
     *,
     options: SaveOptions | None = None,
@@ -108,7 +108,7 @@ def save_state(
 
 def save_state_async(
     accelerator: Accelerator,
-    output_dir: paths.Path | None = None,
+    output_dir: paths.PathLike | None = None,
     safe_serialization: bool = True,
     *,
     options: SaveOptions | None = None,
@@ -139,7 +139,7 @@ def save_state_async(
 
 def load_state(
     accelerator: Accelerator,
-    input_dir: paths.Path | None = None,
+    input_dir: paths.PathLike | None = None,
     load_kwargs: dict[str, Any] | None = None,
     **load_model_func_kwargs: Any,
 ) -> None:
@@ -277,7 +277,7 @@ def _set_position(dataloader: Any, found: Mapping[str, Any], number: int) -> Non
 
 
 def _of_this(
-    accelerator: Accelerator, path: paths.Path, stored: PerProcessValues
+    accelerator: Accelerator, path: paths.PathLike, stored: PerProcessValues
 ) -> dict[str, Any]:
     """What this process goes on with, of what each process saved."""
     values, index = stored.values, accelerator.process_index
@@ -352,7 +352,7 @@ def _folder(accelerator: Accelerator) -> str:
     return os.path.join(accelerator.project_dir, "checkpoints")
 
 
-def _next_path(accelerator: Accelerator, output_dir: paths.Path | None) -> paths.Path:
+def _next_path(accelerator: Accelerator, output_dir: paths.PathLike | None) -> paths.PathLike:
     automatic = accelerator.project_configuration.automatic_checkpoint_naming
     if not automatic and output_dir is None:
         raise ValueError("output_dir= is missing: say where to save")
@@ -375,7 +375,9 @@ def _next_path(accelerator: Accelerator, output_dir: paths.Path | None) -> paths
     return path
 
 
-def _found(accelerator: Accelerator, input_dir: paths.Path | None) -> tuple[paths.Path, int | None]:
+def _found(
+    accelerator: Accelerator, input_dir: paths.PathLike | None
+) -> tuple[paths.PathLike, int | None]:
     """What to load, and its number if it was named automatically."""
     if input_dir is not None:
         return input_dir, None
@@ -400,7 +402,7 @@ def _names(folder: str) -> list[int]:
 class _Excess:
     """Removes the oldest checkpoints beyond `total_limit`, once another one is committed."""
 
-    def __init__(self, accelerator: Accelerator, path: paths.Path) -> None:
+    def __init__(self, accelerator: Accelerator, path: paths.PathLike) -> None:
         configuration = accelerator.project_configuration
         self._limit = configuration.total_limit
         self._path = path
@@ -419,7 +421,7 @@ class _Excess:
             return  # the save failed; the others are all there is
         for number in there[: -max(1, self._limit)]:
             location = paths.resolve(os.path.join(folder, f"{_PREFIX}{number}"))
-            attempt_folders.remove_checkpoint(location, contexts.context())
+            attempt_folders.remove_checkpoint(location, database.context())
 
 
 def _broadcast(value: Any) -> Any:
@@ -462,7 +464,7 @@ def _check(accelerator: Accelerator, given: Mapping[str, Any]) -> None:
         )
 
 
-def _check_counts(path: paths.Path, stored: Any, here: dict[str, int]) -> None:
+def _check_counts(path: paths.PathLike, stored: Any, here: dict[str, int]) -> None:
     if not isinstance(stored, dict):
         raise LoadMismatch(f"{path} was not saved by unickpt.integrations.accelerate")
     wrong = [f"{stored.get(k)} {k}, not {n}" for k, n in here.items() if stored.get(k) != n]

@@ -16,8 +16,7 @@ from unickpt.frameworks.protocol import Adapter, ArrayTarget
 from unickpt.frameworks.registry import adapters, current_group
 from unickpt.loading.compare import Policy, compare, is_number
 from unickpt.loading.report import LoadReport
-from unickpt.loading.request import Request
-from unickpt.loading.selection import Patterns, Selection
+from unickpt.loading.request import Patterns, Request, Selection
 from unickpt.loading.views import CheckpointView, StoredView, jobs_of
 from unickpt.quoting import some
 from unickpt.reading import checkpoint
@@ -27,7 +26,7 @@ from unickpt.reading.options import LoadOptions
 from unickpt.reading.targets import NewTarget, NumberTarget
 from unickpt.reuse import experts
 from unickpt.threads import collection_paused
-from unickpt.trees import plain_values, tree
+from unickpt.trees import tree, tree_json
 from unickpt.trees.name_ranges import natural
 
 if TYPE_CHECKING:
@@ -289,7 +288,7 @@ class _Load:
             if isinstance(value, PerProcess) and name in index.per_process:
                 found[name] = _own_value(view, name, value, group, self.among)
             elif name in index.values:
-                found[name] = plain_values.as_asked(index.values[name], value)
+                found[name] = tree_json.as_asked(index.values[name], value)
         return found
 
 

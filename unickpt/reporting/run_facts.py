@@ -108,7 +108,7 @@ class RunFacts:
     left: OrphanSearch | None = None
 
 
-def look(path: paths.Path) -> RunFacts:
+def look(path: paths.PathLike) -> RunFacts:
     """Reads the facts of a run, or of one checkpoint.
 
     Arguments:
@@ -156,7 +156,7 @@ def facts_of(name: str, path: str, found: Checkpoint) -> StepFacts:
     )
 
 
-def _listed(path: paths.Path) -> list[Listed] | None:
+def _listed(path: paths.PathLike) -> list[Listed] | None:
     """The checkpoints in a folder; None if it is one itself, or may be another system's."""
     try:
         listed = checkpoints_below(path)

@@ -24,9 +24,8 @@ from unickpt.runs.save_triggers import SaveEvery, SaveTriggers, SigtermHandler
 from unickpt.runs.step_folder import Branch
 from unickpt.runs.step_loader import StepLoader
 from unickpt.runs.tiers import Tier, Tiers
+from unickpt.saving.background import PendingSave, SaveQueue, SaveRequest
 from unickpt.saving.options import SaveOptions
-from unickpt.saving.pending import PendingSave
-from unickpt.saving.save_queue import SaveQueue, SaveRequest
 from unickpt.storage import paths
 
 
@@ -100,13 +99,13 @@ class Checkpointer:
 
     def __init__(
         self,
-        root: paths.Path,
+        root: paths.PathLike,
         *,
         keep_last: int | None = None,
         keep: Retention | None = None,
         after: int | None = None,
         save_every: int | SaveEvery | None = None,
-        local: paths.Path | None = None,
+        local: paths.PathLike | None = None,
         reuse: bool | Literal["digest", "compare", "patch"] = False,
         experts: Experts | None = None,
         optimizers: Sequence[Any] = (),

@@ -17,8 +17,8 @@ from unickpt.runs.step_folder import Branch, Lineage
 from unickpt.runs.step_order import StepOrder, StepsInUse
 from unickpt.runs.tier_copies import Copying
 from unickpt.runs.tiers import Tier, Tiers
+from unickpt.saving.background import SaveCallbacks
 from unickpt.saving.options import SaveOptions
-from unickpt.saving.pending import SaveCallbacks
 
 _log = logging.getLogger("unickpt")
 

@@ -20,7 +20,7 @@ from unickpt.format.borrowed import MARKS
 from unickpt.reading.listing import natural
 from unickpt.runs import attempt_folders
 from unickpt.runs.attempt_folders import FOLDER, attempts_of_checkpoint
-from unickpt.storage import contexts, data_files, errors, local_folders, local_locks, paths
+from unickpt.storage import data_files, database, errors, local_folders, local_locks, paths
 from unickpt.storage.errors import Failed
 from unickpt.storage.local_folders import LOCK_SUFFIX
 from unickpt.storage.locations import Location
@@ -230,7 +230,7 @@ class OrphanSearch:
     holder: str | None
 
 
-def find(root: paths.Path) -> OrphanSearch:
+def find(root: paths.PathLike) -> OrphanSearch:
     """Searches a folder of checkpoints, or one checkpoint's own folder; changes nothing.
 
     Arguments:
@@ -246,7 +246,7 @@ def find(root: paths.Path) -> OrphanSearch:
         ()
     """
     location = paths.resolve(root, whole=True)
-    context = contexts.context()
+    context = database.context()
     try:
         found = sorted(search(location, context), key=lambda orphan: natural(orphan.name))
         owner = holder(_lease_location(location))
@@ -261,7 +261,7 @@ def find(root: paths.Path) -> OrphanSearch:
     )
 
 
-def clean(root: paths.Path, orphans: Sequence[Orphan]) -> list[Orphan]:
+def clean(root: paths.PathLike, orphans: Sequence[Orphan]) -> list[Orphan]:
     """Removes orphans that `find` found, if they have not changed since.
 
     Raises:
@@ -277,7 +277,7 @@ def clean(root: paths.Path, orphans: Sequence[Orphan]) -> list[Orphan]:
     removed = []
     try:
         lease.check()
-        context = contexts.context()
+        context = database.context()
         now = {orphan.name: orphan for orphan in search(location, context)}
         for orphan in orphans:
             there = now.get(orphan.name)
@@ -300,7 +300,7 @@ def _lease_location(location: Location) -> Location:
     """The folder whose lease covers this one: for a step, the run's folder."""
     parent = location.parent
     if parent is not None and Lease.was_taken(parent):
-        context = contexts.context()
+        context = database.context()
         if attempt_folders.holds_checkpoint_parts(location, context):
             return parent
     return location

@@ -16,8 +16,8 @@ from unickpt.reuse.experts import Choose, ExpertRecord, ExpertSteps, stored
 from unickpt.reuse.partial_save import PartialBase, PartialSave
 from unickpt.reuse.siblings import Siblings
 from unickpt.runs.tiers import Tier
+from unickpt.saving.background import SaveCallbacks
 from unickpt.saving.describe import check_mapping
-from unickpt.saving.pending import SaveCallbacks
 from unickpt.storage import paths
 
 _log = logging.getLogger("unickpt")

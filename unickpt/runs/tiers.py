@@ -30,7 +30,7 @@ class Tier(StepFolder):
         root: a local path or a URL.
     """
 
-    def __init__(self, root: paths.Path) -> None:
+    def __init__(self, root: paths.PathLike) -> None:
         super().__init__(root)
         self.lease = Lease(self.location)
         self._is_clean = False

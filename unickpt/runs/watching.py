@@ -12,12 +12,12 @@ import tensorstore as ts
 
 from unickpt.commit import version
 from unickpt.commit.progress import reports
-from unickpt.commit.progress.reports import DONE, NOT_BEGUN, WORDS, WRITE, Report
+from unickpt.commit.progress_reports import DONE, NOT_BEGUN, WORDS, WRITE, Report
 from unickpt.errors import CheckpointNotFound, UnickptError
 from unickpt.reading import checkpoint
 from unickpt.reading.listing import Listed, checkpoints_below, natural
 from unickpt.runs.attempt_folders import FOLDER
-from unickpt.storage import contexts, errors, paths
+from unickpt.storage import database, errors, paths
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
 
@@ -94,7 +94,7 @@ class Watch:
         clock: seconds; for tests.
     """
 
-    root: paths.Path
+    root: paths.PathLike
     most: int = 8
     clock: Callable[[], float] = time.monotonic
     _opened: dict[str, tuple[str, Committed]] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class Watch:
             InvalidPath: the root is not a storage location.
             StorageError: the storage failed.
         """
-        location, context = paths.resolve(self.root, whole=True), contexts.context()
+        location, context = paths.resolve(self.root, whole=True), database.context()
         try:
             # In this order: what is committed meanwhile is found in both, and is committed.
             attempts = _attempts(location, context)

@@ -26,7 +26,7 @@ from unickpt.quoting import quoted
 from unickpt.reuse.expert_keys import ArrayExperts, ExpertKeys, check_counts
 from unickpt.reuse.partial_save import ExpertSelection, PartialSave
 from unickpt.saving.options import SaveOptions
-from unickpt.trees import plain_values, tree
+from unickpt.trees import hints, tree, tree_json
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def describe(
     entries: dict[str, ArrayEntry] = {}
     sources: dict[str, ArraySource] = {}
     aliases: dict[str, str] = {}
-    plain: dict[str, plain_values.Plain] = {}
+    plain: dict[str, tree_json.Plain] = {}
     blobs: dict[str, bytes] = {}
     first: dict[Any, str] = {}
     bad: list[str] = []
@@ -115,8 +115,8 @@ def describe(
             if isinstance(value, PerProcess):
                 blobs[name] = per_process.encode(value.value, among)
                 continue
-            if plain_values.is_plain(value):
-                plain[name] = plain_values.plain(value)
+            if tree_json.is_plain(value):
+                plain[name] = tree_json.plain(value)
                 continue
             source = _source(value, group, among)
             if source.identity is not None and source.identity in first:
@@ -145,7 +145,7 @@ def describe(
         except ValueError as error:
             raise UnsupportedLeaf(str(error)) from None
     index = Index(
-        tree=tree.to_json(node),
+        tree=tree_json.to_json(node),
         arrays=entries,
         aliases=aliases,
         values=plain,
@@ -278,7 +278,7 @@ def _advice(value: Any) -> str:
         return "; store str(x)"
     if hasattr(value, "tolist"):
         return "; store x.tolist()"
-    return f"; {plain_values.hint(value)}"
+    return f"; {hints.hint(value)}"
 
 
 def _indent(lines: list[str]) -> str:

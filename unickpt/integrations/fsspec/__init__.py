@@ -21,7 +21,7 @@ from unickpt.integrations.fsspec.folder import StepsFolder
 from unickpt.runs.checkpointer import Checkpointer
 from unickpt.runs.removal import barrier, on_process_0
 from unickpt.runs.retention import Retention
-from unickpt.saving.pending import PendingSave
+from unickpt.saving.background import PendingSave
 from unickpt.storage import paths
 from unickpt.threads import SerialExecutor
 
@@ -68,7 +68,7 @@ class MirroredCheckpointer(Checkpointer):
 
     def __init__(
         self,
-        root: paths.Path,
+        root: paths.PathLike,
         mirror: str,
         *,
         mirror_keep_last: int | None = None,

@@ -19,10 +19,9 @@ from typing import Any
 
 from unickpt.errors import SaveTimeout, StorageError, UnickptError
 from unickpt.runs import attempt_folders
+from unickpt.saving.background import SaveCallbacks, SaveQueue, SaveRequest
 from unickpt.saving.options import SaveOptions, SaveReport
-from unickpt.saving.pending import SaveCallbacks
-from unickpt.saving.save_queue import SaveQueue, SaveRequest
-from unickpt.storage import contexts, paths
+from unickpt.storage import database, paths
 
 _log = logging.getLogger("unickpt")
 _PAUSE_S = 0.01
@@ -43,7 +42,7 @@ class Destination:
     hidden: str | None
 
     @classmethod
-    def of(cls, path: paths.Path) -> Destination:
+    def of(cls, path: paths.PathLike) -> Destination:
         """Looks what is at a path."""
         text = _whole(path)
         if "://" in text or (os.path.lexists(text) and not os.path.islink(text)):
@@ -129,7 +128,7 @@ class Saves:
         self._lock = threading.RLock()  # a signal handler of Lightning may save
         self._saves: list[_Save] = []
 
-    def destination(self, path: paths.Path) -> Destination:
+    def destination(self, path: paths.PathLike) -> Destination:
         """Where to save; waits if a save or a removal of the same path is in flight."""
         with self._lock:
             named = {name for save in self._unfinished() for name in self._names(save)}
@@ -164,7 +163,7 @@ class Saves:
         named = _with_path(options, destination.path)
         self._queue.save(SaveRequest(at, tree, named, overwrite=True, callbacks=callbacks))
 
-    def remove(self, path: paths.Path) -> None:
+    def remove(self, path: paths.PathLike) -> None:
         """Removes a checkpoint, after the saves that are in flight; it stays if they fail."""
         with self._lock:
             unfinished = self._unfinished()
@@ -220,7 +219,7 @@ class Saves:
         return found
 
 
-def remove(path: paths.Path) -> None:
+def remove(path: paths.PathLike) -> None:
     """Removes a checkpoint, or a file of Lightning's own; of a symbolic link only the link.
 
     Raises:
@@ -235,10 +234,10 @@ def remove(path: paths.Path) -> None:
         return
     location = paths.resolve(path)
     if location.exists():
-        attempt_folders.remove_checkpoint(location, contexts.context())
+        attempt_folders.remove_checkpoint(location, database.context())
 
 
-def _whole(path: paths.Path) -> str:
+def _whole(path: paths.PathLike) -> str:
     """A path or URL by which a checkpoint is known, from whichever folder and however named."""
     text = os.fspath(path)
     if "://" in text:

@@ -31,8 +31,8 @@ from unickpt.reading.listing import other_folders
 from unickpt.runs.arguments import step_number
 from unickpt.runs.checkpointer import Checkpointer
 from unickpt.runs.retention import Retention
+from unickpt.saving.background import PendingSave
 from unickpt.saving.options import SaveOptions
-from unickpt.saving.pending import PendingSave
 from unickpt.storage import paths
 
 _FOREIGN = re.compile(r"(?:.*_)?0*([0-9]{1,18})")
@@ -123,7 +123,7 @@ class Run:
 
     def __init__(
         self,
-        directory: paths.Path,
+        directory: paths.PathLike,
         rules: Rules,
         arguments: Mapping[str, Any],
         timeout_s: float | None = None,
