@@ -36,7 +36,7 @@ from peers import fresh_directory, keep_memory, machine_facts, print_facts
 from rich.console import Console
 
 import unickpt
-from unickpt import Checkpointer, SaveOptions
+from unickpt import Checkpointer, Experts, SaveOptions
 
 ROWS, ROW_BYTES = 4096, 1024
 """Of the state of `policies`: 4 MiB in 64 chunks."""
@@ -261,10 +261,10 @@ REAL = {
     "reuse, patches": Real(run={"reuse": "patch"}),
     "reuse, `uint8`": Real({"quantize": {"**": "uint8"}}),
     "reuse, `int4`": Real({"quantize": {"**": "int4"}}),
-    "4 experts in turn": Real(run={"partial": {"experts": (0, 4)}}, for_experts=True),
-    "1 expert in turn": Real(run={"partial": {"experts": (0, 1)}}, for_experts=True),
+    "4 experts in turn": Real(run={"experts": Experts({"experts": (0, 4)})}, for_experts=True),
+    "1 expert in turn": Real(run={"experts": Experts({"experts": (0, 1)})}, for_experts=True),
     "1 expert in turn, reuse": Real(
-        run={"partial": {"experts": (0, 1)}, "reuse": True}, for_experts=True
+        run={"experts": Experts({"experts": (0, 1)}), "reuse": True}, for_experts=True
     ),
 }
 
@@ -319,9 +319,8 @@ def real(directory: Path, kind: Kind, way: Real, steps: int) -> tuple[float, ...
         for step, (rows, changed) in enumerate(kind.changes(steps)):
             state.reshape(-1)[changed] = rng.standard_normal(len(changed)).astype(kind.dtype)
             tokens[np.unique((rows[rows >= DENSE] - DENSE) * EXPERTS // (ROWS - DENSE))] += 1
-            counts = {f"tokens/experts/{x}": n for x, n in enumerate(tokens)}
-            metrics = counts if way.for_experts else None
-            report = run.save(step, kind.tree(state), metrics=metrics, wait=True).result()
+            counts = {"experts": tokens} if way.for_experts else None
+            report = run.save(step, kind.tree(state), tokens=counts, wait=True).result()
             written += report.stored_bytes
             run.wait()
             kept = max(kept, disk_bytes(directory))

@@ -10,7 +10,7 @@ import tempfile
 
 import numpy as np
 
-from unickpt import Checkpointer, SaveOptions
+from unickpt import Checkpointer, Experts, SaveOptions
 
 _ELEMENTS, _STEPS = 4096, 24
 _CASES = [(8, 1, 4096), (8, 2, 4096), (16, 2, 4096), (64, 8, 32768)]
@@ -20,7 +20,9 @@ def fraction(root: str, experts: int, k: int, dense: int) -> float:
     """The mean part of the state that a save after the first one writes."""
     written = []
     options = SaveOptions(chunk_bytes=1 << 14, fsync=False)
-    with Checkpointer(root, partial={"experts/{x}/**": k}, options=options, keep_last=1) as run:
+    with Checkpointer(
+        root, experts=Experts({"experts/{x}/**": k}), options=options, keep_last=1
+    ) as run:
         for step in range(_STEPS):
             state = {
                 "dense": np.full(dense, float(step)),

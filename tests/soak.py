@@ -110,7 +110,8 @@ if lease_times:
 
 def run(make, change, check):
     options = unickpt.SaveOptions(timeout_s=timeout, chunk_bytes=16 << 10, fsync=False)
-    arguments = {{"keep_last": 2, "keep_every": 10, "options": options, "local": local}}
+    arguments = {{"keep_last": 2, "options": options, "local": local}}
+    arguments["keep"] = unickpt.Retention(keep_every=10)
     arguments["reuse"] = not root.startswith("s3:")  # there, more steps stay than are kept
     with unickpt.Checkpointer(root, **arguments) as checkpointer:
         state = {{**make(first), "step": first, "mine": unickpt.PerProcess(0)}}

@@ -52,6 +52,9 @@ if _CHECKING:
     from unickpt.rules.functions import Function
     from unickpt.rules.rule_set import Rules
     from unickpt.runs.checkpointer import Checkpointer
+    from unickpt.runs.partial_saves import Experts
+    from unickpt.runs.retention import Retention
+    from unickpt.runs.save_triggers import SaveEvery
     from unickpt.tools import merge_methods
     from unickpt.tools.conversion import convert
     from unickpt.tools.copying import CopyReport, copy
@@ -72,6 +75,7 @@ __all__ = [
     "CoverageError",
     "Damage",
     "DiffReport",
+    "Experts",
     "ForkedProcess",
     "Function",
     "Group",
@@ -94,11 +98,13 @@ __all__ = [
     "ProcessFailed",
     "ProcessGroup",
     "ReplicasDiffer",
+    "Retention",
     "RuleError",
     "RuleSyntaxError",
     "RuleWarning",
     "Rules",
     "SaveConflict",
+    "SaveEvery",
     "SaveOptions",
     "SaveReport",
     "SaveTimeout",
@@ -132,9 +138,12 @@ _LATER = {
     "CopyReport": "tools.copying",
     "Damage": "tools.verification",
     "DiffReport": "tools.difference",
+    "Experts": "runs.partial_saves",
     "Function": "rules.functions",
     "MergeReport": "tools.merging",
+    "Retention": "runs.retention",
     "Rules": "rules.rule_set",
+    "SaveEvery": "runs.save_triggers",
     "VerifyReport": "tools.verification",
     "convert": "tools.conversion",
     "copy": "tools.copying",

@@ -27,7 +27,8 @@ if rank == alone:
         elif what == "save_async":
             unickpt.save_async(f"{root}/c", {"w": np.ones(3)}, options=options).result()
         else:
-            with unickpt.Checkpointer(f"{root}/run", save_every_s=9.0, options=options) as c:
+            every = unickpt.SaveEvery(seconds=9.0)
+            with unickpt.Checkpointer(f"{root}/run", save_every=every, options=options) as c:
                 c.should_save(1)
     except (unickpt.SaveTimeout, unickpt.ProcessFailed) as raised:
         error = str(raised)

@@ -26,8 +26,8 @@ from unickpt.cli.app import app
 from unickpt.commit import progress_reports, waits
 from unickpt.commit.progress_reports import Report
 from unickpt.commit.waits import Late, Waits
+from unickpt.runs.watching import Watch
 from unickpt.saving import task, writer
-from unickpt.steps.watching import Watch
 from unickpt.storage import database, paths
 from unickpt.storage.kvstore import KvStore
 from unickpt.threads import Ticker

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from unickpt import (
     SaveOptions,
     UnsupportedLeaf,
 )
+from unickpt.loading.loader import LoadArguments
 
 STATE = {"w": np.arange(6.0).reshape(2, 3), "step": 3, "b": {"x": np.ones(4)}}
 ONES = np.ones(4)
@@ -229,15 +231,21 @@ def test_a_step_that_would_not_be_found_again_is_refused(tmp_path: Path) -> None
     ("arguments", "message"),
     [
         ({"keep_last": "3"}, "keep_last='3' must be an integer, at least 1"),
-        ({"keep_every": 2.5}, "keep_every=2.5 must be an integer, at least 1"),
-        ({"keep": 3}, "keep=3 must be a function of a step"),
-        ({"save_every": "10"}, "save_every='10' must be a positive number"),
-        ({"save_every_s": "10"}, "save_every_s='10' must be a positive number"),
+        ({"keep": 3}, "keep=3 must be a Retention, such as"),
+        ({"save_every": "10"}, "save_every: steps='10' must be a positive number"),
+        ({"experts": {"e/{x}": 1}}, "must be Experts"),
     ],
 )
 def test_rules_of_a_wrong_type(arguments: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         Checkpointer(tmp_path, **arguments)
+
+
+def test_both_loads_take_the_same_keywords(run: Path) -> None:
+    keywords = {name for name, p in signature(unickpt.load).parameters.items() if p.kind == 3}
+    assert keywords == {*LoadArguments.__annotations__, "return_report"}
+    with pytest.raises(TypeError, match="unexpected keyword argument 'strct'"):
+        Checkpointer(run).load(strct=False)  # type: ignore[call-overload]
 
 
 def test_a_checkpointer_of_a_checkpoint_says_so(stored: Path) -> None:

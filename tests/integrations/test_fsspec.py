@@ -327,7 +327,11 @@ def test_names_that_lead_elsewhere_are_refused(tmp_path: Path) -> None:
 
 
 def test_arguments_that_cannot_be_honoured(tmp_path: Path) -> None:
-    for name, value in {"after": 3, "local": "/dev/shm/x", "partial": {"e/{x}/**": 1}}.items():
+    for name, value in {
+        "after": 3,
+        "local": "/dev/shm/x",
+        "experts": unickpt.Experts({"e/{x}/**": 1}),
+    }.items():
         with pytest.raises(ValueError, match=f"{name}= is not supported"):
             MirroredCheckpointer(tmp_path, "memory://x", **{name: value})
     with pytest.raises(ValueError, match="must be a local path"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -245,3 +246,15 @@ def test_hostile_names_take_no_more_than_others() -> None:
         unickpt.load("memory://mismatch/hostile", like)
     assert suggestions.causes({"y." * 400_000: ""}, {"x." * 400_000: ""}) == []
     assert suggestions.causes({"a" * 600 + "x": ""}, {"a" * 600 + "y": ""}) == []
+
+
+def test_keywords_that_load_does_not_take_are_refused_by_name(tmp_path: Path) -> None:
+    """Also where there is nothing to load, and with those that exist in the message."""
+    wrong: dict[str, Any] = {"strikt": False}
+    with pytest.raises(TypeError, match=r"'strikt'; it takes rules, strict, .* return_report"):
+        unickpt.load(tmp_path / "none", **wrong)
+    with unickpt.Checkpointer(tmp_path) as run:
+        with pytest.raises(TypeError, match="'strikt'"):
+            run.load(**wrong)
+        with pytest.raises(unickpt.CheckpointNotFound):
+            run.load()

@@ -15,8 +15,15 @@ from support import s3_server
 from support.saving import in_job, same
 
 import unickpt
-from unickpt import Checkpointer, CheckpointNotFound, SaveConflict, SaveOptions, StorageError
-from unickpt.steps import cleanup
+from unickpt import (
+    Checkpointer,
+    CheckpointNotFound,
+    Experts,
+    SaveConflict,
+    SaveOptions,
+    StorageError,
+)
+from unickpt.runs import orphans
 from unickpt.storage import database, paths
 
 OPTIONS = SaveOptions(chunk_bytes=8192, fsync=False)
@@ -181,7 +188,7 @@ def test_retention_removes_a_base_that_only_a_killed_job_marked(
 def test_old_locks_of_marks_are_removed(by: str, borrowed_from: Path, tmp_path: Path) -> None:
     def remove() -> list[str]:
         if by == "clean":
-            return [r.name for r in cleanup.clean(tmp_path, cleanup.find(tmp_path).remnants)]
+            return [r.name for r in orphans.clean(tmp_path, orphans.find(tmp_path).orphans)]
         with Checkpointer(tmp_path, options=OPTIONS) as run:
             run.save(10 + len(run.steps()), state(5)).result()
         return []
@@ -202,7 +209,9 @@ def test_experts_that_a_base_lost_cost_one_save(what: str, links: bool, tmp_path
     """They are nowhere else; the next save writes all."""
     experts = {str(n): {"w": np.full((16, 512), n, np.float32)} for n in range(4)}
     tree = {"frozen": FROZEN, "experts": experts}
-    with Checkpointer(tmp_path, reuse=True, partial={"experts/{x}/**": 1}, options=OPTIONS) as run:
+    with Checkpointer(
+        tmp_path, reuse=True, experts=Experts({"experts/{x}/**": 1}), options=OPTIONS
+    ) as run:
         for step in (0, 1):
             run.save(step, tree).result()
         for folder in tmp_path.glob("step_*"):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from support.saving import same
 
 import unickpt
-from unickpt import Checkpointer, LoadMismatch, SaveOptions, StorageError, UnsupportedLeaf
+from unickpt import Checkpointer, Experts, LoadMismatch, SaveOptions, StorageError, UnsupportedLeaf
 from unickpt.reuse.experts import ExpertFacts
 
 OPTIONS = SaveOptions(chunk_bytes=4096, fsync=False)
@@ -76,7 +76,7 @@ def check(path: Path, states: Mapping[int, Any]) -> dict[str, dict[int, int]]:
 def test_experts_take_turns(tmp_path: Path) -> None:
     states = {step: state_of(step) for step in range(8)}
     turns = []
-    with Checkpointer(tmp_path, partial=PARTIAL, options=OPTIONS) as run:
+    with Checkpointer(tmp_path, experts=Experts(PARTIAL), options=OPTIONS) as run:
         for step, state in states.items():
             report = run.save(step, state).result()
             steps = check(tmp_path / f"step_{step}", states)
@@ -98,7 +98,7 @@ def test_experts_take_turns(tmp_path: Path) -> None:
 def test_turns_go_on_after_a_restart(tmp_path: Path) -> None:
     states = {step: state_of(step) for step in range(9)}
     for step in range(0, 9, 3):
-        with Checkpointer(tmp_path, partial=PARTIAL, options=OPTIONS, keep_last=1) as run:
+        with Checkpointer(tmp_path, experts=Experts(PARTIAL), options=OPTIONS, keep_last=1) as run:
             if step:
                 run.load()
             for number in range(step, step + 3):
@@ -126,7 +126,7 @@ def test_each_expert_is_as_in_its_recorded_step(
         )
         keep = data.draw(st.sampled_from([None, 1]))
         with Checkpointer(
-            folder, partial=partial, options=options, reuse=reuse, keep_last=keep
+            folder, experts=Experts(partial), options=options, reuse=reuse, keep_last=keep
         ) as run:
             if step and data.draw(st.booleans()):
                 step = data.draw(st.sampled_from(run.steps()))
@@ -152,7 +152,7 @@ def test_own_choice(tmp_path: Path) -> None:
         return [4, 4, 0]
 
     states = {step: state_of(step) for step in range(3)}
-    with Checkpointer(tmp_path, partial={KEY: 3}, choose=choose, options=OPTIONS) as run:
+    with Checkpointer(tmp_path, experts=Experts({KEY: 3}, choose=choose), options=OPTIONS) as run:
         for step, state in states.items():
             run.save(step, state, wait=True)
     assert recorded(tmp_path / "step_2") == {KEY: {0: 2, 1: 0, 2: 0, 3: 0, 4: 2}}
@@ -170,7 +170,9 @@ def test_own_choice(tmp_path: Path) -> None:
 
 
 def test_a_wrong_choice_fails_the_save(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, partial={KEY: 1}, choose=lambda _: [9], options=OPTIONS) as run:
+    with Checkpointer(
+        tmp_path, experts=Experts({KEY: 1}, choose=lambda _: [9]), options=OPTIONS
+    ) as run:
         run.save(0, state_of(0), wait=True)
         with pytest.raises(UnsupportedLeaf, match="choose: 9 is not the number of an expert"):
             run.save(1, state_of(1))
@@ -184,7 +186,7 @@ def test_a_wrong_choice_fails_the_save(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["removed", "replaced", "moved chunks"])
 def test_a_base_that_is_gone_fails_the_save_and_the_next_is_full(what: str, tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, partial=PARTIAL, options=OPTIONS) as run:
+    with Checkpointer(tmp_path, experts=Experts(PARTIAL), options=OPTIONS) as run:
         run.save(0, state_of(0), wait=True)
         run.save(1, state_of(1), wait=True)
         if what == "removed":
@@ -213,7 +215,7 @@ def test_without_links_other_experts_are_borrowed(
 
     monkeypatch.setattr(os, "link", link)
     states = {step: state_of(step) for step in range(4)}
-    with Checkpointer(tmp_path, partial=PARTIAL, options=OPTIONS) as run:
+    with Checkpointer(tmp_path, experts=Experts(PARTIAL), options=OPTIONS) as run:
         for step, state in states.items():
             run.save(step, state, wait=True)
             check(tmp_path / f"step_{step}", states)
@@ -227,7 +229,7 @@ OTHERWISE = SaveOptions(chunk_bytes=4096, fsync=False, compression="zstd")
 def test_what_cannot_be_shared_is_copied(tmp_path: Path) -> None:
     states = {step: state_of(step) for step in range(2)}
     for step, options in enumerate([OPTIONS, OTHERWISE]):
-        with Checkpointer(tmp_path, partial=PARTIAL, options=options) as run:
+        with Checkpointer(tmp_path, experts=Experts(PARTIAL), options=options) as run:
             if step:
                 run.load()
             report = run.save(step, states[step]).result()
@@ -237,9 +239,9 @@ def test_what_cannot_be_shared_is_copied(tmp_path: Path) -> None:
 
 def test_a_damaged_chunk_is_not_copied(tmp_path: Path) -> None:
     root = tmp_path / "run"
-    with Checkpointer(root, partial=PARTIAL, options=OPTIONS) as run:
+    with Checkpointer(root, experts=Experts(PARTIAL), options=OPTIONS) as run:
         run.save(0, state_of(0), wait=True)
-    with Checkpointer(root, partial=PARTIAL, options=OTHERWISE) as run:
+    with Checkpointer(root, experts=Experts(PARTIAL), options=OTHERWISE) as run:
         run.load()
         needle = state_of(0)["layers"]["0"]["experts"]["4"]["up"].tobytes()[-96:]
         for file in (root / "step_0").rglob("d/*"):
@@ -255,7 +257,7 @@ def test_each_expert_has_files_of_its_own(tmp_path: Path) -> None:
     def disk_bytes(path: Path) -> int:
         return sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
 
-    with Checkpointer(tmp_path, partial=PARTIAL, options=OPTIONS, keep_last=1) as run:
+    with Checkpointer(tmp_path, experts=Experts(PARTIAL), options=OPTIONS, keep_last=1) as run:
         first = 0
         for step in range(25):
             report = run.save(step, state_of(step)).result()
@@ -268,7 +270,7 @@ def test_each_expert_has_files_of_its_own(tmp_path: Path) -> None:
 def test_a_step_of_a_run_without_experts_is_no_base(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, options=OPTIONS) as run:
         run.save(0, state_of(0), wait=True)
-    with Checkpointer(tmp_path, partial=PARTIAL, options=OPTIONS) as run:
+    with Checkpointer(tmp_path, experts=Experts(PARTIAL), options=OPTIONS) as run:
         run.load()
         run.save(1, state_of(1), wait=True)
         assert set(recorded(tmp_path / "step_1")[KEY].values()) == {1}
@@ -279,7 +281,7 @@ def test_a_step_of_a_run_without_experts_is_no_base(tmp_path: Path) -> None:
     for step, (keys, state) in enumerate(
         [(PARTIAL, state_of(3, routed=6)), ({"layers/0/experts/{x}/*": 1}, state_of(4, 6))], 3
     ):
-        with Checkpointer(tmp_path, partial=keys, options=OPTIONS) as run:
+        with Checkpointer(tmp_path, experts=Experts(keys), options=OPTIONS) as run:
             run.load()
             run.save(step, state, wait=True)
             steps = recorded(tmp_path / f"step_{step}")
@@ -295,7 +297,7 @@ def test_other_chunks_are_copied(changed: Any, tmp_path: Path) -> None:
     states = {step: state_of(step) for step in range(6)}
     for first, options in ((0, SMALL), (2, changed), (4, SMALL)):
         made = SaveOptions(fsync=False, **options)
-        with Checkpointer(tmp_path, partial=PARTIAL, options=made, keep_last=1) as run:
+        with Checkpointer(tmp_path, experts=Experts(PARTIAL), options=made, keep_last=1) as run:
             if first:
                 run.load()
             for step in (first, first + 1):
@@ -309,7 +311,7 @@ def test_other_chunks_are_copied(changed: Any, tmp_path: Path) -> None:
 
 
 def test_removing_the_newest_step_makes_the_next_full(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, partial=PARTIAL, options=OPTIONS) as run:
+    with Checkpointer(tmp_path, experts=Experts(PARTIAL), options=OPTIONS) as run:
         for step in range(3):
             run.save(step, state_of(step), wait=True)
         run.delete(2)
@@ -324,7 +326,7 @@ def test_removing_the_newest_step_makes_the_next_full(tmp_path: Path) -> None:
 
 
 def test_overwriting_the_newest_step(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, partial={KEY: 2}, options=OPTIONS) as run:
+    with Checkpointer(tmp_path, experts=Experts({KEY: 2}), options=OPTIONS) as run:
         run.save(1, state_of(0), wait=True)
         run.save(1, state_of(1), wait=True, overwrite=True)
     found = unickpt.load(tmp_path / "step_1")["layers"]["0"]["experts"]
@@ -336,12 +338,12 @@ def test_overwriting_the_newest_step(tmp_path: Path) -> None:
 def test_a_stale_local_step_is_no_base(tmp_path: Path) -> None:
     """The run goes on from the version in the root, which another job has saved since."""
     local, root = tmp_path / "local", tmp_path / "root"
-    with Checkpointer(root, local=local, partial=PARTIAL, options=OPTIONS) as run:
+    with Checkpointer(root, local=local, experts=Experts(PARTIAL), options=OPTIONS) as run:
         run.save(1, state_of(1), wait=True)
         run.wait()
-    with Checkpointer(root, partial=PARTIAL, options=OPTIONS) as run:
+    with Checkpointer(root, experts=Experts(PARTIAL), options=OPTIONS) as run:
         run.save(1, state_of(7), wait=True, overwrite=True)
-    with Checkpointer(root, local=local, partial=PARTIAL, options=OPTIONS) as run:
+    with Checkpointer(root, local=local, experts=Experts(PARTIAL), options=OPTIONS) as run:
         assert run.load()["opt"]["count"] == 7
         run.save(2, state_of(2), wait=True)
     check(local / "step_2", {2: state_of(2)})
@@ -350,7 +352,7 @@ def test_a_stale_local_step_is_no_base(tmp_path: Path) -> None:
 def test_two_tiers(tmp_path: Path) -> None:
     states = {step: state_of(step) for step in range(5)}
     local, root = tmp_path / "local", tmp_path / "root"
-    with Checkpointer(root, local=local, partial=PARTIAL, options=OPTIONS) as run:
+    with Checkpointer(root, local=local, experts=Experts(PARTIAL), options=OPTIONS) as run:
         for step in range(4):
             run.save(step, states[step])
         run.wait()
@@ -358,7 +360,7 @@ def test_two_tiers(tmp_path: Path) -> None:
     for step in range(3):
         shutil.rmtree(root / f"step_{step}")
     check(root / "step_3", states)
-    with Checkpointer(root, local=local, partial=PARTIAL, options=OPTIONS) as run:
+    with Checkpointer(root, local=local, experts=Experts(PARTIAL), options=OPTIONS) as run:
         run.load()
         run.save(4, states[4], wait=True)  # the local tier has no base
         check(local / "step_4", {4: states[4]})
@@ -383,18 +385,20 @@ def test_two_tiers(tmp_path: Path) -> None:
 )
 def test_keys_that_are_not_valid(partial: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        Checkpointer(tmp_path, partial=partial)
+        Checkpointer(tmp_path, experts=Experts(partial))
 
 
 def test_what_else_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="give partial, too"):
-        Checkpointer(tmp_path, choose=lambda _: [1])
+    with pytest.raises(ValueError, match="choose=3 must be a function"):
+        Experts(PARTIAL, choose=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="create the Checkpointer with experts="):
+        Checkpointer(tmp_path).save(0, {"a": 1}, tokens={"a": [1]})
     with pytest.raises(ValueError, match="plt_budget=2"):
-        Checkpointer(tmp_path, partial=PARTIAL, plt_budget=2)
-    run = Checkpointer(tmp_path, partial={"**": (0, 1), "a/{x}": 1})
-    with pytest.raises(UnsupportedLeaf, match="several keys of `partial` match it"):
+        Checkpointer(tmp_path, experts=Experts(PARTIAL, plt_budget=2))
+    run = Checkpointer(tmp_path, experts=Experts({"**": (0, 1), "a/{x}": 1}))
+    with pytest.raises(UnsupportedLeaf, match="several keys of `experts` match it"):
         run.save(0, {"a": {"0": np.zeros(3)}})
-    run = Checkpointer(tmp_path, partial={"**": (0, 1)})
+    run = Checkpointer(tmp_path, experts=Experts({"**": (0, 1)}))
     with pytest.raises(UnsupportedLeaf, match="3 experts are stacked in 'a', but 4 in 'b'"):
         run.save(0, {"a": np.zeros(3), "b": np.zeros(4)})
 
@@ -404,9 +408,9 @@ def test_experts_are_not_quantised(tmp_path: Path) -> None:
     state = {"experts": {"0": np.ones((300, 30))}, "dense": np.ones((300, 30))}
     options = SaveOptions(quantize={"**": "uint8"})
     with pytest.raises(UnsupportedLeaf, match="'experts/0': it belongs to the experts of"):
-        Checkpointer(tmp_path, partial={"experts/{x}": 1}, options=options).save(0, state)
+        Checkpointer(tmp_path, experts=Experts({"experts/{x}": 1}), options=options).save(0, state)
     options = SaveOptions(quantize={"dense": "uint8"})
-    with Checkpointer(tmp_path / "b", partial={"experts/{x}": 1}, options=options) as run:
+    with Checkpointer(tmp_path / "b", experts=Experts({"experts/{x}": 1}), options=options) as run:
         run.save(0, state, wait=True)
         run.save(1, state, wait=True)
 
@@ -417,7 +421,7 @@ def test_experts_are_not_quantised(tmp_path: Path) -> None:
 def test_load_tells_which_experts_are_older(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Checkpointer(tmp_path, partial=PARTIAL, options=OPTIONS) as run:
+    with Checkpointer(tmp_path, experts=Experts(PARTIAL), options=OPTIONS) as run:
         for step in range(2):
             run.save(step, state_of(step), wait=True)
         with caplog.at_level(logging.INFO, "unickpt"):

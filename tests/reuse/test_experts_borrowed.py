@@ -13,11 +13,11 @@ from support import s3_server
 from support.saving import in_job, same
 
 import unickpt
-from unickpt import Checkpointer, SaveOptions, StorageError
+from unickpt import Checkpointer, Experts, SaveOptions, StorageError
 from unickpt.format.ocdbt_reader import OcdbtReader
 from unickpt.format.reader import Request
+from unickpt.runs.step_folder import StepFolder
 from unickpt.saving.task import SaveTask
-from unickpt.steps.step_folder import Steps
 
 OPTIONS = SaveOptions(chunk_bytes=4096, fsync=False, timeout_s=20)
 EXPERTS = 8
@@ -80,7 +80,7 @@ def test_experts_are_borrowed_from_a_whole_step(run: str, monkeypatch: pytest.Mo
         return real(reader, requests)
 
     monkeypatch.setattr(OcdbtReader, "read", listed)
-    with Checkpointer(run, partial=PARTIAL, keep_last=1, options=OPTIONS) as steps:
+    with Checkpointer(run, experts=Experts(PARTIAL), keep_last=1, options=OPTIONS) as steps:
         written = list[list[int]]()
         for step in range(9):
             read.clear()
@@ -103,13 +103,13 @@ def test_experts_are_borrowed_from_a_whole_step(run: str, monkeypatch: pytest.Mo
 
 def test_a_run_goes_on_and_back(run: str) -> None:
     for first in (0, 3):
-        with Checkpointer(run, partial=PARTIAL, options=OPTIONS) as steps:
+        with Checkpointer(run, experts=Experts(PARTIAL), options=OPTIONS) as steps:
             if first:
                 steps.load()
             for step in range(first, first + 3):
                 steps.save(step, state(step), wait=True)
     assert [check(f"{run}/step_{step}", step)[KEY][0] for step in range(6)] == [0, 1, 2, 3, 4, 5]
-    with Checkpointer(run, partial=PARTIAL, options=OPTIONS) as steps:
+    with Checkpointer(run, experts=Experts(PARTIAL), options=OPTIONS) as steps:
         steps.load(step=2)
         steps.drop_later_steps()
         steps.save(3, state(30), wait=True)
@@ -123,20 +123,20 @@ def test_a_run_goes_on_and_back(run: str) -> None:
 def test_a_base_that_is_gone_stops_the_save_and_the_next_one_is_whole(
     run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Checkpointer(run, partial=PARTIAL, options=OPTIONS) as steps:
+    with Checkpointer(run, experts=Experts(PARTIAL), options=OPTIONS) as steps:
         for step in range(2):
             steps.save(step, state(step), wait=True)
         real = SaveTask._publish
 
         def publish(*arguments: Any) -> None:  # what it borrows was taken
-            Steps(run).remove(0)
+            StepFolder(run).remove(0)
             real(*arguments)
 
         with monkeypatch.context() as patch:
             patch.setattr(SaveTask, "_publish", publish)
             with pytest.raises(StorageError, match="step_0, which is missing"):
                 steps.save(2, state(2), wait=True)
-        assert Steps(run).committed() == [1]
+        assert StepFolder(run).committed() == [1]
         steps.save(3, state(3), wait=True)
         assert set(check(f"{run}/step_3", 3)[KEY].values()) == {3}
 
@@ -144,7 +144,7 @@ def test_a_base_that_is_gone_stops_the_save_and_the_next_one_is_whole(
 def test_several_processes_borrow_alike(run: str) -> None:
     def work(group: unickpt.ProcessGroup) -> None:
         made = SaveOptions(chunk_bytes=4096, fsync=False, group=group, timeout_s=20)
-        with Checkpointer(run, partial=PARTIAL, options=made) as steps:
+        with Checkpointer(run, experts=Experts(PARTIAL), options=made) as steps:
             for step in range(4):
                 steps.save(step, state(step), wait=True)
 
@@ -157,7 +157,7 @@ def test_several_processes_borrow_alike(run: str) -> None:
 def test_copies_of_partial_steps_send_what_is_new(tmp_path: Any) -> None:
     root = f"memory://{secrets.token_hex(6)}"
     bases = list[list[str]]()
-    with Checkpointer(root, local=tmp_path, partial=PARTIAL, options=OPTIONS) as steps:
+    with Checkpointer(root, local=tmp_path, experts=Experts(PARTIAL), options=OPTIONS) as steps:
         for step in range(6):
             steps.save(step, state(step))
             steps.wait()

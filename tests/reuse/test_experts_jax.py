@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unickpt import Checkpointer, SaveOptions, load, open, verify
+from unickpt import Checkpointer, Experts, SaveOptions, load, open, verify
 
 jax = pytest.importorskip("jax")
 optax = pytest.importorskip("optax")
@@ -80,7 +80,7 @@ def test_stacked_experts_on_a_mesh(
     axis: Any, shape: tuple[int, int], spec: Any, tmp_path: Path
 ) -> None:
     key = "**/moe/up"
-    with Checkpointer(tmp_path, partial={key: (axis, 3)}, options=OPTIONS) as run:
+    with Checkpointer(tmp_path, experts=Experts({key: (axis, 3)}), options=OPTIONS) as run:
         for step in range(1, 5):
             report = run.save(step, state_of(step, mesh(*shape), *spec)).result()
             if step > 1:
@@ -94,7 +94,7 @@ def test_another_mesh_goes_on(tmp_path: Path) -> None:
     key = "**/moe/up"
     for job, shape in enumerate([(8, 1), (2, 4), (4, 2)]):
         on, step = mesh(*shape), 1 + 2 * job
-        with Checkpointer(tmp_path, partial={key: ("x", 2)}, options=OPTIONS) as run:
+        with Checkpointer(tmp_path, experts=Experts({key: ("x", 2)}), options=OPTIONS) as run:
             if job:
                 like = state_of(0, on, "x")
                 got = run.load(like)
@@ -114,7 +114,7 @@ def test_nothing_of_the_other_experts_is_kept(tmp_path: Path) -> None:
         return {str(x): {"w": jnp.full((200, 200), step * 10.0 + x)} for x in range(4)}
 
     options = SaveOptions(fsync=False, staging="copy")
-    with Checkpointer(tmp_path, partial={"{x}/w": 1}, options=options) as run:
+    with Checkpointer(tmp_path, experts=Experts({"{x}/w": 1}), options=options) as run:
         run.save(1, state(1), wait=True)
         now = state(2)
         pending = run.save(2, now)

@@ -18,7 +18,7 @@ from support.processes import Processes
 from support.saving import in_job
 
 import unickpt
-from unickpt import Box, Checkpointer, LocalFragments, ProcessGroup, SaveOptions
+from unickpt import Box, Checkpointer, Experts, LocalFragments, ProcessGroup, SaveOptions
 
 EXPERTS, ROWS, COLUMNS = 4, 24, 100
 KEYS = {"own/{x}/*": 1, "plain/{x}/w": 1, "same/{x}": 1, "stacked/*": (0, 1)}
@@ -229,7 +229,7 @@ def test_replicas(compared: bool, tmp_path: Path) -> None:
         made = SaveOptions(
             group=group, chunk_bytes=8192, fsync=False, timeout_s=20, check_replicas=compared
         )
-        with Checkpointer(tmp_path, partial=KEYS, options=made) as run:
+        with Checkpointer(tmp_path, experts=Experts(KEYS), options=made) as run:
             return work(run, group.index)
 
     if compared:
@@ -257,7 +257,8 @@ commit._GRACE_S = 0.3
 group = unickpt.ProcessGroup(index, count, session)
 options = unickpt.SaveOptions(group=group, timeout_s=5, chunk_bytes=8192, fsync=False)
 try:
-    with unickpt.Checkpointer(root, partial=KEYS, keep_last=2, options=options) as run:
+    experts = unickpt.Experts(KEYS)
+    with unickpt.Checkpointer(root, experts=experts, keep_last=2, options=options) as run:
         run._housekeeping.loaded(first - 1)
         run._partial.loaded(first - 1, run.path(first - 1))
         for number in range(first, first + many):
@@ -283,7 +284,7 @@ COORDINATORS_STEPS = [
     ("commit.attempt.Attempt:_build_root", "before"),
     ("commit.attempt.Attempt:_write_root", "during"),
     ("commit.attempt.Attempt:_write_root", "after"),
-    ("steps.tier.Tier:remove", "during"),
+    ("runs.tiers.Tier:remove", "during"),
 ]
 
 
@@ -396,7 +397,7 @@ def torch_ranks(root: str) -> None:
     first: dict[int, dict[str, Any]] = {}
     for jobs in range(2):
         options = SaveOptions(fsync=False, timeout_s=30)
-        with Checkpointer(root, partial=keys, options=options) as run:
+        with Checkpointer(root, experts=Experts(keys), options=options) as run:
             if jobs:
                 like = tree(0)
                 run.load(like, strict=False)  # another rank has the other experts

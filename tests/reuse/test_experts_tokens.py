@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from unickpt import Checkpointer, SaveOptions, UnsupportedLeaf, open
+from unickpt import Checkpointer, Experts, SaveOptions, UnsupportedLeaf, open
 from unickpt.cli.app import app
 from unickpt.reuse.experts import ExpertRecord, TokenCounts
 
@@ -42,13 +42,9 @@ class Tokens:
             for x in range(EXPERTS):
                 counts[x] += self.rng.randrange(100)
 
-    def metrics(self, step: int) -> dict[str, float]:
+    def of(self, step: int) -> dict[str, list[int]]:
         self.at[step] = {layer: list(counts) for layer, counts in self.seen.items()}
-        return {
-            f"tokens/{layer}/{x}": n
-            for layer, counts in self.seen.items()
-            for x, n in enumerate(counts)
-        }
+        return self.at[step]
 
 
 def record_of(path: Path) -> Any:
@@ -66,7 +62,7 @@ def test_the_proportion_of_lost_tokens(
     lost = dict.fromkeys(LAYERS, 0)
     step = 0
     for job in range(3):
-        with Checkpointer(root, partial={KEY: k}, plt_budget=None, options=OPTIONS) as run:
+        with Checkpointer(root, experts=Experts({KEY: k}, plt_budget=None), options=OPTIONS) as run:
             if job:
                 run.load()
                 for layer in LAYERS:
@@ -77,7 +73,7 @@ def test_the_proportion_of_lost_tokens(
             for _ in range(rng.randrange(1, 5)):
                 step += 1
                 tokens.train()
-                run.save(step, state(step), metrics={**tokens.metrics(step), "loss": 1}, wait=True)
+                run.save(step, state(step), metrics={"loss": 1}, tokens=tokens.of(step), wait=True)
                 metadata = open(root / f"step_{step}").metadata["unickpt"]
                 assert metadata["metrics"] == {"loss": 1.0}
                 found = metadata["experts"]
@@ -98,13 +94,15 @@ def test_the_proportion_of_lost_tokens(
 def test_k_doubles_when_another_restart_would_exceed_the_budget(tmp_path: Path) -> None:
     tokens, step, saved, plts = Tokens(1), 0, [], []
     for job in range(5):
-        with Checkpointer(tmp_path, partial={KEY: 1}, plt_budget=0.2, options=OPTIONS) as run:
+        with Checkpointer(
+            tmp_path, experts=Experts({KEY: 1}, plt_budget=0.2), options=OPTIONS
+        ) as run:
             if job:
                 run.load()
             for _ in range(4):
                 step += 1
                 tokens.train()
-                run.save(step, state(step), metrics=tokens.metrics(step), wait=True)
+                run.save(step, state(step), tokens=tokens.of(step), wait=True)
             found = record_of(tmp_path / f"step_{step}")
             saved.append(sum(of == step for of in found["steps"][KEY].values()))
             plts.append(found["plt"])
@@ -140,12 +138,13 @@ def test_choose_gets_the_lost_tokens(tmp_path: Path) -> None:
     def most_lost(facts: Any) -> list[int]:
         return sorted(facts.lost, key=facts.lost.__getitem__)[-facts.k :] or [0]
 
-    with Checkpointer(tmp_path, partial={KEY: 1}, choose=most_lost, options=OPTIONS) as run:
+    with Checkpointer(
+        tmp_path, experts=Experts({KEY: 1}, choose=most_lost), options=OPTIONS
+    ) as run:
         for step, counts in enumerate(
             [(0, 0, 0, 0), (5, 30, 3, 1), (9, 30, 40, 2), (9, 30, 41, 9)]
         ):
-            metrics = {f"tokens/{KEY}/{x}": n for x, n in enumerate(counts)}
-            run.save(step, state(step), metrics=metrics, wait=True)
+            run.save(step, state(step), tokens={KEY: counts}, wait=True)
     # The choice knows the counts as of the step before.
     assert record_of(tmp_path / "step_3")["steps"][KEY] == {"0": 1, "1": 2, "2": 3, "3": 0}
 
@@ -153,15 +152,17 @@ def test_choose_gets_the_lost_tokens(tmp_path: Path) -> None:
 def test_the_counts_outlive_a_failed_save(tmp_path: Path) -> None:
     """All experts are written then, but what was lost before remains lost."""
     for job in range(2):
-        with Checkpointer(tmp_path, partial={KEY: 1}, plt_budget=0.1, options=OPTIONS) as run:
+        with Checkpointer(
+            tmp_path, experts=Experts({KEY: 1}, plt_budget=0.1), options=OPTIONS
+        ) as run:
             if job:
                 run.load()
             for step in range(3 * job, 3 * job + 3):
-                metrics = {f"tokens/{KEY}/{x}": 10 * step for x in range(EXPERTS)}
+                tokens = {KEY: dict.fromkeys(range(EXPERTS), 10 * step)}
                 if step == 4:
                     with pytest.raises(UnsupportedLeaf):
-                        run.save(step, state(step) | {"bad": object()}, metrics=metrics)
-                run.save(step, state(step), metrics=metrics, wait=True)
+                        run.save(step, state(step) | {"bad": object()}, tokens=tokens)
+                run.save(step, state(step), tokens=tokens, wait=True)
     found = record_of(tmp_path / "step_5")
     # Of step 2: expert 0 as of step 1, and 2 and 3 as of step 0.
     assert found["layers"][KEY]["lost_before"] == 10 + 20 + 20
@@ -170,10 +171,9 @@ def test_the_counts_outlive_a_failed_save(tmp_path: Path) -> None:
 
 
 def test_counts_may_be_missing_now_and_then(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, partial={KEY: 1}, options=OPTIONS) as run:
+    with Checkpointer(tmp_path, experts=Experts({KEY: 1}), options=OPTIONS) as run:
         for step, counts in enumerate([(1, 1), (5, 5), None, (9, 9)]):
-            metrics = {f"tokens/{KEY}/{x}": n for x, n in enumerate(counts or ())}
-            run.save(step, state(step), metrics=metrics, wait=True)
+            run.save(step, state(step), tokens=counts and {KEY: counts}, wait=True)
     layer = record_of(tmp_path / "step_3")["layers"][KEY]
     # 0 was saved in step 1, 1 in step 2, without a count: too much is better than too little.
     assert layer == {
@@ -185,30 +185,31 @@ def test_counts_may_be_missing_now_and_then(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("metrics", "message"),
+    ("tokens", "message"),
     [
-        ({"tokens/layers/0/experts/a": 1}, "must be tokens/<layer>/<number of an expert>"),
-        ({"tokens/layers/0/1": 1}, "is neither a key of `partial`"),
-        ({"tokens/layers/0/experts/1": "many"}, "metrics must be numbers"),
-        ({"tokens/layers/0/experts/1": -1}, "but counts tokens"),
-        ({"tokens/layers/0/experts/1": float("nan")}, "but counts tokens"),
-        ({"tokens/layers/0/experts/1": 3}, "had seen 5 before"),
+        ({"layers/0/experts": {"a": 1}}, "'a' is not the number of an expert"),
+        ({"layers/0": [1]}, "is neither a key of `experts`"),
+        ({"layers/0/experts": ["many"]}, "must be a number"),
+        ({"layers/0/experts": {1: -1}}, "but counts tokens"),
+        ({"layers/0/experts": [float("nan")]}, "but counts tokens"),
+        ({"layers/0/experts": {1: 3}}, "had seen 5 before"),
+        ([1], "tokens"),
     ],
 )
-def test_counts_that_are_not_valid(metrics: Any, message: str, tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, partial={KEY: 1}, options=OPTIONS) as run:
-        run.save(0, state(0), metrics={"tokens/layers/0/experts/1": 5}, wait=True)
+def test_counts_that_are_not_valid(tokens: Any, message: str, tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, experts=Experts({KEY: 1}), options=OPTIONS) as run:
+        run.save(0, state(0), tokens={"layers/0/experts": {1: 5}}, wait=True)
         with pytest.raises(UnsupportedLeaf, match=message):
-            run.save(1, state(1), metrics=metrics)
+            run.save(1, state(1), tokens=tokens)
         run.save(2, state(2), wait=True)
 
 
 def test_inspect_shows_it(tmp_path: Path) -> None:
     tokens = Tokens(3)
-    with Checkpointer(tmp_path, partial={KEY: 1}, options=OPTIONS) as run:
+    with Checkpointer(tmp_path, experts=Experts({KEY: 1}), options=OPTIONS) as run:
         for step in range(3):
             tokens.train()
-            run.save(step, state(step), metrics=tokens.metrics(step), wait=True)
+            run.save(step, state(step), tokens=tokens.of(step), wait=True)
     shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "step_2")], env={"COLUMNS": "200"})
     assert shown.exit_code == 0, shown.output
     text = " ".join(shown.output.split())

@@ -152,7 +152,7 @@ COORDINATORS_STEPS = [
     ("commit.attempt.Attempt:_write_root", "before"),
     ("commit.attempt.Attempt:_write_root", "during"),
     ("commit.attempt.Attempt:_write_root", "after"),
-    ("steps.tier.Tier:remove", "during"),
+    ("runs.tiers.Tier:remove", "during"),
 ]
 
 

@@ -28,14 +28,15 @@ from unickpt import (
     ProcessFailed,
     ProcessGroup,
     SaveConflict,
+    SaveEvery,
     SaveOptions,
     StorageError,
     UnsupportedLeaf,
 )
 from unickpt.commit import lease
+from unickpt.runs import tier_copies
 from unickpt.runs.retention import Retention
-from unickpt.steps.step_folder import Steps
-from unickpt.steps.tier import Tier
+from unickpt.runs.step_folder import StepFolder
 from unickpt.storage import database
 
 FAST = SaveOptions(fsync=False, timeout_s=20, chunk_bytes=4096)
@@ -216,15 +217,32 @@ def test_retention_by_a_function_of_all_steps(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("rules", "message"),
     [
         ({"keep_among": 3}, "keep_among=3 must be a function of all steps"),
         ({"keep_last": 0}, "keep_last=0 must be an integer, at least 1"),
         ({"keep_best": 2}, "give both keep_best and metric"),
         ({"metric": "loss"}, "give both keep_best and metric"),
         ({"keep_best": 1, "metric": "a", "best": "most"}, "'min' or 'max'"),
-        ({"save_every": 0}, "save_every=0 must be a positive number"),
-        ({"save_every_s": -1.0}, "save_every_s"),
+    ],
+)
+def test_rules_that_make_no_sense(rules: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Retention(**rules)
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(-1.0, None), (None, -1), ("10", 1)])
+def test_times_that_make_no_sense(seconds: Any, steps: Any) -> None:
+    with pytest.raises(ValueError, match="must be a positive number"):
+        SaveEvery(steps, seconds)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"keep": 3}, "keep=3 must be a Retention"),
+        ({"keep_last": 2, "keep": Retention(keep_last=3)}, "not to both"),
+        ({"save_every": 0}, "save_every: steps=0 must be a positive number"),
         ({"optimizers": [object()]}, "object is not a torch.optim.Optimizer"),
         ({"optimizers": object()}, "pass a list, even for a single optimizer"),
         ({"local": "."}, "local and root are the same folder"),
@@ -241,14 +259,16 @@ def test_arguments_that_make_no_sense(
 @pytest.mark.parametrize("root", ["{tmp}", "memory://retention"])
 def test_steps_that_no_rule_keeps_are_removed(root: str, tmp_path: Path) -> None:
     losses = [5.0, 1.0, float("nan"), 3.0, 0.5, 4.0, 6.0, 7.0]
-    arguments: dict[str, Any] = {"keep_last": 2, "keep_best": 2, "metric": "loss"}
+    best: dict[str, Any] = {"keep_best": 2, "metric": "loss"}
     where = root.format(tmp=tmp_path)
-    with Checkpointer(where, keep=lambda step: step == 3, **arguments) as checkpointer:
+    keep = Retention(keep=lambda step: step == 3, **best)
+    with Checkpointer(where, keep_last=2, keep=keep) as checkpointer:
         for step, loss in enumerate(losses):
             checkpointer.save(step, numbers(step), metrics={"loss": loss})
         checkpointer.wait()
         assert checkpointer.steps() == [1, 3, 4, 6, 7]
-    with Checkpointer(where, keep_every=3, **arguments) as checkpointer:  # reads the old losses
+    keep = Retention(keep_every=3, **best)
+    with Checkpointer(where, keep_last=2, keep=keep) as checkpointer:  # reads the old losses
         checkpointer.save(8, numbers(8))
         checkpointer.wait()
         assert checkpointer.steps() == [1, 3, 4, 6, 7, 8]
@@ -264,12 +284,12 @@ def test_steps_that_no_rule_keeps_are_removed(root: str, tmp_path: Path) -> None
 def test_a_step_that_cannot_be_removed_does_no_harm(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: Steps, step: int) -> None:
+    def fail(self: StepFolder, step: int) -> None:
         raise StorageError("not allowed")
 
     with Checkpointer(tmp_path, keep_last=1, options=FAST) as checkpointer:
         with monkeypatch.context() as patch:
-            patch.setattr(Steps, "remove", fail)
+            patch.setattr(StepFolder, "remove", fail)
             for step in (1, 2):
                 checkpointer.save(step, numbers(step))
             checkpointer.wait()
@@ -286,7 +306,7 @@ def test_a_step_that_cannot_be_removed_does_no_harm(
 @pytest.mark.parametrize("root", ["{tmp}", "memory://debris"])
 def test_what_crashed_jobs_left_is_removed_and_nothing_else(root: str, tmp_path: Path) -> None:
     where = root.format(tmp=tmp_path)
-    places = Steps(where)
+    places = StepFolder(where)
     context = database.context()
 
     def put(key: str) -> None:
@@ -439,7 +459,9 @@ def test_saving_every_so_many_seconds_is_decided_by_process_0(tmp_path: Path) ->
         seconds = 0.3 if group.index == 0 else 1e9
         options = SaveOptions(group=group, fsync=False, timeout_s=20)
         saved = []
-        with Checkpointer(tmp_path, save_every_s=seconds, options=options) as checkpointer:
+        with Checkpointer(
+            tmp_path, save_every=SaveEvery(seconds=seconds), options=options
+        ) as checkpointer:
             for step in range(12):
                 time.sleep(0.05 * (group.index + 1))
                 if checkpointer.should_save(step):
@@ -456,7 +478,9 @@ def test_saving_every_so_many_seconds_is_decided_by_process_0(tmp_path: Path) ->
 def test_one_process_that_is_told_to_stop_stops_all(tmp_path: Path) -> None:
     def run(group: ProcessGroup) -> tuple[int, bool]:
         options = SaveOptions(group=group, fsync=False, timeout_s=20)
-        with Checkpointer(tmp_path, preemption=True, options=options) as checkpointer:
+        with Checkpointer(
+            tmp_path, save_every=SaveEvery(preemption=True), options=options
+        ) as checkpointer:
             for step in range(100):
                 if step == 7 and group.index == 1:
                     checkpointer.preempt()
@@ -474,7 +498,9 @@ def test_sigterm_saves_a_last_time(tmp_path: Path) -> None:
     calls = []
     before = signal.signal(signal.SIGTERM, lambda *_: calls.append(1))
     try:
-        with Checkpointer(tmp_path, preemption=True, options=FAST) as checkpointer:
+        with Checkpointer(
+            tmp_path, save_every=SaveEvery(preemption=True), options=FAST
+        ) as checkpointer:
             assert not checkpointer.should_save(1)
             os.kill(os.getpid(), signal.SIGTERM)
             assert checkpointer.should_save(2)
@@ -501,15 +527,15 @@ def test_two_tiers(root: str, tmp_path: Path) -> None:
             assert same(unickpt.load(local / f"step_{step}"), numbers(step))
         checkpointer.wait()
         assert checkpointer.steps() == [3, 4]
-        assert Steps(where).committed() == [3, 4]
-        assert Steps(local).committed() == [4]
-        assert checkpointer.path(4) == Steps(where).path(4)
+        assert StepFolder(where).committed() == [3, 4]
+        assert StepFolder(local).committed() == [4]
+        assert checkpointer.path(4) == StepFolder(where).path(4)
         assert unickpt.verify(checkpointer.path(4)).ok
         damage(local / "step_4")
         assert same(checkpointer.load(), numbers(4)), "the other tier has it whole"
         checkpointer.save(4, numbers(44), overwrite=True)
         checkpointer.wait()
-        assert same(unickpt.load(Steps(where).path(4)), numbers(44))
+        assert same(unickpt.load(StepFolder(where).path(4)), numbers(44))
         with pytest.raises(CheckpointExists):
             checkpointer.save(4, numbers(4), wait=True)
         with pytest.raises(LaterStepsExist, match="below existing step 4"):
@@ -528,7 +554,7 @@ def test_what_was_not_copied_is_copied_by_the_next_run(
 
     checkpointer = Checkpointer(root, local=local, keep_last=5, options=FAST)
     with monkeypatch.context() as patch:
-        patch.setattr(Tier, "copy_from", fail)
+        patch.setattr(tier_copies, "copy_version", fail)
         checkpointer.save(1, numbers(1))
         checkpointer._drain()
         with pytest.raises(StorageError, match="network is down") as caught:
@@ -537,15 +563,15 @@ def test_what_was_not_copied_is_copied_by_the_next_run(
         checkpointer.save(2, numbers(2))
         with pytest.raises(StorageError):
             checkpointer.close()
-    assert Steps(root).committed() == []
+    assert StepFolder(root).committed() == []
     with Checkpointer(root, local=local, keep_last=5, options=FAST) as again:
         assert again.latest() == 2
         assert again.path(2) == str(local / "step_2")
         assert same(again.load(), numbers(2))
         again.save(3, numbers(3))
         again.wait()
-        assert Steps(root).committed() == [1, 2, 3]
-        assert Steps(local).committed() == [3]
+        assert StepFolder(root).committed() == [1, 2, 3]
+        assert StepFolder(local).committed() == [3]
 
 
 def test_the_newest_step_in_the_root_stays_while_a_newer_one_is_not_copied(
@@ -560,18 +586,18 @@ def test_the_newest_step_in_the_root_stays_while_a_newer_one_is_not_copied(
         checkpointer.save(1, numbers(1))
         checkpointer.wait()
         with monkeypatch.context() as patch:
-            patch.setattr(Tier, "copy_from", fail)
+            patch.setattr(tier_copies, "copy_version", fail)
             for step in (2, 3):
                 checkpointer.save(step, numbers(step))
                 with pytest.raises(StorageError):
                     checkpointer.wait()
                 checkpointer._housekeeping._cleaning.clean()
-                assert Steps(root).committed() == [1]
-                assert step in Steps(local).committed()
+                assert StepFolder(root).committed() == [1]
+                assert step in StepFolder(local).committed()
         checkpointer.save(4, numbers(4))
         checkpointer.wait()
-        assert Steps(root).committed() == [4]
-        assert Steps(local).committed() == [4]
+        assert StepFolder(root).committed() == [4]
+        assert StepFolder(local).committed() == [4]
 
 
 def test_two_tiers_of_several_processes(tmp_path: Path) -> None:
@@ -687,7 +713,9 @@ def test_the_metrics_of_process_0_count(tmp_path: Path) -> None:
     def run(group: ProcessGroup) -> list[str]:
         options = SaveOptions(group=group, fsync=False, timeout_s=20)
         outcomes = []
-        with Checkpointer(tmp_path, keep_best=1, metric="loss", options=options) as checkpointer:
+        with Checkpointer(
+            tmp_path, keep=Retention(keep_best=1, metric="loss"), options=options
+        ) as checkpointer:
             for step, loss in enumerate([3.0, 1.0, "low", 2.0, 4.0]):
                 mine: Any = loss if group.index == 0 else 9.0 - step
                 try:

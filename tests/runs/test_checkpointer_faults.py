@@ -30,7 +30,8 @@ commit._GRACE_S = 0.3
 die_at(step, when)
 group = unickpt.ProcessGroup(index, count, session)
 options = unickpt.SaveOptions(group=group, timeout_s=timeout_s, chunk_bytes=4096, fsync=False)
-arguments = {{"keep_last": 2, "keep_every": 5, "options": options, "local": local}}
+arguments = {{"keep_last": 2, "options": options, "local": local}}
+arguments["keep"] = unickpt.Retention(keep_every=5)
 if local and count > 1:
     unickpt.runs.checkpointer.check_shared = lambda *_: None  # they cannot agree
     unickpt.runs.removal.Removal._remove_abandoned = lambda *_: None
@@ -61,13 +62,13 @@ STEPS = [
 COORDINATORS_STEPS = [
     *STEPS,
     ("commit.lease.Lease:take", "after"),
-    ("steps.step_folder.Steps:remove_remnants", "during"),
+    ("runs.step_folder.StepFolder:remove_orphans", "during"),
     ("commit.attempt.Attempt:_build_root", "during"),
     ("commit.attempt.Attempt:_write_root", "before"),  # before the commit
     ("commit.attempt.Attempt:_write_root", "during"),  # during the commit
     ("commit.attempt.Attempt:_write_root", "after"),
-    ("steps.step_folder.Steps:remove", "before"),
-    ("steps.step_folder.Steps:remove", "during"),  # during the deletion
+    ("runs.step_folder.StepFolder:remove", "before"),
+    ("runs.step_folder.StepFolder:remove", "during"),  # during the deletion
     # Its files are gone, its folder is not.
     ("storage.local_locations.LocalLocation:remove_empty", "before"),
 ]
@@ -191,7 +192,7 @@ def test_many_jobs_killed_at_random_moments(forks: Forks, tmp_path: Path) -> Non
 def test_what_a_killed_job_asked_its_processes_by_is_removed(tmp_path: Path) -> None:
     root, local = tmp_path / "root", tmp_path / "local"
     local.mkdir()
-    (local / ".unickpt-7fae10a15bc30d8").touch()  # as `agreement.check_shared` writes it
+    (local / ".unickpt-7fae10a15bc30d8").touch()  # as `removal.check_shared` writes it
     (local / ".keep").touch()
     with Checkpointer(root, local=local, options=SaveOptions(fsync=False)) as checkpointer:
         checkpointer.save(1, numbers(1))

@@ -26,10 +26,11 @@ from unickpt import (
     SaveOptions,
     StorageError,
 )
+from unickpt.runs import tier_copies
 from unickpt.runs.retention import Retention
+from unickpt.runs.step_folder import StepFolder
 from unickpt.runs.step_loader import StepLoader
-from unickpt.steps.step_folder import Steps
-from unickpt.steps.tier import Tier
+from unickpt.runs.tiers import Tier
 
 FAST = SaveOptions(fsync=False, timeout_s=20, chunk_bytes=4096)
 
@@ -50,7 +51,7 @@ def test_what_was_just_saved_is_kept_whatever_the_rules_say() -> None:
     assert Retention(keep_every=100).expendable(found, {160}) == [5, 10]
 
 
-@pytest.mark.parametrize("rules", [{"keep_last": 1}, {"keep_every": 100}])
+@pytest.mark.parametrize("rules", [{"keep_last": 1}, {"keep": Retention(keep_every=100)}])
 def test_what_was_just_saved_is_kept_beside_a_step_of_others(
     rules: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -120,7 +121,14 @@ def test_later_steps_on_s3_are_found_in_the_background(
 
 
 @pytest.mark.parametrize("local", [None, "local"])
-@pytest.mark.parametrize("rules", [{"keep_last": 1}, {"keep_every": 50}, {"keep_best": 1}])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"keep_last": 1},
+        {"keep": Retention(keep_every=50)},
+        {"keep": Retention(keep_best=1, metric="loss")},
+    ],
+)
 def test_going_on_after_an_earlier_step(
     rules: dict[str, Any], local: str | None, tmp_path: Path
 ) -> None:
@@ -128,8 +136,6 @@ def test_going_on_after_an_earlier_step(
     with Checkpointer(root, options=FAST, local=tier) as checkpointer:
         for step in (100, 150, 160, 200):
             checkpointer.save(step, numbers(step), metrics={"loss": 1000 - step})
-    if "keep_best" in rules:
-        rules = {**rules, "metric": "loss"}
     arguments: dict[str, Any] = {"after": 150, "local": tier, "options": FAST, **rules}
     with Checkpointer(root, **arguments) as checkpointer:
         assert (checkpointer.steps(), checkpointer.latest()) == ([100, 150], 150)
@@ -204,10 +210,10 @@ def test_processes_hear_that_process_0_could_not_remove(
 ) -> None:
     run_of(tmp_path, 100, 200)
 
-    def fail(self: Steps, step: int) -> None:
+    def fail(self: StepFolder, step: int) -> None:
         raise StorageError("not allowed")
 
-    monkeypatch.setattr(Steps, "remove", fail)
+    monkeypatch.setattr(StepFolder, "remove", fail)
 
     def run(group: ProcessGroup) -> Any:
         options = SaveOptions(group=group, timeout_s=20, fsync=False)
@@ -235,16 +241,16 @@ def test_later_steps_are_dropped_the_newest_first(
         with pytest.raises(CheckpointNotFound, match=r"step 0 is not in .*: 1, 2, 3, 4"):
             checkpointer.drop_later_steps(0)
         checkpointer.save(5, numbers(5))  # is waited for
-        removed, real = [], Steps.remove
+        removed, real = [], StepFolder.remove
 
-        def remove(self: Steps, step: int) -> None:
+        def remove(self: StepFolder, step: int) -> None:
             if step == 3:
                 raise StorageError("killed")
             removed.append(step)
             real(self, step)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Steps, "remove", remove)
+            patch.setattr(StepFolder, "remove", remove)
             with pytest.raises(StorageError, match="killed"):
                 checkpointer.drop_later_steps(2)
         assert sorted({*removed}, reverse=True) == [5, 4]
@@ -437,7 +443,8 @@ SAVER = """
 import sys, numpy as np, unickpt
 root = sys.argv[1]
 options = unickpt.SaveOptions(fsync=False)
-with unickpt.Checkpointer(root, keep_last=1, keep_every=10_000, options=options) as ckpt:
+keep = unickpt.Retention(keep_last=1, keep_every=10_000)
+with unickpt.Checkpointer(root, keep=keep, options=options) as ckpt:
     for step in range(1, 10_000):
         arrays = {str(k): np.full(50, step) for k in range(40)}
         ckpt.save(step, {"step": step, "arrays": arrays}, wait=True)
@@ -469,7 +476,9 @@ def test_a_step_that_is_removed_before_it_is_read_is_not_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_of(tmp_path, 1, 2)
-    with Checkpointer(tmp_path, keep_last=1, keep_every=10_000, options=FAST) as saver:
+    with Checkpointer(
+        tmp_path, keep_last=1, keep=Retention(keep_every=10_000), options=FAST
+    ) as saver:
         checkpointer = Checkpointer(tmp_path)
         real, listed = StepLoader._newest, []
 
@@ -536,7 +545,7 @@ def test_a_step_that_failed_after_its_commit_says_why_it_failed(
 
     checkpointer = Checkpointer(tmp_path / "run", local=tmp_path / "local", options=FAST)
     with monkeypatch.context() as patch:
-        patch.setattr(Tier, "copy_from", fail)
+        patch.setattr(tier_copies, "copy_version", fail)
         checkpointer.save(3, numbers(3))
         checkpointer._drain()
         with pytest.raises(StorageError, match="network is down"):

@@ -25,7 +25,7 @@ def closes(steps):
     run.close()
     return steps[-2:]
 
-run = unickpt.Checkpointer(sys.argv[1], keep_among=globals()[sys.argv[2]])
+run = unickpt.Checkpointer(sys.argv[1], keep=unickpt.Retention(keep_among=globals()[sys.argv[2]]))
 for step in (1, 2, 3):
     try:
         run.save(step, {"w": np.ones(3)}).result()

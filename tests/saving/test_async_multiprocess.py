@@ -102,7 +102,8 @@ spec = NamedSharding(mesh, P("x", "y"))
 state = jax.jit(lambda: {"w": jnp.arange(300 * 400.0).reshape(300, 400)}, out_shardings=spec)()
 train = jax.jit(lambda s: {"w": s["w"] * 2 + 1}, donate_argnums=0)
 options = unickpt.SaveOptions(timeout_s=60, fsync=False)
-with unickpt.Checkpointer(root, preemption=True, save_every=3, options=options) as checkpointer:
+every = unickpt.SaveEvery(3, preemption=True)
+with unickpt.Checkpointer(root, save_every=every, options=options) as checkpointer:
     for step in range(40):
         if step == 7 and jax.process_index() == 1:
             checkpointer.preempt()
@@ -144,7 +145,8 @@ rank = dist.get_rank()
 pid_file = f"{root}/pid_{rank}"
 options = unickpt.SaveOptions(timeout_s=60, fsync=False)
 root += "/run"
-with unickpt.Checkpointer(root, preemption=True, save_every_s=1e6, options=options) as checkpointer:
+every = unickpt.SaveEvery(seconds=1e6, preemption=True)
+with unickpt.Checkpointer(root, save_every=every, options=options) as checkpointer:
     state = {"w": torch.zeros(5000), "step": -1}
     if checkpointer.latest() is not None:
         state = checkpointer.load(state)

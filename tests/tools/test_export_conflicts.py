@@ -24,7 +24,7 @@ from unickpt import (
     StorageError,
 )
 from unickpt.commit import lease
-from unickpt.steps import cleanup, remnants
+from unickpt.runs import orphans
 from unickpt.storage import local_folders
 from unickpt.storage.errors import Failed
 from unickpt.tools import destinations, export_job
@@ -123,14 +123,14 @@ def test_clean_puts_back_what_a_killed_export_moved_away(
     tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed(forks, tmp_path, "between")
-    found = cleanup.find(tmp_path)
-    assert found.remnants == ()
+    found = orphans.find(tmp_path)
+    assert found.orphans == ()
     assert sorted(r.kind for r in found.under_way) == ["export", "replaced"]
-    monkeypatch.setattr(remnants, "RECENT_S", 0.0)
-    found = cleanup.find(tmp_path)
-    assert len(cleanup.clean(tmp_path, found.remnants)) == 2
+    monkeypatch.setattr(orphans, "RECENT_S", 0.0)
+    found = orphans.find(tmp_path)
+    assert len(orphans.clean(tmp_path, found.orphans)) == 2
     assert version_at(tmp_path / "out") == 1
-    assert cleanup.find(tmp_path).remnants == ()
+    assert orphans.find(tmp_path).orphans == ()
     assert {name for name in os.listdir(tmp_path) if name.endswith((".old", ".partial"))} == set()
 
 
@@ -141,27 +141,27 @@ def test_a_kill_after_the_exchange_leaves_the_new_one(
     beside = killed(forks, tmp_path, "flush")
     assert version_at(tmp_path / "out") == 2
     assert any(name.endswith(".partial") for name in beside)
-    monkeypatch.setattr(remnants, "RECENT_S", 0.0)
-    (remnant,) = cleanup.find(tmp_path).remnants
-    assert (remnant.kind, remnant.files > 2) == ("export", True)
-    assert cleanup.clean(tmp_path, [remnant]) == [remnant]
+    monkeypatch.setattr(orphans, "RECENT_S", 0.0)
+    (orphan,) = orphans.find(tmp_path).orphans
+    assert (orphan.kind, orphan.files > 2) == ("export", True)
+    assert orphans.clean(tmp_path, [orphan]) == [orphan]
     assert version_at(tmp_path / "out") == 2
 
 
 def test_clean_beside_an_export_that_only_reads_never_makes_it_lose_what_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reading back what was written may take longer than a remnant is young."""
+    """Reading back what was written may take longer than an orphan is young."""
     sources(tmp_path)
     export(tmp_path, 1, tmp_path / "out")
     commit = destinations.LocalDestination.commit
 
     def cleaned(self: Any, files: Any) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(remnants, "RECENT_S", 0.0)
-            found = cleanup.find(tmp_path).remnants
+            patch.setattr(orphans, "RECENT_S", 0.0)
+            found = orphans.find(tmp_path).orphans
             assert [r.kind for r in found] == ["export"]
-            cleanup.clean(tmp_path, found)
+            orphans.clean(tmp_path, found)
         commit(self, files)
 
     monkeypatch.setattr(destinations.LocalDestination, "commit", cleaned)

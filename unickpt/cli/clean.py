@@ -25,9 +25,8 @@ from unickpt.cli.output import (
 )
 from unickpt.cli.output import clean as cleaned
 from unickpt.reading.listing import checkpoints_below
-from unickpt.steps import cleanup
-from unickpt.steps.cleanup import Found
-from unickpt.steps.remnants import Remnant
+from unickpt.runs import orphans
+from unickpt.runs.orphans import Orphan, OrphanSearch
 from unickpt.storage import paths
 
 _REFUSED = 1
@@ -55,49 +54,49 @@ def clean(
     unickpt clean runs/llama
     unickpt clean s3://bucket/runs/llama --yes --json
 
-    --json prints {root, removed: [{name, kind, files, bytes, age_s}], spared: [the same]}. Fields
+    --json prints {root, removed: [{name, kind, files, bytes, age_s}], kept: [the same]}. Fields
     are only ever added. Exits with 1 if it asks and the answer is not yes.
     """
     location = paths.resolve(root, whole=True)
     if location.link is not None:
         fail(f"{root} is a symbolic link; give {os.path.realpath(str(location))}")
     checkpoints_below(root)  # raises where there is no such folder
-    found = cleanup.find(root)
+    found = orphans.find(root)
     if found.holder is not None:
         fail(f"{root}: a job saves here now ({found.holder}); clean up when it has ended")
-    wanted = [*found.remnants, *(found.unknown if unknown_age else ())]
-    spared = [*found.under_way, *(() if unknown_age else found.unknown)]
+    wanted = [*found.orphans, *(found.unknown if unknown_age else ())]
+    kept = [*found.under_way, *(() if unknown_age else found.unknown)]
     if not as_json:
         _show(root, wanted, found, unknown_age)
     if wanted and not yes:
         _ask(wanted)
-    removed = cleanup.clean(root, wanted) if wanted else []
-    spared += [remnant for remnant in wanted if remnant not in removed]
+    removed = orphans.clean(root, wanted) if wanted else []
+    kept += [orphan for orphan in wanted if orphan not in removed]
     if as_json:
-        sides = {"removed": removed, "spared": spared}
+        sides = {"removed": removed, "kept": kept}
         print_json({"root": root, **{side: rows_json(rows) for side, rows in sides.items()}})
         return
-    for remnant in wanted:
-        if remnant not in removed:
-            warn(f"{remnant.name} has changed meanwhile, and was not removed")
+    for orphan in wanted:
+        if orphan not in removed:
+            warn(f"{orphan.name} has changed meanwhile, and was not removed")
     if removed:
-        nbytes = size_text(sum(remnant.nbytes for remnant in removed))
-        console().print(f"removed {counted(len(removed), 'remnant')}, {nbytes}")
+        nbytes = size_text(sum(orphan.nbytes for orphan in removed))
+        console().print(f"removed {counted(len(removed), 'orphan')}, {nbytes}")
 
 
-def _show(root: str, wanted: Sequence[Remnant], found: Found, unknown_age: bool) -> None:
+def _show(root: str, wanted: Sequence[Orphan], found: OrphanSearch, unknown_age: bool) -> None:
     if wanted:
-        print_remnants(wanted)
+        print_orphans(wanted)
     else:
         print(f"nothing to remove in {cleaned(root)}")
-    print_spared(found, unknown_age)
+    print_kept(found, unknown_age)
 
 
-def _ask(wanted: Sequence[Remnant]) -> None:
+def _ask(wanted: Sequence[Orphan]) -> None:
     if not is_interactive():
         warn("nothing was removed: no terminal to ask on; pass --yes")
         raise typer.Exit(_REFUSED)
-    typer.confirm(f"Remove {counted(len(wanted), 'remnant')}?", abort=True)
+    typer.confirm(f"Remove {counted(len(wanted), 'orphan')}?", abort=True)
 
 
 def is_interactive() -> bool:
@@ -108,13 +107,13 @@ def is_interactive() -> bool:
 # --- also for ls ----------------------------------------------------------------------------------
 
 
-def print_remnants(found: Sequence[Remnant]) -> None:
-    """A table of remnants."""
-    table = new_table("remnant", "kind", "files", "bytes", "written", right=("files", "bytes"))
+def print_orphans(found: Sequence[Orphan]) -> None:
+    """A table of orphans."""
+    table = new_table("orphan", "kind", "files", "bytes", "written", right=("files", "bytes"))
     print_rows(console(), table, map(_cells, found))
 
 
-def print_spared(found: Found, unknown_age: bool = False) -> None:
+def print_kept(found: OrphanSearch, unknown_age: bool = False) -> None:
     """What is left alone, and why."""
     out = console()
     if found.under_way and found.holder is None:
@@ -127,21 +126,21 @@ def print_spared(found: Found, unknown_age: bool = False) -> None:
         out.print(Text(text, "dim"))
 
 
-def rows_json(found: Sequence[Remnant]) -> list[dict[str, Any]]:
-    """Remnants for programs."""
+def rows_json(found: Sequence[Orphan]) -> list[dict[str, Any]]:
+    """Orphans for programs."""
     return [
         {"name": r.name, "kind": r.kind, "files": r.files, "bytes": r.nbytes, "age_s": r.age_s}
         for r in found
     ]
 
 
-def _summary(found: Sequence[Remnant]) -> str:
-    names = ", ".join(cleaned(remnant.name) for remnant in found[:3])
+def _summary(found: Sequence[Orphan]) -> str:
+    names = ", ".join(cleaned(orphan.name) for orphan in found[:3])
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    return f"{size_text(sum(remnant.nbytes for remnant in found))}: {names}{more}"
+    return f"{size_text(sum(orphan.nbytes for orphan in found))}: {names}{more}"
 
 
-def _cells(found: Remnant) -> list[Cell]:
+def _cells(found: Orphan) -> list[Cell]:
     age = "unknown" if found.age_s is None else f"{_duration(found.age_s)} ago"
     return plain_cells((found.name, found.kind, f"{found.files:,}", size_text(found.nbytes), age))
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 import unickpt
-from unickpt.cli.clean import print_remnants, print_spared, rows_json
+from unickpt.cli.clean import print_kept, print_orphans, rows_json
 from unickpt.cli.output import (
     AsJson,
     Cell,
@@ -24,7 +24,7 @@ from unickpt.cli.output import (
 from unickpt.errors import CheckpointNotFound, UnickptError
 from unickpt.foreign.loose_files import SeveralCheckpoints
 from unickpt.reading.listing import Listed, checkpoints_below, natural, other_folders
-from unickpt.steps import cleanup
+from unickpt.runs import orphans
 
 _OPEN_AT_ONCE = 8
 _NUMERIC = ("arrays", "bytes", "new", "processes")
@@ -44,7 +44,7 @@ def ls(
     unickpt ls s3://bucket/runs/llama --json
 
     --json prints {root, checkpoints: [{name, path, format, created, arrays, bytes, new_bytes,
-    processes, error}], remnants: [{name, kind, files, bytes, age_s}], under_way: [the same],
+    processes, error}], orphans: [{name, kind, files, bytes, age_s}], under_way: [the same],
     unknown_age: [the same], holder}.
 
     Fields are only ever added. Where error is not null, the facts before it are null. under_way may
@@ -56,10 +56,10 @@ def ls(
             known = {facts["name"] for facts in found}
             found += [facts for facts in others if facts["name"] not in known]
     found.sort(key=lambda facts: natural(facts["name"]))
-    left = cleanup.find(root)
+    left = orphans.find(root)
     if as_json:
         beside = {
-            "remnants": rows_json(left.remnants),
+            "orphans": rows_json(left.orphans),
             "under_way": rows_json(left.under_way),
             "unknown_age": rows_json(left.unknown),
             "holder": left.holder,
@@ -71,10 +71,10 @@ def ls(
         print_rows(console(), table, map(_cells, found))
     else:
         print(f"no checkpoints in {clean(root)}")
-    if left.remnants:
+    if left.orphans:
         print(f"\nleft by failed saves; `unickpt clean {clean(root)}` removes it:")
-        print_remnants(left.remnants)
-    print_spared(left)
+        print_orphans(left.orphans)
+    print_kept(left)
 
 
 def _foreign_json(listed: Listed) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from unickpt.arrays.box import Box
 from unickpt.errors import ProcessFailed, StorageError
 from unickpt.format.index import BaseEntry
 from unickpt.frameworks.process_group import Group
-from unickpt.reuse.experts import Steps
+from unickpt.reuse.experts import ExpertSteps
 from unickpt.storage.btree.builder import INLINE, PLACE_DTYPE, PLACE_FIELDS
 from unickpt.storage.kvstore import Future, KvStore
 from unickpt.storage.locations import Location
@@ -79,7 +79,7 @@ class Record:
     base: BaseEntry | None = None
     patches: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, PATCH_DTYPE))
     errors: Mapping[int, tuple[float, float]] = field(default_factory=dict)
-    experts: Steps = field(default_factory=dict)
+    experts: ExpertSteps = field(default_factory=dict)
 
     def with_statistics(self, more: Mapping[str, float]) -> Record:
         """The same with more statistics."""

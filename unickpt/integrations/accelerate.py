@@ -42,10 +42,10 @@ from unickpt.quoting import quoted
 from unickpt.reading import checkpoint
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.listing import checkpoints_below
+from unickpt.runs import attempt_folders
 from unickpt.saving import saver
 from unickpt.saving.background import PendingSave
 from unickpt.saving.options import SaveOptions, SaveReport
-from unickpt.steps import attempt_folders
 from unickpt.storage import database, paths
 
 __all__ = ["load_state", "save_state", "save_state_async"]

@@ -15,6 +15,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,12 @@ from unickpt.errors import (
     UnickptError,
 )
 from unickpt.quoting import quoted
-from unickpt.runs.agreement import barrier, on_process_0
+from unickpt.runs.attempt_folders import FOLDER
 from unickpt.runs.checkpointer import Checkpointer
+from unickpt.runs.removal import barrier, on_process_0
 from unickpt.runs.retention import Retention
+from unickpt.runs.step_folder import StepFolder
 from unickpt.saving.background import PendingSave
-from unickpt.steps.attempt_folders import FOLDER
-from unickpt.steps.step_folder import Steps
 from unickpt.storage import paths
 from unickpt.storage.local_folders import sync_folder
 from unickpt.storage.ocdbt import MANIFEST
@@ -57,7 +58,6 @@ _MESSAGES = ("records", "notes", "borrowers")
 _BLOCK = 8 << 20
 _AT_ONCE = 8
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
-_RULES = ("keep_last", "keep_every", "keep_best", "keep")
 
 
 class MirroredCheckpointer(Checkpointer):
@@ -79,7 +79,7 @@ class MirroredCheckpointer(Checkpointer):
             for `Checkpointer`, the newest always does.
         storage_options: for fsspec's file system, such as `{"account_name": ...}`.
         arguments: as for `Checkpointer`; except `after`, instead of which there is
-            `drop_later_steps`, `local`, which `root` is here, and `partial`, whose steps need each
+            `drop_later_steps`, `local`, which `root` is here, and `experts`, whose steps need each
             other.
 
     Raises:
@@ -108,7 +108,7 @@ class MirroredCheckpointer(Checkpointer):
         storage_options: Mapping[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
-        for name in ("after", "local", "partial"):
+        for name in ("after", "local", "experts"):
             if arguments.get(name) is not None:
                 raise ValueError(f"{name}= is not supported with a mirror")
         if not paths.resolve(root).is_local:
@@ -119,9 +119,10 @@ class MirroredCheckpointer(Checkpointer):
         self._there_keeps = Retention(mirror_keep_last, mirror_keep_every)
         self._settled: dict[int, Version] = {}
         """The versions of steps that are copied, or that the mirror need not have."""
-        if any(arguments.get(rule) is not None for rule in _RULES):
-            arguments["keep"] = self._keep(arguments.get("keep"))
-        super().__init__(root, **arguments)
+        here = Retention.of(arguments.pop("keep_last", None), arguments.pop("keep", None))
+        if not here.keeps_all:
+            here = replace(here, keep=self._keep(here.keep))
+        super().__init__(root, keep=here, **arguments)
         failed = partial(self._queue.errors.add, f"copying steps to {self._there}")
         self._copies = SerialExecutor("unickpt-mirror", failed)
 
@@ -298,7 +299,7 @@ class StepsFolder:
             found = [int(m[1]) for m in map(_STEP.fullmatch, names) if m]
             return sorted(step for step in found if self._fs.isfile(f"{self._at(step)}/{MANIFEST}"))
 
-    def put(self, step: int, source: Steps) -> bool:
+    def put(self, step: int, source: StepFolder) -> bool:
         """Copies a step of local files, unless it is there.
 
         Arguments:

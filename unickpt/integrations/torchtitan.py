@@ -37,8 +37,8 @@ from unickpt.integrations import dcp
 from unickpt.loading.views import StoredView
 from unickpt.reading import checkpoint
 from unickpt.reading.checkpoint import Checkpoint
-from unickpt.runs.agreement import on_process_0
 from unickpt.runs.checkpointer import Checkpointer
+from unickpt.runs.removal import on_process_0
 from unickpt.saving import saver
 from unickpt.saving.background import PendingSave
 from unickpt.saving.options import SaveOptions

@@ -34,6 +34,7 @@ from unickpt.integrations import rng
 from unickpt.loading import loader
 from unickpt.reading import checkpoint
 from unickpt.runs.checkpointer import Checkpointer
+from unickpt.runs.retention import Retention
 
 __all__ = ["UnickptCallback", "UnickptMixin"]
 
@@ -143,7 +144,7 @@ class UnickptMixin:
             return
         limit = self.args.save_total_limit
         keep = _Limit(self) if limit is not None and limit > 0 else None
-        with Checkpointer(self.args.output_dir, keep=keep) as run:
+        with Checkpointer(self.args.output_dir, keep=Retention(keep=keep)) as run:
             self._checkpointer = run
             if keep is not None:
                 keep.run = run
@@ -269,8 +270,7 @@ class UnickptCallback(TrainerCallback):
     there is one.
 
     Arguments:
-        checkpointer: says where to save, when (`save_every`, `save_every_s`, `preemption`) and what
-            to keep. It is not closed.
+        checkpointer: says where to save, when (`save_every`) and what to keep. It is not closed.
         save_epochs: also save at the ends of epochs that are multiples of this.
 
     Raises:
@@ -448,7 +448,7 @@ def _check(trainer: Any, trial: Any) -> None:
         "save_only_model=True: a checkpoint is one thing; use hf_files=True": args.save_only_model,
         "save_on_each_node=True: all processes save into one storage": args.save_on_each_node,
         "auto_find_batch_size=True: it begins anew in the same folder": args.auto_find_batch_size,
-        "enable_jit_checkpoint=True: use a UnickptCallback, and Checkpointer(preemption=True)": (
+        "enable_jit_checkpoint=True: use a UnickptCallback, and SaveEvery(preemption=True)": (
             getattr(args, "enable_jit_checkpoint", False)
         ),
         "push_to_hub=True with hub_strategy other than 'end': steps are saved in the background": (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 from unickpt.errors import LoadMismatch
 from unickpt.format.index import RESERVED, Index
@@ -41,22 +41,28 @@ _HALF = (
 )
 
 
+class LoadArguments(TypedDict, total=False):
+    """What `Checkpointer.load` takes by keyword as `load` does, which describes it."""
+
+    rules: Rules | None
+    strict: bool
+    only: Patterns | None
+    skip: Patterns
+    missing: Literal["error", "keep"]
+    unexpected: Literal["error", "skip"]
+    mismatched: Literal["error", "keep"]
+    cast: bool
+    strict_experts: bool
+    options: LoadOptions | None
+
+
 @overload
 def load(
     path: checkpoint.Source,
     like: Any = None,
     *,
-    rules: Rules | None = None,
-    strict: bool = True,
-    only: Patterns | None = None,
-    skip: Patterns = (),
-    missing: Literal["error", "keep"] = "error",
-    unexpected: Literal["error", "skip"] = "error",
-    mismatched: Literal["error", "keep"] = "error",
-    cast: bool = False,
     return_report: Literal[False] = False,
-    strict_experts: bool = False,
-    options: LoadOptions | None = None,
+    **arguments: Unpack[LoadArguments],
 ) -> Any: ...
 
 
@@ -65,17 +71,8 @@ def load(
     path: checkpoint.Source,
     like: Any = None,
     *,
-    rules: Rules | None = None,
-    strict: bool = True,
-    only: Patterns | None = None,
-    skip: Patterns = (),
-    missing: Literal["error", "keep"] = "error",
-    unexpected: Literal["error", "skip"] = "error",
-    mismatched: Literal["error", "keep"] = "error",
-    cast: bool = False,
     return_report: Literal[True],
-    strict_experts: bool = False,
-    options: LoadOptions | None = None,
+    **arguments: Unpack[LoadArguments],
 ) -> tuple[Any, LoadReport]: ...
 
 
@@ -133,7 +130,7 @@ def load(
         return_report: whether to also return a `LoadReport`. Its text is always logged to the
             logger "unickpt" at level INFO.
         strict_experts: refuse a checkpoint that has the state of some experts as of an earlier step
-            (`Checkpointer(partial=)`).
+            (`Checkpointer(experts=)`).
         options: see `LoadOptions`.
 
     Returns:
@@ -155,7 +152,6 @@ def load(
         >>> unickpt.load("memory://run/load")
         {'w': array([0, 1, 2]), 'step': 7}
     """
-    options = LoadOptions.or_default(options)
     policy = Policy(
         _chosen("missing", missing, "keep") or not strict,
         _chosen("unexpected", unexpected, "skip") or not strict,
@@ -163,7 +159,7 @@ def load(
         cast,
         Selection.of(only, skip),
     )
-    loading = _Load(rules, policy, strict_experts, options, adapters())
+    loading = _Load(rules, policy, strict_experts, LoadOptions.or_default(options), adapters())
     # Fills everything again; processes that exchange all start again together.
     found, report = checkpoint.again(lambda: loading.load(path, like))
     if _log.isEnabledFor(logging.INFO):

@@ -25,7 +25,7 @@ class LoadReport:
         renamed: leaves that are stored under another name because a module wrapper added
             components: stored name, requested name. They are in `loaded` too.
         older_experts: the experts whose state in the checkpoint is of an earlier step than the
-            checkpoint (`Checkpointer(partial=)`), loaded or not: key of `partial`, number, step.
+            checkpoint (`Checkpointer(experts=)`), loaded or not: its key, number, step.
         left_out: leaves of `like` that `only=` and `skip=` do not select; they keep what `like`
             held, stored or not.
 

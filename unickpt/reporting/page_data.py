@@ -18,8 +18,7 @@ from unickpt.reporting import timing_columns
 from unickpt.reporting.array_facts import MOST_BYTES, array_facts, mesh_facts
 from unickpt.reporting.metric_lines import Lines, LoadedLine, SavedLine
 from unickpt.reporting.run_facts import MOST_STEPS, RunFacts, StepFacts
-from unickpt.steps.cleanup import Found
-from unickpt.steps.remnants import Remnant
+from unickpt.runs.orphans import Orphan, OrphanSearch
 from unickpt.storage import paths
 
 _MOST_NUMBERS = 200_000
@@ -219,25 +218,25 @@ def _of(found: Checkpoint, *, attempt: str, with_arrays: bool) -> Any:
     return (timing, meshes), arrays
 
 
-def _left(found: Found | None) -> list[dict[str, Any]]:
+def _left(found: OrphanSearch | None) -> list[dict[str, Any]]:
     """What failed saves left, and what is being written."""
     if found is None:
         return []
-    kinds: Mapping[str, Sequence[Remnant]] = {
-        "left by a failed save": found.remnants,
+    kinds: Mapping[str, Sequence[Orphan]] = {
+        "left by a failed save": found.orphans,
         "may be under way": found.under_way,
         "of unknown age": found.unknown,
     }
     rows = [
         {
-            "name": html.plain(remnant.name),
+            "name": html.plain(orphan.name),
             "what": what,
-            "kind": remnant.kind,
-            "files": remnant.files,
-            "bytes": remnant.nbytes,
+            "kind": orphan.kind,
+            "files": orphan.files,
+            "bytes": orphan.nbytes,
         }
-        for what, remnants in kinds.items()
-        for remnant in remnants
+        for what, orphans in kinds.items()
+        for orphan in orphans
     ]
     return rows[:_MOST_REMNANTS]
 

@@ -15,8 +15,8 @@ from unickpt.format.timing import Timing
 from unickpt.reading import checkpoint
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.listing import Listed, checkpoints_below
-from unickpt.steps import cleanup
-from unickpt.steps.cleanup import Found
+from unickpt.runs import orphans
+from unickpt.runs.orphans import OrphanSearch
 from unickpt.storage import paths
 
 _OPEN_AT_ONCE = 8
@@ -105,7 +105,7 @@ class RunFacts:
     is_run: bool
     steps: Sequence[StepFacts]
     others: frozenset[str] = frozenset()
-    left: Found | None = None
+    left: OrphanSearch | None = None
 
 
 def look(path: paths.PathLike) -> RunFacts:
@@ -128,7 +128,7 @@ def look(path: paths.PathLike) -> RunFacts:
         steps = [step for step in found if step is not None]
     url = paths.resolve(path, whole=True).url
     others = frozenset(one.name for one in listed[:-MOST_STEPS])
-    return RunFacts(url, True, steps, others, cleanup.find(path))
+    return RunFacts(url, True, steps, others, orphans.find(path))
 
 
 def facts_of(name: str, path: str, found: Checkpoint) -> StepFacts:

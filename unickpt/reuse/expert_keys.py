@@ -21,7 +21,7 @@ class ArrayExperts:
     """The experts that one array holds a part of.
 
     Arguments:
-        key: the key of `partial` that names the array.
+        key: the key of `Experts` that names the array.
         experts: their numbers.
         axis: the dimension along which they are stacked; None if the array is of one expert.
     """
@@ -39,7 +39,7 @@ class ArrayExperts:
 
 @dataclass(frozen=True)
 class ExpertKey:
-    """One key of `partial`.
+    """One key of `Experts`.
 
     Arguments:
         text: the key.
@@ -59,31 +59,31 @@ class ExpertKey:
             ValueError: it is not valid; says what is.
         """
         if not isinstance(text, str) or not text:
-            raise ValueError(f"partial: the key {text!r} is not a name")
+            raise ValueError(f"experts: the key {text!r} is not a name")
         axis: Any = None
         k: Any = value
         if isinstance(value, tuple):
             axis, k = value if len(value) == 2 else (None, None)
         if isinstance(k, bool) or not isinstance(k, Integral) or int(k) < 1:
             raise ValueError(
-                f"partial[{text!r}] is {value!r}, but must be the number of experts to save, at "
+                f"experts[{text!r}] is {value!r}, but must be the number of experts to save, at "
                 "least 1; for stacked experts a pair of their axis and that number"
             )
         marks = text.count(_MARK)
         if axis is None and marks != 1:
             raise ValueError(
-                f"partial: the key {text!r} must have {_MARK} once, in the place of an expert's "
+                f"experts: the key {text!r} must have {_MARK} once, in the place of an expert's "
                 "number; the value of a key of stacked experts is a pair, (axis, k)"
             )
         if axis is not None and marks:
-            raise ValueError(f"partial: {text!r} has {_MARK}, so that no axis can be given")
+            raise ValueError(f"experts: {text!r} has {_MARK}, so that no axis can be given")
         if any("*" in part and part not in ("*", "**") for part in _parts(text)):
-            raise ValueError(f"partial: in the key {text!r}, * and ** must be whole components")
+            raise ValueError(f"experts: in the key {text!r}, * and ** must be whole components")
         if isinstance(axis, Integral) and not isinstance(axis, bool) and int(axis) >= 0:
             axis = int(axis)
         elif axis is not None and not isinstance(axis, str):
             raise ValueError(
-                f"partial[{text!r}]: the axis {axis!r} is neither a dimension, at least 0, nor the "
+                f"experts[{text!r}]: the axis {axis!r} is neither a dimension, at least 0, nor the "
                 "name of a mesh axis"
             )
         return cls(text, int(k), axis)
@@ -96,19 +96,19 @@ class ExpertKey:
 
 
 class ExpertKeys:
-    """The keys of `partial`.
+    """The keys of `Experts`.
 
     Arguments:
-        partial: the experts to save by key; see `Checkpointer`.
+        each_save: how many to save by key; see `Experts`.
 
     Raises:
         ValueError: a key or a value is not valid.
     """
 
-    def __init__(self, partial: Mapping[str, Any]) -> None:
-        if not isinstance(partial, Mapping) or not partial:
-            raise ValueError("partial must be a dict that is not empty")
-        self._keys = [ExpertKey.of(text, value) for text, value in partial.items()]
+    def __init__(self, each_save: Mapping[str, Any]) -> None:
+        if not isinstance(each_save, Mapping) or not each_save:
+            raise ValueError("experts must be a dict that is not empty")
+        self._keys = [ExpertKey.of(text, value) for text, value in each_save.items()]
         self._names = [(key, _pattern(_parts(key.text))) for key in self._keys]
         self._layers = [(key, _pattern(_layer(key))) for key in self._keys]
 
@@ -128,7 +128,7 @@ class ExpertKeys:
         matching = [(key, found) for key, at in self._names if (found := at.fullmatch(f"/{name}"))]
         if len(matching) > 1:
             both = " and ".join(repr(key.text) for key, _ in matching)
-            raise ValueError(f"several keys of `partial` match it: {both}")
+            raise ValueError(f"several keys of `experts` match it: {both}")
         for key, found in matching:
             if key.axis is None:
                 number = int(found[1])
@@ -153,7 +153,7 @@ class ExpertKeys:
                 return key.text
         found = [key.text for key, at in self._layers if at.fullmatch(f"/{layer}")]
         if len(found) > 1:
-            raise ValueError(f"several keys of `partial` match it: {', '.join(map(repr, found))}")
+            raise ValueError(f"several keys of `experts` match it: {', '.join(map(repr, found))}")
         return found[0] if found else None
 
 
@@ -170,7 +170,7 @@ def check_counts(found: Mapping[str, ArrayExperts]) -> None:
             if found[other].experts != experts.experts:
                 raise ValueError(
                     f"{len(found[other].experts)} experts are stacked in {other!r}, but "
-                    f"{len(experts.experts)} in {name!r}; give them different keys of `partial`"
+                    f"{len(experts.experts)} in {name!r}; give them different keys of `experts`"
                 )
 
 

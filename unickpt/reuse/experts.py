@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeVar
 
 from unickpt.errors import CheckpointCorrupt, CoverageError
 from unickpt.format.index import RESERVED
 from unickpt.reuse.expert_keys import ExpertKey
 
-Steps = Mapping[str, Mapping[int, int]]
+ExpertSteps = Mapping[str, Mapping[int, int]]
 """For each key, the step that the state of each expert is of."""
 _MEMBER = "experts"
+_Count = TypeVar("_Count", int, float)
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class ExpertFacts:
     """What `choose` is called with: the experts of one key, as they are in the newest step.
 
     Arguments:
-        key: of `partial`.
+        key: of `Experts`.
         experts: their numbers, ascending.
         k: how many to save.
         steps: the step of which each one's state is.
@@ -73,7 +74,7 @@ class ExpertRecord:
         keys: for each layer, the key of its experts.
     """
 
-    steps: Steps
+    steps: ExpertSteps
     layers: Mapping[str, TokenCounts] = field(default_factory=dict)
     doublings: int = 0
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -116,7 +117,10 @@ class ExpertRecord:
         return replace(self, layers=layers, doublings=self.doublings + exceeds)
 
     def saving(
-        self, chosen: Steps | None, seen: Mapping[str, Mapping[int, float]], keys: Mapping[str, str]
+        self,
+        chosen: ExpertSteps | None,
+        seen: Mapping[str, Mapping[int, float]],
+        keys: Mapping[str, str],
     ) -> ExpertRecord:
         """The tokens of a save that follows this one.
 
@@ -154,7 +158,10 @@ class ExpertRecord:
 
     def to_json(self) -> dict[str, Any]:
         """The record as in the metadata."""
-        made: dict[str, Any] = {"steps": _with_texts(self.steps), "doublings": self.doublings}
+        made: dict[str, Any] = {
+            "steps": {key: _texts(of) for key, of in self.steps.items()},
+            "doublings": self.doublings,
+        }
         if self.layers:
             made["plt"] = self.lost_tokens
             made["layers"] = {
@@ -169,11 +176,7 @@ class ExpertRecord:
         return made
 
 
-def _with_texts(steps: Steps) -> dict[str, dict[str, int]]:
-    return {key: {str(n): of[n] for n in sorted(of)} for key, of in steps.items()}
-
-
-def _texts(counts: Mapping[int, float]) -> dict[str, float]:
+def _texts(counts: Mapping[int, _Count]) -> dict[str, _Count]:
     return {str(number): counts[number] for number in sorted(counts)}
 
 
@@ -285,7 +288,9 @@ def recorded(metadata: Mapping[str, Any], record: ExpertRecord) -> dict[str, Any
     return {**metadata, RESERVED: {**metadata[RESERVED], _MEMBER: record.to_json()}}
 
 
-def with_steps(metadata: Mapping[str, Any], written: Sequence[tuple[int, Steps]]) -> dict[str, Any]:
+def with_steps(
+    metadata: Mapping[str, Any], written: Sequence[tuple[int, ExpertSteps]]
+) -> dict[str, Any]:
     """The metadata of a checkpoint with the steps of the experts of all processes.
 
     Arguments:
@@ -306,7 +311,7 @@ def with_steps(metadata: Mapping[str, Any], written: Sequence[tuple[int, Steps]]
                         f"expert {number} of {key!r} would be of two steps: process "
                         f"{first[key, number]} has it of step {into[number]}, process {process} of "
                         f"step {step}. All processes must save the same steps with the same "
-                        "`partial` and `choose`. Nothing was saved; the next save writes all"
+                        "`experts`. Nothing was saved; the next save writes all"
                     )
                 first.setdefault((key, number), process)
     if not merged:

@@ -10,7 +10,7 @@ from unickpt.arrays.box import Box
 from unickpt.errors import StorageError
 from unickpt.format.index import Index
 from unickpt.reuse.expert_keys import ArrayExperts, ExpertKeys
-from unickpt.reuse.experts import Choose, ExpertRecord, Steps, choose, recorded
+from unickpt.reuse.experts import Choose, ExpertRecord, ExpertSteps, choose, recorded
 
 Expert = tuple[str, int]
 """A key, and the number of an expert."""
@@ -32,12 +32,17 @@ class PartialBase:
     path: str
     attempt: str
     arrays: Mapping[str, tuple[tuple[int, ...], str]]
-    steps: Steps
+    steps: ExpertSteps
     renewed: Mapping[str, Collection[int]] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, path: str, index: Index, steps: Steps, keys: ExpertKeys, lender: Steps | None = None
+        cls,
+        path: str,
+        index: Index,
+        steps: ExpertSteps,
+        keys: ExpertKeys,
+        lender: ExpertSteps | None = None,
     ) -> PartialBase:
         """What has to be kept of a checkpoint's index until the next save.
 
@@ -83,7 +88,7 @@ class PartialSave:
     seen: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     layers: Mapping[str, str] = field(default_factory=dict)
 
-    def select(self, index: Index, experts: Mapping[str, ArrayExperts]) -> Selection:
+    def select(self, index: Index, experts: Mapping[str, ArrayExperts]) -> ExpertSelection:
         """Chooses the experts to write: all, if the base lacks some of those of this process.
 
         Arguments:
@@ -95,7 +100,7 @@ class PartialSave:
         """
         base = self.base if self._has_all(index, experts) else None
         if base is None:
-            return Selection(self.step, experts, self._metadata(index, None))
+            return ExpertSelection(self.step, experts, self._metadata(index, None))
         chosen = {
             key.text: {
                 **choose(key, self.before, self.step, self.choose),
@@ -104,9 +109,9 @@ class PartialSave:
             for key in self.keys
             if key.text in base.steps
         }
-        return Selection(self.step, experts, self._metadata(index, chosen), chosen, base)
+        return ExpertSelection(self.step, experts, self._metadata(index, chosen), chosen, base)
 
-    def _metadata(self, index: Index, chosen: Steps | None) -> dict[str, Any]:
+    def _metadata(self, index: Index, chosen: ExpertSteps | None) -> dict[str, Any]:
         record = self.before.saving(chosen, self.seen, self.layers)
         return recorded(index.metadata, record)
 
@@ -127,7 +132,7 @@ class PartialSave:
 
 
 @dataclass(frozen=True)
-class Selection:
+class ExpertSelection:
     """Which experts a save writes.
 
     Arguments:
@@ -141,7 +146,7 @@ class Selection:
     step: int
     experts: Mapping[str, ArrayExperts]
     metadata: Mapping[str, Any]
-    chosen: Steps | None = None
+    chosen: ExpertSteps | None = None
     base: PartialBase | None = None
 
     def of(self, name: str, box: Box) -> tuple[Expert, bool]:
@@ -157,7 +162,7 @@ class Selection:
         return self.chosen[held.key].keys().isdisjoint(held.within(box))
 
     @property
-    def steps(self) -> Steps:
+    def steps(self) -> ExpertSteps:
         """Of which step the experts of this process are once they are saved."""
         found: dict[str, dict[int, int]] = {}
         for held in self.experts.values():

@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, overload
+from typing import Any, Literal, Self, Unpack, overload
 
 from unickpt.frameworks.process_group import Group, within
 from unickpt.frameworks.registry import adapters, current_group
+from unickpt.loading.loader import LoadArguments
 from unickpt.loading.report import LoadReport
-from unickpt.loading.request import Patterns
 from unickpt.reading.options import LoadOptions
-from unickpt.reuse.experts import Choose
 from unickpt.reuse.partial_save import PartialSave
-from unickpt.runs.agreement import check_shared
 from unickpt.runs.arguments import fences_of, step_metadata, step_number
 from unickpt.runs.housekeeping import Housekeeping
-from unickpt.runs.partial_saves import PartialSaves, without_tokens
-from unickpt.runs.removal import Removal
+from unickpt.runs.partial_saves import Experts, PartialSaves, TokensSeen
+from unickpt.runs.removal import Removal, check_shared
 from unickpt.runs.retention import Retention
-from unickpt.runs.save_triggers import Policy, SigtermHandler
+from unickpt.runs.save_triggers import SaveEvery, SaveTriggers, SigtermHandler
+from unickpt.runs.step_folder import Branch
 from unickpt.runs.step_loader import StepLoader
+from unickpt.runs.tiers import Tier, Tiers
 from unickpt.saving.background import PendingSave, SaveQueue, SaveRequest
 from unickpt.saving.options import SaveOptions
-from unickpt.steps.branch import Branch
-from unickpt.steps.tier import Tier
-from unickpt.steps.tiers import Tiers
 from unickpt.storage import paths
-
-if TYPE_CHECKING:
-    from unickpt.rules.rule_set import Rules
 
 
 class Checkpointer:
@@ -50,29 +44,20 @@ class Checkpointer:
     Arguments:
         root: a local path or a URL (file, memory, s3, gs).
         keep_last: keep this many of the newest steps.
-        keep_every: keep steps that are multiples of this.
-        keep_best: keep this many of the best steps by `metric`.
-        metric: the name of one of the `metrics` given to `save`.
-        best: whether the smallest ("min") or the largest ("max") value is the best.
-        keep: called with a step; returns whether to keep it.
-        keep_among: called with all steps, ascending, on process 0 in the background; returns those
-            to keep. A step is kept if any rule keeps it; without rules, all are. The newest step
-            and the step that was just saved are never removed.
+        keep: what else to keep, see `Retention`. A step is kept if any rule keeps it; without
+            rules, all are. The newest step and the step that was just saved are never removed.
         after: continue after this step and abandon later steps of earlier jobs: `steps`, `latest`
             and `load` do not see them, and the first `save` removes them. A job that is restarted
             with the same argument sees the steps that it saved itself; to go back to the same step
             again, call `drop_later_steps`. Several processes must be able to agree (see
             `ProcessGroup`).
-        save_every: `should_save` returns true at steps that are multiples of this.
-        save_every_s: and when this many seconds have passed since the last save.
-        preemption: handle SIGTERM: `should_save` returns true once more, on all processes, and
-            `preempted` becomes true, so that the loop can end. Call `should_save` at every step
-            then.
+        save_every: `should_save` returns true at steps that are multiples of this; or a
+            `SaveEvery`, which also goes by time, and handles preemption.
         local: a path on fast storage that all processes of the job share, such as "/dev/shm/<run>".
             Checkpoints are committed there first, and copied to `root` in the background; the
             newest stays there. A copy is read back and checked against its digests before it is
             committed, so a step in `root` is complete or absent. If a job ends before it has copied
-            all steps, the next job copies them after its first save. With `reuse` or `partial`,
+            all steps, the next job copies them after its first save. With `reuse` or `experts`,
             only what the steps in `root` lack is sent (docs/reuse.md). If the tiers have different
             versions of a step, the one saved later is used; clocks do not matter. A step that a run
             without `local` replaced or removed in `root` is not restored from `local`, and uncopied
@@ -83,20 +68,7 @@ class Checkpointer:
             written again; see `SaveOptions.base`. True or "digest" recognises them by their
             digests, "compare" by their bytes; with "patch", of chunks of which few elements changed
             only these are written. `SaveReport.reused_bytes` says how much that was.
-        partial: the experts of a mixture of experts take turns: each save writes only some of them,
-            and refers to the step before for the others, whose state is then older. For experts
-            that have arrays of their own, a pattern of names (`*` is one component, `**` any number
-            of them, `{x}` the number of the expert) and how many to write; for experts that are
-            stacked in arrays, a pattern and a pair: the dimension, or the mesh axis that splits it,
-            and how many. Optimizer states whose names match belong to their expert; what matches
-            nothing is written every time. The first save, and the next after one that failed, write
-            all. A save first waits for the one before. See docs/experts.md.
-        choose: with `partial`, chooses the experts to write: called for each key with a frozen
-            dataclass (`key`, `experts`, `k`, `steps`, `lost`), returns numbers. All processes must
-            choose the same.
-        plt_budget: with `partial` and token counts (see `save`), the greatest proportion of tokens
-            whose updates the restarts of a run may lose. If another restart like the last one
-            exceeded it, twice as many experts are saved. None: never.
+        experts: save only some experts of a mixture of experts at a time, see `Experts`.
         optimizers: torch optimizers. Their parameters and state on an accelerator (with
             `SaveOptions(staging="lazy")` also on the host) are copied during forward and backward,
             and their next `step` waits for the copy. So is what of them does not fit into
@@ -130,39 +102,27 @@ class Checkpointer:
         root: paths.PathLike,
         *,
         keep_last: int | None = None,
-        keep_every: int | None = None,
-        keep_best: int | None = None,
-        metric: str | None = None,
-        best: Literal["min", "max"] = "min",
-        keep: Callable[[int], bool] | None = None,
-        keep_among: Callable[[Sequence[int]], Collection[int]] | None = None,
+        keep: Retention | None = None,
         after: int | None = None,
-        save_every: int | None = None,
-        save_every_s: float | None = None,
-        preemption: bool = False,
+        save_every: int | SaveEvery | None = None,
         local: paths.PathLike | None = None,
         reuse: bool | Literal["digest", "compare", "patch"] = False,
-        partial: Mapping[str, int | tuple[int | str, int]] | None = None,
-        choose: Choose | None = None,
-        plt_budget: float | None = 0.0375,
+        experts: Experts | None = None,
         optimizers: Sequence[Any] = (),
         options: SaveOptions | None = None,
     ) -> None:
-        retention = Retention(keep_last, keep_every, keep_best, metric, best, keep, keep_among)
-        self._policy = Policy(save_every, save_every_s, preemption)
+        retention = Retention.of(keep_last, keep)
+        when = SaveEvery.of(save_every)
+        self._triggers = SaveTriggers(when)
         self._options = SaveOptions.or_default(options)
         self._reuses = reuse is not False
         if not isinstance(reuse, bool):
             self._options = replace(self._options, reuse=reuse)
         self._tiers = Tiers(Tier(root), None if local is None else Tier(local))
-        self._partial: PartialSaves | None = None
-        if partial is not None:
-            self._partial = PartialSaves(partial, choose, plt_budget, self._tiers.first)
-        elif choose is not None:
-            raise ValueError("choose is for experts; give partial, too")
+        self._partial = None if experts is None else PartialSaves(experts, self._tiers.first)
         self._queue = SaveQueue()
         self._fences = fences_of(optimizers, self._queue.fence)
-        self._sigterm = SigtermHandler(self._policy.request_stop) if preemption else None
+        self._sigterm = SigtermHandler(self._triggers.request_stop) if when.preemption else None
         self._branch = Branch(after if after is None else step_number(after, "after="))
         self._housekeeping = Housekeeping(
             self._tiers, retention, self._options, self._branch, self._queue.errors.add
@@ -176,24 +136,25 @@ class Checkpointer:
     # --- saving --------------------------------------------------------------------------------
 
     def should_save(self, step: int) -> bool:
-        """Whether to save now, by `save_every`, `save_every_s`, or because the job must stop;
-        never without these. All processes get the same answer; with `save_every_s` or
-        `preemption` they communicate, so all must call this at the same steps.
+        """Whether to save now, by `save_every`, or because the job must stop; never without these.
+        All processes get the same answer; if it goes by time or preemption they communicate, so
+        all must call this at the same steps.
 
         Raises:
             ValueError: the step is not an integer, or the processes cannot agree (see
                 `ProcessGroup`).
         """
-        return self._policy.is_due(step_number(step), self._group())
+        return self._triggers.is_due(step_number(step), self._group())
 
     def preempt(self) -> None:
-        """Announces that the job is about to be stopped, as SIGTERM does with `preemption=True`."""
-        self._policy.request_stop()
+        """Announces that the job is about to be stopped, as SIGTERM does with
+        `SaveEvery(preemption=True)`."""
+        self._triggers.request_stop()
 
     @property
     def preempted(self) -> bool:
         """Whether the job must stop, as agreed by all processes in `should_save`."""
-        return self._policy.preempted
+        return self._triggers.preempted
 
     def save(
         self,
@@ -202,6 +163,7 @@ class Checkpointer:
         *,
         wait: bool = False,
         metrics: Mapping[str, float] | None = None,
+        tokens: TokensSeen | None = None,
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
     ) -> PendingSave:
@@ -211,10 +173,12 @@ class Checkpointer:
             step: its number, not negative.
             tree: as for `unickpt.save`.
             wait: return only after the commit.
-            metrics: numbers by which `keep_best` chooses, stored in the metadata; process 0's are
-                used. With `partial`, "tokens/<layer>/<number>" is the number of tokens that an
-                expert has seen since the start of the run; the layer is what stands in the names of
-                arrays before the expert's number, or the name of a stacked array, or a key.
+            metrics: numbers by which `Retention(keep_best=)` chooses, stored in the metadata;
+                process 0's are used.
+            tokens: with `experts`, how many tokens each expert has seen since the start of the run:
+                by layer, counts by the expert's number, or those of all experts in order. The layer
+                is what stands in the names of arrays before the expert's number, or the name of a
+                stacked array, or a key of `Experts`. Process 0's are used.
             metadata: as for `unickpt.save`.
             overwrite: replace the step if it exists.
 
@@ -251,9 +215,12 @@ class Checkpointer:
         begin: Callable[[], PartialSave | None] = lambda: None  # noqa: E731
         if self._partial is not None:
             self._queue.wait_ended()
-            begin = partial(self._partial.begin, step, shown or {})
+            begin = partial(self._partial.begin, step, tokens if group.index == 0 else None)
             hooks = self._partial.callbacks(step, hooks)
-            shown = shown and without_tokens(shown)
+        elif tokens is not None:
+            raise ValueError(
+                "tokens= counts what experts have seen; create the Checkpointer with experts="
+            )
         request = SaveRequest(
             self._tiers.first.path(step),
             tree,
@@ -271,7 +238,7 @@ class Checkpointer:
             if self._partial is not None:
                 self._partial.forget()
             raise
-        self._policy.saved()
+        self._triggers.saved()
         if wait:
             pending.result()
         return pending
@@ -420,17 +387,8 @@ class Checkpointer:
         *,
         step: int | None = None,
         fallback: bool = False,
-        rules: Rules | None = None,
-        strict: bool = True,
-        only: Patterns | None = None,
-        skip: Patterns = (),
-        missing: Literal["error", "keep"] = "error",
-        unexpected: Literal["error", "skip"] = "error",
-        mismatched: Literal["error", "keep"] = "error",
-        cast: bool = False,
         return_report: Literal[False] = False,
-        strict_experts: bool = False,
-        options: LoadOptions | None = None,
+        **arguments: Unpack[LoadArguments],
     ) -> Any: ...
 
     @overload
@@ -440,17 +398,8 @@ class Checkpointer:
         *,
         step: int | None = None,
         fallback: bool = False,
-        rules: Rules | None = None,
-        strict: bool = True,
-        only: Patterns | None = None,
-        skip: Patterns = (),
-        missing: Literal["error", "keep"] = "error",
-        unexpected: Literal["error", "skip"] = "error",
-        mismatched: Literal["error", "keep"] = "error",
-        cast: bool = False,
         return_report: Literal[True],
-        strict_experts: bool = False,
-        options: LoadOptions | None = None,
+        **arguments: Unpack[LoadArguments],
     ) -> tuple[Any, LoadReport]: ...
 
     def load(
@@ -459,17 +408,8 @@ class Checkpointer:
         *,
         step: int | None = None,
         fallback: bool = False,
-        rules: Rules | None = None,
-        strict: bool = True,
-        only: Patterns | None = None,
-        skip: Patterns = (),
-        missing: Literal["error", "keep"] = "error",
-        unexpected: Literal["error", "skip"] = "error",
-        mismatched: Literal["error", "keep"] = "error",
-        cast: bool = False,
         return_report: bool = False,
-        strict_experts: bool = False,
-        options: LoadOptions | None = None,
+        **arguments: Unpack[LoadArguments],
     ) -> Any:
         """Loads a step, by default the newest, and sets `loaded_step`.
 
@@ -487,25 +427,12 @@ class Checkpointer:
             CheckpointCorrupt: it is damaged; the message names the next older one.
         """
         self._removal.check_after()
-        options = LoadOptions.or_default(options)
+        options = LoadOptions.or_default(arguments.get("options"))
         group = self._group(options)
-        options = replace(options, group=group)
+        arguments["options"] = replace(options, group=group)
         step = None if step is None else step_number(step)
-        arguments = {
-            "like": like,
-            "rules": rules,
-            "strict": strict,
-            "only": only,
-            "skip": skip,
-            "missing": missing,
-            "unexpected": unexpected,
-            "mismatched": mismatched,
-            "cast": cast,
-            "return_report": return_report,
-            "strict_experts": strict_experts,
-            "options": options,
-        }
-        loader = StepLoader(self._tiers, self._branch, group, arguments)
+        given = {**arguments, "like": like, "return_report": return_report}
+        loader = StepLoader(self._tiers, self._branch, group, given)
         loaded, found = loader.load(step, fallback)
         if self._partial is not None and loader.path is not None:
             self._partial.loaded(loaded, loader.path)

@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from unickpt.errors import StorageError
+from unickpt.runs.attempt_folders import Unremoved
 from unickpt.runs.retention import Retention
-from unickpt.runs.steps_in_use import StepsInUse
-from unickpt.steps.attempt_folders import Unremoved
-from unickpt.steps.tier import Tier
-from unickpt.steps.tiers import Newer, Tiers, TierVersions, compare
+from unickpt.runs.step_order import StepsInUse
+from unickpt.runs.tiers import Newer, Tier, Tiers, TierVersions, compare
 from unickpt.threads import SerialExecutor
 
 _log = logging.getLogger("unickpt")

@@ -12,16 +12,13 @@ from dataclasses import replace
 
 from unickpt.errors import CheckpointExists, SaveConflict, StorageError
 from unickpt.runs.cleaning import Cleaning
-from unickpt.runs.copying import Copying
 from unickpt.runs.retention import Retention
-from unickpt.runs.step_order import StepOrder
-from unickpt.runs.steps_in_use import StepsInUse
+from unickpt.runs.step_folder import Branch, Lineage
+from unickpt.runs.step_order import StepOrder, StepsInUse
+from unickpt.runs.tier_copies import Copying
+from unickpt.runs.tiers import Tier, Tiers
 from unickpt.saving.background import SaveCallbacks
 from unickpt.saving.options import SaveOptions
-from unickpt.steps.branch import Branch
-from unickpt.steps.lineage import Lineage
-from unickpt.steps.tier import Tier
-from unickpt.steps.tiers import Tiers
 
 _log = logging.getLogger("unickpt")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Literal
 
@@ -23,7 +23,8 @@ class Retention:
         metric: the name of a metric given to `Checkpointer.save`.
         best: whether the smallest or the largest value is the best.
         keep: called with a step; returns whether to keep it.
-        keep_among: called with all steps, ascending; returns those to keep.
+        keep_among: called with all steps, ascending, on process 0 in the background; returns those
+            to keep.
 
     Raises:
         ValueError: a rule is invalid.
@@ -57,17 +58,38 @@ class Retention:
         if self.keep_among is not None and not callable(self.keep_among):
             raise ValueError(f"keep_among={self.keep_among!r} must be a function of all steps")
 
+    @classmethod
+    def of(cls, keep_last: int | None, policy: Retention | None) -> Retention:
+        """What the arguments of a Checkpointer say together.
+
+        Raises:
+            ValueError: they are not valid.
+        """
+        if policy is None:
+            return cls(keep_last)
+        if not isinstance(policy, cls):
+            raise ValueError(
+                f"keep={policy!r} must be a Retention, such as Retention(keep_every=100)"
+            )
+        if keep_last is None:
+            return policy
+        if policy.keep_last is not None:
+            raise ValueError("give keep_last to the Checkpointer or to its Retention, not to both")
+        return replace(policy, keep_last=keep_last)
+
     @property
     def keeps_all(self) -> bool:
         rules = (self.keep_last, self.keep_every, self.keep_best, self.keep, self.keep_among)
         return all(rule is None for rule in rules)
 
-    def expendable(self, steps: Mapping[int, Metrics], spared: Collection[int] = ()) -> list[int]:
+    def expendable(
+        self, steps: Mapping[int, Metrics], protected: Collection[int] = ()
+    ) -> list[int]:
         """Steps that no rule keeps, ascending; never the newest.
 
         Arguments:
             steps: all committed steps with their metrics.
-            spared: steps to keep in any case, such as those just saved.
+            protected: steps to keep in any case, such as those just saved.
         """
         if self.keeps_all:
             return []
@@ -79,7 +101,7 @@ class Retention:
             kept |= {step for step in ordered if self.keep(step)}
         if self.keep_among is not None:
             kept |= set(self.keep_among(ordered))
-        return [step for step in ordered if step not in kept and step not in spared]
+        return [step for step in ordered if step not in kept and step not in protected]
 
     def _best(self, steps: Mapping[int, Metrics]) -> list[int]:
         if self.keep_best is None or self.metric is None:

@@ -1,4 +1,4 @@
-"""Policy: whether to save now; all processes of a job decide the same."""
+"""Triggers: whether to save now; all processes of a job decide the same."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from numbers import Real
 from types import FrameType
 from typing import Any
@@ -17,30 +18,49 @@ _log = logging.getLogger("unickpt")
 _DUE, _PREEMPTED = 1, 2
 
 
-class Policy:
-    """Decides, on one process, when to save.
+@dataclass(frozen=True)
+class SaveEvery:
+    """When `Checkpointer.should_save` is true; never, if nothing is given.
 
     Arguments:
-        save_every: save at steps that are multiples of this.
-        save_every_s: save when this many seconds have passed since the last save, by the
-            coordinator's clock.
-        preemption: also save when a process was told to stop.
+        steps: at steps that are multiples of this.
+        seconds: when this many seconds have passed since the last save, by the coordinator's clock.
+        preemption: handle SIGTERM: `should_save` returns true once more, on all processes, and
+            `preempted` becomes true, so that the loop can end. Call `should_save` at every step
+            then.
 
     Raises:
         ValueError: a value is not positive.
+
+    Example:
+        >>> SaveEvery(steps=100, seconds=600, preemption=True)
+        SaveEvery(steps=100, seconds=600, preemption=True)
     """
 
-    def __init__(
-        self,
-        save_every: int | None = None,
-        save_every_s: float | None = None,
-        preemption: bool = False,
-    ) -> None:
-        for name, value in {"save_every": save_every, "save_every_s": save_every_s}.items():
+    steps: int | None = None
+    seconds: float | None = None
+    preemption: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in (("steps", self.steps), ("seconds", self.seconds)):
             if value is not None and not (isinstance(value, Real) and value > 0):
-                raise ValueError(f"{name}={value!r} must be a positive number")
-        self._save_every, self._save_every_s = save_every, save_every_s
-        self._preemption = preemption
+                raise ValueError(f"save_every: {name}={value!r} must be a positive number")
+
+    @classmethod
+    def of(cls, given: int | SaveEvery | None) -> SaveEvery:
+        """What is given as `save_every`, with a number of steps as a SaveEvery."""
+        return given if isinstance(given, SaveEvery) else cls(given)
+
+
+class SaveTriggers:
+    """Decides, on one process, when to save.
+
+    Arguments:
+        when: as given.
+    """
+
+    def __init__(self, when: SaveEvery) -> None:
+        self._when = when
         self._saved = time.monotonic()
         self._stop_requested = threading.Event()
         self._done = False
@@ -62,17 +82,17 @@ class Policy:
         Raises:
             ValueError: the processes have no way to agree.
         """
-        by_step = self._save_every is not None and step % self._save_every == 0
+        by_step = self._when.steps is not None and step % self._when.steps == 0
         late = False
-        if self._save_every_s is not None and group.index == 0:
-            late = time.monotonic() - self._saved >= self._save_every_s
+        if self._when.seconds is not None and group.index == 0:
+            late = time.monotonic() - self._saved >= self._when.seconds
         reason = _PREEMPTED if self._stop_requested.is_set() else _DUE if late else 0
-        if group.count > 1 and (self._save_every_s is not None or self._preemption):
+        if group.count > 1 and (self._when.seconds is not None or self._when.preemption):
             reason = group.agree(reason)
         elif reason == _PREEMPTED and group.count > 1:
             raise ValueError(
                 "this process was told to stop, but the others do not check for that: create the "
-                "Checkpointer with preemption=True on all processes"
+                "Checkpointer with save_every=SaveEvery(preemption=True) on all processes"
             )
         if reason == _PREEMPTED and not self.preempted:
             self.preempted = True

@@ -11,9 +11,8 @@ from unickpt.errors import CheckpointCorrupt, CheckpointExists, CheckpointNotFou
 from unickpt.frameworks.process_group import Group
 from unickpt.loading.loader import load
 from unickpt.quoting import shortened, some
-from unickpt.steps.branch import Branch
-from unickpt.steps.tier import Tier
-from unickpt.steps.tiers import Tiers
+from unickpt.runs.step_folder import Branch
+from unickpt.runs.tiers import Tier, Tiers
 from unickpt.storage import database
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location

@@ -24,7 +24,7 @@ from unickpt.frameworks.registry import adapter_of
 from unickpt.quantized import choice
 from unickpt.quoting import quoted
 from unickpt.reuse.expert_keys import ArrayExperts, ExpertKeys, check_counts
-from unickpt.reuse.partial_save import PartialSave, Selection
+from unickpt.reuse.partial_save import ExpertSelection, PartialSave
 from unickpt.saving.options import SaveOptions
 from unickpt.trees import hints, tree, tree_json
 
@@ -45,7 +45,7 @@ class Description:
     sources: Mapping[str, ArraySource]
     blobs: Mapping[str, bytes]
     experts: Mapping[str, ArrayExperts] = field(default_factory=dict)
-    selection: Selection | None = None
+    selection: ExpertSelection | None = None
 
     @cached_property
     def encoded(self) -> bytes:
@@ -130,7 +130,7 @@ def describe(
             entries[name], sources[name] = _entry(name, source, options, axis), source
             if held is not None and entries[name].quantized is not None:
                 raise ValueError(
-                    f"it belongs to the experts of {held.key!r} (`partial`), which cannot be "
+                    f"it belongs to the experts of {held.key!r} (`experts`), which cannot be "
                     "quantised; put a pattern that matches it before, with None"
                 )
         except (TypeError, ValueError) as error:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from unickpt import quoting
 from unickpt.cli.output import AsJson, clean, console, date_text, new_table, size_text
-from unickpt.steps.watching import FAILED, Committed, Look, UnderWay, Watch
+from unickpt.runs.watching import FAILED, Committed, Look, UnderWay, Watch
 
 _SHARE = 10
 """At most one part in so many of the time is spent looking, however slow the storage is."""

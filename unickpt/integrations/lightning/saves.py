@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from unickpt.errors import SaveTimeout, StorageError, UnickptError
+from unickpt.runs import attempt_folders
 from unickpt.saving.background import SaveCallbacks, SaveQueue, SaveRequest
 from unickpt.saving.options import SaveOptions, SaveReport
-from unickpt.steps import attempt_folders
 from unickpt.storage import database, paths
 from unickpt.storage.errors import Failed
 from unickpt.storage.local_folders import sync_folder

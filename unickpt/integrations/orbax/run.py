@@ -30,6 +30,7 @@ from unickpt.reading.checkpoint import Checkpoint, open
 from unickpt.reading.listing import other_folders
 from unickpt.runs.arguments import step_number
 from unickpt.runs.checkpointer import Checkpointer
+from unickpt.runs.retention import Retention
 from unickpt.saving.background import PendingSave
 from unickpt.saving.options import SaveOptions
 from unickpt.storage import paths
@@ -134,7 +135,7 @@ class Run:
         self._options = SaveOptions.or_default(arguments.get("options"))
         if timeout_s is not None:
             self._options = replace(self._options, timeout_s=float(timeout_s))
-        given = {**arguments, "options": self._options, "keep_among": self._kept}
+        given = {**arguments, "options": self._options, "keep": Retention(keep_among=self._kept)}
         self.checkpointer = Checkpointer(directory, **given)
         self._infos: dict[int, Info] = {}
         self._pending: PendingSave | None = None

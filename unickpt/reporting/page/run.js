@@ -278,6 +278,6 @@ function _leftTable() {
       { title: "files", number: true, value: (r) => r.files, text: (r) => grouped(r.files) },
       { title: "bytes", number: true, value: (r) => r.bytes, text: (r) => bytes(r.bytes) },
     ],
-    { rows: data.left, shown: 10, noun: ["remnant", "remnants"] },
+    { rows: data.left, shown: 10, noun: ["orphan", "orphans"] },
   );
 }

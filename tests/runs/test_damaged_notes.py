@@ -6,11 +6,11 @@ import pytest
 import xxhash
 from support import s3_server
 
-from unickpt.commit import lease, messages
+from unickpt.commit import lease, notes
 from unickpt.commit.messages import Record
 from unickpt.errors import SaveConflict
 from unickpt.format import timing
-from unickpt.steps import lineage
+from unickpt.runs import step_folder
 from unickpt.storage import database
 from unickpt.storage.locations import Location
 from unickpt.storage.paths import resolve
@@ -44,7 +44,7 @@ def test_a_lineage_of_anything_is_as_if_it_were_missing(folder: Location) -> Non
     store = folder.child("processes/a/notes").store(database.context())
     for data in ANYTHING:
         store.write("lineage", data).result()
-        assert lineage.recorded(folder, "a") == lineage.Lineage()
+        assert step_folder.recorded(folder, "a") == step_folder.Lineage()
 
 
 @pytest.mark.parametrize("line", ANYTHING)
@@ -58,7 +58,7 @@ def test_records_and_timings_of_anything_are_malformed(line: bytes) -> None:
             timing.decode(data, 1)
         with pytest.raises(ValueError, match="malformed"):
             Record.decode(data)
-    assert messages._object(line) in (None, {}) or line.startswith(b'{"')
+    assert notes._object(line) in (None, {}) or line.startswith(b'{"')
 
 
 def test_the_message_of_a_conflict_is_short(folder: Location) -> None:

@@ -1,11 +1,15 @@
-"""Steps: the checkpoints `step_<n>` in one folder, and the remains of crashed jobs."""
+"""Steps: the checkpoints `step_<n>` in one folder, which of them a job sees, and what each version
+of one replaced and followed.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from unickpt.commit import borrowers, version
 from unickpt.commit.version import Version
@@ -15,12 +19,12 @@ from unickpt.errors import (
     CheckpointNotFound,
     CheckpointReplaced,
     UnickptError,
+    UnsupportedFormat,
 )
 from unickpt.format.index import RESERVED
 from unickpt.reading import checkpoint
 from unickpt.reading.listing import checkpoints_below
-from unickpt.steps import attempt_folders, lineage, remnants
-from unickpt.steps.lineage import Lineage
+from unickpt.runs import attempt_folders, orphans
 from unickpt.storage import database, errors, paths
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
@@ -32,7 +36,74 @@ PROBE = ".unickpt-"
 _NAME = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 
 
-class Steps:
+_NOTE, _COPIED = "lineage", "copied"
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """What a version of a step in the local tier replaced and followed, by the names of versions.
+
+    Arguments:
+        supersedes: the earlier versions of the same step, oldest first.
+        follows: when it was saved, the newest version in the root, and those of later steps in the
+            local tier; None if that was not recorded.
+        copied: whether its copy to the root was committed.
+    """
+
+    supersedes: tuple[str, ...] = ()
+    follows: frozenset[str] | None = None
+    copied: bool = False
+
+
+def record(location: Location, attempt: str, lineage: Lineage, *, fsync: bool) -> None:
+    """Records the lineage of an attempt, which counts if it is committed.
+
+    Arguments:
+        location: of the step.
+        attempt: its name.
+        lineage: what it supersedes and follows.
+        fsync: whether the record must survive a power failure.
+
+    Raises:
+        Failed: the storage failed.
+    """
+    data = {"supersedes": lineage.supersedes, "follows": sorted(lineage.follows or ())}
+    _write(location, attempt, _NOTE, json.dumps(data).encode(), fsync)
+
+
+def record_copied(location: Location, attempt: str, *, fsync: bool) -> None:
+    """Records that the copy of an attempt to the root is committed. Raises as `record`."""
+    _write(location, attempt, _COPIED, b"", fsync)
+
+
+def recorded(location: Location, attempt: str) -> Lineage:
+    """The lineage of an attempt, as far as it was recorded.
+
+    Raises:
+        Failed: the storage failed.
+    """
+    notes = _notes(location, attempt).store(database.context())
+    copied = notes.read(_COPIED).result().state == "value"
+    read = notes.read(_NOTE).result()
+    try:
+        found = json.loads(read.value) if read.state == "value" else {}
+        return Lineage(tuple(map(str, found["supersedes"])), frozenset(found["follows"]), copied)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return Lineage(copied=copied)  # missing, or damaged and treated as missing
+
+
+def _write(location: Location, attempt: str, name: str, data: bytes, fsync: bool) -> None:
+    notes = _notes(location, attempt)
+    notes.store(database.context(fsync=fsync)).write(name, data).result()
+    if fsync:
+        notes.sync(location)
+
+
+def _notes(location: Location, attempt: str) -> Location:
+    return location.child(f"processes/{attempt}/notes")
+
+
+class StepFolder:
     """The steps in a folder of any storage.
 
     Arguments:
@@ -112,19 +183,19 @@ class Steps:
         with self._asking(step):
             location = self.at(step)
             if version.attempt:
-                return lineage.recorded(location, version.attempt)
+                return recorded(location, version.attempt)
             attempts = sorted(location.child("processes").folders(self._context))
-            found = [lineage.recorded(location, attempt) for attempt in attempts]
+            found = [recorded(location, attempt) for attempt in attempts]
             return Lineage(tuple(dict.fromkeys(name for one in found for name in one.supersedes)))
 
     def record_lineage(self, step: int, attempt: str, found: Lineage, *, fsync: bool) -> None:
-        """Records the lineage of an attempt; see `lineage.record`.
+        """Records the lineage of an attempt; see `record`.
 
         Raises:
             StorageError: the storage failed.
         """
         with self._asking(step):
-            lineage.record(self.at(step), attempt, found, fsync=fsync)
+            record(self.at(step), attempt, found, fsync=fsync)
 
     def record_copied(self, step: int, version: Version, *, fsync: bool) -> None:
         """Records that the copy of a version is committed, unless it was replaced meanwhile.
@@ -133,7 +204,7 @@ class Steps:
             StorageError: the storage failed.
         """
         with self._asking(step):
-            lineage.record_copied(self.at(step), version.attempt, fsync=fsync)
+            record_copied(self.at(step), version.attempt, fsync=fsync)
             if self.version(step) != version:  # its folder may have been removed before that
                 self.at(step).child(f"processes/{version.attempt}").remove(self._context)
                 self.at(step).remove_empty()
@@ -192,7 +263,7 @@ class Steps:
         symbolic links: only removes the link itself.
 
         Raises:
-            Unremoved: files are left, for `remove_rest`; `remove_remnants` recognises them, too.
+            Unremoved: files are left, for `remove_rest`; `remove_orphans` recognises them, too.
             StorageError: it could not be removed.
         """
         attempt_folders.remove_checkpoint(self.at(step), self._context)
@@ -214,10 +285,6 @@ class Steps:
         """
         with self._asking(step):
             return borrowers.of(self.at(step), self._context)
-
-    def _attempts(self, step: int) -> list[str]:
-        """The attempt that made a step; all attempts if it is too damaged to tell."""
-        return attempt_folders.attempts_of_checkpoint(self.at(step), self._context)
 
     def check_no_checkpoint(self) -> None:
         """Refuses to save steps into a folder that is a checkpoint itself.
@@ -249,10 +316,10 @@ class Steps:
                 "folders: remove the link, or save another step"
             )
 
-    def remove_remnants(self, in_flight: Iterable[int], session: str) -> None:
+    def remove_orphans(self, in_flight: Iterable[int], session: str) -> None:
         """Removes the remains of crashed saves and deletions.
 
-        Only for the job that holds the lease. A step's folder without a manifest is a remnant if it
+        Only for the job that holds the lease. A step's folder without a manifest is an orphan if it
         contains only what a save puts there; in a committed step, so is every attempt except the
         committed one.
 
@@ -261,14 +328,14 @@ class Steps:
             session: prefix of the names of this job's attempts. Another process of the job may
                 already save a step that is not in flight here.
         """
-        committed, spared = set(self.committed()), set(in_flight)
+        committed, protected = set(self.committed()), set(in_flight)
         for step, attempts in sorted(self._attempts_by_step().items()):
-            if step in spared:
+            if step in protected:
                 continue
             if step in committed:
                 if len(attempts) > 1:  # a single one must be the committed one
                     self.remove_older(step, session)
-                for lock in remnants.locks_of_marks(self.at(step), attempts, self._context):
+                for lock in orphans.locks_of_marks(self.at(step), attempts, self._context):
                     if not lock.is_recent:
                         self.at(step).remove_file(lock.name, self._context)
                 continue
@@ -295,10 +362,11 @@ class Steps:
 
     def remove_older(self, step: int, session: str = "") -> None:
         """Removes all attempts to save a step except the committed one and those of `session`; see
-        `remove_remnants`. Does nothing if the step is a symbolic link."""
+        `remove_orphans`. Does nothing if the step is a symbolic link."""
         if self.at(step).link is not None:
             return
-        folder, kept = self.at(step).child("processes"), self._attempts(step)
+        folder = self.at(step).child("processes")
+        kept = attempt_folders.attempts_of_checkpoint(self.at(step), self._context)
         for attempt in folder.folders(self._context):
             if attempt not in kept and not _is_of(attempt, session):
                 folder.child(attempt).remove(self._context)
@@ -311,3 +379,65 @@ def _is_of(attempt: str, session: str) -> bool:
 def _numbers(names: Iterable[str]) -> set[int]:
     matches = (_NAME.fullmatch(name) for name in names)
     return {int(match[1]) for match in matches if match}
+
+
+_log = logging.getLogger("unickpt")
+
+
+class Branch:
+    """The steps that a job sees: all, or those up to `after` and its own later ones.
+
+    Arguments:
+        after: the step after which the job continues; None for the newest.
+    """
+
+    def __init__(self, after: int | None) -> None:
+        self.after = after
+        self.recorded = after
+        """The `after` in the metadata of its steps: `after`, or that of the loaded step."""
+        self._own: set[tuple[StepFolder, int]] = set()
+
+    def steps(self, tier: StepFolder, *, steady: bool = False) -> list[int]:
+        """The committed steps in a folder that this job sees, ascending.
+
+        Arguments:
+            tier: the folder.
+            steady: see `StepFolder.steady`; for a job that does not hold the lease.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        found = tier.steady() if steady else tier.committed()
+        return [step for step in found if self.has(tier, step)]
+
+    def abandoned(self, tier: StepFolder) -> list[int]:
+        """The committed steps that the job does not see, ascending. Raises as `steps`."""
+        return [step for step in tier.committed() if not self.has(tier, step)]
+
+    def has(self, tier: StepFolder, step: int) -> bool:
+        """Whether this job sees a step, if it exists."""
+        if self.after is None or step <= self.after or (tier, step) in self._own:
+            return True
+        try:
+            own = tier.after(step) == self.after
+        except CheckpointNotFound:
+            return False  # another job has removed it
+        except (CheckpointCorrupt, UnsupportedFormat) as error:
+            # Keep it: an error on loading is better than silently removing the job's own step.
+            _log.warning("%s: cannot tell which job saved this step: %s", tier.path(step), error)
+            return True
+        if own:
+            self._own.add((tier, step))
+        return own
+
+    def continue_from(self, tier: StepFolder, step: int) -> None:
+        """Records that a step was loaded. Without `after`, later saves belong to its branch."""
+        if self.after is None:
+            try:
+                self.recorded = tier.after(step)
+            except (CheckpointNotFound, CheckpointCorrupt, UnsupportedFormat):
+                self.recorded = None
+
+    def forget(self, step: int) -> None:
+        """Records that a step was removed."""
+        self._own = {(tier, own) for tier, own in self._own if own != step}

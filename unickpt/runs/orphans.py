@@ -1,8 +1,8 @@
-"""Remnants: what failed, killed and removed saves leave in a folder of checkpoints.
+"""Orphans: what failed, killed and removed saves leave in a folder of checkpoints; finds and
+removes it.
 
-Something is a remnant only if all of it looks like the output of a save. A folder with anything
-else in it, the target of a symbolic link, and what a save may still be writing are not remnants.
-`cleanup` finds and removes them for users.
+Something is an orphan only if all of it looks like the output of a save. A folder with anything
+else in it, the target of a symbolic link, and what a save may still be writing are not orphans.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ from dataclasses import dataclass, replace
 
 import tensorstore as ts
 
+from unickpt.commit.lease import Lease, holder
 from unickpt.format.borrowed import MARKS
-from unickpt.steps.attempt_folders import FOLDER, attempts_of_checkpoint
-from unickpt.storage import data_files, local_folders
+from unickpt.reading.listing import natural
+from unickpt.runs import attempt_folders
+from unickpt.runs.attempt_folders import FOLDER, attempts_of_checkpoint
+from unickpt.storage import data_files, database, errors, local_folders, local_locks, paths
+from unickpt.storage.errors import Failed
 from unickpt.storage.local_folders import LOCK_SUFFIX, StoredFile
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
@@ -40,7 +44,7 @@ EXPORT, REPLACED = "export", "replaced"
 
 
 @dataclass(frozen=True)
-class Remnant:
+class Orphan:
     """The remains of a save.
 
     Arguments:
@@ -68,8 +72,8 @@ class Remnant:
         return self.age_s is not None and self.age_s < RECENT_S
 
 
-def search(location: Location, context: ts.Context) -> Iterator[Remnant]:
-    """The remnants in a folder of checkpoints, or in one checkpoint's own folder.
+def search(location: Location, context: ts.Context) -> Iterator[Orphan]:
+    """The orphans in a folder of checkpoints, or in one checkpoint's own folder.
 
     Raises:
         Failed: the storage failed.
@@ -82,39 +86,39 @@ def search(location: Location, context: ts.Context) -> Iterator[Remnant]:
         yield from _in_folder(name, location.child(name) if name else location, files, context)
 
 
-def _of_exports(folder: str) -> Iterator[Remnant]:
+def _of_exports(folder: str) -> Iterator[Orphan]:
     """What killed exports left in a local folder."""
     for name, of, is_missing in destinations.left_in(folder):
         files = list(local_folders.walk_all(os.path.join(folder, name)))
         age_s = min((f.age_s for f in files if f.age_s is not None), default=None)
         count = sum(not f.name.endswith("/") for f in files)
         nbytes = sum(f.nbytes or 0 for f in files)
-        yield Remnant(name, REPLACED if is_missing else EXPORT, count, nbytes, age_s, (of,))
+        yield Orphan(name, REPLACED if is_missing else EXPORT, count, nbytes, age_s, (of,))
 
 
 def _in_folder(
     name: str, location: Location, files: Sequence[StoredFile], context: ts.Context
-) -> Iterator[Remnant]:
-    """The remnants in the folder of one checkpoint, committed or not."""
+) -> Iterator[Orphan]:
+    """The orphans in the folder of one checkpoint, committed or not."""
     prefix = f"{name}/" if name else ""
     own = [f for f in files if not f.name.startswith(".") and not _is_lock(f.name)]
     below = [f for f in own if f.name.startswith(_BELOW)]
     attempts = _attempts(below)
     if any(f.name == MANIFEST for f in own):
         for attempt in _unused_attempts(location, attempts, context):
-            yield _remnant(prefix, UNUSED, location, {attempt: attempts[attempt]}, context)
+            yield _orphan(prefix, UNUSED, location, {attempt: attempts[attempt]}, context)
         for file in files:
             if _is_lock(file.name) and file.name.startswith(MANIFEST):
                 yield _lock(prefix, file)
         for lock in locks_of_marks(location, attempts, context):
             yield replace(lock, name=prefix + lock.name)
     elif attempts and len(below) == len(own) and all(map(_all_ours, attempts.values())):
-        yield _remnant(prefix, UNFINISHED, location, attempts, context)
+        yield _orphan(prefix, UNFINISHED, location, attempts, context)
 
 
 def locks_of_marks(
     location: Location, attempts: Iterable[str], context: ts.Context
-) -> Iterator[Remnant]:
+) -> Iterator[Orphan]:
     """The lock files that killed processes left where they marked whose chunks they borrow.
 
     Arguments:
@@ -128,8 +132,8 @@ def locks_of_marks(
                 yield _lock(f"{folder}/", file)
 
 
-def _lock(prefix: str, file: StoredFile) -> Remnant:
-    return Remnant(prefix + file.name, LOCK, 1, file.nbytes or 0, file.age_s)
+def _lock(prefix: str, file: StoredFile) -> Orphan:
+    return Orphan(prefix + file.name, LOCK, 1, file.nbytes or 0, file.age_s)
 
 
 def _unused_attempts(
@@ -170,13 +174,13 @@ def _is_ours(file: StoredFile) -> bool:
     return re.fullmatch(_OURS, file.name.removesuffix(LOCK_SUFFIX)) is not None
 
 
-def _remnant(
+def _orphan(
     prefix: str,
     kind: str,
     location: Location,
     attempts: Mapping[str, Sequence[StoredFile]],
     context: ts.Context,
-) -> Remnant:
+) -> Orphan:
     paths = tuple(f"{prefix}{_BELOW}{attempt}" for attempt in sorted(attempts))
     name = paths[0] if kind == UNUSED else prefix.rstrip("/") or "."
     parts = [f for files in attempts.values() for f in files]
@@ -186,7 +190,7 @@ def _remnant(
     else:
         nbytes = sum(f.nbytes or 0 for f in files)
         age_s = min((f.age_s for f in parts if f.age_s is not None), default=None)
-    return Remnant(name, kind, len(files), nbytes, age_s, paths)
+    return Orphan(name, kind, len(files), nbytes, age_s, paths)
 
 
 def _told_by_names(files: Iterable[StoredFile]) -> tuple[int, float | None]:
@@ -202,3 +206,132 @@ def _told_by_names(files: Iterable[StoredFile]) -> tuple[int, float | None]:
                 times.append(found[0])
                 nbytes += found[1]
     return nbytes, max(0.0, time.time() - max(times)) if times and known == processes else None
+
+
+_LOCK_S = 60.0
+
+
+@dataclass(frozen=True)
+class OrphanSearch:
+    """What a folder contains besides committed checkpoints.
+
+    Arguments:
+        orphans: what may be removed.
+        under_way: what a save may be writing now: everything written less than `RECENT_S` ago, or
+            everything while a job holds the lease.
+        unknown: orphans whose time of writing is unknown.
+        holder: a description of the job that holds the lease on the folder, if any.
+    """
+
+    orphans: tuple[Orphan, ...]
+    under_way: tuple[Orphan, ...]
+    unknown: tuple[Orphan, ...]
+    holder: str | None
+
+
+def find(root: paths.PathLike) -> OrphanSearch:
+    """Searches a folder of checkpoints, or one checkpoint's own folder; changes nothing.
+
+    Arguments:
+        root: a local path or a URL, or a whole bucket.
+
+    Raises:
+        StorageError: the storage failed.
+
+    Example:
+        >>> import numpy as np, unickpt
+        >>> _ = unickpt.save("memory://orphans/step_1", {"w": np.zeros(3)})
+        >>> find("memory://orphans").orphans
+        ()
+    """
+    location = paths.resolve(root, whole=True)
+    context = database.context()
+    try:
+        found = sorted(search(location, context), key=lambda orphan: natural(orphan.name))
+        owner = holder(_lease_location(location))
+    except Failed as error:
+        raise errors.reading_failed(error, str(location)) from error
+    still = [r for r in found if owner is None and not r.is_recent]
+    return OrphanSearch(
+        orphans=tuple(r for r in still if r.age_s is not None),
+        under_way=tuple(r for r in found if owner is not None or r.is_recent),
+        unknown=tuple(r for r in still if r.age_s is None),
+        holder=owner,
+    )
+
+
+def clean(root: paths.PathLike, orphans: Sequence[Orphan]) -> list[Orphan]:
+    """Removes orphans that `find` found, if they have not changed since.
+
+    Raises:
+        SaveConflict: a job saves into this folder.
+        StorageError: the storage failed.
+
+    Returns:
+        What was removed.
+    """
+    location = paths.resolve(root, whole=True)
+    lease = Lease(_lease_location(location))
+    lease.take()
+    removed = []
+    try:
+        lease.check()
+        context = database.context()
+        now = {orphan.name: orphan for orphan in search(location, context)}
+        for orphan in orphans:
+            there = now.get(orphan.name)
+            if there is None or there.is_recent or not _is_same(there, orphan):
+                continue
+            if _remove(location, orphan, context):
+                removed.append(orphan)
+    except Failed as error:
+        raise errors.writing_failed(error, str(location)) from error
+    finally:
+        lease.give_back()
+    return removed
+
+
+def _is_same(a: Orphan, b: Orphan) -> bool:
+    return (a.kind, a.files, a.nbytes, a.attempts) == (b.kind, b.files, b.nbytes, b.attempts)
+
+
+def _lease_location(location: Location) -> Location:
+    """The folder whose lease covers this one: for a step, the run's folder."""
+    parent = location.parent
+    if parent is not None and Lease.was_taken(parent):
+        context = database.context()
+        if attempt_folders.holds_checkpoint_parts(location, context):
+            return parent
+    return location
+
+
+def _remove(location: Location, orphan: Orphan, context: ts.Context) -> bool:
+    """Removes an orphan; False if it has become a checkpoint meanwhile."""
+    if orphan.kind == LOCK:
+        location.remove_file(orphan.name, context)
+        return True
+    if orphan.kind in (EXPORT, REPLACED):
+        _remove_of_export(str(location.spec["path"]), orphan)
+        return True
+    folder = orphan.attempts[0].partition(f"{attempt_folders.FOLDER}/")[0]
+    names = [path.rpartition("/")[2] for path in orphan.attempts]
+    at = location.child(folder) if folder else location
+    with at.manifest_locked(_LOCK_S):  # under which saves commit, after a look at their files
+        if at.has_file(MANIFEST, context) and not set(names).isdisjoint(
+            attempt_folders.attempts_of_checkpoint(at, context)
+        ):
+            return False
+        for name in names:
+            at.child(f"{attempt_folders.FOLDER}/{name}").remove(context)
+    at.remove_empty()
+    return True
+
+
+def _remove_of_export(folder: str, orphan: Orphan) -> None:
+    """Removes what a killed export wrote, or puts back what it was about to replace."""
+    (of,) = orphan.attempts
+    with local_locks.locked(folder, f".{of}", _LOCK_S):  # under which exports commit
+        if orphan.kind == EXPORT:
+            local_folders.remove(os.path.join(folder, orphan.name))
+        else:
+            destinations.restore(folder, of)

@@ -1,4 +1,6 @@
-"""Two tiers: checkpoints are committed to fast storage first, and copied to the root from there."""
+"""Tiers: folders of steps, each with its lease. Checkpoints are committed to fast storage first,
+and copied to the root from there.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,51 @@ from enum import Enum
 
 from unickpt.commit.lease import Lease
 from unickpt.commit.version import Version
-from unickpt.errors import CheckpointNotFound
-from unickpt.steps.branch import Branch
-from unickpt.steps.step_folder import Steps
-from unickpt.steps.tier import Tier
+from unickpt.errors import (
+    CheckpointNotFound,
+    UnickptError,
+)
+from unickpt.runs.step_folder import Branch, StepFolder
+from unickpt.storage import paths
+from unickpt.storage.errors import Failed
 
 _log = logging.getLogger("unickpt")
+
+
+class Tier(StepFolder):
+    """A folder of steps, and the lease on it.
+
+    Arguments:
+        root: a local path or a URL.
+    """
+
+    def __init__(self, root: paths.PathLike) -> None:
+        super().__init__(root)
+        self.lease = Lease(self.location)
+        self._is_clean = False
+        self.offered: set[str] = set()
+        """Versions whose manifest was, or may have been, written by a copy."""
+
+    def open(self, in_flight: Sequence[int], session: str) -> None:
+        """Takes the lease, and removes the remains of crashed jobs once.
+
+        Arguments:
+            in_flight, session: see `StepFolder.remove_orphans`.
+
+        Raises:
+            SaveConflict: another job holds the lease.
+            StorageError: the storage failed.
+        """
+        self.lease.take()
+        if self._is_clean or not self.lease.is_settled:
+            return
+        try:
+            self.remove_orphans(in_flight, session)
+            self._is_clean = True
+        except (UnickptError, Failed) as error:
+            _log.warning(
+                "%s: the remains of failed saves cannot be removed now: %s", self.location, error
+            )
 
 
 class Newer(Enum):
@@ -53,7 +94,7 @@ class TierVersions:
         return self.local is not None and self.root is None and self.newer is Newer.ROOT
 
 
-def compare(local: Steps, root: Steps, step: int) -> TierVersions:
+def compare(local: StepFolder, root: StepFolder, step: int) -> TierVersions:
     """Finds the current one of two versions of a step by what each superseded.
 
     The local version is current if it superseded the root's, or if the root's is damaged. Otherwise
@@ -74,7 +115,7 @@ def compare(local: Steps, root: Steps, step: int) -> TierVersions:
             return found
 
 
-def _compare(local: Steps, root: Steps, step: int) -> TierVersions:
+def _compare(local: StepFolder, root: StepFolder, step: int) -> TierVersions:
     here, there = local.version(step), root.version(step)
     if here is None:
         newer = Newer.ROOT
@@ -92,7 +133,7 @@ def _compare(local: Steps, root: Steps, step: int) -> TierVersions:
     return TierVersions(here, there, newer)
 
 
-def _is_abandoned(local: Steps, root: Steps, step: int, version: Version) -> bool:
+def _is_abandoned(local: StepFolder, root: StepFolder, step: int, version: Version) -> bool:
     """Whether a version that the root lacks was removed there, or another job left it behind.
 
     It is not abandoned if it follows the newest step of the root, or if a step that is in both

@@ -1,12 +1,12 @@
 """Watching: which checkpoints of a run are committed, and how far the others are; from the storage
-alone, by what the processes of a save leave there (`commit.progress_reports`)."""
+alone, by what the processes of a save leave there (`commit.progress.reports`)."""
 
 from __future__ import annotations
 
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import tensorstore as ts
 
@@ -15,7 +15,7 @@ from unickpt.commit.progress_reports import DONE, NOT_BEGUN, WORDS, WRITE, Repor
 from unickpt.errors import CheckpointNotFound, UnickptError
 from unickpt.reading import checkpoint
 from unickpt.reading.listing import Listed, checkpoints_below, natural
-from unickpt.steps.attempt_folders import FOLDER
+from unickpt.runs.attempt_folders import FOLDER
 from unickpt.storage import database, errors, paths
 from unickpt.storage.errors import Failed
 from unickpt.storage.locations import Location
@@ -84,14 +84,6 @@ class Look:
 
 
 @dataclass
-class _Signs:
-    """What was found of an attempt, and since when it has not changed."""
-
-    found: UnderWay
-    since: float
-
-
-@dataclass
 class Watch:
     """Looks at a run again and again; remembers what cannot change.
 
@@ -105,7 +97,8 @@ class Watch:
     most: int = 8
     clock: Callable[[], float] = time.monotonic
     _opened: dict[str, tuple[str, Committed]] = field(default_factory=dict)
-    _signs: dict[tuple[str, str], _Signs] = field(default_factory=dict)
+    _signs: dict[tuple[str, str], tuple[UnderWay, float]] = field(default_factory=dict)
+    """What was found of each attempt, and since when it has not changed."""
 
     def look(self) -> Look:
         """What is there now.
@@ -172,10 +165,11 @@ class Watch:
 
     def _with_quiet(self, found: UnderWay) -> UnderWay:
         key, now = (found.name, found.attempt), self.clock()
-        known = self._signs.get(key)
-        if known is None or known.found != found:
-            known = self._signs[key] = _Signs(found, now)
-        return UnderWay(**{**vars(found), "quiet_s": now - known.since})
+        known, since = self._signs.get(key, (None, now))
+        if known != found:
+            since = now
+        self._signs[key] = found, since
+        return replace(found, quiet_s=now - since)
 
 
 def _attempts(location: Location, context: ts.Context) -> dict[str, set[str]]:

@@ -20,9 +20,10 @@ import unickpt
 from unickpt import Checkpointer, SaveConflict, SaveOptions
 from unickpt.commit import version
 from unickpt.reuse import held_files
-from unickpt.steps import remnants
-from unickpt.steps.step_folder import Steps
-from unickpt.steps.tier import Tier
+from unickpt.runs import orphans, tier_copies
+from unickpt.runs.retention import Retention
+from unickpt.runs.step_folder import StepFolder
+from unickpt.runs.tiers import Tier
 from unickpt.storage import database, paths
 
 CHUNK = 4096
@@ -125,7 +126,7 @@ def test_only_what_changed_is_sent(run: Run) -> None:
             ) * (step > 0)
             if step:
                 assert run.sent(step) < 2 * step * CHUNK + 12_000
-            there, here = Steps(run.root).version(step), Steps(run.local).version(step)
+            there, here = StepFolder(run.root).version(step), StepFolder(run.local).version(step)
             assert there is not None
             assert here is not None
             assert there.name == here.name
@@ -134,7 +135,7 @@ def test_only_what_changed_is_sent(run: Run) -> None:
     run.check(3, now)
     if not run.links:
         unickpt.copy(run.path(3), run.local / "whole")
-        Steps(run.root).remove(0)
+        StepFolder(run.root).remove(0)
         assert same(unickpt.load(run.local / "whole"), now)
 
 
@@ -180,7 +181,7 @@ def test_retention_in_the_root_keeps_a_base_as_long_as_it_is_needed(run: Run) ->
             now = changed(now, step, *range(step * 15, step * 15 + 15) if step < 6 else [])
             steps.save(step, now)
             steps.wait()
-            there = Steps(run.root).committed()
+            there = StepFolder(run.root).committed()
             for kept in there:
                 assert unickpt.verify(run.path(kept)).ok
             run.check(step, now)
@@ -211,7 +212,7 @@ def test_a_run_goes_back_and_on(run: Run) -> None:
         for step, expected in states.items():
             run.check(step, expected)
         assert steps.drop_later_steps(0) == [1, 2, 3]
-        assert Steps(run.root).committed() == [0]
+        assert StepFolder(run.root).committed() == [0]
         steps.load()
         steps.save(1, states[1])
         steps.wait()
@@ -262,7 +263,7 @@ def test_a_base_that_somebody_removes_meanwhile(run: Run, monkeypatch: pytest.Mo
 
     def vanishing(*arguments: Any) -> Any:
         found = real(*arguments)
-        Steps(run.root).remove(0)
+        StepFolder(run.root).remove(0)
         return found
 
     with run.open() as steps:
@@ -272,7 +273,7 @@ def test_a_base_that_somebody_removes_meanwhile(run: Run, monkeypatch: pytest.Mo
             patch.setattr(held_files, "held_by", vanishing)
             steps.save(1, changed(now, 1, 9))
             steps.wait()
-    assert Steps(run.root).committed() == [1]
+    assert StepFolder(run.root).committed() == [1]
     run.check(1, changed(now, 1, 9))
     assert run.bases(1) == []
 
@@ -290,7 +291,7 @@ def test_a_base_is_not_cleaned_up_while_it_is_chosen(
         assert goes_on.wait(30)
         return found
 
-    with run.open(keep=lambda step: step == 3) as steps:
+    with run.open(keep=Retention(keep=lambda step: step == 3)) as steps:
         steps.save(0, now)
         steps.wait()
         with monkeypatch.context() as patch:
@@ -301,7 +302,7 @@ def test_a_base_is_not_cleaned_up_while_it_is_chosen(
             with monkeypatch.context() as inner:
                 inner.setattr(cleaning, "expendable", lambda *steps: [0])
                 cleaning.clean()
-            assert Steps(run.root).committed() == [0]
+            assert StepFolder(run.root).committed() == [0]
             goes_on.set()
             steps.wait()
         run.check(1, changed(now, 1, 9))
@@ -315,13 +316,13 @@ def test_a_version_that_others_borrow_from_is_not_replaced(run: Run) -> None:
         for step in range(2):
             steps.save(step, changed(now, step, step))
         steps.wait()
-        whole = Steps(run.root).version(0)
+        whole = StepFolder(run.root).version(0)
         other = Tier(run.local / "other")
         unickpt.save(other.path(0), now, options=OPTIONS)
         found = other.version(0)
         assert found is not None
         with pytest.raises(SaveConflict, match="has chunks of step_1; remove these"):
-            steps._tiers.root.copy_from(other, 0, found, whole, None, OPTIONS)
+            tier_copies.copy_version(steps._tiers.root, other, 0, found, whole, None, OPTIONS)
     run.check(0, changed(now, 0, 0))
     run.check(1, changed(now, 1, 1))
 
@@ -362,7 +363,7 @@ def test_steps_that_borrow_in_the_local_tier_are_whole_in_the_root(
             assert steps.steps()[-1] == step
             run.check(step, changed(now, step, step))
             assert run.bases(step) == []
-    assert Steps(run.root).committed() == [2]
+    assert StepFolder(run.root).committed() == [2]
     with run.open(keep_last=1) as steps:
         assert steps.steps() == [2]
         steps.save(3, now)
@@ -397,9 +398,9 @@ def test_what_an_interrupted_copy_leaves_is_known(run: Run) -> None:
     for folder in (run.root, str(run.local)):
         location = paths.resolve(f"{folder}/step_1")
         location.store(database.context()).write("manifest.ocdbt", None).result()
-        found = list(remnants.search(paths.resolve(folder), database.context()))
-        assert [(each.name, each.kind) for each in found if each.kind != remnants.LOCK] == [
-            ("step_1", remnants.UNFINISHED)
+        found = list(orphans.search(paths.resolve(folder), database.context()))
+        assert [(each.name, each.kind) for each in found if each.kind != orphans.LOCK] == [
+            ("step_1", orphans.UNFINISHED)
         ]
 
 
@@ -410,7 +411,7 @@ import os, sys
 sys.path[:0] = [{TESTS!r}, {os.path.dirname(__file__)!r}]
 import unickpt
 from support.dying import die_at
-from unickpt.steps.tier import Tier
+from unickpt.runs import tier_copies
 from test_tiers_reuse import OPTIONS, changed, refuse, state
 
 root, local, links, step, when = sys.argv[1:]
@@ -420,8 +421,8 @@ if not int(links):
 with unickpt.Checkpointer(root, local=local, reuse=True, options=OPTIONS) as steps:
     steps.save(0, state())
     steps.wait()
-    copy_from = Tier.copy_from
-    Tier.copy_from = lambda *arguments: (die_at(step, when), copy_from(*arguments))[1]
+    copy_from = tier_copies.copy_version
+    tier_copies.copy_version = lambda *arguments: (die_at(step, when), copy_from(*arguments))[1]
     steps.save(1, changed(state(), 1, 1))
 """
 MOMENTS = [
@@ -449,7 +450,7 @@ def test_a_job_killed_while_it_copies_what_is_new(
     for each, job, moment in zip(runs, jobs, MOMENTS, strict=True):
         _, errors = job.communicate(timeout=100)
         assert job.returncode == -9, f"{moment}: {errors}"
-        for step in Steps(each.root).committed():
+        for step in StepFolder(each.root).committed():
             each.check(step, changed(now, step, *[1] * step))
         with each.open() as steps:
             assert steps.steps() == [0, 1]

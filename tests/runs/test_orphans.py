@@ -29,7 +29,7 @@ from unickpt.cli import clean as command
 from unickpt.cli.app import app
 from unickpt.commit import lease
 from unickpt.reuse.linked_files import LinkedFiles
-from unickpt.steps import cleanup, remnants
+from unickpt.runs import orphans
 from unickpt.storage import database, paths
 from unickpt.storage.paths import LocalLocation
 
@@ -42,8 +42,8 @@ def root(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     if request.param == "s3":
         moto = request.getfixturevalue("moto")
         s3_server.use(moto, monkeypatch)
-        s3_server.make_bucket(moto, "remnantbucket")
-        where = f"s3://remnantbucket/{tmp_path.name}"
+        s3_server.make_bucket(moto, "orphanbucket")
+        where = f"s3://orphanbucket/{tmp_path.name}"
     else:
         where = str(tmp_path / "run") if request.param == "path" else f"memory://{tmp_path.name}"
     for step in (1, 2):
@@ -89,7 +89,7 @@ def test_what_was_written_just_now_may_be_of_a_save_under_way(root: str) -> None
     before = keys(root)
     found = json.loads(run("ls", root, "--json"))
     assert [c["name"] for c in found["checkpoints"]] == ["step_1"]
-    assert found["remnants"] == found["unknown_age"] == []
+    assert found["orphans"] == found["unknown_age"] == []
     names = [r["name"] for r in found["under_way"]]
     assert names == ["step_1/processes/f00d-000007", "step_2"]
     assert "perhaps of a save in progress, " in run("ls", root)
@@ -97,14 +97,14 @@ def test_what_was_written_just_now_may_be_of_a_save_under_way(root: str) -> None
     assert keys(root) == before
 
 
-def test_remnants_are_told_and_removed_and_nothing_else(
+def test_orphans_are_told_and_removed_and_nothing_else(
     root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for key in ("notes.txt", "step_3/readme", "logs/processes/x/events", "step_4/processes/a-1/my"):
         store(root).write(key, b"mine").result()
-    monkeypatch.setattr(remnants, "RECENT_S", 0.0)
+    monkeypatch.setattr(orphans, "RECENT_S", 0.0)
     before = keys(root)
-    listed = json.loads(run("ls", root, "--json"))["remnants"]
+    listed = json.loads(run("ls", root, "--json"))["orphans"]
     assert [(r["name"], r["kind"]) for r in listed] == [
         ("step_1/processes/f00d-000007", "unused"),
         ("step_2", "unfinished"),
@@ -120,19 +120,19 @@ def test_remnants_are_told_and_removed_and_nothing_else(
     gone = set(before) - set(keys(root))
     assert gone == {k for k in before if k.startswith("step_2/") or "/f00d-000007/" in k}
     assert same(unickpt.load(f"{root}/step_1"), numbers(1))
-    assert json.loads(run("ls", root, "--json"))["remnants"] == []
+    assert json.loads(run("ls", root, "--json"))["orphans"] == []
     assert "nothing to remove" in run("clean", root)
 
 
 def test_one_checkpoint(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remnants, "RECENT_S", 0.0)
+    monkeypatch.setattr(orphans, "RECENT_S", 0.0)
     where = f"{root}/step_1"
-    (found,) = json.loads(run("ls", where, "--json"))["remnants"]
+    (found,) = json.loads(run("ls", where, "--json"))["orphans"]
     assert found["name"] == "processes/f00d-000007"
     run("clean", where, "--yes")
     assert not any("f00d" in key for key in keys(where))
     assert same(unickpt.load(where), numbers(1))
-    (unfinished,) = cleanup.find(f"{root}/step_2").remnants
+    (unfinished,) = orphans.find(f"{root}/step_2").orphans
     assert (unfinished.name, unfinished.kind) == (".", "unfinished")
     run("clean", f"{root}/step_2", "--yes")
     assert [key for key in keys(root) if key.startswith("step_2/")] in (
@@ -144,10 +144,10 @@ def test_one_checkpoint(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_changes_between_the_question_and_the_answer_stays(
     root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remnants, "RECENT_S", 0.0)
-    found = cleanup.find(root).remnants
+    monkeypatch.setattr(orphans, "RECENT_S", 0.0)
+    found = orphans.find(root).orphans
     copy_attempt(f"{root}/step_2", "beef-000000")  # another job begins to save the same step
-    assert [r.name for r in cleanup.clean(root, found)] == ["step_1/processes/f00d-000007"]
+    assert [r.name for r in orphans.clean(root, found)] == ["step_1/processes/f00d-000007"]
     assert any("/beef-000000/" in key for key in keys(root))
 
 
@@ -157,21 +157,21 @@ def test_a_person_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     grow_old(tmp_path / "x")
     monkeypatch.setattr(command, "is_interactive", lambda: True)
     before = files(tmp_path / "x")
-    assert "Remove 1 remnant?" in run("clean", str(tmp_path / "x"), answer="n\n", code=1)
+    assert "Remove 1 orphan?" in run("clean", str(tmp_path / "x"), answer="n\n", code=1)
     assert files(tmp_path / "x") == before
-    assert "step_1   unfinished" in run("clean", str(tmp_path / "x"), answer="y\n")
+    assert "step_1  unfinished" in run("clean", str(tmp_path / "x"), answer="y\n")
     assert not (tmp_path / "x" / "step_1").exists()
 
 
 def test_not_while_a_job_has_the_lease(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remnants, "RECENT_S", 0.0)
+    monkeypatch.setattr(orphans, "RECENT_S", 0.0)
     before = {key for key in keys(root) if key.startswith("step_")}
-    stale = cleanup.find(root).remnants
+    stale = orphans.find(root).orphans
     with Checkpointer(root) as job:
-        monkeypatch.setattr("unickpt.steps.step_folder.Steps.remove_remnants", lambda *_: None)
+        monkeypatch.setattr("unickpt.runs.step_folder.StepFolder.remove_orphans", lambda *_: None)
         job.save(9, numbers(9)).result()
         listed = json.loads(run("ls", root, "--json"))
-        assert listed["remnants"] == []
+        assert listed["orphans"] == []
         assert f"process {os.getpid()} on " in listed["holder"]
         assert "a job saves here now (process " in run("ls", root)
         assert f"a job saves here now (process {os.getpid()} on " in run(
@@ -179,9 +179,9 @@ def test_not_while_a_job_has_the_lease(root: str, monkeypatch: pytest.MonkeyPatc
         )
         if not root.startswith("s3"):
             with pytest.raises(SaveConflict, match="another Checkpointer of this same process"):
-                cleanup.clean(root, stale)
+                orphans.clean(root, stale)
         assert before <= set(keys(root))
-    assert len(cleanup.find(root).remnants) == 2
+    assert len(orphans.find(root).orphans) == 2
 
 
 KILLED = """
@@ -202,12 +202,12 @@ def test_a_save_that_was_killed(tmp_path: Path) -> None:
         done = subprocess.run([sys.executable, "-c", code, tmp_path / step], check=False)
         assert done.returncode == -signal.SIGKILL
     for _ in range(2):  # the first time, it may still be under way
-        assert cleanup.find(tmp_path).holder is None
-        found = cleanup.find(tmp_path)
+        assert orphans.find(tmp_path).holder is None
+        found = orphans.find(tmp_path)
         grow_old(tmp_path)
     assert [r.kind for r in found.under_way] == []
-    assert {r.name.partition("/")[0] for r in found.remnants} == {"step_1", "step_2"}
-    assert all(r.nbytes > 8000 for r in found.remnants if r.kind != "lock")
+    assert {r.name.partition("/")[0] for r in found.orphans} == {"step_1", "step_2"}
+    assert all(r.nbytes > 8000 for r in found.orphans if r.kind != "lock")
     run("clean", str(tmp_path), "--yes")
     assert sorted(os.listdir(tmp_path)) == [".unickpt.lock", "step_1"]
     assert same(unickpt.load(tmp_path / "step_1"), numbers(1))
@@ -338,9 +338,9 @@ def test_a_save_that_has_only_linked_old_files_is_under_way(name: str, tmp_path:
         save = partial(unickpt.save, overwrite=True, options=options)
         saving = pool.submit(save, tmp_path / name, state | {"n": 1})
         assert paused.wait(30)
-        found = cleanup.find(tmp_path)
-        assert (found.remnants, [r.is_recent for r in found.under_way]) == ((), [True])
-        assert cleanup.clean(tmp_path, found.under_way) == []
+        found = orphans.find(tmp_path)
+        assert (found.orphans, [r.is_recent for r in found.under_way]) == ((), [True])
+        assert orphans.clean(tmp_path, found.under_way) == []
         go.set()
         saving.result()
     assert unickpt.load(tmp_path / name)["n"] == 1
@@ -372,8 +372,8 @@ def test_a_save_that_commits_while_clean_waits_for_it_stays(
 ) -> None:
     unickpt.save(tmp_path / "a", {"n": 1})
     unfinished = (tmp_path / "a" / "manifest.ocdbt").rename(tmp_path / "kept")
-    monkeypatch.setattr(remnants, "RECENT_S", 0.0)
-    found = cleanup.find(tmp_path).remnants
+    monkeypatch.setattr(orphans, "RECENT_S", 0.0)
+    found = orphans.find(tmp_path).orphans
     locked = LocalLocation.manifest_locked
 
     def committing(self: LocalLocation, timeout_s: float) -> Any:
@@ -382,5 +382,5 @@ def test_a_save_that_commits_while_clean_waits_for_it_stays(
 
     monkeypatch.setattr(LocalLocation, "manifest_locked", committing)
     assert [r.kind for r in found] == ["unfinished"]
-    assert cleanup.clean(tmp_path, found) == []
+    assert orphans.clean(tmp_path, found) == []
     assert unickpt.load(tmp_path / "a")["n"] == 1

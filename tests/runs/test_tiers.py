@@ -24,11 +24,11 @@ from support.saving import files, numbers, same
 import unickpt
 from unickpt import CheckpointCorrupt, Checkpointer, SaveConflict, SaveOptions, StorageError
 from unickpt.commit import attempt, lease
-from unickpt.runs import cleaning
-from unickpt.runs.copying import Copying
-from unickpt.steps import tier
-from unickpt.steps.step_folder import Steps
-from unickpt.steps.tier import Tier
+from unickpt.runs import cleaning, tier_copies
+from unickpt.runs.step_folder import StepFolder
+from unickpt.runs.tier_copies import Copying
+from unickpt.runs.tiers import Tier
+from unickpt.tools import copying as copying_tools
 
 FAST = SaveOptions(fsync=False, timeout_s=20, chunk_bytes=4096)
 
@@ -65,7 +65,7 @@ def first_copy_waits(
 ) -> Iterator[tuple[threading.Event, threading.Event]]:
     """Has the first copy of a step wait when it has listed its files: until the second event, which
     the test sets, while the first one says that it waits."""
-    real, waits, goes_on = tier.copying._copy_values, threading.Event(), threading.Event()
+    real, waits, goes_on = copying_tools._copy_values, threading.Event(), threading.Event()
 
     def copy(*arguments: Any) -> None:
         if not waits.is_set():
@@ -74,7 +74,7 @@ def first_copy_waits(
         real(*arguments)
 
     with patch.context() as inner:
-        inner.setattr(tier.copying, "_copy_values", copy)
+        inner.setattr(copying_tools, "_copy_values", copy)
         try:
             yield waits, goes_on
         finally:
@@ -109,7 +109,7 @@ def test_a_step_that_is_overwritten_while_it_is_copied(
         assert len(os.listdir(f"{run.root}/step_1/processes")) == 1, "nothing of others is left"
         checkpointer.save(2, numbers(3))
         checkpointer.wait()
-        assert Steps(run.local).committed() == [2]
+        assert StepFolder(run.local).committed() == [2]
         assert same(checkpointer.load(step=1), numbers(2))
 
 
@@ -117,7 +117,7 @@ def test_a_step_that_is_overwritten_right_after_its_copy(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copy is committed, but who made it has not been told yet."""
-    real, copied, goes_on = Tier.copy_from, threading.Event(), threading.Event()
+    real, copied, goes_on = tier_copies.copy_version, threading.Event(), threading.Event()
 
     def copy_from(*arguments: Any) -> Any:
         outcome = real(*arguments)
@@ -125,7 +125,7 @@ def test_a_step_that_is_overwritten_right_after_its_copy(
         assert goes_on.wait(60)
         return outcome
 
-    monkeypatch.setattr(Tier, "copy_from", copy_from)
+    monkeypatch.setattr(tier_copies, "copy_version", copy_from)
     with run.open(keep_last=3) as checkpointer:
         checkpointer.save(1, numbers(1)).result(30)
         assert copied.wait(30)
@@ -149,10 +149,10 @@ def test_a_step_is_not_removed_while_it_is_copied(
         assert waits.wait(30)
         checkpointer.save(2, numbers(2)).result(30)
         checkpointer._housekeeping._cleaning.clean()
-        assert Steps(run.local).committed() == [1, 2]
+        assert StepFolder(run.local).committed() == [1, 2]
         goes_on.set()
         checkpointer.wait()
-        assert Steps(run.root).committed() == [2]
+        assert StepFolder(run.root).committed() == [2]
         assert same(run.in_root(2), numbers(2))
         assert checkpointer.steps() == [2]
 
@@ -180,7 +180,7 @@ def test_a_step_that_is_damaged_is_not_copied_and_others_are(
         assert same(run.in_root(2), numbers(2))
         checkpointer.save(3, numbers(3))
         checkpointer.wait()  # what was told once is not told again
-        assert Steps(run.root).committed() == [2, 3]
+        assert StepFolder(run.root).committed() == [2, 3]
 
 
 def test_a_step_that_is_looked_at_for_removal_is_copied_nonetheless(
@@ -188,7 +188,7 @@ def test_a_step_that_is_looked_at_for_removal_is_copied_nonetheless(
 ) -> None:
     looks, goes_on, real = threading.Event(), threading.Event(), cleaning.compare
 
-    def compare(local: Steps, root: Steps, step: int) -> Any:
+    def compare(local: StepFolder, root: StepFolder, step: int) -> Any:
         if step == 2:
             looks.set()
             assert goes_on.wait(60)
@@ -210,7 +210,7 @@ def test_a_step_that_is_looked_at_for_removal_is_copied_nonetheless(
         goes_on.set()
         copies.join(30)
         cleans.join(30)
-        assert Steps(run.root).committed() == [1, 2]
+        assert StepFolder(run.root).committed() == [1, 2]
 
 
 def test_a_step_that_somebody_removes_while_it_is_copied(
@@ -220,7 +220,7 @@ def test_a_step_that_somebody_removes_while_it_is_copied(
         with first_copy_waits(monkeypatch) as (waits, goes_on):
             checkpointer.save(1, numbers(1)).result(30)
             assert waits.wait(30)
-            Steps(run.local).remove(1)
+            StepFolder(run.local).remove(1)
             goes_on.set()
             with pytest.raises(unickpt.CheckpointNotFound, match=r"local/step_1 was removed"):
                 checkpointer.wait()
@@ -231,7 +231,7 @@ def test_a_copy_that_reads_differently_is_not_committed(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The storage of the root has a bad day: what it was given is not what it gives."""
-    real = tier.copying._copy_values
+    real = copying_tools._copy_values
 
     def copy(*arguments: Any) -> None:
         real(*arguments)
@@ -239,7 +239,7 @@ def test_a_copy_that_reads_differently_is_not_committed(
 
     with run.open() as checkpointer:
         with monkeypatch.context() as patch:
-            patch.setattr(tier.copying, "_copy_values", copy)
+            patch.setattr(copying_tools, "_copy_values", copy)
             checkpointer.save(1, numbers(1))
             with pytest.raises(StorageError, match="what was written reads differently: 'large'"):
                 checkpointer.wait()
@@ -310,13 +310,13 @@ def damage_manifest(step: Path, damage: str) -> None:
 def test_hammered_steps_are_copied_as_they_were_saved_last(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = tier.copying.copy_files
+    real = copying_tools.copy_files
 
     def slow(*arguments: Any, **options: Any) -> None:
         threading.Event().wait(0.02)
         real(*arguments, **options)
 
-    monkeypatch.setattr(tier.copying, "copy_files", slow)
+    monkeypatch.setattr(copying_tools, "copy_files", slow)
     last: dict[int, int] = {}
     with run.open(keep_last=3) as checkpointer:
         for number in range(60):
@@ -327,7 +327,7 @@ def test_hammered_steps_are_copied_as_they_were_saved_last(
                 checkpointer.wait()
                 assert all(run.in_root(step) == {"n": last[step]} for step in last)
     assert all(run.in_root(step) == {"n": number} for step, number in last.items())
-    assert Steps(run.local).committed() == [2]
+    assert StepFolder(run.local).committed() == [2]
 
 
 def test_a_save_waits_for_the_removal_of_its_step(
@@ -393,7 +393,7 @@ def test_a_step_replaced_in_the_root_is_not_hidden_by_a_stale_one(
         checkpointer.save(101, numbers(3))
         checkpointer.wait()
         assert same(run.in_root(100), numbers(2))
-        assert Steps(run.local).committed() == [101]
+        assert StepFolder(run.local).committed() == [101]
         assert same(checkpointer.load(step=100), numbers(2))
 
 
@@ -407,7 +407,7 @@ def test_a_step_replaced_in_the_local_tier_counts_before_it_is_copied(
     with run.open() as checkpointer:
         checkpointer.save(100, numbers(1))
     with monkeypatch.context() as patch:
-        patch.setattr(Tier, "copy_from", fail)
+        patch.setattr(tier_copies, "copy_version", fail)
         for number in (2, 3):  # it supersedes what the one before it superseded
             hours(number * ahead)
             with pytest.raises(StorageError), run.open() as checkpointer:
@@ -464,7 +464,7 @@ def no_copy(*arguments: Any) -> None:
 def save_uncopied(run: Run, patch: pytest.MonkeyPatch, *steps: int) -> None:
     """Saves steps into the local tier; their copies fail, as if the job were killed before them."""
     with patch.context() as inner:
-        inner.setattr(Tier, "copy_from", no_copy)
+        inner.setattr(tier_copies, "copy_version", no_copy)
         checkpointer = run.open()
         for step in steps:
             checkpointer.save(step, numbers(step)).result(30)
@@ -495,7 +495,7 @@ def test_a_step_removed_by_a_run_without_the_local_tier_does_not_come_back(
             other.save(4, numbers(40))
     expected = {1: 1, 2: 2} | ({4: 40} if how == "after" else {})
     newest = max(expected)
-    assert Steps(run.local).committed() == [3]
+    assert StepFolder(run.local).committed() == [3]
     with run.open() as checkpointer:
         assert checkpointer.steps() == list(expected)
         assert checkpointer.path(3) == f"{run.root}/step_3"
@@ -523,7 +523,7 @@ def test_uncopied_steps_do_not_count_when_another_run_went_on_from_an_earlier_on
         assert checkpointer.steps() == [1, 2, 3]
         assert same(checkpointer.load(), numbers(30))
         checkpointer.save(4, numbers(40))
-    assert Steps(run.root).committed() == [1, 2, 3, 4]
+    assert StepFolder(run.root).committed() == [1, 2, 3, 4]
     assert same(run.in_root(3), numbers(30))
     assert same(run.in_root(4), numbers(40))
 
@@ -538,29 +538,29 @@ def test_uncopied_steps_count_when_another_run_only_removed_older_ones(
     with run.open() as checkpointer:
         assert checkpointer.steps() == [2, 3, 4]
         checkpointer.save(5, numbers(5))
-    assert Steps(run.root).committed() == [2, 3, 4, 5]
+    assert StepFolder(run.root).committed() == [2, 3, 4, 5]
 
 
 def test_a_step_whose_copy_failed_counts_although_a_later_one_was_copied(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_uncopied(run, monkeypatch, 1)
-    real = Tier.copy_from
+    real = tier_copies.copy_version
 
-    def copy_from(self: Tier, source: Steps, step: int, *arguments: Any) -> bool:
+    def copy_from(self: Tier, source: StepFolder, step: int, *arguments: Any) -> bool:
         if step == 1:
             raise StorageError("the network is down")
         return real(self, source, step, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Tier, "copy_from", copy_from)
+        patch.setattr(tier_copies, "copy_version", copy_from)
         with pytest.raises(StorageError):
             save_all(run, 2)
-    assert Steps(run.root).committed() == [2]
+    assert StepFolder(run.root).committed() == [2]
     with run.open() as checkpointer:
         assert checkpointer.steps() == [1, 2]
         checkpointer.save(3, numbers(3))
-    assert Steps(run.root).committed() == [1, 2, 3]
+    assert StepFolder(run.root).committed() == [1, 2, 3]
 
 
 def test_the_steps_of_the_local_tier_count_if_the_root_is_lost(run: Run) -> None:
@@ -570,7 +570,7 @@ def test_the_steps_of_the_local_tier_count_if_the_root_is_lost(run: Run) -> None
         assert checkpointer.steps() == [2]
         assert same(checkpointer.load(), numbers(2))
         checkpointer.save(3, numbers(3))
-    assert Steps(run.root).committed() == [2, 3]
+    assert StepFolder(run.root).committed() == [2, 3]
 
 
 def test_a_copy_whose_record_is_missing_is_recorded_by_the_next_job(
@@ -578,7 +578,7 @@ def test_a_copy_whose_record_is_missing_is_recorded_by_the_next_job(
 ) -> None:
     """As if the job were killed between the two."""
     with monkeypatch.context() as patch:
-        patch.setattr(Steps, "record_copied", lambda *arguments, **options: None)
+        patch.setattr(StepFolder, "record_copied", lambda *arguments, **options: None)
         save_all(run, 1, 2)
     with run.open() as checkpointer:
         checkpointer.save(2, numbers(20), overwrite=True)
@@ -617,7 +617,7 @@ def test_runs_with_and_without_the_local_tier_see_one_history(operations: list[O
                 step = max({**root, **uncopied}, default=0) + 1
                 with patch.context() as inner, suppress(StorageError):
                     if what == "uncopied":
-                        inner.setattr(Tier, "copy_from", no_copy)
+                        inner.setattr(tier_copies, "copy_version", no_copy)
                     with run.open() as job:
                         job.save(step, numbers(saved)).result(30)
                 if what == "uncopied":
@@ -720,15 +720,15 @@ def test_a_job_killed_while_it_copies(
     for run, job, moment in zip(runs, jobs, moments, strict=True):
         _, errors = job.communicate(timeout=100)
         assert job.returncode == -9, f"{moment}: {errors}"
-        for step in Steps(run.root).committed():
+        for step in StepFolder(run.root).committed():
             assert any(same(run.in_root(step), numbers(n)) for n in (step, step - 1))
         with run.open() as checkpointer:
             newest = checkpointer.latest()
             assert newest is not None
             assert same(checkpointer.load(), numbers(newest))
             checkpointer.save(3, numbers(3))
-        assert {1, newest, 3} == set(Steps(run.root).committed())
-        for step in Steps(run.root).committed():
+        assert {1, newest, 3} == set(StepFolder(run.root).committed())
+        for step in StepFolder(run.root).committed():
             assert same(run.in_root(step), numbers(step)), f"{moment}, step {step}"
 
 
@@ -738,13 +738,13 @@ sys.path.insert(0, {TESTS!r})
 import threading
 import unickpt
 from support.saving import numbers
-from unickpt.steps import tier
+from unickpt.tools import copying as copying_tools
 
 def slow(*arguments):
     threading.main_thread().join()
     real(*arguments)
 
-real, tier.copying.check_copy = tier.copying.check_copy, slow
+real, copying_tools.check_copy = copying_tools.check_copy, slow
 checkpointer = unickpt.Checkpointer(sys.argv[1], local=sys.argv[2])
 checkpointer.save(1, numbers(1))
 """

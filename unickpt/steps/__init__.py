@@ -1,1 +1,0 @@
-"""The steps of a run as they are stored: folders, tiers, leases, and what crashed jobs left."""
