@@ -11,7 +11,9 @@ import typer
 import unickpt
 from unickpt import Checkpoint, Rules
 from unickpt.cli.output import fail
+from unickpt.foreign import writers
 from unickpt.frameworks.budget import ProcessBytes
+from unickpt.saving.options import SaveOptions
 
 RulesName = Annotated[
     str | None, typer.Option("--rules", help="A file of rules, or the name of a preset.")
@@ -22,7 +24,7 @@ Inverse = Annotated[
 Sizes = Annotated[
     list[str] | None, typer.Option("--size", help="The size of an axis, as in --size heads=8.")
 ]
-Hints = Annotated[
+HintOption = Annotated[
     list[str] | None,
     typer.Option(
         "--hint",
@@ -35,7 +37,7 @@ Hints = Annotated[
 Verify = Annotated[
     bool, typer.Option("--verify/--no-verify", help="Whether to read and check what was written.")
 ]
-Budget = Annotated[
+BudgetOption = Annotated[
     int | None,
     typer.Option("--budget", help="Bytes of memory for it, in each process.", min=1 << 20),
 ]
@@ -48,14 +50,24 @@ Quantize = Annotated[
         "int2, bfloat16 or none, as in --quantize 'opt/**=uint8'. The first that matches counts.",
     ),
 ]
+To = Annotated[str, typer.Option("--to", help=f"The format: {', '.join(writers.names())}.")]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace a checkpoint at the destination.")
 ]
 
 
-def of_process(budget: int | None) -> int | None:
-    """What `--budget` says, as a budget of this process, not of its node."""
-    return None if budget is None else ProcessBytes(budget)
+def save_options(
+    budget: int | None, compression: str | None = None, quantize: list[str] | None = None
+) -> SaveOptions:
+    """How to write; `--budget` is that of this process, not of its node."""
+    try:
+        return SaveOptions(
+            budget_bytes=None if budget is None else ProcessBytes(budget),
+            compression=compression,
+            quantize=_quantize(quantize),
+        )
+    except ValueError as error:
+        fail(str(error))
 
 
 def read_rules(name: str | None, inverse: bool, sizes: list[str] | None) -> Rules | None:
@@ -94,7 +106,7 @@ def parsed_hints(hints: list[str] | None) -> dict[str, Any]:
     return named_values("--hint", hints, "a name and a value, such as tp=2")
 
 
-def parsed_quantize(given: list[str] | None) -> dict[str, Any]:
+def _quantize(given: list[str] | None) -> dict[str, Any]:
     """`SaveOptions.quantize` as the options say."""
     found = named_values("--quantize", given, "a pattern and its codes, such as opt/**=uint8")
     return {pattern: None if codes == "none" else codes for pattern, codes in found.items()}

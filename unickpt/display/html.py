@@ -7,15 +7,15 @@ notebooks are shown. Whatever is shown, the HTML has at most some 100 kB.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import islice, takewhile
 
 from unickpt.arrays.layout import Layout
 from unickpt.display import fragment_grid
-from unickpt.display.fragment_grid import Fragments, Grid
-from unickpt.display.tree_table import Row
-from unickpt.quoting import shortened
+from unickpt.display.fragment_grid import BoxHolders, FragmentGrid
+from unickpt.display.tree_table import OutlineRow
+from unickpt.quoting import shortened, size_text
 
 MOST_ROWS = 100
 MOST_FRAGMENTS = 4096
@@ -27,7 +27,7 @@ _CELL = "text-align:left;padding:2px 12px 2px 0"
 _NUMBER = "text-align:right;padding:2px 12px 2px 0;white-space:nowrap"
 _HEAD = f"border-bottom:{_LINE};font-weight:600;opacity:.75"
 
-Cell = str | int | float
+HTMLCell = str | int | float
 """Numbers stand at the right."""
 
 
@@ -46,7 +46,7 @@ def page(title: str, about: str, facts: Iterable[str], *bodies: str) -> str:
     )
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[Cell]], count: int) -> str:
+def table(headings: Sequence[str], rows: Iterable[Sequence[HTMLCell]], count: int) -> str:
     """A table of at most `MOST_ROWS` rows, with a remark if there are more.
 
     Arguments:
@@ -82,10 +82,10 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[Cell]], count: int) -
     )
 
 
-def outline(rows: Sequence[Row]) -> str:
+def outline(rows: Sequence[OutlineRow]) -> str:
     """The table of a checkpoint's tree."""
 
-    def cells(row: Row) -> Sequence[Cell]:
+    def cells(row: OutlineRow) -> Sequence[HTMLCell]:
         facts = row.facts
         name = _INDENT * min(4 * row.depth, 40) + row.label
         shape = "" if facts is None or facts.shape is None else shape_text(facts.shape)
@@ -97,7 +97,7 @@ def outline(rows: Sequence[Row]) -> str:
     return table(headings, map(cells, rows), len(rows))
 
 
-def fragments(shape: Sequence[int], count: int, of: Fragments, layout: Layout | None) -> str:
+def fragments(shape: Sequence[int], count: int, of: BoxHolders, layout: Layout | None) -> str:
     """The map of an array's fragments.
 
     Arguments:
@@ -119,56 +119,15 @@ def fragments(shape: Sequence[int], count: int, of: Fragments, layout: Layout | 
     return drawn + (_remark(f"p: process; {grid.remark}") if grid.remark else "")
 
 
-def facts_table(facts: Mapping[str, Cell]) -> str:
-    """A table of two columns without headings."""
-    body = "".join(
-        f'<tr><td style="{_CELL};opacity:.75">{_text(name)}</td>'
-        f'<td style="{_CELL}">{_shown(value)}</td></tr>'
-        for name, value in facts.items()
-    )
-    return f'<table style="border-collapse:collapse"><tbody>{body}</tbody></table>'
-
-
-def size_text(nbytes: int) -> str:
-    """Bytes with a unit.
-
-    Example:
-        >>> size_text(12), size_text(2_500_000), size_text(10**30)
-        ('12 B', '2.5 MB', '1,000,000,000,000.0 EB')
-    """
-    if nbytes < 1000:
-        return f"{nbytes} B"
-    number = float(nbytes)
-    for unit in ("kB", "MB", "GB", "TB", "PB", "EB"):
-        number /= 1000
-        if number < 999.95 or unit == "EB":
-            break
-    return f"{number:,.1f} {unit}"
-
-
-def counted(n: int, noun: str, plural: str = "") -> str:
-    """A number of things.
-
-    Example:
-        >>> counted(1, "array"), counted(2000, "array")
-        ('1 array', '2,000 arrays')
-    """
-    return f"{n:,} {noun if n == 1 else plural or noun + 's'}"
-
-
 def shape_text(shape: Sequence[int]) -> str:
     return " × ".join(map(str, shape)) or "scalar"
-
-
-def seconds_text(seconds: float) -> str:
-    return f"{seconds:.3g} s"
 
 
 def _map_head(text: str) -> str:
     return f'<td style="text-align:center;padding:2px 6px;opacity:.75">{_text(text)}</td>'
 
 
-def _map_row(grid: Grid, row: int) -> str:
+def _map_row(grid: FragmentGrid, row: int) -> str:
     """A row of the map; a fragment is one cell, over all its rows and columns of the grid."""
     cells = [] if grid.down is None else [_map_head(fragment_grid.head(grid.rows[row]))]
     for column, owner in enumerate(grid.owner[row]):
@@ -202,7 +161,7 @@ def _map_cell(lines: Sequence[str], span: str) -> str:
     return f'<td{span} style="{style}">{text}</td>'
 
 
-def _shown(cell: Cell) -> str:
+def _shown(cell: HTMLCell) -> str:
     if isinstance(cell, str):
         return _text(cell)
     return f"{cell:,}" if isinstance(cell, int) else f"{cell:.4g}"

@@ -7,7 +7,7 @@ from typing import Any
 
 from unickpt.arrays.layout import Mesh
 from unickpt.display import fragment_grid, html, tree_table
-from unickpt.display.fragment_grid import Grid
+from unickpt.display.fragment_grid import FragmentGrid
 from unickpt.format.index import ArrayEntry
 from unickpt.quantized import codes
 from unickpt.reading.checkpoint import Checkpoint
@@ -21,7 +21,7 @@ MOST_BYTES = 1 << 63
 """An index may claim any size; the page counts in floats."""
 
 
-def array_facts(found: Checkpoint) -> dict[str, Any]:
+def describe_arrays(found: Checkpoint) -> dict[str, Any]:
     """The arrays of a checkpoint for the page, the largest first.
 
     Returns:
@@ -110,7 +110,7 @@ class _Maps:
         return self._numbers[key]
 
 
-def _map(grid: Grid) -> dict[str, Any]:
+def _map(grid: FragmentGrid) -> dict[str, Any]:
     """A grid with the labels of those fragments alone that are in it."""
     used = sorted({owner for row in grid.owner for owner in row if owner is not None})
     place = {owner: at for at, owner in enumerate(used)}
@@ -123,7 +123,7 @@ def _map(grid: Grid) -> dict[str, Any]:
     }
 
 
-def _heads(slots: Sequence[fragment_grid.Slot]) -> list[str]:
+def _heads(slots: Sequence[fragment_grid.GridBand]) -> list[str]:
     return [fragment_grid.head(slot) for slot in slots]
 
 

@@ -38,7 +38,7 @@ from unickpt.storage import paths
 from unickpt.threads import in_batches
 from unickpt.tools import verification
 from unickpt.tools.exporting import export
-from unickpt.tools.slabs import AHEAD, WRITER, Held, ReadSlab, SlabSource, check_rest, read_boxes
+from unickpt.tools.slabs import AHEAD, WRITER, Buffered, SlabSource, check_rest, read_boxes
 from unickpt.trees import tree
 
 OWN = "unickpt"
@@ -131,7 +131,13 @@ def convert(
     plan = job.plan()
     buffers = HostBuffers(held)
     slabs = in_batches(plan.own, None, reading.working_bytes, attrgetter("nbytes"))
-    chunks = SlabSource(slabs, _view_reader(view, reading, buffers), buffers)
+    arrays = view.index.arrays
+
+    def read(items: Sequence[WriteItem]) -> list[Buffered]:
+        boxes = [(arrays[item.entry.name], item.box) for item in items]
+        return read_boxes(view, boxes, reading, buffers)
+
+    chunks = SlabSource(slabs, read, buffers)
     try:
         report = job.run(plan, chunks, lambda: check_rest(stored, job.group))
     finally:
@@ -221,7 +227,7 @@ def leaves_of(view: CheckpointView, group: Group, work: str) -> dict[str, Any]:
         LoadMismatch: `PerProcess` leaves are of another number of processes.
     """
     index = view.index
-    leaves: dict[str, Any] = {name: Converted(entry) for name, entry in index.arrays.items()}
+    leaves: dict[str, Any] = {name: ConvertedLeaf(entry) for name, entry in index.arrays.items()}
     leaves |= {alias: leaves[name] for alias, name in index.aliases.items()}
     leaves |= index.values
     for name, entry in index.per_process.items():
@@ -237,7 +243,7 @@ def leaves_of(view: CheckpointView, group: Group, work: str) -> dict[str, Any]:
     return leaves
 
 
-class Converted(Described):
+class ConvertedLeaf(Described):
     """An array of a view, as a leaf to save; any process can write any chunk of it."""
 
     def __init__(self, entry: ArrayEntry) -> None:
@@ -255,25 +261,3 @@ _HOST = Memory(mutable=False)
 
 def _not_read(box: Box, room: Callable[[], Array]) -> Array:
     raise AssertionError("chunks come from the chunk source, which reads many of them together")
-
-
-def _view_reader(view: CheckpointView, options: LoadOptions, buffers: HostBuffers) -> ReadSlab:
-    """Reads chunks of a view."""
-
-    def read(items: Sequence[WriteItem]) -> dict[WriteItem, Held]:
-        by_array: dict[str, list[WriteItem]] = {}
-        for item in items:
-            by_array.setdefault(item.entry.name, []).append(item)
-        arrays = view.index.arrays
-        wanted = {
-            name: (arrays[name], [item.box for item in of_array])
-            for name, of_array in by_array.items()
-        }
-        found = read_boxes(view, wanted, options, buffers)
-        return {
-            item: data
-            for name, of_array in by_array.items()
-            for item, data in zip(of_array, found[name], strict=True)
-        }
-
-    return read

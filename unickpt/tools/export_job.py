@@ -6,15 +6,13 @@ import json
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from operator import attrgetter
 
 import numpy as np
 
 from unickpt.arrays import dtypes
-from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.arrays.host_memory import HostBuffers
 from unickpt.commit.notes import Notes
@@ -27,7 +25,6 @@ from unickpt.errors import (
     UnsupportedLeaf,
 )
 from unickpt.foreign import crc32
-from unickpt.format.index import ArrayEntry
 from unickpt.format.writer import Plan, PlannedFile
 from unickpt.frameworks.budget import MOST_WORKING, ProcessBytes
 from unickpt.frameworks.process_group import Group
@@ -35,9 +32,9 @@ from unickpt.loading.views import CheckpointView
 from unickpt.reading.options import LoadOptions
 from unickpt.storage.errors import Failed, system_calls, writing_failed
 from unickpt.threads import in_batches
-from unickpt.tools.destinations import Destination, Write
-from unickpt.tools.file_pieces import Piece, Pieces, Share
-from unickpt.tools.slabs import Held, check_rest, read_boxes
+from unickpt.tools.destinations import ExportDestination, Write
+from unickpt.tools.file_pieces import FilePiece, FileShare, FileSplitter
+from unickpt.tools.slabs import Buffered, Slabs, check_rest, read_boxes
 
 # Shares of the budget: a slab that is written, one that is read ahead, and what reading it needs.
 _SLABS = 6
@@ -64,7 +61,7 @@ class ExportJob:
         self,
         view: CheckpointView,
         plan: Plan,
-        destination: Destination,
+        destination: ExportDestination,
         group: Group,
         budget_bytes: int,
         timeout_s: float,
@@ -80,7 +77,7 @@ class ExportJob:
             for name, entry in view.index.arrays.items()
         }
         itemsizes = {n: dtypes.from_name(e.dtype).itemsize for n, e in self._entries.items()}
-        self._pieces = Pieces(itemsizes)
+        self._pieces = FileSplitter(itemsizes)
         self.written_bytes = self.count = 0
         """Bytes of arrays that this process wrote, and in how many pieces."""
 
@@ -240,48 +237,30 @@ class ExportJob:
         return file.last and (self._to.whole_files or not file.data)
 
     def _write_share(
-        self, share: Share, write: Write, check_others: Callable[[], None] = lambda: None
+        self, share: FileShare, write: Write, check_others: Callable[[], None] = lambda: None
     ) -> dict[int, tuple[int, int]]:
         sums: dict[int, tuple[int, int]] = {}
-        pieces = self._pieces.cut(share, self._slab_bytes)
-        for piece, (array, memory) in self._read(pieces):
-            data = _bytes_of(array)
-            write(piece.offset, data)
-            if share.file.ending is not None:
-                crc, length = sums.get(piece.data, (0, 0))
-                sums[piece.data] = zlib.crc32(data, crc), length + piece.nbytes
-            del data, array
-            self._buffers.give(memory)
-            self.written_bytes += piece.nbytes
-            self.count += 1
-            self._progress(self.written_bytes, self._total)
-            check_others()
+        pieces = list(self._pieces.cut(share, self._slab_bytes))
+        slabs = in_batches(pieces, None, self._slab_bytes, attrgetter("nbytes"))
+        with closing(Slabs(slabs, self._read_slab)) as read:
+            for piece in pieces:
+                array, memory = read.take(piece)
+                data = _bytes_of(array)
+                write(piece.offset, data)
+                if share.file.ending is not None:
+                    crc, length = sums.get(piece.data, (0, 0))
+                    sums[piece.data] = zlib.crc32(data, crc), length + piece.nbytes
+                del data, array
+                self._buffers.give(memory)
+                self.written_bytes += piece.nbytes
+                self.count += 1
+                self._progress(self.written_bytes, self._total)
+                check_others()
         return sums
 
-    def _read(self, pieces: Iterator[Piece]) -> Iterator[tuple[Piece, Held]]:
-        """Reads pieces, one slab ahead."""
-        slabs = in_batches(pieces, None, self._slab_bytes, attrgetter("nbytes"))
-        with ThreadPoolExecutor(1, thread_name_prefix="unickpt-export") as pool:
-            slab = next(slabs, None)
-            reading = None if slab is None else pool.submit(self._read_slab, slab)
-            while slab is not None and reading is not None:
-                found = reading.result()
-                following = next(slabs, None)
-                if following is not None:
-                    reading = pool.submit(self._read_slab, following)
-                for piece in slab:
-                    yield piece, found.pop(0)
-                slab = following
-
-    def _read_slab(self, slab: Sequence[Piece]) -> list[Held]:
-        by_array: dict[str, tuple[ArrayEntry, list[Box]]] = {}
-        at = []
-        for piece in slab:
-            _, boxes = by_array.setdefault(piece.array, (self._entries[piece.array], []))
-            at.append((piece.array, len(boxes)))
-            boxes.append(piece.box)
-        found = read_boxes(self._view, by_array, self._reading, self._buffers)
-        return [found[name][position] for name, position in at]
+    def _read_slab(self, slab: Sequence[FilePiece]) -> list[Buffered]:
+        boxes = [(self._entries[piece.array], piece.box) for piece in slab]
+        return read_boxes(self._view, boxes, self._reading, self._buffers)
 
     # --- files as a whole ----------------------------------------------------------------------
 
@@ -297,7 +276,7 @@ class ExportJob:
                 self._write_dataless(file)
                 continue
             with self._to.opened(file) as write:
-                share = Share(file, 0, self._pieces.nbytes(file))
+                share = FileShare(file, 0, self._pieces.nbytes(file))
                 self._write_texts(file, [self._write_share(share, write)], write)
         check_rest(self._view.checkpoint, self._group)
 

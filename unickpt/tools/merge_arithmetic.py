@@ -56,95 +56,71 @@ Formula = Callable[[Sequence[Array], Span], Array]
 float64 or complex128, makes those of the result."""
 
 
-@dataclass(frozen=True)
-class Sum:
+def weighted_sum(weights: Sequence[float], inputs: Sequence[Array], span: Span) -> Array:
     """A weighted sum."""
-
-    weights: tuple[float, ...]
-
-    def __call__(self, inputs: Sequence[Array], span: Span) -> Array:
-        total: Array = inputs[0] * self.weights[0]
-        for weight, block in zip(self.weights[1:], inputs[1:], strict=True):
-            total += block * weight
-        return total
+    total: Array = inputs[0] * weights[0]
+    for weight, block in zip(weights[1:], inputs[1:], strict=True):
+        total += block * weight
+    return total
 
 
-@dataclass(frozen=True)
-class Average:
-    """The sum, divided by the number of inputs: `Sum` would round 1/3 before it is used."""
-
-    def __call__(self, inputs: Sequence[Array], span: Span) -> Array:
-        total: Array = inputs[0].copy()
-        for block in inputs[1:]:
-            total += block
-        return total / len(inputs)
+def average(inputs: Sequence[Array], span: Span) -> Array:
+    """The sum, divided by the number of inputs: `weighted_sum` would round 1/3 before its use."""
+    total: Array = inputs[0].copy()
+    for block in inputs[1:]:
+        total += block
+    return total / len(inputs)
 
 
-@dataclass(frozen=True)
-class Differences:
+def add_differences(weights: Sequence[float], inputs: Sequence[Array], span: Span) -> Array:
     """The base, plus a weighted sum of the sources' differences from it."""
-
-    weights: tuple[float, ...]
-
-    def __call__(self, inputs: Sequence[Array], span: Span) -> Array:
-        *sources, base = inputs
-        total: Array = base.copy()
-        for weight, block in zip(self.weights, sources, strict=True):
-            total += (block - base) * weight
-        return total
+    *sources, base = inputs
+    total: Array = base.copy()
+    for weight, block in zip(weights, sources, strict=True):
+        total += (block - base) * weight
+    return total
 
 
-@dataclass(frozen=True)
-class RandomDifferences:
+def add_random_differences(
+    weights: Sequence[float], method: Dare, name: str, inputs: Sequence[Array], span: Span
+) -> Array:
     """The same, of differences of which most elements are dropped.
 
     Arguments:
         weights: of the sources.
         method: how many to drop, and the seed.
         name: of the array.
+        inputs, span: see `Formula`.
     """
-
-    weights: tuple[float, ...]
-    method: Dare
-    name: str
-
-    def __call__(self, inputs: Sequence[Array], span: Span) -> Array:
-        *sources, base = inputs
-        total: Array = base.copy()
-        for number, (weight, block) in enumerate(zip(self.weights, sources, strict=True)):
-            kept = is_kept(self.method, self.name, number, span.positions)
-            factor = weight / (1 - self.method.drop)
-            total += np.where(kept, (block - base) * factor, 0)
-        return total
+    *sources, base = inputs
+    total: Array = base.copy()
+    for number, (weight, block) in enumerate(zip(weights, sources, strict=True)):
+        kept = is_kept(method, name, number, span.positions)
+        total += np.where(kept, (block - base) * (weight / (1 - method.drop)), 0)
+    return total
 
 
-@dataclass(frozen=True)
-class Elected:
+def add_elected(
+    thresholds: Sequence[float], scale: float, wide: bool, inputs: Sequence[Array], span: Span
+) -> Array:
     """The base, plus the mean of the large differences whose sign prevails.
 
     Arguments:
         thresholds: for each source, the smallest magnitude that is kept.
         scale: of the merged difference.
         wide: whether magnitudes are compared as float64.
+        inputs, span: see `Formula`.
     """
-
-    thresholds: tuple[float, ...]
-    scale: float
-    wide: bool
-
-    def __call__(self, inputs: Sequence[Array], span: Span) -> Array:
-        *sources, base = inputs
-        trimmed = []
-        for threshold, block in zip(self.thresholds, sources, strict=True):
-            difference = block - base
-            kept = magnitudes(difference, self.wide) >= threshold
-            trimmed.append(np.where(kept, difference, 0))
-        sign = np.sign(sum(trimmed))
-        agreeing = [np.where(np.sign(one) == sign, one, 0) for one in trimmed]
-        count = sum((one != 0).astype(np.float64) for one in agreeing)
-        mean = sum(agreeing) / np.maximum(count, 1)
-        found: Array = base + self.scale * mean
-        return found
+    *sources, base = inputs
+    trimmed = []
+    for threshold, block in zip(thresholds, sources, strict=True):
+        difference = block - base
+        trimmed.append(np.where(magnitudes(difference, wide) >= threshold, difference, 0))
+    sign = np.sign(sum(trimmed))
+    agreeing = [np.where(np.sign(one) == sign, one, 0) for one in trimmed]
+    count = sum((one != 0).astype(np.float64) for one in agreeing)
+    found: Array = base + scale * (sum(agreeing) / np.maximum(count, 1))
+    return found
 
 
 def magnitudes(difference: Array, wide: bool) -> Array:

@@ -15,7 +15,7 @@ from unickpt.arrays.dtypes import Array
 from unickpt.tools.merge_arithmetic import BLOCK, is_finite, magnitudes, wide_dtype
 from unickpt.tools.merge_methods import Slerp, Ties, slerp_weights
 
-Pieces = Callable[[], Iterator[Sequence[Array]]]
+ElementPieces = Callable[[], Iterator[Sequence[Array]]]
 """Goes through an array once: its elements in all inputs, one-dimensional, in row-major order, in
 pieces of whole blocks (the last one may be shorter)."""
 _BITS = 16  # of a key that are counted in one pass
@@ -25,7 +25,7 @@ class NotFinite(Exception):
     """An input has NaN or infinite elements; its argument is the number of the input."""
 
 
-def blocks_of(pieces: Pieces) -> Iterator[list[Array]]:
+def blocks_of(pieces: ElementPieces) -> Iterator[list[Array]]:
     """The elements of an array in all inputs, in the dtype of the arithmetic, block by block.
 
     Raises:
@@ -42,7 +42,7 @@ def blocks_of(pieces: Pieces) -> Iterator[list[Array]]:
             yield wide
 
 
-def slerp_statistics(method: Slerp, pieces: Pieces) -> list[float]:
+def slerp_statistics(method: Slerp, pieces: ElementPieces) -> list[float]:
     """The weights of two arrays in their spherical interpolation; see `Slerp`. NaN if the squares
     of their elements are too large for float64.
 
@@ -62,7 +62,7 @@ def slerp_statistics(method: Slerp, pieces: Pieces) -> list[float]:
     return list(weights)
 
 
-def ties_statistics(method: Ties, pieces: Pieces, size: int, wide: bool) -> list[float]:
+def ties_statistics(method: Ties, pieces: ElementPieces, size: int, wide: bool) -> list[float]:
     """For each source, the smallest magnitude of its differences from the base that is kept.
 
     Arguments:
@@ -76,10 +76,10 @@ def ties_statistics(method: Ties, pieces: Pieces, size: int, wide: bool) -> list
     """
     kept = max(1, math.floor(method.density * size))
     bits = 64 if wide else 32
-    selections: list[Selection] = []
+    selections: list[KthLargest] = []
     for _ in range(bits // _BITS):
         for *sources, base in blocks_of(pieces):
-            selections = selections or [Selection(kept, bits) for _ in sources]
+            selections = selections or [KthLargest(kept, bits) for _ in sources]
             for selection, source in zip(selections, sources, strict=True):
                 found = magnitudes(source - base, wide)
                 selection.add(found.view(np.uint64 if wide else np.uint32))
@@ -90,7 +90,7 @@ def ties_statistics(method: Ties, pieces: Pieces, size: int, wide: bool) -> list
     return [float(value) for value in keys.view(floats)]
 
 
-class Selection:
+class KthLargest:
     """The k-th largest of many unsigned integers, in several passes over them.
 
     Each pass counts 16 bits, from the highest to the lowest, of the integers whose higher bits are
