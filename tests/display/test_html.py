@@ -93,7 +93,7 @@ def test_a_checkpoint_shows_its_tree_with_layers_folded(path: str) -> None:
 def test_a_checkpoint_with_a_hundred_thousand_arrays_stays_small() -> None:
     names = [f"{chr(97 + n % 26)}{'x' * (n % 37)}{n}z{n * n % 7}" for n in range(100_000)]
     entries = {n: ArrayEntry(n, (k % 50,), "float32", (1,)) for k, n in enumerate(names)}
-    rows = [(name, 3, entry.nbytes) for name, entry in entries.items()]
+    rows = [(name, "3", str(entry.nbytes)) for name, entry in entries.items()]
     source = html.table(("name", "n", "bytes"), rows, len(rows))
     assert len(source) < MOST
     assert f"... and {100_000 - html.MOST_ROWS:,} more" in Checked(source).text

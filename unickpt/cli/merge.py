@@ -119,27 +119,18 @@ def command(
     try:
         method = merge_methods.method_of(how, named_values("--with", parameters, _PARAMETER))
         options = save_options(budget, compression, quantize)
+        asked: dict[str, Any] = {"weights": weights, "base": base, "last": last, "rules": wanted}
+        asked["integers"] = integers
         if dry_run:
-            asked = MergeRequest(
-                given, method, weights, base, last, wanted, integers, options.working_bytes
+            plan = plan_merge(
+                MergeRequest(given, method, budget_bytes=options.working_bytes, **asked)
             )
-            _print_plan(plan_merge(asked), as_json)
+            _print_plan(plan, as_json)
             return
+        asked |= {"allow_nonfinite": allow_nonfinite, "overwrite": overwrite, "verify": verify}
         with job() as first, transfer(Path(destination).name, shown=first) as progress:
             report = unickpt.merge(
-                given,
-                destination,
-                how=method,
-                weights=weights,
-                base=base,
-                last=last,
-                rules=wanted,
-                integers=integers,
-                allow_nonfinite=allow_nonfinite,
-                overwrite=overwrite,
-                verify=verify,
-                options=options,
-                progress=progress,
+                given, destination, how=method, options=options, progress=progress, **asked
             )
     except ValueError as error:
         if isinstance(error, unickpt.UnickptError):

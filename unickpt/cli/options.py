@@ -76,7 +76,7 @@ def read_rules(name: str | None, inverse: bool, sizes: list[str] | None) -> Rule
         if inverse or sizes:
             fail("--inverse and --size need --rules")
         return None
-    given = _sizes(sizes or [])
+    given = _sizes(sizes)
     if Path(name).is_file():
         rules = Rules.load(name, sizes=given)
     elif name in Rules.presets():
@@ -86,13 +86,12 @@ def read_rules(name: str | None, inverse: bool, sizes: list[str] | None) -> Rule
     return rules.inverse if inverse else rules
 
 
-def _sizes(given: list[str]) -> dict[str, int]:
-    sizes = {}
-    for item in given:
-        axis, _, number = item.partition("=")
-        if not axis or not number.isdigit():
-            fail(f"--size {item}: expected an axis and its size, such as heads=8")
-        sizes[axis] = int(number)
+def _sizes(given: list[str] | None) -> dict[str, int]:
+    expected = "an axis and its size, such as heads=8"
+    sizes = named_values("--size", given, expected)
+    for axis, size in sizes.items():
+        if type(size) is not int or size < 0:
+            fail(f"--size {axis}={size}: expected {expected}")
     return sizes
 
 

@@ -24,11 +24,7 @@ _MOST_TEXT = 160
 _INDENT = "\N{NO-BREAK SPACE}"
 _LINE = "1px solid rgba(128,128,128,.35)"
 _CELL = "text-align:left;padding:2px 12px 2px 0"
-_NUMBER = "text-align:right;padding:2px 12px 2px 0;white-space:nowrap"
 _HEAD = f"border-bottom:{_LINE};font-weight:600;opacity:.75"
-
-HTMLCell = str | int | float
-"""Numbers stand at the right."""
 
 
 def page(title: str, about: str, facts: Iterable[str], *bodies: str) -> str:
@@ -46,7 +42,7 @@ def page(title: str, about: str, facts: Iterable[str], *bodies: str) -> str:
     )
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[HTMLCell]], count: int) -> str:
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]], count: int) -> str:
     """A table of at most `MOST_ROWS` rows, with a remark if there are more.
 
     Arguments:
@@ -55,27 +51,15 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[HTMLCell]], count: in
         count: of all rows.
 
     Example:
-        >>> "<td" in table(["name", "bytes"], [("w", 8)], 1)
+        >>> "<td" in table(["name", "bytes"], [("w", "8 B")], 1)
         True
     """
     if not count:
         return ""
     shown = list(islice(rows, MOST_ROWS))
-    right = [all(not isinstance(row[at], str) for row in shown) for at in range(len(headings))]
-    styles = [_NUMBER if is_right else _CELL for is_right in right]
-    heads = "".join(
-        f'<th style="{style};{_HEAD}">{_text(head)}</th>'
-        for head, style in zip(headings, styles, strict=True)
-    )
-    body = "".join(
-        "<tr>"
-        + "".join(
-            f'<td style="{style}">{_shown(cell)}</td>'
-            for cell, style in zip(row, styles, strict=True)
-        )
-        + "</tr>"
-        for row in shown
-    )
+    heads = "".join(f'<th style="{_CELL};{_HEAD}">{_text(head)}</th>' for head in headings)
+    lines = ("".join(f'<td style="{_CELL}">{_text(cell)}</td>' for cell in row) for row in shown)
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
     return (
         f'<table style="border-collapse:collapse"><thead><tr>{heads}</tr></thead>'
         f"<tbody>{body}</tbody></table>{_more(count - len(shown))}"
@@ -85,7 +69,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[HTMLCell]], count: in
 def outline(rows: Sequence[OutlineRow]) -> str:
     """The table of a checkpoint's tree."""
 
-    def cells(row: OutlineRow) -> Sequence[HTMLCell]:
+    def cells(row: OutlineRow) -> Sequence[str]:
         facts = row.facts
         name = _INDENT * min(4 * row.depth, 40) + row.label
         shape = "" if facts is None or facts.shape is None else shape_text(facts.shape)
@@ -159,12 +143,6 @@ def _map_cell(lines: Sequence[str], span: str) -> str:
     text = "<br>".join(map(_text, lines))
     style = f"text-align:center;padding:6px 10px;border:{_LINE}{colour}"
     return f'<td{span} style="{style}">{text}</td>'
-
-
-def _shown(cell: HTMLCell) -> str:
-    if isinstance(cell, str):
-        return _text(cell)
-    return f"{cell:,}" if isinstance(cell, int) else f"{cell:.4g}"
 
 
 def plain(text: str, most: int = _MOST_TEXT) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from unickpt.errors import InvalidPath, StorageError
 from unickpt.reporting import metric_lines, run_facts, trace_events
-from unickpt.reporting.metric_lines import LocalFile
+from unickpt.reporting.metric_lines import FilePath
 from unickpt.reporting.page_data import collect_page_data
 from unickpt.storage import paths
 
@@ -26,10 +26,10 @@ SCRIPTS = ("core", "picture", "table", "run", "timeline", "heatmap", "processes"
 
 def report(
     path: paths.Path,
-    out: LocalFile = "report.html",
+    out: FilePath = "report.html",
     *,
-    metrics: LocalFile | Iterable[LocalFile] = (),
-    trace: LocalFile | None = None,
+    metrics: FilePath | Iterable[FilePath] = (),
+    trace: FilePath | None = None,
 ) -> Path:
     """Writes a page about a run, or about one checkpoint.
 
@@ -102,7 +102,7 @@ def _hash(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _target(out: LocalFile) -> Path:
+def _target(out: FilePath) -> Path:
     text = os.fspath(out)
     if "://" in text:
         raise InvalidPath(f"{text!r}: a report is written to a local file; give a path")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -69,31 +70,25 @@ def _of_this(
     run: RunFacts, lines: Lines
 ) -> tuple[dict[str, list[SavedLine]], list[LoadedLine], list[str]]:
     """The lines about checkpoints of this run: saves by the name of the folder, and loads."""
-    saves, others = dict[str, list[SavedLine]](), dict[str, int]()
-    notes = list[str]()
-    if run.others:
-        earlier = counted(len(run.others), "earlier checkpoint is", "earlier checkpoints are")
-        notes.append(f"{earlier} not shown")
+    saves, others = dict[str, list[SavedLine]](), Counter[str]()
     for line in lines.saves:
         name = _name_in(run, line.url)
         if name is None:
             folder = line.url.rstrip("/").rpartition("/")[0]
-            others[folder] = others.get(folder, 0) + 1
+            others[folder] += 1
         else:
             saves.setdefault(name, []).append(line)
     loads = [line for line in lines.loads if _name_in(run, line.url) is not None]
-    if others:
-        named = ", ".join(list(others)[:_NAMED]) + (", ..." if len(others) > _NAMED else "")
-        count = counted(sum(others.values()), "line is", "lines are")
-        notes.append(f"{count} of saves elsewhere, and not shown: {named}")
-    if len(loads) < len(lines.loads):
-        count = counted(len(lines.loads) - len(loads), "load is", "loads are")
-        notes.append(f"{count} of other checkpoints, and not shown")
-    if lines.left_out:
-        notes.append(f"{counted(lines.left_out, 'older load is', 'older loads are')} left out")
-    if lines.unread:
-        count = counted(lines.unread, "line", "lines")
-        notes.append(f"{count} of the files of metrics could not be understood")
+    named = ", ".join(list(others)[:_NAMED]) + (", ..." if len(others) > _NAMED else "")
+    elsewhere = len(lines.loads) - len(loads)
+    counts = [
+        (len(run.others), "earlier checkpoint is", "earlier checkpoints are", "not shown"),
+        (others.total(), "line is", "lines are", f"of saves elsewhere, and not shown: {named}"),
+        (elsewhere, "load is", "loads are", "of other checkpoints, and not shown"),
+        (lines.left_out, "older load is", "older loads are", "left out"),
+        (lines.unread, "line", "lines", "of the files of metrics could not be understood"),
+    ]
+    notes = [f"{counted(count, one, many)} {what}" for count, one, many, what in counts if count]
     return saves, loads, notes
 
 

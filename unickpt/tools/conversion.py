@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -120,39 +121,59 @@ def convert(
         )
         call_metrics(options, report)
         return report
-    reading, writing, held = _budgets(options)
+    ahead, held = budgets(options)
+    reading = LoadOptions(budget_bytes=ahead)
     metadata = stored.index.metadata
     if isinstance(view, RuledView):
         view.check(reading)
         metadata = view.provenance.merged_into(metadata)
-    job = SaveJob(destination, overwrite, writing)
+    job = SaveJob(destination, overwrite, replace(options, budget_bytes=held))
     leaves = leaves_of(view, job.group, "convert")
     job.describe(tree.with_values(view.node(), leaves.__getitem__), metadata)
-    plan = job.plan()
-    buffers = HostBuffers(held)
-    slabs = in_batches(plan.own, None, reading.working_bytes, attrgetter("nbytes"))
-    arrays = view.index.arrays
+    buffers, arrays = HostBuffers(held), view.index.arrays
 
     def read(items: Sequence[WriteItem]) -> list[Buffered]:
         boxes = [(arrays[item.entry.name], item.box) for item in items]
         return read_boxes(view, boxes, reading, buffers)
 
-    chunks = SlabSource(slabs, read, buffers)
-    try:
-        report = job.run(plan, chunks, lambda: check_rest(stored, job.group))
-    finally:
-        chunks.close()
-    call_metrics(options, report)
+    report = write_streamed(
+        job, read, buffers, ahead, attrgetter("nbytes"), lambda: check_rest(stored, job.group)
+    )
     if verify and job.group.index == 0:
         check_written(destination)
     return report
 
 
-def _budgets(options: SaveOptions) -> tuple[LoadOptions, SaveOptions, int]:
-    """To read a slab, and to write; bytes for what is being written."""
-    working = options.working_bytes
-    ahead, held = (ProcessBytes(max(1, working // part)) for part in (AHEAD, WRITER))
-    return LoadOptions(budget_bytes=ahead), replace(options, budget_bytes=held), held
+def budgets(options: SaveOptions) -> tuple[ProcessBytes, ProcessBytes]:
+    """Bytes to make a slab, and for what is being written."""
+    ahead, held = (ProcessBytes(max(1, options.working_bytes // part)) for part in (AHEAD, WRITER))
+    return ahead, held
+
+
+def write_streamed(
+    job: SaveJob,
+    make: Callable[[Sequence[WriteItem]], Sequence[Buffered]],
+    buffers: HostBuffers,
+    slab_bytes: int,
+    cost: Callable[[WriteItem], int],
+    check: Callable[[], None],
+) -> SaveReport:
+    """Writes a checkpoint that was described, slab by slab.
+
+    Arguments:
+        job: the save.
+        make: makes chunks.
+        buffers: which `make` takes memory from.
+        slab_bytes: the most that the chunks of a slab may cost.
+        cost: bytes of memory that it takes to make a chunk.
+        check: called after the last chunk.
+    """
+    plan = job.plan()
+    slabs = in_batches(plan.own, None, slab_bytes, cost)
+    with closing(SlabSource(slabs, make, buffers)) as chunks:
+        report = job.run(plan, chunks, check)
+    call_metrics(job.options, report)
+    return report
 
 
 def check_written(destination: paths.Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from operator import attrgetter
@@ -39,7 +39,6 @@ from unickpt.tools.slabs import Buffered, Slabs, check_rest, read_boxes
 # Shares of the budget: a slab that is written, one that is read ahead, and what reading it needs.
 _SLABS = 6
 _COPIED_AT_ONCE = 8 << 20
-_BEGIN, _WRITTEN, _COMMITTED = "begin", "written", "committed"
 Sums = dict[str, dict[int, tuple[int, int]]]
 """By file and number of its data: CRC-32 and length, in bytes, of what a process wrote of it."""
 
@@ -78,6 +77,7 @@ class ExportJob:
         }
         itemsizes = {n: dtypes.from_name(e.dtype).itemsize for n, e in self._entries.items()}
         self._pieces = FileSplitter(itemsizes)
+        self._notes: Notes | None = None
         self.written_bytes = self.count = 0
         """Bytes of arrays that this process wrote, and in how many pieces."""
 
@@ -114,51 +114,56 @@ class ExportJob:
             ProcessFailed, SaveTimeout: another process failed, or is late.
             StorageError: the storage failed.
         """
-        if self._group.count == 1:
-            with self._translating():
-                try:
-                    self._to.check(overwrite)
-                    self._complete([self._write_own()])
-                    verify()
-                    self._to.commit(self._plan.files)
-                except BaseException:
-                    with suppress(Exception):
-                        self._to.discard()
-                        self._to.discard_all()
-                    raise
-                finally:
-                    self._to.close()
-            return
-        notes = Notes(self._to.notes, self._group, self._to.context, self._timeout_s)
-        with self._translating(), self._together(notes):
-            if self._group.index == 0:
-                self._check_new(notes)
+        if self._group.count > 1:
+            self._notes = Notes(self._to.notes, self._group, self._to.context, self._timeout_s)
+        is_first = self._group.index == 0
+        with self._translating(), self._together():
+            if is_first:
+                self._check_new()
                 self._to.check(overwrite)
-                notes.put(_BEGIN, b"")
-            else:
-                self._wait(notes, lambda there: _BEGIN in there)
-            sums = self._write_own(notes.poll_now_and_then)
-            notes.put(_done(self._group.index), json.dumps(sums).encode())
-            if self._group.index == 0:
-                every = [_done(process) for process in range(self._group.count)]
-                self._wait(notes, lambda there: there.issuperset(every))
-                self._complete([_sums(notes.get(name)) for name in every])
-                notes.put(_WRITTEN, b"")
-            else:
-                self._wait(notes, lambda there: _WRITTEN in there)
+            self._after_first("begin")
+            sums = self._write_own()
+            every = self._from_all("done", json.dumps(sums).encode())
+            if is_first:
+                self._complete([_sums(data) for data in every])
+            self._after_first("written")
             try:
                 verify()
             except CheckpointCorrupt:
-                notes.poll()  # or is it that another failed, and took away what it had written?
+                if self._notes is not None:
+                    self._notes.poll()  # or is it that another failed, and removed what it wrote?
                 raise
-            notes.put(_verified(self._group.index), b"")
-            if self._group.index == 0:
-                all_of_them = [_verified(process) for process in range(self._group.count)]
-                self._wait(notes, lambda there: there.issuperset(all_of_them))
+            self._from_all("verified", b"")
+            if is_first:
                 self._to.commit(self._plan.files)
-                notes.put(_COMMITTED, b"")
-            else:
-                self._wait(notes, lambda there: _COMMITTED in there)
+            self._after_first("committed")
+
+    # --- the other processes -------------------------------------------------------------------
+
+    def _after_first(self, note: str) -> None:
+        """Goes on when the first process is here."""
+        if self._notes is None:
+            return
+        if self._group.index == 0:
+            self._notes.put(note, b"")
+        else:
+            self._wait(self._notes, lambda there: note in there)
+
+    def _from_all(self, note: str, data: bytes) -> Iterable[bytes]:
+        """What all processes say, for the first one, which waits for all; read when it is used."""
+        if self._notes is None:
+            return [data]
+        names = [f"{note}-{process:05d}" for process in range(self._group.count)]
+        self._notes.put(names[self._group.index], data)
+        if self._group.index > 0:
+            return []
+        self._wait(self._notes, lambda there: there.issuperset(names))
+        return map(self._notes.get, names)
+
+    def _check_others(self) -> None:
+        """Raises if another process has failed."""
+        if self._notes is not None:
+            self._notes.poll_now_and_then()
 
     @contextmanager
     def _translating(self) -> Iterator[None]:
@@ -168,30 +173,30 @@ class ExportJob:
             raise writing_failed(error, f"exporting to {self._to.name}") from error
 
     @contextmanager
-    def _together(self, notes: Notes) -> Iterator[None]:
+    def _together(self) -> Iterator[None]:
         """Tells the others of an error; the last process that leaves removes what remains."""
-        failed = True
+        notes, failed = self._notes, True
         try:
             yield
             failed = False
         except BaseException as error:
-            if not isinstance(error, ProcessFailed):
+            if notes is not None and not isinstance(error, ProcessFailed):
                 notes.publish_error(error, settles=True, refused=False)
             with suppress(Exception):
                 self._to.discard()
             raise
         finally:
             with suppress(Exception):
-                left, _ = notes.leave(0)
-                if len(left) == self._group.count:
-                    if failed:
-                        self._to.discard_all()
+                left = 1 if notes is None else len(notes.leave(0)[0])
+                if left == self._group.count and failed:
+                    self._to.discard_all()
+                if left == self._group.count and notes is not None:
                     self._to.notes.remove(self._to.context)
             self._to.close()
 
-    def _check_new(self, notes: Notes) -> None:
+    def _check_new(self) -> None:
         """Refuses the name of an attempt that was used before, whose notes would count as new."""
-        if notes.poll():
+        if self._notes is not None and self._notes.poll():
             raise SaveConflict(
                 f"{self._to.name}: this attempt to export was made before; the session of a "
                 "ProcessGroup must be new for every run of the job"
@@ -208,7 +213,7 @@ class ExportJob:
 
     # --- this process's part -------------------------------------------------------------------
 
-    def _write_own(self, check_others: Callable[[], None] = lambda: None) -> Sums:
+    def _write_own(self) -> Sums:
         """Writes this process's part of all files but those that one process writes at the end."""
         index, count = self._group.index, self._group.count
         files = [file for file in self._plan.files if not self._is_left(file)]
@@ -221,14 +226,14 @@ class ExportJob:
         sums: Sums = {}
         for share in shares:
             with self._to.opened(share.file) as write:
-                found = self._write_share(share, write, check_others)
+                found = self._write_share(share, write)
                 if self._to.whole_files:
                     self._write_texts(share.file, [found], write)
                 elif share.file.ending is not None:
                     sums[share.file.name] = found
         for file in [file for file in files if not file.data][index::count]:
             self._write_dataless(file)
-            check_others()
+            self._check_others()
         check_rest(self._view.checkpoint, self._group)
         return sums
 
@@ -236,9 +241,7 @@ class ExportJob:
         """Whether a file is written by one process, after all others."""
         return file.last and (self._to.whole_files or not file.data)
 
-    def _write_share(
-        self, share: FileShare, write: Write, check_others: Callable[[], None] = lambda: None
-    ) -> dict[int, tuple[int, int]]:
+    def _write_share(self, share: FileShare, write: Write) -> dict[int, tuple[int, int]]:
         sums: dict[int, tuple[int, int]] = {}
         pieces = list(self._pieces.cut(share, self._slab_bytes))
         slabs = in_batches(pieces, None, self._slab_bytes, attrgetter("nbytes"))
@@ -255,7 +258,7 @@ class ExportJob:
                 self.written_bytes += piece.nbytes
                 self.count += 1
                 self._progress(self.written_bytes, self._total)
-                check_others()
+                self._check_others()
         return sums
 
     def _read_slab(self, slab: Sequence[FilePiece]) -> list[Buffered]:
@@ -318,14 +321,6 @@ def _joined(parts: Iterator[tuple[int, int] | None]) -> int:
 def _bytes_of(array: Array) -> memoryview:
     little = array if sys.byteorder == "little" else array.byteswap()
     return np.ascontiguousarray(little).reshape(-1).view(np.uint8).data
-
-
-def _done(process: int) -> str:
-    return f"done-{process:05d}"
-
-
-def _verified(process: int) -> str:
-    return f"verified-{process:05d}"
 
 
 def _sums(data: bytes) -> Sums:

@@ -24,12 +24,12 @@ from unickpt.progress import Progress
 from unickpt.reading import checkpoint
 from unickpt.reading.options import LoadOptions
 from unickpt.saving.options import SaveOptions, SaveReport
-from unickpt.saving.save_job import SaveJob, call_metrics
+from unickpt.saving.save_job import SaveJob
 from unickpt.saving.write_plan import WriteItem
 from unickpt.storage import contexts, paths
 from unickpt.threads import in_batches
 from unickpt.tools import merge_arithmetic
-from unickpt.tools.conversion import check_written, leaves_of
+from unickpt.tools.conversion import budgets, check_written, leaves_of, write_streamed
 from unickpt.tools.merge_arithmetic import BLOCK, Formula, merge_box
 from unickpt.tools.merge_methods import (
     Dare,
@@ -56,7 +56,7 @@ from unickpt.tools.merge_statistics import (
     slerp_statistics,
     ties_statistics,
 )
-from unickpt.tools.slabs import AHEAD, WRITER, Buffered, SlabSource, check_rest, read_boxes
+from unickpt.tools.slabs import Buffered, check_rest, read_boxes
 from unickpt.trees import tree
 
 RECORD = "merge"
@@ -186,72 +186,59 @@ def merge(
     method = method_of(how)
     if allow_nonfinite and not method.is_linear:
         raise ValueError(f"how={method.name!r} cannot merge NaN and infinite elements")
-    budget = max(1, options.working_bytes // AHEAD)
+    budget, _ = budgets(options)
     asked = MergeRequest(sources, method, weights, base, last, rules, integers, budget)
     plan = plan_merge(asked)
     to = paths.resolve(destination).url
     if any(source.view.checkpoint.location.url == to for source in plan.inputs):
         raise CheckpointExists(f"{to} is one of the sources; choose another path")
-    job = _MergeRun(options, allow_nonfinite)
     if isinstance(method, Search):
-        plan = _searched(plan, method, job, to, overwrite)
-    report = job.run(plan, destination, overwrite)
+        plan = _searched(plan, method, options, allow_nonfinite, to, overwrite)
+    report = _write(plan, destination, overwrite, options, allow_nonfinite)
     if verify and report.saved.process == 0:
         check_written(destination)
     return report
 
 
-@dataclass(frozen=True)
-class _MergeRun:
-    """Carries out plans.
-
-    Arguments:
-        options, allow_nonfinite: see `merge`.
-    """
-
-    options: SaveOptions
-    allow_nonfinite: bool
-
-    def run(
-        self,
-        plan: MergePlan,
-        destination: paths.Path,
-        overwrite: bool,
-    ) -> MergeReport:
-        """Writes what a plan makes."""
-        options, view = self.options, plan.last.view
-        working = options.working_bytes
-        budget, held = (ProcessBytes(max(1, working // part)) for part in (AHEAD, WRITER))
-        merger = Merger(plan, budget, held, self.allow_nonfinite)
-        job = SaveJob(destination, overwrite, replace(options, budget_bytes=held))
-        leaves = leaves_of(view, job.group, "merge")
-        job.describe(tree.with_values(view.node(), leaves.__getitem__), _metadata(plan))
-        with job.failing():
-            job.check_destination()  # before anything is read for long
-            merger.measure(job.group)
-        planned = job.plan()
-        slabs = in_batches(planned.own, None, budget, merger.cost)
-        chunks = SlabSource(slabs, merger.read, merger.buffers)
-        try:
-            saved = job.run(planned, chunks, lambda: _check_rest(plan, job.group))
-        finally:
-            chunks.close()
-        call_metrics(options, saved)
-        return MergeReport(
-            saved,
-            plan.method.name,
-            tuple(source.url for source in plan.sources),
-            plan.weights,
-            plan.from_last,
-            plan.values_differ,
-            plan.dtypes_differ,
-            tuple(sorted(merger.nonfinite)),
-            plan.score,
-        )
+def _write(
+    plan: MergePlan,
+    destination: paths.Path,
+    overwrite: bool,
+    options: SaveOptions,
+    allow_nonfinite: bool,
+) -> MergeReport:
+    """Writes what a plan makes."""
+    view = plan.last.view
+    budget, held = budgets(options)
+    merger = Merger(plan, budget, held, allow_nonfinite)
+    job = SaveJob(destination, overwrite, replace(options, budget_bytes=held))
+    leaves = leaves_of(view, job.group, "merge")
+    job.describe(tree.with_values(view.node(), leaves.__getitem__), _metadata(plan))
+    with job.failing():
+        job.check_destination()  # before anything is read for long
+        merger.measure(job.group)
+    check = partial(_check_rest, plan, job.group)
+    saved = write_streamed(job, merger.read, merger.buffers, budget, merger.cost, check)
+    return MergeReport(
+        saved,
+        plan.method.name,
+        tuple(source.url for source in plan.sources),
+        plan.weights,
+        plan.from_last,
+        plan.values_differ,
+        plan.dtypes_differ,
+        tuple(sorted(merger.nonfinite)),
+        plan.score,
+    )
 
 
 def _searched(
-    plan: MergePlan, method: Search, job: _MergeRun, to: str, overwrite: bool
+    plan: MergePlan,
+    method: Search,
+    options: SaveOptions,
+    allow_nonfinite: bool,
+    to: str,
+    overwrite: bool,
 ) -> MergePlan:
     """A plan with the weights that a search finds.
 
@@ -260,15 +247,14 @@ def _searched(
     """
     if not overwrite and _exists(to):
         raise CheckpointExists(f"{to} already holds a checkpoint; pass overwrite=True")
-    group = within(job.options.group or current_group(adapters()), job.options.timeout_s)
+    group = within(options.group or current_group(adapters()), options.timeout_s)
     name = tell_all(group, f"trial-{new_session()}".encode())[0].decode()
     parent, _, last = to.rstrip("/").rpartition("/")
     trials = f"{parent}/{last}.{name}" if method.scratch is None else f"{method.scratch}/{name}"
-    options = replace(job.options, fsync=False, metrics=None, base=None, progress=None)
-    quiet = replace(job, options=options)
+    quiet = replace(options, fsync=False, metrics=None, base=None, progress=None)
 
     def merged(weights: Sequence[float]) -> checkpoint.Checkpoint:
-        quiet.run(replace(plan, weights=tuple(weights)), trials, True)
+        _write(replace(plan, weights=tuple(weights)), trials, True, quiet, allow_nonfinite)
         return checkpoint.open(trials)
 
     try:
