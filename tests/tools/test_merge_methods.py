@@ -15,8 +15,16 @@ from hypothesis import strategies as st
 
 from unickpt.arrays.box import Box
 from unickpt.errors import MergeError
-from unickpt.tools import merge_arithmetic, merge_methods, merge_statistics
-from unickpt.tools.merge_arithmetic import Span, is_kept, merge_box, weighted_sum
+from unickpt.tools import merge_arithmetic, merge_methods
+from unickpt.tools.merge_arithmetic import (
+    KthLargest,
+    Span,
+    is_kept,
+    merge_box,
+    slerp_statistics,
+    ties_statistics,
+    weighted_sum,
+)
 from unickpt.tools.merge_methods import (
     ByMetric,
     ByStep,
@@ -31,7 +39,6 @@ from unickpt.tools.merge_methods import (
     slerp_weights,
     weights_of,
 )
-from unickpt.tools.merge_statistics import KthLargest, slerp_statistics, ties_statistics
 
 
 def facts(*steps: int | None, **metrics: float) -> list[SourceFacts]:
@@ -142,7 +149,7 @@ def test_slerp_is_linear_where_there_is_no_arc() -> None:
         assert slerp_weights(0.25, first, second, product) == ((0.75, 0.25), True)
 
 
-def pieces_of(arrays: Sequence[np.ndarray], size: int) -> merge_statistics.Pieces:
+def pieces_of(arrays: Sequence[np.ndarray], size: int) -> merge_arithmetic.Pieces:
     def pieces() -> Iterator[Sequence[np.ndarray]]:
         for at in range(0, len(arrays[0]), size):
             yield [array[at : at + size] for array in arrays]

@@ -32,7 +32,7 @@ def describe_arrays(found: Checkpoint) -> dict[str, Any]:
     index = found.index
     entries = sorted(index.arrays.values(), key=lambda entry: -entry.nbytes)
     shown = entries[:_MOST_ARRAYS]
-    layouts, maps = _Numbered(), _Maps(found)
+    layouts, maps = dict[str, int](), _Maps(found)
     several = len(tree_table.meshes_of(index)) > 1
     rows = [
         [
@@ -40,7 +40,7 @@ def describe_arrays(found: Checkpoint) -> dict[str, Any]:
             _dtype(entry),
             html.plain(html.shape_text(entry.shape)),
             min(entry.nbytes, MOST_BYTES),
-            layouts.number(html.plain(_layout(entry, several))),
+            layouts.setdefault(html.plain(_layout(entry, several)), len(layouts)),
             tree_table.fragment_count(entry),
             maps.number(entry),
         ]
@@ -48,7 +48,7 @@ def describe_arrays(found: Checkpoint) -> dict[str, Any]:
     ]
     return {
         "rows": rows,
-        "layouts": layouts.values,
+        "layouts": list(layouts),
         "maps": maps.drawn,
         "more": len(entries) - len(shown),
         "more_bytes": min(sum(entry.nbytes for entry in entries[_MOST_ARRAYS:]), MOST_BYTES),
@@ -70,21 +70,6 @@ def mesh_facts(meshes: Iterable[Mesh], processes: int) -> list[dict[str, Any]]:
             }
         )
     return found
-
-
-class _Numbered:
-    """Texts, each with a number."""
-
-    def __init__(self) -> None:
-        self.values: list[str] = []
-        self._numbers: dict[str, int] = {}
-
-    def number(self, value: str) -> int:
-        """The number of a text."""
-        if value not in self._numbers:
-            self._numbers[value] = len(self.values)
-            self.values.append(value)
-        return self._numbers[value]
 
 
 class _Maps:

@@ -28,19 +28,10 @@ from unickpt.saving.save_job import SaveJob
 from unickpt.saving.write_plan import WriteItem
 from unickpt.storage import contexts, paths
 from unickpt.threads import in_batches
-from unickpt.tools import merge_arithmetic
+from unickpt.tools import merge_arithmetic, merge_methods
 from unickpt.tools.conversion import budgets, check_written, leaves_of, write_streamed
-from unickpt.tools.merge_arithmetic import BLOCK, Formula, merge_box
-from unickpt.tools.merge_methods import (
-    Dare,
-    Mean,
-    Method,
-    Search,
-    Slerp,
-    TaskArithmetic,
-    Ties,
-    method_of,
-)
+from unickpt.tools.merge_arithmetic import BLOCK, ElementPieces, Formula, NotFinite
+from unickpt.tools.merge_methods import Method, Search, Slerp, Ties
 from unickpt.tools.merge_search import on_all, search
 from unickpt.tools.merge_sources import (
     ManyRules,
@@ -49,12 +40,6 @@ from unickpt.tools.merge_sources import (
     MergeSource,
     Sources,
     plan_merge,
-)
-from unickpt.tools.merge_statistics import (
-    ElementPieces,
-    NotFinite,
-    slerp_statistics,
-    ties_statistics,
 )
 from unickpt.tools.slabs import Buffered, check_rest, read_boxes
 from unickpt.trees import tree
@@ -183,7 +168,7 @@ def merge(
     options = SaveOptions.or_default(options)
     if progress is not None:
         options = replace(options, progress=progress)
-    method = method_of(how)
+    method = merge_methods.method_of(how)
     if allow_nonfinite and not method.is_linear:
         raise ValueError(f"how={method.name!r} cannot merge NaN and infinite elements")
     budget, _ = budgets(options)
@@ -338,9 +323,11 @@ class Merger:
         pieces = self._pieces(entry, size)
         try:
             if isinstance(method, Ties):
-                return ties_statistics(method, pieces, size, self._is_wide(entry.name))
+                return merge_arithmetic.ties_statistics(
+                    method, pieces, size, self._is_wide(entry.name)
+                )
             assert isinstance(method, Slerp), "other methods look at no whole arrays"
-            found = slerp_statistics(method, pieces)
+            found = merge_arithmetic.slerp_statistics(method, pieces)
         except NotFinite as error:
             raise self._refused(self.plan.inputs[error.args[0]], entry.name) from None
         if not all(map(math.isfinite, found)):
@@ -379,16 +366,16 @@ class Merger:
     def _formula(self, name: str) -> Formula:
         method, weights = self.plan.method, self.plan.weights
         match method:
-            case Mean():
+            case merge_methods.Mean():
                 return merge_arithmetic.average
             case Slerp():
                 return partial(merge_arithmetic.weighted_sum, self._found[name])
             case Ties():
                 thresholds, wide = self._found[name], self._is_wide(name)
                 return partial(merge_arithmetic.add_elected, thresholds, method.scale, wide)
-            case Dare():
+            case merge_methods.Dare():
                 return partial(merge_arithmetic.add_random_differences, weights, method, name)
-            case TaskArithmetic():
+            case merge_methods.TaskArithmetic():
                 return partial(merge_arithmetic.add_differences, weights)
         return partial(merge_arithmetic.weighted_sum, weights)
 
@@ -445,7 +432,7 @@ class Merger:
     def _merge(self, item: WriteItem, box: Box, inputs: Sequence[Array], to: Array) -> None:
         name, shape = item.entry.name, item.entry.shape
         made = to if to.flags.c_contiguous else np.empty(to.shape, to.dtype)
-        outcome = merge_box(self._formula(name), inputs, shape, box, made)
+        outcome = merge_arithmetic.merge_box(self._formula(name), inputs, shape, box, made)
         if made is not to:
             np.copyto(to, made)
         for number in sorted(outcome.nonfinite):
