@@ -39,7 +39,7 @@ from unickpt.quoting import counted, quoted, size_text, some
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.stored_array import StoredArray
 from unickpt.reuse import experts
-from unickpt.trees import plain_values
+from unickpt.trees import tree, tree_json
 
 _MANY_PARTS = 20
 
@@ -296,10 +296,10 @@ def _checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _value_json(value: plain_values.Plain) -> Any:
-    if isinstance(value, plain_values.Opaque):
+def _value_json(value: tree_json.Plain) -> Any:
+    if isinstance(value, tree.Opaque):
         return {"opaque": value.class_name, "size": len(value.pickle)}
-    return plain_values.to_json(value)
+    return tree_json.value_to_json(value)
 
 
 def _array_json(array: StoredArray, entry: ArrayEntry) -> dict[str, Any]:

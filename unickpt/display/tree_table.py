@@ -12,7 +12,7 @@ from unickpt.arrays.layout import Layout, Mesh
 from unickpt.errors import CheckpointCorrupt
 from unickpt.format.index import ArrayEntry, Index
 from unickpt.quantized import codes
-from unickpt.trees import name_ranges, plain_values, tree
+from unickpt.trees import name_ranges, tree, tree_json
 
 # Two equal items are easy to read as two rows.
 _FOLD_FROM = 3
@@ -32,7 +32,7 @@ class LeafFacts:
     layout: str
     fragments: int | None
     nbytes: int
-    values: tuple[plain_values.Plain, ...] = ()
+    values: tuple[tree_json.Plain, ...] = ()
     targets: tuple[str, ...] = ()
 
     @property
@@ -86,8 +86,8 @@ def outline(
         KeyError: `below` is not a container of the tree.
     """
     try:
-        node = tree.from_json(index.tree)
-    except tree.BadTree as error:
+        node = tree_json.from_json(index.tree)
+    except tree_json.BadTree as error:
         raise CheckpointCorrupt(f"{where}: the index is damaged: {error}") from None
     root = _item(node, "", "", index, _mesh_labels(index))
     for part in below.split("/") if below else ():
@@ -138,7 +138,7 @@ def meshes_of(index: Index) -> list[Mesh]:
     return list(dict.fromkeys(x.mesh for x in layouts if len(x.mesh.processes) > 1))
 
 
-def value_text(value: plain_values.Plain, width: int = _VALUE_WIDTH) -> str:
+def value_text(value: tree_json.Plain, width: int = _VALUE_WIDTH) -> str:
     """A plain value as Python writes it, shortened."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 1024:
         text = hex(value)  # the number of digits is not limited, unlike decimal
@@ -195,7 +195,7 @@ def _facts(name: str, index: Index, mesh_labels: Mapping[Mesh, str]) -> LeafFact
     if name in index.values:
         value = index.values[name]
         dtype = "None" if value is None else type(value).__name__
-        if isinstance(value, plain_values.Opaque):
+        if isinstance(value, tree.Opaque):
             dtype = f"opaque {shorten(value.class_name, _VALUE_WIDTH)}"
             return LeafFacts("value", None, dtype, "", None, len(value.pickle), values=(value,))
         return LeafFacts("value", None, dtype, "", None, 0, values=(value,))

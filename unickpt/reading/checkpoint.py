@@ -15,7 +15,7 @@ from unickpt.reading.stored_array import StoredArray
 from unickpt.storage import paths
 from unickpt.storage.locations import Location
 from unickpt.threads import collection_paused
-from unickpt.trees import plain_values
+from unickpt.trees import tree_json
 
 T = TypeVar("T")
 Hints = Mapping[str, Any]
@@ -25,7 +25,7 @@ _OPENINGS = 50
 _READINGS = 20
 
 
-def open(path: paths.Path, *, hints: Hints | None = None) -> Checkpoint:
+def open(path: paths.PathLike, *, hints: Hints | None = None) -> Checkpoint:
     """Opens a checkpoint by reading its index, one small object; arrays are read on access.
 
     Arguments:
@@ -58,7 +58,7 @@ def opened(source: Source) -> Checkpoint:
     return source if isinstance(source, Checkpoint) else open(source)
 
 
-def reading(path: paths.Path, work: Callable[[Checkpoint], T]) -> T:
+def reading(path: paths.PathLike, work: Callable[[Checkpoint], T]) -> T:
     """Opens a checkpoint and reads from it; starts again if a save replaces it during the read.
 
     Arguments:
@@ -205,18 +205,18 @@ def _reopen(url: str, hints: Hints, attempt: str, created: str) -> Checkpoint:
     return found
 
 
-Source = paths.Path | Checkpoint
+Source = paths.PathLike | Checkpoint
 """The path of a checkpoint, or an opened one."""
 
 
-class PlainValues(Mapping[str, plain_values.Plain]):
+class PlainValues(Mapping[str, tree_json.Plain]):
     """A checkpoint's plain values by name; calling it gives its arrays, as `Mapping.values()`
     does."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
 
-    def __getitem__(self, name: str) -> plain_values.Plain:
+    def __getitem__(self, name: str) -> tree_json.Plain:
         found = self._checkpoint.index.values
         if name in found:
             return found[name]

@@ -25,7 +25,7 @@ SCRIPTS = ("core", "picture", "table", "run", "timeline", "heatmap", "processes"
 
 
 def report(
-    path: paths.Path,
+    path: paths.PathLike,
     out: FilePath = "report.html",
     *,
     metrics: FilePath | Iterable[FilePath] = (),

@@ -32,7 +32,7 @@ _MOST_PATH, _MOST_ERROR = 400, 400
 _NAMED = 3  # folders in a note
 
 
-def collect_page_data(run: RunFacts, lines: Lines, path: paths.Path) -> dict[str, Any]:
+def collect_page_data(run: RunFacts, lines: Lines, path: paths.PathLike) -> dict[str, Any]:
     """Everything that the page shows; all texts are plain (`html.plain`).
 
     Arguments:
@@ -162,7 +162,9 @@ def _gone(name: str, lines: Sequence[SavedLine]) -> dict[str, Any]:
     }
 
 
-def _details(run: RunFacts, path: paths.Path) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+def _details(
+    run: RunFacts, path: paths.PathLike
+) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
     """The timings of the newest steps, newest first; and the arrays of the newest of all."""
     details, left = list[dict[str, Any]](), _MOST_NUMBERS
     arrays: dict[str, Any] | None = None

@@ -146,7 +146,7 @@ class SaveOptions(CommonOptions):
     chunk_bytes: int = 8 << 20
     chunk_shape: tuple[int, ...] | None = None
     compression: str | None = None
-    base: paths.Path | None = None
+    base: paths.PathLike | None = None
     reuse: Literal["digest", "compare", "patch"] = "digest"
     quantize: Mapping[str, str | None] = field(default_factory=dict)
     timeout_s: float = 600.0

@@ -12,7 +12,6 @@ from typing import Any
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
-from unickpt.arrays.host_memory import HostBuffers
 from unickpt.errors import CheckpointCorrupt, LoadMismatch
 from unickpt.foreign import writers
 from unickpt.format.index import ArrayEntry
@@ -20,6 +19,7 @@ from unickpt.format.reader import Reader
 from unickpt.format.writer import Writer
 from unickpt.frameworks import per_process
 from unickpt.frameworks.budget import ProcessBytes
+from unickpt.frameworks.host_memory import HostBuffers
 from unickpt.frameworks.leaves import Described, PerProcess
 from unickpt.frameworks.process_group import Group
 from unickpt.frameworks.protocol import ArraySource, Memory, whole_source
@@ -33,7 +33,7 @@ from unickpt.reading.options import LoadOptions
 from unickpt.rules.plan import Fact
 from unickpt.rules.rule_set import Rules
 from unickpt.saving.options import SaveOptions, SaveReport
-from unickpt.saving.save_job import SaveJob, call_metrics
+from unickpt.saving.task import SaveTask, call_metrics
 from unickpt.saving.write_plan import WriteItem
 from unickpt.storage import paths
 from unickpt.threads import in_batches
@@ -48,7 +48,7 @@ OWN = "unickpt"
 
 def convert(
     source: checkpoint.Source,
-    destination: paths.Path,
+    destination: paths.PathLike,
     *,
     rules: Rules | None = None,
     like: Any = None,
@@ -127,7 +127,7 @@ def convert(
     if isinstance(view, RuledView):
         view.check(reading)
         metadata = view.provenance.merged_into(metadata)
-    job = SaveJob(destination, overwrite, replace(options, budget_bytes=held))
+    job = SaveTask(destination, overwrite, replace(options, budget_bytes=held))
     leaves = leaves_of(view, job.group, "convert")
     job.describe(tree.with_values(view.node(), leaves.__getitem__), metadata)
     buffers, arrays = HostBuffers(held), view.index.arrays
@@ -151,7 +151,7 @@ def budgets(options: SaveOptions) -> tuple[ProcessBytes, ProcessBytes]:
 
 
 def write_streamed(
-    job: SaveJob,
+    job: SaveTask,
     make: Callable[[Sequence[WriteItem]], Sequence[Buffered]],
     buffers: HostBuffers,
     slab_bytes: int,
@@ -176,7 +176,7 @@ def write_streamed(
     return report
 
 
-def check_written(destination: paths.Path) -> None:
+def check_written(destination: paths.PathLike) -> None:
     """Reads what was written.
 
     Raises:

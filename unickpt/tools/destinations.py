@@ -25,7 +25,7 @@ from unickpt.errors import (
 )
 from unickpt.foreign import registry
 from unickpt.format.writer import PlannedFile
-from unickpt.storage import contexts, local_folders, local_locks, paths
+from unickpt.storage import database, local_folders, local_locks, paths
 from unickpt.storage.errors import system_calls
 from unickpt.storage.locations import Location
 from unickpt.storage.ocdbt import MANIFEST
@@ -70,12 +70,12 @@ class ExportDestination(ABC):
         self.name = str(folder) if file is None else folder.name_for_users(file)
         """For people."""
         self._lease: Lease | None = None  # where several exports could write the same files
-        self.readable: paths.Path = self.name
+        self.readable: paths.PathLike = self.name
         """Where all that was written can be read before `commit`."""
 
     @cached_property
     def context(self) -> ts.Context:
-        return contexts.context(fsync=self.fsync)
+        return database.context(fsync=self.fsync)
 
     @abstractmethod
     def most_bytes(self, budget_bytes: int) -> int:
@@ -152,7 +152,7 @@ class ExportDestination(ABC):
 
 
 def destination(
-    path: paths.Path, suffixes: Sequence[str], attempt: str, fsync: bool
+    path: paths.PathLike, suffixes: Sequence[str], attempt: str, fsync: bool
 ) -> ExportDestination:
     """The destination that a path or a URL names.
 

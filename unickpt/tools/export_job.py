@@ -14,8 +14,7 @@ import numpy as np
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.dtypes import Array
-from unickpt.arrays.host_memory import HostBuffers
-from unickpt.commit.notes import Notes
+from unickpt.commit.messages import Notes
 from unickpt.errors import (
     CheckpointCorrupt,
     ProcessFailed,
@@ -27,6 +26,7 @@ from unickpt.errors import (
 from unickpt.foreign import crc32
 from unickpt.format.writer import Plan, PlannedFile
 from unickpt.frameworks.budget import MOST_WORKING, ProcessBytes
+from unickpt.frameworks.host_memory import HostBuffers
 from unickpt.frameworks.process_group import Group
 from unickpt.loading.views import CheckpointView
 from unickpt.reading.options import LoadOptions

@@ -23,15 +23,15 @@ from unickpt.storage import paths
 from unickpt.tools import difference
 from unickpt.tools.destinations import ExportDestination, destination
 from unickpt.tools.export_job import ExportJob
-from unickpt.trees import tree
-from unickpt.trees.plain_values import Opaque
+from unickpt.trees import tree_json
+from unickpt.trees.tree_json import Opaque
 
 _MOST_LINES = 10
 
 
 def export(
     view: CheckpointView,
-    path: paths.Path,
+    path: paths.PathLike,
     writer: Writer,
     options: SaveOptions,
     *,
@@ -78,7 +78,7 @@ def export(
     reading = LoadOptions(budget_bytes=ProcessBytes(budget_bytes))
     if isinstance(view, RuledView):
         view.check(reading)
-    index = replace(view.index, tree=tree.to_json(view.node()))
+    index = replace(view.index, tree=tree_json.to_json(view.node()))
     # All processes must plan the same files, whatever their nodes have.
     most = to.most_bytes(everywhere(options.budget_bytes, group.count))
     plan = writer.plan(index, most, to.file)

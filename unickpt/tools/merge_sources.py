@@ -12,10 +12,10 @@ import numpy as np
 
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
-from unickpt.arrays.host_memory import HostBuffers
 from unickpt.errors import CheckpointNotFound, MergeError
 from unickpt.format.index import RESERVED, ArrayEntry
 from unickpt.frameworks.budget import ProcessBytes
+from unickpt.frameworks.host_memory import HostBuffers
 from unickpt.loading.provenance import Provenance
 from unickpt.loading.ruled_view import RuledView
 from unickpt.loading.views import CheckpointView, leaf_text, stored_leaf
@@ -29,7 +29,7 @@ from unickpt.tools.difference import ComparedViews
 from unickpt.tools.merge_methods import Method, SourceFacts, weights_of
 from unickpt.tools.slabs import read_boxes
 
-Sources = Sequence[checkpoint.Source] | paths.Path
+Sources = Sequence[checkpoint.Source] | paths.PathLike
 ManyRules = Rules | Sequence[Rules | None] | None
 _STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")  # what Checkpointer calls its steps
 _MOST_ROWS = 50

@@ -13,10 +13,10 @@ import numpy as np
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, cut, flat_range_to_boxes
 from unickpt.arrays.dtypes import Array
-from unickpt.arrays.host_memory import HostBuffers
 from unickpt.errors import CheckpointExists, CheckpointNotFound, MergeError
 from unickpt.format.index import RESERVED, ArrayEntry
 from unickpt.frameworks.budget import ProcessBytes
+from unickpt.frameworks.host_memory import HostBuffers
 from unickpt.frameworks.process_group import Group, new_session, tell_all, within
 from unickpt.frameworks.registry import adapters, current_group
 from unickpt.loading.ruled_view import RuledView
@@ -24,9 +24,9 @@ from unickpt.progress import Progress
 from unickpt.reading import checkpoint
 from unickpt.reading.options import LoadOptions
 from unickpt.saving.options import SaveOptions, SaveReport
-from unickpt.saving.save_job import SaveJob
+from unickpt.saving.task import SaveTask
 from unickpt.saving.write_plan import WriteItem
-from unickpt.storage import contexts, paths
+from unickpt.storage import database, paths
 from unickpt.threads import in_batches
 from unickpt.tools import merge_arithmetic, merge_methods
 from unickpt.tools.conversion import budgets, check_written, leaves_of, write_streamed
@@ -104,7 +104,7 @@ def _shown(names: Sequence[str]) -> str:
 
 def merge(
     sources: Sources,
-    destination: paths.Path,
+    destination: paths.PathLike,
     *,
     how: str | Method = "mean",
     weights: Sequence[float] | None = None,
@@ -187,7 +187,7 @@ def merge(
 
 def _write(
     plan: MergePlan,
-    destination: paths.Path,
+    destination: paths.PathLike,
     overwrite: bool,
     options: SaveOptions,
     allow_nonfinite: bool,
@@ -196,7 +196,7 @@ def _write(
     view = plan.last.view
     budget, held = budgets(options)
     merger = Merger(plan, budget, held, allow_nonfinite)
-    job = SaveJob(destination, overwrite, replace(options, budget_bytes=held))
+    job = SaveTask(destination, overwrite, replace(options, budget_bytes=held))
     leaves = leaves_of(view, job.group, "merge")
     job.describe(tree.with_values(view.node(), leaves.__getitem__), _metadata(plan))
     with job.failing():
@@ -246,7 +246,7 @@ def _searched(
         weights, score = search(method, group, plan.weights, merged)
     finally:
         if group.index == 0:
-            paths.resolve(trials).remove(contexts.context())
+            paths.resolve(trials).remove(database.context())
     return replace(plan, weights=weights, score=score)
 
 

@@ -11,17 +11,16 @@ from typing import Any, Generic, TypeVar
 
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
-from unickpt.arrays.host_memory import HostBuffers
 from unickpt.errors import CheckpointCorrupt
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
+from unickpt.frameworks.host_memory import HostBuffers
 from unickpt.frameworks.process_group import Group
 from unickpt.loading.views import CheckpointView, jobs_of
 from unickpt.reading.chunk_reader import read_arrays
 from unickpt.reading.options import LoadOptions
 from unickpt.reading.targets import NewTarget
-from unickpt.saving.chunk_source import Staged, StagedChunk
-from unickpt.saving.write_plan import WriteItem
+from unickpt.saving.write_plan import Staged, StagedChunk, WriteItem
 
 # Shares of the budget of a conversion or a merge: two slabs, of which one is read ahead, and what
 # the writer holds.
