@@ -1,4 +1,4 @@
-"""Untrusted text in messages, shortened."""
+"""Text for people: untrusted names, shortened; sizes with units; numbers of things."""
 
 from __future__ import annotations
 
@@ -48,3 +48,30 @@ def shortened(text: str, most: int) -> str:
         return text
     half = most // 2
     return f"{text[:half]}...{text[len(text) - most + half + 3 :]}"
+
+
+def size_text(nbytes: int) -> str:
+    """Bytes with a unit.
+
+    Example:
+        >>> size_text(12), size_text(2_500_000), size_text(10**30)
+        ('12 B', '2.5 MB', '1,000,000,000,000.0 EB')
+    """
+    if nbytes < 1000:
+        return f"{nbytes} B"
+    number = float(nbytes)
+    for unit in ("kB", "MB", "GB", "TB", "PB", "EB"):
+        number /= 1000
+        if number < 999.95 or unit == "EB":
+            break
+    return f"{number:,.1f} {unit}"
+
+
+def counted(n: int, noun: str, plural: str = "") -> str:
+    """A number of things.
+
+    Example:
+        >>> counted(1, "array"), counted(2000, "array")
+        ('1 array', '2,000 arrays')
+    """
+    return f"{n:,} {noun if n == 1 else plural or noun + 's'}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -14,8 +15,16 @@ from hypothesis import strategies as st
 
 from unickpt.arrays.box import Box
 from unickpt.errors import MergeError
-from unickpt.tools import merge_arithmetic, merge_methods, merge_statistics
-from unickpt.tools.merge_arithmetic import Span, Sum, is_kept, merge_box
+from unickpt.tools import merge_arithmetic, merge_methods
+from unickpt.tools.merge_arithmetic import (
+    KthLargest,
+    Span,
+    is_kept,
+    merge_box,
+    slerp_statistics,
+    ties_statistics,
+    weighted_sum,
+)
 from unickpt.tools.merge_methods import (
     ByMetric,
     ByStep,
@@ -30,7 +39,6 @@ from unickpt.tools.merge_methods import (
     slerp_weights,
     weights_of,
 )
-from unickpt.tools.merge_statistics import Selection, slerp_statistics, ties_statistics
 
 
 def facts(*steps: int | None, **metrics: float) -> list[SourceFacts]:
@@ -141,7 +149,7 @@ def test_slerp_is_linear_where_there_is_no_arc() -> None:
         assert slerp_weights(0.25, first, second, product) == ((0.75, 0.25), True)
 
 
-def pieces_of(arrays: Sequence[np.ndarray], size: int) -> merge_statistics.Pieces:
+def pieces_of(arrays: Sequence[np.ndarray], size: int) -> merge_arithmetic.Pieces:
     def pieces() -> Iterator[Sequence[np.ndarray]]:
         for at in range(0, len(arrays[0]), size):
             yield [array[at : at + size] for array in arrays]
@@ -176,7 +184,7 @@ def test_the_kth_largest_of_integers(data: st.DataObject, bits: int, size: int) 
     few = st.sampled_from([0, 1, 1 << 16, (1 << bits) - 1])
     keys = data.draw(st.lists(few | st.integers(0, (1 << bits) - 1), min_size=size, max_size=size))
     k = data.draw(st.integers(1, size))
-    selection = Selection(k, bits)
+    selection = KthLargest(k, bits)
     for _ in range(bits // 16):
         for half in (keys[: size // 2], keys[size // 2 :]):
             selection.add(np.array(half, f"u{bits // 8}"))
@@ -258,7 +266,7 @@ def test_positions_are_those_of_the_whole_array(data: st.DataObject) -> None:
 def merged(weights: Sequence[float], inputs: Sequence[np.ndarray], dtype: Any) -> Any:
     out = np.empty(inputs[0].shape, dtype)
     box = Box.whole(out.shape)
-    return out, merge_box(Sum(tuple(weights)), inputs, out.shape, box, out)
+    return out, merge_box(partial(weighted_sum, weights), inputs, out.shape, box, out)
 
 
 def test_the_mean_of_equal_arrays_is_equal_bit_for_bit() -> None:

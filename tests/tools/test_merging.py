@@ -638,7 +638,7 @@ def test_chunks_that_are_large_with_their_inputs_are_made_piece_by_piece(
     paths, read = [tmp_path / f"c{n}" for n in range(4)], list[int]()
 
     def counted(view: Any, boxes: Any, *rest: Any) -> Any:
-        read.append(sum(box.size * e.itemsize for e, of in boxes.values() for box in of))
+        read.append(sum(box.size * entry.itemsize for entry, box in boxes))
         return read_boxes(view, boxes, *rest)
 
     monkeypatch.setattr("unickpt.tools.merging.read_boxes", counted)

@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 import unickpt
-from unickpt.cli import clean, convert, diff, export, inspect, ls, merge, presets, report, verify
+from unickpt.cli import clean, convert, diff, inspect, ls, merge, presets, report, verify
 from unickpt.cli.output import FAILED, fail, warn
 from unickpt.cli.saves import watch
 from unickpt.errors import RuleWarning, UnickptError
 
 
-class _Group(TyperGroup):
+class _CommandGroup(TyperGroup):
     """Prints the library's errors as messages, without a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -36,7 +37,7 @@ class _Group(TyperGroup):
 
 
 app = typer.Typer(
-    cls=_Group,
+    cls=_CommandGroup,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -79,20 +80,20 @@ def unickpt_command(
     """
 
 
-COMMANDS = (
-    inspect.inspect,
-    ls.ls,
-    watch.watch,
-    report.report,
-    verify.verify,
-    diff.diff,
-    convert.convert,
-    convert.copy,
-    export.import_,
-    export.export,
-    merge.merge,
-    clean.clean,
-    presets.presets,
-)
-for command in COMMANDS:
-    app.command(command.__name__.rstrip("_"))(command)
+COMMANDS: dict[str, Callable[..., None]] = {
+    "inspect": inspect.command,
+    "ls": ls.command,
+    "watch": watch.command,
+    "report": report.command,
+    "verify": verify.command,
+    "diff": diff.command,
+    "convert": convert.command,
+    "copy": convert.copy,
+    "import": convert.import_,
+    "export": convert.export,
+    "merge": merge.command,
+    "clean": clean.command,
+    "presets": presets.command,
+}
+for name, command in COMMANDS.items():
+    app.command(name)(command)

@@ -12,18 +12,17 @@ from rich.text import Text
 
 from unickpt.cli.output import (
     AsJson,
-    Cell,
+    StyledText,
+    clean,
     console,
-    counted,
     fail,
     new_table,
     plain_cells,
     print_json,
     print_rows,
-    size_text,
     warn,
 )
-from unickpt.cli.output import clean as cleaned
+from unickpt.quoting import counted, size_text
 from unickpt.reading.listing import checkpoints_below
 from unickpt.runs import orphans
 from unickpt.runs.orphans import Orphan, OrphanSearch
@@ -32,7 +31,7 @@ from unickpt.storage import paths
 _REFUSED = 1
 
 
-def clean(
+def command(
     root: Annotated[str, typer.Argument(help="A directory, or a URL: file, s3, gs or memory.")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
     unknown_age: Annotated[
@@ -88,7 +87,7 @@ def _show(root: str, wanted: Sequence[Orphan], found: OrphanSearch, unknown_age:
     if wanted:
         print_orphans(wanted)
     else:
-        print(f"nothing to remove in {cleaned(root)}")
+        print(f"nothing to remove in {clean(root)}")
     print_kept(found, unknown_age)
 
 
@@ -120,7 +119,7 @@ def print_kept(found: OrphanSearch, unknown_age: bool = False) -> None:
         out.print(Text(f"perhaps of a save in progress, {_summary(found.under_way)}", "dim"))
     elif found.holder is not None:
         of_it = f"; perhaps of its saves: {_summary(found.under_way)}" if found.under_way else ""
-        out.print(Text(f"a job saves here now ({cleaned(found.holder)}){of_it}", "dim"))
+        out.print(Text(f"a job saves here now ({clean(found.holder)}){of_it}", "dim"))
     if found.unknown and not unknown_age:
         text = f"of unknown age (see clean --unknown-age), {_summary(found.unknown)}"
         out.print(Text(text, "dim"))
@@ -135,12 +134,12 @@ def rows_json(found: Sequence[Orphan]) -> list[dict[str, Any]]:
 
 
 def _summary(found: Sequence[Orphan]) -> str:
-    names = ", ".join(cleaned(orphan.name) for orphan in found[:3])
+    names = ", ".join(clean(remnant.name) for remnant in found[:3])
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     return f"{size_text(sum(orphan.nbytes for orphan in found))}: {names}{more}"
 
 
-def _cells(found: Orphan) -> list[Cell]:
+def _cells(found: Orphan) -> list[StyledText]:
     age = "unknown" if found.age_s is None else f"{_duration(found.age_s)} ago"
     return plain_cells((found.name, found.kind, f"{found.files:,}", size_text(found.nbytes), age))
 

@@ -1,37 +1,38 @@
-"""convert and copy: make a checkpoint from another one, through rules or as it is."""
+"""convert, export, import and copy: make a checkpoint from another one."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
 import unickpt
+from unickpt import Checkpoint
 from unickpt.cli.options import (
-    Budget,
+    BudgetOption,
     Compression,
-    Hints,
+    HintOption,
     Inverse,
     Overwrite,
     Quantize,
     RulesName,
     Sizes,
+    To,
     Verify,
-    of_process,
-    parsed_quantize,
     read_rules,
+    save_options,
     source_of,
 )
 from unickpt.cli.output import (
     AsJson,
-    Cell,
+    StyledText,
     Where,
     clean,
     console,
-    counted,
     fail,
     job,
     new_table,
@@ -39,16 +40,36 @@ from unickpt.cli.output import (
     print_json,
     print_rows,
     print_written,
-    size_text,
     transfer,
     warn,
 )
+from unickpt.foreign import writers
 from unickpt.frameworks.budget import MOST_WORKING
-from unickpt.saving.options import SaveOptions
-from unickpt.tools.conversion_preview import Preview, Row, folded, preview
+from unickpt.quoting import counted, size_text
+from unickpt.tools.conversion_preview import Preview, PreviewRow, folded, preview
 
 
-def convert(
+def _make(
+    done: str,
+    source: str,
+    opened: str | Checkpoint,
+    destination: str,
+    as_json: bool,
+    *,
+    check: Callable[[], None] = lambda: None,
+    **arguments: Any,
+) -> None:
+    """Makes a checkpoint together with the other processes of torchrun; the first one checks it
+    and says what was made."""
+    with job() as first, transfer(source, shown=first) as progress:
+        report = unickpt.convert(opened, destination, progress=progress, **arguments)
+        if first:
+            check()
+    if first:
+        print_written(done, report, arguments.get("verify", True), as_json)
+
+
+def command(
     source: Where,
     destination: Annotated[str, typer.Argument(help="The path of the new checkpoint.")],
     rules: RulesName = None,
@@ -63,10 +84,10 @@ def convert(
     ] = False,
     overwrite: Overwrite = False,
     verify: Verify = True,
-    budget: Budget = None,
+    budget: BudgetOption = None,
     compression: Compression = None,
     quantize: Quantize = None,
-    hint: Hints = None,
+    hint: HintOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Make a checkpoint from another one, through rules, with bounded memory.
@@ -97,34 +118,18 @@ def convert(
     if dry_run:
         _print_preview(found, as_json)
         return
-    try:
-        options = SaveOptions(
-            budget_bytes=of_process(budget),
-            compression=compression,
-            quantize=parsed_quantize(quantize),
-        )
-    except ValueError as error:
-        fail(str(error))
-    with job() as first, transfer(source, shown=first) as progress:
-        report = unickpt.convert(
-            opened,
-            destination,
-            rules=wanted,
-            like=like,
-            overwrite=overwrite,
-            verify=verify,
-            options=options,
-            progress=progress,
-        )
-    if not first:
-        return
-    print_written("converted", report, verify, as_json)
+    options = save_options(budget, compression, quantize)
+    arguments: dict[str, Any] = {"rules": wanted, "like": like, "options": options}
+    arguments |= {"overwrite": overwrite, "verify": verify}
+    _make("converted", source, opened, destination, as_json, **arguments)
 
 
 def _print_preview(found: Preview, as_json: bool) -> None:
     rows = found.rows
     if as_json:
-        print_json({"plan": [row.as_dict() for row in rows], "doubts": list(found.doubts)})
+        print_json(
+            {"plan": [dataclasses.asdict(row) for row in rows], "doubts": list(found.doubts)}
+        )
         return
     out = console()
     table = new_table("stored", "", "made", "", "rule", "notes")
@@ -136,17 +141,107 @@ def _print_preview(found: Preview, as_json: bool) -> None:
     out.print(Text(summary, "bold"))
 
 
-def _cells(row: Row) -> list[Cell]:
+def _cells(row: PreviewRow) -> list[StyledText]:
     notes = ", ".join(row.notes)
     texts = (row.made_of, row.source, row.made, row.destination, row.rule, notes)
     return plain_cells(texts)
+
+
+def export(
+    source: Where,
+    destination: Annotated[str, typer.Argument(help="A path or URL: a folder, or one file.")],
+    to: To,
+    rules: RulesName = None,
+    inverse: Inverse = False,
+    size: Sizes = None,
+    max_shard_size: Annotated[
+        str | None, typer.Option("--max-shard-size", help="hf: the largest file, such as 5GB.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="hf: cast floats to it, such as bfloat16.")
+    ] = None,
+    config: Annotated[
+        str | None, typer.Option("--config", help="hf: a folder with configuration and tokenizer.")
+    ] = None,
+    template: Annotated[
+        str | None, typer.Option("--template", help="universal: a DeepSpeed folder of the model.")
+    ] = None,
+    overwrite: Overwrite = False,
+    verify: Verify = True,
+    budget: BudgetOption = None,
+    hint: HintOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint for another system, with bounded memory.
+
+    What was written is read again and compared with the source. Under torchrun, the processes share
+    the work. Values that the format cannot hold are an error; drop them by rules.
+
+    \b
+    unickpt export runs/llama/step_100 llama-hf --to hf --config meta-llama --rules my.rules
+    unickpt export runs/llama/step_100 model.safetensors --to safetensors
+    unickpt export runs/llama/step_100 s3://bucket/dcp --to dcp
+    torchrun --nproc-per-node 8 -m unickpt.cli export runs/llama/step_100 dcp --to dcp
+
+    --json prints {url, arrays, bytes, chunks, processes, seconds}. Fields are only ever added.
+    """
+    given = {
+        "max_shard_size": max_shard_size,
+        "dtype": dtype,
+        "config": config,
+        "template": template,
+    }
+    of_format: Any = {name: value for name, value in given.items() if value is not None}
+    arguments: dict[str, Any] = {"rules": read_rules(rules, inverse, size), "overwrite": overwrite}
+    try:
+        writers.make(to, of_format)
+    except (ValueError, TypeError) as error:
+        fail(str(error))
+    arguments |= {"verify": verify, "options": save_options(budget), "to": to, **of_format}
+    _make("exported", source, source_of(source, hint), destination, as_json, **arguments)
+
+
+def import_(
+    source: Where,
+    destination: Annotated[str, typer.Argument(help="The path of the new checkpoint.")],
+    rules: RulesName = None,
+    inverse: Inverse = False,
+    size: Sizes = None,
+    overwrite: Overwrite = False,
+    budget: BudgetOption = None,
+    hint: HintOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a checkpoint of unickpt's own format from another system's.
+
+    What was written is checked against its digests, and compared with the source, bit for bit.
+    Under torchrun, the processes share the work.
+
+    \b
+    unickpt import llama-hf runs/llama
+    unickpt import runs/deepspeed/global_step100 runs/llama --rules my.rules
+
+    --json prints {url, arrays, bytes, chunks, processes, seconds}. Fields are only ever added.
+    """
+    wanted = read_rules(rules, inverse, size)
+    opened = source_of(source, hint)
+
+    def check() -> None:
+        found = unickpt.diff(opened, destination, rules=wanted)
+        if not found.same:
+            row = found.differences[0]
+            fail(f"{row.name!r} differs from the source: {row.problem}; import it again")
+
+    options = save_options(budget)
+    arguments: dict[str, Any] = {"rules": wanted, "overwrite": overwrite, "options": options}
+    _make("imported", source, opened, destination, as_json, check=check, **arguments)
 
 
 def copy(
     source: Annotated[str, typer.Argument(help="A checkpoint of unickpt's own format.")],
     destination: Annotated[str, typer.Argument(help="The path of the copy.")],
     overwrite: Overwrite = False,
-    budget: Budget = None,
+    budget: BudgetOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Copy a checkpoint to another place, and check it there.

@@ -10,23 +10,22 @@ from rich.text import Text
 
 import unickpt
 from unickpt import ArrayDifference, DiffReport
-from unickpt.cli.options import Hints, Inverse, RulesName, Sizes, read_rules, source_of
+from unickpt.cli.options import HintOption, Inverse, RulesName, Sizes, read_rules, source_of
 from unickpt.cli.output import (
     DIFFERENT,
     AsJson,
     Where,
     console,
-    counted,
     new_table,
     plain_cells,
     print_json,
     print_rows,
-    size_text,
     transfer,
 )
+from unickpt.quoting import counted, size_text
 
 
-def diff(
+def command(
     first: Where,
     second: Where,
     rules: RulesName = None,
@@ -38,7 +37,7 @@ def diff(
     rtol: Annotated[
         float, typer.Option("--rtol", help="Relative difference that counts as none.", min=0.0)
     ] = 0.0,
-    hint: Hints = None,
+    hint: HintOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare two checkpoints: names, shapes, dtypes and values.
@@ -63,25 +62,17 @@ def diff(
             progress=progress,
         )
     if as_json:
-        print_json(_report_json(report))
+        rows = [{k: _finite(v) for k, v in asdict(row).items()} for row in report.differences]
+        print_json({**asdict(report), "same": report.same, "differences": rows})
     else:
         _print_report(report)
     if not report.same:
         raise typer.Exit(DIFFERENT)
 
 
-def _report_json(report: DiffReport) -> dict[str, Any]:
-    def finite(value: Any) -> Any:  # JSON knows neither inf nor nan
-        return str(value) if isinstance(value, float) and not abs(value) < float("inf") else value
-
-    rows = [{k: finite(v) for k, v in asdict(row).items()} for row in report.differences]
-    return {
-        "same": report.same,
-        "arrays": report.arrays,
-        "read_bytes": report.read_bytes,
-        "seconds": report.seconds,
-        "differences": rows,
-    }
+def _finite(value: Any) -> Any:
+    """A value for JSON, which knows neither inf nor nan."""
+    return str(value) if isinstance(value, float) and not abs(value) < float("inf") else value
 
 
 def _print_report(report: DiffReport) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from unickpt.arrays.layout import Layout
 from unickpt.display import fragment_grid
-from unickpt.display.fragment_grid import ELIDED, Fragments, Grid
+from unickpt.display.fragment_grid import ELIDED, BoxHolders, FragmentGrid
 
 _WIDTH = 56
 # The line characters by the arms that meet (up, down, left, right as bits 8, 4, 2, 1).
@@ -24,7 +24,7 @@ class Map:
 
 
 def draw(
-    shape: Sequence[int], fragments: Fragments, layout: Layout | None = None, width: int = 100
+    shape: Sequence[int], fragments: BoxHolders, layout: Layout | None = None, width: int = 100
 ) -> Map:
     """Draws the fragments of an array.
 
@@ -53,7 +53,7 @@ def draw(
 class _Drawing:
     """A grid of cells without walls between neighbours of the same owner."""
 
-    def __init__(self, grid: Grid) -> None:
+    def __init__(self, grid: FragmentGrid) -> None:
         self.rows, self.columns, self.owner = grid.rows, grid.columns, grid.owner
         self.down, self.across = grid.down, grid.across
         self.texts = grid.labels

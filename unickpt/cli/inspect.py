@@ -15,14 +15,13 @@ from rich.text import Text
 import unickpt
 from unickpt.arrays.layout import Layout, Mesh
 from unickpt.cli import fragment_map
-from unickpt.cli.options import Hints, parsed_hints
+from unickpt.cli.options import HintOption, parsed_hints
 from unickpt.cli.output import (
     AsJson,
-    Cell,
+    StyledText,
     Where,
     clean,
     console,
-    counted,
     date_text,
     fail,
     new_table,
@@ -30,14 +29,13 @@ from unickpt.cli.output import (
     print_json,
     print_rows,
     shape_text,
-    size_text,
 )
 from unickpt.cli.saves import timing_table
 from unickpt.display import tree_table
 from unickpt.format import ocdbt_reader
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
-from unickpt.quoting import quoted, some
+from unickpt.quoting import counted, quoted, size_text, some
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.stored_array import StoredArray
 from unickpt.reuse import experts
@@ -46,7 +44,7 @@ from unickpt.trees import tree, tree_json
 _MANY_PARTS = 20
 
 
-def inspect(
+def command(
     path: Where,
     name: Annotated[
         str | None, typer.Argument(metavar="NAME", help="An array, value or container in it.")
@@ -63,7 +61,7 @@ def inspect(
             "--timing", help="How long the save took: its phases, and the slowest processes."
         ),
     ] = False,
-    hint: Hints = None,
+    hint: HintOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Show a checkpoint's tree, or one array, or how long its save took.
@@ -171,7 +169,7 @@ def _print_checkpoint(checkpoint: Checkpoint, everything: bool) -> None:
         out.print(line)
 
 
-def _print_rows(out: Console, rows: Sequence[tree_table.Row]) -> None:
+def _print_rows(out: Console, rows: Sequence[tree_table.OutlineRow]) -> None:
     table = new_table(
         "name", "shape", "dtype", "layout", "fragments", "bytes", right=("fragments", "bytes")
     )
@@ -181,7 +179,7 @@ def _print_rows(out: Console, rows: Sequence[tree_table.Row]) -> None:
         out.print(Text(note, "dim"))
 
 
-def _cells(row: tree_table.Row) -> list[Cell]:
+def _cells(row: tree_table.OutlineRow) -> list[StyledText]:
     label = "  " * row.depth + clean(row.label) + (f"  x{row.count}" if row.count > 1 else "")
     facts = row.facts
     if facts is None:

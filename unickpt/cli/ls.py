@@ -11,7 +11,7 @@ import unickpt
 from unickpt.cli.clean import print_kept, print_orphans, rows_json
 from unickpt.cli.output import (
     AsJson,
-    Cell,
+    StyledText,
     clean,
     console,
     date_text,
@@ -19,10 +19,10 @@ from unickpt.cli.output import (
     plain_cells,
     print_json,
     print_rows,
-    size_text,
 )
 from unickpt.errors import CheckpointNotFound, UnickptError
 from unickpt.foreign.loose_files import SeveralCheckpoints
+from unickpt.quoting import size_text
 from unickpt.reading.listing import Listed, checkpoints_below, natural, other_folders
 from unickpt.runs import orphans
 
@@ -30,7 +30,7 @@ _OPEN_AT_ONCE = 8
 _NUMERIC = ("arrays", "bytes", "new", "processes")
 
 
-def ls(
+def command(
     root: Annotated[str, typer.Argument(help="A directory, or a URL: file, s3, gs or memory.")],
     as_json: AsJson = False,
 ) -> None:
@@ -119,7 +119,7 @@ def _facts(listed: Listed) -> dict[str, Any]:
     }
 
 
-def _cells(facts: dict[str, Any]) -> list[Cell]:
+def _cells(facts: dict[str, Any]) -> list[StyledText]:
     name = clean(facts["name"])
     if facts["error"] is not None:
         return [(f"{name}  {clean(facts['error'])}", "red")]

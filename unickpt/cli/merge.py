@@ -11,9 +11,9 @@ from rich.text import Text
 import unickpt
 from unickpt import MergeReport, merge_methods
 from unickpt.cli.options import (
-    Budget,
+    BudgetOption,
     Compression,
-    Hints,
+    HintOption,
     Inverse,
     Overwrite,
     Quantize,
@@ -21,16 +21,14 @@ from unickpt.cli.options import (
     Sizes,
     Verify,
     named_values,
-    of_process,
-    parsed_quantize,
     read_rules,
+    save_options,
     source_of,
 )
 from unickpt.cli.output import (
     AsJson,
     clean,
     console,
-    counted,
     fail,
     job,
     print_json,
@@ -39,13 +37,13 @@ from unickpt.cli.output import (
     warn,
     written_json,
 )
-from unickpt.saving.options import SaveOptions
-from unickpt.tools.merge_sources import MergePlan, Request, plan_merge
+from unickpt.quoting import counted
+from unickpt.tools.merge_sources import MergePlan, MergeRequest, plan_merge
 
 _PARAMETER = "a parameter and its value, such as density=0.3"
 
 
-def merge(
+def command(
     paths: Annotated[
         list[str],
         typer.Argument(
@@ -84,10 +82,10 @@ def merge(
     ] = False,
     overwrite: Overwrite = False,
     verify: Verify = True,
-    budget: Budget = None,
+    budget: BudgetOption = None,
     compression: Compression = None,
     quantize: Quantize = None,
-    hint: Hints = None,
+    hint: HintOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Make one checkpoint of several: an average, an interpolation, or merged tasks.
@@ -120,32 +118,19 @@ def merge(
     wanted = read_rules(rules, inverse, size)
     try:
         method = merge_methods.method_of(how, named_values("--with", parameters, _PARAMETER))
-        options = SaveOptions(
-            budget_bytes=of_process(budget),
-            compression=compression,
-            quantize=parsed_quantize(quantize),
-        )
+        options = save_options(budget, compression, quantize)
+        asked: dict[str, Any] = {"weights": weights, "base": base, "last": last, "rules": wanted}
+        asked["integers"] = integers
         if dry_run:
-            asked = Request(
-                given, method, weights, base, last, wanted, integers, options.working_bytes
+            plan = plan_merge(
+                MergeRequest(given, method, budget_bytes=options.working_bytes, **asked)
             )
-            _print_plan(plan_merge(asked), as_json)
+            _print_plan(plan, as_json)
             return
+        asked |= {"allow_nonfinite": allow_nonfinite, "overwrite": overwrite, "verify": verify}
         with job() as first, transfer(Path(destination).name, shown=first) as progress:
             report = unickpt.merge(
-                given,
-                destination,
-                how=method,
-                weights=weights,
-                base=base,
-                last=last,
-                rules=wanted,
-                integers=integers,
-                allow_nonfinite=allow_nonfinite,
-                overwrite=overwrite,
-                verify=verify,
-                options=options,
-                progress=progress,
+                given, destination, how=method, options=options, progress=progress, **asked
             )
     except ValueError as error:
         if isinstance(error, unickpt.UnickptError):

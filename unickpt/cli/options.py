@@ -11,7 +11,9 @@ import typer
 import unickpt
 from unickpt import Checkpoint, Rules
 from unickpt.cli.output import fail
+from unickpt.foreign import writers
 from unickpt.frameworks.budget import MemoryBudget
+from unickpt.saving.options import SaveOptions
 
 RulesName = Annotated[
     str | None, typer.Option("--rules", help="A file of rules, or the name of a preset.")
@@ -22,7 +24,7 @@ Inverse = Annotated[
 Sizes = Annotated[
     list[str] | None, typer.Option("--size", help="The size of an axis, as in --size heads=8.")
 ]
-Hints = Annotated[
+HintOption = Annotated[
     list[str] | None,
     typer.Option(
         "--hint",
@@ -35,7 +37,7 @@ Hints = Annotated[
 Verify = Annotated[
     bool, typer.Option("--verify/--no-verify", help="Whether to read and check what was written.")
 ]
-Budget = Annotated[
+BudgetOption = Annotated[
     int | None,
     typer.Option("--budget", help="Bytes of memory for it, in each process.", min=1 << 20),
 ]
@@ -48,14 +50,24 @@ Quantize = Annotated[
         "int2, bfloat16 or none, as in --quantize 'opt/**=uint8'. The first that matches counts.",
     ),
 ]
+To = Annotated[str, typer.Option("--to", help=f"The format: {', '.join(writers.names())}.")]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace a checkpoint at the destination.")
 ]
 
 
-def of_process(budget: int | None) -> MemoryBudget | None:
-    """What `--budget` says, as a budget of this process, not of its node."""
-    return None if budget is None else MemoryBudget(budget, "process")
+def save_options(
+    budget: int | None, compression: str | None = None, quantize: list[str] | None = None
+) -> SaveOptions:
+    """How to write; `--budget` is that of this process, not of its node."""
+    try:
+        return SaveOptions(
+            budget_bytes=None if budget is None else MemoryBudget(budget, "process"),
+            compression=compression,
+            quantize=_quantize(quantize),
+        )
+    except ValueError as error:
+        fail(str(error))
 
 
 def read_rules(name: str | None, inverse: bool, sizes: list[str] | None) -> Rules | None:
@@ -64,7 +76,7 @@ def read_rules(name: str | None, inverse: bool, sizes: list[str] | None) -> Rule
         if inverse or sizes:
             fail("--inverse and --size need --rules")
         return None
-    given = _sizes(sizes or [])
+    given = _sizes(sizes)
     if Path(name).is_file():
         rules = Rules.load(name, sizes=given)
     elif name in Rules.presets():
@@ -74,13 +86,12 @@ def read_rules(name: str | None, inverse: bool, sizes: list[str] | None) -> Rule
     return rules.inverse if inverse else rules
 
 
-def _sizes(given: list[str]) -> dict[str, int]:
-    sizes = {}
-    for item in given:
-        axis, _, number = item.partition("=")
-        if not axis or not number.isdigit():
-            fail(f"--size {item}: expected an axis and its size, such as heads=8")
-        sizes[axis] = int(number)
+def _sizes(given: list[str] | None) -> dict[str, int]:
+    expected = "an axis and its size, such as heads=8"
+    sizes = named_values("--size", given, expected)
+    for axis, size in sizes.items():
+        if type(size) is not int or size < 0:
+            fail(f"--size {axis}={size}: expected {expected}")
     return sizes
 
 
@@ -94,7 +105,7 @@ def parsed_hints(hints: list[str] | None) -> dict[str, Any]:
     return named_values("--hint", hints, "a name and a value, such as tp=2")
 
 
-def parsed_quantize(given: list[str] | None) -> dict[str, Any]:
+def _quantize(given: list[str] | None) -> dict[str, Any]:
     """`SaveOptions.quantize` as the options say."""
     found = named_values("--quantize", given, "a pattern and its codes, such as opt/**=uint8")
     return {pattern: None if codes == "none" else codes for pattern, codes in found.items()}

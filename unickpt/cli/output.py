@@ -3,7 +3,6 @@ that write checkpoints print, once for all processes of torchrun."""
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import os
@@ -15,7 +14,6 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.cells import cell_len
 from rich.console import Console
-from rich.filesize import decimal
 from rich.markup import escape
 from rich.progress import (
     BarColumn,
@@ -29,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from unickpt import SaveReport
-from unickpt.quoting import printable
+from unickpt.quoting import counted, printable, size_text
 
 DAMAGED, DIFFERENT, FAILED = 1, 1, 2
 _MOST_TEXT = 1000  # characters of a name, or of a fact; JSON has all
@@ -96,13 +94,13 @@ def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
     return table
 
 
-Cell = tuple[str, str]
+StyledText = tuple[str, str]
 """A text, and its style."""
 
 MANY_ROWS = 500
 
 
-def print_rows(out: Console, table: Table, rows: Iterable[Sequence[Cell]]) -> None:
+def print_rows(out: Console, table: Table, rows: Iterable[Sequence[StyledText]]) -> None:
     """Prints rows below the headings of a table.
 
     Tables of rich take 0.3 ms for each row. Where there are many rows, they are printed as plain
@@ -124,7 +122,7 @@ def print_rows(out: Console, table: Table, rows: Iterable[Sequence[Cell]]) -> No
         out.file.write("  ".join(padded).rstrip() + "\n")
 
 
-def plain_cells(texts: Iterable[str]) -> list[Cell]:
+def plain_cells(texts: Iterable[str]) -> list[StyledText]:
     """Cells of texts from a checkpoint."""
     return [(clean(text), "") for text in texts]
 
@@ -134,16 +132,8 @@ def _padded(text: str, width: int, right: bool) -> str:
     return space + text if right else text + space
 
 
-def counted(n: int, noun: str, plural: str = "") -> str:
-    return f"{n:,} {noun if n == 1 else plural or noun + 's'}"
-
-
 def shape_text(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape)) or "scalar"
-
-
-def size_text(n: int) -> str:
-    return decimal(n).replace("bytes", "B").replace("byte", "B")
 
 
 def date_text(created: str) -> str:
@@ -156,7 +146,8 @@ def job() -> Iterator[bool]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "MASTER_ADDR" not in os.environ:
         yield True
         return
-    dist: Any = importlib.import_module("torch.distributed")
+    import torch.distributed as dist  # here, so that the commands start fast
+
     dist.init_process_group("gloo")
     try:
         yield dist.get_rank() == 0

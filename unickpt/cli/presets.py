@@ -11,7 +11,7 @@ from unickpt.cli.output import AsJson, print_json
 from unickpt.rules.rule_set import preset_text
 
 
-def presets(
+def command(
     name: Annotated[str | None, typer.Argument(help="Print this one.")] = None,
     as_json: AsJson = False,
 ) -> None:

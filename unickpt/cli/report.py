@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import unickpt
-from unickpt.cli.output import clean, console, size_text
+from unickpt.cli.output import (
+    clean,
+    console,
+)
+from unickpt.quoting import size_text
 
 
-def report(
+def command(
     path: Annotated[
         str,
         typer.Argument(
@@ -28,6 +33,14 @@ def report(
             help="What unickpt.integrations.metrics.JsonLines wrote; can be given several times.",
         ),
     ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            "--trace",
+            metavar="FILE",
+            help="Also write the phases of each process as a trace.",
+        ),
+    ] = None,
 ) -> None:
     """Write a page about a run, or one checkpoint: one HTML file that needs no network.
 
@@ -39,8 +52,14 @@ def report(
     unickpt report runs/llama -o report.html
     unickpt report s3://bucket/runs/llama/step_100 -o step_100.html
     unickpt report runs/llama --metrics saves.jsonl
+    unickpt report runs/llama --trace saves.json
 
-    With --metrics, it also shows steps that are removed, the time to each commit, and loads.
+    With --trace, it also writes the timeline as trace events (JSON), to be opened in
+    https://ui.perfetto.dev or chrome://tracing: a track for each process of each save, with its
+    phases, and their bytes as arguments.
+
+    With --metrics, the page also shows steps that are removed, the time to each commit, and loads.
     """
-    written = unickpt.report(path, out, metrics=metrics or ())
-    console().print(clean(f"{written}: {size_text(written.stat().st_size)}"), soft_wrap=True)
+    page = unickpt.report(path, out, metrics=metrics or (), trace=trace)
+    for written in (page, *([Path(trace)] if trace else [])):
+        console().print(clean(f"{written}: {size_text(written.stat().st_size)}"), soft_wrap=True)

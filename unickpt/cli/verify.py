@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import asdict
 
 import typer
 from rich.text import Text
 
 import unickpt
-from unickpt.cli.options import Hints, source_of
+from unickpt.cli.options import HintOption, source_of
 from unickpt.cli.output import (
     DAMAGED,
     AsJson,
     Where,
     clean,
     console,
-    counted,
     new_table,
     plain_cells,
     print_json,
     print_rows,
-    size_text,
     transfer,
 )
+from unickpt.quoting import counted, size_text
 from unickpt.tools.verification import VerifyReport
 
 
-def verify(path: Where, hint: Hints = None, as_json: AsJson = False) -> None:
+def command(path: Where, hint: HintOption = None, as_json: AsJson = False) -> None:
     """Read a whole checkpoint and compare every byte with its digest.
 
     Exits with 1 if anything is damaged, missing, or does not belong there.
@@ -45,7 +44,7 @@ def verify(path: Where, hint: Hints = None, as_json: AsJson = False) -> None:
     with transfer(path) as progress:
         report = unickpt.verify(source_of(path, hint), progress=progress)
     if as_json:
-        print_json(_report_json(report))
+        print_json({**asdict(report), "ok": report.ok})
     else:
         _print_report(report)
     if not report.ok:
@@ -71,19 +70,3 @@ def _print_report(report: VerifyReport) -> None:
     print_rows(out, table, map(plain_cells, rows))
     places = counted(len(report.damage), "place")
     out.print(Text.assemble(("damaged: ", "bold red"), f"{places} in {checked}"))
-
-
-def _report_json(report: VerifyReport) -> dict[str, Any]:
-    return {
-        "url": report.url,
-        "ok": report.ok,
-        "arrays": report.arrays,
-        "chunks": report.chunks,
-        "bytes": report.bytes,
-        "seconds": report.seconds,
-        "damage": [
-            {"array": d.array, "box": d.box, "process": d.process, "reason": d.reason}
-            for d in report.damage
-        ],
-        "unverified": report.unverified,
-    }

@@ -11,9 +11,9 @@ import numpy as np
 from unickpt.arrays.box import Box
 from unickpt.arrays.layout import Layout
 
-Fragments = Sequence[tuple[Box, tuple[int, ...]]]
+BoxHolders = Sequence[tuple[Box, tuple[int, ...]]]
 Interval = tuple[int, int]
-Slot = tuple[int | None, Interval]
+GridBand = tuple[int | None, Interval]
 """A row or a column, and what it shows of its dimension; None stands for several, left out."""
 
 _MAX_ROWS = 16
@@ -23,7 +23,7 @@ ELIDED = "..."
 
 
 @dataclass(frozen=True)
-class Grid:
+class FragmentGrid:
     """A plane of an array, cut at all boundaries of its fragments.
 
     Arguments:
@@ -36,16 +36,16 @@ class Grid:
 
     down: int | None
     across: int | None
-    rows: Sequence[Slot]
-    columns: Sequence[Slot]
+    rows: Sequence[GridBand]
+    columns: Sequence[GridBand]
     owner: Sequence[Sequence[int | None]]
     labels: Sequence[Sequence[str]]
     remark: str
 
 
 def grids(
-    shape: Sequence[int], fragments: Fragments, layout: Layout | None = None
-) -> Iterator[Grid]:
+    shape: Sequence[int], fragments: BoxHolders, layout: Layout | None = None
+) -> Iterator[FragmentGrid]:
     """The fragments of an array as grids, from the one with the most columns to the narrowest.
 
     Arguments:
@@ -74,16 +74,16 @@ def grids(
     for limit in range(_MAX_COLUMNS, 2, -1):
         picked = _pick(columns, limit)
         owner = _owners(rows, picked, boxes)
-        yield Grid(down, across, rows, picked, owner, labels, "; ".join(remarks))
+        yield FragmentGrid(down, across, rows, picked, owner, labels, "; ".join(remarks))
 
 
-def head(slot: Slot) -> str:
+def head(slot: GridBand) -> str:
     """What a row or a column shows of its dimension."""
     number, interval = slot
     return ELIDED if number is None else f"{interval[0]}:{interval[1]}"
 
 
-def _plane(shape: Sequence[int], fragments: Fragments) -> tuple[int | None, int | None]:
+def _plane(shape: Sequence[int], fragments: BoxHolders) -> tuple[int | None, int | None]:
     """The dimensions that run down and to the right."""
     if len(shape) < 2:
         return None, 0 if shape else None
@@ -100,7 +100,7 @@ def _plane(shape: Sequence[int], fragments: Fragments) -> tuple[int | None, int 
     return down, across
 
 
-def _cuts(fragments: Fragments, dim: int | None) -> list[Interval]:
+def _cuts(fragments: BoxHolders, dim: int | None) -> list[Interval]:
     """The intervals between all boundaries along a dimension."""
     if dim is None:
         return [(0, 1)]
@@ -153,9 +153,9 @@ def numbers(items: Sequence[int]) -> str:
     return ",".join(kept) + tail
 
 
-def _pick(cuts: list[Interval], limit: int) -> list[Slot]:
+def _pick(cuts: list[Interval], limit: int) -> list[GridBand]:
     """Positions to draw with their intervals; None represents omitted ones."""
-    numbered: list[Slot] = list(enumerate(cuts))
+    numbered: list[GridBand] = list(enumerate(cuts))
     if len(cuts) <= limit:
         return numbered
     gap = (cuts[limit - 2][0], cuts[-2][1])
@@ -163,7 +163,9 @@ def _pick(cuts: list[Interval], limit: int) -> list[Slot]:
 
 
 def _owners(
-    rows: Sequence[Slot], columns: Sequence[Slot], boxes: Sequence[tuple[Interval, Interval]]
+    rows: Sequence[GridBand],
+    columns: Sequence[GridBand],
+    boxes: Sequence[tuple[Interval, Interval]],
 ) -> list[list[int | None]]:
     owner: list[list[int | None]] = [[None] * len(columns) for _ in rows]
     for number, (high, wide) in enumerate(boxes):
@@ -173,7 +175,7 @@ def _owners(
     return owner
 
 
-def _inside(picked: Sequence[Slot], interval: Interval) -> list[int]:
+def _inside(picked: Sequence[GridBand], interval: Interval) -> list[int]:
     """Positions of the picked intervals within another interval; omitted ones are in none."""
     return [
         at

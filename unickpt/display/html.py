@@ -7,15 +7,15 @@ notebooks are shown. Whatever is shown, the HTML has at most some 100 kB.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import islice, takewhile
 
 from unickpt.arrays.layout import Layout
 from unickpt.display import fragment_grid
-from unickpt.display.fragment_grid import Fragments, Grid
-from unickpt.display.tree_table import Row
-from unickpt.quoting import shortened
+from unickpt.display.fragment_grid import BoxHolders, FragmentGrid
+from unickpt.display.tree_table import OutlineRow
+from unickpt.quoting import shortened, size_text
 
 MOST_ROWS = 100
 MOST_FRAGMENTS = 4096
@@ -24,11 +24,7 @@ _MOST_TEXT = 160
 _INDENT = "\N{NO-BREAK SPACE}"
 _LINE = "1px solid rgba(128,128,128,.35)"
 _CELL = "text-align:left;padding:2px 12px 2px 0"
-_NUMBER = "text-align:right;padding:2px 12px 2px 0;white-space:nowrap"
 _HEAD = f"border-bottom:{_LINE};font-weight:600;opacity:.75"
-
-Cell = str | int | float
-"""Numbers stand at the right."""
 
 
 def page(title: str, about: str, facts: Iterable[str], *bodies: str) -> str:
@@ -46,7 +42,7 @@ def page(title: str, about: str, facts: Iterable[str], *bodies: str) -> str:
     )
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[Cell]], count: int) -> str:
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]], count: int) -> str:
     """A table of at most `MOST_ROWS` rows, with a remark if there are more.
 
     Arguments:
@@ -55,37 +51,25 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[Cell]], count: int) -
         count: of all rows.
 
     Example:
-        >>> "<td" in table(["name", "bytes"], [("w", 8)], 1)
+        >>> "<td" in table(["name", "bytes"], [("w", "8 B")], 1)
         True
     """
     if not count:
         return ""
     shown = list(islice(rows, MOST_ROWS))
-    right = [all(not isinstance(row[at], str) for row in shown) for at in range(len(headings))]
-    styles = [_NUMBER if is_right else _CELL for is_right in right]
-    heads = "".join(
-        f'<th style="{style};{_HEAD}">{_text(head)}</th>'
-        for head, style in zip(headings, styles, strict=True)
-    )
-    body = "".join(
-        "<tr>"
-        + "".join(
-            f'<td style="{style}">{_shown(cell)}</td>'
-            for cell, style in zip(row, styles, strict=True)
-        )
-        + "</tr>"
-        for row in shown
-    )
+    heads = "".join(f'<th style="{_CELL};{_HEAD}">{_text(head)}</th>' for head in headings)
+    lines = ("".join(f'<td style="{_CELL}">{_text(cell)}</td>' for cell in row) for row in shown)
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
     return (
         f'<table style="border-collapse:collapse"><thead><tr>{heads}</tr></thead>'
         f"<tbody>{body}</tbody></table>{_more(count - len(shown))}"
     )
 
 
-def outline(rows: Sequence[Row]) -> str:
+def outline(rows: Sequence[OutlineRow]) -> str:
     """The table of a checkpoint's tree."""
 
-    def cells(row: Row) -> Sequence[Cell]:
+    def cells(row: OutlineRow) -> Sequence[str]:
         facts = row.facts
         name = _INDENT * min(4 * row.depth, 40) + row.label
         shape = "" if facts is None or facts.shape is None else shape_text(facts.shape)
@@ -97,7 +81,7 @@ def outline(rows: Sequence[Row]) -> str:
     return table(headings, map(cells, rows), len(rows))
 
 
-def fragments(shape: Sequence[int], count: int, of: Fragments, layout: Layout | None) -> str:
+def fragments(shape: Sequence[int], count: int, of: BoxHolders, layout: Layout | None) -> str:
     """The map of an array's fragments.
 
     Arguments:
@@ -119,56 +103,15 @@ def fragments(shape: Sequence[int], count: int, of: Fragments, layout: Layout | 
     return drawn + (_remark(f"p: process; {grid.remark}") if grid.remark else "")
 
 
-def facts_table(facts: Mapping[str, Cell]) -> str:
-    """A table of two columns without headings."""
-    body = "".join(
-        f'<tr><td style="{_CELL};opacity:.75">{_text(name)}</td>'
-        f'<td style="{_CELL}">{_shown(value)}</td></tr>'
-        for name, value in facts.items()
-    )
-    return f'<table style="border-collapse:collapse"><tbody>{body}</tbody></table>'
-
-
-def size_text(nbytes: int) -> str:
-    """Bytes with a unit.
-
-    Example:
-        >>> size_text(12), size_text(2_500_000), size_text(10**30)
-        ('12 B', '2.5 MB', '1,000,000,000,000.0 EB')
-    """
-    if nbytes < 1000:
-        return f"{nbytes} B"
-    number = float(nbytes)
-    for unit in ("kB", "MB", "GB", "TB", "PB", "EB"):
-        number /= 1000
-        if number < 999.95 or unit == "EB":
-            break
-    return f"{number:,.1f} {unit}"
-
-
-def counted(n: int, noun: str, plural: str = "") -> str:
-    """A number of things.
-
-    Example:
-        >>> counted(1, "array"), counted(2000, "array")
-        ('1 array', '2,000 arrays')
-    """
-    return f"{n:,} {noun if n == 1 else plural or noun + 's'}"
-
-
 def shape_text(shape: Sequence[int]) -> str:
     return " × ".join(map(str, shape)) or "scalar"
-
-
-def seconds_text(seconds: float) -> str:
-    return f"{seconds:.3g} s"
 
 
 def _map_head(text: str) -> str:
     return f'<td style="text-align:center;padding:2px 6px;opacity:.75">{_text(text)}</td>'
 
 
-def _map_row(grid: Grid, row: int) -> str:
+def _map_row(grid: FragmentGrid, row: int) -> str:
     """A row of the map; a fragment is one cell, over all its rows and columns of the grid."""
     cells = [] if grid.down is None else [_map_head(fragment_grid.head(grid.rows[row]))]
     for column, owner in enumerate(grid.owner[row]):
@@ -200,12 +143,6 @@ def _map_cell(lines: Sequence[str], span: str) -> str:
     text = "<br>".join(map(_text, lines))
     style = f"text-align:center;padding:6px 10px;border:{_LINE}{colour}"
     return f'<td{span} style="{style}">{text}</td>'
-
-
-def _shown(cell: Cell) -> str:
-    if isinstance(cell, str):
-        return _text(cell)
-    return f"{cell:,}" if isinstance(cell, int) else f"{cell:.4g}"
 
 
 def plain(text: str, most: int = _MOST_TEXT) -> str:

@@ -20,7 +20,7 @@ _VALUE_WIDTH = 48
 
 
 @dataclass(frozen=True)
-class Facts:
+class LeafFacts:
     """What is shown of a leaf, or of several equal leaves in total.
 
     `kind` is "array", "value", "per process" or "tie"; `fragments` is per leaf, `nbytes` in total.
@@ -44,12 +44,12 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Item:
+class OutlineItem:
     """A leaf or container of the outline; `count` is how many items of the tree it represents."""
 
     label: str
-    facts: Facts | None
-    children: tuple[Item, ...] = ()
+    facts: LeafFacts | None
+    children: tuple[OutlineItem, ...] = ()
     type_name: str = ""
     count: int = 1
 
@@ -60,17 +60,19 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Row:
+class OutlineRow:
     """One row of the table; `count` is how many items it represents within the row above it."""
 
     depth: int
     label: str
     count: int
-    facts: Facts | None
+    facts: LeafFacts | None
     nbytes: int
 
 
-def outline(index: Index, where: str, *, below: str = "", unfolded: bool = False) -> list[Row]:
+def outline(
+    index: Index, where: str, *, below: str = "", unfolded: bool = False
+) -> list[OutlineRow]:
     """The rows of a checkpoint's table.
 
     Arguments:
@@ -163,9 +165,9 @@ def _item(
     name: str,
     index: Index,
     mesh_labels: Mapping[Mesh, str],
-) -> Item:
+) -> OutlineItem:
     if isinstance(node, tree.Leaf):
-        return Item(label, _facts(name, index, mesh_labels))
+        return OutlineItem(label, _facts(name, index, mesh_labels))
     if node.kind == "wrapper":
         inner = _item(node.children[0], label, name, index, mesh_labels)
         return replace(inner, type_name=node.type_name or inner.type_name)
@@ -175,10 +177,10 @@ def _item(
         _item(child, child_name[prefix:], child_name, index, mesh_labels)
         for child, child_name in zip(node.children, names, strict=True)
     )
-    return Item(label, None, children, node.type_name)
+    return OutlineItem(label, None, children, node.type_name)
 
 
-def _facts(name: str, index: Index, mesh_labels: Mapping[Mesh, str]) -> Facts:
+def _facts(name: str, index: Index, mesh_labels: Mapping[Mesh, str]) -> LeafFacts:
     if name in index.arrays:
         entry = index.arrays[name]
         layout = layout_text(entry.layout)
@@ -187,35 +189,35 @@ def _facts(name: str, index: Index, mesh_labels: Mapping[Mesh, str]) -> Facts:
         dtype = codes.joined(entry.dtype, entry.quantized)
         if entry.prng is not None:
             dtype += " key"
-        return Facts("array", entry.shape, dtype, layout, fragment_count(entry), entry.nbytes)
+        return LeafFacts("array", entry.shape, dtype, layout, fragment_count(entry), entry.nbytes)
     if name in index.aliases:
-        return Facts("tie", None, "", "", None, 0, targets=(index.aliases[name],))
+        return LeafFacts("tie", None, "", "", None, 0, targets=(index.aliases[name],))
     if name in index.values:
         value = index.values[name]
         dtype = "None" if value is None else type(value).__name__
         if isinstance(value, tree.Opaque):
             dtype = f"opaque {shorten(value.class_name, _VALUE_WIDTH)}"
-            return Facts("value", None, dtype, "", None, len(value.pickle), values=(value,))
-        return Facts("value", None, dtype, "", None, 0, values=(value,))
+            return LeafFacts("value", None, dtype, "", None, len(value.pickle), values=(value,))
+        return LeafFacts("value", None, dtype, "", None, 0, values=(value,))
     if name in index.per_process:
         blobs = index.per_process[name].blobs
         nbytes = sum(size for size, _ in blobs)
-        return Facts("per process", None, "per process", "", len(blobs), nbytes)
-    return Facts("value", None, "missing", "", None, 0)
+        return LeafFacts("per process", None, "per process", "", len(blobs), nbytes)
+    return LeafFacts("value", None, "missing", "", None, 0)
 
 
 # --- folding ------------------------------------------------------------------------------------
 
 
-def _alike(item: Item) -> tuple[Any, ...]:
+def _alike(item: OutlineItem) -> tuple[Any, ...]:
     if item.facts is not None:
         return (item.type_name, *item.facts.alike)
     return (item.type_name, *((c.label, _alike(c)) for c in item.children))
 
 
-def _fold(item: Item) -> Item:
+def _fold(item: OutlineItem) -> OutlineItem:
     """Merges children whose names differ only in numbers; then merges within them."""
-    groups: dict[Any, list[Item]] = {}
+    groups: dict[Any, list[OutlineItem]] = {}
     for child in item.children:
         # Children without a number in their name stay separate, since siblings differ in name.
         groups.setdefault((name_ranges.skeleton(child.label), _alike(child)), []).append(child)
@@ -223,7 +225,7 @@ def _fold(item: Item) -> Item:
     return replace(item, children=tuple(children))
 
 
-def _merge_group(group: list[Item]) -> list[Item]:
+def _merge_group(group: list[OutlineItem]) -> list[OutlineItem]:
     """One item for a group whose numbers form a full product of ranges, else one per subgroup."""
     if len(group) < _FOLD_FROM:
         return group
@@ -233,13 +235,13 @@ def _merge_group(group: list[Item]) -> list[Item]:
     if math.prod(len(columns[i]) for i in varying) == len(group):
         label = "".join(_range(c) if i in varying else c[0] for i, c in enumerate(columns))
         return [_merged(label, group)]
-    by_first: dict[str, list[Item]] = {value: [] for value in columns[varying[0]]}
+    by_first: dict[str, list[OutlineItem]] = {value: [] for value in columns[varying[0]]}
     for item, pieces in zip(group, split, strict=True):
         by_first[pieces[varying[0]]].append(item)
     return [merged for part in by_first.values() for merged in _merge_group(part)]
 
 
-def _merged(label: str, group: Sequence[Item]) -> Item:
+def _merged(label: str, group: Sequence[OutlineItem]) -> OutlineItem:
     first = group[0]
     count = sum(item.count for item in group)
     if first.facts is None:
@@ -265,7 +267,7 @@ def _range(numbers: Sequence[str]) -> str:
 # --- rows ---------------------------------------------------------------------------------------
 
 
-def _compact(item: Item) -> Item:
+def _compact(item: OutlineItem) -> OutlineItem:
     """Writes nested containers with a single child in one row, as `a/b/c`."""
     while len(item.children) == 1 and not item.type_name:
         (child,) = item.children
@@ -273,13 +275,13 @@ def _compact(item: Item) -> Item:
     return replace(item, children=tuple(map(_compact, item.children)))
 
 
-def _rows(item: Item, depth: int, above: int = 1) -> Iterator[Row]:
-    yield Row(depth, _label(item), item.count // above, item.facts, item.nbytes)
+def _rows(item: OutlineItem, depth: int, above: int = 1) -> Iterator[OutlineRow]:
+    yield OutlineRow(depth, _label(item), item.count // above, item.facts, item.nbytes)
     for child in item.children:
         yield from _rows(child, depth + 1, item.count)
 
 
-def _label(item: Item) -> str:
+def _label(item: OutlineItem) -> str:
     label = item.label
     if item.facts is None:
         label += "/" if item.children else ": empty"

@@ -9,7 +9,7 @@ from unickpt.errors import CheckpointNotFound, CheckpointReplaced, out_of_memory
 from unickpt.foreign import registry
 from unickpt.format.reader import Reader
 from unickpt.format.timing import Timing
-from unickpt.quoting import printable
+from unickpt.quoting import counted, printable, size_text
 from unickpt.reading.not_found import nothing_at
 from unickpt.reading.stored_array import StoredArray
 from unickpt.storage import paths
@@ -179,9 +179,9 @@ class Checkpoint(Mapping[str, "StoredArray"]):
 
         index = self.index
         facts = [
-            html.counted(len(index.arrays), "array"),
-            html.size_text(self.nbytes),
-            f"saved by {html.counted(index.processes, 'process', 'processes')}",
+            counted(len(index.arrays), "array"),
+            size_text(self.nbytes),
+            f"saved by {counted(index.processes, 'process', 'processes')}",
             *([f"created {index.created}"] if index.created else []),
         ]
         rows = tree_table.outline(index, self.url)

@@ -18,7 +18,7 @@ from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
 from unickpt.quantized import codes
-from unickpt.quoting import quoted
+from unickpt.quoting import quoted, size_text
 from unickpt.reading.chunk_reader import read_box
 
 
@@ -147,7 +147,7 @@ class StoredArray:
         facts = [
             html.shape_text(self.shape),
             codes.joined(entry.dtype, entry.quantized),
-            html.size_text(self.nbytes),
+            size_text(self.nbytes),
             f"chunks of {html.shape_text(self.chunk)}",
             "" if self.layout is None else str(self.layout),
         ]

@@ -7,7 +7,7 @@ from typing import Any
 
 from unickpt.arrays.layout import Mesh
 from unickpt.display import fragment_grid, html, tree_table
-from unickpt.display.fragment_grid import Grid
+from unickpt.display.fragment_grid import FragmentGrid
 from unickpt.format.index import ArrayEntry
 from unickpt.quantized import codes
 from unickpt.reading.checkpoint import Checkpoint
@@ -21,7 +21,7 @@ MOST_BYTES = 1 << 63
 """An index may claim any size; the page counts in floats."""
 
 
-def array_facts(found: Checkpoint) -> dict[str, Any]:
+def describe_arrays(found: Checkpoint) -> dict[str, Any]:
     """The arrays of a checkpoint for the page, the largest first.
 
     Returns:
@@ -32,7 +32,7 @@ def array_facts(found: Checkpoint) -> dict[str, Any]:
     index = found.index
     entries = sorted(index.arrays.values(), key=lambda entry: -entry.nbytes)
     shown = entries[:_MOST_ARRAYS]
-    layouts, maps = _Numbered(), _Maps(found)
+    layouts, maps = dict[str, int](), _Maps(found)
     several = len(tree_table.meshes_of(index)) > 1
     rows = [
         [
@@ -40,7 +40,7 @@ def array_facts(found: Checkpoint) -> dict[str, Any]:
             _dtype(entry),
             html.plain(html.shape_text(entry.shape)),
             min(entry.nbytes, MOST_BYTES),
-            layouts.number(html.plain(_layout(entry, several))),
+            layouts.setdefault(html.plain(_layout(entry, several)), len(layouts)),
             tree_table.fragment_count(entry),
             maps.number(entry),
         ]
@@ -48,7 +48,7 @@ def array_facts(found: Checkpoint) -> dict[str, Any]:
     ]
     return {
         "rows": rows,
-        "layouts": layouts.values,
+        "layouts": list(layouts),
         "maps": maps.drawn,
         "more": len(entries) - len(shown),
         "more_bytes": min(sum(entry.nbytes for entry in entries[_MOST_ARRAYS:]), MOST_BYTES),
@@ -70,21 +70,6 @@ def mesh_facts(meshes: Iterable[Mesh], processes: int) -> list[dict[str, Any]]:
             }
         )
     return found
-
-
-class _Numbered:
-    """Texts, each with a number."""
-
-    def __init__(self) -> None:
-        self.values: list[str] = []
-        self._numbers: dict[str, int] = {}
-
-    def number(self, value: str) -> int:
-        """The number of a text."""
-        if value not in self._numbers:
-            self._numbers[value] = len(self.values)
-            self.values.append(value)
-        return self._numbers[value]
 
 
 class _Maps:
@@ -110,7 +95,7 @@ class _Maps:
         return self._numbers[key]
 
 
-def _map(grid: Grid) -> dict[str, Any]:
+def _map(grid: FragmentGrid) -> dict[str, Any]:
     """A grid with the labels of those fragments alone that are in it."""
     used = sorted({owner for row in grid.owner for owner in row if owner is not None})
     place = {owner: at for at, owner in enumerate(used)}
@@ -123,7 +108,7 @@ def _map(grid: Grid) -> dict[str, Any]:
     }
 
 
-def _heads(slots: Sequence[fragment_grid.Slot]) -> list[str]:
+def _heads(slots: Sequence[fragment_grid.GridBand]) -> list[str]:
     return [fragment_grid.head(slot) for slot in slots]
 
 

@@ -15,28 +15,21 @@ from string import Template
 from typing import Any
 
 from unickpt.errors import InvalidPath, StorageError
-from unickpt.reporting import metric_lines, run_facts
-from unickpt.reporting.metric_lines import File
-from unickpt.reporting.page_data import page_data
+from unickpt.reporting import metric_lines, run_facts, trace_events
+from unickpt.reporting.metric_lines import FilePath
+from unickpt.reporting.page_data import collect_page_data
 from unickpt.storage import paths
 
-SCRIPTS = (
-    "core",
-    "picture",
-    "table",
-    "run",
-    "timeline",
-    "heatmap",
-    "balance",
-    "treemap",
-    "arrays",
-    "main",
-)
+SCRIPTS = ("core", "picture", "table", "run", "timeline", "heatmap", "processes", "arrays", "main")
 """The parts of the page's script, in `reporting/page/`."""
 
 
 def report(
-    path: paths.PathLike, out: File = "report.html", *, metrics: File | Iterable[File] = ()
+    path: paths.PathLike,
+    out: FilePath = "report.html",
+    *,
+    metrics: FilePath | Iterable[FilePath] = (),
+    trace: FilePath | None = None,
 ) -> Path:
     """Writes a page about a run, or about one checkpoint.
 
@@ -49,6 +42,8 @@ def report(
         out: the file to write, on a local disk; it is replaced if it exists.
         metrics: files that `unickpt.integrations.metrics.JsonLines` wrote. They tell of steps that
             are removed, of the time to the commit, and of loads.
+        trace: another file to write: when each process did what, as trace events, which Perfetto
+            and chrome://tracing open.
 
     Returns:
         The path of the file.
@@ -67,19 +62,18 @@ def report(
         >>> file.read_text().startswith("<!doctype html>")
         True
     """
-    target = _target(out)
+    target, traced = _target(out), None if trace is None else _target(trace)
     files = [metrics] if isinstance(metrics, str | os.PathLike) else list(metrics)
     lines = metric_lines.read(files)
-    text = page(page_data(run_facts.look(path), lines, path))
-    try:
-        _replace(target, text)
-    except OSError as error:
-        raise StorageError(f"{target}: the report cannot be written: {error}") from error
+    data = collect_page_data(run_facts.look(path), lines, path)
+    _replace(target, page(data))
+    if traced is not None:
+        _replace(traced, json.dumps(trace_events.trace(data), separators=(",", ":")))
     return target
 
 
 def page(data: dict[str, Any]) -> str:
-    """The page of the data of `page_data`.
+    """The page of the data of `collect_page_data`.
 
     Nothing in the data can become markup or script: it is JSON without `<`, which the script puts
     into the page as text; and the page's policy allows this script and these styles alone.
@@ -108,7 +102,7 @@ def _hash(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _target(out: File) -> Path:
+def _target(out: FilePath) -> Path:
     text = os.fspath(out)
     if "://" in text:
         raise InvalidPath(f"{text!r}: a report is written to a local file; give a path")
@@ -125,12 +119,12 @@ def _target(out: File) -> Path:
 
 def _replace(target: Path, text: str) -> None:
     """Writes a file, or where a link leads; nobody sees a part of it."""
-    target = Path(os.path.realpath(target))
-    name = target.parent / f".{target.name}-{secrets.token_hex(4)}"
+    final = Path(os.path.realpath(target))
+    name = final.parent / f".{final.name}-{secrets.token_hex(4)}"
     try:
-        with name.open("x", encoding="utf-8") as stream:
-            stream.write(text)
-        os.replace(name, target)
-    except BaseException:
+        name.write_text(text, encoding="utf-8")
+        os.replace(name, final)
+    except OSError as error:
+        raise StorageError(f"{target}: the report cannot be written: {error}") from error
+    finally:
         name.unlink(missing_ok=True)
-        raise

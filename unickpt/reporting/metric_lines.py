@@ -12,7 +12,7 @@ from typing import Any
 
 from unickpt.errors import UnickptError
 
-File = str | os.PathLike[str]
+FilePath = str | os.PathLike[str]
 
 _MOST_LINE = 1 << 20
 _MOST_LOADS = 1000
@@ -74,7 +74,7 @@ class Lines:
     left_out: int = 0
 
 
-def read(files: Iterable[File]) -> Lines:
+def read(files: Iterable[FilePath]) -> Lines:
     """Reads files of lines.
 
     Raises:
@@ -97,7 +97,7 @@ def read(files: Iterable[File]) -> Lines:
     return Lines(saves, loads[-_MOST_LOADS:], unread, max(0, len(loads) - _MOST_LOADS))
 
 
-def _lines(file: File) -> Iterator[bytes]:
+def _lines(file: FilePath) -> Iterator[bytes]:
     try:
         with open(file, "rb") as stream:
             while line := stream.readline(_MOST_LINE):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -11,11 +12,12 @@ from typing import Any
 from unickpt._version import __version__
 from unickpt.display import html, tree_table
 from unickpt.errors import UnickptError
+from unickpt.quoting import counted
 from unickpt.reading import checkpoint
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.reading.listing import natural
 from unickpt.reporting import timing_columns
-from unickpt.reporting.array_facts import MOST_BYTES, array_facts, mesh_facts
+from unickpt.reporting.array_facts import MOST_BYTES, describe_arrays, mesh_facts
 from unickpt.reporting.metric_lines import Lines, LoadedLine, SavedLine
 from unickpt.reporting.run_facts import MOST_STEPS, RunFacts, StepFacts
 from unickpt.runs.orphans import Orphan, OrphanSearch
@@ -29,7 +31,7 @@ _MOST_PATH, _MOST_ERROR = 400, 400
 _NAMED = 3  # folders in a note
 
 
-def page_data(run: RunFacts, lines: Lines, path: paths.PathLike) -> dict[str, Any]:
+def collect_page_data(run: RunFacts, lines: Lines, path: paths.PathLike) -> dict[str, Any]:
     """Everything that the page shows; all texts are plain (`html.plain`).
 
     Arguments:
@@ -67,31 +69,25 @@ def _of_this(
     run: RunFacts, lines: Lines
 ) -> tuple[dict[str, list[SavedLine]], list[LoadedLine], list[str]]:
     """The lines about checkpoints of this run: saves by the name of the folder, and loads."""
-    saves, others = dict[str, list[SavedLine]](), dict[str, int]()
-    notes = list[str]()
-    if run.others:
-        earlier = html.counted(len(run.others), "earlier checkpoint is", "earlier checkpoints are")
-        notes.append(f"{earlier} not shown")
+    saves, others = dict[str, list[SavedLine]](), Counter[str]()
     for line in lines.saves:
         name = _name_in(run, line.url)
         if name is None:
             folder = line.url.rstrip("/").rpartition("/")[0]
-            others[folder] = others.get(folder, 0) + 1
+            others[folder] += 1
         else:
             saves.setdefault(name, []).append(line)
     loads = [line for line in lines.loads if _name_in(run, line.url) is not None]
-    if others:
-        named = ", ".join(list(others)[:_NAMED]) + (", ..." if len(others) > _NAMED else "")
-        count = html.counted(sum(others.values()), "line is", "lines are")
-        notes.append(f"{count} of saves elsewhere, and not shown: {named}")
-    if len(loads) < len(lines.loads):
-        count = html.counted(len(lines.loads) - len(loads), "load is", "loads are")
-        notes.append(f"{count} of other checkpoints, and not shown")
-    if lines.left_out:
-        notes.append(f"{html.counted(lines.left_out, 'older load is', 'older loads are')} left out")
-    if lines.unread:
-        count = html.counted(lines.unread, "line", "lines")
-        notes.append(f"{count} of the files of metrics could not be understood")
+    named = ", ".join(list(others)[:_NAMED]) + (", ..." if len(others) > _NAMED else "")
+    elsewhere = len(lines.loads) - len(loads)
+    counts = [
+        (len(run.others), "earlier checkpoint is", "earlier checkpoints are", "not shown"),
+        (others.total(), "line is", "lines are", f"of saves elsewhere, and not shown: {named}"),
+        (elsewhere, "load is", "loads are", "of other checkpoints, and not shown"),
+        (lines.left_out, "older load is", "older loads are", "left out"),
+        (lines.unread, "line", "lines", "of the files of metrics could not be understood"),
+    ]
+    notes = [f"{counted(count, one, many)} {what}" for count, one, many, what in counts if count]
     return saves, loads, notes
 
 
@@ -149,18 +145,16 @@ def _time(created: str) -> datetime | None:
 def _gone(name: str, lines: Sequence[SavedLine]) -> dict[str, Any]:
     """The row of a checkpoint that was saved, and does not exist any more."""
     last = lines[-1]
+    unknown = dict.fromkeys(("new", "arrays", "after", "durations"))
     return {
+        **unknown,
         "name": html.plain(name),
         "state": "removed",
         "created": last.time.isoformat(timespec="seconds"),
         "bytes": last.nbytes,
-        "new": None,
-        "arrays": None,
         "processes": last.processes,
         "bases": [],
-        "after": None,
         "metrics": {},
-        "durations": None,
         "committed": last.seconds,
         "saved_times": len(lines),
         "error": "",
@@ -205,7 +199,7 @@ def _of(found: Checkpoint, *, attempt: str, with_arrays: bool) -> Any:
     """
     if found.index.attempt != attempt:
         return None, None
-    arrays = array_facts(found) if with_arrays else None
+    arrays = describe_arrays(found) if with_arrays else None
     if found.index.processes > _MOST_PROCESSES:
         return None, arrays
     try:

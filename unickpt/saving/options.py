@@ -12,13 +12,12 @@ from unickpt.frameworks.budget import CommonOptions, MemoryBudget, check_number
 from unickpt.frameworks.process_group import Group
 from unickpt.progress import Progress
 from unickpt.quantized import choice
+from unickpt.quoting import size_text
 from unickpt.storage import paths
-from unickpt.trees import name_ranges
 
 COMPRESSORS = ("zstd", "gzip", "blosc")
 REUSES = ("digest", "compare", "patch")
 STAGINGS = ("auto", "copy", "reference", "lazy", "device")
-_SLOWEST = 10  # processes that a report shows
 
 
 def _is_shape(value: Any) -> bool:
@@ -268,43 +267,5 @@ class SaveReport:
         return self.bytes / 1e9 / max(self.seconds, 1e-9)
 
     def __repr__(self) -> str:
-        from unickpt.display import html  # here, so that importing unickpt stays fast
-
-        size = html.size_text(self.bytes)
+        size = size_text(self.bytes)
         return f"SaveReport({self.url!r}, {self.arrays} arrays, {size} in {self.seconds:.3g} s)"
-
-    def _repr_html_(self) -> str:
-        """The figures, the phases, and the processes that took the longest, for notebooks."""
-        from unickpt.display import html  # here, so that importing unickpt stays fast
-
-        facts = [
-            html.counted(self.arrays, "array"),
-            html.size_text(self.bytes),
-            html.counted(self.processes, "process", "processes"),
-            f"{html.seconds_text(self.seconds)} ({self.gb_per_s:.3g} GB/s)",
-            f"blocked the caller for {html.seconds_text(self.blocked_s)}",
-        ]
-        own = {
-            "written": html.size_text(self.written_bytes),
-            "taken from the base": html.size_text(self.reused_bytes),
-            "staged": html.size_text(self.staged_bytes),
-            **{name: html.seconds_text(seconds) for name, seconds in self.phases.items()},
-        }
-        needs = {"cannot be read without": ", ".join(self.bases)}
-        differ = {"differ between processes": name_ranges.listed(self.replicas_differ)}
-        slowest = sorted(enumerate(self.writers), key=lambda of: -of[1].get("seconds", 0.0))
-        rows = [
-            (process, html.seconds_text(of.get("seconds", 0.0)), html.size_text(int(of["bytes"])))
-            for process, of in slowest[:_SLOWEST]
-        ]
-        return html.page(
-            "SaveReport",
-            self.url,
-            facts,
-            html.facts_table({"process": self.process, **own}),
-            html.facts_table(needs) if self.bases else "",
-            html.facts_table(differ) if self.replicas_differ else "",
-            html.table(("slowest process", "wrote for", "bytes"), rows, len(rows))
-            if len(self.writers) > 1
-            else "",
-        )

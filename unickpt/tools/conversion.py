@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -38,7 +39,7 @@ from unickpt.storage import paths
 from unickpt.threads import in_batches
 from unickpt.tools import verification
 from unickpt.tools.exporting import export
-from unickpt.tools.slabs import AHEAD, WRITER, Held, ReadSlab, SlabSource, check_rest, read_boxes
+from unickpt.tools.slabs import AHEAD, WRITER, Buffered, SlabSource, check_rest, read_boxes
 from unickpt.trees import tree
 
 OWN = "unickpt"
@@ -120,33 +121,60 @@ def convert(
         )
         call_metrics(options, report)
         return report
-    reading, writing, held = _budgets(options)
+    ahead, held = budgets(options)
+    reading = LoadOptions(budget_bytes=MemoryBudget(ahead, "process"))
     metadata = stored.index.metadata
     if isinstance(view, RuledView):
         view.check(reading)
         metadata = view.provenance.merged_into(metadata)
+    writing = replace(options, budget_bytes=MemoryBudget(held, "process"))
     job = SaveTask(destination, overwrite, writing)
     leaves = leaves_of(view, job.group, "convert")
     job.describe(tree.with_values(view.node(), leaves.__getitem__), metadata)
-    plan = job.plan()
-    buffers = HostBuffers(held)
-    slabs = in_batches(plan.own, None, reading.working_bytes, attrgetter("nbytes"))
-    chunks = SlabSource(slabs, _view_reader(view, reading, buffers), buffers)
-    try:
-        report = job.run(plan, chunks, lambda: check_rest(stored, job.group))
-    finally:
-        chunks.close()
-    call_metrics(options, report)
+    buffers, arrays = HostBuffers(held), view.index.arrays
+
+    def read(items: Sequence[WriteItem]) -> list[Buffered]:
+        boxes = [(arrays[item.entry.name], item.box) for item in items]
+        return read_boxes(view, boxes, reading, buffers)
+
+    report = write_streamed(
+        job, read, buffers, ahead, attrgetter("nbytes"), lambda: check_rest(stored, job.group)
+    )
     if verify and job.group.index == 0:
         check_written(destination)
     return report
 
 
-def _budgets(options: SaveOptions) -> tuple[LoadOptions, SaveOptions, int]:
-    """To read a slab, and to write; bytes for what is being written."""
-    working = options.working_bytes
-    ahead, held = (MemoryBudget(max(1, working // part), "process") for part in (AHEAD, WRITER))
-    return LoadOptions(budget_bytes=ahead), replace(options, budget_bytes=held), held.bytes
+def budgets(options: SaveOptions) -> tuple[int, int]:
+    """Bytes of this process to make a slab, and for what is being written."""
+    ahead, held = (max(1, options.working_bytes // part) for part in (AHEAD, WRITER))
+    return ahead, held
+
+
+def write_streamed(
+    job: SaveTask,
+    make: Callable[[Sequence[WriteItem]], Sequence[Buffered]],
+    buffers: HostBuffers,
+    slab_bytes: int,
+    cost: Callable[[WriteItem], int],
+    check: Callable[[], None],
+) -> SaveReport:
+    """Writes a checkpoint that was described, slab by slab.
+
+    Arguments:
+        job: the save.
+        make: makes chunks.
+        buffers: which `make` takes memory from.
+        slab_bytes: the most that the chunks of a slab may cost.
+        cost: bytes of memory that it takes to make a chunk.
+        check: called after the last chunk.
+    """
+    plan = job.plan()
+    slabs = in_batches(plan.own, None, slab_bytes, cost)
+    with closing(SlabSource(slabs, make, buffers)) as chunks:
+        report = job.run(plan, chunks, check)
+    call_metrics(job.options, report)
+    return report
 
 
 def check_written(destination: paths.PathLike) -> None:
@@ -221,7 +249,7 @@ def leaves_of(view: CheckpointView, group: Group, work: str) -> dict[str, Any]:
         LoadMismatch: `PerProcess` leaves are of another number of processes.
     """
     index = view.index
-    leaves: dict[str, Any] = {name: Converted(entry) for name, entry in index.arrays.items()}
+    leaves: dict[str, Any] = {name: ConvertedLeaf(entry) for name, entry in index.arrays.items()}
     leaves |= {alias: leaves[name] for alias, name in index.aliases.items()}
     leaves |= index.values
     for name, entry in index.per_process.items():
@@ -237,7 +265,7 @@ def leaves_of(view: CheckpointView, group: Group, work: str) -> dict[str, Any]:
     return leaves
 
 
-class Converted(Described):
+class ConvertedLeaf(Described):
     """An array of a view, as a leaf to save; any process can write any chunk of it."""
 
     def __init__(self, entry: ArrayEntry) -> None:
@@ -255,25 +283,3 @@ _HOST = Memory(mutable=False)
 
 def _not_read(box: Box, room: Callable[[], Array]) -> Array:
     raise AssertionError("chunks come from the chunk source, which reads many of them together")
-
-
-def _view_reader(view: CheckpointView, options: LoadOptions, buffers: HostBuffers) -> ReadSlab:
-    """Reads chunks of a view."""
-
-    def read(items: Sequence[WriteItem]) -> dict[WriteItem, Held]:
-        by_array: dict[str, list[WriteItem]] = {}
-        for item in items:
-            by_array.setdefault(item.entry.name, []).append(item)
-        arrays = view.index.arrays
-        wanted = {
-            name: (arrays[name], [item.box for item in of_array])
-            for name, of_array in by_array.items()
-        }
-        found = read_boxes(view, wanted, options, buffers)
-        return {
-            item: data
-            for name, of_array in by_array.items()
-            for item, data in zip(of_array, found[name], strict=True)
-        }
-
-    return read

@@ -20,7 +20,7 @@ _DROPPED = "not made: a rule drops it on this side"
 
 
 @dataclass(frozen=True)
-class Row:
+class PreviewRow:
     """One leaf that is made or dropped, on either side, or constants without names.
 
     Arguments:
@@ -41,25 +41,15 @@ class Row:
     def is_made(self) -> bool:
         return bool(self.made) and {_NOT_MADE, _DROPPED}.isdisjoint(self.notes)
 
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "made": self.made,
-            "made_of": self.made_of,
-            "source": self.source,
-            "destination": self.destination,
-            "rule": self.rule,
-            "notes": list(self.notes),
-        }
 
-
-def folded(rows: Sequence[Row]) -> list[Row]:
+def folded(rows: Sequence[PreviewRow]) -> list[PreviewRow]:
     """Folds rows whose names differ only in numbers."""
-    groups: dict[tuple[Any, ...], list[Row]] = {}
+    groups: dict[tuple[Any, ...], list[PreviewRow]] = {}
     for row in rows:
         names = skeleton(row.made), skeleton(row.made_of)
         key = (*names, row.source, row.destination, row.rule, row.notes)
         groups.setdefault(key, []).append(row)
-    out: list[Row] = []
+    out: list[PreviewRow] = []
     for same in groups.values():
         made, of = fold([row.made for row in same]), fold([row.made_of for row in same])
         if len(made) > 1 or len(of) > 1:
@@ -78,7 +68,7 @@ class Preview:
         doubts: what may be unintended.
     """
 
-    rows: Sequence[Row]
+    rows: Sequence[PreviewRow]
     doubts: Sequence[str] = ()
 
 
@@ -92,27 +82,30 @@ def preview(path: checkpoint.Source, rules: Rules | None, like: Any = None) -> P
     facts = stored_facts(stored).facts
     view = convertible(stored, rules, like)
     if rules is None or not isinstance(view, RuledView):
-        return Preview([Row(n, str(fact), n, str(fact), "", ()) for n, fact in facts.items()])
+        return Preview(
+            [PreviewRow(n, str(fact), n, str(fact), "", ()) for n, fact in facts.items()]
+        )
     plan = view.plan
     users = Counter(name for made in plan.made.values() for name in _sources(made))
     rows = [_row(made, facts, users) for made in plan.made.values()]
     rules_of = {row.made: row.rule for row in rows}
     rows += [
-        Row(first, "", alias, "", rules_of[first], ("the same array",))
+        PreviewRow(first, "", alias, "", rules_of[first], ("the same array",))
         for alias, first in plan.aliases.items()
     ]
     constants = {check.name: check for check in plan.checks if isinstance(check, Constant)}
     for name, rule in plan.dropped.items():
         check = constants.get(name)
         note = "dropped" if check is None else f"left out if it is {check.value:g} everywhere"
-        rows.append(Row(name, str(facts[name]), "", "", _position(rule), (note,)))
+        rows.append(PreviewRow(name, str(facts[name]), "", "", _position(rule), (note,)))
     rows += [
-        Row("-", "", n, "", _position(rule), (_NOT_MADE,)) for n, rule in plan.nameless.items()
+        PreviewRow("-", "", n, "", _position(rule), (_NOT_MADE,))
+        for n, rule in plan.nameless.items()
     ]
     for name in sorted(plan.kept):
         taken = name in view.index.values
         kind, note = ("a plain value", "taken from `like`") if taken else ("", _DROPPED)
-        rows.append(Row("-", "", name, kind, "", (note,)))
+        rows.append(PreviewRow("-", "", name, kind, "", (note,)))
     return Preview(rows, list(questionable_numbers(rules.rules, plan.made)) if like is None else ())
 
 
@@ -123,7 +116,7 @@ def _sources(made: Made) -> list[str]:
     return list(dict.fromkeys(source.entry.name for source in sources))
 
 
-def _row(made: Made, facts: Mapping[str, Fact], users: Mapping[str, int]) -> Row:
+def _row(made: Made, facts: Mapping[str, Fact], users: Mapping[str, int]) -> PreviewRow:
     sources = _sources(made)
     of = ", ".join(fold(sources) if len({*map(skeleton, sources)}) == 1 else sources) or "-"
     source = ", ".join(dict.fromkeys(str(facts[name]) for name in sources))
@@ -143,7 +136,7 @@ def _row(made: Made, facts: Mapping[str, Fact], users: Mapping[str, int]) -> Row
         notes.append("function")
     if not made.exact:
         notes.append("inexact")
-    return Row(of, source, made.name, str(made.fact), _position(made.rule), tuple(notes))
+    return PreviewRow(of, source, made.name, str(made.fact), _position(made.rule), tuple(notes))
 
 
 def _what_is_done(made: Made) -> list[str]:

@@ -46,7 +46,7 @@ Write = Callable[[int, memoryview], None]
 """Writes bytes at an offset of a file."""
 
 
-class Destination(ABC):
+class ExportDestination(ABC):
     """A place for the files of one attempt to export.
 
     Arguments:
@@ -153,7 +153,7 @@ class Destination(ABC):
 
 def destination(
     path: paths.PathLike, suffixes: Sequence[str], attempt: str, fsync: bool
-) -> Destination:
+) -> ExportDestination:
     """The destination that a path or a URL names.
 
     Arguments:
@@ -175,7 +175,7 @@ def destination(
     return kind(location, file, attempt, fsync)
 
 
-class LocalDestination(Destination):
+class LocalDestination(ExportDestination):
     """A local folder or file, made beside its place and renamed at the end."""
 
     whole_files = False
@@ -293,7 +293,7 @@ class LocalDestination(Destination):
         local_folders.remove_made(self._above, self._missing)
 
 
-class ObjectDestination(Destination):
+class ObjectDestination(ExportDestination):
     """A prefix of object storage: files that make a checkpoint complete come last."""
 
     whole_files = True

@@ -23,7 +23,6 @@ from unickpt.reading import checkpoint
 from unickpt.reading.chunk_reader import ChunkReader, read_made
 from unickpt.reading.options import LoadOptions
 from unickpt.rules.rule_set import Rules
-from unickpt.trees import name_ranges
 
 _MISSING = "missing"
 
@@ -80,22 +79,6 @@ class DiffReport:
         counts = ", ".join(f"{count} {problem}" for problem, count in found.items())
         same = "the same" if self.same else "different"
         return f"{same}: {self.arrays} arrays compared" + (f", {counts}" if counts else "")
-
-    def _repr_html_(self) -> str:
-        """The differences, those that are alike folded, for notebooks."""
-        from unickpt.display import html  # here, so that importing unickpt stays fast
-
-        alike: dict[tuple[Any, ...], list[str]] = {}
-        for row in self.differences:
-            values = (row.unequal, row.max_abs, row.max_rel)
-            texts = tuple("" if value is None else f"{value:.4g}" for value in values)
-            alike.setdefault((row.problem, row.first, row.second, *texts), []).append(row.name)
-        rows = [
-            (name, *texts) for texts, names in alike.items() for name in name_ranges.fold_all(names)
-        ]
-        headings = ("name", "problem", "first", "second", "unequal", "max abs", "max rel")
-        drawn = html.table(headings, rows, len(rows))
-        return html.page("DiffReport", "", [self._summary], drawn)
 
 
 def diff(
@@ -160,23 +143,19 @@ def _compared(
     b.check_total([right[name] for name in both])
     done, read = 0, 0
     total = sum(right[name].nbytes for name in both)
-    readers = ChunkReader(a), ChunkReader(b)
-    try:
+    with ComparedViews(ours, theirs, options) as pair:
         for name in both:
             mine, other = left[name], right[name]
             if layout and not isinstance(ours, RuledView) and mine.layout != other.layout:
                 rows.append(ArrayDifference(name, "layout", str(mine.layout), str(other.layout)))
-            if mine.shape == other.shape and not _equal(ours, mine, theirs, other):
-                row = _values((ours, mine), (theirs, other), name, options, readers)
+            if mine.shape == other.shape and not pair.same_digests(mine, other):
+                row = pair.difference(name, mine, other)
                 read += other.nbytes
                 small = rtol and row is not None and row.max_rel is not None and row.max_rel <= rtol
                 if row is not None and not small:
                     rows.append(row)
             done += other.nbytes
             told(done, total)
-    finally:
-        for reader in readers:
-            reader.close()
     order = {name: at for at, name in enumerate(dict.fromkeys([*_shown(ours), *_shown(theirs)]))}
     rows.sort(key=lambda row: order.get(row.name, -1))
     return tuple(rows), len(both), read
@@ -202,21 +181,75 @@ def unequal(
         A line for each array that differs.
     """
     theirs, found = StoredView(written), list[str]()
-    readers = ChunkReader(ours.checkpoint), ChunkReader(written)
-    try:
+    with ComparedViews(ours, theirs, options) as pair:
         for name, shown in names.items():
             mine, other = ours.index.entry(name), theirs.index.entry(shown)
             mine = replace(mine, dtype=casts.get(mine.name, mine.dtype))
             if (mine.dtype, mine.shape) != (other.dtype, other.shape):
                 found.append(f"  {name!r}: {mine.dtype_and_shape} became {other.dtype_and_shape}")
-                continue
-            row = _values((ours, mine), (theirs, other), name, options, readers)
-            if row is not None:
+            elif (row := pair.difference(name, mine, other)) is not None:
                 found.append(f"  {name!r}: {row.unequal} elements differ")
-    finally:
-        for reader in readers:
-            reader.close()
     return found
+
+
+class ComparedViews:
+    """Two checkpoints whose arrays are compared, box by box; a context manager.
+
+    Arguments:
+        ours, theirs: the checkpoints.
+        options: see `LoadOptions`; `budget_bytes` bounds the memory for both.
+    """
+
+    def __init__(self, ours: CheckpointView, theirs: CheckpointView, options: LoadOptions) -> None:
+        self._ours, self._theirs, self._options = ours, theirs, options
+        self._readers = ChunkReader(ours.checkpoint), ChunkReader(theirs.checkpoint)
+
+    def __enter__(self) -> ComparedViews:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for reader in self._readers:
+            reader.close()
+
+    def same_digests(self, mine: ArrayEntry, other: ArrayEntry) -> bool:
+        """Whether digests alone prove that two arrays are equal."""
+        left = self._ours.unchanged_entry(mine.name)
+        right = self._theirs.unchanged_entry(other.name)
+        if left is None or right is None:
+            return False
+        return same_digests(self._ours.checkpoint, left, self._theirs.checkpoint, right)
+
+    def same_bits(self, mine: ArrayEntry, other: ArrayEntry) -> bool:
+        """Whether arrays of the same shape have the same dtype and bits."""
+        if (mine.dtype, mine.prng) != (other.dtype, other.prng):
+            return False
+        pairs = self._elements(mine, other)
+        return self.same_digests(mine, other) or not any(_unequal_bits(*p).any() for p in pairs)
+
+    def difference(self, name: str, mine: ArrayEntry, other: ArrayEntry) -> ArrayDifference | None:
+        """How the elements of arrays of the same shape differ."""
+        unequal, most_abs, most_rel = 0, 0.0, 0.0
+        for a, b in self._elements(mine, other):
+            differ = _unequal_bits(a, b) if mine.dtype == other.dtype else _wide(a) != _wide(b)
+            if mine.dtype == other.dtype and not differ.any():
+                continue
+            unequal += int(differ.sum())
+            absolute, relative = _largest(a, b)
+            most_abs, most_rel = max(most_abs, absolute), max(most_rel, relative)
+        if not unequal:
+            return None
+        size = f"of {int(np.prod(other.shape))}"
+        return ArrayDifference(name, "value", "", size, unequal, most_abs, most_rel)
+
+    def _elements(self, mine: ArrayEntry, other: ArrayEntry) -> Iterator[tuple[Array, Array]]:
+        most = max(1, self._options.working_bytes // 8 // other.itemsize)
+        sides = (self._ours, mine, self._readers[0]), (self._theirs, other, self._readers[1])
+        for box in cut(Box.whole(other.shape), most):
+            a, b = (
+                read_made(view.checkpoint, e, view.recipe(e.name), box, self._options, reader)
+                for view, e, reader in sides
+            )
+            yield a, b
 
 
 def _through(a: Reader, rules: Rules, b: Reader) -> RuledView:
@@ -271,44 +304,6 @@ def _text(found: Any) -> str:
         case tuple():
             return repr(found[0])
     return f"a PerProcess of {len(found.blobs)} processes"
-
-
-def _equal(
-    ours: CheckpointView, mine: ArrayEntry, theirs: CheckpointView, other: ArrayEntry
-) -> bool:
-    """Whether digests alone prove that two arrays are equal."""
-    left, right = ours.unchanged_entry(mine.name), theirs.unchanged_entry(other.name)
-    if left is None or right is None:
-        return False
-    return same_digests(ours.checkpoint, left, theirs.checkpoint, right)
-
-
-def _values(
-    ours: tuple[CheckpointView, ArrayEntry],
-    theirs: tuple[CheckpointView, ArrayEntry],
-    name: str,
-    options: LoadOptions,
-    readers: tuple[ChunkReader, ChunkReader],
-) -> ArrayDifference | None:
-    mine, other = ours[1], theirs[1]
-    unequal, most_abs, most_rel = 0, 0.0, 0.0
-    same_dtype = mine.dtype == other.dtype
-    most = max(1, options.working_bytes // 8 // dtypes.from_name(other.dtype).itemsize)
-    for box in cut(Box.whole(other.shape), most):
-        a, b = (
-            read_made(v.checkpoint, e, v.recipe(e.name), box, options, reader)
-            for (v, e), reader in zip((ours, theirs), readers, strict=True)
-        )
-        bits = _unequal_bits(a, b) if same_dtype else None
-        if bits is not None and not bits.any():
-            continue
-        unequal += int(bits.sum()) if bits is not None else int((_wide(a) != _wide(b)).sum())
-        absolute, relative = _largest(a, b)
-        most_abs, most_rel = max(most_abs, absolute), max(most_rel, relative)
-    if not unequal:
-        return None
-    size = f"of {int(np.prod(other.shape))}"
-    return ArrayDifference(name, "value", "", size, unequal, most_abs, most_rel)
 
 
 def _unequal_bits(a: Array, b: Array) -> Any:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from operator import attrgetter
 
 import numpy as np
 
 from unickpt.arrays import dtypes
-from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
 from unickpt.commit.messages import Notes
 from unickpt.errors import (
@@ -26,7 +24,6 @@ from unickpt.errors import (
     UnsupportedLeaf,
 )
 from unickpt.foreign import crc32
-from unickpt.format.index import ArrayEntry
 from unickpt.format.writer import Plan, PlannedFile
 from unickpt.frameworks.budget import MemoryBudget
 from unickpt.frameworks.host_memory import HostBuffers
@@ -35,14 +32,13 @@ from unickpt.loading.views import CheckpointView
 from unickpt.reading.options import LoadOptions
 from unickpt.storage.errors import Failed, system_calls, writing_failed
 from unickpt.threads import in_batches
-from unickpt.tools.destinations import Destination, Write
-from unickpt.tools.file_pieces import Piece, Pieces, Share
-from unickpt.tools.slabs import Held, check_rest, read_boxes
+from unickpt.tools.destinations import ExportDestination, Write
+from unickpt.tools.file_pieces import FilePiece, FileShare, FileSplitter
+from unickpt.tools.slabs import Buffered, Slabs, check_rest, read_boxes
 
 # Shares of the budget: a slab that is written, one that is read ahead, and what reading it needs.
 _SLABS = 6
 _COPIED_AT_ONCE = 8 << 20
-_BEGIN, _WRITTEN, _COMMITTED = "begin", "written", "committed"
 Sums = dict[str, dict[int, tuple[int, int]]]
 """By file and number of its data: CRC-32 and length, in bytes, of what a process wrote of it."""
 
@@ -64,7 +60,7 @@ class ExportJob:
         self,
         view: CheckpointView,
         plan: Plan,
-        destination: Destination,
+        destination: ExportDestination,
         group: Group,
         budget_bytes: int,
         timeout_s: float,
@@ -80,7 +76,8 @@ class ExportJob:
             for name, entry in view.index.arrays.items()
         }
         itemsizes = {n: dtypes.from_name(e.dtype).itemsize for n, e in self._entries.items()}
-        self._pieces = Pieces(itemsizes)
+        self._pieces = FileSplitter(itemsizes)
+        self._notes: Notes | None = None
         self.written_bytes = self.count = 0
         """Bytes of arrays that this process wrote, and in how many pieces."""
 
@@ -117,51 +114,56 @@ class ExportJob:
             ProcessFailed, SaveTimeout: another process failed, or is late.
             StorageError: the storage failed.
         """
-        if self._group.count == 1:
-            with self._translating():
-                try:
-                    self._to.check(overwrite)
-                    self._complete([self._write_own()])
-                    verify()
-                    self._to.commit(self._plan.files)
-                except BaseException:
-                    with suppress(Exception):
-                        self._to.discard()
-                        self._to.discard_all()
-                    raise
-                finally:
-                    self._to.close()
-            return
-        notes = Notes(self._to.notes, self._group, self._to.context, self._timeout_s)
-        with self._translating(), self._together(notes):
-            if self._group.index == 0:
-                self._check_new(notes)
+        if self._group.count > 1:
+            self._notes = Notes(self._to.notes, self._group, self._to.context, self._timeout_s)
+        is_first = self._group.index == 0
+        with self._translating(), self._together():
+            if is_first:
+                self._check_new()
                 self._to.check(overwrite)
-                notes.put(_BEGIN, b"")
-            else:
-                self._wait(notes, lambda there: _BEGIN in there)
-            sums = self._write_own(notes.poll_now_and_then)
-            notes.put(_done(self._group.index), json.dumps(sums).encode())
-            if self._group.index == 0:
-                every = [_done(process) for process in range(self._group.count)]
-                self._wait(notes, lambda there: there.issuperset(every))
-                self._complete([_sums(notes.get(name)) for name in every])
-                notes.put(_WRITTEN, b"")
-            else:
-                self._wait(notes, lambda there: _WRITTEN in there)
+            self._after_first("begin")
+            sums = self._write_own()
+            every = self._from_all("done", json.dumps(sums).encode())
+            if is_first:
+                self._complete([_sums(data) for data in every])
+            self._after_first("written")
             try:
                 verify()
             except CheckpointCorrupt:
-                notes.poll()  # or is it that another failed, and took away what it had written?
+                if self._notes is not None:
+                    self._notes.poll()  # or is it that another failed, and removed what it wrote?
                 raise
-            notes.put(_verified(self._group.index), b"")
-            if self._group.index == 0:
-                all_of_them = [_verified(process) for process in range(self._group.count)]
-                self._wait(notes, lambda there: there.issuperset(all_of_them))
+            self._from_all("verified", b"")
+            if is_first:
                 self._to.commit(self._plan.files)
-                notes.put(_COMMITTED, b"")
-            else:
-                self._wait(notes, lambda there: _COMMITTED in there)
+            self._after_first("committed")
+
+    # --- the other processes -------------------------------------------------------------------
+
+    def _after_first(self, note: str) -> None:
+        """Goes on when the first process is here."""
+        if self._notes is None:
+            return
+        if self._group.index == 0:
+            self._notes.put(note, b"")
+        else:
+            self._wait(self._notes, lambda there: note in there)
+
+    def _from_all(self, note: str, data: bytes) -> Iterable[bytes]:
+        """What all processes say, for the first one, which waits for all; read when it is used."""
+        if self._notes is None:
+            return [data]
+        names = [f"{note}-{process:05d}" for process in range(self._group.count)]
+        self._notes.put(names[self._group.index], data)
+        if self._group.index > 0:
+            return []
+        self._wait(self._notes, lambda there: there.issuperset(names))
+        return map(self._notes.get, names)
+
+    def _check_others(self) -> None:
+        """Raises if another process has failed."""
+        if self._notes is not None:
+            self._notes.poll_now_and_then()
 
     @contextmanager
     def _translating(self) -> Iterator[None]:
@@ -171,30 +173,30 @@ class ExportJob:
             raise writing_failed(error, f"exporting to {self._to.name}") from error
 
     @contextmanager
-    def _together(self, notes: Notes) -> Iterator[None]:
+    def _together(self) -> Iterator[None]:
         """Tells the others of an error; the last process that leaves removes what remains."""
-        failed = True
+        notes, failed = self._notes, True
         try:
             yield
             failed = False
         except BaseException as error:
-            if not isinstance(error, ProcessFailed):
+            if notes is not None and not isinstance(error, ProcessFailed):
                 notes.publish_error(error, settles=True, refused=False)
             with suppress(Exception):
                 self._to.discard()
             raise
         finally:
             with suppress(Exception):
-                left, _ = notes.leave(0)
-                if len(left) == self._group.count:
-                    if failed:
-                        self._to.discard_all()
+                left = 1 if notes is None else len(notes.leave(0)[0])
+                if left == self._group.count and failed:
+                    self._to.discard_all()
+                if left == self._group.count and notes is not None:
                     self._to.notes.remove(self._to.context)
             self._to.close()
 
-    def _check_new(self, notes: Notes) -> None:
+    def _check_new(self) -> None:
         """Refuses the name of an attempt that was used before, whose notes would count as new."""
-        if notes.poll():
+        if self._notes is not None and self._notes.poll():
             raise SaveConflict(
                 f"{self._to.name}: this attempt to export was made before; the session of a "
                 "ProcessGroup must be new for every run of the job"
@@ -211,7 +213,7 @@ class ExportJob:
 
     # --- this process's part -------------------------------------------------------------------
 
-    def _write_own(self, check_others: Callable[[], None] = lambda: None) -> Sums:
+    def _write_own(self) -> Sums:
         """Writes this process's part of all files but those that one process writes at the end."""
         index, count = self._group.index, self._group.count
         files = [file for file in self._plan.files if not self._is_left(file)]
@@ -224,14 +226,14 @@ class ExportJob:
         sums: Sums = {}
         for share in shares:
             with self._to.opened(share.file) as write:
-                found = self._write_share(share, write, check_others)
+                found = self._write_share(share, write)
                 if self._to.whole_files:
                     self._write_texts(share.file, [found], write)
                 elif share.file.ending is not None:
                     sums[share.file.name] = found
         for file in [file for file in files if not file.data][index::count]:
             self._write_dataless(file)
-            check_others()
+            self._check_others()
         check_rest(self._view.checkpoint, self._group)
         return sums
 
@@ -239,49 +241,29 @@ class ExportJob:
         """Whether a file is written by one process, after all others."""
         return file.last and (self._to.whole_files or not file.data)
 
-    def _write_share(
-        self, share: Share, write: Write, check_others: Callable[[], None] = lambda: None
-    ) -> dict[int, tuple[int, int]]:
+    def _write_share(self, share: FileShare, write: Write) -> dict[int, tuple[int, int]]:
         sums: dict[int, tuple[int, int]] = {}
-        pieces = self._pieces.cut(share, self._slab_bytes)
-        for piece, (array, memory) in self._read(pieces):
-            data = _bytes_of(array)
-            write(piece.offset, data)
-            if share.file.ending is not None:
-                crc, length = sums.get(piece.data, (0, 0))
-                sums[piece.data] = zlib.crc32(data, crc), length + piece.nbytes
-            del data, array
-            self._buffers.give(memory)
-            self.written_bytes += piece.nbytes
-            self.count += 1
-            self._progress(self.written_bytes, self._total)
-            check_others()
+        pieces = list(self._pieces.cut(share, self._slab_bytes))
+        slabs = in_batches(pieces, None, self._slab_bytes, attrgetter("nbytes"))
+        with closing(Slabs(slabs, self._read_slab)) as read:
+            for piece in pieces:
+                array, memory = read.take(piece)
+                data = _bytes_of(array)
+                write(piece.offset, data)
+                if share.file.ending is not None:
+                    crc, length = sums.get(piece.data, (0, 0))
+                    sums[piece.data] = zlib.crc32(data, crc), length + piece.nbytes
+                del data, array
+                self._buffers.give(memory)
+                self.written_bytes += piece.nbytes
+                self.count += 1
+                self._progress(self.written_bytes, self._total)
+                self._check_others()
         return sums
 
-    def _read(self, pieces: Iterator[Piece]) -> Iterator[tuple[Piece, Held]]:
-        """Reads pieces, one slab ahead."""
-        slabs = in_batches(pieces, None, self._slab_bytes, attrgetter("nbytes"))
-        with ThreadPoolExecutor(1, thread_name_prefix="unickpt-export") as pool:
-            slab = next(slabs, None)
-            reading = None if slab is None else pool.submit(self._read_slab, slab)
-            while slab is not None and reading is not None:
-                found = reading.result()
-                following = next(slabs, None)
-                if following is not None:
-                    reading = pool.submit(self._read_slab, following)
-                for piece in slab:
-                    yield piece, found.pop(0)
-                slab = following
-
-    def _read_slab(self, slab: Sequence[Piece]) -> list[Held]:
-        by_array: dict[str, tuple[ArrayEntry, list[Box]]] = {}
-        at = []
-        for piece in slab:
-            _, boxes = by_array.setdefault(piece.array, (self._entries[piece.array], []))
-            at.append((piece.array, len(boxes)))
-            boxes.append(piece.box)
-        found = read_boxes(self._view, by_array, self._reading, self._buffers)
-        return [found[name][position] for name, position in at]
+    def _read_slab(self, slab: Sequence[FilePiece]) -> list[Buffered]:
+        boxes = [(self._entries[piece.array], piece.box) for piece in slab]
+        return read_boxes(self._view, boxes, self._reading, self._buffers)
 
     # --- files as a whole ----------------------------------------------------------------------
 
@@ -297,7 +279,7 @@ class ExportJob:
                 self._write_dataless(file)
                 continue
             with self._to.opened(file) as write:
-                share = Share(file, 0, self._pieces.nbytes(file))
+                share = FileShare(file, 0, self._pieces.nbytes(file))
                 self._write_texts(file, [self._write_share(share, write)], write)
         check_rest(self._view.checkpoint, self._group)
 
@@ -339,14 +321,6 @@ def _joined(parts: Iterator[tuple[int, int] | None]) -> int:
 def _bytes_of(array: Array) -> memoryview:
     little = array if sys.byteorder == "little" else array.byteswap()
     return np.ascontiguousarray(little).reshape(-1).view(np.uint8).data
-
-
-def _done(process: int) -> str:
-    return f"done-{process:05d}"
-
-
-def _verified(process: int) -> str:
-    return f"verified-{process:05d}"
 
 
 def _sums(data: bytes) -> Sums:

@@ -21,7 +21,7 @@ from unickpt.reading.options import LoadOptions
 from unickpt.saving.options import SaveOptions, SaveReport
 from unickpt.storage import paths
 from unickpt.tools import difference
-from unickpt.tools.destinations import Destination, destination
+from unickpt.tools.destinations import ExportDestination, destination
 from unickpt.tools.export_job import ExportJob
 from unickpt.trees import tree_json
 from unickpt.trees.tree import Opaque
@@ -99,7 +99,7 @@ def export(
     )
 
 
-def written(to: Destination) -> Reader:
+def written(to: ExportDestination) -> Reader:
     """What was written, as a checkpoint.
 
     Raises:
@@ -112,7 +112,7 @@ def written(to: Destination) -> Reader:
 
 
 def _verify(
-    view: CheckpointView, plan: Plan, to: Destination, group: Group, options: LoadOptions
+    view: CheckpointView, plan: Plan, to: ExportDestination, group: Group, options: LoadOptions
 ) -> None:
     """Compares what was written with the source; each process some of the arrays."""
     reader = written(to).checking()

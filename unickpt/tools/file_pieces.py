@@ -16,7 +16,7 @@ _TOLERANCE = 8
 
 
 @dataclass(frozen=True)
-class Piece:
+class FilePiece:
     """A box of an array, whose elements follow each other in a file.
 
     Arguments:
@@ -35,7 +35,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Share:
+class FileShare:
     """What one process writes of one file.
 
     Arguments:
@@ -48,7 +48,7 @@ class Share:
     end: int
 
 
-class Pieces:
+class FileSplitter:
     """Divides files.
 
     Arguments:
@@ -67,7 +67,7 @@ class Pieces:
 
     def shares(
         self, files: Sequence[PlannedFile], process: int, count: int, whole: bool
-    ) -> list[Share]:
+    ) -> list[FileShare]:
         """What a process writes, in order; all processes together write everything once.
 
         Arguments:
@@ -86,7 +86,7 @@ class Pieces:
             start = end - self.nbytes(file)
             begin, stop = max(low, start), min(high, end)
             if begin < stop:
-                found.append(Share(file, begin - start, stop - start))
+                found.append(FileShare(file, begin - start, stop - start))
         return found
 
     def _bound(
@@ -117,7 +117,7 @@ class Pieces:
             before += size
         return at
 
-    def cut(self, share: Share, most_bytes: int) -> Iterator[Piece]:
+    def cut(self, share: FileShare, most_bytes: int) -> Iterator[FilePiece]:
         """The pieces of a share, by ascending offsets.
 
         Arguments:
@@ -138,6 +138,6 @@ class Pieces:
                         start = tuple(a + b for a, b in zip(data.box.start, box.start, strict=True))
                         ends = tuple(a + b for a, b in zip(data.box.start, box.stop, strict=True))
                         nbytes = box.size * itemsize
-                        yield Piece(number, data.array, Box(start, ends), offset, nbytes)
+                        yield FilePiece(number, data.array, Box(start, ends), offset, nbytes)
                         offset += nbytes
             before += size

@@ -1,4 +1,4 @@
-"""The arithmetic of a merge, on blocks of elements.
+"""The arithmetic of a merge, on blocks of elements, and what it has to know of whole arrays.
 
 Pure functions of NumPy arrays. All is done in float64 (complex128 for complex numbers).
 """
@@ -6,7 +6,7 @@ Pure functions of NumPy arrays. All is done in float64 (complex128 for complex n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,7 +16,7 @@ import xxhash
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array, DType
-from unickpt.tools.merge_methods import Dare
+from unickpt.tools.merge_methods import Dare, Slerp, Ties, slerp_weights
 
 BLOCK = 1 << 15
 """Elements that are computed at once; their float64 copies stay in the cache."""
@@ -56,95 +56,71 @@ Formula = Callable[[Sequence[Array], Span], Array]
 float64 or complex128, makes those of the result."""
 
 
-@dataclass(frozen=True)
-class Sum:
+def weighted_sum(weights: Sequence[float], inputs: Sequence[Array], span: Span) -> Array:
     """A weighted sum."""
-
-    weights: tuple[float, ...]
-
-    def __call__(self, inputs: Sequence[Array], span: Span) -> Array:
-        total: Array = inputs[0] * self.weights[0]
-        for weight, block in zip(self.weights[1:], inputs[1:], strict=True):
-            total += block * weight
-        return total
+    total: Array = inputs[0] * weights[0]
+    for weight, block in zip(weights[1:], inputs[1:], strict=True):
+        total += block * weight
+    return total
 
 
-@dataclass(frozen=True)
-class Average:
-    """The sum, divided by the number of inputs: `Sum` would round 1/3 before it is used."""
-
-    def __call__(self, inputs: Sequence[Array], span: Span) -> Array:
-        total: Array = inputs[0].copy()
-        for block in inputs[1:]:
-            total += block
-        return total / len(inputs)
+def average(inputs: Sequence[Array], span: Span) -> Array:
+    """The sum, divided by the number of inputs: `weighted_sum` would round 1/3 before its use."""
+    total: Array = inputs[0].copy()
+    for block in inputs[1:]:
+        total += block
+    return total / len(inputs)
 
 
-@dataclass(frozen=True)
-class Differences:
+def add_differences(weights: Sequence[float], inputs: Sequence[Array], span: Span) -> Array:
     """The base, plus a weighted sum of the sources' differences from it."""
-
-    weights: tuple[float, ...]
-
-    def __call__(self, inputs: Sequence[Array], span: Span) -> Array:
-        *sources, base = inputs
-        total: Array = base.copy()
-        for weight, block in zip(self.weights, sources, strict=True):
-            total += (block - base) * weight
-        return total
+    *sources, base = inputs
+    total: Array = base.copy()
+    for weight, block in zip(weights, sources, strict=True):
+        total += (block - base) * weight
+    return total
 
 
-@dataclass(frozen=True)
-class RandomDifferences:
+def add_random_differences(
+    weights: Sequence[float], method: Dare, name: str, inputs: Sequence[Array], span: Span
+) -> Array:
     """The same, of differences of which most elements are dropped.
 
     Arguments:
         weights: of the sources.
         method: how many to drop, and the seed.
         name: of the array.
+        inputs, span: see `Formula`.
     """
-
-    weights: tuple[float, ...]
-    method: Dare
-    name: str
-
-    def __call__(self, inputs: Sequence[Array], span: Span) -> Array:
-        *sources, base = inputs
-        total: Array = base.copy()
-        for number, (weight, block) in enumerate(zip(self.weights, sources, strict=True)):
-            kept = is_kept(self.method, self.name, number, span.positions)
-            factor = weight / (1 - self.method.drop)
-            total += np.where(kept, (block - base) * factor, 0)
-        return total
+    *sources, base = inputs
+    total: Array = base.copy()
+    for number, (weight, block) in enumerate(zip(weights, sources, strict=True)):
+        kept = is_kept(method, name, number, span.positions)
+        total += np.where(kept, (block - base) * (weight / (1 - method.drop)), 0)
+    return total
 
 
-@dataclass(frozen=True)
-class Elected:
+def add_elected(
+    thresholds: Sequence[float], scale: float, wide: bool, inputs: Sequence[Array], span: Span
+) -> Array:
     """The base, plus the mean of the large differences whose sign prevails.
 
     Arguments:
         thresholds: for each source, the smallest magnitude that is kept.
         scale: of the merged difference.
         wide: whether magnitudes are compared as float64.
+        inputs, span: see `Formula`.
     """
-
-    thresholds: tuple[float, ...]
-    scale: float
-    wide: bool
-
-    def __call__(self, inputs: Sequence[Array], span: Span) -> Array:
-        *sources, base = inputs
-        trimmed = []
-        for threshold, block in zip(self.thresholds, sources, strict=True):
-            difference = block - base
-            kept = magnitudes(difference, self.wide) >= threshold
-            trimmed.append(np.where(kept, difference, 0))
-        sign = np.sign(sum(trimmed))
-        agreeing = [np.where(np.sign(one) == sign, one, 0) for one in trimmed]
-        count = sum((one != 0).astype(np.float64) for one in agreeing)
-        mean = sum(agreeing) / np.maximum(count, 1)
-        found: Array = base + self.scale * mean
-        return found
+    *sources, base = inputs
+    trimmed = []
+    for threshold, block in zip(thresholds, sources, strict=True):
+        difference = block - base
+        trimmed.append(np.where(magnitudes(difference, wide) >= threshold, difference, 0))
+    sign = np.sign(sum(trimmed))
+    agreeing = [np.where(np.sign(one) == sign, one, 0) for one in trimmed]
+    count = sum((one != 0).astype(np.float64) for one in agreeing)
+    found: Array = base + scale * (sum(agreeing) / np.maximum(count, 1))
+    return found
 
 
 def magnitudes(difference: Array, wide: bool) -> Array:
@@ -237,3 +213,117 @@ def merge_box(
 def _saturates_above(dtype: DType) -> float:
     """The magnitude above which a dtype without infinities and NaN takes its largest number."""
     return 7.0 if dtypes.name_of(dtype) == "float4_e2m1fn" else math.inf
+
+
+# --- what has to be known of whole arrays --------------------------------------------------------
+# It does not depend on how an array is cut into pieces: elements come in row-major order, in pieces
+# of whole blocks.
+
+
+ElementPieces = Callable[[], Iterator[Sequence[Array]]]
+"""Goes through an array once: its elements in all inputs, one-dimensional, in row-major order, in
+pieces of whole blocks (the last one may be shorter)."""
+_BITS = 16  # of a key that are counted in one pass
+
+
+class NotFinite(Exception):
+    """An input has NaN or infinite elements; its argument is the number of the input."""
+
+
+def blocks_of(pieces: ElementPieces) -> Iterator[list[Array]]:
+    """The elements of an array in all inputs, in the dtype of the arithmetic, block by block.
+
+    Raises:
+        NotFinite: an element is NaN or infinite.
+    """
+    for piece in pieces():
+        for first in range(0, len(piece[0]), BLOCK):
+            blocks = [one[first : first + BLOCK] for one in piece]
+            with np.errstate(all="ignore"):
+                wide = [block.astype(wide_dtype(block.dtype)) for block in blocks]
+                for number, block in enumerate(wide):
+                    if not is_finite(block):
+                        raise NotFinite(number)
+            yield wide
+
+
+def slerp_statistics(method: Slerp, pieces: ElementPieces) -> list[float]:
+    """The weights of two arrays in their spherical interpolation; see `Slerp`. NaN if the squares
+    of their elements are too large for float64.
+
+    Raises:
+        NotFinite: an element is NaN or infinite.
+    """
+    sums: tuple[list[float], ...] = ([], [], [])
+    for a, b in blocks_of(pieces):
+        x, y = a.view(np.float64), b.view(np.float64)  # complex numbers as pairs
+        with np.errstate(over="ignore"):
+            for total, product in zip(sums, (x * x, y * y, x * y), strict=True):
+                total.append(float(product.sum()))
+    try:
+        weights, _ = slerp_weights(method.t, *map(math.fsum, sums))
+    except (OverflowError, ValueError):  # of squares above the largest float64
+        return [math.nan, math.nan]
+    return list(weights)
+
+
+def ties_statistics(method: Ties, pieces: ElementPieces, size: int, wide: bool) -> list[float]:
+    """For each source, the smallest magnitude of its differences from the base that is kept.
+
+    Arguments:
+        method: how many are kept.
+        pieces: of the sources and the base; passed through once for each 16 bits of a magnitude.
+        size: elements of the array.
+        wide: see `magnitudes`.
+
+    Raises:
+        NotFinite: an element is NaN or infinite.
+    """
+    kept = max(1, math.floor(method.density * size))
+    bits = 64 if wide else 32
+    selections: list[KthLargest] = []
+    for _ in range(bits // _BITS):
+        for *sources, base in blocks_of(pieces):
+            selections = selections or [KthLargest(kept, bits) for _ in sources]
+            for selection, source in zip(selections, sources, strict=True):
+                found = magnitudes(source - base, wide)
+                selection.add(found.view(np.uint64 if wide else np.uint32))
+        for selection in selections:
+            selection.end_pass()
+    floats = np.float64 if wide else np.float32
+    keys = np.array([one.prefix for one in selections], np.uint64 if wide else np.uint32)
+    return [float(value) for value in keys.view(floats)]
+
+
+class KthLargest:
+    """The k-th largest of many unsigned integers, in several passes over them.
+
+    Each pass counts 16 bits, from the highest to the lowest, of the integers whose higher bits are
+    those of the result.
+
+    Arguments:
+        k: 1 for the largest.
+        bits: of an integer, a multiple of 16.
+    """
+
+    def __init__(self, k: int, bits: int) -> None:
+        self._k, self._shift, self._first = k, bits - _BITS, True
+        self.prefix = 0
+        """The bits of the result that are known."""
+        self._counts = np.zeros(1 << _BITS, np.int64)
+
+    def add(self, keys: Array) -> None:
+        kind = keys.dtype.type
+        if not self._first:
+            keys = keys[keys >> kind(self._shift + _BITS) == kind(self.prefix)]
+        digits = (keys >> kind(self._shift)) & kind((1 << _BITS) - 1)
+        self._counts += np.bincount(digits.astype(np.int64), minlength=1 << _BITS)
+
+    def end_pass(self) -> None:
+        """Ends a pass over all integers."""
+        above = np.cumsum(self._counts[::-1])
+        at = int(np.searchsorted(above, self._k))
+        self._k -= int(above[at - 1]) if at else 0
+        self.prefix = self.prefix << _BITS | (1 << _BITS) - 1 - at
+        self._first, self._shift = False, self._shift - _BITS
+        self._counts[:] = 0

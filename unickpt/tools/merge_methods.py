@@ -39,6 +39,15 @@ class Method:
     """Whether each input has one weight for all elements, so that NaN only makes NaN."""
     has_signs: ClassVar[bool] = False
     """Whether it compares signs, which complex numbers lack."""
+    limits: ClassVar[tuple[tuple[str, float, float], ...]] = ()
+    """Parameters that are numbers, with the least and the largest value."""
+
+    def __post_init__(self) -> None:
+        for name, low, high in self.limits:
+            _check_range(name, getattr(self, name), low, high)
+        better = getattr(self, "better", "lower")
+        if better not in ("lower", "higher"):
+            raise ValueError(f"better={better!r} must be 'lower' or 'higher'")
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -75,15 +84,11 @@ class ByMetric(Method):
     """
 
     name = "metric"
+    limits = (("penalty", 0, math.inf),)
     is_linear = True
     metric: str = "loss"
     penalty: float = 1.0
     better: Literal["lower", "higher"] = "lower"
-
-    def __post_init__(self) -> None:
-        _check_range("penalty", self.penalty, 0, math.inf)
-        if self.better not in ("lower", "higher"):
-            raise ValueError(f"better={self.better!r} must be 'lower' or 'higher'")
 
 
 @dataclass(frozen=True)
@@ -96,11 +101,9 @@ class ByStep(Method):
     """
 
     name = "step"
+    limits = (("penalty", 0, math.inf),)
     is_linear = True
     penalty: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check_range("penalty", self.penalty, 0, math.inf)
 
 
 @dataclass(frozen=True)
@@ -113,11 +116,9 @@ class Ema(Method):
     """
 
     name = "ema"
+    limits = (("decay", 0, 1),)
     is_linear = True
     decay: float = 0.9
-
-    def __post_init__(self) -> None:
-        _check_range("decay", self.decay, 0, 1)
 
 
 @dataclass(frozen=True)
@@ -132,10 +133,8 @@ class Slerp(Method):
     """
 
     name = "slerp"
+    limits = (("t", 0, 1),)
     t: float = 0.5
-
-    def __post_init__(self) -> None:
-        _check_range("t", self.t, 0, 1)
 
 
 @dataclass(frozen=True)
@@ -161,14 +160,14 @@ class Ties(Method):
     """
 
     name = "ties"
+    limits = (("density", 0, 1), ("scale", -math.inf, math.inf))
     needs_base = True
     has_signs = True
     density: float = 0.2
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_range("density", self.density, 0, 1)
-        _check_range("scale", self.scale, -math.inf, math.inf)
+        Method.__post_init__(self)
         if not self.density > 0:
             raise ValueError("density=0 keeps nothing; it must be above 0")
 
@@ -187,13 +186,14 @@ class Dare(Method):
     """
 
     name = "dare"
+    limits = (("drop", 0, 1),)
     needs_base = True
     takes_weights = True
     drop: float = 0.9
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _check_range("drop", self.drop, 0, 1)
+        Method.__post_init__(self)
         if self.drop == 1:
             raise ValueError("drop=1 drops everything; it must be below 1")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
@@ -229,8 +229,7 @@ class Search(Method):
     def __post_init__(self) -> None:
         if not callable(self.score):
             raise TypeError("score must be a function of a checkpoint")
-        if self.better not in ("lower", "higher"):
-            raise ValueError(f"better={self.better!r} must be 'lower' or 'higher'")
+        Method.__post_init__(self)
         if isinstance(self.trials, bool) or not isinstance(self.trials, int) or self.trials < 1:
             raise ValueError(f"trials={self.trials!r} must be an integer, at least 1")
         _check_range("low", self.low, -math.inf, math.inf)

@@ -14,15 +14,15 @@ from unickpt.frameworks.process_group import Group, all_gather_bytes
 from unickpt.reading.checkpoint import Checkpoint
 from unickpt.tools.merge_methods import Search
 
-Weights = tuple[float, ...]
+SourceWeights = tuple[float, ...]
 
 
 def search(
     method: Search,
     group: Group,
-    start: Weights,
-    merged: Callable[[Weights], Checkpoint],
-) -> tuple[Weights, float]:
+    start: SourceWeights,
+    merged: Callable[[SourceWeights], Checkpoint],
+) -> tuple[SourceWeights, float]:
     """The best weights that were tried, and their score; the same on all processes.
 
     Process 0 has the optimiser, and tells the others what to try.
@@ -38,9 +38,10 @@ def search(
         ProcessFailed: another process failed.
     """
     trials = _Trials(method, group, merged)
-    if group.index > 0:
-        return trials.follow()
     try:
+        if group.index > 0:
+            trials.follow()
+            return trials.best
         minimize = _optimiser()
         first = tuple(min(max(weight, method.low), method.high) for weight in start)
         trials.cost(first)  # the optimiser moves what is close to a bound
@@ -49,14 +50,38 @@ def search(
         if method.trials > 1 and radius:
             options = {"maxfev": method.trials - 1, "initial_tr_radius": radius}
             minimize(trials.cost, first, method="COBYQA", bounds=bounds, options=options)
-    except _TrialFailed:
-        raise trials.error or AssertionError("a trial has failed") from None
+    except _TrialFailed as failed:
+        raise failed.args[0] from None
     except Exception as error:
-        with suppress(Exception):
-            trials.end(error)
+        if group.index == 0:
+            with suppress(Exception):
+                trials.order({"error": f"{type(error).__name__}: {error}"})
         raise
-    trials.end(None)
+    trials.order({})
     return trials.best
+
+
+def on_all(group: Group, work: Callable[[], Any]) -> list[Any]:
+    """What the work of each process gives, as JSON has it; called by all of them.
+
+    Raises:
+        Exception: that of this process's work.
+        ProcessFailed: another process's work failed.
+    """
+    found: Any = None
+    error: Exception | None = None
+    try:
+        found = work()
+    except Exception as raised:
+        error = raised
+    told = {"found": found, "error": "" if error is None else f"{type(error).__name__}: {error}"}
+    everyone = [json.loads(said) for said in all_gather_bytes(group, json.dumps(told).encode())]
+    if error is not None:
+        raise error
+    for process, said in enumerate(everyone):
+        if said["error"]:
+            raise ProcessFailed(f"process {process} failed: {said['error']}")
+    return [said["found"] for said in everyone]
 
 
 def _optimiser() -> Callable[..., Any]:
@@ -71,79 +96,66 @@ def _optimiser() -> Callable[..., Any]:
 
 
 class _TrialFailed(Exception):
-    """A trial failed on a process, and all processes know it."""
+    """A trial failed on a process, and all processes know it; its argument is the error."""
 
 
 class _Trials:
     """The trials, which all processes merge and score together."""
 
     def __init__(
-        self, method: Search, group: Group, merged: Callable[[Weights], Checkpoint]
+        self, method: Search, group: Group, merged: Callable[[SourceWeights], Checkpoint]
     ) -> None:
         self._method, self._group, self._merged = method, group, merged
-        self.error: Exception | None = None
-        self._found: list[tuple[float, Weights]] = []
+        self._sign = -1 if method.better == "higher" else 1
+        self._costs: dict[SourceWeights, float] = {}
 
     @property
-    def best(self) -> tuple[Weights, float]:
+    def best(self) -> tuple[SourceWeights, float]:
         """The weights with the best score, the first of them, and the score.
 
         Raises:
             MergeError: no score is finite.
         """
-        cost, weights = min(self._found, key=lambda found: found[0])
+        weights, cost = min(self._costs.items(), key=lambda tried: tried[1])
         if not math.isfinite(cost):
-            raise MergeError(f"the best score of {len(self._found)} trials is {cost}")
-        return weights, -cost if self._method.better == "higher" else cost
+            raise MergeError(f"the best score of {len(self._costs)} trials is {cost}")
+        return weights, self._sign * cost
 
     def cost(self, weights: Sequence[float]) -> float:
         """What the optimiser of process 0 makes small.
 
         Raises:
-            _TrialFailed: a process failed; see `error`.
+            _TrialFailed: a process failed.
         """
         wanted = tuple(map(float, weights))
-        for cost, tried in self._found:
-            if tried == wanted:
-                return cost
-        self._order({"weights": wanted})
-        return self._try(wanted)
+        if wanted not in self._costs:
+            self.order({"weights": wanted})
+            self._try(wanted)
+        return self._costs[wanted]
 
-    def follow(self) -> tuple[Weights, float]:
+    def follow(self) -> None:
         """Tries what process 0 says, up to the end."""
-        while True:
-            order = json.loads(all_gather_bytes(self._group, b"{}")[0])
-            if order.get("error"):
+        while order := self.order({}):
+            if "error" in order:
                 raise ProcessFailed(f"process 0 failed: {order['error']}")
-            if not order:
-                return self.best
-            try:
-                self._try(tuple(order["weights"]))
-            except _TrialFailed:
-                raise self.error or AssertionError("a trial has failed") from None
+            self._try(tuple(order["weights"]))
 
-    def end(self, error: Exception | None) -> None:
-        """Ends the search on all processes."""
-        self._order({} if error is None else {"error": f"{type(error).__name__}: {error}"})
+    def order(self, mine: dict[str, Any]) -> dict[str, Any]:
+        """What process 0 says is next: weights to try; nothing at the end; or its error."""
+        found: dict[str, Any] = json.loads(
+            all_gather_bytes(self._group, json.dumps(mine).encode())[0]
+        )
+        return found
 
-    def _order(self, order: dict[str, Any]) -> None:
-        all_gather_bytes(self._group, json.dumps(order).encode())
-
-    def _try(self, weights: Weights) -> float:
-        score, told = 0.0, ""
+    def _try(self, weights: SourceWeights) -> None:
         try:
-            score = float(self._method.score(self._merged(weights)))
-            if math.isnan(score):
-                raise MergeError(f"the score of the weights {list(weights)} is nan")
+            scores = on_all(self._group, lambda: self._score(weights))
         except Exception as error:
-            self.error, told = error, f"{type(error).__name__}: {error}"
-        mine = json.dumps([score, told]).encode()
-        everyone = [json.loads(said) for said in all_gather_bytes(self._group, mine)]
-        for process, (_, problem) in enumerate(everyone):
-            if problem:
-                self.error = self.error or ProcessFailed(f"process {process} failed: {problem}")
-        if self.error is not None:
-            raise _TrialFailed
-        cost = float(everyone[0][0]) * (-1 if self._method.better == "higher" else 1)
-        self._found.append((cost, weights))
-        return cost
+            raise _TrialFailed(error) from None
+        self._costs[weights] = self._sign * float(scores[0])
+
+    def _score(self, weights: SourceWeights) -> float:
+        score = float(self._method.score(self._merged(weights)))
+        if math.isnan(score):
+            raise MergeError(f"the score of the weights {list(weights)} is nan")
+        return score

@@ -6,28 +6,26 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from unickpt.arrays import dtypes
-from unickpt.arrays.box import Box, cut
-from unickpt.arrays.dtypes import Array
+from unickpt.arrays.box import Box
 from unickpt.errors import CheckpointNotFound, MergeError
 from unickpt.format.index import RESERVED, ArrayEntry
 from unickpt.frameworks.budget import MemoryBudget
 from unickpt.frameworks.host_memory import HostBuffers
 from unickpt.loading.provenance import Provenance
 from unickpt.loading.ruled_view import RuledView
-from unickpt.loading.views import CheckpointView, leaf_text, same_digests, stored_leaf
+from unickpt.loading.views import CheckpointView, leaf_text, stored_leaf
 from unickpt.reading import checkpoint
-from unickpt.reading.chunk_reader import read_made
 from unickpt.reading.listing import checkpoints_below
 from unickpt.reading.options import LoadOptions
 from unickpt.rules.rule_set import Rules
 from unickpt.storage import paths
 from unickpt.tools.conversion import convertible
+from unickpt.tools.difference import ComparedViews
 from unickpt.tools.merge_methods import Method, SourceFacts, weights_of
 from unickpt.tools.slabs import read_boxes
 
@@ -38,7 +36,7 @@ _MOST_ROWS = 50
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class MergeSource:
     """A source of a merge, or its base.
 
     Arguments:
@@ -81,8 +79,8 @@ class MergePlan:
     """
 
     method: Method
-    sources: tuple[Source, ...]
-    base: Source | None
+    sources: tuple[MergeSource, ...]
+    base: MergeSource | None
     weights: tuple[float, ...]
     from_last: tuple[str, ...] = ()
     values_differ: tuple[str, ...] = ()
@@ -90,12 +88,12 @@ class MergePlan:
     score: float | None = None
 
     @property
-    def inputs(self) -> tuple[Source, ...]:
+    def inputs(self) -> tuple[MergeSource, ...]:
         """The sources, and then the base if there is one."""
         return self.sources if self.base is None else (*self.sources, self.base)
 
     @property
-    def last(self) -> Source:
+    def last(self) -> MergeSource:
         return self.sources[-1]
 
     @property
@@ -120,14 +118,14 @@ class MergePlan:
         }
 
 
-def _told(source: Source) -> dict[str, Any]:
+def _told(source: MergeSource) -> dict[str, Any]:
     index, step = source.view.checkpoint.index, source.facts.step
     told = {"url": source.url, "step": step, "created": index.created, "attempt": index.attempt}
     return {name: value for name, value in told.items() if value not in (None, "")}
 
 
 @dataclass(frozen=True)
-class Request:
+class MergeRequest:
     """What is asked for; see `merge`."""
 
     sources: Sources
@@ -148,7 +146,7 @@ class Request:
             raise ValueError(f"how={self.method.name!r} has no base")
 
 
-def plan_merge(asked: Request) -> MergePlan:
+def plan_merge(asked: MergeRequest) -> MergePlan:
     """Opens and compares the sources; reads their indices, and arrays that are not merged.
 
     Raises: as `merge`, before anything is written.
@@ -183,7 +181,7 @@ def plan_merge(asked: Request) -> MergePlan:
 # --- opening --------------------------------------------------------------------------------------
 
 
-def _sources(asked: Request) -> list[checkpoint.Source]:
+def _sources(asked: MergeRequest) -> list[checkpoint.Source]:
     one = isinstance(asked.sources, str | os.PathLike | checkpoint.Checkpoint)
     if asked.last is None:
         if one:
@@ -219,7 +217,7 @@ def _rules(given: ManyRules, count: int, has_base: bool) -> list[Rules | None]:
     return found if has_base else [*found, None]
 
 
-def _source(given: checkpoint.Source, rules: Rules | None) -> Source:
+def _source(given: checkpoint.Source, rules: Rules | None) -> MergeSource:
     stored = checkpoint.opened(given).reader.checking()
     stored.check_total(stored.index.arrays.values())
     own = stored.index.metadata.get(RESERVED)
@@ -229,7 +227,9 @@ def _source(given: checkpoint.Source, rules: Rules | None) -> Source:
         step = None
     numbers = {n: _number(v) for n, v in metrics.items()} if isinstance(metrics, Mapping) else {}
     known = {name: value for name, value in numbers.items() if value is not None}
-    return Source(convertible(stored, rules, None), SourceFacts(stored.location.url, step, known))
+    return MergeSource(
+        convertible(stored, rules, None), SourceFacts(stored.location.url, step, known)
+    )
 
 
 def _number(stored: Any) -> float | None:
@@ -270,7 +270,7 @@ def _check(plan: MergePlan) -> None:
         )
 
 
-def _rows(plan: MergePlan, other: Source) -> Iterator[str]:
+def _rows(plan: MergePlan, other: MergeSource) -> Iterator[str]:
     """How a source differs from the last one."""
     ours, theirs = plan.last.view.index, other.view.index
     mine, found = ours.entries, theirs.entries
@@ -309,7 +309,7 @@ def _dtypes_that_differ(plan: MergePlan) -> Iterator[str]:
             yield name
 
 
-def _values_that_differ(sources: Sequence[Source]) -> Iterator[str]:
+def _values_that_differ(sources: Sequence[MergeSource]) -> Iterator[str]:
     """The names of plain and per-process values that are not the same in all sources."""
     held = [
         {
@@ -336,13 +336,17 @@ def _from_last(plan: MergePlan, integers: str, options: LoadOptions) -> tuple[st
     whole = [name for name, entry in arrays.items() if _kind(entry) not in ("float", "complex")]
     counts = _counts(plan, options)
     if integers == "equal":
-        differ = [name for name in whole if not _all_equal(plan, name, options)]
-        differ += [name for name, values in counts.items() if len(set(values)) > 1]
+        differ = [name for name, values in counts.items() if len(set(values)) > 1]
+        for other in plan.sources[:-1] if whole else ():
+            with ComparedViews(plan.last.view, other.view, options) as pair:
+                equal = [n for n in whole if pair.same_bits(plan.last.entry(n), other.entry(n))]
+            differ += set(whole) - set(equal) - set(differ)
         if differ:
-            names = ", ".join(map(repr, differ[:_MOST_ROWS]))
+            named = [name for name in (*whole, *counts) if name in differ]
+            names = ", ".join(map(repr, named[:_MOST_ROWS]))
             raise MergeError(
                 f"integers, bools, keys and counts cannot be merged, and these differ: {names}"
-                f"{', ...' if len(differ) > _MOST_ROWS else ''}; take those of the last source "
+                f"{', ...' if len(named) > _MOST_ROWS else ''}; take those of the last source "
                 "with integers='last', or drop them by rules"
             )
     taken = {*whole, *counts}
@@ -357,38 +361,8 @@ def _counts(plan: MergePlan, options: LoadOptions) -> dict[str, list[float]]:
     buffers = HostBuffers(0)
     values: dict[str, list[float]] = {name: [] for name in names}
     for source in plan.sources:
-        entries = {name: source.entry(name) for name in names}
-        wanted = {entry.name: (entry, [Box((), ())]) for entry in entries.values()}
-        found = read_boxes(source.view, wanted, options, buffers)
-        for name, entry in entries.items():
-            values[name].append(float(found[entry.name][0][0].astype(np.float64)))
+        boxes = [(source.entry(name), Box((), ())) for name in names]
+        found = read_boxes(source.view, boxes, options, buffers)
+        for name, (element, _) in zip(names, found, strict=True):
+            values[name].append(float(element.astype(np.float64)))
     return {n: found for n, found in values.items() if all(map(float.is_integer, found))}
-
-
-def _all_equal(plan: MergePlan, name: str, options: LoadOptions) -> bool:
-    mine = plan.last.entry(name)
-    for other in plan.sources[:-1]:
-        entry = other.entry(name)
-        if entry.dtype != mine.dtype or entry.prng != mine.prng:
-            return False
-        if _same_digests(plan.last, other, name):
-            continue
-        most = max(1, options.working_bytes // 4 // mine.itemsize)
-        for box in cut(Box.whole(mine.shape), most):
-            read = partial(_bits, box=box, options=options)
-            if read(plan.last.view, mine) != read(other.view, entry):
-                return False
-    return True
-
-
-def _same_digests(one: Source, other: Source, name: str) -> bool:
-    mine = one.view.unchanged_entry(one.entry(name).name)
-    found = other.view.unchanged_entry(other.entry(name).name)
-    if mine is None or found is None:
-        return False
-    return same_digests(one.view.checkpoint, mine, other.view.checkpoint, found)
-
-
-def _bits(view: CheckpointView, entry: ArrayEntry, box: Box, options: LoadOptions) -> bytes:
-    found: Array = read_made(view.checkpoint, entry, view.recipe(entry.name), box, options)
-    return found.tobytes()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box, cut, flat_range_to_boxes
 from unickpt.arrays.dtypes import Array
-from unickpt.errors import CheckpointExists, CheckpointNotFound, MergeError, ProcessFailed
+from unickpt.errors import CheckpointExists, CheckpointNotFound, MergeError
 from unickpt.format.index import RESERVED, ArrayEntry
 from unickpt.frameworks.budget import MemoryBudget
 from unickpt.frameworks.host_memory import HostBuffers
@@ -24,40 +24,24 @@ from unickpt.progress import Progress
 from unickpt.reading import checkpoint
 from unickpt.reading.options import LoadOptions
 from unickpt.saving.options import SaveOptions, SaveReport
-from unickpt.saving.task import SaveTask, call_metrics
+from unickpt.saving.task import SaveTask
 from unickpt.saving.write_plan import WriteItem
 from unickpt.storage import database, paths
 from unickpt.threads import in_batches
-from unickpt.tools.conversion import check_written, leaves_of
-from unickpt.tools.merge_arithmetic import (
-    BLOCK,
-    Average,
-    Differences,
-    Elected,
-    Formula,
-    RandomDifferences,
-    Sum,
-    merge_box,
+from unickpt.tools import merge_arithmetic, merge_methods
+from unickpt.tools.conversion import budgets, check_written, leaves_of, write_streamed
+from unickpt.tools.merge_arithmetic import BLOCK, ElementPieces, Formula, NotFinite
+from unickpt.tools.merge_methods import Method, Search, Slerp, Ties
+from unickpt.tools.merge_search import on_all, search
+from unickpt.tools.merge_sources import (
+    ManyRules,
+    MergePlan,
+    MergeRequest,
+    MergeSource,
+    Sources,
+    plan_merge,
 )
-from unickpt.tools.merge_methods import (
-    Dare,
-    Mean,
-    Method,
-    Search,
-    Slerp,
-    TaskArithmetic,
-    Ties,
-    method_of,
-)
-from unickpt.tools.merge_search import search
-from unickpt.tools.merge_sources import ManyRules, MergePlan, Request, Source, Sources, plan_merge
-from unickpt.tools.merge_statistics import (
-    NotFinite,
-    Pieces,
-    slerp_statistics,
-    ties_statistics,
-)
-from unickpt.tools.slabs import AHEAD, WRITER, Held, SlabSource, check_rest, read_boxes
+from unickpt.tools.slabs import Buffered, check_rest, read_boxes
 from unickpt.trees import tree
 
 RECORD = "merge"
@@ -184,75 +168,64 @@ def merge(
     options = SaveOptions.or_default(options)
     if progress is not None:
         options = replace(options, progress=progress)
-    method = method_of(how)
+    method = merge_methods.method_of(how)
     if allow_nonfinite and not method.is_linear:
         raise ValueError(f"how={method.name!r} cannot merge NaN and infinite elements")
-    budget = max(1, options.working_bytes // AHEAD)
-    asked = Request(sources, method, weights, base, last, rules, integers, budget)
+    budget, _ = budgets(options)
+    asked = MergeRequest(sources, method, weights, base, last, rules, integers, budget)
     plan = plan_merge(asked)
     to = paths.resolve(destination).url
     if any(source.view.checkpoint.location.url == to for source in plan.inputs):
         raise CheckpointExists(f"{to} is one of the sources; choose another path")
-    job = _Job(options, allow_nonfinite)
     if isinstance(method, Search):
-        plan = _searched(plan, method, job, to, overwrite)
-    report = job.run(plan, destination, overwrite)
+        plan = _searched(plan, method, options, allow_nonfinite, to, overwrite)
+    report = _write(plan, destination, overwrite, options, allow_nonfinite)
     if verify and report.saved.process == 0:
         check_written(destination)
     return report
 
 
-@dataclass(frozen=True)
-class _Job:
-    """Carries out plans.
-
-    Arguments:
-        options, allow_nonfinite: see `merge`.
-    """
-
-    options: SaveOptions
-    allow_nonfinite: bool
-
-    def run(
-        self,
-        plan: MergePlan,
-        destination: paths.PathLike,
-        overwrite: bool,
-    ) -> MergeReport:
-        """Writes what a plan makes."""
-        options, view = self.options, plan.last.view
-        working = options.working_bytes
-        budget, held = (max(1, working // part) for part in (AHEAD, WRITER))
-        merger = Merger(plan, budget, held, self.allow_nonfinite)
-        options = replace(options, budget_bytes=MemoryBudget(held, "process"))
-        job = SaveTask(destination, overwrite, options)
-        leaves = leaves_of(view, job.group, "merge")
-        job.describe(tree.with_values(view.node(), leaves.__getitem__), _metadata(plan))
-        with job.failing():
-            job.check_destination()  # before anything is read for long
-            merger.measure(job.group)
-        planned = job.plan()
-        slabs = in_batches(planned.own, None, budget, merger.cost)
-        chunks = SlabSource(slabs, merger.read, merger.buffers)
-        try:
-            saved = job.run(planned, chunks, lambda: _check_rest(plan, job.group))
-        finally:
-            chunks.close()
-        call_metrics(options, saved)
-        return MergeReport(
-            saved,
-            plan.method.name,
-            tuple(source.url for source in plan.sources),
-            plan.weights,
-            plan.from_last,
-            plan.values_differ,
-            plan.dtypes_differ,
-            tuple(sorted(merger.nonfinite)),
-            plan.score,
-        )
+def _write(
+    plan: MergePlan,
+    destination: paths.PathLike,
+    overwrite: bool,
+    options: SaveOptions,
+    allow_nonfinite: bool,
+) -> MergeReport:
+    """Writes what a plan makes."""
+    view = plan.last.view
+    budget, held = budgets(options)
+    merger = Merger(plan, budget, held, allow_nonfinite)
+    writing = replace(options, budget_bytes=MemoryBudget(held, "process"))
+    job = SaveTask(destination, overwrite, writing)
+    leaves = leaves_of(view, job.group, "merge")
+    job.describe(tree.with_values(view.node(), leaves.__getitem__), _metadata(plan))
+    with job.failing():
+        job.check_destination()  # before anything is read for long
+        merger.measure(job.group)
+    check = partial(_check_rest, plan, job.group)
+    saved = write_streamed(job, merger.read, merger.buffers, budget, merger.cost, check)
+    return MergeReport(
+        saved,
+        plan.method.name,
+        tuple(source.url for source in plan.sources),
+        plan.weights,
+        plan.from_last,
+        plan.values_differ,
+        plan.dtypes_differ,
+        tuple(sorted(merger.nonfinite)),
+        plan.score,
+    )
 
 
-def _searched(plan: MergePlan, method: Search, job: _Job, to: str, overwrite: bool) -> MergePlan:
+def _searched(
+    plan: MergePlan,
+    method: Search,
+    options: SaveOptions,
+    allow_nonfinite: bool,
+    to: str,
+    overwrite: bool,
+) -> MergePlan:
     """A plan with the weights that a search finds.
 
     Raises:
@@ -260,15 +233,14 @@ def _searched(plan: MergePlan, method: Search, job: _Job, to: str, overwrite: bo
     """
     if not overwrite and _exists(to):
         raise CheckpointExists(f"{to} already holds a checkpoint; pass overwrite=True")
-    group = within(job.options.group or current_group(adapters()), job.options.timeout_s)
+    group = within(options.group or current_group(adapters()), options.timeout_s)
     name = all_gather_bytes(group, f"trial-{new_session()}".encode())[0].decode()
     parent, _, last = to.rstrip("/").rpartition("/")
     trials = f"{parent}/{last}.{name}" if method.scratch is None else f"{method.scratch}/{name}"
-    options = replace(job.options, fsync=False, metrics=None, base=None, progress=None)
-    quiet = replace(job, options=options)
+    quiet = replace(options, fsync=False, metrics=None, base=None, progress=None)
 
     def merged(weights: Sequence[float]) -> checkpoint.Checkpoint:
-        quiet.run(replace(plan, weights=tuple(weights)), trials, True)
+        _write(replace(plan, weights=tuple(weights)), trials, True, quiet, allow_nonfinite)
         return checkpoint.open(trials)
 
     try:
@@ -340,23 +312,9 @@ class Merger:
             return
         arrays = self.plan.last.view.index.arrays
         names = sorted(self.plan.merged, key=lambda name: (-arrays[name].nbytes, name))
-        mine: dict[str, list[float]] = {}
-        error: Exception | None = None
-        try:
-            mine = {
-                name: self._statistics(arrays[name]) for name in names[group.index :: group.count]
-            }
-        except Exception as raised:
-            error = raised
-        told = {"found": mine, "error": "" if error is None else f"{type(error).__name__}: {error}"}
-        everyone = all_gather_bytes(group, json.dumps(told).encode())
-        if error is not None:
-            raise error
-        for process, data in enumerate(everyone):
-            share = json.loads(data)
-            if share["error"]:
-                raise ProcessFailed(f"process {process} failed: {share['error']}")
-            self._found |= share["found"]
+        mine = names[group.index :: group.count]
+        for found in on_all(group, lambda: {name: self._statistics(arrays[name]) for name in mine}):
+            self._found |= found
         self._inputs = HostBuffers(self.budget_bytes)  # chunks are of other sizes
 
     def _statistics(self, entry: ArrayEntry) -> list[float]:
@@ -366,9 +324,11 @@ class Merger:
         pieces = self._pieces(entry, size)
         try:
             if isinstance(method, Ties):
-                return ties_statistics(method, pieces, size, self._is_wide(entry.name))
+                return merge_arithmetic.ties_statistics(
+                    method, pieces, size, self._is_wide(entry.name)
+                )
             assert isinstance(method, Slerp), "other methods look at no whole arrays"
-            found = slerp_statistics(method, pieces)
+            found = merge_arithmetic.slerp_statistics(method, pieces)
         except NotFinite as error:
             raise self._refused(self.plan.inputs[error.args[0]], entry.name) from None
         if not all(map(math.isfinite, found)):
@@ -378,7 +338,7 @@ class Merger:
     def _is_wide(self, name: str) -> bool:
         return any(source.entry(name).dtype == "float64" for source in self.plan.inputs)
 
-    def _pieces(self, entry: ArrayEntry, size: int) -> Pieces:
+    def _pieces(self, entry: ArrayEntry, size: int) -> ElementPieces:
         """Reads an array from beginning to end in all inputs; only once if it fits into memory."""
         each = 2 * sum(source.entry(entry.name).itemsize for source in self.plan.inputs)
         count = max(BLOCK, self.budget_bytes // each // BLOCK * BLOCK)
@@ -397,27 +357,28 @@ class Merger:
 
         return pieces
 
-    def _flat(self, source: Source, name: str, boxes: Sequence[Box]) -> Array:
-        entry = source.entry(name)
-        found = read_boxes(source.view, {entry.name: (entry, boxes)}, self._reading, self._inputs)
-        flat = np.concatenate([data.reshape(-1) for data, _ in found[entry.name]])
-        self._give_back(found[entry.name])
+    def _flat(self, source: MergeSource, name: str, boxes: Sequence[Box]) -> Array:
+        wanted = [(source.entry(name), box) for box in boxes]
+        found = read_boxes(source.view, wanted, self._reading, self._inputs)
+        flat = np.concatenate([data.reshape(-1) for data, _ in found])
+        self._give_back(found)
         return flat
 
     def _formula(self, name: str) -> Formula:
         method, weights = self.plan.method, self.plan.weights
         match method:
-            case Mean():
-                return Average()
+            case merge_methods.Mean():
+                return merge_arithmetic.average
             case Slerp():
-                return Sum(tuple(self._found[name]))
+                return partial(merge_arithmetic.weighted_sum, self._found[name])
             case Ties():
-                return Elected(tuple(self._found[name]), method.scale, self._is_wide(name))
-            case Dare():
-                return RandomDifferences(weights, method, name)
-            case TaskArithmetic():
-                return Differences(weights)
-        return Sum(weights)
+                thresholds, wide = self._found[name], self._is_wide(name)
+                return partial(merge_arithmetic.add_elected, thresholds, method.scale, wide)
+            case merge_methods.Dare():
+                return partial(merge_arithmetic.add_random_differences, weights, method, name)
+            case merge_methods.TaskArithmetic():
+                return partial(merge_arithmetic.add_differences, weights)
+        return partial(merge_arithmetic.weighted_sum, weights)
 
     # --- chunks --------------------------------------------------------------------------------
 
@@ -429,18 +390,17 @@ class Merger:
         """Bytes of an element in all inputs."""
         return sum(source.entry(name).itemsize for source in self._inputs_of(name))
 
-    def _inputs_of(self, name: str) -> tuple[Source, ...]:
+    def _inputs_of(self, name: str) -> tuple[MergeSource, ...]:
         return (self.plan.last,) if name in self._from_last else self.plan.inputs
 
-    def read(self, items: Sequence[WriteItem]) -> dict[WriteItem, Held]:
+    def read(self, items: Sequence[WriteItem]) -> list[Buffered]:
         """Makes chunks."""
-        made = {}
+        made: dict[WriteItem, Buffered] = {}
+        pieces: list[tuple[WriteItem, Box]] = []
         for item in items:
             memory = self.buffers.take(item.nbytes)
-            data = memory[: item.nbytes].view(item.dtype).reshape(item.box.shape)
-            made[item] = (data, memory)
-        pieces: list[tuple[WriteItem, Box]] = []
-        for item in items:  # one that is larger than the budget is made piece by piece
+            made[item] = memory[: item.nbytes].view(item.dtype).reshape(item.box.shape), memory
+            # One that is larger than the budget is made piece by piece.
             most = max(1, self.budget_bytes // max(1, self._input_bytes(item.entry.name)))
             pieces += [(item, box) for box in cut(item.box, most)]
 
@@ -448,46 +408,32 @@ class Merger:
             return piece[1].size * self._input_bytes(piece[0].entry.name)
 
         for batch in in_batches(pieces, None, self.budget_bytes, nbytes):
-            self._make(batch, {item: data for item, (data, _) in made.items()})
-        return made
+            self._make(batch, made)
+        return [made[item] for item in items]
 
-    def _make(self, batch: Sequence[tuple[WriteItem, Box]], out: Mapping[WriteItem, Array]) -> None:
-        """Makes boxes of chunks."""
-        inputs: list[list[Held]] = [[] for _ in batch]
-        for source in self.plan.inputs:
-            self._read_from(source, batch, inputs)
-        for (item, box), held in zip(batch, inputs, strict=True):
-            name, within = item.entry.name, box.relative_to(item.box.start).slices
-            to = out[item][within]
-            if name in self._from_last:
-                np.copyto(to, held[0][0], casting="no")
-            else:
-                self._merge(item, box, [data for data, _ in held], to)
-            self._give_back(held)
-
-    def _read_from(
-        self,
-        source: Source,
-        batch: Sequence[tuple[WriteItem, Box]],
-        inputs: Sequence[list[Held]],
+    def _make(
+        self, batch: Sequence[tuple[WriteItem, Box]], out: Mapping[WriteItem, Buffered]
     ) -> None:
-        """Reads boxes from a source, and adds them to those of the inputs before it."""
-        wanted: dict[str, tuple[ArrayEntry, list[Box]]] = {}
-        at: dict[str, list[int]] = {}
-        for number, (item, box) in enumerate(batch):
-            if source in self._inputs_of(item.entry.name):
-                entry = source.entry(item.entry.name)
-                wanted.setdefault(entry.name, (entry, []))[1].append(box)
-                at.setdefault(entry.name, []).append(number)
-        found = read_boxes(source.view, wanted, self._reading, self._inputs)
-        for name, numbers in at.items():
-            for number, held in zip(numbers, found[name], strict=True):
-                inputs[number].append(held)
+        """Makes boxes of chunks."""
+        inputs: list[list[Buffered]] = [[] for _ in batch]
+        for source in self.plan.inputs:
+            here = [n for n, (i, _) in enumerate(batch) if source in self._inputs_of(i.entry.name)]
+            boxes = [(source.entry(batch[n][0].entry.name), batch[n][1]) for n in here]
+            found = read_boxes(source.view, boxes, self._reading, self._inputs)
+            for number, read in zip(here, found, strict=True):
+                inputs[number].append(read)
+        for (item, box), read_of in zip(batch, inputs, strict=True):
+            to = out[item][0][box.relative_to(item.box.start).slices]
+            if item.entry.name in self._from_last:
+                np.copyto(to, read_of[0][0], casting="no")
+            else:
+                self._merge(item, box, [data for data, _ in read_of], to)
+            self._give_back(read_of)
 
     def _merge(self, item: WriteItem, box: Box, inputs: Sequence[Array], to: Array) -> None:
         name, shape = item.entry.name, item.entry.shape
         made = to if to.flags.c_contiguous else np.empty(to.shape, to.dtype)
-        outcome = merge_box(self._formula(name), inputs, shape, box, made)
+        outcome = merge_arithmetic.merge_box(self._formula(name), inputs, shape, box, made)
         if made is not to:
             np.copyto(to, made)
         for number in sorted(outcome.nonfinite):
@@ -501,10 +447,10 @@ class Merger:
                 f"its dtype in {self.plan.last.url}, cannot hold"
             )
 
-    def _refused(self, source: Source, name: str) -> MergeError:
+    def _refused(self, source: MergeSource, name: str) -> MergeError:
         advice = "; allow_nonfinite=True merges them" if self.plan.method.is_linear else ""
         return MergeError(f"array {name!r} has NaN or infinite elements in {source.url}{advice}")
 
-    def _give_back(self, held: Sequence[Held]) -> None:
-        for _, memory in held:
+    def _give_back(self, read: Sequence[Buffered]) -> None:
+        for _, memory in read:
             self._inputs.give(memory)

@@ -1,13 +1,13 @@
-"""Boxes of a view, read many at a time into memory that is used again; chunks for a writer, made
-slab by slab."""
+"""How all tools stream arrays: boxes, read many at a time into memory that is used again, slab by
+slab, one slab ahead of what is written or compared."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
@@ -28,10 +28,9 @@ AHEAD, WRITER = 6, 2
 
 _MOST_DAMAGE = 10
 
-Held = tuple[Array, Array]
+Buffered = tuple[Array, Array]
 """The elements of a box, and the memory that they are in, for `HostBuffers.give`."""
-ReadSlab = Callable[[Sequence[WriteItem]], Mapping[WriteItem, Held]]
-"""Reads, or makes, chunks."""
+K = TypeVar("K", bound=Hashable)
 
 
 class _BoxesTarget(NewTarget):
@@ -48,31 +47,35 @@ class _BoxesTarget(NewTarget):
         buffer: Array = self.memory[position][:nbytes].view(self.dtype).reshape(shape)
         return buffer
 
-    def finish(self, buffers: Sequence[Array]) -> list[Held]:
+    def finish(self, buffers: Sequence[Array]) -> list[Buffered]:
         return list(zip(buffers, self.memory, strict=True))
 
 
 def read_boxes(
     view: CheckpointView,
-    boxes: Mapping[str, tuple[ArrayEntry, Sequence[Box]]],
+    boxes: Sequence[tuple[ArrayEntry, Box]],
     options: LoadOptions,
     buffers: HostBuffers,
-) -> dict[str, list[Held]]:
+) -> list[Buffered]:
     """Reads boxes of arrays, each stored chunk once.
 
     Arguments:
         view: what to read.
-        boxes: for arrays of the view, the entry as which to read it, whose dtype may differ, and
-            the boxes.
+        boxes: each with the entry of its array as which to read it, whose dtype may differ from
+            that of the view.
         options: of reading.
         buffers: provide the memory.
     """
+    numbers: dict[str, list[int]] = {}
+    for number, (entry, _) in enumerate(boxes):
+        numbers.setdefault(entry.name, []).append(number)
     wanted = {
-        name: {name: _BoxesTarget(entry, of_array, buffers)}
-        for name, (entry, of_array) in boxes.items()
+        name: {name: _BoxesTarget(boxes[of[0]][0], [boxes[n][1] for n in of], buffers)}
+        for name, of in numbers.items()
     }
-    found: dict[str, list[Held]] = read_arrays(view.checkpoint, jobs_of(view, wanted), options)
-    return found
+    found = read_arrays(view.checkpoint, jobs_of(view, wanted), options)
+    read = {n: one for name, of in numbers.items() for n, one in zip(of, found[name], strict=True)}
+    return [read[number] for number in range(len(boxes))]
 
 
 def check_rest(stored: Reader, group: Group) -> None:
@@ -87,12 +90,55 @@ def check_rest(stored: Reader, group: Group) -> None:
         raise CheckpointCorrupt("\n".join(damage[:_MOST_DAMAGE]))
 
 
-class SlabSource:
-    """The chunks of a new checkpoint, for the writer; makes them in slabs, one slab ahead.
+class Slabs(Generic[K]):
+    """Elements of boxes, made in slabs of many boxes, one slab ahead.
 
     Arguments:
-        slabs: the chunks that this process writes, in order, split into slabs.
-        read: makes the chunks of a slab.
+        slabs: what to make, in order, split into slabs.
+        read: makes the elements of each box of a slab.
+    """
+
+    def __init__(
+        self, slabs: Iterable[list[K]], read: Callable[[Sequence[K]], Sequence[Buffered]]
+    ) -> None:
+        self._read = read
+        self._slabs = list(slabs)
+        self._slab_of = {key: at for at, slab in enumerate(self._slabs) for key in slab}
+        self._reading: dict[int, Future[dict[K, Buffered]]] = {}
+        self._ready: dict[K, Buffered] = {}
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="unickpt-slabs")
+
+    def take(self, key: K) -> Buffered:
+        """The elements of a box; those that were taken before are made again."""
+        if key not in self._ready:
+            at = self._slab_of.pop(key, None)
+            if at is None or at not in self._start(at):
+                self._ready.update(self._made([key]))
+            else:
+                self._ready.update(self._reading.pop(at).result())
+                self._start(at + 1)
+        return self._ready.pop(key)
+
+    def close(self) -> None:
+        """Stops reading; discards slabs that were not used."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _made(self, slab: Sequence[K]) -> dict[K, Buffered]:
+        return dict(zip(slab, self._read(slab), strict=True))
+
+    def _start(self, at: int) -> Mapping[int, Any]:
+        """Starts to read the next slab, if there is one."""
+        if at < len(self._slabs) and self._slabs[at]:
+            slab, self._slabs[at] = self._slabs[at], []
+            self._reading[at] = self._pool.submit(self._made, slab)
+        return self._reading
+
+
+class SlabSource(Slabs[WriteItem]):
+    """The chunks of a new checkpoint, for the writer.
+
+    Arguments:
+        slabs, read: see `Slabs`.
         buffers: which `read` takes memory from.
     """
 
@@ -102,15 +148,11 @@ class SlabSource:
     def __init__(
         self,
         slabs: Iterable[list[WriteItem]],
-        read: ReadSlab,
+        read: Callable[[Sequence[WriteItem]], Sequence[Buffered]],
         buffers: HostBuffers,
     ) -> None:
-        self._read, self._buffers = read, buffers
-        self._slabs = list(slabs)
-        self._slab_of = {item: at for at, slab in enumerate(self._slabs) for item in slab}
-        self._reading: dict[int, Future[Mapping[WriteItem, Held]]] = {}
-        self._ready: dict[WriteItem, Held] = {}
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="unickpt-slabs")
+        super().__init__(slabs, read)
+        self._buffers = buffers
 
     def ready(self, items: Sequence[WriteItem]) -> bool:
         return True
@@ -119,23 +161,5 @@ class SlabSource:
         raise AssertionError("asked of assumed replicas, and there are none")
 
     def fetch(self, item: WriteItem) -> StagedChunk:
-        if item not in self._ready:
-            at = self._slab_of.pop(item, None)
-            if at is None or at not in self._start(at):
-                self._ready.update(self._read([item]))  # requested again by the coordinator
-            else:
-                self._ready.update(self._reading.pop(at).result())
-                self._start(at + 1)
-        data, memory = self._ready.pop(item)
+        data, memory = self.take(item)
         return StagedChunk(data, data.nbytes, partial(self._buffers.give, memory))
-
-    def close(self) -> None:
-        """Stops reading; discards slabs that were not used."""
-        self._pool.shutdown(cancel_futures=True)
-
-    def _start(self, at: int) -> Mapping[int, Any]:
-        """Starts to read the next slab, if there is one."""
-        if at < len(self._slabs) and self._slabs[at]:
-            slab, self._slabs[at] = self._slabs[at], []
-            self._reading[at] = self._pool.submit(self._read, slab)
-        return self._reading

@@ -10,8 +10,14 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.text import Text
 
-from unickpt.cli.output import Cell, counted, new_table, plain_cells, print_rows, size_text
+from unickpt.cli.output import (
+    StyledText,
+    new_table,
+    plain_cells,
+    print_rows,
+)
 from unickpt.format.timing import PHASES, Timing
+from unickpt.quoting import counted, size_text
 
 _SHOWN = 16
 _PHASE = ("phase", "mean", "median", "busiest", "process", "busiest / mean")
@@ -44,7 +50,7 @@ def print_timing(out: Console, timing: Timing, everything: bool) -> None:
     _print_processes(out, timing, everything)
 
 
-def _phase_rows(timing: Timing) -> Iterator[list[Cell]]:
+def _phase_rows(timing: Timing) -> Iterator[list[StyledText]]:
     for name, seconds in timing.seconds.items():
         if seconds.any():
             yield plain_cells([name, *_spread(seconds, _s)])
@@ -80,7 +86,7 @@ def _row(
     sizes: list[str],
     done: NDArray[np.float32],
     waited: NDArray[np.float32],
-) -> list[Cell]:
+) -> list[StyledText]:
     wrote_s = float(timing.seconds["write"][process])
     rate = float(timing.written[process]) / 1e9 / wrote_s if wrote_s else 0.0
     return plain_cells(

@@ -15,7 +15,14 @@ from rich.table import Table
 from rich.text import Text
 
 from unickpt import quoting
-from unickpt.cli.output import AsJson, clean, console, date_text, new_table, size_text
+from unickpt.cli.output import (
+    AsJson,
+    clean,
+    console,
+    date_text,
+    new_table,
+)
+from unickpt.quoting import size_text
 from unickpt.runs.watching import FAILED, Committed, Look, UnderWay, Watch
 
 _SHARE = 10
@@ -24,7 +31,7 @@ _COLUMNS = ("checkpoint", "state", "processes", "bytes", "rate", "for", "who")
 _QUIET_S = 15.0
 
 
-def watch(
+def command(
     run: Annotated[str, typer.Argument(help="A directory, or a URL: file, s3, gs or memory.")],
     once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
     every: Annotated[float, typer.Option("--every", help="Seconds between looks.", min=0.1)] = 2.0,
