@@ -59,7 +59,7 @@ class Needed(Hashable, Protocol):
         """The copies from a box of the stored array."""
 
 
-class Source(Protocol):
+class ElementSource(Protocol):
     """Where elements come from; see `MappedSource`, the general one."""
 
     @property
@@ -166,11 +166,11 @@ class Unchanged:
         self.entry = entry
 
     def within(self, box: Box) -> Needed | None:
-        return None if box.empty else _Plain(box)
+        return None if box.empty else _StoredBox(box)
 
 
 @dataclass(frozen=True, slots=True)
-class _Plain:
+class _StoredBox:
     """A box of an array as it is stored; equal boxes are planned once."""
 
     box: Box
@@ -243,7 +243,7 @@ class Recipe:
         function: makes the array instead of these.
     """
 
-    sources: Sequence[Source] = ()
+    sources: Sequence[ElementSource] = ()
     fills: Sequence[Fill] = ()
     function: Applied | None = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from unickpt.errors import RuleError
 from unickpt.rules import ast, axes
@@ -12,16 +13,16 @@ from unickpt.rules.ast import (
     ELLIPSIS,
     ArrayExpr,
     Axis,
-    Capture,
-    Choice,
-    Item,
+    AxisItem,
+    Enumeration,
     Linear,
     Name,
+    NameCapture,
     Nothing,
     Operand,
-    Position,
     RuleLine,
     Side,
+    SourcePosition,
     Text,
     side_text,
     syntax_error,
@@ -43,14 +44,14 @@ class CompiledExpr:
     """
 
     pattern: Pattern
-    items: tuple[Item, ...]
+    items: tuple[AxisItem, ...]
     arithmetic: tuple[tuple[str, Operand], ...] = ()
     law: str | None = "value"
     dtype: str | None = None
     tag: str = ""
 
     @property
-    def position(self) -> Position:
+    def position(self) -> SourcePosition:
         return self.pattern.name.position
 
     @property
@@ -103,7 +104,7 @@ class CompiledExpr:
         return str(ArrayExpr(self.pattern.name, self.items, self.arithmetic, self.dtype))
 
 
-def _value(operand: Operand, sizes: Mapping[str, int], position: Position) -> float:
+def _value(operand: Operand, sizes: Mapping[str, int], position: SourcePosition) -> float:
     base = operand.value
     if isinstance(base, str):
         if base not in sizes:
@@ -134,7 +135,7 @@ class Rule:
         variant: of several rules with one text, of which one is meant, how unlikely this one is.
     """
 
-    position: Position = field(compare=False)
+    position: SourcePosition = field(compare=False)
     text: str
     left: Terms | Nothing
     right: Terms | Nothing
@@ -178,7 +179,7 @@ class Rule:
         return keyword + " <-> ".join(sides) + function + sizes
 
     @property
-    def statement(self) -> tuple[Position, str]:
+    def statement(self) -> tuple[SourcePosition, str]:
         """Where and how it is written; the same for all readings of one statement."""
         return self.position, self.text
 
@@ -186,8 +187,12 @@ class Rule:
     def exprs(self) -> list[CompiledExpr]:
         return [expr for side in (self.left, self.right) for expr in exprs_of(side)]
 
-    def __str__(self) -> str:
+    @cached_property
+    def _title(self) -> str:
         return f"{self.position}: {self.text}"
+
+    def __str__(self) -> str:
+        return self._title  # which every array that it makes has
 
 
 def terms_of(side: Terms | Nothing) -> Terms:
@@ -278,7 +283,7 @@ def _paired_choices(left: Side, right: Side, exprs: Sequence[ArrayExpr]) -> dict
         if isinstance(side, Nothing):
             return {}
         items = [item for term in side for expr in term for item in expr.name.items]
-        return {i.axis: len(i.options) for i in items if isinstance(i, Choice) and not i.named}
+        return {i.axis: len(i.options) for i in items if isinstance(i, Enumeration) and not i.named}
 
     def used(side: Side) -> set[str]:
         if isinstance(side, Nothing):
@@ -336,20 +341,20 @@ def _compile_side(
 
 
 def _compile_capture(
-    item: str | Capture,
+    item: str | NameCapture,
     numbers: frozenset[str],
     renamed: Mapping[str, str],
     options: Mapping[str, Options],
-) -> str | Capture:
+) -> str | NameCapture:
     match item:
         case Linear() if item.lone is not None and item.lone not in numbers:
             return Text(item.lone, options=options.get(item.lone, ()))
-        case Choice(axis, names, named):
-            return Choice(renamed.get(axis, axis), names, named)
+        case Enumeration(axis, names, named):
+            return Enumeration(renamed.get(axis, axis), names, named)
     return item
 
 
-def _check_expr(pattern: Pattern, items: tuple[Item, ...]) -> None:
+def _check_expr(pattern: Pattern, items: tuple[AxisItem, ...]) -> None:
     count = axes.count_choices(items)
     if count > _MOST_PIECES:
         raise syntax_error(

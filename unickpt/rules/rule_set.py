@@ -26,7 +26,7 @@ from unickpt.rules.ast import (
 )
 from unickpt.rules.functions import Function
 from unickpt.rules.lint import swapped_names
-from unickpt.rules.optimizer_slots import Shared, lift
+from unickpt.rules.optimizer_slots import SharedState, lift
 from unickpt.rules.rule import Rule, compile_rule
 
 PRESETS = Path(__file__).parent / "presets"
@@ -55,7 +55,7 @@ class Rules:
     """
 
     rules: tuple[Rule, ...]
-    shared: tuple[Shared, ...] = ()
+    shared: tuple[SharedState, ...] = ()
     conventions: tuple[Convention, ...] = ()
     functions: Mapping[str, Function] = field(default_factory=dict)
 
@@ -298,7 +298,7 @@ def _compile(
     rules, shared = list(found.rules), []
     for line in found.lifts:
         lifted = lift(line, found.rules)
-        if isinstance(lifted, Shared):
+        if isinstance(lifted, SharedState):
             shared.append(lifted)
         else:
             rules += lifted
