@@ -104,7 +104,7 @@ class RuledView:
 
     def unchanged_entry(self, name: str) -> ArrayEntry | None:
         made = self.plan.made[name]
-        if not made.fact.is_array or len(made.sources) != 1 or made.fills:
+        if made.carried is not None or len(made.sources) != 1 or made.fills:
             return None
         (source,) = made.sources
         is_same = source.is_identity and source.entry.dtype == made.fact.dtype

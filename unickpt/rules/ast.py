@@ -2,23 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from unickpt.errors import RuleSyntaxError
-
-
-def axes_of(items: Sequence[AxisItem]) -> Iterator[Axis]:
-    """All axes, in their order, as often as they occur."""
-    for item in items:
-        match item:
-            case Axis():
-                yield item
-            case Flip(inner):
-                yield from axes_of([inner])
-            case AxisGroup(segments):
-                for segment in segments:
-                    yield from axes_of(segment)
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,22 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from unickpt.arrays.index_map import Digit, Dim
-from unickpt.rules.ast import ELLIPSIS, Axis, AxisGroup, AxisItem, Flip, Pad, axes_of
+from unickpt.rules.ast import ELLIPSIS, Axis, AxisGroup, AxisItem, Flip, Pad
 
 PAD = "_"
+
+
+def axes_of(items: Sequence[AxisItem]) -> Iterator[Axis]:
+    """All axes, in their order, as often as they occur."""
+    for item in items:
+        match item:
+            case Axis():
+                yield item
+            case Flip(inner):
+                yield from axes_of([inner])
+            case AxisGroup(segments):
+                for segment in segments:
+                    yield from axes_of(segment)
 
 
 def name_pads(items: Sequence[AxisItem], tag: str) -> tuple[AxisItem, ...]:

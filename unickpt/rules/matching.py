@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from unickpt.format.index import ArrayEntry
+from unickpt.reading.recipes import MappedSource
 from unickpt.rules import ast, axes
 from unickpt.rules.ast import ELLIPSIS, AxisItem, Nothing
 from unickpt.rules.name_patterns import Components, Match, is_ambiguous, solve_linear
@@ -121,6 +123,56 @@ class Family:
         """All names that match."""
         return itertools.chain(self.names_there(), self.names_asked())
 
+    def blocks(
+        self, exprs: Iterable[CompiledExpr]
+    ) -> Iterator[tuple[frozenset[str], tuple[CompiledExpr, axes.SegmentChoice]]]:
+        """Each block of some expressions under its axes."""
+        for expr in exprs:
+            items = self.items(expr)
+            for choice in axes.choices(items):
+                own = frozenset(axis.name for axis in axes.block_axes(items, choice))
+                yield own | expr.pattern.axes, (expr, choice)
+
+    def mapped(
+        self,
+        entry: ArrayEntry,
+        source: tuple[CompiledExpr, axes.SegmentChoice, Mapping[str, int]],
+        out: tuple[CompiledExpr, axes.SegmentChoice, Mapping[str, int]],
+    ) -> MappedSource:
+        """A block of a made array, and the stored one that it comes from: for each its expression,
+        the choice of segments, and the indices in its name."""
+        fixed = {**source[2], **out[2]}
+        items = self.items(source[0])
+        own = [axis.name for axis in axes.block_axes(items, source[1]) if axis.name not in fixed]
+        numbers = {axis: number for number, axis in enumerate(own)}
+        dims = [
+            axes.dims_of(self.items(expr), choice, self.sizes, numbers, fixed)
+            for expr, choice, _ in (source, out)
+        ]
+        (a, b), (c, d) = (expr.affine(self.sizes) for expr, _, _ in (source, out))
+        extents = tuple(self.sizes[axis] for axis in own)
+        return MappedSource(entry, extents, dims[0], dims[1], scale=a / c, offset=(b - d) / c)
+
+    def padded_sizes(self) -> dict[str, int]:
+        """The sizes of the axes, those of a pad under `_`."""
+        pads = {axis: size for axis, size in self.sizes.items() if axes.is_pad(axis)}
+        sizes = {axis: size for axis, size in self.sizes.items() if axis not in pads}
+        if len(pads) == 1:
+            sizes[axes.PAD] = next(iter(pads.values()))
+        return sizes
+
+    def check_shape(self, expr: CompiledExpr, name: str, shape: tuple[int, ...]) -> None:
+        """Compares the shape that a function makes with the axes of its rule."""
+        items, sizes = self.items(expr), dict(self.sizes)
+        made = f"the function makes {name!r} of shape {list(shape)}"
+        if len(items) != len(shape):
+            raise Unfit(f"{made}, but the rule gives it the axes [{' '.join(map(str, items))}]")
+        for item, extent in zip(items, shape, strict=True):
+            try:
+                axes.solve(item, extent, sizes)
+            except axes.DoesNotFit as error:
+                raise Unfit(f"{made}: {error}") from None
+
 
 def families(rule: Rule, have: LeafNames, want: LeafNames | None) -> list[Family]:
     """The families of arrays that a rule matches, not resolved yet."""
@@ -200,7 +252,7 @@ def _resolve(family: Family, have: LeafNames, want: LeafNames | None, partly: bo
 def _size_pads(family: Family, size: int) -> None:
     """Gives each pad the size that is given for `_`."""
     for expr in family.rule.exprs:
-        for pad in ast.axes_of(family.items(expr)):
+        for pad in axes.axes_of(family.items(expr)):
             if axes.is_pad(pad.name):
                 family.sizes[pad.name] = size
 
@@ -236,7 +288,7 @@ def _rank(matched: Sequence[_Matched]) -> int:
     ranks: dict[int, None] = {}
     for one in matched:
         (name, fact), items = one.first, one.expr.items
-        dots = sum(1 for axis in ast.axes_of(items) if axis.name == ELLIPSIS)
+        dots = sum(1 for axis in axes.axes_of(items) if axis.name == ELLIPSIS)
         rank = len(fact.shape) - (len(items) - dots)
         if rank < 0 or (rank and not dots):
             raise Misshapen(_rank_text(one.expr, fact, name), one.expr)
@@ -291,7 +343,7 @@ def _solve(family: Family, matched: Sequence[_Matched]) -> None:
                 except axes.DoesNotFit as error:
                     details = _details(family, expr, item, fact, origins)
                     raise OtherSizes(f"{name!r} is {fact}: {error}{details}", expr) from None
-                for axis in ast.axes_of([item]):
+                for axis in axes.axes_of([item]):
                     origins.setdefault(axis.name, name)
 
 
@@ -299,7 +351,7 @@ def _details(
     family: Family, expr: CompiledExpr, item: AxisItem, fact: Fact, origins: Mapping[str, str]
 ) -> str:
     """Where the sizes come from that do not fit, and the order of axes that would fit."""
-    own = {axis.name for axis in ast.axes_of([item])}
+    own = {axis.name for axis in axes.axes_of([item])}
     given = [f"{a}={n}" for a, n in family.rule.sizes.items() if a in own]
     elsewhere = dict.fromkeys(repr(name) for axis, name in origins.items() if axis in own)
     text = f", where {', '.join(given)} is given" if given else ""
@@ -332,7 +384,7 @@ def _unknown_axes(family: Family) -> list[str]:
     """The axes of a rule whose sizes are unknown, sorted."""
     found: set[str] = set()
     for expr in family.rule.exprs:
-        found |= expr.pattern.axes | {axis.name for axis in ast.axes_of(family.items(expr))}
+        found |= expr.pattern.axes | {axis.name for axis in axes.axes_of(family.items(expr))}
     return sorted(found - family.sizes.keys())
 
 

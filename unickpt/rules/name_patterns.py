@@ -83,10 +83,10 @@ class Pattern:
         return all(isinstance(item, str) for item in self.name.items)
 
     @cached_property
-    def _parts(self) -> list[tuple[str | Text | Linear | Enumeration, str]]:
+    def _parts(self) -> list[tuple[str | NameCapture, str]]:
         """The pieces with their separators: those of `Text` may be left out with it."""
         items = list(self.name.items)
-        parts: list[tuple[str | Text | Linear | Enumeration, str]] = []
+        parts: list[tuple[str | NameCapture, str]] = []
         for at, item in enumerate(items):
             if not isinstance(item, Text) or not item.path:
                 parts.append((item, ""))
@@ -287,9 +287,7 @@ class Pattern:
         return out
 
 
-def _ends(
-    part: str | Text | Linear | Enumeration, separator: str, name: str, at: int
-) -> Iterator[int]:
+def _ends(part: str | NameCapture, separator: str, name: str, at: int) -> Iterator[int]:
     """Where a piece of a pattern can end that begins at a place of a name; the likeliest first."""
     match part:
         case str():
@@ -317,7 +315,7 @@ def _ends(
 
 
 def _taken(
-    parts: list[tuple[str | Text | Linear | Enumeration, str]], name: str, ends: list[int]
+    parts: list[tuple[str | NameCapture, str]], name: str, ends: list[int]
 ) -> list[str | None]:
     """The text of each capture, without its separator; None for a path that is left out."""
     taken: list[str | None] = []

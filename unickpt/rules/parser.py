@@ -34,9 +34,9 @@ from unickpt.rules.ast import (
     Term,
     Text,
     WhereLine,
-    axes_of,
     syntax_error,
 )
+from unickpt.rules.axes import axes_of
 from unickpt.rules.scanner import IDENTIFIER, LineScanner, logical_lines
 
 LAWS = ("value", "gradient", "square")

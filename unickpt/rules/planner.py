@@ -129,7 +129,7 @@ class _RulePlanner:
         if problems:
             raise RuleError(explain.message(where, self._likeliest(problems, found, valid)))
         if self._want is None:
-            plan.nameless = _nameless(self._rules.rules)
+            plan.nameless = self._rules.nameless
         return plan
 
     def _applicable(self, found: Sequence[Family]) -> list[Family]:
@@ -248,7 +248,7 @@ class _RulePlanner:
                 asked = None if self._want is None else self._want.facts[name].dtype
                 fact = Fact(shape, expr.dtype or asked or "float32")
                 fill = Fill(shape, whole_dims(shape), nothing.value)
-                self._add(plan, Made(name, fact, str(family.rule), fills=(fill,)))
+                plan.add(Made(name, fact, str(family.rule), fills=(fill,)))
                 _check_constant(nothing.value, name, fact)
 
     def _apply_function(self, family: Family, plan: RulePlan) -> None:
@@ -259,7 +259,7 @@ class _RulePlanner:
             if not self._is_wanted(name):
                 continue
             if rule.moves:
-                blocks = [dict(_blocks_by_axes(family, [v])) for v in exprs_of(rule.left)]
+                blocks = [dict(family.blocks([v])) for v in exprs_of(rule.left)]
                 raw = replace(expr, dtype=None)
                 inputs = [self._make_one(family, raw, at, name, b) for b in blocks]
                 shape = inputs[0].fact.shape
@@ -267,14 +267,14 @@ class _RulePlanner:
                 inputs = [self._as_it_is(n) for n in names_of(family, rule.left)]
                 shape = tuple(function.shape(*(made.fact.shape for made in inputs)))
                 if rule.says_shapes:
-                    _check_shape(family, expr, name, shape)
+                    family.check_shape(expr, name, shape)
             if any(made.carried is not None for made in inputs):
                 raise Unfit(
                     f"{name!r} would be made of something else than an array; functions need arrays"
                 )
             fact = Fact(shape, expr.dtype or inputs[0].fact.dtype)
             made = Made(name, fact, str(rule), function=function, inputs=tuple(inputs), exact=False)
-            self._add(plan, made)
+            plan.add(made)
 
     def _as_it_is(self, name: str) -> Made:
         """A stored array."""
@@ -286,7 +286,7 @@ class _RulePlanner:
         rule = family.rule
         assert not isinstance(rule.left, Nothing)
         assert not isinstance(rule.right, Nothing)
-        blocks = dict(_blocks_by_axes(family, [term[0] for term in rule.left]))
+        blocks = dict(family.blocks([term[0] for term in rule.left]))
         for term in rule.left:
             for expr in term[1:]:
                 self._check_same(family, term[0], expr, plan)
@@ -312,7 +312,7 @@ class _RulePlanner:
                 continue
             other = first.setdefault(expr.form, name)
             if other == name:
-                self._add(plan, self._make_one(family, expr, at, name, blocks))
+                plan.add(self._make_one(family, expr, at, name, blocks))
             else:
                 plan.aliases[name] = other
 
@@ -328,7 +328,7 @@ class _RulePlanner:
                 continue
             made = None
             if other.form != first.form:
-                blocks = dict(_blocks_by_axes(family, [first]))
+                blocks = dict(family.blocks([first]))
                 made = self._make_one(family, other, at, copy, blocks)
             plan.checks.append(Same(name, copy, str(family.rule), made))
 
@@ -352,7 +352,7 @@ class _RulePlanner:
         rule = family.rule
         origins, sources, fills = self._pieces(family, expr, at, blocks)
         facts = [self._stored.facts[origin] for origin in origins]
-        plain = [o for o, fact in zip(origins, facts, strict=True) if not fact.is_array]
+        plain = [origin for origin in origins if origin not in self._stored.entries]
         if plain:
             return self._carry(rule, expr, name, plain[-1], facts)
         have = sorted({fact.dtype for fact in facts})
@@ -372,7 +372,7 @@ class _RulePlanner:
             tuple(fills),
             exact=all(x.is_exact and _holds(fact.dtype, x.entry.dtype) for x in sources),
             cropped=cropped,
-            sizes=_padded_sizes(family) if fills or cropped else {},
+            sizes=family.padded_sizes() if fills or cropped else {},
         )
 
     def _pieces(
@@ -391,9 +391,9 @@ class _RulePlanner:
             block, block_choice = blocks[frozenset(own) | expr.pattern.axes]
             for origin, there in self._origins(family, block, at):
                 origins.append(origin)
-                if self._stored.facts[origin].is_array:
+                if origin in self._stored.entries:
                     entry, stored = self._entry(origin), (block, block_choice, there)
-                    sources.append(_mapped(family, entry, stored, (expr, choice, at)))
+                    sources.append(family.mapped(entry, stored, (expr, choice, at)))
         return origins, sources, fills
 
     def _origins(
@@ -430,11 +430,6 @@ class _RulePlanner:
             raise Unfit(f"{name!r} is {self._stored.facts[name]}, not an array")
         return entry
 
-    def _add(self, plan: RulePlan, made: Made) -> None:
-        plan.made.setdefault(
-            made.name, made
-        )  # a second rule that makes it was reported by `Claims`
-
     # --- values shared by all parameters ------------------------------------------------------
 
     def share(self, found: Sequence[Family], plan: RulePlan) -> None:
@@ -448,12 +443,12 @@ class _RulePlanner:
             first = have[0]
             plan.checks += [Same(first, other, str(lift)) for other in have[1:]]
             for name in want:
-                self._add(plan, self._copy_of(first, name, lift))
+                plan.add(self._copy_of(first, name, lift))
 
     def _copy_of(self, source: str, name: str, lift: SharedState) -> Made:
         fact = self._stored.facts[source]
         dtype = lift.right.dtype or fact.dtype
-        if not fact.is_array:
+        if source not in self._stored.entries:
             return Made(name, Fact((), dtype, fact.kind), str(lift), carried=source)
         sources = self._as_it_is(source).sources
         return Made(name, Fact(fact.shape, dtype), str(lift), sources)
@@ -477,19 +472,6 @@ def _check_arithmetic(sources: Iterable[MappedSource]) -> None:
             raise Unfit(f"{entry.name!r} is {entry.dtype}: arithmetic is for floats")
 
 
-def _check_shape(family: Family, expr: CompiledExpr, name: str, shape: tuple[int, ...]) -> None:
-    """Compares the shape that a function makes with the axes of its rule."""
-    items, sizes = family.items(expr), dict(family.sizes)
-    made = f"the function makes {name!r} of shape {list(shape)}"
-    if len(items) != len(shape):
-        raise Unfit(f"{made}, but the rule gives it the axes [{' '.join(map(str, items))}]")
-    for item, extent in zip(items, shape, strict=True):
-        try:
-            axes.solve(item, extent, sizes)
-        except axes.DoesNotFit as error:
-            raise Unfit(f"{made}: {error}") from None
-
-
 def _check_constant(value: float, name: str, fact: Fact) -> None:
     if fact.kind is LeafKind.PROCESS:
         raise Unfit(f"{name!r} is {fact}, which a constant cannot make or replace")
@@ -500,60 +482,12 @@ def _check_constant(value: float, name: str, fact: Fact) -> None:
         raise Unfit(f"{name!r} is {fact}, and {error}") from None
 
 
-def _nameless(rules: Sequence[Rule]) -> dict[str, str]:
-    return {
-        str(expr.pattern.name): str(rule)
-        for rule in rules
-        if isinstance(rule.left, Nothing) and rule.left.value is not None and not rule.lifted
-        for expr in exprs_of(rule.right)
-        if expr.pattern.texts
-    }
-
-
 def _used(plan: RulePlan, valid: Sequence[Family]) -> set[str]:
     """The stored names that are used."""
     used = {name for family in valid for name in names_of(family, family.rule.left)}
     used |= {x.entry.name for made in plan.made.values() for x in made.sources}
     used |= {made.carried for made in plan.made.values() if made.carried is not None}
     return used | {check.other for check in plan.checks if isinstance(check, Same)}
-
-
-def _blocks_by_axes(
-    family: Family, exprs: Iterable[CompiledExpr]
-) -> Iterator[tuple[frozenset[str], tuple[CompiledExpr, axes.SegmentChoice]]]:
-    """Each block of some expressions under its axes."""
-    for expr in exprs:
-        items = family.items(expr)
-        for choice in axes.choices(items):
-            own = frozenset(axis.name for axis in axes.block_axes(items, choice))
-            yield own | expr.pattern.axes, (expr, choice)
-
-
-def _mapped(
-    family: Family,
-    entry: ArrayEntry,
-    source: tuple[CompiledExpr, axes.SegmentChoice, Mapping[str, int]],
-    out: tuple[CompiledExpr, axes.SegmentChoice, Mapping[str, int]],
-) -> MappedSource:
-    fixed = {**source[2], **out[2]}
-    items = family.items(source[0])
-    own = [axis.name for axis in axes.block_axes(items, source[1]) if axis.name not in fixed]
-    numbers = {axis: number for number, axis in enumerate(own)}
-    dims = [
-        axes.dims_of(family.items(expr), choice, family.sizes, numbers, fixed)
-        for expr, choice, _ in (source, out)
-    ]
-    (a, b), (c, d) = (expr.affine(family.sizes) for expr, _, _ in (source, out))
-    extents = tuple(family.sizes[axis] for axis in own)
-    return MappedSource(entry, extents, dims[0], dims[1], scale=a / c, offset=(b - d) / c)
-
-
-def _padded_sizes(family: Family) -> dict[str, int]:
-    pads = {axis: size for axis, size in family.sizes.items() if axes.is_pad(axis)}
-    sizes = {axis: size for axis, size in family.sizes.items() if axis not in pads}
-    if len(pads) == 1:
-        sizes[axes.PAD] = next(iter(pads.values()))
-    return sizes
 
 
 def _holds(target: str, source: str) -> bool:
