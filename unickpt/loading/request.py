@@ -11,7 +11,7 @@ from unickpt.errors import UnsupportedLeaf
 from unickpt.frameworks.leaves import LocalFragments, PerProcess, expand, is_leaf
 from unickpt.frameworks.protocol import Adapter, ArrayTarget
 from unickpt.frameworks.registry import adapter_of, by_type
-from unickpt.loading.selection import ALL, Selection
+from unickpt.loading.request import ALL, Selection
 from unickpt.rules.plan import Fact, LeafKind
 from unickpt.trees import tree
 

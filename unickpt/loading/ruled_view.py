@@ -18,8 +18,7 @@ from unickpt.format.index import ArrayEntry, Index, PerProcessEntry
 from unickpt.format.reader import Reader
 from unickpt.frameworks.protocol import Adapter
 from unickpt.loading.provenance import Provenance
-from unickpt.loading.request import Request
-from unickpt.loading.selection import ALL, Selection
+from unickpt.loading.request import ALL, Request, Selection
 from unickpt.loading.views import (
     as_array_entry,
     leaf_text,
@@ -34,7 +33,7 @@ from unickpt.rules.functions import Function
 from unickpt.rules.plan import Constant, Fact, LeafKind, Made, RulePlan, Same, StoredLeaves
 from unickpt.rules.planner import make_plan, offers
 from unickpt.rules.rule_set import Rules
-from unickpt.trees import plain_values, tree
+from unickpt.trees import tree, tree_json
 
 
 class RuledView:
@@ -58,9 +57,9 @@ class RuledView:
     ) -> None:
         self.checkpoint, self.plan, self.provenance = checkpoint, plan, provenance
         self._recipes: dict[str, Recipe] = {}
-        self.numbers: dict[str, plain_values.Plain] = {}
+        self.numbers: dict[str, tree_json.Plain] = {}
         arrays: dict[str, ArrayEntry] = {}
-        plain: dict[str, plain_values.Plain] = {}
+        plain: dict[str, tree_json.Plain] = {}
         self._sources: dict[str, str] = {}
         blobs: dict[str, PerProcessEntry] = {}
         stored = checkpoint.index
@@ -90,9 +89,9 @@ class RuledView:
         return leaf_text(stored_leaf(self.checkpoint.index, name))
 
     def node(self) -> tree.Node | tree.Leaf:
-        return tree.from_names(self.index.names)
+        return tree_json.from_names(self.index.names)
 
-    def keep(self, plain: Mapping[str, plain_values.Plain]) -> None:
+    def keep(self, plain: Mapping[str, tree_json.Plain]) -> None:
         """Adds values that no rule makes."""
         self.index = replace(self.index, values={**self.index.values, **plain})
 

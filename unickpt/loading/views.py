@@ -19,7 +19,7 @@ from unickpt.reading.options import LoadOptions
 from unickpt.reading.read_plan import Job, StoredJob
 from unickpt.reading.recipes import Fill, Recipe, Unchanged, whole_dims
 from unickpt.rules.plan import Fact, Made
-from unickpt.trees import plain_values, tree
+from unickpt.trees import tree, tree_json
 from unickpt.trees.wrapper_names import without_wrappers
 
 TargetsByArray = Mapping[str, Mapping[str, ArrayTarget]]
@@ -53,7 +53,7 @@ class CheckpointView(Protocol):
         """The names of stored leaves that no requested leaf uses."""
 
     @property
-    def numbers(self) -> Mapping[str, plain_values.Plain]:
+    def numbers(self) -> Mapping[str, tree_json.Plain]:
         """The arrays of the index that are stored as plain numbers."""
 
     def shown(self, name: str) -> str:
@@ -96,7 +96,7 @@ class StoredView:
     def __init__(self, checkpoint: Reader, asked: Mapping[str, Fact] | None = None) -> None:
         self.checkpoint, self.index = checkpoint, checkpoint.index
         self.renamed: Mapping[str, str] = {}
-        self._asked, self.numbers = asked or {}, dict[str, plain_values.Plain]()
+        self._asked, self.numbers = asked or {}, dict[str, tree_json.Plain]()
         if asked is not None:
             self._serve(asked)
 
@@ -126,8 +126,8 @@ class StoredView:
     def node(self) -> tree.Node | tree.Leaf:
         index = self.index
         try:
-            node = tree.from_json(index.tree)
-        except tree.BadTree as error:
+            node = tree_json.from_json(index.tree)
+        except tree_json.BadTree as error:
             raise CheckpointCorrupt(f"{self.checkpoint.location}: {error}") from None
         in_tree = {leaf.name for leaf in tree.leaves(node)}
         in_index = set(index.names)
@@ -167,7 +167,7 @@ class StoredView:
 
 
 def as_array_entry(
-    name: str, value: plain_values.Plain, asked: Fact | None, made: Made | None = None
+    name: str, value: tree_json.Plain, asked: Fact | None, made: Made | None = None
 ) -> ArrayEntry | None:
     """The entry of a plain number that is requested as an array.
 
@@ -183,8 +183,8 @@ def as_array_entry(
     dtype = dtypes.from_name(dtype_text or target)
     if made is not None and dtype_text:
         _check_held(made, value, dtype)
-    elif plain_values.as_array(value, dtype) is None:
-        if not (isinstance(value, float) and plain_values.is_kind(value, dtype)):
+    elif tree_json.as_array(value, dtype) is None:
+        if not (isinstance(value, float) and tree_json.is_kind(value, dtype)):
             return None
         dtype = np.dtype(np.float64)
     return ArrayEntry(name, (), dtypes.name_of(dtype), (), Layout.replicated(0, 1))

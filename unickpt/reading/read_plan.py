@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 from unickpt.arrays import dtypes, strided_copy
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
-from unickpt.arrays.host_memory import prefer_huge_pages
 from unickpt.errors import OutOfMemory
 from unickpt.format import chunk_grid
 from unickpt.format.chunk_grid import Part
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
+from unickpt.frameworks.host_memory import prefer_huge_pages
 from unickpt.frameworks.protocol import ArrayTarget
 from unickpt.reading.placement import place, put
 from unickpt.reading.recipes import Copy, ElementSource, Needed, Recipe, Unchanged

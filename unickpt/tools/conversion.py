@@ -11,14 +11,14 @@ from typing import Any
 from unickpt.arrays import dtypes
 from unickpt.arrays.box import Box
 from unickpt.arrays.dtypes import Array
-from unickpt.arrays.host_memory import HostBuffers
 from unickpt.errors import CheckpointCorrupt, LoadMismatch
 from unickpt.foreign import writers
 from unickpt.format.index import ArrayEntry
 from unickpt.format.reader import Reader
 from unickpt.format.writer import Writer
 from unickpt.frameworks import per_process
-from unickpt.frameworks.budget import ProcessBytes
+from unickpt.frameworks.budget import MemoryBudget
+from unickpt.frameworks.host_memory import HostBuffers
 from unickpt.frameworks.leaves import Described, PerProcess
 from unickpt.frameworks.process_group import Group
 from unickpt.frameworks.protocol import ArraySource, Memory, whole_source
@@ -32,7 +32,7 @@ from unickpt.reading.options import LoadOptions
 from unickpt.rules.plan import Fact, LeafKind
 from unickpt.rules.rule_set import Rules
 from unickpt.saving.options import SaveOptions, SaveReport
-from unickpt.saving.save_job import SaveJob, call_metrics
+from unickpt.saving.task import SaveTask, call_metrics
 from unickpt.saving.write_plan import WriteItem
 from unickpt.storage import paths
 from unickpt.threads import in_batches
@@ -47,7 +47,7 @@ OWN = "unickpt"
 
 def convert(
     source: checkpoint.Source,
-    destination: paths.Path,
+    destination: paths.PathLike,
     *,
     rules: Rules | None = None,
     like: Any = None,
@@ -125,7 +125,7 @@ def convert(
     if isinstance(view, RuledView):
         view.check(reading)
         metadata = view.provenance.merged_into(metadata)
-    job = SaveJob(destination, overwrite, writing)
+    job = SaveTask(destination, overwrite, writing)
     leaves = leaves_of(view, job.group, "convert")
     job.describe(tree.with_values(view.node(), leaves.__getitem__), metadata)
     plan = job.plan()
@@ -145,11 +145,11 @@ def convert(
 def _budgets(options: SaveOptions) -> tuple[LoadOptions, SaveOptions, int]:
     """To read a slab, and to write; bytes for what is being written."""
     working = options.working_bytes
-    ahead, held = (ProcessBytes(max(1, working // part)) for part in (AHEAD, WRITER))
+    ahead, held = (MemoryBudget(max(1, working // part), "process") for part in (AHEAD, WRITER))
     return LoadOptions(budget_bytes=ahead), replace(options, budget_bytes=held), held
 
 
-def check_written(destination: paths.Path) -> None:
+def check_written(destination: paths.PathLike) -> None:
     """Reads what was written.
 
     Raises:
